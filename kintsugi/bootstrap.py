@@ -1,0 +1,51 @@
+"""What a process needs to know before it can speak: handed over through an inherited descriptor, never argv or
+environment, because it holds the process's secret key."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from kintsugi.types import Peer, Role
+
+
+class Bootstrap(msgspec.Struct, frozen=True):
+    """Who I am, whom to report to, and which descriptors I inherited."""
+
+    job: str
+    run_dir: str
+    process: str
+    role: Role
+    host: str
+    incarnation: str
+    public_key: bytes
+    secret_key: bytes
+    master: Peer
+    lifeline: int
+    """Read end of a pipe; end of file means that agent and launcher are both gone and this process must end."""
+    bind: str = "tcp://127.0.0.1:*"
+    listener: int = -1
+    """Descriptor of an already listening socket to use instead of `bind` (the master's, which survives its restart)."""
+    segments: str = ""
+    """Abstract Unix socket of the host's segment service; empty where there is none."""
+    peers: tuple[Peer, ...] = ()
+    """Known from the start: for the master its agents."""
+    epoch: int = 0
+    resume: bool = False
+    """For the master: continue from what the run folder holds, instead of starting in an empty one."""
+
+
+def read_bootstrap(descriptor: int) -> Bootstrap:
+    """Read everything until the writer closes, then close."""
+    with os.fdopen(descriptor, "rb") as pipe:
+        return msgspec.msgpack.decode(pipe.read(), type=Bootstrap)
+
+
+def bootstrap_pipe(bootstrap: Bootstrap) -> int:
+    """A readable descriptor that holds `bootstrap`; the caller passes it to the child and then closes it."""
+    descriptor = os.memfd_create("bootstrap", 0)
+    os.write(descriptor, msgspec.msgpack.encode(bootstrap))
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    os.set_inheritable(descriptor, True)
+    return descriptor

@@ -1,0 +1,232 @@
+"""What a run is, as frozen structs; each field says what it means. Loading and checking: `recipe.py`.
+
+The tree follows the stages: data → sampling, generation, rollout → algorithm, actor → evaluation, checkpoints →
+cluster. A value the program can measure is not a setting.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class NewModel(_Section, frozen=True):
+    """Shape of a model that is built from scratch."""
+
+    family: Literal["llama", "qwen2", "qwen3"] = "llama"
+    hidden_size: int = 96
+    intermediate_size: int = 256
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    max_positions: int = 64
+    alphabet: str = "0123456789+="
+    """Characters of its tokenizer."""
+
+
+class ModelSection(_Section, frozen=True):
+    """Where the model comes from: a Hugging Face folder, or built from scratch."""
+
+    path: str | None = None
+    """Hugging Face folder (safetensors). Excludes `new`."""
+    new: NewModel | None = None
+
+
+class DataSection(_Section, frozen=True):
+    """Where prompts come from."""
+
+    source: str = "arithmetic"
+    """"arithmetic" (generated), or the path of a JSONL file."""
+    prompt_column: str = "prompt"
+    """Column of the JSONL file that holds the prompt."""
+    completion_column: str | None = None
+    """Column that SFT learns to write; needed for SFT only."""
+    max_digits: int = 2
+    """Generated arithmetic: digits per operand."""
+    num_eval: int = 500
+    """Problems held out from SFT and RL, for evaluation."""
+    shuffle: bool = True
+
+
+class SamplingSection(_Section, frozen=True):
+    """How completions are drawn for training."""
+
+    temperature: float = 1.0
+    max_new_tokens: int = 16
+    top_p: float = 1.0
+    """Anything but 1 is refused for training: the trainer would see another distribution than was sampled."""
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+class AlgorithmSection(_Section, frozen=True):
+    """What is learned from, and how the loss is made."""
+
+    name: Literal["sft", "grpo"] = "grpo"
+    steps: int = 100
+    batch_size: int = 32
+    """Prompts per step."""
+    group_size: int = 8
+    """Samples per prompt (1 for SFT)."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    beta: float = 0.0
+    """Weight of the KL to the reference model; 0 loads no reference."""
+    updates_per_step: int = 1
+    """Optimizer updates on each batch."""
+    denominator: Literal["tokens", "sequences", "constant"] = "tokens"
+    """What token losses are divided by: all loss tokens of the batch; each sequence's own, then the sequences; or
+    sequences × max_new_tokens."""
+    scale_by_std: bool = True
+    """Divide the advantage by the group's standard deviation."""
+    reward: tuple[str, ...] = ("kintsugi.rollout.rewards.exact_answer",)
+    """Dotted paths of functions `f(completions, **columns) -> list[float]`; their sum is the reward."""
+
+
+class ActorSection(_Section, frozen=True):
+    """The model that learns, its optimizer, and the workers that hold it."""
+
+    workers: int = 2
+    """Model workers; data parallel."""
+    learning_rate: float = 5e-4
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.99
+    epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    micro_batch_tokens: int = 8192
+    """Most tokens in one forward and backward pass."""
+    logical_shards: int = 4
+    """Parts of the optimizer batch whose gradients are summed in fixed order; at least as many as workers."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the forward and backward pass; master weights are float32."""
+
+
+class WarmupSection(_Section, frozen=True):
+    """SFT before the main algorithm, in the same run."""
+
+    steps: int = 100
+    batch_size: int = 64
+    learning_rate: float = 3e-3
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+
+
+class GenerationSection(_Section, frozen=True):
+    """The generation servers."""
+
+    servers: int = 2
+    slots: int = 64
+    """Sequences decoded at once by one server."""
+    max_length: int = 32
+    """Longest prompt + completion, in tokens."""
+
+
+class RolloutSection(_Section, frozen=True):
+    """The rollout workers."""
+
+    workers: int = 2
+    attempts: int = 3
+    """How often a group is tried before its samples are quarantined."""
+    reward_timeout_s: float = 10.0
+
+
+class EvaluationSection(_Section, frozen=True):
+    """Held-out evaluation, always at one pinned weight version."""
+
+    every: int = 0
+    """Steps between evaluations; 0 evaluates only before and after each stage."""
+    num_samples: int = 4
+    """k of mean@k and pass@k, sampled beside the greedy answer; 0 leaves them out."""
+
+
+class CheckpointSection(_Section, frozen=True):
+    every: int = 25
+    """Steps between checkpoints; the last step is always saved. 0 saves only there."""
+    keep: int = 2
+
+
+class ClusterSection(_Section, frozen=True):
+    """Where the processes run."""
+
+    hosts: int = 1
+    """Local node agents; hosts share nothing but the run folder."""
+    port: int = 0
+    """Port of the master; 0 takes a free one."""
+    start_timeout_s: float = 120.0
+    """Longest start-up of a process, import of libraries included."""
+
+
+class LoggingSection(_Section, frozen=True):
+    wandb: bool = False
+    """Also log to Weights & Biases (needs the extra `wandb`)."""
+
+
+class Config(_Section, frozen=True):
+    """A whole run. `kintsugi check RECIPE` prints it with the origin of every value."""
+
+    name: str
+    seed: int = 0
+    run_dir: str | None = None
+    """Folder of the run; must not exist. Default: runs/<name>-<number>."""
+    deterministic: bool = True
+    """Same seed, same bits, whatever the number of workers and servers."""
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    warmup: WarmupSection | None = None
+    actor: ActorSection = ActorSection()
+    sampling: SamplingSection = SamplingSection()
+    generation: GenerationSection = GenerationSection()
+    rollout: RolloutSection = RolloutSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    cluster: ClusterSection = ClusterSection()
+    logging: LoggingSection = LoggingSection()
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """One part of a run that has its own algorithm, optimizer and data order: the warm-up, or the main part."""
+
+    name: str
+    """Also the prefix of its ticket ids: "warmup", "grpo", "sft"."""
+    first_step: int
+    algorithm: AlgorithmSection
+    actor: ActorSection
+
+    @property
+    def last_step(self) -> int:
+        """Global number of its last step; steps count from 1 over the whole run."""
+        return self.first_step + self.algorithm.steps - 1
+
+
+def stages(config: Config) -> tuple[Stage, ...]:
+    """The run's stages in order: an optional SFT warm-up, then the main algorithm."""
+    main = config.algorithm
+    if config.warmup is None:
+        return (Stage(main.name, 1, main, config.actor),)
+    warmup = config.warmup
+    sft = msgspec.structs.replace(
+        main,
+        name="sft",
+        steps=warmup.steps,
+        batch_size=warmup.batch_size,
+        group_size=1,
+        updates_per_step=1,
+        beta=0.0,
+    )
+    actor = msgspec.structs.replace(
+        config.actor,
+        learning_rate=warmup.learning_rate,
+        schedule=warmup.schedule,
+        warmup_steps=warmup.warmup_steps,
+    )
+    return (Stage("warmup", 1, sft, actor), Stage(main.name, 1 + warmup.steps, main, config.actor))

@@ -1,0 +1,156 @@
+"""Every error of the system, and the record of one that crosses process borders.
+
+The type says which boundary was crossed; our own mistakes are `assert`s and have no type here.
+
+    KintsugiError
+    ├── UserError (also a ValueError)      the user's mistake: exit code 2, one sentence, no traceback
+    │   ├── ConfigError                    a field of the configuration
+    │   ├── DataError                      a data set, a row, a column
+    │   └── ModelError                     a model folder, a tokenizer
+    └── WorldError                         the world's: something outside this process broke
+        ├── DeadlineExceeded               a declared wait reached its deadline
+        ├── ProcessDied                    a process of ours ended when it should not have
+        ├── StartFailed                    a process did not come up: which, in which phase, why
+        ├── StorageError                   disk full, I/O error, damaged file
+        ├── DeviceError                    an accelerator failed
+        ├── GroupBroken                    a collective failed: a rank is gone or the generation is over
+        ├── IntegrityError                 bytes arrived that are not the bytes that were sent
+        ├── RefusedError                   the peer refused: old epoch, unknown sender, wrong state
+        └── RemoteError                    a peer answered with a fault of its own, which is the cause
+
+A `Fault` is how an error is written down and sent. It names the fault that caused it, so that the first failure
+stays the cause however many follow (`root_first` orders a set of faults by that chain).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from uuid import uuid4
+
+import msgspec
+
+
+class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One failure as a value: `Fault(id="f3a…", kind="StorageError", process="model-0", message="disk full …")`."""
+
+    id: str
+    kind: str
+    process: str
+    message: str
+    time: float
+    """Wall clock of the process that saw it, for people; ordering uses `cause_id`, never this."""
+    cause_id: str | None = None
+    """The fault that led to this one, possibly of another process; None when this is where it began."""
+
+
+class KintsugiError(Exception):
+    """The root of the tree. `cause` is the fault this error follows from, if it follows from one."""
+
+    def __init__(self, message: str, *, cause: Fault | None = None) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+class UserError(KintsugiError, ValueError):
+    """The user's mistake: the message names the field or file, what was found and what is expected."""
+
+
+class ConfigError(UserError):
+    """A configuration field is unknown, of the wrong type, or impossible together with another."""
+
+
+class DataError(UserError):
+    """A data set is empty, a row malformed, a column missing."""
+
+
+class ModelError(UserError):
+    """A model folder or tokenizer is missing something, or its family is not supported."""
+
+
+class WorldError(KintsugiError):
+    """Something outside this process broke."""
+
+
+class DeadlineExceeded(WorldError):
+    """A declared wait reached its deadline; says for whom and what it waited, and how long."""
+
+    def __init__(self, *, whom: str, what: str, waited_s: float, cause: Fault | None = None) -> None:
+        super().__init__(f"waited {waited_s:.1f} s for {whom}: {what}", cause=cause)
+        self.whom, self.what, self.waited_s = whom, what, waited_s
+
+
+class ProcessDied(WorldError):
+    """A process of ours ended when it should not have."""
+
+
+class StartFailed(WorldError):
+    """A process did not come up."""
+
+    def __init__(self, *, process: str, phase: str, why: str, cause: Fault | None = None) -> None:
+        super().__init__(f"{process} failed to start while {phase}: {why}", cause=cause)
+        self.process, self.phase, self.why = process, phase, why
+
+
+class StorageError(WorldError):
+    """Disk full, I/O error, or a file that is not what was written."""
+
+
+class DeviceError(WorldError):
+    """An accelerator failed."""
+
+
+class GroupBroken(WorldError):
+    """A collective failed: a rank is gone, or the group's generation is over."""
+
+
+class IntegrityError(WorldError):
+    """Bytes arrived that are not the bytes that were sent."""
+
+
+class RefusedError(WorldError):
+    """A peer refused: old epoch, unknown sender, wrong state."""
+
+
+class RemoteError(WorldError):
+    """A peer answered with a fault; `cause` is that fault."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(f"{fault.process}: {fault.kind}: {fault.message}", cause=fault)
+
+
+def fault_of(error: BaseException, *, process: str, time: float) -> Fault:
+    """Write an error down as a fault of `process`, linked to the fault it follows from.
+
+    >>> fault_of(StorageError("disk full"), process="model-0", time=0.0).kind
+    'StorageError'
+    """
+    cause = error.cause if isinstance(error, KintsugiError) else None
+    return Fault(
+        id=uuid4().hex[:12],
+        kind=type(error).__name__,
+        process=process,
+        message=str(error) or type(error).__name__,
+        time=time,
+        cause_id=cause.id if cause else None,
+    )
+
+
+def root_first(faults: Iterable[Fault]) -> list[Fault]:
+    """Order faults so that every cause stands before its consequences; the first one is the cause to report."""
+    by_id = {fault.id: fault for fault in faults}
+    ordered: dict[str, Fault] = {}
+
+    def place(fault: Fault) -> None:
+        if fault.id in ordered:
+            return
+        cause = by_id.get(fault.cause_id) if fault.cause_id else None
+        if cause is not None and cause.id != fault.id:
+            place(cause)
+        ordered[fault.id] = fault
+
+    for fault in by_id.values():
+        if fault.cause_id is None:
+            place(fault)
+    for fault in by_id.values():
+        place(fault)
+    return list(ordered.values())

@@ -1,0 +1,224 @@
+"""Everything the master writes to its journal, one struct per fact.
+
+The master's state is a fold over these facts and nothing else: a restarted master that replays them stands where the
+dead one stood. A decision first yields facts, they are journaled, then they are applied, then their effects happen.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kintsugi.errors import Fault
+from kintsugi.types import Peer, Role, SampleMeta, Ticket, WeightManifest, WeightSource
+
+
+class _Fact(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    pass
+
+
+# The run.
+
+
+class RunStarted(_Fact, frozen=True):
+    """First fact of every journal."""
+
+    job: str
+    config_digest: str
+
+
+class EpochStarted(_Fact, frozen=True):
+    """A master (the first, or one that took over) owns the run from here on; older epochs are refused."""
+
+    epoch: int
+    incarnation: str
+
+
+class StageStarted(_Fact, frozen=True):
+    """A stage of the run (warm-up, main) begins at this global step."""
+
+    stage: str
+    step: int
+
+
+class RunEnded(_Fact, frozen=True):
+    """The run is over: "finished", "stopped" (by request, resumable) or "failed" (with its cause)."""
+
+    outcome: str
+    fault: Fault | None = None
+    weights_sha256: str = ""
+
+
+# Who is there.
+
+
+class ProcessRequested(_Fact, frozen=True):
+    """A process was ordered from an agent."""
+
+    process: str
+    role: Role
+    host: str
+    incarnation: str
+
+
+class ProcessJoined(_Fact, frozen=True):
+    """It registered and answers."""
+
+    peer: Peer
+    role: Role
+    pid: int
+
+
+class ProcessLost(_Fact, frozen=True):
+    """It is gone for good; a replacement has another incarnation."""
+
+    process: str
+    incarnation: str
+    fault: Fault
+
+
+# The samples' lives (buffer/ledger.py).
+
+
+class TicketsIssued(_Fact, frozen=True):
+    """Prompts are given out for the first time; the data cursor stands behind the last of them."""
+
+    tickets: tuple[Ticket, ...]
+
+
+class TicketAssigned(_Fact, frozen=True):
+    """A rollout worker runs the ticket's episodes: issued → generating."""
+
+    ticket: str
+    worker: str
+    incarnation: str
+
+
+class TicketReturned(_Fact, frozen=True):
+    """Its worker (or what it held) is lost, or it failed and is tried again: back to issued."""
+
+    ticket: str
+    reason: str
+
+
+class SamplesScored(_Fact, frozen=True):
+    """Samples of one ticket were generated and scored: generating → scored; when all are, the group is ready."""
+
+    ticket: str
+    samples: tuple[SampleMeta, ...]
+
+
+class SampleQuarantined(_Fact, frozen=True):
+    """A sample can not be scored and never trains."""
+
+    key: str
+    reason: str
+
+
+class TicketFiltered(_Fact, frozen=True):
+    """The algorithm dropped the whole group (say, equal rewards under dynamic sampling)."""
+
+    ticket: str
+    reason: str
+
+
+class TicketExpired(_Fact, frozen=True):
+    """The group became too old for the staleness bound."""
+
+    ticket: str
+    reason: str
+
+
+class BatchFormed(_Fact, frozen=True):
+    """Ready groups go into the batch of this step: ready → in batch."""
+
+    step: int
+    tickets: tuple[str, ...]
+
+
+class StepCommitted(_Fact, frozen=True):
+    """Every rank reported prepared with the same state hash: in batch → trained. The first of the step's two facts."""
+
+    step: int
+    state_digest: str
+    metrics: dict[str, float] = {}
+
+
+class VersionCurrent(_Fact, frozen=True):
+    """All live servers acknowledged the weights of this step. The second of the step's two facts."""
+
+    version: int
+    manifest: WeightManifest
+    sources: tuple[WeightSource, ...]
+    servers: tuple[str, ...]
+
+
+class RolledBack(_Fact, frozen=True):
+    """Steps after `step` are undone; what they trained is issued again under the same tickets."""
+
+    step: int
+    reason: str
+
+
+# Beside the loop.
+
+
+class EvaluationDone(_Fact, frozen=True):
+    """Held-out accuracy at a pinned version."""
+
+    step: int
+    version: int
+    stage: str
+    metrics: dict[str, float]
+
+
+class CheckpointSaved(_Fact, frozen=True):
+    """A durable checkpoint of a committed step exists and was verified."""
+
+    step: int
+    path: str
+    digest: str
+
+
+class CheckpointFailed(_Fact, frozen=True):
+    """A save failed loudly; the previous checkpoint stays good."""
+
+    step: int
+    fault: Fault
+
+
+Fact = (
+    RunStarted
+    | EpochStarted
+    | StageStarted
+    | RunEnded
+    | ProcessRequested
+    | ProcessJoined
+    | ProcessLost
+    | TicketsIssued
+    | TicketAssigned
+    | TicketReturned
+    | SamplesScored
+    | SampleQuarantined
+    | TicketFiltered
+    | TicketExpired
+    | BatchFormed
+    | StepCommitted
+    | VersionCurrent
+    | RolledBack
+    | EvaluationDone
+    | CheckpointSaved
+    | CheckpointFailed
+)
+
+LedgerFact = (
+    TicketsIssued
+    | TicketAssigned
+    | TicketReturned
+    | SamplesScored
+    | SampleQuarantined
+    | TicketFiltered
+    | TicketExpired
+    | BatchFormed
+    | StepCommitted
+    | RolledBack
+)

@@ -1,0 +1,525 @@
+"""Every message on the wire, one struct each. Nothing here is pickled or evaluated; decoding is strict.
+
+A message on the socket is an `Envelope` frame, a body frame (one of `Body`), and any number of raw bulk frames.
+The tables below say who sends what to whom.
+
+| request                          | from → to            | reply              |
+|----------------------------------|----------------------|--------------------|
+| Register                         | worker → master      | Registered         |
+| StartProcess, StopProcess        | master → agent       | ProcessStarted, Ok |
+| RunEpisodes                      | master → rollout     | EpisodesDone       |
+| Generate                         | rollout → manager    | Generated          |
+| Generate                         | manager → server     | Generated          |
+| RunCall                          | master → model       | CallDone           |
+| StartStage, CommitStep           | master → model       | Ok                 |
+| Publish, Save, HashWeights       | master → model       | Published, Saved, WeightsHashed |
+| LoadWeights                      | master → manager, manager → server | WeightsLoaded |
+| PreLock, DeviceStop, DeviceClean, RebuildGroup, Repair, Rollback | master → model | Ok |
+| FetchSamples                     | model → rollout      | SamplesFetched     |
+| FetchWeights                     | server → model       | WeightsFetched (+ bulk frames) |
+| FetchState                       | model → model        | StateFetched, or WeightsFetched (+ bulk frames) |
+
+| one-way                          | from → to            |
+|----------------------------------|----------------------|
+| Heartbeat                        | anyone → master      |
+| AddressBook                      | master → anyone      |
+| ProcessExited                    | agent → master       |
+| Drop                             | master → rollout     |
+| Shutdown                         | master → anyone      |
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from kintsugi.errors import Fault
+from kintsugi.types import (
+    Finish,
+    Peer,
+    Progress,
+    Role,
+    SampleMeta,
+    Sampling,
+    Ticket,
+    Trajectory,
+    Wait,
+    WeightManifest,
+    WeightSource,
+)
+
+
+class MessageKind(StrEnum):
+    """How a message is treated: a request is answered exactly once, a one-way message is not."""
+
+    REQUEST = "q"
+    REPLY = "r"
+    ONE_WAY = "o"
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """Carried by every message; an old epoch or a foreign job is refused, a repeated request gets its saved reply."""
+
+    job: str
+    epoch: int
+    sender: str
+    incarnation: str
+    sequence: int
+    """Per sender and peer; grows by one. A request keeps its number when it is sent again, its reply carries it."""
+    kind: MessageKind
+    cause_id: str | None = None
+    """The fault that this message follows from, if any."""
+
+
+class _Body(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    pass
+
+
+# Anyone.
+
+
+class Ok(_Body, frozen=True):
+    """Done; nothing to report."""
+
+
+class Failed(_Body, frozen=True):
+    """The request could not be carried out, and why."""
+
+    fault: Fault
+
+
+class Ping(_Body, frozen=True):
+    """Are you there? Answered with Ok, with the same payload length. Used by health checks and benchmarks."""
+
+    payload: bytes = b""
+
+
+class Register(_Body, frozen=True):
+    """A process reports to the master: after its start, and again whenever a new master takes over."""
+
+    peer: Peer
+    role: Role
+    pid: int
+    capabilities: dict[str, str] = {}
+
+
+class Registered(_Body, frozen=True):
+    """The master knows the process; `epoch` is the one to use from now on."""
+
+    epoch: int
+
+
+class Heartbeat(_Body, frozen=True):
+    """Alive, how far, how loaded, and what it is waiting for."""
+
+    progress: Progress
+    load: float
+    waits: tuple[Wait, ...] = ()
+
+
+class AddressBook(_Body, frozen=True):
+    """Who is who from now on. Keys that are not in it are no longer admitted."""
+
+    number: int
+    """Grows; an older book is ignored."""
+    peers: tuple[Peer, ...]
+
+
+class Shutdown(_Body, frozen=True):
+    """Finish and exit."""
+
+    reason: str
+
+
+# Agents.
+
+
+class Placement(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where and how a process runs, so that exactly this one can be aimed at. Empty: like its agent."""
+
+    cgroup: str | None = None
+    """Folder of an existing control group to join before exec."""
+    network_namespace: str | None = None
+    """Name of an existing network namespace (as of `ip netns`) to enter before exec."""
+    nice: int | None = None
+    limits: dict[str, int] = {}
+    """Resource limits by their names without RLIMIT_: {"AS": 4294967296, "NOFILE": 4096}."""
+    environment: dict[str, str] = {}
+
+
+class StartProcess(_Body, frozen=True):
+    process: str
+    role: Role
+    incarnation: str
+    placement: Placement = Placement()
+
+
+class ProcessStarted(_Body, frozen=True):
+    """It runs under this pid and will speak with this key; it has not registered yet."""
+
+    process: str
+    incarnation: str
+    pid: int
+    public_key: bytes
+
+
+class StopProcess(_Body, frozen=True):
+    process: str
+    incarnation: str
+    grace_s: float = 2.0
+
+
+class ProcessExited(_Body, frozen=True):
+    """Seen through the kernel's pidfd. `status` as of waitid: exit code, or minus the signal; None if not our child."""
+
+    process: str
+    incarnation: str
+    status: int | None
+    last_output: str = ""
+    """The end of what it wrote to its standard error."""
+
+
+# Rollout.
+
+
+class RunEpisodes(_Body, frozen=True):
+    """Run one group: all samples of one ticket, or one evaluation problem."""
+
+    ticket: Ticket
+    split: str
+    """"train" or "eval": which of the stage's data sources."""
+    sampling: Sampling
+    version: int
+    """Generate with weights at least this new."""
+
+
+class EpisodesDone(_Body, frozen=True):
+    ticket: str
+    samples: tuple[SampleMeta, ...]
+    quarantined: dict[str, str] = {}
+    """Sample key → reason."""
+    timing: dict[str, float] = {}
+    """Seconds per call: {"actor_generate": 0.2, "reward": 0.01}."""
+
+
+class FetchSamples(_Body, frozen=True):
+    keys: tuple[str, ...]
+
+
+class SamplesFetched(_Body, frozen=True):
+    samples: tuple[Trajectory, ...]
+
+
+class Drop(_Body, frozen=True):
+    """The samples of these tickets are trained or dropped; their memory can go."""
+
+    tickets: tuple[str, ...]
+
+
+# Generation.
+
+
+class Generate(_Body, frozen=True):
+    """Continue a prompt `sampling.num_samples` times. Idempotent: noise is keyed by what stands here."""
+
+    ticket: str
+    turn: int
+    prompt: bytes
+    """int32 token ids."""
+    sampling: Sampling
+    version: int
+    samples: tuple[int, ...] = ()
+    """Which sample indices are wanted; empty means all of `range(num_samples)`."""
+    timeout_s: float = 120.0
+    """How long the asker waits; later the answer is of no use to anyone."""
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        return self.samples or tuple(range(self.sampling.num_samples))
+
+
+class Completion(msgspec.Struct, frozen=True):
+    sample: int
+    tokens: bytes
+    """int32, the end token included when it was sampled."""
+    logprobs: bytes
+    """float32, at the sampling temperature (at temperature 1 when greedy)."""
+    versions: bytes
+    """int32."""
+    finish: Finish
+
+
+class Generated(_Body, frozen=True):
+    ticket: str
+    turn: int
+    completions: tuple[Completion, ...]
+    server: str
+
+
+# Models and weights.
+
+
+class ShardItem(msgspec.Struct, frozen=True, array_like=True):
+    """One sample of a shard, who holds it, and the scalars that the master computed for it."""
+
+    key: str
+    holder: str
+    digest: str
+    num_tokens: int
+    num_loss_tokens: int
+    values: dict[str, float] = {}
+    """{"advantage": 0.7}"""
+
+
+class LogicalShard(msgspec.Struct, frozen=True):
+    """A fixed part of the optimizer batch; gradients are summed over these in a fixed order, whoever computes them."""
+
+    index: int
+    items: tuple[ShardItem, ...]
+
+
+class RunCall(_Body, frozen=True):
+    """One model function call on this worker's share of the batch."""
+
+    call: str
+    """MFC name, e.g. "actor_train"."""
+    interface: str
+    """Which model interface carries it out, e.g. "grpo_train", "sft_train", "inference"."""
+    step: int
+    shards: tuple[LogicalShard, ...]
+    num_shards: int
+    """Of the whole batch, over all workers."""
+    totals: dict[str, float]
+    """Denominators over the whole optimizer batch: {"tokens": …, "sequences": …}."""
+    generation: int
+    """Of the process group that this call must use."""
+    arguments: dict[str, float] = {}
+    """{"temperature": 1.0, "clip_low": 0.2, …}"""
+    stage: str = ""
+    outputs_wanted: tuple[str, ...] = ()
+
+
+class CallDone(_Body, frozen=True):
+    """A training call leaves the rank *prepared*: updated, but not committed. Sums are exact over the shards."""
+
+    step: int
+    state_digest: str
+    metrics: dict[str, float]
+    timing: dict[str, float] = {}
+    outputs: dict[str, dict[str, float]] = {}
+    """Key → sample → value, for calls that give per-sample scalars."""
+
+
+class CommitStep(_Body, frozen=True):
+    """The step is in the journal; adopt it."""
+
+    step: int
+
+
+class Publish(_Body, frozen=True):
+    """Lay out the committed weights as a version and say where they can be had."""
+
+    version: int
+    step: int
+
+
+class Published(_Body, frozen=True):
+    manifest: WeightManifest
+    sources: tuple[WeightSource, ...]
+
+
+class FetchWeights(_Body, frozen=True):
+    version: int
+    pieces: tuple[int, ...] = ()
+    """Indices into the manifest; empty means all, concatenated in order as bulk frames."""
+
+
+class WeightsFetched(_Body, frozen=True):
+    version: int
+
+
+class LoadWeights(_Body, frozen=True):
+    manifest: WeightManifest
+    sources: tuple[WeightSource, ...]
+
+
+class WeightsLoaded(_Body, frozen=True):
+    version: int
+    digest: str
+    """Of the bytes as loaded; must equal the manifest's."""
+    servers: tuple[str, ...] = ()
+
+
+class Save(_Body, frozen=True):
+    """Write a checkpoint of the committed step."""
+
+    step: int
+    stage: str
+    folder: str
+
+
+class Saved(_Body, frozen=True):
+    step: int
+    path: str
+    digest: str
+
+
+class HashWeights(_Body, frozen=True):
+    """Which weights does the committed state hold?"""
+
+
+class WeightsHashed(_Body, frozen=True):
+    sha256: str
+    """Over the names and bytes of all weights, in the order of their names."""
+
+
+class StartStage(_Body, frozen=True):
+    """A stage begins: set up its optimizer and schedule; weights stay as they are."""
+
+    stage: str
+    step: int
+
+
+# Recovery operations of a training rank, under the protocol's names.
+
+
+class PreLock(_Body, frozen=True):
+    """Pause at the agreed step: run no call after it."""
+
+    step: int
+
+
+class DeviceStop(_Body, frozen=True):
+    """Abort device work and leave the group's collective, if one is running."""
+
+    generation: int
+
+
+class DeviceClean(_Body, frozen=True):
+    """Drop what the aborted step left behind."""
+
+
+class RebuildGroup(_Body, frozen=True):
+    """Destroy the process group and join the next generation of it."""
+
+    generation: int
+    ranks: tuple[str, ...]
+    """Process ids in rank order."""
+    store: str
+    """host:port of the generation's store; the process at `ranks[0]` serves it."""
+    timeout_s: float = 30.0
+
+
+class Repair(_Body, frozen=True):
+    """Take over the state of a replica (by stream), or of a checkpoint folder."""
+
+    step: int
+    source: str
+    """Process id of a replica, or a checkpoint path."""
+
+
+class FetchState(_Body, frozen=True):
+    """A damaged or new rank asks a replica for its committed state: first without `pieces`, for the manifest."""
+
+    step: int
+    pieces: tuple[int, ...] = ()
+    """Indices into the manifest; answered with WeightsFetched and their bytes, in order, as bulk frames."""
+
+
+class StateFetched(_Body, frozen=True):
+    """What the replica's state consists of, and its counters (`training.state.Counters`)."""
+
+    manifest: WeightManifest
+    stage: str
+    updates: int
+    skipped: int
+
+
+class Rollback(_Body, frozen=True):
+    """Return to the committed state of this step."""
+
+    step: int
+
+
+class RankReady(_Body, frozen=True):
+    """A rank's answer to a recovery operation: where it stands."""
+
+    step: int
+    state_digest: str
+    half_updated: bool = False
+
+
+Body = (
+    Ok
+    | Failed
+    | Ping
+    | Register
+    | Registered
+    | Heartbeat
+    | AddressBook
+    | Shutdown
+    | StartProcess
+    | ProcessStarted
+    | StopProcess
+    | ProcessExited
+    | RunEpisodes
+    | EpisodesDone
+    | FetchSamples
+    | SamplesFetched
+    | Drop
+    | Generate
+    | Generated
+    | RunCall
+    | CallDone
+    | CommitStep
+    | Publish
+    | Published
+    | FetchWeights
+    | WeightsFetched
+    | LoadWeights
+    | WeightsLoaded
+    | Save
+    | Saved
+    | HashWeights
+    | WeightsHashed
+    | StartStage
+    | PreLock
+    | DeviceStop
+    | DeviceClean
+    | RebuildGroup
+    | Repair
+    | FetchState
+    | StateFetched
+    | Rollback
+    | RankReady
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_envelope_decoder = msgspec.msgpack.Decoder(Envelope)
+_body_decoder: msgspec.msgpack.Decoder[Body] = msgspec.msgpack.Decoder(Body)
+
+
+def encode(envelope: Envelope, body: Body) -> tuple[bytes, bytes]:
+    """The two frames of a message."""
+    return _encoder.encode(envelope), _encoder.encode(body)
+
+
+def encode_envelope(envelope: Envelope) -> bytes:
+    """The first frame of a message."""
+    return _encoder.encode(envelope)
+
+
+def encode_body(body: Body) -> bytes:
+    """The second frame of a message; it stays the same when a request is sent again."""
+    return _encoder.encode(body)
+
+
+def decode_envelope(frame: bytes) -> Envelope:
+    """Strict: a malformed frame raises msgspec.DecodeError with the path of what is wrong."""
+    return _envelope_decoder.decode(frame)
+
+
+def decode_body(frame: bytes) -> Body:
+    """Strict: an unknown tag, a missing field or a wrong type raises msgspec.DecodeError."""
+    return _body_decoder.decode(frame)

@@ -1,0 +1,215 @@
+"""The nouns that flow through the system. All frozen; arrays travel as little-endian bytes, never as lists.
+
+A prompt's way: `Row` (data) → `Ticket` (one issuing of it) → `Trajectory` × n (tokens, scored) → `SampleMeta` (what
+the control plane knows of each) → a training batch → a `WeightManifest` of the next version.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+
+class Role(StrEnum):
+    """What a process is for. Process ids are `<role>-<index>`: `model-0`, `server-1`, `master-0`."""
+
+    LAUNCHER = "launcher"
+    AGENT = "agent"
+    MASTER = "master"
+    MODEL = "model"
+    ROLLOUT = "rollout"
+    MANAGER = "manager"
+    SERVER = "server"
+
+
+def process_id(role: Role, index: int) -> str:
+    """`process_id(Role.MODEL, 0) == "model-0"`."""
+    return f"{role.value}-{index}"
+
+
+def role_of(process: str) -> Role:
+    """`role_of("model-0") is Role.MODEL`."""
+    return Role(process.rsplit("-", 1)[0])
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """How to reach and recognise one process: `Peer("server-0", "a1b2", "host-0", "tcp://127.0.0.1:4001", b"…")`."""
+
+    process: str
+    incarnation: str
+    """Changes whenever the process is replaced; messages of an older one are refused."""
+    host: str
+    address: str
+    """Where its requests are received; empty until it has registered."""
+    public_key: bytes
+    """CURVE public key (Z85). Only this key may speak as `process`."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One record of a data set: `Row(prompt="12+34=", columns={"answer": "46"})`."""
+
+    prompt: str
+    columns: dict[str, Any] = {}
+    """What the reward function gets by name; for SFT, `completion` is what to learn."""
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """One issuing of one prompt; its group of `num_samples` answers is complete or not at all.
+
+    `Ticket(id="grpo:0:17:0", stage="grpo", epoch=0, position=17, round=0, num_samples=8)`
+    """
+
+    id: str
+    """Unique per stage, epoch, dataset position and resampling round; keys the sampling noise."""
+    stage: str
+    epoch: int
+    position: int
+    """Index in the stage's shuffled order of that epoch."""
+    round: int
+    """Counts resamplings of the same position within one epoch."""
+    num_samples: int
+
+
+def ticket_id(stage: str, *, epoch: int, position: int, round: int = 0) -> str:
+    """`ticket_id("grpo", epoch=0, position=17) == "grpo:0:17:0"`."""
+    return f"{stage}:{epoch}:{position}:{round}"
+
+
+def sample_key(ticket: str, index: int) -> str:
+    """The name of one sample: `sample_key("grpo:0:17:0", 3) == "grpo:0:17:0/3"`."""
+    return f"{ticket}/{index}"
+
+
+class Finish(StrEnum):
+    """Why a completion ended: its own end token, or the length limit (a truncation, not an end)."""
+
+    EOS = "eos"
+    LENGTH = "length"
+
+
+class Trajectory(msgspec.Struct, frozen=True):
+    """One sample's tokens as they were fed and sampled; never re-encoded from text.
+
+    Arrays have one entry per token of prompt + completion: `tokens` int32, `loss_mask` uint8 (1 where the policy
+    chose the token), `logprobs` float32 (of the policy that sampled, 0 where the mask is 0), `versions` int32 (the
+    weight version that produced the token, -1 where the mask is 0).
+    """
+
+    key: str
+    tokens: bytes
+    loss_mask: bytes
+    logprobs: bytes
+    versions: bytes
+    finish: Finish
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // 4
+
+
+class SampleMeta(msgspec.Struct, frozen=True):
+    """What the control plane knows of a scored sample; the trajectory itself stays with `holder`."""
+
+    key: str
+    ticket: str
+    num_tokens: int
+    num_loss_tokens: int
+    reward: float
+    reward_components: dict[str, float]
+    finish: Finish
+    version: int
+    """Oldest weight version among its sampled tokens."""
+    holder: str
+    """Process that keeps the trajectory."""
+    digest: str
+    """xxh3-64 of the encoded trajectory, checked by who fetches it."""
+    prompt: str
+    completion: str
+    repetition: float = 0.0
+    """Share of repeated 4-grams among the completion's tokens (0 when it is shorter)."""
+
+
+class PieceKind(StrEnum):
+    """What a piece's bytes are: the values, a difference to add, or an adapter's factors."""
+
+    FULL = "full"
+    DELTA = "delta"
+    ADAPTER = "adapter"
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """A slice of one named tensor. Every slice is whole today; the format already names slices and mesh places.
+
+    `Piece("lm_head.weight", "float32", (16, 96), ((0, 16), (0, 96)), {"dp": 0}, PieceKind.FULL, 0, 6144, "9f…")`
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    slice: tuple[tuple[int, int], ...]
+    """[start, stop) per dimension of what these bytes hold."""
+    mesh: dict[str, int]
+    """Coordinates of the rank that owns the piece: {"dp": 0, "tp": 0, "pp": 0}."""
+    kind: PieceKind
+    offset: int
+    """Byte offset in the stream, segment or file that carries the pieces."""
+    size: int
+    digest: str
+    """xxh3-64 of the bytes."""
+
+
+class WeightManifest(msgspec.Struct, frozen=True):
+    """One published version: what it consists of and how to recognise it."""
+
+    version: int
+    step: int
+    pieces: tuple[Piece, ...]
+    size: int
+    """Bytes in all."""
+    digest: str
+    """xxh3-64 over all pieces' bytes in order."""
+
+
+class SegmentSource(msgspec.Struct, frozen=True, tag="segment"):
+    """The pieces lie in shared memory of one host, held by its agent under this name."""
+
+    host: str
+    name: str
+
+
+class StreamSource(msgspec.Struct, frozen=True, tag="stream"):
+    """The pieces can be fetched from a process by bulk stream."""
+
+    process: str
+
+
+WeightSource = SegmentSource | StreamSource
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How completions are drawn. Training refuses anything that cuts or bends the distribution (top-p, …)."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    max_new_tokens: int = 16
+    num_samples: int = 1
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """Counters that only grow; which of them moved tells slow from stuck: {"steps": 12, "tokens": 40960}."""
+
+    counters: dict[str, int]
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """A declared wait: for whom, for what, since and until when (monotonic seconds of the waiting process)."""
+
+    whom: str
+    what: str
+    since: float
+    until: float
