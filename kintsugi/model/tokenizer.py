@@ -1,0 +1,216 @@
+"""Text to token ids and back, from a Hugging Face folder or built from an alphabet. No torch, no transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import tokenizers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Regex, decoders, models, pre_tokenizers
+
+from kintsugi.errors import DataError, ModelError
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    TOKENIZER_CONFIG_FILE,
+    CHAT_TEMPLATE_FILE,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+"""What belongs to a tokenizer in a model folder, so that other tools find all of it beside our weights."""
+
+_SPECIAL_FIELDS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` with its end and padding tokens and its chat template."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str],
+        chat_template: str | None = None,
+        where: str = TOKENIZER_CONFIG_FILE,
+    ) -> None:
+        """`special_tokens` maps `eos_token`, `pad_token`, … to their text; `where` names them in errors."""
+        self._backend = backend
+        self._special_tokens = dict(special_tokens)
+        self._where = where
+        self.chat_template = chat_template
+        self.eos_token_id = self._required_id("eos_token")
+        self.pad_token_id = self._required_id("pad_token")
+        self.bos_token_id = self._optional_id("bos_token")
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """The tokenizer of a Hugging Face folder; it must have an end token and a padding token."""
+        path = folder / TOKENIZER_FILE
+        if not path.is_file():
+            raise ModelError(f"expected the file {TOKENIZER_FILE} in {folder}, found none")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception whatever is wrong with the file
+            raise ModelError(f"{path} is not a readable tokenizer: {error}") from error
+        backend.no_padding()
+        backend.no_truncation()
+        config = _read_optional_json(folder / TOKENIZER_CONFIG_FILE)
+        older = _read_optional_json(folder / "special_tokens_map.json")
+        special_tokens = {}
+        for field in _SPECIAL_FIELDS:
+            text = _token_text(config.get(field)) or _token_text(older.get(field))
+            if text is not None:
+                special_tokens[field] = text
+        return cls(
+            backend,
+            special_tokens=special_tokens,
+            chat_template=_find_chat_template(folder, config=config),
+            where=str(folder / TOKENIZER_CONFIG_FILE),
+        )
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write files from which transformers' AutoTokenizer makes a tokenizer that gives the same ids."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._backend.save(str(folder / TOKENIZER_FILE))
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **self._special_tokens,
+            "clean_up_tokenization_spaces": False,
+        }
+        if self.chat_template is not None:
+            config["chat_template"] = self.chat_template
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        (folder / TOKENIZER_CONFIG_FILE).write_text(text, encoding="utf-8")
+        return [folder / TOKENIZER_FILE, folder / TOKENIZER_CONFIG_FILE]
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this; added tokens included."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, *, add_special: bool = False) -> list[int]:
+        """Ids of exactly this text; `add_special` lets the tokenizer put its own tokens around it (BOS)."""
+        try:
+            return list(self._backend.encode(text, add_special_tokens=add_special).ids)
+        except Exception as error:  # the library raises plain Exception; only a character it lacks leads here
+            unknown = sorted(
+                {character for character in text if self._backend.token_to_id(character) is None}
+            )
+            raise DataError(f"the tokenizer has no token for {unknown} in {text!r}: {error}") from error
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The conversation as one text, ready for `encode`; the template's own special tokens are in it."""
+        if self.chat_template is None:
+            raise ModelError(
+                f"{self._where}: field `chat_template` is missing, so conversations cannot be formatted; "
+                "add one, or use plain text prompts"
+            )
+        try:
+            template = _template_environment().from_string(self.chat_template)
+            return template.render(
+                messages=list(messages), add_generation_prompt=add_generation_prompt, **self._special_tokens
+            )
+        except jinja2.TemplateError as error:
+            raise ModelError(f"{self._where}: the chat template failed: {error}") from error
+
+    def _required_id(self, field: str) -> int:
+        token_id = self._optional_id(field)
+        if token_id is None:
+            raise ModelError(
+                f"{self._where}: field `{field}` is missing; set it to one of the tokenizer's tokens"
+                + (", for example one that text never contains" if field == "pad_token" else "")
+            )
+        return token_id
+
+    def _optional_id(self, field: str) -> int | None:
+        text = self._special_tokens.get(field)
+        if text is None:
+            return None
+        token_id = self._backend.token_to_id(text)
+        if token_id is None:
+            raise ModelError(
+                f"{self._where}: field `{field}` is {text!r}, which is not a token of {TOKENIZER_FILE}"
+            )
+        return int(token_id)
+
+
+def character_tokenizer(alphabet: str) -> Tokenizer:
+    """One token per character of `alphabet`, in its order, after `<pad>` (0) and `<eos>` (1).
+
+    >>> character_tokenizer("0123456789+=").encode("1+2=")
+    [3, 12, 4, 13]
+    """
+    if not alphabet or len(set(alphabet)) != len(alphabet):
+        raise ModelError(f"expected an alphabet of distinct characters, got {alphabet!r}")
+    special = ["<pad>", "<eos>"]
+    vocabulary = {token: index for index, token in enumerate([*special, *alphabet])}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unknown>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(special)
+    return Tokenizer(backend, special_tokens={"pad_token": "<pad>", "eos_token": "<eos>"})
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token is stored as its text, or as an object with `content`."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _find_chat_template(folder: Path, *, config: Mapping[str, Any]) -> str | None:
+    path = folder / CHAT_TEMPLATE_FILE
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _read_optional_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(contents, dict):
+        raise ModelError(f"{path}: expected a JSON object, got {type(contents).__name__}")
+    return contents
+
+
+def _template_environment() -> jinja2.Environment:
+    """What templates on the hub expect to find, in a sandbox: a template is somebody else's code."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_template_error
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_template_error(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

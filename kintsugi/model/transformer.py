@@ -1,0 +1,246 @@
+"""One transformer for training and generation, so that both compute the same function by construction.
+
+Two ways in share one set of layers: `forward_packed` for many tokens of many sequences, and `forward_decode` for one
+new token in each slot of a static cache. Parameter names are Hugging Face's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from kintsugi.model.architecture import ModelConfig
+from kintsugi.model.attention import KVCache, PackedLayout, packed_attention
+from kintsugi.model.logprobs import DEFAULT_CHUNK_SIZE, project_to_vocabulary, token_logprobs
+from kintsugi.model.rotary import Rotation, inverse_frequencies, rotate, rotation_at
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, query, key, value), each [tokens, heads, head_dim], to what each query attended to, of the same shape."""
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, *, epsilon: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
+        self.epsilon = epsilon
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return functional.rms_norm(hidden, self.weight.shape, self.weight, self.epsilon)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, *, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, config.query_size, bias=bias, dtype=dtype)
+        self.k_proj = nn.Linear(config.hidden_size, config.kv_size, bias=bias, dtype=dtype)
+        self.v_proj = nn.Linear(config.hidden_size, config.kv_size, bias=bias, dtype=dtype)
+        self.o_proj = nn.Linear(
+            config.query_size, config.hidden_size, bias=config.attention_output_bias, dtype=dtype
+        )
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, epsilon=config.rms_norm_eps, dtype=dtype)
+            self.k_norm = RMSNorm(config.head_dim, epsilon=config.rms_norm_eps, dtype=dtype)
+
+    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        query = self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        key = self.k_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        value = self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        attended = attend(self.layer, rotate(query, rotation), rotate(key, rotation), value)
+        output: Tensor = self.o_proj(attended.flatten(-2))
+        return output
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(hidden, inner, bias=bias, dtype=dtype)
+        self.up_proj = nn.Linear(hidden, inner, bias=bias, dtype=dtype)
+        self.down_proj = nn.Linear(inner, hidden, bias=bias, dtype=dtype)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.down_proj(functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return output
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, *, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer=layer, dtype=dtype)
+        self.mlp = FeedForward(config, dtype=dtype)
+        self.input_layernorm = RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
+
+    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, attend)
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer=layer, dtype=dtype) for layer in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
+
+    def forward(self, tokens: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        hidden = self.embed_tokens(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden, rotation, attend)
+        output: Tensor = self.norm(hidden)
+        return output
+
+
+class Transformer(nn.Module):
+    """A decoder-only language model, optionally with a value head.
+
+    Its memory is allocated but not filled: call `initialize`, or get one from `huggingface.load`. Weights never move
+    afterwards, so a new version is an in-place copy into `named_parameters()`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        with_value_head: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.config = config
+        with torch.device("meta"):
+            self.model = Decoder(config, dtype=dtype)
+            self.lm_head: nn.Linear | None = None
+            if not config.tie_embeddings:
+                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+            self.value_head: nn.Linear | None = None
+            if with_value_head:
+                self.value_head = nn.Linear(config.hidden_size, 1, dtype=dtype)
+        self.to_empty(device=torch.device(device))
+        self._frequencies = inverse_frequencies(config, device=torch.device(device))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.embed_tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed_tokens.weight.device
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The [vocabulary, hidden] matrix that makes logits."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def new_cache(self, *, num_slots: int, max_length: int) -> KVCache:
+        return KVCache(
+            self.config, num_slots=num_slots, max_length=max_length, dtype=self.dtype, device=self.device
+        )
+
+    def forward_packed(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        layout: PackedLayout,
+        *,
+        cache: KVCache | None = None,
+        slots: Tensor | None = None,
+    ) -> Tensor:
+        """Final hidden states [tokens, hidden] of packed sequences; differentiable.
+
+        With a `cache`, sequence i's keys and values are also stored in slot `slots[i]`, so that decoding continues
+        from there (prefill, without gradient).
+        """
+        assert (cache is None) == (slots is None), "a prefill needs both a cache and the slots to fill"
+        rotation = rotation_at(positions, frequencies=self._frequencies, config=self.config, dtype=self.dtype)
+        rows = None
+        if cache is not None and slots is not None:
+            rows = cache.rows_of(slots[layout.sequence_index], positions=positions)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if cache is not None and rows is not None:
+                cache.store(layer, rows=rows, key=key.detach(), value=value.detach())
+            return packed_attention(query, key=key, value=value, layout=layout)
+
+        hidden: Tensor = self.model(tokens, rotation, attend)
+        return hidden
+
+    @torch.inference_mode()
+    def forward_decode(self, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+        """Final hidden states [slots, hidden] of one token per slot at its own position.
+
+        Every slot takes part in every step; an idle one may hold any token at any position of its own row. A row's
+        bits depend on its own tokens only: not on its slot, not on the other rows.
+        """
+        step = cache.begin_step(positions)
+        hidden: Tensor = self.model(tokens, step.rotation, step.attend)
+        return hidden
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocabulary] in fp32, for sampling and without gradient; training uses `token_logprobs`."""
+        return project_to_vocabulary(hidden, self.output_weight)
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """The value head's estimate per token, [tokens] in fp32."""
+        assert self.value_head is not None, "values of a model that was made without a value head"
+        values: Tensor = self.value_head(hidden)
+        return values.squeeze(-1).float()
+
+    def token_logprobs(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        *,
+        temperature: float = 1.0,
+        chunk_size: int = DEFAULT_CHUNK_SIZE,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability of each target and entropy at each token; see `logprobs.token_logprobs`."""
+        return token_logprobs(
+            hidden,
+            weight=self.output_weight,
+            targets=targets,
+            temperature=temperature,
+            chunk_size=chunk_size,
+        )
+
+
+@torch.no_grad()
+def initialize(model: Transformer, seed: int) -> None:
+    """Fill every parameter from `seed` alone: each has its own generator, so neither order nor global state matters.
+
+    Matrices are normal with standard deviation 0.55 / sqrt(inputs), which is the usual 0.02 at width 768 and keeps a
+    tiny model's signal alive; those that write to the residual stream are divided by sqrt(2 × layers). Norms start at
+    one, biases and the value head at zero.
+    """
+    residual_scale = 1 / math.sqrt(2 * model.config.num_layers)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.fill_(1.0)
+        elif name.endswith(".bias") or name.startswith("value_head."):
+            parameter.zero_()
+        else:
+            deviation = 0.55 / math.sqrt(parameter.shape[1])
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                deviation *= residual_scale
+            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+            noise = torch.empty(parameter.shape, dtype=torch.float32).normal_(
+                std=deviation, generator=generator
+            )
+            parameter.copy_(noise)

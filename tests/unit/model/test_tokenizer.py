@@ -1,0 +1,131 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kintsugi.errors import DataError, ModelError
+from kintsugi.model.tokenizer import Tokenizer, character_tokenizer
+
+ALPHABET = "0123456789+= \n"
+TEMPLATE = (
+    "{{ eos_token }}{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "tokenizer_config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def test_characters_become_ids_in_the_alphabets_order_and_come_back() -> None:
+    tokenizer = character_tokenizer(ALPHABET)
+    text = "12+34=\n46"
+    ids = tokenizer.encode(text)
+    assert ids == [2 + ALPHABET.index(character) for character in text]
+    assert tokenizer.decode(ids) == text
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.vocab_size) == (0, 1, 2 + len(ALPHABET))
+
+
+def test_special_tokens_are_shown_only_when_asked_for() -> None:
+    tokenizer = character_tokenizer(ALPHABET)
+    ids = [*tokenizer.encode("1+1"), tokenizer.eos_token_id, tokenizer.pad_token_id]
+    assert tokenizer.decode(ids) == "1+1"
+    assert tokenizer.decode(ids, skip_special=False) == "1+1<eos><pad>"
+
+
+def test_a_character_outside_the_alphabet_is_refused_by_name() -> None:
+    with pytest.raises(DataError, match=r"no token for \['x'\] in '1x2'"):
+        character_tokenizer(ALPHABET).encode("1x2")
+
+
+@pytest.mark.parametrize("alphabet", ["", "aba"])
+def test_an_alphabet_must_have_distinct_characters(alphabet: str) -> None:
+    with pytest.raises(ModelError, match="distinct characters"):
+        character_tokenizer(alphabet)
+
+
+def test_a_saved_tokenizer_loads_here_and_in_transformers_with_the_same_ids(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = character_tokenizer(ALPHABET)
+    tokenizer.save(tmp_path)
+    text = "12 + 3=15\n<eos>"
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert Tokenizer.load(tmp_path).encode(text) == tokenizer.encode(text)
+    assert theirs(text)["input_ids"] == tokenizer.encode(text)
+    assert theirs.decode(tokenizer.encode(text), skip_special_tokens=True) == tokenizer.decode(
+        tokenizer.encode(text)
+    )
+    assert (theirs.eos_token_id, theirs.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+
+
+@pytest.mark.parametrize("field", ["eos_token", "pad_token"])
+def test_a_tokenizer_without_end_or_padding_token_is_refused_by_file_and_field(
+    field: str, tmp_path: Path
+) -> None:
+    character_tokenizer(ALPHABET).save(tmp_path)
+    edit_config(tmp_path, **{field: None})
+    with pytest.raises(ModelError, match=rf"tokenizer_config\.json: field `{field}` is missing; set it to"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_special_token_that_is_no_token_is_refused(tmp_path: Path) -> None:
+    character_tokenizer(ALPHABET).save(tmp_path)
+    edit_config(tmp_path, eos_token="<end>")
+    with pytest.raises(ModelError, match=r"field `eos_token` is '<end>', which is not a token"):
+        Tokenizer.load(tmp_path)
+
+
+def test_special_tokens_stored_as_objects_or_in_the_older_file_are_found(tmp_path: Path) -> None:
+    character_tokenizer(ALPHABET).save(tmp_path)
+    edit_config(tmp_path, eos_token={"content": "<eos>", "special": True}, pad_token=None)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"pad_token": "<pad>"}))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 0)
+
+
+def test_a_missing_or_damaged_tokenizer_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"expected the file tokenizer\.json in"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not a readable tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["string", "list", "file"])
+def test_a_chat_template_formats_a_conversation_as_transformers_does(place: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    character_tokenizer(ALPHABET).save(tmp_path)
+    if place == "file":
+        (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    else:
+        named = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "no"}]
+        edit_config(tmp_path, chat_template=TEMPLATE if place == "string" else named)
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    ours = Tokenizer.load(tmp_path).apply_chat_template(messages)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert ours == "<eos>[user] 1+1=\n[assistant] 2\n[assistant]"
+
+
+def test_conversations_without_a_template_are_refused_with_what_to_do() -> None:
+    with pytest.raises(ModelError, match=r"field `chat_template` is missing.*plain text prompts"):
+        character_tokenizer(ALPHABET).apply_chat_template([{"role": "user", "content": "1"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ raise_exception('no system role') }}", "no system role"),
+        ("{{ messages.append(1) }}", "failed"),
+        ("{{ ''.__class__.__mro__ }}", "failed"),
+        ("{% if %}", "failed"),
+    ],
+)
+def test_a_template_that_fails_or_leaves_its_sandbox_is_reported(template: str, expected: str) -> None:
+    tokenizer = character_tokenizer(ALPHABET)
+    tokenizer.chat_template = template
+    with pytest.raises(ModelError, match=expected):
+        tokenizer.apply_chat_template([{"role": "user", "content": "1"}])

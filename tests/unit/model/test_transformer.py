@@ -1,0 +1,252 @@
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kintsugi.errors import ModelError
+from kintsugi.model.architecture import (
+    LinearRope,
+    Llama3Rope,
+    ModelConfig,
+    YarnRope,
+    num_parameters,
+    parameter_shapes,
+)
+from kintsugi.model.attention import PackedLayout
+from kintsugi.model.transformer import Transformer, initialize
+
+LLAMA3 = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32)
+YARN = YarnRope(factor=4.0, original_max_positions=32)
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama"},
+    "llama-one-kv-head-tied": {"family": "llama", "num_kv_heads": 1, "tie_embeddings": True},
+    "llama-full-heads-biases": {
+        "family": "llama",
+        "num_kv_heads": 4,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "llama-linear-rope": {"family": "llama", "rope_scaling": LinearRope(factor=2.0)},
+    "llama-llama3-rope": {"family": "llama", "rope_scaling": LLAMA3, "rope_theta": 500000.0},
+    "llama-yarn-rope": {"family": "llama", "rope_scaling": YARN},
+    "qwen2": {"family": "qwen2", "attention_bias": True},
+    "qwen2-tied-yarn": {
+        "family": "qwen2",
+        "attention_bias": True,
+        "tie_embeddings": True,
+        "rope_scaling": YARN,
+    },
+    "qwen3": {"family": "qwen3", "qk_norm": True, "head_dim": 24},
+    "qwen3-tied-biases": {"family": "qwen3", "qk_norm": True, "tie_embeddings": True, "attention_bias": True},
+}
+LENGTHS = (5, 1, 17, 9)
+
+
+def make_config(**changes: Any) -> ModelConfig:
+    sizes: dict[str, Any] = {
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "max_positions": 128,
+    }
+    return ModelConfig(**{**sizes, **changes})
+
+
+def make_model(config: ModelConfig, *, with_value_head: bool = False) -> Transformer:
+    """Random everywhere, also where initialisation gives ones and zeros, so that nothing cancels by accident."""
+    model = Transformer(config, with_value_head=with_value_head)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            centre = 1.0 if name.endswith("norm.weight") else 0.0
+            parameter.normal_(mean=centre, std=0.2, generator=generator)
+    return model
+
+
+def random_tokens(config: ModelConfig, count: int, *, seed: int = 3) -> Tensor:
+    return torch.randint(0, config.vocab_size, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_of_packed_sequences_are_those_of_transformers(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = make_config(**CONFIGS[name])
+    model = make_model(config)
+    fields = config.to_huggingface()
+    theirs_config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    theirs = transformers.AutoModelForCausalLM.from_config(theirs_config, attn_implementation="eager").eval()
+    missing, unexpected = theirs.load_state_dict(model.state_dict(), strict=False)
+    assert not unexpected
+    assert set(missing) <= ({"lm_head.weight"} if config.tie_embeddings else set())
+    theirs.tie_weights()
+    layout = PackedLayout.from_lengths(LENGTHS)
+    tokens = random_tokens(config, layout.num_tokens)
+    with torch.no_grad():
+        ours = model.logits(model.forward_packed(tokens, layout.positions, layout))
+        expected = torch.cat([theirs(sequence[None]).logits[0] for sequence in tokens.split(list(LENGTHS))])
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_decoding_token_by_token_gives_the_hidden_states_of_the_packed_pass(name: str) -> None:
+    config = make_config(**CONFIGS[name])
+    model = make_model(config)
+    layout = PackedLayout.from_lengths(LENGTHS)
+    tokens = random_tokens(config, layout.num_tokens)
+    packed = model.forward_packed(tokens, layout.positions, layout).detach().split(list(LENGTHS))
+    sequences = tokens.split(list(LENGTHS))
+    cache = model.new_cache(num_slots=len(LENGTHS), max_length=20)
+    for position in range(max(LENGTHS)):
+        inputs = torch.stack([sequence[min(position, len(sequence) - 1)] for sequence in sequences])
+        positions = torch.tensor([min(position, length - 1) for length in LENGTHS])
+        hidden = model.forward_decode(inputs, positions, cache)
+        for row, length in enumerate(LENGTHS):
+            if position < length:
+                torch.testing.assert_close(hidden[row], packed[row][position], atol=1e-5, rtol=1e-5)
+
+
+def test_decoding_continues_from_a_prefill() -> None:
+    config = make_config(**CONFIGS["qwen3"])
+    model = make_model(config)
+    layout = PackedLayout.from_lengths((6, 3))
+    tokens = random_tokens(config, 9)
+    cache = model.new_cache(num_slots=4, max_length=8)
+    shorter = PackedLayout.from_lengths((5, 2))
+    prefix = torch.cat((tokens[:5], tokens[6:8]))
+    with torch.no_grad():
+        expected = model.forward_packed(tokens, layout.positions, layout)
+        model.forward_packed(prefix, shorter.positions, shorter, cache=cache, slots=torch.tensor([3, 1]))
+    hidden = model.forward_decode(
+        torch.tensor([0, int(tokens[8]), 0, int(tokens[5])]), torch.tensor([0, 2, 0, 5]), cache
+    )
+    torch.testing.assert_close(hidden[[3, 1]], expected[[5, 8]], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("num_slots", "max_length"), [(4, 16), (7, 33), (64, 16), (128, 16)])
+def test_a_rows_bits_depend_neither_on_its_slot_nor_on_the_other_rows(
+    name: str, num_slots: int, max_length: int
+) -> None:
+    config = make_config(**CONFIGS[name], hidden_size=96, intermediate_size=256)
+    model = make_model(config)
+    sequence = random_tokens(config, 12)
+
+    def decode(slot: int, *, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        cache = model.new_cache(num_slots=num_slots, max_length=max_length)
+        for tensor in (cache._keys, cache._values):
+            tensor.normal_(generator=generator)
+        rows = []
+        for position, token in enumerate(sequence):
+            tokens = torch.randint(0, config.vocab_size, (num_slots,), generator=generator)
+            positions = torch.randint(0, max_length, (num_slots,), generator=generator)
+            tokens[slot], positions[slot] = token, position
+            with torch.inference_mode():
+                hidden = model.forward_decode(tokens, positions, cache)
+                rows.append(torch.cat((hidden[slot], model.logits(hidden)[slot])))
+        return torch.stack(rows)
+
+    reference = decode(0, seed=0)
+    for slot in {1, num_slots // 2, num_slots - 2, num_slots - 1}:
+        assert torch.equal(decode(slot, seed=slot), reference)
+
+
+def test_packed_bits_do_not_depend_on_the_neighbours_when_the_padded_length_is_fixed() -> None:
+    config = make_config(**CONFIGS["llama"])
+    model = make_model(config)
+    tokens = random_tokens(config, sum(LENGTHS))
+
+    def hidden_of(lengths: tuple[int, ...], packed: Tensor) -> Tensor:
+        layout = PackedLayout.from_lengths(lengths, padded_length=24)
+        return model.forward_packed(packed, layout.positions, layout).detach()
+
+    together = hidden_of(LENGTHS, tokens)
+    assert torch.equal(hidden_of((5,), tokens[:5]), together[:5])
+    assert torch.equal(hidden_of((17, 9), tokens[6:]), together[6:])
+
+
+def test_gradients_of_packed_sequences_are_the_sum_of_each_alone() -> None:
+    config = make_config(**CONFIGS["qwen3-tied-biases"])
+    model = make_model(config)
+    tokens = random_tokens(config, sum(LENGTHS))
+
+    def gradients(pieces: list[tuple[tuple[int, ...], Tensor]]) -> list[Tensor]:
+        model.zero_grad()
+        for lengths, packed in pieces:
+            layout = PackedLayout.from_lengths(lengths)
+            hidden = model.forward_packed(packed, layout.positions, layout)
+            logprobs, _ = model.token_logprobs(hidden, packed)
+            logprobs.sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    together = gradients([(LENGTHS, tokens)])
+    alone = gradients(
+        [((length,), piece) for length, piece in zip(LENGTHS, tokens.split(list(LENGTHS)), strict=True)]
+    )
+    assert len(together) == len(list(model.parameters()))
+    torch.testing.assert_close(together, alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_are_exactly_those_the_architecture_promises(name: str) -> None:
+    config = make_config(**CONFIGS[name])
+    model = Transformer(config, with_value_head=True)
+    promised = parameter_shapes(config, with_value_head=True)
+    assert {key: tuple(value.shape) for key, value in model.named_parameters()} == promised
+    assert list(dict(model.named_parameters())) == list(promised)
+    assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters(
+        config, with_value_head=True
+    )
+
+
+def test_the_value_head_estimates_one_number_per_token_and_starts_at_zero() -> None:
+    config = make_config(**CONFIGS["llama"])
+    model = Transformer(config, with_value_head=True)
+    initialize(model, 0)
+    layout = PackedLayout.from_lengths(LENGTHS)
+    hidden = model.forward_packed(random_tokens(config, layout.num_tokens), layout.positions, layout)
+    values = model.values(hidden)
+    assert torch.equal(values, torch.zeros(layout.num_tokens))
+    values.sum().backward()
+    assert model.value_head is not None
+    torch.testing.assert_close(model.value_head.weight.grad, hidden.sum(dim=0, keepdim=True))
+
+
+def test_initialisation_depends_on_the_seed_alone() -> None:
+    config = make_config(**CONFIGS["qwen2"])
+    first, second, other = (Transformer(config) for _ in range(3))
+    initialize(first, 5)
+    torch.manual_seed(123)
+    state = torch.random.get_rng_state()
+    initialize(second, 5)
+    initialize(other, 6)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert not torch.equal(first.output_weight, other.output_weight)
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "max_length", "expected"),
+    [(3, 16, "at least 4 slots"), (4, 129, "`max_positions` 128, got 129")],
+)
+def test_a_cache_that_cannot_keep_its_promises_is_refused(
+    num_slots: int, max_length: int, expected: str
+) -> None:
+    model = Transformer(make_config(**CONFIGS["llama"]))
+    with pytest.raises(ModelError, match=expected):
+        model.new_cache(num_slots=num_slots, max_length=max_length)
