@@ -1,0 +1,124 @@
+"""Walks one batch through the graph's batch calls. Pure: it is told what happened and says what to send.
+
+A call is ready when all its parents are done; ready calls run at the same time. Each call is cut into logical shards,
+balanced by tokens, and the shards are spread over the workers of its role. A call is done when every worker answered
+and the answers were validated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from kintsugi.buffer.packing import logical_shards, shards_of_rank
+from kintsugi.graph.dfg import Graph
+from kintsugi.graph.mfc import Call, Per
+from kintsugi.messages import CallDone, LogicalShard, ShardItem
+from kintsugi.types import Role
+
+
+class Dispatch(msgspec.Struct, frozen=True):
+    """Send this part of a call to this worker."""
+
+    call: Call
+    worker: str
+    rank: int
+    shards: tuple[LogicalShard, ...]
+
+
+class CallSpan(msgspec.Struct, frozen=True):
+    """When a call ran, for the record."""
+
+    call: str
+    start: float
+    duration_s: float
+    workers: tuple[str, ...]
+
+
+class Walk:
+    """One batch on its way through the batch calls.
+
+    >>> walk = Walk(graph, items, workers={Role.MODEL: ["model-0", "model-1"]}, num_shards=4)   # doctest: +SKIP
+    >>> for dispatch in walk.ready(now=0.0): ...                                                # doctest: +SKIP
+    >>> walk.answered("actor_train", "model-0", answer, now=1.0)                                # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        items: Sequence[ShardItem],
+        *,
+        workers: Mapping[Role, Sequence[str]],
+        num_shards: int,
+    ) -> None:
+        self._graph, self._workers = graph, workers
+        self._items = {item.key: item for item in items}
+        self._shards = logical_shards(items, num_shards=num_shards)
+        self._open: dict[str, dict[str, CallDone | None]] = {}
+        self._started: dict[str, float] = {}
+        self._done = {name for name, call in graph.calls.items() if call.per is Per.GROUP}
+        self._done |= {name for name, call in graph.calls.items() if call.role is Role.MASTER}
+        self.answers: dict[str, dict[str, CallDone]] = {}
+        self.spans: list[CallSpan] = []
+
+    @property
+    def finished(self) -> bool:
+        return self._done >= set(self._graph.calls)
+
+    def ready(self, *, now: float) -> list[Dispatch]:
+        """Start every call whose parents are done and that is not running yet."""
+        dispatches: list[Dispatch] = []
+        for name in self._graph.order:
+            if name in self._done or name in self._open or not self._graph.parents[name] <= self._done:
+                continue
+            call = self._graph.calls[name]
+            workers = self._workers[call.role]
+            assert len(workers) >= call.min_workers, f"{name}: {len(workers)} workers of {call.role}"
+            self._open[name] = dict.fromkeys(workers)
+            self._started[name] = now
+            for rank, worker in enumerate(workers):
+                mine = shards_of_rank(len(self._shards), rank=rank, world_size=len(workers))
+                dispatches.append(Dispatch(call, worker, rank, tuple(self._shards[i] for i in mine)))
+        return dispatches
+
+    def answered(self, call: str, worker: str, answer: CallDone, *, now: float) -> str | None:
+        """Take a worker's answer; returns what is wrong with it, or None. A repeated answer changes nothing."""
+        waiting = self._open.get(call)
+        if waiting is None or waiting.get(worker) is not None:
+            return None
+        problem = self._validate(self._graph.calls[call], worker, answer)
+        if problem:
+            return problem
+        waiting[worker] = answer
+        if all(waiting.values()):
+            self.answers[call] = {name: done for name, done in waiting.items() if done is not None}
+            del self._open[call]
+            self._done.add(call)
+            self.spans.append(CallSpan(call, self._started[call], now - self._started[call], tuple(waiting)))
+            self._take_outputs(call)
+        return None
+
+    def _validate(self, call: Call, worker: str, answer: CallDone) -> str | None:
+        scalars = [key.name for key in call.outputs if not key.shape and key.name in answer.outputs]
+        for name in scalars:
+            unknown = answer.outputs[name].keys() - self._items.keys()
+            if unknown:
+                some = sorted(unknown)[:3]
+                return f"{worker} answered {call.name} with '{name}' for samples not in the batch: {some}"
+        digests = {done.state_digest for done in self._open[call.name].values() if done is not None}
+        if digests and answer.state_digest not in digests:
+            return f"{worker} stands at state {answer.state_digest} after {call.name}, others at {sorted(digests)}"
+        return None
+
+    def _take_outputs(self, call: str) -> None:
+        """Per-sample scalars that a call gave travel with the samples to the calls that read them."""
+        for answer in self.answers[call].values():
+            for name, values in answer.outputs.items():
+                for key, value in values.items():
+                    item = self._items[key]
+                    self._items[key] = msgspec.structs.replace(item, values={**item.values, name: value})
+        self._shards = tuple(
+            LogicalShard(shard.index, tuple(self._items[item.key] for item in shard.items))
+            for shard in self._shards
+        )

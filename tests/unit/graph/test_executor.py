@@ -1,0 +1,74 @@
+from kintsugi.config import AlgorithmSection
+from kintsugi.graph.algorithms import grpo
+from kintsugi.graph.executor import Walk
+from kintsugi.messages import CallDone, ShardItem
+from kintsugi.types import Role
+
+RANKS = {Role.MODEL: ["model-0", "model-1"]}
+ITEMS = [ShardItem(f"t:0:{i}:0/0", "rollout-0", "", 5 + i, 3, {"advantage": 1.0}) for i in range(8)]
+
+
+def walk(*, beta: float = 0.0, shuffled: bool = False) -> Walk:
+    items = ITEMS[::-1] if shuffled else ITEMS
+    return Walk(grpo(AlgorithmSection(beta=beta)), items, workers=RANKS, num_shards=4)
+
+
+def done(digest: str = "d", **outputs: dict[str, float]) -> CallDone:
+    return CallDone(1, digest, {}, outputs=outputs)
+
+
+def test_every_sample_goes_to_exactly_one_worker() -> None:
+    dispatches = walk().ready(now=0.0)
+    keys = [item.key for d in dispatches for shard in d.shards for item in shard.items]
+    assert sorted(keys) == sorted(item.key for item in ITEMS)
+
+
+def test_workers_get_about_the_same_number_of_tokens() -> None:
+    loads = [sum(i.num_tokens for s in d.shards for i in s.items) for d in walk().ready(now=0.0)]
+    assert max(loads) - min(loads) <= max(item.num_tokens for item in ITEMS)
+
+
+def test_the_cut_does_not_depend_on_the_order_of_arrival() -> None:
+    assert [d.shards for d in walk().ready(now=0.0)] == [d.shards for d in walk(shuffled=True).ready(now=0.0)]
+
+
+def test_a_call_begins_only_when_its_parents_are_done() -> None:
+    batch = walk(beta=0.1)
+    assert {d.call.name for d in batch.ready(now=0.0)} == {"ref_inference"}
+    batch.answered("ref_inference", "model-0", done(), now=1.0)
+    assert batch.ready(now=1.0) == []
+    batch.answered("ref_inference", "model-1", done(), now=1.0)
+    assert {d.call.name for d in batch.ready(now=1.0)} == {"actor_train"}
+
+
+def test_the_walk_is_finished_when_every_worker_of_every_call_answered() -> None:
+    batch = walk()
+    batch.ready(now=0.0)
+    batch.answered("actor_train", "model-0", done(), now=1.0)
+    assert not batch.finished
+    batch.answered("actor_train", "model-1", done(), now=2.5)
+    assert batch.finished
+    assert batch.spans[0].duration_s == 2.5
+
+
+def test_a_repeated_answer_changes_nothing() -> None:
+    batch = walk()
+    batch.ready(now=0.0)
+    batch.answered("actor_train", "model-0", done("first"), now=1.0)
+    assert batch.answered("actor_train", "model-0", done("second"), now=1.0) is None
+    assert not batch.finished
+
+
+def test_ranks_that_end_in_different_states_are_reported() -> None:
+    batch = walk()
+    batch.ready(now=0.0)
+    batch.answered("actor_train", "model-0", done("here"), now=1.0)
+    problem = batch.answered("actor_train", "model-1", done("there"), now=1.0)
+    assert problem is not None and "model-1 stands at state there" in problem
+
+
+def test_an_output_for_a_foreign_sample_is_reported() -> None:
+    batch = walk()
+    batch.ready(now=0.0)
+    problem = batch.answered("actor_train", "model-0", done(update={"nobody/0": 1.0}), now=1.0)
+    assert problem is not None and "nobody/0" in problem
