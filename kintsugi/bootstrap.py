@@ -32,8 +32,6 @@ class Bootstrap(msgspec.Struct, frozen=True):
     peers: tuple[Peer, ...] = ()
     """Known from the start: for the master its agents."""
     epoch: int = 0
-    resume: bool = False
-    """For the master: continue from what the run folder holds, instead of starting in an empty one."""
 
 
 def read_bootstrap(descriptor: int) -> Bootstrap:

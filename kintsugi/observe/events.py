@@ -1,0 +1,143 @@
+"""What happened, as typed events: one schema for log, dashboard and diagnosis.
+
+Every process appends to its own file, `<run folder>/events/<process>.jsonl`, one JSON line per event, each line in one
+write: a process that is killed leaves at most a torn last line, which the reader skips.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from kintsugi.errors import Fault
+from kintsugi.runtime import SYSTEM_CLOCK, Clock
+
+
+class _Event(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
+    pass
+
+
+class ProcessBegan(_Event, frozen=True):
+    """First event of a process."""
+
+    role: str
+    incarnation: str
+    pid: int
+
+
+class ProcessEnded(_Event, frozen=True):
+    """Last event of a process that ended by itself; one that was killed has none."""
+
+    code: int
+    reason: str
+
+
+class FaultSeen(_Event, frozen=True):
+    """A failure, with the fault that it follows from."""
+
+    fault: Fault
+
+
+class Transition(_Event, frozen=True):
+    """A state machine moved: `Transition("membership", "model-0", "joined", "lost", "pidfd: exit -9")`."""
+
+    machine: str
+    key: str
+    before: str
+    after: str
+    reason: str
+
+
+class Span(_Event, frozen=True):
+    """Something that took time: `Span("actor_train", start=12.5, duration_s=0.8, attributes={"step": "3"})`."""
+
+    name: str
+    start: float
+    """Monotonic seconds of this process."""
+    duration_s: float
+    attributes: dict[str, str] = {}
+
+
+class Alert(_Event, frozen=True):
+    """Something a person should look at, though the run goes on."""
+
+    message: str
+    values: dict[str, float] = {}
+
+
+class Note(_Event, frozen=True):
+    """A change worth a line."""
+
+    message: str
+
+
+Event = ProcessBegan | ProcessEnded | FaultSeen | Transition | Span | Alert | Note
+
+
+class Stamp(msgspec.Struct, frozen=True):
+    """When and where an event happened; the first fields of its line."""
+
+    time: float
+    """Wall clock, for people and for ordering across processes."""
+    monotonic: float
+    process: str
+
+
+class Record(msgspec.Struct, frozen=True):
+    """An event as it was read back."""
+
+    stamp: Stamp
+    event: Event
+
+
+_encoder = msgspec.json.Encoder()
+_stamp_decoder = msgspec.json.Decoder(Stamp)
+_event_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+
+
+def events_path(run_dir: str | Path, process: str) -> Path:
+    """Where a process of a run writes its events."""
+    return Path(run_dir) / "events" / f"{process}.jsonl"
+
+
+class EventLog:
+    """Appends the events of one process. Safe to use from several threads: a line is one write."""
+
+    def __init__(self, path: Path, *, process: str, clock: Clock = SYSTEM_CLOCK) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._process = process
+        self._clock = clock
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._descriptor).st_size
+        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+            # An earlier incarnation was killed in the middle of a line; ours must not become part of it.
+            os.write(self._descriptor, b"\n")
+
+    def emit(self, event: Event) -> None:
+        """Append `{"time": …, "monotonic": …, "process": …, "kind": …, …}` as one line."""
+        stamp = _encoder.encode(Stamp(self._clock.wall(), self._clock.monotonic(), self._process))
+        os.write(self._descriptor, stamp[:-1] + b"," + _encoder.encode(event)[1:] + b"\n")
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def read_events(run_dir: str | Path, *, process: str | None = None) -> list[Record]:
+    """All events of a run (or of one process) in the order of their wall clocks; torn lines are skipped."""
+    folder = Path(run_dir) / "events"
+    paths = sorted(folder.glob("*.jsonl")) if process is None else [events_path(run_dir, process)]
+    records = [record for path in paths for record in _read_file(path)]
+    return sorted(records, key=lambda record: record.stamp.time)
+
+
+def _read_file(path: Path) -> Iterator[Record]:
+    for line in path.read_bytes().split(b"\n"):
+        if not line:
+            continue
+        try:
+            yield Record(_stamp_decoder.decode(line), _event_decoder.decode(line))
+        except msgspec.MsgspecError:
+            continue

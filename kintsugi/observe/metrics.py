@@ -1,0 +1,304 @@
+"""What a step looked like, under the names that the field knows, and the files it is written to.
+
+`metrics.jsonl` has one object a line: `{"step": 12, "time": 1.7e9, "reward/mean": 0.4, …}`; an evaluation is a line of
+its own. `samples.jsonl` has one line per trained sample. Both are cut back to the resumed step when a run resumes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from io import FileIO
+from math import isfinite, sqrt
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+import msgspec
+
+from kintsugi.errors import StorageError
+from kintsugi.runtime import Clock, SystemClock
+from kintsugi.types import Finish, SampleMeta
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
+_BLOCK_SIZE = 1 << 16
+
+_Result = TypeVar("_Result")
+
+
+class SampleRecord(msgspec.Struct, frozen=True):
+    """One line of `samples.jsonl`."""
+
+    step: int
+    ticket: str
+    sample: int
+    version: int
+    prompt: str
+    completion: str
+    reward: float
+    reward_components: dict[str, float]
+    finish: Finish
+    advantage: float | None
+
+
+def step_metrics(
+    metas: Sequence[SampleMeta],
+    *,
+    advantages: Mapping[str, float],
+    call_metrics: Mapping[str, float],
+    timing: Mapping[str, float],
+) -> dict[str, float]:
+    """All figures of one step.
+
+    `call_metrics` come from the model calls under their final names (kl, entropy, clip_ratio, grad_norm,
+    logprob_abs_diff_mean, …). `timing` has the seconds of each phase and of the whole `step`. Without rewards (SFT)
+    there are no reward figures.
+    """
+    lengths = [float(meta.num_loss_tokens) for meta in metas]
+    tokens = sum(lengths)
+    metrics = dict(call_metrics)
+    if any(meta.reward_components for meta in metas):
+        metrics |= _reward_metrics(metas, lengths=lengths)
+        metrics["advantage/abs_mean"] = _mean([abs(advantages.get(meta.key, 0.0)) for meta in metas])
+        truncated = [meta.finish is Finish.LENGTH for meta in metas]
+        metrics["completions/clipped_ratio"] = _mean([float(cut) for cut in truncated])
+        cut_tokens = sum(length for length, cut in zip(lengths, truncated, strict=True) if cut)
+        metrics["truncated_share"] = cut_tokens / tokens if tokens else 0.0
+        metrics["repetition"] = _mean([meta.repetition for meta in metas])
+    if metas:
+        metrics["completions/mean_length"] = _mean(lengths)
+        metrics["completions/min_length"] = min(lengths)
+        metrics["completions/max_length"] = max(lengths)
+    step_s = timing.get("step", 0.0)
+    metrics["tokens_per_s"] = tokens / step_s if step_s > 0 else 0.0
+    return metrics | {f"timing/{phase}": seconds for phase, seconds in timing.items()}
+
+
+def _reward_metrics(metas: Sequence[SampleMeta], *, lengths: Sequence[float]) -> dict[str, float]:
+    """Rewards by component; `reward_std` is the mean over groups of the group's own deviation, as TRL has it."""
+    rewards = [meta.reward for meta in metas]
+    groups: dict[str, list[float]] = {}
+    components: dict[str, list[float]] = {}
+    for meta in metas:
+        groups.setdefault(meta.ticket, []).append(meta.reward)
+        for name, value in meta.reward_components.items():
+            components.setdefault(name, []).append(value)
+    deviations = [_deviation(group) for group in groups.values()]
+    metrics = {f"reward/{name}": _mean(values) for name, values in components.items()}
+    return metrics | {
+        "reward/mean": _mean(rewards),
+        "reward_std": _mean(deviations),
+        "frac_reward_zero_std": _mean([float(deviation == 0.0) for deviation in deviations]),
+        "reward_length_correlation": _correlation(rewards, lengths),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """With n − 1 below the line; exactly 0 when all are equal."""
+    if len(values) < 2 or min(values) == max(values):
+        return 0.0
+    mean = _mean(values)
+    return sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def _correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Pearson's; 0 where one of the two does not vary."""
+    deviations = _deviation(first) * _deviation(second)
+    if deviations == 0.0:
+        return 0.0
+    first_mean, second_mean = _mean(first), _mean(second)
+    covariance = sum((a - first_mean) * (b - second_mean) for a, b in zip(first, second, strict=True))
+    return covariance / (len(first) - 1) / deviations
+
+
+class _Lines:
+    """An append-only file of JSON objects with a step each; a torn last line is cut when it is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._encoder = msgspec.json.Encoder()
+        self._guarded(self._repair)
+        self._file = self._guarded(self._open)
+
+    def _open(self) -> FileIO:
+        """Unbuffered: what a full disk refused must not be written again by a later flush."""
+        return self._path.open("ab", buffering=0)
+
+    def append(self, records: Sequence[Any]) -> None:
+        lines = b"".join(self._encoder.encode(record) + b"\n" for record in records)
+
+        def write() -> None:
+            rest = memoryview(lines)
+            while rest:
+                rest = rest[self._file.write(rest) :]
+
+        self._guarded(write)
+
+    def truncate_after(self, step: int) -> None:
+        """Keep the lines up to this step; the file is replaced as a whole."""
+        decoder = msgspec.json.Decoder(_Stepped)
+
+        def rewrite() -> None:
+            replacement = self._path.with_suffix(".rewriting")
+            with self._path.open("rb") as lines, replacement.open("wb") as kept:
+                kept.writelines(line for line in lines if decoder.decode(line).step <= step)
+            self._file.close()
+            os.replace(replacement, self._path)
+            self._file = self._open()
+
+        self._guarded(rewrite)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _repair(self) -> None:
+        """Look for the last line's end from the back."""
+        if not self._path.is_file():
+            return
+        with self._path.open("r+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            start = end
+            while start > 0:
+                start = max(0, start - _BLOCK_SIZE)
+                file.seek(start)
+                newline = file.read(_BLOCK_SIZE).rfind(b"\n")
+                if newline >= 0:
+                    start += newline + 1
+                    break
+            if start < end:
+                file.truncate(start)
+
+    def _guarded(self, action: Callable[[], _Result]) -> _Result:
+        try:
+            return action()
+        except OSError as error:
+            raise StorageError(f"{self._path}: {error.strerror or error}") from error
+
+
+class _Stepped(msgspec.Struct):
+    step: int
+
+
+class MetricsWriter:
+    """Writes a step's figures to `metrics.jsonl` and TensorBoard, and to W&B when asked."""
+
+    def __init__(self, run_dir: Path, *, wandb: bool = False, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._lines = _Lines(run_dir / METRICS_FILE)
+        self._trackers: list[_Tracker] = [_TensorBoard(run_dir / TENSORBOARD_FOLDER)]
+        if wandb:
+            self._trackers.append(_WeightsAndBiases(run_dir))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One line; a figure that is not finite becomes null there."""
+        time = self._clock.wall()
+        self._lines.append([{"step": step, "time": time, **values}])
+        finite = {name: value for name, value in values.items() if isfinite(value)}
+        for tracker in self._trackers:
+            tracker.write(step, finite, time=time)
+
+    def truncate_after(self, step: int) -> None:
+        self._lines.truncate_after(step)
+        for tracker in self._trackers:
+            tracker.truncate_after(step, time=self._clock.wall())
+
+    def close(self) -> None:
+        self._lines.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class SamplesWriter:
+    """Writes what was trained, sample by sample, to `samples.jsonl`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._lines = _Lines(run_dir / SAMPLES_FILE)
+
+    def write(self, step: int, metas: Sequence[SampleMeta], *, advantages: Mapping[str, float]) -> None:
+        self._lines.append(
+            [
+                SampleRecord(
+                    step=step,
+                    ticket=meta.ticket,
+                    sample=int(meta.key.rsplit("/", 1)[1]),
+                    version=meta.version,
+                    prompt=meta.prompt,
+                    completion=meta.completion,
+                    reward=meta.reward,
+                    reward_components=meta.reward_components,
+                    finish=meta.finish,
+                    advantage=advantages.get(meta.key),
+                )
+                for meta in metas
+            ]
+        )
+
+    def truncate_after(self, step: int) -> None:
+        self._lines.truncate_after(step)
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+class _Tracker(Protocol):
+    def write(self, step: int, values: Mapping[str, float], *, time: float) -> None: ...
+
+    def truncate_after(self, step: int, *, time: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _TensorBoard:
+    """Event files, written without torch or TensorFlow; imported late because that takes a while."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary, self._session = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
+        self._writer = EventFileWriter(str(folder))
+
+    def write(self, step: int, values: Mapping[str, float], *, time: float) -> None:
+        summary = self._summary(
+            value=[self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        )
+        self._writer.add_event(self._event(step=step, wall_time=time, summary=summary))
+
+    def truncate_after(self, step: int, *, time: float) -> None:
+        """A start mark makes TensorBoard drop what an earlier file says of this step and later ones."""
+        started = self._session(status=self._session.START)
+        self._writer.add_event(self._event(step=step + 1, wall_time=time, session_log=started))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WeightsAndBiases:
+    def __init__(self, run_dir: Path) -> None:
+        import wandb
+
+        self._run = wandb.init(project="kintsugi", name=run_dir.name, dir=str(run_dir), resume="allow")
+
+    def write(self, step: int, values: Mapping[str, float], *, time: float) -> None:
+        self._run.log(dict(values), step=step)
+
+    def truncate_after(self, step: int, *, time: float) -> None:
+        """W&B keeps its history; repeated steps are ignored there."""
+
+    def close(self) -> None:
+        self._run.finish()

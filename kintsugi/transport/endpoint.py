@@ -1,0 +1,512 @@
+"""How one process speaks and is spoken to.
+
+Every process has one `Endpoint`: a ROUTER socket on which it is spoken to, and one DEALER per peer it speaks to. Both
+ends prove who they are: a DEALER knows its peer's public key, and the ROUTER asks our directory which process a key
+belongs to.
+
+A request is sent again, under the same sequence number, until it is answered or its deadline has come. The receiver
+drops the repetition of a request that it is still working on and answers that of a finished one from what it saved.
+
+Nothing here blocks except `poll`, `call` and `close`, which wait through `runtime.wait`. Everything but `wake` belongs
+to one thread.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from uuid import uuid4
+
+import msgspec
+import zmq
+
+from kintsugi import messages
+from kintsugi.errors import DeadlineExceeded, Fault, ProcessDied, RefusedError, RemoteError, fault_of
+from kintsugi.messages import AddressBook, Body, Envelope, Failed, MessageKind, Register
+from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, Clock, wait
+from kintsugi.transport.directory import Caller, Directory
+from kintsugi.transport.exchange import (
+    SLOWEST_BULK_BYTES_PER_S,
+    Blob,
+    Delivery,
+    PendingReply,
+    Reply,
+    SavedReplies,
+    bulk_size,
+)
+from kintsugi.transport.sockets import (
+    MORE,
+    NOBLOCK,
+    QUEUED_MESSAGES,
+    Link,
+    is_readable,
+    milliseconds,
+    open_dealer,
+    open_router,
+    open_zap,
+    receive_rest,
+    send_rest,
+)
+from kintsugi.types import Peer
+
+FIRST_RESEND_S = 0.25
+LONGEST_RESEND_S = 2.0
+DRAINED_MESSAGES = 256
+"""At most so many messages are taken from one socket before the others get their turn."""
+
+_REQUEST, _REPLY, _ONE_WAY = MessageKind.REQUEST, MessageKind.REPLY, MessageKind.ONE_WAY
+
+
+class Endpoint:
+    """The sockets of one process and the loop that serves them.
+
+    Only keys that were admitted (`admit`, `set_book`) can connect. An envelope of an older epoch than `epoch` is
+    refused, except `Register`; a newer one is noted in `seen_epoch`, and whoever owns the endpoint decides what that
+    means: a worker adopts it and registers again, a master knows that it was replaced.
+    """
+
+    def __init__(
+        self,
+        *,
+        job: str,
+        process: str,
+        incarnation: str,
+        public_key: bytes,
+        secret_key: bytes,
+        bind: str = "tcp://127.0.0.1:*",
+        listener: int = -1,
+        clock: Clock = SYSTEM_CLOCK,
+        epoch: int = 0,
+    ) -> None:
+        self.job = job
+        self.process = process
+        self.incarnation = incarnation
+        self.epoch = epoch
+        self.seen_epoch = epoch
+        self._clock = clock
+        self._public_key = public_key
+        self._secret_key = secret_key
+        self._directory = Directory(job=job, process=process)
+        self._links: dict[str, Link] = {}
+        self._by_socket: dict[object, Link] = {}
+        self._sequences: dict[str, int] = {}
+        self._saved = SavedReplies()
+        self._timers: list[tuple[float, int, PendingReply]] = []
+        self._num_timers = 0
+        self._inbox: deque[Delivery] = deque()
+        self._watched: dict[object, Callable[[], None]] = {}
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._poller = zmq.Poller()
+        self._zap = open_zap(self._context)
+        self._poller.register(self._zap, zmq.POLLIN)
+        self._router = open_router(
+            self._context, public_key=public_key, secret_key=secret_key, bind=bind, listener=listener
+        )
+        self._poller.register(self._router, zmq.POLLIN)
+        self.address: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        """Where peers reach this process."""
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.watch(self._wake_fd, self._woken)
+
+    # Who is who.
+
+    @property
+    def peers(self) -> dict[str, Peer]:
+        """The address book: process → peer. It changes through `admit`, `forget` and `set_book`."""
+        return self._directory.peers
+
+    @property
+    def book_number(self) -> int:
+        """Number of the newest address book taken over; -1 before the first."""
+        return self._directory.number
+
+    def peer(self, *, host: str) -> Peer:
+        """How others know this process."""
+        return Peer(self.process, self.incarnation, host, self.address, self._public_key)
+
+    def admit(self, peer: Peer) -> None:
+        """Let a process in under its key. A new key replaces the old one, and requests to the old process fail."""
+        known = self._directory.peers.get(peer.process)
+        if known == peer:
+            return
+        if known is not None and known.public_key != peer.public_key:
+            self.forget(peer.process, self._fault(f"{peer.process} was replaced by {peer.incarnation}"))
+        elif known is not None and known.address != peer.address:
+            self._close_link(peer.process, self._fault(f"{peer.process} moved to {peer.address}"))
+        self._directory.add(peer)
+        answer = self._directory.late_admission(peer.public_key)
+        if answer is not None:
+            self._zap.send_multipart(answer)
+
+    def set_book(self, book: AddressBook) -> bool:
+        """Take over a newer address book: who is not in it is forgotten. An older one is ignored (False)."""
+        if book.number <= self._directory.number:
+            return False
+        self._directory.number = book.number
+        listed = {peer.process for peer in book.peers}
+        for process in [process for process in self._directory.peers if process not in listed]:
+            self.forget(process, self._fault(f"{process} is no longer in the address book"))
+        for peer in book.peers:
+            if peer.process != self.process:
+                self.admit(peer)
+        return True
+
+    def forget(self, process: str, fault: Fault) -> None:
+        """A process is gone: its key is refused from now on, and requests to it fail at once with this cause."""
+        self._directory.remove(process, fault)
+        self._close_link(process, fault)
+
+    def _close_link(self, process: str, fault: Fault) -> None:
+        link = self._links.pop(process, None)
+        if link is None:
+            return
+        # The numbers go on where they stopped: the peer may still hold replies to the earlier ones.
+        self._sequences[process] = link.sequence
+        del self._by_socket[link.socket]
+        self._poller.unregister(link.socket)
+        link.socket.close(0)
+        for pending in list(link.pending.values()):
+            pending.settle(None, ProcessDied(f"{process}: {fault.message}", cause=fault))
+
+    def _fault(self, message: str) -> Fault:
+        return Fault(uuid4().hex[:12], "ProcessDied", self.process, message, self._clock.wall())
+
+    # Speaking.
+
+    def request(
+        self,
+        process: str,
+        body: Body,
+        *,
+        deadline_s: float,
+        blobs: Sequence[Blob] = (),
+        on_done: Callable[[PendingReply], None] | None = None,
+        cause_id: str | None = None,
+    ) -> PendingReply:
+        """Ask; does not block. The result is there once a `poll` has settled it (then `on_done` is called).
+
+        A process that can not be reached settles it at once. Blobs are sent without a copy: leave them unchanged
+        until the request is done.
+        """
+        now = self._clock.monotonic()
+        pending = PendingReply(
+            self, process=process, what=type(body).__name__, since=now, deadline=now + deadline_s
+        )
+        pending.on_done = on_done
+        link = self._links.get(process) or self._connect(process)
+        if link is None:
+            pending.settle(None, self._directory.why_unreachable(process))
+            return pending
+        pending.sequence = link.sequence = link.sequence + 1
+        pending.body_frame = messages.encode_body(body)
+        pending.blobs = blobs
+        pending.cause_id = cause_id
+        pending.interval_s = FIRST_RESEND_S
+        if blobs:
+            pending.interval_s += bulk_size(blobs) / SLOWEST_BULK_BYTES_PER_S
+        link.pending[pending.sequence] = pending
+        self._transmit(link, pending.sequence, _REQUEST, pending.body_frame, blobs, cause_id)
+        self._set_timer(now + min(pending.interval_s, deadline_s), pending)
+        return pending
+
+    def call(self, process: str, body: Body, *, deadline_s: float, blobs: Sequence[Blob] = ()) -> Reply:
+        """Ask and wait for the answer. What arrives meanwhile is kept for the next `poll`."""
+        pending = self.request(process, body, deadline_s=deadline_s, blobs=blobs)
+        # The request ends itself at its deadline; the wait is a little longer, so that its error is the one seen.
+        wait(pending.attempt, whom=process, what=pending.what, timeout_s=deadline_s + 1.0, clock=self._clock)
+        return pending.result()
+
+    def send(
+        self, process: str, body: Body, *, blobs: Sequence[Blob] = (), cause_id: str | None = None
+    ) -> bool:
+        """Tell, expecting no answer. False if the process is unknown or its queue is full."""
+        link = self._links.get(process) or self._connect(process)
+        if link is None:
+            return False
+        link.sequence += 1
+        return self._transmit(link, link.sequence, _ONE_WAY, messages.encode_body(body), blobs, cause_id)
+
+    def reply(self, delivery: Delivery, body: Body, *, blobs: Sequence[Blob] = ()) -> None:
+        """Answer a request, once. The answer is kept for repetitions of the request."""
+        envelope = delivery.envelope
+        assert envelope.kind is _REQUEST, f"{type(delivery.body).__name__} is one-way and has no reply"
+        body_frame = messages.encode_body(body)
+        caller = self._directory.callers.get(delivery.peer.public_key.decode())
+        if caller is not None:
+            caller.running.pop(envelope.sequence, None)
+        self._saved.put(envelope, body_frame, blobs, now=self._clock.monotonic())
+        self._transmit_reply(delivery.route, envelope.sequence, body_frame, blobs)
+
+    def fail(self, delivery: Delivery, error: BaseException) -> Fault:
+        """Answer a request with the error that it ended in; gives the fault as it was sent."""
+        fault = fault_of(error, process=self.process, time=self._clock.wall())
+        self.reply(delivery, Failed(fault))
+        return fault
+
+    def _connect(self, process: str) -> Link | None:
+        peer = self._directory.peers.get(process)
+        if peer is None or not peer.address:
+            return None
+        socket = open_dealer(
+            self._context, peer=peer, public_key=self._public_key, secret_key=self._secret_key
+        )
+        link = Link(socket, self._sequences.get(process, 0))
+        self._links[process] = self._by_socket[socket] = link
+        self._poller.register(socket, zmq.POLLIN)
+        return link
+
+    def _transmit(
+        self,
+        link: Link,
+        sequence: int,
+        kind: MessageKind,
+        body_frame: bytes,
+        blobs: Sequence[Blob],
+        cause_id: str | None,
+    ) -> bool:
+        envelope = Envelope(self.job, self.epoch, self.process, self.incarnation, sequence, kind, cause_id)
+        try:
+            link.socket.send(messages.encode_envelope(envelope), MORE)
+        except zmq.Again:
+            COUNTERS.add("transport.queue_full")
+            return False
+        # Once the first frame of a message is accepted, the rest is too.
+        send_rest(link.socket, body_frame, blobs)
+        return True
+
+    def _transmit_reply(
+        self, route: bytes, sequence: int, body_frame: bytes, blobs: Sequence[Blob] = ()
+    ) -> None:
+        envelope = Envelope(self.job, self.epoch, self.process, self.incarnation, sequence, _REPLY)
+        router = self._router
+        router.send(route, MORE)
+        router.send(messages.encode_envelope(envelope), MORE)
+        send_rest(router, body_frame, blobs)
+
+    # The loop.
+
+    def poll(self, timeout_s: float) -> list[Delivery]:
+        """Work for at most `timeout_s` seconds or until something happened; gives the inbound messages in order.
+
+        Admits connections, settles replies, sends again what is due and calls the callbacks of watched descriptors.
+        """
+        if not self._inbox:
+            wait(
+                self._attempt_turn,
+                whom="anyone",
+                what="a message",
+                timeout_s=timeout_s,
+                clock=self._clock,
+            )
+        deliveries = list(self._inbox)
+        self._inbox.clear()
+        return deliveries
+
+    def _attempt_turn(self, remaining_s: float) -> bool:
+        self.turn(remaining_s)
+        return True
+
+    def turn(self, timeout_s: float) -> None:
+        """One round of the loop; what arrives goes to the inbox, for the next `poll`."""
+        if self._timers:
+            timeout_s = min(timeout_s, self._run_timers(self._clock.monotonic()))
+        for socket, _ in self._poller.poll(milliseconds(timeout_s)):
+            if socket is self._router:
+                self._drain_router()
+            elif socket is self._zap:
+                self._answer_zap()
+            elif (link := self._by_socket.get(socket)) is not None:
+                self._drain_link(link)
+            elif (callback := self._watched.get(socket)) is not None:
+                callback()
+
+    def watch(self, descriptor: int, callback: Callable[[], None]) -> None:
+        """Call back from the loop whenever the descriptor is readable (a pidfd, a signalfd, a pipe)."""
+        self._watched[descriptor] = callback
+        self._poller.register(descriptor, zmq.POLLIN)
+
+    def unwatch(self, descriptor: int) -> None:
+        """Before the descriptor is closed."""
+        if self._watched.pop(descriptor, None) is not None:
+            self._poller.unregister(descriptor)
+
+    def wake(self) -> None:
+        """End the current or next `poll` at once; from any thread, as long as the endpoint is open."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _woken(self) -> None:
+        os.eventfd_read(self._wake_fd)
+
+    def close(self, *, flush_s: float = 0.0) -> None:
+        """Fail what is under way and close; what was sent is flushed for at most `flush_s` seconds."""
+        fault = self._fault(f"{self.process} closed its endpoint")
+        open_requests = [pending for link in self._links.values() for pending in link.pending.values()]
+        self.unwatch(self._wake_fd)
+        os.close(self._wake_fd)
+        wait(self._attempt_flush, whom="its peers", what="the last messages to be taken", timeout_s=flush_s)
+        for pending in open_requests:
+            pending.settle(None, ProcessDied(fault.message, cause=fault))
+
+    def _attempt_flush(self, remaining_s: float) -> bool:
+        self._context.destroy(linger=milliseconds(remaining_s))
+        return True
+
+    def _set_timer(self, due: float, pending: PendingReply) -> None:
+        self._num_timers += 1
+        heapq.heappush(self._timers, (due, self._num_timers, pending))
+
+    def _run_timers(self, now: float) -> float:
+        """Send again what was not answered, end what ran out of time; gives how long the loop may wait then."""
+        timers = self._timers
+        next_s = LONGEST_RESEND_S
+        while timers:
+            due, _, pending = timers[0]
+            if due > now and not pending.done:
+                return min(next_s, due - now)
+            heapq.heappop(timers)
+            if not pending.done and self._remind(pending, now):
+                # Whoever waits for it must see that it has ended.
+                next_s = 0.0
+        return next_s
+
+    def _remind(self, pending: PendingReply, now: float) -> bool:
+        """Send a request again; True if its time is over instead."""
+        link = self._links[pending.process]
+        if now >= pending.deadline:
+            del link.pending[pending.sequence]
+            waited_s = now - pending.since
+            pending.settle(None, DeadlineExceeded(whom=pending.process, what=pending.what, waited_s=waited_s))
+            return True
+        COUNTERS.add("transport.resent")
+        self._transmit(link, pending.sequence, _REQUEST, pending.body_frame, pending.blobs, pending.cause_id)
+        pending.interval_s = max(pending.interval_s, min(2 * pending.interval_s, LONGEST_RESEND_S))
+        self._set_timer(min(now + pending.interval_s, pending.deadline), pending)
+        return False
+
+    # What arrives.
+
+    def _answer_zap(self) -> None:
+        while True:
+            try:
+                question = self._zap.recv_multipart(NOBLOCK)
+            except zmq.Again:
+                return
+            answer = self._directory.admission(question)
+            if answer is None:
+                COUNTERS.add("transport.not_admitted_yet")
+            else:
+                self._zap.send_multipart(answer)
+
+    def _drain_router(self) -> None:
+        router = self._router
+        for _ in range(DRAINED_MESSAGES):
+            try:
+                route = router.recv(NOBLOCK)
+            except zmq.Again:
+                return
+            frame = router.recv(NOBLOCK, copy=False)
+            body_frame, blobs = receive_rest(router) if frame.more else (b"", ())
+            self._receive(route, str(frame.get("User-Id")), frame.bytes, body_frame, blobs)
+            if not is_readable(router):
+                return
+
+    def _receive(
+        self, route: bytes, key: str, envelope_frame: bytes, body_frame: bytes, blobs: tuple[memoryview, ...]
+    ) -> None:
+        """Check and sort in one message that was sent to us. Whatever it holds, it can not raise out of here."""
+        try:
+            envelope = messages.decode_envelope(envelope_frame)
+        except msgspec.MsgspecError:
+            COUNTERS.add("transport.malformed")
+            return
+        if why := self._directory.why_refused(key, envelope, epoch=self.epoch):
+            self._refuse(route, envelope, why)
+            return
+        caller = self._directory.callers[key]
+        if envelope.kind is _REQUEST and self._is_repeated(caller, envelope, route):
+            return
+        try:
+            body = messages.decode_body(body_frame)
+        except msgspec.MsgspecError as error:
+            COUNTERS.add("transport.malformed")
+            self._refuse(route, envelope, f"malformed body: {error}")
+            return
+        if envelope.epoch < self.epoch and type(body) is not Register:
+            self._refuse(route, envelope, f"epoch {envelope.epoch} is over, this is epoch {self.epoch}")
+            return
+        if envelope.epoch > self.seen_epoch:
+            self.seen_epoch = envelope.epoch
+        if len(self._inbox) >= QUEUED_MESSAGES or len(caller.running) >= QUEUED_MESSAGES:
+            # A request will come again; a one-way message is lost, as its sender must expect.
+            COUNTERS.add("transport.inbox_full")
+            return
+        delivery = Delivery(envelope, body, blobs, caller.peer, route)
+        if envelope.kind is _REQUEST:
+            caller.running[envelope.sequence] = delivery
+        self._inbox.append(delivery)
+
+    def _is_repeated(self, caller: Caller, envelope: Envelope, route: bytes) -> bool:
+        running = caller.running.get(envelope.sequence)
+        if running is not None:
+            running.route = route
+            return True
+        saved = self._saved.get(envelope)
+        if saved is None:
+            return False
+        if saved.until is None:
+            COUNTERS.add("transport.answered_again")
+            self._transmit_reply(route, envelope.sequence, saved.body_frame, saved.blobs)
+            return True
+        if self._clock.monotonic() < saved.until:
+            return True
+        self._saved.drop(envelope)
+        return False
+
+    def _refuse(self, route: bytes, envelope: Envelope, why: str) -> None:
+        """Answer with the reason. A one-way message is answered too, so that its sender learns of a newer epoch."""
+        COUNTERS.add("transport.refused")
+        if envelope.kind is not _REPLY:
+            fault = fault_of(RefusedError(why), process=self.process, time=self._clock.wall())
+            self._transmit_reply(route, envelope.sequence, messages.encode_body(Failed(fault)))
+
+    def _drain_link(self, link: Link) -> None:
+        socket = link.socket
+        for _ in range(DRAINED_MESSAGES):
+            try:
+                frame = socket.recv(NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            body_frame, blobs = receive_rest(socket) if frame.more else (b"", ())
+            self._receive_reply(link, frame.bytes, body_frame, blobs)
+            # What an answer sets off may close the connection; where nothing is under way, nothing more is coming.
+            if socket.closed or not link.pending or not is_readable(socket):
+                return
+
+    def _receive_reply(
+        self, link: Link, envelope_frame: bytes, body_frame: bytes, blobs: tuple[memoryview, ...]
+    ) -> None:
+        """Settle the request that this answers. The connection proves the sender, the number names the request."""
+        try:
+            envelope = messages.decode_envelope(envelope_frame)
+            body = messages.decode_body(body_frame)
+        except msgspec.MsgspecError:
+            COUNTERS.add("transport.malformed")
+            return
+        if envelope.kind is not _REPLY:
+            COUNTERS.add("transport.refused")
+            return
+        if envelope.epoch > self.seen_epoch:
+            self.seen_epoch = envelope.epoch
+        fault = body.fault if isinstance(body, Failed) else None
+        if fault is not None and fault.kind == "RefusedError" and envelope.epoch > self.epoch:
+            # Refused for our old epoch: the request goes out again under the new one, once that is adopted.
+            return
+        pending = link.pending.pop(envelope.sequence, None)
+        if pending is None:
+            return
+        if fault is not None:
+            pending.settle(None, RemoteError(fault))
+        else:
+            pending.settle(Reply(body, blobs), None)

@@ -1,0 +1,120 @@
+"""The ZeroMQ sockets of an endpoint: how they are set up, and a message's frames in and out of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+
+import zmq
+
+from kintsugi.transport.exchange import Blob, PendingReply
+from kintsugi.types import Peer
+
+QUEUED_MESSAGES = 4096
+"""Bound of each socket's queues, of an endpoint's inbox, and of one caller's unanswered requests."""
+LARGEST_FRAME_BYTES = 1 << 30
+NOBLOCK = int(zmq.NOBLOCK)
+MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
+_EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
+
+
+def new_key_pair() -> tuple[bytes, bytes]:
+    """A CURVE key pair, (public, secret), both in Z85."""
+    return zmq.curve_keypair()
+
+
+class Link:
+    """Our connection to one process, and our requests on it that are not answered yet."""
+
+    __slots__ = ("pending", "sequence", "socket")
+
+    def __init__(self, socket: zmq.Socket[bytes], sequence: int) -> None:
+        self.socket = socket
+        self.sequence = sequence
+        self.pending: dict[int, PendingReply] = {}
+
+
+def open_zap(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """Where ZeroMQ asks whether a key may connect; a ROUTER, so that an answer may wait while others are given."""
+    zap = context.socket(zmq.ROUTER)
+    zap.linger = 0
+    zap.bind("inproc://zeromq.zap.01")
+    return zap
+
+
+def open_router(
+    context: zmq.Context[zmq.Socket[bytes]], *, public_key: bytes, secret_key: bytes, bind: str, listener: int
+) -> zmq.Socket[bytes]:
+    """The socket on which a process is spoken to: bound to an address, or to a socket that is listening already."""
+    router = context.socket(zmq.ROUTER)
+    _configure(router)
+    router.curve_server = True
+    router.curve_publickey = public_key
+    router.curve_secretkey = secret_key
+    router.zap_domain = b"kintsugi"
+    if listener >= 0:
+        # ZeroMQ closes the descriptor that it is given; ours must outlive this endpoint.
+        listening = socket.socket(fileno=os.dup(listener))
+        host, port = listening.getsockname()[:2]
+        router.setsockopt(zmq.USE_FD, listening.detach())
+        bind = f"tcp://{host}:{port}"
+    router.bind(bind)
+    return router
+
+
+def open_dealer(
+    context: zmq.Context[zmq.Socket[bytes]], *, peer: Peer, public_key: bytes, secret_key: bytes
+) -> zmq.Socket[bytes]:
+    """A connection to one process, which must prove that it holds the peer's key."""
+    dealer = context.socket(zmq.DEALER)
+    _configure(dealer)
+    dealer.curve_serverkey = peer.public_key
+    dealer.curve_publickey = public_key
+    dealer.curve_secretkey = secret_key
+    dealer.connect(peer.address)
+    return dealer
+
+
+def _configure(handle: zmq.Socket[bytes]) -> None:
+    handle.linger = 0
+    handle.sndhwm = handle.rcvhwm = QUEUED_MESSAGES
+    handle.setsockopt(zmq.MAXMSGSIZE, LARGEST_FRAME_BYTES)
+    handle.setsockopt(zmq.RECONNECT_IVL, 20)
+    handle.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+    handle.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
+
+
+def send_rest(handle: zmq.Socket[bytes], body_frame: bytes, blobs: Sequence[Blob]) -> None:
+    """The body frame and the bulk frames after it; large ones are not copied."""
+    if not blobs:
+        handle.send(body_frame, NOBLOCK)
+        return
+    handle.send(body_frame, MORE)
+    last = len(blobs) - 1
+    for index, blob in enumerate(blobs):
+        handle.send(blob, MORE if index < last else NOBLOCK, copy=False)
+
+
+def receive_rest(handle: zmq.Socket[bytes]) -> tuple[bytes, tuple[memoryview, ...]]:
+    """The body frame and the bulk frames after it."""
+    body = handle.recv(NOBLOCK, copy=False)
+    if not body.more:
+        return body.bytes, ()
+    blobs: list[memoryview] = []
+    more = True
+    while more:
+        frame = handle.recv(NOBLOCK, copy=False)
+        blobs.append(frame.buffer)
+        more = frame.more
+    return body.bytes, tuple(blobs)
+
+
+def is_readable(handle: zmq.Socket[bytes]) -> bool:
+    """Whether a whole message is there; much cheaper than a failing `recv`."""
+    return bool(int(handle.getsockopt(_EVENTS)) & _READABLE)
+
+
+def milliseconds(seconds: float) -> int:
+    """Rounded up, so that a timer is due when the poll ends."""
+    return -int(-seconds * 1000 // 1)

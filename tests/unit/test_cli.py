@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kintsugi import cli
+from kintsugi.cluster import launcher
+from kintsugi.config import Config
+from kintsugi.errors import Fault, ProcessDied, UserError
+from kintsugi.recipe import load_config
+
+ROOT = Path(__file__).parents[2]
+GRPO = str(ROOT / "recipes" / "grpo_arithmetic.yaml")
+
+
+class Result(msgspec.Struct):
+    code: int
+    output: str
+    errors: str
+
+
+Kintsugi = Callable[..., Result]
+
+
+@pytest.fixture
+def kintsugi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kintsugi:
+    """The command, run in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["kintsugi", *arguments])
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        captured = capsys.readouterr()
+        return Result(int(exit.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+class FakeCluster:
+    """Stands in for the launcher: leaves behind what a run leaves behind."""
+
+    def __init__(self) -> None:
+        self.outcome = "finished"
+        self.error: Exception | None = None
+        self.launched: list[tuple[Config, Path, bool]] = []
+
+    def launch(
+        self, config: Config, *, run_dir: Path, on_tick: Callable[[], None], resume: bool = False
+    ) -> int:
+        self.launched.append((config, run_dir, resume))
+        if self.error is not None:
+            raise self.error
+        line = {"step": 1, "time": 1.0, "reward/mean": 0.5, "tokens_per_s": 1.0, "timing/step": 1.0}
+        (run_dir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        on_tick()
+        summary: dict[str, Any] = {
+            "outcome": self.outcome,
+            "name": config.name,
+            "seed": config.seed,
+            "run_dir": str(run_dir),
+            "steps": 1,
+            "wall_s": 1.0,
+            "samples_trained": 256,
+            "tokens_generated": 1,
+            "tokens_trained": 1,
+            "reward_first": 0.1,
+            "reward_last": 0.5,
+            "eval_accuracy_before": 0.2,
+            "eval_accuracy_after": 0.8,
+            "weights_sha256": "ab" * 32,
+            "weight_version": 1,
+            "processes": {},
+            "timing": {"train": 1.0},
+            "logprob_abs_diff_mean": 0.0,
+            "faults": [
+                {"kind": "StorageError", "process": "model-0", "message": "disk full"},
+                {"kind": "RemoteError", "process": "master-0", "message": "save failed"},
+            ],
+        }
+        (run_dir / "summary.json").write_text(json.dumps(summary))
+        return 1 if self.outcome == "failed" else 0
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
+    cluster = FakeCluster()
+    monkeypatch.setattr(launcher, "launch", cluster.launch)
+    return cluster
+
+
+def test_a_run_ends_with_its_table_and_leaves_its_configuration(
+    kintsugi: Kintsugi, cluster: FakeCluster
+) -> None:
+    result = kintsugi("train", GRPO, "seed=7")
+    assert (result.code, result.errors) == (0, "")
+    assert "80.0%" in result.output and "runs/grpo_arithmetic-1" in result.output
+    written = load_config(Path("runs/grpo_arithmetic-1/config.yaml"))
+    assert written.seed == 7
+    assert written.run_dir == str(Path.cwd() / "runs/grpo_arithmetic-1")
+    assert cluster.launched == [(written, Path("runs/grpo_arithmetic-1"), False)]
+
+
+def test_runs_are_numbered(kintsugi: Kintsugi, cluster: FakeCluster) -> None:
+    kintsugi("train", GRPO)
+    kintsugi("train", GRPO)
+    assert [path.name for _, path, _ in cluster.launched] == ["grpo_arithmetic-1", "grpo_arithmetic-2"]
+
+
+def test_a_failed_run_exits_with_1_and_the_first_cause_first(
+    kintsugi: Kintsugi, cluster: FakeCluster
+) -> None:
+    cluster.outcome = "failed"
+    result = kintsugi("train", GRPO)
+    assert result.code == 1
+    cause, then, last = result.errors.splitlines()
+    assert cause == "cause: model-0: StorageError: disk full"
+    assert then == "then: master-0: RemoteError: save failed"
+    assert "runs/grpo_arithmetic-1" in last
+
+
+def test_a_broken_start_exits_with_1_and_its_cause(kintsugi: Kintsugi, cluster: FakeCluster) -> None:
+    cluster.error = ProcessDied("master-0 died", cause=Fault("f", "OutOfMemory", "host-0", "killed", 0.0))
+    result = kintsugi("train", GRPO)
+    assert result.code == 1
+    assert result.errors.splitlines() == ["cause: host-0: OutOfMemory: killed", "error: master-0 died"]
+
+
+def test_a_mistake_seen_only_at_the_start_leaves_no_folder(kintsugi: Kintsugi, cluster: FakeCluster) -> None:
+    cluster.error = UserError("port taken")
+    assert kintsugi("train", GRPO).code == 2
+    assert list(Path("runs").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["train", GRPO, "actor.learning_rat=1"], "did you mean `actor.learning_rate`"),
+        (["train", GRPO, "algorithm.group_size=1"], "at least 2"),
+        (["train", GRPO, "run_dir=."], "`run_dir`"),
+        (["train", "nowhere.yaml"], "nowhere.yaml"),
+        (["train"], "RECIPE"),
+        (["check", GRPO, "model.new=null", "model.path=gone"], "gone"),
+        (["status", "nowhere"], "expected a run folder"),
+        (["stop", "nowhere"], "expected a run folder"),
+        (["resume", "nowhere"], "expected a run folder"),
+        (["samples", "nowhere"], "expected a run folder"),
+        (["eval", "nowhere"], "expected a run folder"),
+        (["export", "nowhere", "--to", "x"], "expected a run folder"),
+        (["import", "nowhere", "x"], "nowhere"),
+        (["samples", ".", "--worst", "0"], "--worst"),
+        (["dance"], "dance"),
+    ],
+)
+def test_a_mistake_of_the_user_is_one_message_and_exit_code_2(
+    kintsugi: Kintsugi, cluster: FakeCluster, arguments: list[str], part: str
+) -> None:
+    result = kintsugi(*arguments)
+    assert result.code == 2
+    assert part in result.errors
+    assert "Traceback" not in result.errors
+    assert cluster.launched == []
+    assert not Path("runs").exists()
+
+
+def test_check_shows_values_graph_processes_and_memory(kintsugi: Kintsugi, cluster: FakeCluster) -> None:
+    result = kintsugi("check", GRPO, "actor.workers=1", "cluster.hosts=2")
+    assert result.code == 0
+    values = dict(
+        line.split(maxsplit=1) for line in result.output.splitlines() if line.startswith("  actor.")
+    )
+    assert values["actor.workers"].split(maxsplit=1) == ["1", "command line"]
+    for part in ("extends base_cpu.yaml", "actor_generate", "host-1: agent-1", "server   2 ×", "in all"):
+        assert part in result.output
+    assert not Path("runs").exists()
+
+
+def test_a_finished_run_is_not_resumed(kintsugi: Kintsugi, cluster: FakeCluster) -> None:
+    kintsugi("train", GRPO)
+    result = kintsugi("resume", "grpo_arithmetic-1")
+    assert result.code == 1
+    assert "is finished" in result.errors
+    assert len(cluster.launched) == 1
+
+
+def test_a_stopped_run_is_resumed_with_its_own_configuration(
+    kintsugi: Kintsugi, cluster: FakeCluster
+) -> None:
+    cluster.outcome = "stopped"
+    stopped = kintsugi("train", GRPO, "seed=3", "run_dir=mine")
+    assert "kintsugi resume mine" in stopped.output
+    cluster.outcome = "finished"
+    assert kintsugi("resume", "mine").code == 0
+    (first, _, _), (second, folder, resume) = cluster.launched
+    assert (second, folder, resume) == (first, Path("mine"), True)
+
+
+def test_stop_of_a_run_that_does_not_run_says_so(kintsugi: Kintsugi, cluster: FakeCluster) -> None:
+    kintsugi("train", GRPO)
+    result = kintsugi("stop", "grpo_arithmetic-1")
+    assert result.code == 2
+    assert "is not running (it is finished)" in result.errors
+
+
+def test_status_and_runs_and_samples_tell_of_a_run(kintsugi: Kintsugi, cluster: FakeCluster) -> None:
+    assert "no runs" in kintsugi("runs").output
+    kintsugi("train", GRPO)
+    assert "1 of 250" in kintsugi("status", "grpo_arithmetic-1").output
+    assert "finished" in kintsugi("runs").output
+    assert kintsugi("samples", "grpo_arithmetic-1").output == "no such samples\n"
+
+
+def test_help_answers_without_loading_the_system() -> None:
+    program = "import sys, kintsugi.cli; sys.stdout.write(str(sorted(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30
+    )
+    loaded = [
+        name for name in ("torch", "zmq", "yaml", "tokenizers", "numpy") if f"'{name}'" in result.stdout
+    ]
+    assert loaded == []

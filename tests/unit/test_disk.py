@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from kintsugi.disk import Crashed, Disk, MemoryDisk, SystemDisk
+
+FOLDER = Path("/run")
+JOURNAL = FOLDER / "journal"
+
+
+def memory_disk() -> MemoryDisk:
+    disk = MemoryDisk()
+    disk.mkdir(FOLDER)
+    return disk
+
+
+@pytest.fixture(params=["system", "memory"])
+def disk_and_folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Disk, Path]:
+    if request.param == "system":
+        return SystemDisk(), tmp_path
+    return memory_disk(), FOLDER
+
+
+def test_both_disks_write_read_list_rename_and_remove_alike(disk_and_folder: tuple[Disk, Path]) -> None:
+    disk, folder = disk_and_folder
+    disk.mkdir(folder / "a")
+    file = disk.open(folder / "a" / "new", create=True)
+    file.preallocate(16)
+    file.pwrite(b"hello", offset=2)
+    file.sync()
+    assert (file.size(), file.pread(100, offset=1)) == (16, b"\0hello" + bytes(9))
+    file.truncate(7)
+    file.close()
+    disk.sync_folder(folder / "a")
+    disk.rename(folder / "a" / "new", folder / "a" / "old")
+    assert disk.list(folder / "a") == ["old"]
+    assert disk.read(folder / "a" / "old") == b"\0\0hello"
+    disk.rename(folder / "a", folder / "b")
+    assert disk.exists(folder / "b" / "old") and not disk.exists(folder / "a")
+    disk.remove(folder / "b" / "old")
+    disk.remove(folder / "b")
+    assert disk.list(folder) == []
+
+
+def test_both_disks_know_what_is_missing(disk_and_folder: tuple[Disk, Path]) -> None:
+    disk, folder = disk_and_folder
+    with pytest.raises(FileNotFoundError):
+        disk.open(folder / "none")
+    with pytest.raises(FileNotFoundError):
+        disk.read(folder / "none")
+    with pytest.raises(FileNotFoundError):
+        disk.open(folder / "none" / "file", create=True)
+    with pytest.raises(FileNotFoundError):
+        disk.remove(folder / "none")
+
+
+def test_both_disks_lock_a_file_for_one_holder(disk_and_folder: tuple[Disk, Path]) -> None:
+    disk, folder = disk_and_folder
+    first = disk.open(folder / "journal", create=True)
+    second = disk.open(folder / "journal")
+    first.lock()
+    with pytest.raises(BlockingIOError):
+        second.lock()
+    first.close()
+    second.lock()
+    second.close()
+
+
+def test_an_operation_fails_on_demand_without_effect() -> None:
+    disk = memory_disk()
+    file = disk.open(JOURNAL, create=True)
+    disk.fail_at(len(disk.operations) + 1, code=errno.ENOSPC)
+    with pytest.raises(OSError, match="No space left") as caught:
+        file.pwrite(b"record", offset=0)
+    assert caught.value.errno == errno.ENOSPC
+    assert file.size() == 0
+    file.pwrite(b"record", offset=0)
+    assert disk.read(JOURNAL) == b"record"
+
+
+def test_a_crash_tears_the_write_and_stops_the_disk() -> None:
+    disk = memory_disk()
+    file = disk.open(JOURNAL, create=True)
+    disk.crash_at(len(disk.operations) + 1, keep=0.5)
+    with pytest.raises(Crashed):
+        file.pwrite(b"record", offset=0)
+    with pytest.raises(Crashed):
+        disk.read(JOURNAL)
+    assert disk.restarted().read(JOURNAL) == b"rec"
+
+
+def test_a_power_cut_loses_what_was_not_synced_and_may_tear_the_last_write() -> None:
+    disk = memory_disk()
+    file = disk.open(JOURNAL, create=True)
+    disk.sync_folder(FOLDER)
+    file.pwrite(b"one,", offset=0)
+    file.sync()
+    file.pwrite(b"two,", offset=4)
+    file.pwrite(b"three", offset=8)
+    assert disk.restarted().read(JOURNAL) == b"one,two,three"
+    assert disk.restarted(power_cut=True, torn_bytes=2).read(JOURNAL) == b"one,\0\0\0\0th"
+
+
+def test_a_power_cut_loses_a_name_whose_folder_was_not_synced() -> None:
+    disk = memory_disk()
+    file = disk.open(FOLDER / "new", create=True)
+    file.pwrite(b"x", offset=0)
+    file.sync()
+    assert not disk.restarted(power_cut=True).exists(FOLDER / "new")
+    disk.sync_folder(FOLDER)
+    disk.rename(FOLDER / "new", JOURNAL)
+    assert disk.restarted(power_cut=True).exists(FOLDER / "new")
+    disk.sync_folder(FOLDER)
+    assert disk.restarted(power_cut=True).list(FOLDER) == ["journal"]

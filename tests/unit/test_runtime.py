@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+import pytest
+
+from kintsugi.errors import DeadlineExceeded
+from kintsugi.runtime import (
+    Counters,
+    SystemProcesses,
+    VirtualClock,
+    WaitTable,
+    pause,
+    random_stream,
+    wait,
+)
+from kintsugi.types import Wait
+
+
+def test_a_wait_is_declared_while_it_lasts_and_gone_after_it() -> None:
+    waits, clock = WaitTable(), VirtualClock(start=10.0)
+    seen: list[Wait] = []
+
+    def attempt(remaining_s: float) -> str:
+        seen.extend(waits.declared())
+        return "value"
+
+    assert wait(attempt, whom="model-0", what="CallDone", timeout_s=5, clock=clock, waits=waits) == "value"
+    assert seen == [Wait("model-0", "CallDone", 10.0, 15.0)]
+    assert waits.declared() == ()
+
+
+def test_a_wait_ends_at_its_deadline_and_says_for_whom_and_what() -> None:
+    waits, clock = WaitTable(), VirtualClock()
+    granted: list[float] = []
+
+    def attempt(remaining_s: float) -> None:
+        granted.append(remaining_s)
+        clock.advance(2.0)
+
+    with pytest.raises(DeadlineExceeded, match=r"waited 6\.0 s for model-0: CallDone") as caught:
+        wait(attempt, whom="model-0", what="CallDone", timeout_s=5, clock=clock, waits=waits)
+    assert granted == [5.0, 3.0, 1.0]
+    assert (caught.value.whom, caught.value.what) == ("model-0", "CallDone")
+    assert waits.declared() == ()
+
+
+def test_a_wait_tries_once_even_without_time() -> None:
+    assert wait(lambda remaining_s: remaining_s + 1, whom="x", what="y", timeout_s=-3) == 1.0
+
+
+def test_a_false_value_is_a_value() -> None:
+    assert wait(lambda remaining_s: 0, whom="x", what="y", timeout_s=0) == 0
+
+
+def test_an_error_in_an_attempt_ends_the_wait() -> None:
+    waits = WaitTable()
+
+    def attempt(remaining_s: float) -> None:
+        raise OSError("broken")
+
+    with pytest.raises(OSError, match="broken"):
+        wait(attempt, whom="x", what="y", timeout_s=5, waits=waits)
+    assert waits.declared() == ()
+
+
+def test_a_pause_is_declared_too() -> None:
+    waits = WaitTable()
+    thread = threading.Thread(target=lambda: pause(0.05, what="a back-off", waits=waits))
+    thread.start()
+    declared = wait(lambda remaining_s: waits.declared() or None, whom="x", what="y", timeout_s=5)
+    thread.join()
+    assert declared[0].what == "a back-off"
+
+
+def test_streams_of_different_names_differ_and_of_the_same_name_agree() -> None:
+    def first(*names: str | int) -> float:
+        return random_stream(7, *names).random()
+
+    assert first("shuffle", 0) == first("shuffle", 0)
+    assert (
+        len({first("shuffle", 0), first("shuffle", 1), first("shuffle", "0"), first("shuffle0"), first()})
+        == 5
+    )
+
+
+def test_counters_add_up_over_threads() -> None:
+    counters = Counters()
+
+    def count() -> None:
+        for _ in range(500):
+            counters.add("steps")
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counters.snapshot().counters == {"steps": 2000}
+
+
+def test_the_end_of_a_child_is_seen_through_its_pidfd() -> None:
+    child = SystemProcesses().spawn([sys.executable, "-c", "raise SystemExit(7)"])
+    assert child.wait_ended(whom="child", timeout_s=20) == 7
+    assert child.ended()
+    child.send_signal(signal.SIGKILL)
+    child.close()
+
+
+def test_a_killed_child_reports_its_signal() -> None:
+    readable, writable = os.pipe()
+    script = f"import os; os.read({readable}, 1)"
+    child = SystemProcesses().spawn([sys.executable, "-c", script], pass_fds=[readable])
+    assert not child.ended() and child.status() is None
+    child.send_signal(signal.SIGKILL)
+    assert child.wait_ended(whom="child", timeout_s=20) == -signal.SIGKILL
+    child.close()
+    os.close(readable)
+    os.close(writable)
+
+
+def test_a_child_gets_its_environment_and_runs_what_comes_before_exec() -> None:
+    def be_nice() -> None:
+        os.nice(3)
+
+    readable, writable = os.pipe()
+    script = f"import os; os.write({writable}, (os.environ['KEY'] + str(os.nice(0))).encode())"
+    child = SystemProcesses().spawn(
+        [sys.executable, "-c", script],
+        pass_fds=[writable],
+        environment={"KEY": "value"},
+        before_exec=be_nice,
+    )
+    os.close(writable)
+    assert child.wait_ended(whom="child", timeout_s=20) == 0
+    assert os.read(readable, 100) == f"value{os.nice(0) + 3}".encode()
+    os.close(readable)
+    child.close()

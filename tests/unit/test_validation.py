@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from kintsugi.config import Config
+from kintsugi.errors import UserError
+from kintsugi.model.architecture import num_parameters
+from kintsugi.model.plan import new_model_config, plan_model
+from kintsugi.model.tokenizer import character_tokenizer
+from kintsugi.recipe import load
+from kintsugi.validation import validate
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def resolved(*overrides: str, recipe: str = "grpo_arithmetic") -> Config:
+    return load(RECIPES / f"{recipe}.yaml", overrides).config
+
+
+def refusal(*overrides: str, recipe: str = "grpo_arithmetic") -> str:
+    result = load(RECIPES / f"{recipe}.yaml", overrides)
+    with pytest.raises(UserError) as caught:
+        validate(result.config, origins=result.origins)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("recipe", ["grpo_arithmetic", "sft_arithmetic"])
+def test_the_recipes_of_the_project_are_valid(recipe: str) -> None:
+    validate(resolved(recipe=recipe))
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("algorithm.group_size=1", ["`algorithm.group_size`", "at least 2", "GRPO", "got 1", "command line"]),
+        ("sampling.top_p=0.9", ["`sampling.top_p`", "1.0", "distribution", "got 0.9"]),
+        ("sampling.top_k=5", ["`sampling.top_k`", "got 5"]),
+        ("sampling.min_p=0.1", ["`sampling.min_p`"]),
+        ("sampling.repetition_penalty=1.1", ["`sampling.repetition_penalty`"]),
+        ("sampling.temperature=0", ["`sampling.temperature`", "positive"]),
+        ("sampling.max_new_tokens=0", ["`sampling.max_new_tokens`", "positive"]),
+        (
+            "actor.workers=3",
+            ["`actor.logical_shards`", "a multiple of `actor.workers`=3", "got 4", "base_cpu.yaml"],
+        ),
+        ("actor.workers=1000", ["`actor.workers`", "64 samples", "got 1000"]),
+        ("actor.logical_shards=512", ["`actor.logical_shards`", "64 samples"]),
+        ("rollout.workers=33", ["`rollout.workers`", "`algorithm.batch_size`=32"]),
+        ("generation.servers=500", ["`generation.servers`", "256 samples"]),
+        ("generation.slots=3", ["`generation.slots`", "at least 4"]),
+        ("generation.max_length=10", ["`generation.max_length`", "at least 11", "6 tokens", "got 10"]),
+        ("generation.max_length=100", ["`generation.max_length`", "32 positions"]),
+        ("model.new=null", ["`model.path` and `model.new`", "neither"]),
+        ("model.path=x", ["`model.path` and `model.new`", "both", "`model.new=null`"]),
+        ("model.new.hidden_size=97", ["`model.new.hidden_size`", "a multiple of `model.new.num_heads`=4"]),
+        ("model.new.num_kv_heads=3", ["`model.new`", "num_kv_heads"]),
+        ("model.new.alphabet='0012'", ["`model.new`", "distinct"]),
+        ("model.new.alphabet='0123456789'", ["no token", "+"]),
+        ("data.num_eval=9000", ["`data.num_eval`", "8100 rows"]),
+        ("data.num_eval=8100", ["train"]),
+        ("data.num_eval=0", ["`data.num_eval`", "held-out"]),
+        ("data.max_digits=9", ["`data.max_digits`", "1 to 3"]),
+        ("data.source=nowhere.jsonl", ["`data.source`", "'nowhere.jsonl'"]),
+        ("algorithm.steps=-1", ["`algorithm.steps`", "positive", "got -1"]),
+        ("actor.learning_rate=.nan", ["`actor.learning_rate`", "finite"]),
+        ("actor.learning_rate=0", ["`actor.learning_rate`", "positive"]),
+        ("actor.beta2=1.0", ["`actor.beta2`", "less than 1"]),
+        ("actor.warmup_steps=1000", ["`actor.warmup_steps`", "150 steps"]),
+        ("cluster.hosts=7", ["`cluster.hosts`", "at most 6", "got 7"]),
+        ("cluster.port=70000", ["`cluster.port`", "65535"]),
+        ("name=a/b", ["`name`", "'a/b'"]),
+        ("seed=-1", ["`seed`"]),
+        ("algorithm.reward=[]", ["`algorithm.reward`", "at least one"]),
+        ("algorithm.reward=[f]", ["`algorithm.reward`", "dotted"]),
+        ("algorithm.reward=[no_such_module.f]", ["`algorithm.reward`", "no_such_module"]),
+        ("algorithm.reward=[kintsugi.rollout.rewards.nothing]", ["`algorithm.reward`", "'nothing'"]),
+        (
+            "algorithm.reward=[os.path.join]",
+            ["`algorithm.reward`", "completions, prompts, answer", "os.path.join"],
+        ),
+    ],
+)
+def test_what_can_not_run_is_refused_by_name(override: str, parts: list[str]) -> None:
+    message = refusal(override)
+    assert [part for part in parts if part not in message] == []
+    assert "\n" not in message
+
+
+def test_sft_learns_a_row_once() -> None:
+    assert "`algorithm.group_size`" in refusal("algorithm.group_size=2", recipe="sft_arithmetic")
+
+
+def test_a_taken_port_is_refused_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert "in use" in refusal(f"cluster.port={port}")
+    validate(resolved(f"cluster.port={port}"))
+
+
+def test_a_run_folder_that_exists_is_refused(tmp_path: Path) -> None:
+    message = refusal(f"run_dir={tmp_path}")
+    assert "`run_dir`" in message and str(tmp_path) in message
+    (tmp_path / "file").touch()
+    assert "is a file" in refusal(f"run_dir={tmp_path}/file/deeper")
+    validate(resolved(f"run_dir={tmp_path}/new/one"))
+
+
+def test_a_reward_that_wants_a_column_the_data_lacks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wanting_rewards.py").write_text("def f(completions, colour, **columns): return []")
+    monkeypatch.syspath_prepend(tmp_path)
+    message = refusal("algorithm.reward=[wanting_rewards.f]")
+    assert "'colour'" in message and "wanting_rewards.f" in message
+    sys.modules.pop("wanting_rewards")
+
+
+class TestDataFiles:
+    """Overrides for a JSON Lines file in place of generated sums."""
+
+    def overrides(self, path: Path, *more: str) -> tuple[str, ...]:
+        return (f"data.source={path}", "data.num_eval=1", "data.completion_column=answer", *more)
+
+    def rows(self, path: Path, *rows: object) -> Path:
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return path
+
+    def test_a_file_with_every_column_is_taken(self, tmp_path: Path) -> None:
+        path = self.rows(tmp_path / "a.jsonl", *[{"prompt": "1+1=", "answer": "2"}] * 3)
+        validate(resolved(*self.overrides(path)))
+
+    def test_an_empty_file_is_refused(self, tmp_path: Path) -> None:
+        path = self.rows(tmp_path / "a.jsonl")
+        assert "a.jsonl" in refusal(*self.overrides(path))
+
+    def test_a_missing_column_is_refused_by_file_line_and_column(self, tmp_path: Path) -> None:
+        path = self.rows(tmp_path / "a.jsonl", {"prompt": "1+1=", "answer": "2"}, {"question": "1+1="})
+        message = refusal(*self.overrides(path))
+        assert "a.jsonl, line 2" in message and "'prompt'" in message and "question" in message
+
+    def test_sft_needs_a_column_to_learn(self, tmp_path: Path) -> None:
+        path = self.rows(tmp_path / "a.jsonl", *[{"prompt": "1+1=", "answer": "2"}] * 3)
+        assert "`data.completion_column`" in refusal(*self.overrides(path, "data.completion_column=null"))
+
+    def test_a_row_longer_than_the_model_is_refused(self, tmp_path: Path) -> None:
+        path = self.rows(tmp_path / "a.jsonl", *[{"prompt": "1+1=", "answer": "2" * 40}] * 3)
+        assert "32 positions, got 45 tokens" in refusal(*self.overrides(path))
+
+    def test_an_empty_prompt_is_refused(self, tmp_path: Path) -> None:
+        path = self.rows(tmp_path / "a.jsonl", *[{"prompt": "", "answer": "2"}] * 3)
+        assert "at least one token" in refusal(*self.overrides(path))
+
+
+class TestModelFolders:
+    """A folder that is almost a model."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        folder = tmp_path / "model"
+        tokenizer = character_tokenizer("0123456789+=")
+        tokenizer.save(folder)
+        model, _ = plan_model(resolved())
+        (folder / "config.json").write_text(json.dumps(model.to_huggingface()))
+        (folder / "model.safetensors").touch()
+        return folder
+
+    def refusal(self, folder: Path) -> str:
+        return refusal("model.new=null", f"model.path={folder}")
+
+    def edit(self, path: Path, **fields: object) -> None:
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    def test_a_whole_folder_is_taken(self, folder: Path) -> None:
+        validate(resolved("model.new=null", f"model.path={folder}"))
+
+    def test_a_missing_folder_is_refused(self, tmp_path: Path) -> None:
+        message = self.refusal(tmp_path / "nowhere")
+        assert "`model.path`" in message and "nowhere" in message and "found nothing" in message
+
+    @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+    def test_a_missing_file_is_refused_by_name(self, folder: Path, name: str) -> None:
+        (folder / name).unlink()
+        assert name.replace("model.safe", "*.safe") in self.refusal(folder)
+
+    def test_another_family_is_refused_with_those_that_are_supported(self, folder: Path) -> None:
+        self.edit(folder / "config.json", model_type="gpt2")
+        message = self.refusal(folder)
+        assert "'gpt2'" in message and "llama, qwen2, qwen3" in message
+
+    @pytest.mark.parametrize("token", ["eos_token", "pad_token"])
+    def test_a_tokenizer_without_end_or_padding_is_refused(self, folder: Path, token: str) -> None:
+        self.edit(folder / "tokenizer_config.json", **{token: None})
+        message = self.refusal(folder)
+        assert f"`{token}`" in message and "tokenizer_config.json" in message
+
+    def test_a_tokenizer_larger_than_the_model_is_refused(self, folder: Path) -> None:
+        self.edit(folder / "config.json", vocab_size=8)
+        assert "`vocab_size`=8" in self.refusal(folder)
+
+    def test_a_damaged_configuration_is_refused(self, folder: Path) -> None:
+        (folder / "config.json").write_text("{")
+        assert "config.json" in self.refusal(folder)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_new_model_is_of_its_family(family: str) -> None:
+    config = resolved(f"model.new.family={family}")
+    assert config.model.new is not None
+    model = new_model_config(config.model.new, tokenizer=character_tokenizer("01"))
+    assert (model.attention_bias, model.qk_norm) == (family == "qwen2", family == "qwen3")
+    assert model.vocab_size == 4
+    assert num_parameters(model) > 200_000
