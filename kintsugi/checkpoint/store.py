@@ -1,0 +1,300 @@
+"""Durable checkpoints: folders that are either whole and verified, or not there.
+
+    checkpoints/step-000123/
+        config.json model.safetensors tokenizer.json …   a Hugging Face folder, usable as it is
+        trainer.safetensors                              optimizer moments and master weights
+        trainer.json                                     step, stage, schedule, random state, …
+        manifest.json                                    size and digest of all of the above, and each tensor's place
+
+A save writes into a hidden folder, syncs it, and renames it: a crash at any point leaves the previous checkpoints as
+they were. Older ones go only after the new one was read back and verified. What a killed save or removal left behind
+begins with a dot and is cleared away by the next save. Nothing here needs torch until tensors are saved or loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import xxhash
+
+from kintsugi.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Contents,
+    StoredFile,
+    decode_manifest,
+    encode_manifest,
+    tensor_pieces,
+)
+from kintsugi.disk import SYSTEM_DISK, Disk
+from kintsugi.errors import StorageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STATE_FILE = "trainer.safetensors"
+EXTRA_FILE = "trainer.json"
+_CHUNK_SIZE = 16 << 20
+
+log = logging.getLogger(__name__)
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """One that was verified: `Checkpoint(Path("…/step-000123"), step=123, stage="grpo", digest="9f…")`."""
+
+    path: Path
+    step: int
+    stage: str
+    digest: str
+    """Of everything in it; equal for equal contents."""
+
+
+class _Extra(msgspec.Struct, frozen=True):
+    """`trainer.json`."""
+
+    step: int
+    stage: str
+    extra: dict[str, Any]
+
+
+Report = Callable[[Path, str], None]
+
+
+def _log_damage(path: Path, reason: str) -> None:
+    log.warning("checkpoint %s is passed over: %s", path, reason)
+
+
+def save_checkpoint(
+    folder: Path,
+    *,
+    step: int,
+    stage: str,
+    state: Mapping[str, Tensor],
+    extra: Mapping[str, Any],
+    write_model: Callable[[Path], None],
+    keep: int,
+    disk: Disk = SYSTEM_DISK,
+) -> Checkpoint:
+    """Write, verify, and only then retire older ones. `write_model` puts the Hugging Face files into the folder given.
+
+    Anything the disk does wrong raises StorageError with the file's name, and leaves the previous checkpoints as they
+    were. Saving a step again replaces it if the contents differ. Checkpoints of later steps belong to a history that
+    was rolled back, and go with the older ones.
+    """
+    assert keep >= 1, f"a save that keeps {keep} checkpoints would remove itself"
+    _named_errors(folder, disk.mkdir)
+    _clear_leftovers(folder, disk=disk)
+    unfinished = folder / f".saving-step-{step:06d}"
+    try:
+        _write(
+            unfinished, step=step, stage=stage, state=state, extra=extra, write_model=write_model, disk=disk
+        )
+        path = _put_in_place(unfinished, folder=folder, step=step, disk=disk)
+    finally:
+        with suppress(OSError):
+            if disk.exists(unfinished):
+                _remove_folder(unfinished, disk=disk)
+    try:
+        checkpoint = verify(path, disk=disk)
+    except StorageError:
+        _retire(path, disk=disk)
+        raise
+    _retire_others(checkpoint, folder=folder, keep=keep, disk=disk)
+    return checkpoint
+
+
+def load_checkpoint(path: Path, *, disk: Disk = SYSTEM_DISK) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The trainer's state and extra, as they were given to `save_checkpoint`; StorageError if they are damaged."""
+    from safetensors.torch import load
+
+    contents, _ = _read_manifest(path, disk=disk)
+    state = load(_read_file(path, STATE_FILE, contents=contents, disk=disk))
+    extra = msgspec.json.decode(_read_file(path, EXTRA_FILE, contents=contents, disk=disk), type=_Extra)
+    return state, extra.extra
+
+
+def verify(path: Path, *, disk: Disk = SYSTEM_DISK) -> Checkpoint:
+    """Read everything back; StorageError names the first file that is missing or not what was written."""
+    contents, digest = _read_manifest(path, disk=disk)
+    for name in contents.files:
+        _read_file(path, name, contents=contents, disk=disk)
+    return Checkpoint(path, contents.step, contents.stage, digest)
+
+
+def latest(folder: Path, *, disk: Disk = SYSTEM_DISK, report: Report = _log_damage) -> Checkpoint | None:
+    """The newest checkpoint that verifies. Damaged ones on the way are reported with the reason, never chosen."""
+    if not disk.exists(folder):
+        return None
+    for path in reversed(_checkpoint_folders(folder, disk=disk)):
+        try:
+            return verify(path, disk=disk)
+        except StorageError as error:
+            report(path, str(error))
+    return None
+
+
+def _write(
+    folder: Path,
+    *,
+    step: int,
+    stage: str,
+    state: Mapping[str, Tensor],
+    extra: Mapping[str, Any],
+    write_model: Callable[[Path], None],
+    disk: Disk,
+) -> None:
+    """Fill the folder and make all of it durable, the manifest last."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save
+
+    _named_errors(folder, disk.mkdir)
+    try:
+        write_model(folder)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"could not write the model into {folder} on disk: {error}") from error
+    tensors = save({name: tensor.detach().contiguous() for name, tensor in state.items()})
+    _write_file(folder / STATE_FILE, tensors, disk=disk)
+    about = _Extra(step, stage, dict(extra))
+    _write_file(folder / EXTRA_FILE, msgspec.json.format(msgspec.json.encode(about)), disk=disk)
+    files = {}
+    for name in _list(folder, disk=disk):
+        _sync_file(folder / name, disk=disk)
+        with _naming(folder / name):
+            data = disk.read(folder / name)
+        pieces = tensor_pieces(data) if name.endswith(".safetensors") else ()
+        files[name] = StoredFile(len(data), xxhash.xxh3_64_hexdigest(data), pieces)
+    if files[STATE_FILE].digest != xxhash.xxh3_64_hexdigest(tensors):
+        raise StorageError(f"{folder / STATE_FILE} on disk is not what was written")
+    _write_file(folder / MANIFEST_FILE, encode_manifest(Contents(step, stage, files)), disk=disk)
+    _sync_file(folder / MANIFEST_FILE, disk=disk)
+    _named_errors(folder, disk.sync_folder)
+
+
+def _put_in_place(unfinished: Path, *, folder: Path, step: int, disk: Disk) -> Path:
+    """Give the folder its name. One that exists and is good stays until this one is verified too."""
+    path = folder / f"step-{step:06d}"
+    number = 0
+    while disk.exists(path):
+        try:
+            existing = verify(path, disk=disk)
+        except StorageError:
+            _retire(path, disk=disk)
+            break
+        if existing.digest == _read_manifest(unfinished, disk=disk)[1]:
+            return path
+        number += 1
+        path = folder / f"step-{step:06d}.{number}"
+    with _naming(path):
+        disk.rename(unfinished, path)
+        disk.sync_folder(folder)
+    return path
+
+
+def _retire_others(newest: Checkpoint, *, folder: Path, keep: int, disk: Disk) -> None:
+    paths = _checkpoint_folders(folder, disk=disk)
+    earlier = [path for path in paths if _place(path)[0] < newest.step]
+    kept = {newest.path, *(earlier[-(keep - 1) :] if keep > 1 else ())}
+    for path in paths:
+        if path not in kept:
+            _retire(path, disk=disk)
+
+
+def _retire(path: Path, *, disk: Disk) -> None:
+    """Take the name away first, so that a removal that is cut short does not look like a damaged checkpoint."""
+    hidden = path.with_name(f".removed-{path.name}")
+    with _naming(path):
+        if disk.exists(hidden):
+            _remove_folder(hidden, disk=disk)
+        disk.rename(path, hidden)
+        disk.sync_folder(path.parent)
+        _remove_folder(hidden, disk=disk)
+
+
+def _clear_leftovers(folder: Path, *, disk: Disk) -> None:
+    for name in _list(folder, disk=disk):
+        if name.startswith((".saving-", ".removed-")):
+            with _naming(folder / name):
+                _remove_folder(folder / name, disk=disk)
+
+
+def _remove_folder(folder: Path, *, disk: Disk) -> None:
+    for name in disk.list(folder):
+        disk.remove(folder / name)
+    disk.remove(folder)
+
+
+def _checkpoint_folders(folder: Path, *, disk: Disk) -> list[Path]:
+    """Oldest first."""
+    names = [name for name in _list(folder, disk=disk) if name.startswith("step-")]
+    return sorted((folder / name for name in names), key=_place)
+
+
+def _place(path: Path) -> tuple[int, int]:
+    """(step, which save of it): `_place(Path("step-000123.1")) == (123, 1)`."""
+    step, _, number = path.name.removeprefix("step-").partition(".")
+    return (int(step), int(number or 0)) if step.isdecimal() and (number or "0").isdecimal() else (-1, 0)
+
+
+def _read_manifest(path: Path, *, disk: Disk) -> tuple[Contents, str]:
+    with _naming(path / MANIFEST_FILE):
+        data = disk.read(path / MANIFEST_FILE)
+    return decode_manifest(data, path=path / MANIFEST_FILE)
+
+
+def _read_file(path: Path, name: str, *, contents: Contents, disk: Disk) -> bytes:
+    expected = contents.files.get(name)
+    if expected is None:
+        raise StorageError(f"{path} has no {name}")
+    with _naming(path / name):
+        data = disk.read(path / name)
+    if len(data) != expected.size:
+        raise StorageError(
+            f"{path / name} is damaged on disk: expected {expected.size} bytes, got {len(data)}"
+        )
+    found = xxhash.xxh3_64_hexdigest(data)
+    if found != expected.digest:
+        raise StorageError(f"{path / name} is damaged on disk: expected xxh3 {expected.digest}, got {found}")
+    return data
+
+
+def _write_file(path: Path, data: bytes, *, disk: Disk) -> None:
+    with _naming(path):
+        file = disk.open(path, create=True)
+        try:
+            view = memoryview(data)
+            for start in range(0, len(data), _CHUNK_SIZE):
+                file.pwrite(view[start : start + _CHUNK_SIZE], offset=start)
+        finally:
+            file.close()
+
+
+def _sync_file(path: Path, *, disk: Disk) -> None:
+    with _naming(path):
+        file = disk.open(path)
+        try:
+            file.sync()
+        finally:
+            file.close()
+
+
+def _list(folder: Path, *, disk: Disk) -> list[str]:
+    with _naming(folder):
+        return disk.list(folder)
+
+
+def _named_errors(path: Path, operation: Callable[[Path], None]) -> None:
+    with _naming(path):
+        operation(path)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Say which file it was that the disk refused."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path} on disk: {error.strerror or error}") from error

@@ -1,0 +1,326 @@
+"""Whatever happens while a checkpoint is saved, a good one can be loaded afterwards, and a bad one never is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save, save_file
+
+from kintsugi.checkpoint.manifest import Contents, decode_manifest
+from kintsugi.checkpoint.store import Checkpoint, latest, load_checkpoint, save_checkpoint, verify
+from kintsugi.disk import Crashed, Disk, MemoryDisk, SystemDisk
+from kintsugi.errors import StorageError
+
+FOLDER = Path("/run/checkpoints")
+EXTRA = {"updates": 7, "random": [1, 2, 3], "nested": {"lr": 0.5}}
+
+
+def state_of(step: int) -> dict[str, torch.Tensor]:
+    return {"weights": torch.full((6,), float(step)), "moments": torch.arange(12.0).view(2, 6) * step}
+
+
+def write_file(path: Path, data: bytes, *, disk: Disk) -> None:
+    file = disk.open(path, create=True)
+    file.pwrite(data, offset=0)
+    file.close()
+
+
+def save_step(step: int, *, disk: Disk, folder: Path = FOLDER, keep: int = 2, salt: int = 0) -> Checkpoint:
+    def write_model(target: Path) -> None:
+        write_file(target / "config.json", b'{"model_type": "llama"}', disk=disk)
+        write_file(target / "model.safetensors", save({"w": torch.full((4,), step + salt)}), disk=disk)
+
+    return save_checkpoint(
+        folder,
+        step=step,
+        stage="grpo",
+        state=state_of(step + salt),
+        extra=EXTRA,
+        write_model=write_model,
+        keep=keep,
+        disk=disk,
+    )
+
+
+def loads_as(checkpoint: Checkpoint | None, step: int, *, disk: Disk) -> bool:
+    assert checkpoint is not None and checkpoint.step == step
+    state, extra = load_checkpoint(checkpoint.path, disk=disk)
+    return all(torch.equal(state[name], tensor) for name, tensor in state_of(step).items()) and extra == EXTRA
+
+
+def flip(path: Path, place: int, *, disk: Disk) -> None:
+    file = disk.open(path)
+    byte = file.pread(1, offset=place)[0]
+    file.pwrite(bytes([byte ^ 1]), offset=place)
+    file.close()
+
+
+@pytest.fixture(params=["memory", "system"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Disk, Path]:
+    return (MemoryDisk(), FOLDER) if request.param == "memory" else (SystemDisk(), tmp_path / "checkpoints")
+
+
+def test_a_checkpoint_is_loaded_as_it_was_saved(place: tuple[Disk, Path]) -> None:
+    disk, folder = place
+    saved = save_step(3, disk=disk, folder=folder)
+    assert saved.path == folder / "step-000003" and saved.stage == "grpo"
+    assert latest(folder, disk=disk) == saved == verify(saved.path, disk=disk)
+    assert loads_as(saved, 3, disk=disk)
+    assert disk.list(folder) == ["step-000003"]
+
+
+def test_the_folder_is_a_hugging_face_folder_with_the_trainers_state_beside(tmp_path: Path) -> None:
+    def write_model(target: Path) -> None:
+        save_file({"w": torch.ones(3)}, target / "model.safetensors")
+
+    saved = save_checkpoint(
+        tmp_path, step=1, stage="s", state=state_of(1), extra={}, write_model=write_model, keep=1
+    )
+    assert torch.equal(load_file(saved.path / "model.safetensors")["w"], torch.ones(3))
+    assert torch.equal(load_file(saved.path / "trainer.safetensors")["weights"], state_of(1)["weights"])
+
+
+def test_the_manifest_names_every_file_and_every_tensor() -> None:
+    disk = MemoryDisk()
+    path = save_step(3, disk=disk).path
+    contents, _ = decode_manifest(disk.read(path / "manifest.json"), path=path)
+    assert set(contents.files) == {"config.json", "model.safetensors", "trainer.safetensors", "trainer.json"}
+    pieces = {piece.name: piece for piece in contents.files["trainer.safetensors"].pieces}
+    assert pieces["moments"].shape == (2, 6) and pieces["moments"].slice == ((0, 2), (0, 6))
+    assert pieces["moments"].dtype == "float32" and set(pieces["moments"].mesh) == {"dp", "tp", "pp"}
+    piece = pieces["weights"]
+    stored = disk.read(path / "trainer.safetensors")[piece.offset : piece.offset + piece.size]
+    assert torch.equal(torch.frombuffer(bytearray(stored), dtype=torch.float32), state_of(3)["weights"])
+
+
+def test_only_as_many_as_asked_for_are_kept(place: tuple[Disk, Path]) -> None:
+    disk, folder = place
+    for step in range(1, 6):
+        save_step(step, disk=disk, folder=folder, keep=2)
+    assert disk.list(folder) == ["step-000004", "step-000005"]
+    save_step(6, disk=disk, folder=folder, keep=1)
+    assert disk.list(folder) == ["step-000006"]
+
+
+def test_the_same_contents_have_the_same_digest_and_are_kept_once() -> None:
+    disk = MemoryDisk()
+    first, second = save_step(3, disk=disk), save_step(3, disk=disk)
+    assert first == second and disk.list(FOLDER) == ["step-000003"]
+
+
+def test_a_step_that_was_repeated_with_another_result_replaces_the_first(place: tuple[Disk, Path]) -> None:
+    disk, folder = place
+    save_step(2, disk=disk, folder=folder)
+    save_step(3, disk=disk, folder=folder, salt=5)
+    again = save_step(3, disk=disk, folder=folder)
+    assert disk.list(folder) == ["step-000002", "step-000003.1"]
+    assert latest(folder, disk=disk) == again and loads_as(again, 3, disk=disk)
+
+
+def test_checkpoints_of_a_history_that_was_rolled_back_are_not_chosen() -> None:
+    disk = MemoryDisk()
+    for step in (2, 4, 6):
+        save_step(step, disk=disk, keep=3)
+    save_step(3, disk=disk, keep=3)
+    assert disk.list(FOLDER) == ["step-000002", "step-000003"]
+
+
+def test_no_folder_and_an_empty_folder_have_no_latest() -> None:
+    disk = MemoryDisk()
+    assert latest(FOLDER, disk=disk) is None
+    disk.mkdir(FOLDER)
+    assert latest(FOLDER, disk=disk) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "trainer.safetensors", "trainer.json", "manifest.json"]
+)
+def test_damage_to_any_byte_of_any_file_is_reported_and_the_previous_one_chosen(name: str) -> None:
+    disk = MemoryDisk()
+    save_step(2, disk=disk)
+    path = save_step(3, disk=disk).path
+    for place in range(len(disk.read(path / name))):
+        flip(path / name, place, disk=disk)
+        damaged: list[tuple[Path, str]] = []
+        chosen = latest(FOLDER, disk=disk, report=lambda path, why, to=damaged: to.append((path, why)))  # type: ignore[misc]
+        assert chosen is not None and chosen.step == 2, f"byte {place}"
+        ((where, reason),) = damaged
+        assert where == path and name in reason
+        flip(path / name, place, disk=disk)
+    assert loads_as(latest(FOLDER, disk=disk), 3, disk=disk)
+
+
+@pytest.mark.parametrize("name", ["config.json", "trainer.safetensors", "manifest.json"])
+def test_a_missing_or_cut_file_is_damage(name: str) -> None:
+    disk = MemoryDisk()
+    path = save_step(3, disk=disk).path
+    disk.open(path / name).truncate(5)
+    with pytest.raises(StorageError, match=name):
+        verify(path, disk=disk)
+    disk.remove(path / name)
+    with pytest.raises(StorageError, match=name):
+        verify(path, disk=disk)
+
+
+def test_damaged_state_is_never_loaded() -> None:
+    disk = MemoryDisk()
+    path = save_step(3, disk=disk).path
+    flip(path / "trainer.safetensors", 200, disk=disk)
+    with pytest.raises(StorageError, match=r"trainer\.safetensors is damaged on disk"):
+        load_checkpoint(path, disk=disk)
+
+
+def test_damage_is_logged_when_nobody_asked_for_the_report(caplog: pytest.LogCaptureFixture) -> None:
+    disk = MemoryDisk()
+    path = save_step(3, disk=disk).path
+    flip(path / "config.json", 0, disk=disk)
+    assert latest(FOLDER, disk=disk) is None
+    assert "config.json is damaged" in caplog.text
+
+
+def test_a_damaged_checkpoint_of_the_same_step_is_replaced() -> None:
+    disk = MemoryDisk()
+    flip(save_step(3, disk=disk).path / "config.json", 0, disk=disk)
+    assert loads_as(save_step(3, disk=disk), 3, disk=disk)
+    assert disk.list(FOLDER) == ["step-000003"]
+
+
+def prepared() -> MemoryDisk:
+    """Two checkpoints, the older of which the next save retires, and what a killed save left."""
+    disk = MemoryDisk()
+    save_step(1, disk=disk)
+    save_step(2, disk=disk)
+    disk.mkdir(FOLDER / ".saving-step-000003")
+    write_file(FOLDER / ".saving-step-000003" / "config.json", b"{", disk=disk)
+    disk.sync_folder(FOLDER)
+    return disk
+
+
+def each_operation() -> range:
+    disk = prepared()
+    before = len(disk.operations)
+    save_step(3, disk=disk)
+    return range(before + 1, len(disk.operations) + 1)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_an_error_at_any_operation_is_loud_and_leaves_a_good_checkpoint(code: int) -> None:
+    for operation in each_operation():
+        disk = prepared()
+        disk.fail_at(operation, code=code)
+        with pytest.raises(StorageError, match="on disk") as caught:
+            save_step(3, disk=disk)
+        name = disk.operations[operation - 1]
+        assert str(FOLDER) in str(caught.value), name
+        found = latest(FOLDER, disk=disk)
+        assert found is not None and loads_as(found, found.step, disk=disk) and found.step in (2, 3), name
+        kept = [entry for entry in disk.list(FOLDER) if not entry.startswith(".")]
+        assert "step-000002" in kept, name
+        assert loads_as(save_step(4, disk=disk), 4, disk=disk)
+        assert not [entry for entry in disk.list(FOLDER) if entry.startswith(".")], name
+
+
+@pytest.mark.parametrize(("power_cut", "torn_bytes"), [(False, 0), (True, 0), (True, 20), (True, 1 << 30)])
+def test_a_crash_at_any_operation_leaves_a_good_checkpoint(power_cut: bool, torn_bytes: int) -> None:
+    for operation in each_operation():
+        disk = prepared()
+        disk.crash_at(operation, keep=0.5)
+        with pytest.raises(Crashed):
+            save_step(3, disk=disk)
+        name = disk.operations[operation - 1]
+        disk = disk.restarted(power_cut=power_cut, torn_bytes=torn_bytes)
+        damaged: list[Path] = []
+        found = latest(FOLDER, disk=disk, report=lambda path, _, to=damaged: to.append(path))  # type: ignore[misc]
+        assert found is not None and loads_as(found, found.step, disk=disk) and found.step in (2, 3), name
+        assert not damaged, f"{name} left a checkpoint that looks finished and is not"
+        assert loads_as(save_step(4, disk=disk), 4, disk=disk)
+        assert not [entry for entry in disk.list(FOLDER) if entry.startswith(".")], name
+
+
+@pytest.mark.parametrize("num_saves", [1, 3])
+def test_a_saved_checkpoint_survives_a_power_cut(num_saves: int) -> None:
+    disk = MemoryDisk()
+    for step in range(1, num_saves + 1):
+        save_step(step, disk=disk)
+    disk = disk.restarted(power_cut=True, torn_bytes=0)
+    assert loads_as(latest(FOLDER, disk=disk), num_saves, disk=disk)
+
+
+def failing(error: Exception) -> Callable[[Path], None]:
+    def write_model(target: Path) -> None:
+        (target / "config.json").write_text("{}")
+        raise error
+
+    return write_model
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), SafetensorError("No space left on device")]
+)
+def test_a_full_disk_while_the_model_is_written_is_the_disks_error_and_leaves_nothing(
+    tmp_path: Path, error: Exception
+) -> None:
+    before = save_step(1, disk=SystemDisk(), folder=tmp_path)
+    with pytest.raises(StorageError, match=r"step-000002 on disk: .*No space left"):
+        save_checkpoint(tmp_path, step=2, stage="s", state={}, extra={}, write_model=failing(error), keep=2)
+    assert os.listdir(tmp_path) == ["step-000001"]
+    assert latest(tmp_path) == before
+
+
+def test_our_own_mistake_while_the_model_is_written_leaves_nothing_and_stays_what_it_is(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ZeroDivisionError):
+        save_checkpoint(
+            tmp_path, step=2, stage="s", state={}, extra={}, write_model=failing(ZeroDivisionError()), keep=2
+        )
+    assert os.listdir(tmp_path) == []
+
+
+class LyingDisk(MemoryDisk):
+    """Loses a byte of what it reads back from a finished checkpoint of step 3."""
+
+    def read(self, path: Path) -> bytes:
+        data = super().read(path)
+        return data[:-1] if path.parent.name == "step-000003" and path.name == "model.safetensors" else data
+
+
+def test_a_checkpoint_that_does_not_read_back_is_withdrawn_and_the_previous_stay() -> None:
+    disk = LyingDisk()
+    save_step(1, disk=disk)
+    save_step(2, disk=disk)
+    with pytest.raises(StorageError, match=r"model\.safetensors is damaged"):
+        save_step(3, disk=disk)
+    assert disk.list(FOLDER) == ["step-000001", "step-000002"]
+
+
+def test_foreign_names_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    save_step(1, disk=SystemDisk(), folder=tmp_path)
+    found = latest(tmp_path)
+    assert found is not None and found.step == 1
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_finding_the_latest_needs_no_torch() -> None:
+    script = (
+        "import sys; from pathlib import Path; from kintsugi.checkpoint.store import latest\n"
+        "latest(Path('/nonexistent')); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=20).returncode == 0
+
+
+def test_a_manifest_survives_its_own_encoding() -> None:
+    disk = MemoryDisk()
+    path = save_step(3, disk=disk).path
+    raw = msgspec.json.decode(disk.read(path / "manifest.json"))
+    assert msgspec.convert(raw["contents"], Contents).step == 3

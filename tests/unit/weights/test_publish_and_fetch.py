@@ -1,0 +1,255 @@
+"""Weights go from a publisher to a fetcher by shared memory or by stream, and arrive as they were or not at all."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kintsugi.errors import IntegrityError, RefusedError
+from kintsugi.messages import FetchWeights, WeightsFetched
+from kintsugi.transport import Reply
+from kintsugi.types import SegmentSource, StreamSource
+from kintsugi.weights import fetch as fetch_module
+from kintsugi.weights.fetch import Fetched, FetchStream, fetch
+from kintsugi.weights.manifest import build_manifest
+from kintsugi.weights.publish import Publisher
+
+MESH = {"dp": 0, "tp": 0, "pp": 0}
+
+
+class MemorySegments:
+    """Segments without an agent."""
+
+    def __init__(self) -> None:
+        self.descriptors: dict[str, int] = {}
+
+    def create(self, name: str, size: int) -> int:
+        self.remove(name)
+        self.descriptors[name] = os.memfd_create("test")
+        os.ftruncate(self.descriptors[name], size)
+        return os.dup(self.descriptors[name])
+
+    def open(self, name: str) -> int:
+        if name not in self.descriptors:
+            raise RefusedError(f"no segment {name}")
+        return os.dup(self.descriptors[name])
+
+    def remove(self, name: str) -> None:
+        if name in self.descriptors:
+            os.close(self.descriptors.pop(name))
+
+    def flip(self, name: str, offset: int) -> None:
+        with mmap.mmap(self.descriptors[name], 0) as memory:
+            memory[offset] ^= 1
+
+
+@pytest.fixture
+def segments() -> Iterator[MemorySegments]:
+    memory = MemorySegments()
+    yield memory
+    for name in tuple(memory.descriptors):
+        memory.remove(name)
+
+
+def some_weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "norm.weight": torch.randn(7, generator=generator),
+        "embed.weight": torch.randn(5, 3, generator=generator, dtype=torch.float32).to(torch.bfloat16),
+        "head.weight": torch.randn(4, 6, generator=generator).T,
+        "scale": torch.tensor(0.5),
+        "empty": torch.zeros(0, 4),
+        "steps": torch.arange(9, dtype=torch.int64),
+    }
+
+
+def stream_from(publisher: Publisher) -> FetchStream:
+    def ask(process: str, request: FetchWeights) -> Reply:
+        body, blobs = publisher.answer(request)
+        return Reply(body, tuple(blobs))
+
+    return ask
+
+
+def no_stream(process: str, request: FetchWeights) -> Reply:
+    raise AssertionError("the stream was used")
+
+
+def assert_same(fetched: Fetched, weights: dict[str, torch.Tensor]) -> None:
+    tensors = fetched.tensors()
+    assert tensors.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert tensors[name].dtype == tensor.dtype and tensors[name].shape == tensor.shape
+        assert torch.equal(tensors[name], tensor)
+
+
+def test_weights_arrive_by_shared_memory(segments: MemorySegments) -> None:
+    publisher = Publisher(process="model-0", host="host-0", segments=segments)
+    manifest, sources = publisher.publish(some_weights(), version=3, step=3)
+    fetched = fetch(manifest, sources, host="host-0", segments=segments, fetch_stream=no_stream)
+    assert isinstance(fetched.source, SegmentSource) and fetched.failures == ()
+    assert_same(fetched, some_weights())
+
+
+@pytest.mark.parametrize("stream_bytes", [1, 60, 64 << 20])
+def test_weights_arrive_by_stream_on_another_host(
+    segments: MemorySegments, monkeypatch: pytest.MonkeyPatch, stream_bytes: int
+) -> None:
+    monkeypatch.setattr(fetch_module, "STREAM_BYTES", stream_bytes)
+    publisher = Publisher(process="model-0", host="host-0", segments=segments)
+    manifest, sources = publisher.publish(some_weights(), version=3, step=3)
+    fetched = fetch(
+        manifest, sources, host="host-1", segments=MemorySegments(), fetch_stream=stream_from(publisher)
+    )
+    assert fetched.source == StreamSource("model-0")
+    assert_same(fetched, some_weights())
+
+
+def test_without_shared_memory_only_the_stream_is_offered() -> None:
+    publisher = Publisher(process="model-0", host="host-0", segments=None)
+    manifest, sources = publisher.publish(some_weights(), version=3, step=3)
+    assert sources == (StreamSource("model-0"),)
+    fetched = fetch(manifest, sources, host="host-0", segments=None, fetch_stream=stream_from(publisher))
+    assert_same(fetched, some_weights())
+
+
+def test_a_fetched_version_does_not_change_when_the_model_or_the_versions_move_on(
+    segments: MemorySegments,
+) -> None:
+    weights = some_weights()
+    publisher = Publisher(process="model-0", host="host-0", segments=segments)
+    manifest, sources = publisher.publish(weights, version=1, step=1)
+    fetched = fetch(manifest, sources, host="host-0", segments=segments, fetch_stream=no_stream)
+    weights["norm.weight"].zero_()
+    for version in (2, 3, 4):
+        publisher.publish(some_weights(version), version=version, step=version)
+    assert_same(fetched, some_weights())
+
+
+def test_at_most_two_versions_are_alive(segments: MemorySegments) -> None:
+    publisher = Publisher(process="model-0", host="host-0", segments=segments)
+    for version in range(6):
+        publisher.publish(some_weights(), version=version, step=version)
+    assert sorted(segments.descriptors) == ["weights/model-0/4", "weights/model-0/5"]
+    with pytest.raises(RefusedError, match=r"no weights of version 3, only \[4, 5\]"):
+        publisher.answer(FetchWeights(3))
+    publisher.close()
+    assert not segments.descriptors
+
+
+def test_a_replaced_worker_clears_away_what_its_predecessor_left(segments: MemorySegments) -> None:
+    for version in (4, 5):
+        Publisher(process="model-0", host="host-0", segments=segments).publish(
+            some_weights(), version=version, step=version
+        )
+    replacement = Publisher(process="model-0", host="host-0", segments=segments)
+    for version in (6, 7):
+        replacement.publish(some_weights(), version=version, step=version)
+    assert sorted(segments.descriptors) == ["weights/model-0/6", "weights/model-0/7"]
+
+
+def test_publishing_again_after_a_rollback_withdraws_the_undone_versions(segments: MemorySegments) -> None:
+    publisher = Publisher(process="model-0", host="host-0", segments=segments)
+    for version in (4, 5):
+        publisher.publish(some_weights(1), version=version, step=version)
+    manifest, sources = publisher.publish(some_weights(2), version=4, step=4)
+    assert sorted(segments.descriptors) == ["weights/model-0/4"]
+    assert_same(
+        fetch(manifest, sources, host="host-0", segments=segments, fetch_stream=no_stream), some_weights(2)
+    )
+
+
+def test_a_wrong_byte_in_shared_memory_is_found_and_named(segments: MemorySegments) -> None:
+    publisher = Publisher(process="model-0", host="host-0", segments=segments)
+    manifest, sources = publisher.publish(some_weights(), version=3, step=3)
+    for piece in manifest.pieces:
+        for offset in range(piece.offset, piece.offset + piece.size):
+            segments.flip("weights/model-0/3", offset)
+            with pytest.raises(
+                IntegrityError, match=f"^{piece.name} of version 3 from segment weights/model-0/3"
+            ):
+                fetch(manifest, sources[:1], host="host-0", segments=segments, fetch_stream=no_stream)
+            segments.flip("weights/model-0/3", offset)
+
+
+def test_a_wrong_byte_in_the_stream_is_found_and_named() -> None:
+    publisher = Publisher(process="model-0", host="host-0", segments=None)
+    manifest, sources = publisher.publish(some_weights(), version=3, step=3)
+
+    def bent(process: str, request: FetchWeights) -> Reply:
+        body, blobs = publisher.answer(request)
+        stream = bytearray(b"".join(blobs))
+        stream[-1] ^= 1
+        return Reply(body, (memoryview(stream),))
+
+    with pytest.raises(IntegrityError, match="steps of version 3 from stream of model-0"):
+        fetch(manifest, sources, host="host-0", segments=None, fetch_stream=bent)
+
+
+def test_a_stream_that_is_too_short_is_refused() -> None:
+    publisher = Publisher(process="model-0", host="host-0", segments=None)
+    manifest, sources = publisher.publish(some_weights(), version=3, step=3)
+
+    def short(process: str, request: FetchWeights) -> Reply:
+        body, blobs = publisher.answer(request)
+        return Reply(body, tuple(blobs[:-1]))
+
+    with pytest.raises(IntegrityError, match=r"expected .* bytes"):
+        fetch(manifest, sources, host="host-0", segments=None, fetch_stream=short)
+
+
+def test_another_version_than_the_one_asked_for_is_refused() -> None:
+    publisher = Publisher(process="model-0", host="host-0", segments=None)
+    manifest, sources = publisher.publish(some_weights(), version=3, step=3)
+
+    def older(process: str, request: FetchWeights) -> Reply:
+        _, blobs = publisher.answer(request)
+        return Reply(WeightsFetched(2), tuple(blobs))
+
+    with pytest.raises(RefusedError, match="expected version 3, got 2"):
+        fetch(manifest, sources, host="host-0", segments=None, fetch_stream=older)
+
+
+def test_the_stream_takes_over_when_shared_memory_fails_and_says_why(segments: MemorySegments) -> None:
+    publisher = Publisher(process="model-0", host="host-0", segments=segments)
+    manifest, sources = publisher.publish(some_weights(), version=3, step=3)
+    segments.flip("weights/model-0/3", manifest.pieces[-1].offset)
+    healthy = Publisher(process="model-1", host="host-0", segments=None)
+    healthy.publish(some_weights(), version=3, step=3)
+    fetched = fetch(manifest, sources, host="host-0", segments=segments, fetch_stream=stream_from(healthy))
+    assert_same(fetched, some_weights())
+    (failure,) = fetched.failures
+    assert isinstance(failure, IntegrityError)
+
+
+def test_the_first_failure_is_the_one_that_is_raised(segments: MemorySegments) -> None:
+    publisher = Publisher(process="model-0", host="host-0", segments=segments)
+    manifest, sources = publisher.publish(some_weights(), version=3, step=3)
+    segments.flip("weights/model-0/3", 0)
+    empty = Publisher(process="model-0", host="host-0", segments=None)
+    with pytest.raises(IntegrityError) as caught:
+        fetch(
+            manifest,
+            sources,
+            host="host-0",
+            segments=segments,
+            fetch_stream=stream_from(empty),
+        )
+    assert any("no weights of version 3" in note for note in caught.value.__notes__)
+
+
+def test_a_version_that_cannot_be_reached_names_what_there_is() -> None:
+    manifest = build_manifest(some_weights(), version=3, step=3, mesh=MESH)
+    with pytest.raises(RefusedError, match="from host-1; there are: segment s on host-0"):
+        fetch(manifest, [SegmentSource("host-0", "s")], host="host-1", segments=None, fetch_stream=no_stream)
+
+
+def test_a_piece_that_does_not_exist_is_refused() -> None:
+    publisher = Publisher(process="model-0", host="host-0", segments=None)
+    publisher.publish(some_weights(), version=3, step=3)
+    with pytest.raises(RefusedError, match="6 pieces"):
+        publisher.answer(FetchWeights(3, (6,)))
