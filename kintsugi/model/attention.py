@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from kintsugi.errors import ModelError
 from kintsugi.model.architecture import ModelConfig
@@ -29,8 +28,6 @@ from kintsugi.model.rotary import Rotation, inverse_frequencies, rotation_at
 
 MIN_EQUAL_BITS_ROWS = 4
 """A matrix product of fewer rows takes another kernel, whose bits differ."""
-
-_VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,10 +111,15 @@ def packed_attention(query: Tensor, *, key: Tensor, value: Tensor, layout: Packe
 
 
 def _variable_length_attention(query: Tensor, *, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
-    """torch's flash kernel for packed sequences; torch 2.11 has it without grouped heads."""
+    """torch's flash kernel for packed sequences; torch 2.11 has it without grouped heads.
+
+    Imported only where it is used: it brings in torch's compiler, which takes seconds.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
     options: dict[str, Any] = {"window_size": (-1, 0)}
     group_size = query.shape[1] // key.shape[1]
-    if _VARLEN_HAS_GQA:
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = group_size > 1
     elif group_size > 1:
         key, value = key.repeat_interleave(group_size, dim=1), value.repeat_interleave(group_size, dim=1)

@@ -92,7 +92,10 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        # Not by its constructor, whose random numbers bring in torch's compiler (seconds) on the meta device.
+        self.embed_tokens = nn.Embedding.from_pretrained(
+            torch.empty(config.vocab_size, config.hidden_size, dtype=dtype), freeze=False
+        )
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer=layer, dtype=dtype) for layer in range(config.num_layers)
         )
@@ -131,7 +134,7 @@ class Transformer(nn.Module):
             self.value_head: nn.Linear | None = None
             if with_value_head:
                 self.value_head = nn.Linear(config.hidden_size, 1, dtype=dtype)
-        self.to_empty(device=torch.device(device))
+        _allocate(self, device=torch.device(device))
         self._frequencies = inverse_frequencies(config, device=torch.device(device))
 
     @property
@@ -218,6 +221,14 @@ class Transformer(nn.Module):
             temperature=temperature,
             chunk_size=chunk_size,
         )
+
+
+def _allocate(model: nn.Module, *, device: torch.device) -> None:
+    """Give parameters on the meta device real memory, as `to_empty` does, but without importing torch's compiler."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            setattr(module, name, nn.Parameter(memory))
 
 
 @torch.no_grad()

@@ -1,0 +1,53 @@
+"""A rank's state, streamed from another rank that holds the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from kintsugi.errors import RefusedError
+from kintsugi.messages import Body, FetchState, FetchWeights, StateFetched
+from kintsugi.training.state import Counters, TrainingState
+from kintsugi.transport import Blob, Reply
+from kintsugi.types import StreamSource
+from kintsugi.weights.fetch import fetch
+from kintsugi.weights.publish import Publisher
+
+Ask = Callable[[str, Body], Reply]
+"""Sends a request to a process and waits, with a deadline, for its reply."""
+
+
+class StateSource:
+    """Serves the committed state of this rank; a copy of it lies ready while somebody fetches it."""
+
+    def __init__(self, state: TrainingState, *, process: str, host: str) -> None:
+        self._state = state
+        self._publisher = Publisher(process=process, host=host, segments=None)
+
+    def answer(self, request: FetchState) -> tuple[Body, Sequence[Blob]]:
+        """The manifest, or the bytes of the pieces asked for."""
+        if request.pieces:
+            return self._publisher.answer(FetchWeights(request.step, request.pieces))
+        counters = self._state.committed_counters
+        if request.step != counters.step:
+            raise RefusedError(f"this replica has committed step {counters.step}, not {request.step}")
+        manifest, _ = self._publisher.publish(self._state.tensors(), version=request.step, step=request.step)
+        return StateFetched(manifest, counters.stage, counters.updates, counters.skipped), ()
+
+    def forget(self) -> None:
+        """Free the copy; whoever still fetches it is refused and starts again."""
+        self._publisher.close()
+
+
+def fetch_state(step: int, *, replica: str, ask: Ask) -> tuple[dict[str, Tensor], Counters]:
+    """The committed state of `step` as a replica holds it, verified piece by piece."""
+    reply = ask(replica, FetchState(step)).expect(StateFetched)
+    fetched = fetch(
+        reply.manifest,
+        [StreamSource(replica)],
+        host="",
+        segments=None,
+        fetch_stream=lambda process, request: ask(process, FetchState(step, request.pieces)),
+    )
+    return fetched.tensors(), Counters(step, reply.stage, reply.updates, reply.skipped)

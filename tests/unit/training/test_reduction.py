@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kintsugi.buffer.packing import shards_of_rank
+from kintsugi.training.group import ProcessGroup
+from kintsugi.training.reduction import (
+    Contribution,
+    Node,
+    finish_tree,
+    owned_nodes,
+    sum_any_order,
+    sum_owned,
+)
+from tests.unit.training.world import in_world
+
+SIZE = 37
+"""Divisible by no number of ranks."""
+
+
+def shard(index: int) -> Contribution:
+    generator = torch.Generator().manual_seed(index)
+    gradient = torch.randn(SIZE, generator=generator) * 10.0 ** (index % 7)
+    return Contribution(
+        gradient, torch.tensor([0.1 * index, 1.0]).double(), torch.tensor([float(index % 5)]).double()
+    )
+
+
+def tree(world_size: int, num_shards: int) -> list[Contribution]:
+    def rank_main(rank: int, group: ProcessGroup) -> Contribution:
+        mine = shards_of_rank(num_shards, rank=rank, world_size=world_size)
+        owned = sum_owned(num_shards, owned=mine, of_shard=shard)
+        return finish_tree(group, num_shards=num_shards, owned=owned, timeout_s=10.0)
+
+    return in_world(world_size, rank_main)
+
+
+def test_the_tree_splits_at_the_largest_power_of_two() -> None:
+    assert Node(0, 8).children == (Node(0, 4), Node(4, 8))
+    assert Node(0, 5).children == (Node(0, 4), Node(4, 5))
+    assert Node(4, 7).children == (Node(4, 6), Node(6, 7))
+    assert Node(2, 4).children == (Node(2, 3), Node(3, 4))
+
+
+@pytest.mark.parametrize("num_shards", range(1, 14))
+def test_ranks_together_own_every_shard_once_in_order(num_shards: int) -> None:
+    for world_size in range(1, num_shards + 1):
+        nodes = [
+            node
+            for rank in range(world_size)
+            for node in owned_nodes(
+                num_shards, owned=shards_of_rank(num_shards, rank=rank, world_size=world_size)
+            )
+        ]
+        assert [index for node in nodes for index in range(*node)] == list(range(num_shards))
+
+
+def test_a_tree_of_four_adds_pairs() -> None:
+    (total,) = tree(1, 4)
+    parts = [shard(index).gradient for index in range(4)]
+    assert torch.equal(total.gradient, (parts[0] + parts[1]) + (parts[2] + parts[3]))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_shards"), [(2, 4), (3, 4), (4, 4), (3, 8), (2, 5), (3, 7), (4, 6)]
+)
+def test_the_sum_has_the_same_bits_on_every_rank_and_for_every_number_of_ranks(
+    world_size: int, num_shards: int
+) -> None:
+    (alone,) = tree(1, num_shards)
+    for total in tree(world_size, num_shards):
+        assert torch.equal(total.gradient, alone.gradient)
+        assert torch.equal(total.sums, alone.sums)
+        assert torch.equal(total.maxima, alone.maxima)
+
+
+def test_statistics_are_sums_and_maxima_over_all_shards() -> None:
+    for total in tree(2, 4):
+        assert total.sums.tolist() == pytest.approx([0.6, 4.0])
+        assert total.maxima.tolist() == [3.0]
+
+
+def test_the_quick_sum_agrees_to_rounding_and_is_equal_on_all_ranks() -> None:
+    def rank_main(rank: int, group: ProcessGroup) -> Contribution:
+        return sum_any_order(group, owned=shard(rank), timeout_s=10.0)
+
+    totals = in_world(3, rank_main)
+    expected = shard(0).add(shard(1)).add(shard(2))
+    for total in totals:
+        torch.testing.assert_close(total.gradient, expected.gradient)
+        torch.testing.assert_close(total.sums, expected.sums)
+        assert torch.equal(total.maxima, expected.maxima)
+        assert torch.equal(total.gradient, totals[0].gradient)

@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kintsugi.config import ActorSection
+from kintsugi.errors import IntegrityError, RefusedError
+from kintsugi.model.transformer import Transformer, initialize
+from kintsugi.training.state import Counters, TrainingState
+from tests.unit.training.world import TINY, new_stage, new_state
+
+ACTOR = ActorSection(learning_rate=0.01, weight_decay=0.1, schedule="linear", max_grad_norm=1e9)
+STAGE = new_stage(actor=ACTOR, steps=10)
+
+
+def gradient(state: TrainingState, seed: int) -> Tensor:
+    return torch.randn(state.gradient.shape, generator=torch.Generator().manual_seed(seed))
+
+
+def advance(state: TrainingState, step: int) -> None:
+    state.begin_update()
+    state.update(gradient(state, step))
+    state.end_update(step)
+
+
+def test_updates_have_the_bits_of_torchs_optimizer() -> None:
+    state = new_state(STAGE)
+    twin = Transformer(TINY)
+    initialize(twin, seed=3)
+    decayed = [parameter for parameter in twin.parameters() if parameter.dim() >= 2]
+    plain = [parameter for parameter in twin.parameters() if parameter.dim() < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
+        lr=0.01,
+        betas=(ACTOR.beta1, ACTOR.beta2),
+        eps=ACTOR.epsilon,
+        fused=True,
+    )
+    for step in range(1, 4):
+        flat = gradient(state, step)
+        start = 0
+        for parameter in decayed + plain:
+            parameter.grad = flat[start : start + parameter.numel()].view(parameter.shape).clone()
+            start += parameter.numel()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * (1 - (step - 1) / 10)
+        optimizer.step()
+        advance(state, step)
+        state.commit(step)
+    for name, parameter in twin.named_parameters():
+        torch.testing.assert_close(state.weights()[name], parameter.detach(), rtol=0, atol=1e-7)
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    state = new_state(STAGE)
+    before = {name: tensor.clone() for name, tensor in state.weights().items()}
+    state.begin_update()
+    state.update(torch.zeros_like(state.gradient))
+    state.end_update(1)
+    state.commit(1)
+    after = state.weights()
+    assert torch.equal(after["model.norm.weight"], before["model.norm.weight"])
+    assert not torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+
+
+def test_a_large_gradient_is_clipped_to_the_norm_and_reported_unclipped() -> None:
+    actor = ActorSection(max_grad_norm=0.5)
+    clipped, scaled = new_state(new_stage(actor=actor)), new_state(new_stage(actor=actor))
+    flat = gradient(clipped, 0)
+    norm = float(torch.linalg.vector_norm(flat.double()))
+    clipped.begin_update()
+    assert clipped.update(flat).grad_norm == pytest.approx(norm)
+    scaled.begin_update()
+    scaled.update(flat * (0.5 / norm))
+    clipped.end_update(1)
+    scaled.end_update(1)
+    assert clipped.digest() == scaled.digest()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(bad: float) -> None:
+    state = new_state(STAGE)
+    before = {name: tensor.clone() for name, tensor in state.weights().items()}
+    flat = gradient(state, 0)
+    flat[5] = bad
+    state.begin_update()
+    assert not state.update(flat).applied
+    state.end_update(1)
+    state.commit(1)
+    assert state.counters == Counters(step=1, stage="grpo", updates=0, skipped=1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.weights().items())
+
+
+def test_rollback_restores_the_committed_state_exactly() -> None:
+    state = new_state(STAGE)
+    advance(state, 1)
+    state.commit(1)
+    committed = state.digest()
+    advance(state, 2)
+    assert state.prepared_step == 2 and state.digest() != committed
+    state.rollback(1)
+    assert (state.digest(), state.counters.step) == (committed, 1)
+    advance(state, 2)
+    again = state.digest()
+    twin = new_state(STAGE)
+    for step in (1, 2):
+        advance(twin, step)
+        twin.commit(step)
+    assert again == twin.digest()
+
+
+def test_a_rank_that_missed_the_commit_adopts_it_by_rollback() -> None:
+    state = new_state(STAGE)
+    advance(state, 1)
+    prepared = state.digest()
+    state.rollback(1)
+    assert (state.committed_step, state.digest()) == (1, prepared)
+
+
+def test_an_update_that_did_not_end_shows_and_is_undone() -> None:
+    state = new_state(STAGE)
+    before = state.digest()
+    state.begin_update()
+    state.update(gradient(state, 0))
+    assert state.half_updated and state.prepared_step is None
+    with pytest.raises(RefusedError, match="cannot be committed"):
+        state.commit(1)
+    state.rollback(0)
+    assert (state.digest(), bool(state.half_updated)) == (before, False)
+
+
+def test_only_the_prepared_step_can_be_committed_and_twice_is_once() -> None:
+    state = new_state(STAGE)
+    with pytest.raises(RefusedError, match="step 1 cannot be committed"):
+        state.commit(1)
+    advance(state, 1)
+    state.commit(1)
+    digest = state.digest()
+    state.commit(1)
+    assert state.digest() == digest
+    with pytest.raises(RefusedError, match="can return to step 1 only"):
+        state.rollback(0)
+
+
+def test_what_is_published_is_committed() -> None:
+    state = new_state(STAGE)
+    before = {name: tensor.clone() for name, tensor in state.weights().items()}
+    advance(state, 1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.weights().items())
+    state.commit(1)
+    assert not all(torch.equal(tensor, before[name]) for name, tensor in state.weights().items())
+
+
+def test_a_new_stage_keeps_the_weights_and_forgets_the_optimizer() -> None:
+    state = new_state(new_stage(name="sft", actor=ACTOR, steps=1))
+    advance(state, 1)
+    state.commit(1)
+    weights = {name: tensor.clone() for name, tensor in state.weights().items()}
+    state.start_stage(new_stage(first_step=2, actor=ACTOR))
+    assert state.counters == Counters(step=1, stage="grpo", updates=0)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in state.weights().items())
+    moments = [tensor for name, tensor in state.tensors().items() if name.startswith("moment")]
+    assert all(not bool(tensor.any()) for tensor in moments)
+    digest = state.digest()
+    state.start_stage(new_stage(first_step=2, actor=ACTOR))
+    assert state.digest() == digest
+
+
+def test_a_stage_starts_only_where_it_begins() -> None:
+    state = new_state(new_stage(name="sft", steps=2))
+    advance(state, 1)
+    with pytest.raises(RefusedError, match="not committed"):
+        state.start_stage(new_stage(first_step=3))
+    state.commit(1)
+    with pytest.raises(RefusedError, match="begins at step 3, this rank stands at 1"):
+        state.start_stage(new_stage(first_step=3))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_restored_state_continues_with_the_same_bits(beta: float, dtype: torch.dtype) -> None:
+    stage = new_stage(actor=ACTOR, beta=beta)
+    state = new_state(stage, dtype=dtype)
+    for step in (1, 2):
+        advance(state, step)
+        state.commit(step)
+    saved = {name: tensor.clone() for name, tensor in state.tensors().items()}
+    model = Transformer(TINY)
+    initialize(model, seed=99)
+    restored = TrainingState(model, compute_dtype=dtype)
+    restored.restore(saved, counters=state.committed_counters, stage=stage)
+    assert restored.digest() == state.digest() and restored.committed_step == 2
+    advance(state, 3)
+    advance(restored, 3)
+    assert restored.digest() == state.digest()
+    for name, parameter in state.model.named_parameters():
+        assert torch.equal(dict(restored.model.named_parameters())[name], parameter)
+    if beta:
+        for name, parameter in state.reference_model.named_parameters():
+            assert torch.equal(dict(restored.reference_model.named_parameters())[name], parameter)
+
+
+def test_the_state_of_another_model_is_refused_by_name_and_changes_nothing() -> None:
+    state = new_state(STAGE)
+    saved = {name: tensor.clone() for name, tensor in state.tensors().items()}
+    before = state.digest()
+    missing = {name: tensor for name, tensor in saved.items() if name != "weights/model.norm.weight"}
+    with pytest.raises(IntegrityError, match=r"weights/model\.norm\.weight"):
+        state.restore(missing, counters=Counters(stage="grpo"), stage=STAGE)
+    with pytest.raises(IntegrityError, match=r"expected moment1/model\.norm\.weight"):
+        state.restore(
+            {**saved, "moment1/model.norm.weight": torch.zeros(3)},
+            counters=Counters(stage="grpo"),
+            stage=STAGE,
+        )
+    assert state.digest() == before

@@ -1,0 +1,213 @@
+"""A small batch, and ranks that train on it: as threads of one process, over real gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from kintsugi.buffer.packing import logical_shards, shards_of_rank
+from kintsugi.config import ActorSection, AlgorithmSection, Stage
+from kintsugi.messages import RunCall, ShardItem
+from kintsugi.model.architecture import ModelConfig
+from kintsugi.model.transformer import Transformer, initialize
+from kintsugi.training.batch import sample_of
+from kintsugi.training.group import ProcessGroup, StoreServer, join_group
+from kintsugi.training.interfaces import CallResult, ModelCalls
+from kintsugi.training.state import TrainingState, Update
+from kintsugi.types import Finish, Trajectory
+
+TINY = ModelConfig(
+    family="qwen2",
+    vocab_size=14,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=64,
+    tie_embeddings=True,
+    attention_bias=True,
+)
+T = TypeVar("T")
+
+LONGEST = 24
+CPU = torch.device("cpu")
+
+
+def new_state(
+    stage: Stage, *, config: ModelConfig = TINY, dtype: torch.dtype = torch.float32
+) -> TrainingState:
+    model = Transformer(config)
+    initialize(model, seed=3)
+    state = TrainingState(model, compute_dtype=dtype)
+    state.start_stage(stage)
+    return state
+
+
+def new_stage(*, actor: ActorSection | None = None, first_step: int = 1, **algorithm: object) -> Stage:
+    section = msgspec.convert({"name": "grpo", **algorithm}, AlgorithmSection)
+    return Stage(section.name, first_step, section, actor or ActorSection())
+
+
+def trajectory(key: str, *, num_tokens: int, num_loss_tokens: int, seed: int) -> Trajectory:
+    random = np.random.default_rng(seed)
+    mask = np.zeros(num_tokens, dtype=np.uint8)
+    mask[num_tokens - num_loss_tokens :] = 1
+    logprobs = np.where(mask, -2.6 + random.normal(size=num_tokens) * 0.2, 0.0)
+    return Trajectory(
+        key=key,
+        tokens=random.integers(0, TINY.vocab_size, num_tokens).astype("<i4").tobytes(),
+        loss_mask=mask.tobytes(),
+        logprobs=logprobs.astype("<f4").tobytes(),
+        versions=np.where(mask, 0, -1).astype("<i4").tobytes(),
+        finish=Finish.EOS,
+    )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Trajectories by key, and what the master knows of them."""
+
+    trajectories: dict[str, Trajectory]
+    items: tuple[ShardItem, ...]
+
+    @property
+    def totals(self) -> dict[str, float]:
+        sequences = sum(item.num_loss_tokens > 0 for item in self.items)
+        return {
+            "tokens": float(sum(item.num_loss_tokens for item in self.items)),
+            "sequences": float(sequences),
+            "constant": float(sequences * LONGEST),
+        }
+
+    def call(
+        self, stage: Stage, *, step: int, rank: int, world_size: int, num_shards: int, interface: str = ""
+    ) -> RunCall:
+        shards = logical_shards(self.items, num_shards=num_shards)
+        mine = shards_of_rank(num_shards, rank=rank, world_size=world_size)
+        return RunCall(
+            call="actor_train",
+            interface=interface or f"{stage.algorithm.name}_train",
+            step=step,
+            shards=tuple(shards[index] for index in mine),
+            num_shards=num_shards,
+            totals=self.totals,
+            generation=1,
+            arguments={"temperature": 1.0},
+            stage=stage.name,
+        )
+
+
+def new_batch(lengths: Sequence[tuple[int, int]]) -> Batch:
+    """One sample per (tokens, loss tokens)."""
+    trajectories, items = {}, []
+    for index, (num_tokens, num_loss_tokens) in enumerate(lengths):
+        key = f"grpo:0:{index // 4}:0/{index % 4}"
+        sample = trajectory(key, num_tokens=num_tokens, num_loss_tokens=num_loss_tokens, seed=index)
+        advantage = float(np.random.default_rng(1000 + index).normal())
+        digest = xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(sample))
+        trajectories[key] = sample
+        items.append(
+            ShardItem(key, "rollout-0", digest, num_tokens, num_loss_tokens, {"advantage": advantage})
+        )
+    return Batch(trajectories, tuple(items))
+
+
+def every_length() -> Batch:
+    """Lengths 1 to the longest; the sample of one token can have no loss, and one long sample is fully masked."""
+    lengths = [
+        (length, (length * 7) % (length - 1) + 1 if length > 1 else 0) for length in range(1, LONGEST + 1)
+    ]
+    return new_batch([*lengths, (LONGEST, 0), (LONGEST, LONGEST - 1)])
+
+
+def run_call(batch: Batch, call: RunCall, *, calls: ModelCalls, group: ProcessGroup) -> CallResult:
+    shards = {
+        shard.index: [sample_of(item, batch.trajectories[item.key]) for item in shard.items]
+        for shard in call.shards
+    }
+    return calls.run(call, shards, group=group)
+
+
+@dataclass
+class Outcome:
+    """Where a rank stands after its steps."""
+
+    digests: list[str]
+    gradient: Tensor
+    """Of the last update as it was summed over ranks."""
+    weights: dict[str, Tensor]
+    metrics: dict[str, float]
+
+
+class RecordingState(TrainingState):
+    """Keeps the gradient that it was given."""
+
+    given: Tensor
+
+    def update(self, gradient: Tensor) -> Update:
+        self.given = gradient.clone()
+        return super().update(gradient)
+
+
+def train(
+    batch: Batch,
+    *,
+    stage: Stage,
+    world_size: int,
+    num_shards: int,
+    deterministic: bool = True,
+    num_steps: int = 2,
+) -> list[Outcome]:
+    """The outcome of every rank of a world."""
+
+    def rank_main(rank: int, group: ProcessGroup) -> Outcome:
+        model = Transformer(TINY)
+        initialize(model, seed=3)
+        state = RecordingState(model)
+        state.start_stage(stage)
+        calls = ModelCalls(state, deterministic=deterministic)
+        digests, result = [], CallResult()
+        for step in range(1, num_steps + 1):
+            call = batch.call(stage, step=step, rank=rank, world_size=world_size, num_shards=num_shards)
+            result = run_call(batch, call, calls=calls, group=group)
+            digests.append(state.digest())
+            state.commit(step)
+        weights = {name: tensor.clone() for name, tensor in state.weights().items()}
+        return Outcome(digests, state.given, weights, result.metrics)
+
+    return in_world(world_size, rank_main)
+
+
+def in_world(world_size: int, rank_main: Callable[[int, ProcessGroup], T]) -> list[T]:
+    """Run a function on every rank of a group, one thread each, and give what they return."""
+    ranks = [f"model-{rank}" for rank in range(world_size)]
+    server = StoreServer()
+
+    def run(rank: int) -> T:
+        group = join_group(
+            generation=1,
+            ranks=ranks,
+            me=ranks[rank],
+            store_address=server.address,
+            device=CPU,
+            timeout_s=20.0,
+        )
+        try:
+            return rank_main(rank, group)
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(world_size) as threads:
+        results = list(threads.map(run, range(world_size)))
+    server.close()
+    return results
