@@ -1,0 +1,200 @@
+"""The processes an agent answers for: each held by pidfd, each with its log, all of them in a table on disk.
+
+The table is what a successor of the agent, or the launcher after the agent's death, finds them by: pid and start time
+together name a process for as long as the host is up.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from kintsugi.cluster.placement import Start, StartReport
+from kintsugi.errors import StartFailed
+from kintsugi.runtime import Child, Processes
+from kintsugi.transport import Delivery
+
+_LAST_OUTPUT_CHARACTERS = 2000
+
+
+class ChildRecord(msgspec.Struct, frozen=True):
+    """One line of the table: `ChildRecord("model-0", "a1b2", 4711, 883127)`."""
+
+    process: str
+    incarnation: str
+    pid: int
+    start_time: int
+    """Clock ticks after boot, as of /proc/PID/stat."""
+
+
+class ChildrenTable(msgspec.Struct, frozen=True):
+    """`<run_dir>/agents/<agent>.json`."""
+
+    boot_id: str
+    children: tuple[ChildRecord, ...]
+
+
+class Kept:
+    """One child, from the order to start it until its status has been taken.
+
+    `started` becomes true when it reports that its program is imported; a child that ends before has failed to start.
+    """
+
+    def __init__(self, start: Start, *, report: int, request: Delivery | None) -> None:
+        self.start = start
+        self.child: Child | None = None
+        """None until it is born: the template may still be importing."""
+        self.report = report
+        """Read end of the pipe on which it tells how its start went; -1 once that was read."""
+        self.start_request = request
+        """The order to start it, not yet answered; the master has none."""
+        self.stop_requests: list[Delivery] = []
+        self.started = False
+        self.failure: StartReport | None = None
+        self.stopping = False
+        self._terminate_at = self._kill_at = math.inf
+        self._log_offset = start.log.stat().st_size if start.log.exists() else 0
+
+    @property
+    def process(self) -> str:
+        return self.start.bootstrap.process
+
+    @property
+    def incarnation(self) -> str:
+        return self.start.bootstrap.incarnation
+
+    def stop(self, *, terminate_at: float, kill_at: float) -> None:
+        """Plan SIGTERM and then SIGKILL, in monotonic time. A later plan can hasten the end, never delay it."""
+        self.stopping = True
+        self._terminate_at = min(self._terminate_at, terminate_at)
+        self._kill_at = min(self._kill_at, kill_at)
+
+    @property
+    def signal_at(self) -> float:
+        """When the next signal is due; infinite when none is, or nobody is there to get it."""
+        return min(self._terminate_at, self._kill_at) if self.child is not None else math.inf
+
+    def send_due_signals(self, now: float) -> None:
+        if self.child is None or now < self.signal_at:
+            return
+        if now >= self._kill_at:
+            self.child.send_signal(signal.SIGKILL)
+            self._kill_at = math.inf
+        else:
+            self.child.send_signal(signal.SIGTERM)
+        self._terminate_at = math.inf
+
+    def read_report(self) -> bool:
+        """Take in how the start went; False while it has not been told. After True the caller closes the pipe."""
+        try:
+            content = os.read(self.report, 65536)
+        except BlockingIOError:
+            return False
+        self.report = -1
+        if content:
+            report = msgspec.msgpack.decode(content, type=StartReport)
+            self.started = not report.phase
+            self.failure = None if self.started else report
+        return True
+
+    def start_error(self, status: int | None) -> StartFailed:
+        """Why a child that has ended never started."""
+        if self.failure is not None:
+            return self.failure.error()
+        why = f"{describe_status(status)}; its log ends: {self.last_output() or '(empty)'}"
+        return StartFailed(process=self.process, phase="starting the interpreter", why=why)
+
+    def record(self) -> ChildRecord | None:
+        """Its line of the table; None when it is not born or has ended."""
+        start_time = process_start_time(self.child.pid) if self.child else None
+        if self.child is None or start_time is None:
+            return None
+        return ChildRecord(self.process, self.incarnation, self.child.pid, start_time)
+
+    def last_output(self) -> str:
+        """The end of what this incarnation wrote."""
+        return tail(self.start.log, offset=self._log_offset)
+
+
+def describe_status(status: int | None) -> str:
+    """`describe_status(-9) == "killed by SIGKILL"`."""
+    if status is None:
+        return "ended, status unknown"
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exited with code {status}"
+
+
+def tail(log: Path, *, offset: int = 0) -> str:
+    """The last characters of a log, none of them before `offset`."""
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(offset, size - 4 * _LAST_OUTPUT_CHARACTERS))
+            return file.read().decode(errors="replace")[-_LAST_OUTPUT_CHARACTERS:]
+    except FileNotFoundError:
+        return ""
+
+
+def process_start_time(pid: int) -> int | None:
+    """When the process with this number started, in ticks after boot; None when there is none, or only its remains.
+
+    The command name, which may contain anything, stands in the last pair of parentheses.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, *fields = stat[stat.rindex(")") + 2 :].split()
+    return None if state in "ZX" else int(fields[18])
+
+
+def boot_id() -> str:
+    """Names this boot of this host, without which a start time means nothing."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def children_of(pid: int) -> list[int]:
+    """Numbers of the direct children of a process, adopted orphans among them."""
+    children: list[int] = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        children += [int(number) for number in (thread / "children").read_text().split()]
+    return children
+
+
+def table_path(run_dir: str | Path, agent: str) -> Path:
+    """`table_path("runs/a", "agent-0") == Path("runs/a/agents/agent-0.json")`."""
+    return Path(run_dir) / "agents" / f"{agent}.json"
+
+
+def write_table(path: Path, kept: Iterable[Kept]) -> None:
+    """Replace the table as a whole; a reader sees the old one or the new one."""
+    records = tuple(record for child in kept if (record := child.record()) is not None)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_bytes(msgspec.json.encode(ChildrenTable(boot_id(), records)))
+    new.replace(path)
+
+
+def find_alive(path: Path, *, processes: Processes) -> list[tuple[ChildRecord, Child]]:
+    """Those of a table's processes that still run, each held by pidfd so that a reused number is not mistaken."""
+    try:
+        table = msgspec.json.decode(path.read_bytes(), type=ChildrenTable)
+    except FileNotFoundError:
+        return []
+    if table.boot_id != boot_id():
+        return []
+    alive = []
+    for record in table.children:
+        try:
+            child = processes.adopt(record.pid)
+        except ProcessLookupError:
+            continue
+        if process_start_time(record.pid) == record.start_time:
+            alive.append((record, child))
+        else:
+            child.close()
+    return alive

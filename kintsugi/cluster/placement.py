@@ -1,0 +1,239 @@
+"""How a child comes to life: one way in for every process, whether it is executed or forked from the template.
+
+    spawn ─► (interpreter starts) ─┐
+                                   ├─► run: own session, log, placement, import of the program, report ─► its main
+    template ─► fork ──────────────┘
+
+`run` reports through a pipe: nothing is "started" before its placement holds and its program is imported, so a failed
+start has a phase and a reason instead of a time-out. Children do not die with their parent (no parent-death signal): a
+worker outlives its agent and ends by itself when the lifeline pipe reaches end of file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from kintsugi.bootstrap import Bootstrap
+from kintsugi.errors import StartFailed
+from kintsugi.messages import Placement
+from kintsugi.runtime import Child, Processes
+from kintsugi.worker import run_process
+
+NETWORK_NAMESPACES = Path("/run/netns")
+CLONE_NEWNET = 0x40000000
+
+Program = Callable[[Bootstrap], int]
+"""What a child runs; its result is the exit code."""
+
+
+class Start(msgspec.Struct, frozen=True):
+    """Everything between a child's birth and its program. Holds a secret key: travels only through descriptors."""
+
+    program: str
+    """`module:function` that takes the `Bootstrap` and returns the exit code."""
+    placement: Placement
+    bootstrap: Bootstrap
+    report: int
+    """Write end of the pipe on which the child tells how its start went."""
+
+    @property
+    def log(self) -> Path:
+        return log_path(self.bootstrap.run_dir, self.bootstrap.process)
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What the child inherits, in the order in which `with_descriptors` takes them."""
+        given = (self.report, self.bootstrap.lifeline, self.bootstrap.listener)
+        return tuple(descriptor for descriptor in given if descriptor >= 0)
+
+    def with_descriptors(self, descriptors: tuple[int, ...]) -> Start:
+        """The same start where descriptors have other numbers, as after a passage through a socket."""
+        assert len(descriptors) == len(self.descriptors), (descriptors, self.descriptors)
+        report, lifeline, *rest = descriptors
+        bootstrap = msgspec.structs.replace(
+            self.bootstrap, lifeline=lifeline, listener=rest[0] if rest else -1
+        )
+        return msgspec.structs.replace(self, bootstrap=bootstrap, report=report)
+
+
+class StartReport(msgspec.Struct, frozen=True):
+    """How a start went: no `phase` means that the program is imported and its main begins."""
+
+    process: str
+    phase: str = ""
+    why: str = ""
+
+    def error(self) -> StartFailed:
+        return StartFailed(process=self.process, phase=self.phase, why=self.why)
+
+
+def log_path(run_dir: str | Path, process: str) -> Path:
+    """`log_path("runs/a", "model-0") == Path("runs/a/logs/model-0.log")`."""
+    return Path(run_dir) / "logs" / f"{process}.log"
+
+
+def child_environment(inherited: Mapping[str, str], placement: Placement) -> dict[str, str]:
+    """One computing thread per process unless somebody says otherwise: more fall over each other on a busy host."""
+    return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **inherited, **placement.environment}
+
+
+def execute(
+    processes: Processes, arguments: list[str], *, placement: Placement, pass_fds: tuple[int, ...]
+) -> Child:
+    """Start `python -m …` in a session of its own, so that the terminal's Ctrl-C does not reach it."""
+    return processes.spawn(
+        [sys.executable, "-m", *arguments],
+        pass_fds=pass_fds,
+        environment=child_environment(os.environ, placement),
+        new_session=True,
+    )
+
+
+def spawn(processes: Processes, start: Start) -> Child:
+    """Start a child by executing a new interpreter: the slow way, and the one that always works."""
+    handed_over = sealed(msgspec.msgpack.encode(start))
+    try:
+        return execute(
+            processes,
+            ["kintsugi.cluster.placement", start.bootstrap.process, str(handed_over)],
+            placement=start.placement,
+            pass_fds=(handed_over, *start.descriptors),
+        )
+    except OSError as error:
+        process = start.bootstrap.process
+        raise StartFailed(process=process, phase="executing the interpreter", why=str(error)) from error
+    finally:
+        os.close(handed_over)
+
+
+def sealed(content: bytes) -> int:
+    """A descriptor of anonymous memory that holds `content`; what it says can be read once by who inherits it."""
+    descriptor = os.memfd_create("kintsugi")
+    os.write(descriptor, content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def run(start: Start) -> int:
+    """Become the process that `start` describes and run its program; in a fresh or forked interpreter."""
+    process = start.bootstrap.process
+    for inherited in start.descriptors:
+        os.set_inheritable(inherited, False)
+    own_session_and_log(process, start.log)
+    try:
+        apply(start.placement, process=process)
+        program = load(start.program, process=process)
+    except StartFailed as error:
+        _report(start.report, StartReport(process=process, phase=error.phase, why=error.why[-2000:]))
+        raise
+    _report(start.report, StartReport(process=process))
+    return run_process(start.bootstrap, program)
+
+
+def load(program: str, *, process: str) -> Program:
+    """`load("kintsugi.training.worker:main", process="model-0")`; one that cannot be imported is a failed start."""
+    module, _, function = program.partition(":")
+    try:
+        loaded: Program = getattr(importlib.import_module(module), function)
+    except Exception as error:
+        phase = f"importing {program}"
+        raise StartFailed(process=process, phase=phase, why=f"{type(error).__name__}: {error}") from error
+    return loaded
+
+
+def apply(placement: Placement, *, process: str) -> None:
+    """Put this process where it belongs. The group comes first, so that everything later is charged to it."""
+    if placement.cgroup is not None:
+        with _placing(process, f"cgroup {placement.cgroup}"):
+            _join_group(Path(placement.cgroup))
+    if placement.network_namespace is not None:
+        with _placing(process, f"network namespace {placement.network_namespace}"):
+            _enter_network_namespace(placement.network_namespace)
+    if placement.nice is not None:
+        with _placing(process, f"nice {placement.nice}"):
+            os.setpriority(os.PRIO_PROCESS, 0, placement.nice)
+    for name, value in placement.limits.items():
+        with _placing(process, f"limit {name}={value}"):
+            resource.setrlimit(_limit(name), (value, value))
+
+
+@contextlib.contextmanager
+def _placing(process: str, what: str) -> Iterator[None]:
+    """Turns what the system says against one part of a placement into a `StartFailed` that names the part."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise StartFailed(process=process, phase=f"placing: {what}", why=why) from error
+
+
+def _join_group(folder: Path) -> None:
+    """The same file in both versions of control groups; 0 stands for the writer."""
+    descriptor = os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, b"0")
+    finally:
+        os.close(descriptor)
+
+
+def _limit(name: str) -> int:
+    limit = getattr(resource, f"RLIMIT_{name}", None)
+    if not isinstance(limit, int):
+        known = sorted(entry[7:] for entry in vars(resource) if entry.startswith("RLIMIT_"))
+        raise ValueError(f"no such resource limit; expected one of {', '.join(known)}")
+    return limit
+
+
+def _enter_network_namespace(name: str) -> None:
+    if "/" in name:
+        raise ValueError("a namespace is given by its name, not by a path")
+    descriptor = os.open(NETWORK_NAMESPACES / name, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        library = ctypes.CDLL(None, use_errno=True)
+        if library.setns(descriptor, CLONE_NEWNET) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+    finally:
+        os.close(descriptor)
+
+
+def own_session_and_log(process: str, log: Path) -> None:
+    """Out of the terminal's reach, with a name that `ps` and `top` show, writing to its own file."""
+    if os.getsid(0) != os.getpid():
+        os.setsid()
+    Path("/proc/self/comm").write_text(process)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _report(descriptor: int, report: StartReport) -> None:
+    """Tell the agent, if it is still there to be told."""
+    try:
+        os.write(descriptor, msgspec.msgpack.encode(report))
+    except BrokenPipeError:
+        pass
+    os.close(descriptor)
+
+
+def main(arguments: list[str]) -> int:
+    """Body of a child that was executed: `python -m kintsugi.cluster.placement PROCESS DESCRIPTOR`."""
+    _, descriptor = arguments
+    with os.fdopen(int(descriptor), "rb") as handed_over:
+        start = msgspec.msgpack.decode(handed_over.read(), type=Start)
+    return run(start)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,23 @@
+"""`python cluster_launcher.py RUN_DIR`: a launcher around the fake master, as a process that can be killed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from kintsugi.cluster.handover import Programs
+from kintsugi.cluster.launcher import launch
+from kintsugi.config import Config
+from kintsugi.errors import KintsugiError
+
+if __name__ == "__main__":
+    run_dir = Path(sys.argv[1])
+    config = msgspec.json.decode((run_dir / "config.json").read_bytes(), type=Config)
+    programs = msgspec.json.decode((run_dir / "programs.json").read_bytes(), type=Programs)
+    try:
+        sys.exit(launch(config, run_dir=run_dir, on_tick=lambda: None, programs=programs))
+    except KintsugiError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.exit(99)

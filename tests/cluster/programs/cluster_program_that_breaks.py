@@ -1,0 +1,3 @@
+"""Can not be imported."""
+
+raise RuntimeError("a library is missing")

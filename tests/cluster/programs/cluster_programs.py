@@ -1,0 +1,164 @@
+"""Tiny programs for processes of a run: what cluster tests start instead of real masters and workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+
+from kintsugi.bootstrap import Bootstrap
+from kintsugi.cluster.segments import SegmentClient
+from kintsugi.errors import KintsugiError
+from kintsugi.messages import (
+    ProcessExited,
+    ProcessStarted,
+    Register,
+    Registered,
+    Shutdown,
+    StartProcess,
+)
+from kintsugi.transport import PendingReply
+from kintsugi.types import Role
+from kintsugi.worker import open_endpoint
+
+
+def idle(bootstrap: Bootstrap) -> int:
+    """Until the lifeline ends."""
+    os.read(bootstrap.lifeline, 1)
+    return 0
+
+
+def stubborn(bootstrap: Bootstrap) -> int:
+    """Notes that it was asked to end, and goes on."""
+    signal.signal(signal.SIGTERM, lambda number, frame: _write(bootstrap, "asked_to_end", True))
+    return idle(bootstrap)
+
+
+def last_words(bootstrap: Bootstrap) -> int:
+    sys.stderr.write("these are my last words\n")
+    return 3
+
+
+def parent_of_sleepers(bootstrap: Bootstrap) -> int:
+    """Leaves one child in its own group and one in a session apart."""
+    sleepers = [subprocess.Popen(["sleep", "600"], start_new_session=apart) for apart in (False, True)]
+    _write(bootstrap, "sleepers", [sleeper.pid for sleeper in sleepers])
+    return idle(bootstrap)
+
+
+def segment_writer(bootstrap: Bootstrap) -> int:
+    client = SegmentClient(bootstrap.segments)
+    os.pwrite(client.create("snapshot", 4096), b"state of step 7", 0)
+    _write(bootstrap, "written", True)
+    return idle(bootstrap)
+
+
+def describe_itself(bootstrap: Bootstrap) -> int:
+    """Writes down how it was placed."""
+    targets = {
+        name: os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _open(name)
+    }
+    _write(
+        bootstrap,
+        "placement",
+        {
+            "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
+            "nice": os.getpriority(os.PRIO_PROCESS, 0),
+            "threads": os.environ.get("OMP_NUM_THREADS"),
+            "flavour": os.environ.get("FLAVOUR"),
+            "session": os.getsid(0) == os.getpid(),
+            "parent": os.getppid(),
+            "name": Path("/proc/self/comm").read_text().strip(),
+            "num_threads": threading.active_count(),
+            "descriptors": targets,
+            "groups": Path("/proc/self/cgroup").read_text(),
+        },
+    )
+    return idle(bootstrap)
+
+
+def _open(name: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{name}")
+
+
+def _write(bootstrap: Bootstrap, what: str, value: object) -> None:
+    path = Path(bootstrap.run_dir) / f"{bootstrap.process}.{what}.json"
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(value))
+    new.replace(path)
+
+
+class Orders(msgspec.Struct):
+    """`<run_dir>/orders.json`: what the fake master starts, and how it ends (None: when it is told to)."""
+
+    starts: dict[str, list[StartProcess]]
+    exit_code: int | None = None
+    kill_itself: bool = False
+
+
+def master(bootstrap: Bootstrap) -> int:
+    """Starts what it was ordered to, writes down what happened, ends on SIGTERM or as ordered."""
+    told_to_stop = threading.Event()
+    endpoint = open_endpoint(bootstrap)
+
+    def stop(number: int, frame: object) -> None:
+        told_to_stop.set()
+        endpoint.wake()
+
+    signal.signal(signal.SIGTERM, stop)
+    endpoint.watch(bootstrap.lifeline, lambda: os._exit(70))
+    orders = msgspec.json.decode((Path(bootstrap.run_dir) / "orders.json").read_bytes(), type=Orders)
+    happened: list[object] = []
+    pending: list[PendingReply] = []
+    registered: set[str] = set()
+
+    def note(event: object) -> None:
+        happened.append(event)
+        _write(bootstrap, "happened", happened)
+
+    def answered(reply: PendingReply) -> None:
+        try:
+            body = reply.result().expect(ProcessStarted)
+            note(["started", body.process, body.pid])
+        except KintsugiError as error:
+            note(["failed", str(error)])
+
+    note(["master", bootstrap.process, os.getpid()])
+    while not told_to_stop.is_set():
+        for delivery in endpoint.poll(1.0):
+            match delivery.body:
+                case Register(peer=peer, role=role):
+                    endpoint.admit(peer)
+                    endpoint.reply(delivery, Registered(bootstrap.epoch))
+                    if role is Role.AGENT and peer.process not in registered:
+                        registered.add(peer.process)
+                        note(["registered", peer.process])
+                        pending += [
+                            endpoint.request(peer.process, start, deadline_s=60.0, on_done=answered)
+                            for start in orders.starts.get(peer.process, [])
+                        ]
+                case ProcessExited(process=process, status=status):
+                    note(["exited", process, status])
+                case _:
+                    pass
+        everything = len(pending) == sum(map(len, orders.starts.values())) and all(
+            one.done for one in pending
+        )
+        if everything and len(registered) == len(bootstrap.peers):
+            if ["complete"] not in happened:
+                note(["complete"])
+            if orders.kill_itself:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if orders.exit_code is not None:
+                break
+    for process in registered if len(registered) > 1 else ():
+        endpoint.send(process, Shutdown("the fake master ends"))
+    endpoint.close(flush_s=1.0)
+    return orders.exit_code or 0

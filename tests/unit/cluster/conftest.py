@@ -1,0 +1,164 @@
+"""A node agent under test: a real process, with the test as its launcher and its master."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import msgspec
+import pytest
+
+from kintsugi.bootstrap import Bootstrap
+from kintsugi.cluster.agent import descriptors_of
+from kintsugi.cluster.handover import AgentHandover, Programs
+from kintsugi.cluster.placement import execute, sealed
+from kintsugi.messages import (
+    Body,
+    Placement,
+    ProcessExited,
+    ProcessStarted,
+    Register,
+    Registered,
+    StartProcess,
+    StopProcess,
+)
+from kintsugi.runtime import SystemProcesses
+from kintsugi.transport import Endpoint, new_key_pair
+from kintsugi.types import Peer, Role, role_of
+
+T = TypeVar("T")
+FAKE_PROGRAMS = Path(__file__).parents[2] / "cluster" / "programs"
+
+
+def until(condition: Callable[[], T | None], what: str, *, timeout_s: float = 20.0) -> T:
+    deadline = time.monotonic() + timeout_s
+    while (value := condition()) is None or value is False:
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.002)
+    return value
+
+
+class Host:
+    """One agent and what it says. Call `turn` to let messages flow; `exits` and `registered` are what came in."""
+
+    def __init__(
+        self, run_dir: Path, *, index: int, preload: tuple[str, ...], programs: dict[Role, str]
+    ) -> None:
+        public_key, secret_key = new_key_pair()
+        self.master = Endpoint(
+            job="test", process="master-0", incarnation="m", public_key=public_key, secret_key=secret_key
+        )
+        own_public, own_secret = new_key_pair()
+        self.name = f"agent-{index}"
+        self.run_dir = run_dir
+        self.exits: list[ProcessExited] = []
+        self.registered = False
+        self.master.admit(Peer(self.name, "a", f"host-{index}", "", own_public))
+        lifeline_read, self.lifeline = os.pipe2(os.O_CLOEXEC)
+        children_read, self.children_lifeline = os.pipe2(os.O_CLOEXEC)
+        self.report, report_write = os.pipe2(os.O_CLOEXEC)
+        handover = AgentHandover(
+            bootstrap=Bootstrap(
+                job="test",
+                run_dir=str(run_dir),
+                process=self.name,
+                role=Role.AGENT,
+                host=f"host-{index}",
+                incarnation="a",
+                public_key=own_public,
+                secret_key=own_secret,
+                master=self.master.peer(host="host-0"),
+                lifeline=lifeline_read,
+            ),
+            children_lifeline_read=children_read,
+            children_lifeline_write=self.children_lifeline,
+            report=report_write,
+            programs=Programs(entries=programs, preload=preload, forked=(Role.MODEL,)),
+        )
+        handed_over = sealed(msgspec.msgpack.encode(handover))
+        self.agent = execute(
+            SystemProcesses(),
+            ["kintsugi.cluster.agent", self.name, str(handed_over)],
+            placement=Placement(),
+            pass_fds=(handed_over, *descriptors_of(handover)),
+        )
+        for descriptor in (handed_over, lifeline_read, children_read, report_write):
+            os.close(descriptor)
+        until(lambda: self.turn() and self.registered, "the agent to register")
+
+    def turn(self) -> bool:
+        for delivery in self.master.poll(0.005):
+            match delivery.body:
+                case Register(peer=peer):
+                    self.master.admit(peer)
+                    self.master.reply(delivery, Registered(0))
+                    self.registered = True
+                case ProcessExited() as exited:
+                    self.exits.append(exited)
+                case _:
+                    pass
+        return True
+
+    def ask(self, body: Body) -> Body:
+        pending = self.master.request(self.name, body, deadline_s=20.0)
+        until(lambda: self.turn() and pending.done, f"an answer to {type(body).__name__}")
+        return pending.result().body
+
+    def start(self, process: str, *, placement: Placement | None = None) -> ProcessStarted:
+        order = StartProcess(
+            process=process,
+            role=role_of(process),
+            incarnation=uuid4().hex[:8],
+            placement=placement or Placement(),
+        )
+        started = self.ask(order)
+        assert isinstance(started, ProcessStarted)
+        return started
+
+    def stop(self, started: ProcessStarted, *, grace_s: float = 2.0) -> None:
+        self.ask(StopProcess(process=started.process, incarnation=started.incarnation, grace_s=grace_s))
+
+    def exit_of(self, process: str) -> ProcessExited:
+        def exited() -> ProcessExited | None:
+            self.turn()
+            return next((one for one in self.exits if one.process == process), None)
+
+        return until(exited, f"the exit of {process}")
+
+    def wrote(self, process: str, what: str) -> Any:
+        path = self.run_dir / f"{process}.{what}.json"
+        until(lambda: self.turn() and path.exists(), f"{path.name}")
+        return json.loads(path.read_text())
+
+    def close(self) -> None:
+        self.agent.send_signal(signal.SIGINT)
+        self.agent.wait_ended(whom="agent", timeout_s=10.0)
+        self.agent.close()
+        self.master.close()
+        for descriptor in (self.lifeline, self.children_lifeline, self.report):
+            os.close(descriptor)
+
+
+MakeHost = Callable[..., Host]
+
+
+@pytest.fixture
+def make_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeHost]:
+    """Starts agents, each the only one of a host of its own."""
+    monkeypatch.setenv("PYTHONPATH", str(FAKE_PROGRAMS))
+    hosts: list[Host] = []
+
+    def make(*, preload: tuple[str, ...] = (), **programs: str) -> Host:
+        entries = {Role(role): f"cluster_programs:{name}" for role, name in programs.items()}
+        hosts.append(Host(tmp_path, index=len(hosts), preload=preload, programs=entries))
+        return hosts[-1]
+
+    yield make
+    for host in hosts:
+        host.close()

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kintsugi.cluster.children import ChildrenTable, process_start_time
+from kintsugi.cluster.segments import SegmentClient
+from kintsugi.errors import RefusedError, RemoteError
+from kintsugi.messages import Placement, Shutdown
+
+MakeHost = Callable[..., Any]
+
+FORKED = pytest.mark.parametrize("preload", [(), ("json",)], ids=["executed", "forked"])
+
+
+def segment_service(pid: int) -> str:
+    """The name of the abstract socket that a process listens on."""
+    inodes = {os.readlink(descriptor) for descriptor in Path(f"/proc/{pid}/fd").iterdir()}
+    for line in Path("/proc/net/unix").read_text().splitlines():
+        fields = line.split()
+        if f"socket:[{fields[6]}]" in inodes and fields[-1].startswith("@kintsugi-"):
+            return fields[-1].removeprefix("@")
+    raise AssertionError(f"process {pid} has no segment service")
+
+
+@FORKED
+def test_a_kill_is_reported_with_its_signal_within_a_tenth_of_a_second(
+    make_host: MakeHost, preload: tuple[str, ...]
+) -> None:
+    host = make_host(preload=preload, model="idle")
+    latencies_s = []
+    for index in range(3):
+        started = host.start(f"model-{index}")
+        begun = time.monotonic()
+        os.kill(started.pid, signal.SIGKILL)
+        exited = host.exit_of(f"model-{index}")
+        latencies_s.append(time.monotonic() - begun)
+        assert (exited.status, exited.incarnation) == (-signal.SIGKILL, started.incarnation)
+    assert min(latencies_s) < 0.1
+
+
+@FORKED
+def test_an_exit_is_reported_with_its_code_and_last_words(
+    make_host: MakeHost, preload: tuple[str, ...]
+) -> None:
+    host = make_host(preload=preload, model="last_words")
+    host.start("model-0")
+    exited = host.exit_of("model-0")
+    assert exited.status == 3
+    assert exited.last_output == "these are my last words\n"
+
+
+@FORKED
+def test_every_child_belongs_to_the_agent_and_inherits_only_what_it_needs(
+    make_host: MakeHost, preload: tuple[str, ...]
+) -> None:
+    host = make_host(preload=preload, model="describe_itself")
+    host.start("model-0")
+    placement = host.wrote("model-0", "placement")
+    assert placement["parent"] == host.agent.pid
+    assert placement["session"]
+    assert placement["name"] == "model-0"
+    assert placement["threads"] == "1"
+    kinds = [target.split(":")[0] for target in placement["descriptors"].values()]
+    assert kinds.count("pipe") == 1, placement["descriptors"]
+    assert kinds.count("socket") == 0, placement["descriptors"]
+
+
+def test_limits_niceness_and_environment_hold_for_the_child_alone(make_host: MakeHost) -> None:
+    host = make_host(preload=("json",), model="describe_itself")
+    host.start(
+        "model-0", placement=Placement(limits={"NOFILE": 77}, nice=7, environment={"FLAVOUR": "sweet"})
+    )
+    host.start("model-1")
+    placed, plain = host.wrote("model-0", "placement"), host.wrote("model-1", "placement")
+    assert (placed["open_files"], placed["nice"], placed["flavour"]) == ([77, 77], 7, "sweet")
+    assert plain["open_files"] != [77, 77]
+    assert (plain["nice"], plain["flavour"]) == (os.getpriority(os.PRIO_PROCESS, 0), None)
+
+
+@pytest.mark.parametrize(
+    ("placement", "phase"),
+    [
+        (Placement(cgroup="/sys/fs/cgroup/no-such-group"), "placing: cgroup /sys/fs/cgroup/no-such-group"),
+        (Placement(network_namespace="no-such-space"), "placing: network namespace no-such-space"),
+    ],
+)
+@FORKED
+def test_a_bad_placement_fails_the_start_with_its_phase_and_leaves_nothing(
+    make_host: MakeHost, preload: tuple[str, ...], placement: Placement, phase: str
+) -> None:
+    host = make_host(preload=preload, model="idle")
+    with pytest.raises(RemoteError) as failed:
+        host.start("model-0", placement=placement)
+    assert failed.value.cause is not None
+    assert failed.value.cause.kind == "StartFailed"
+    assert f"model-0 failed to start while {phase}: No such file or directory" in failed.value.cause.message
+    table = msgspec.json.decode((host.run_dir / "agents" / "agent-0.json").read_bytes(), type=ChildrenTable)
+    assert table.children == ()
+    assert not host.exits, "what never started has not exited"
+
+
+def test_a_process_is_not_started_twice(make_host: MakeHost) -> None:
+    host = make_host(model="idle")
+    host.start("model-0")
+    with pytest.raises(RemoteError, match="model-0 runs already"):
+        host.start("model-0")
+
+
+def test_stopping_is_answered_once_the_process_is_gone(make_host: MakeHost) -> None:
+    host = make_host(model="idle", rollout="stubborn")
+    gentle, stubborn = host.start("model-0"), host.start("rollout-0")
+    host.stop(gentle)
+    assert process_start_time(gentle.pid) is None
+    assert host.exit_of("model-0").status == -signal.SIGTERM
+    host.stop(stubborn, grace_s=0.05)
+    assert process_start_time(stubborn.pid) is None
+    assert host.exit_of("rollout-0").status == -signal.SIGKILL
+
+
+def test_the_template_may_die_and_processes_start_all_the_same(make_host: MakeHost) -> None:
+    host = make_host(preload=("json",), model="describe_itself")
+    first = host.start("model-0")
+    children = Path(f"/proc/{host.agent.pid}/task/{host.agent.pid}/children").read_text().split()
+    (template,) = [int(pid) for pid in children if int(pid) != first.pid]
+    os.kill(template, signal.SIGKILL)
+    host.start("model-1")
+    assert host.wrote("model-1", "placement")["parent"] == host.agent.pid
+
+
+def test_a_template_that_cannot_import_is_done_without(make_host: MakeHost) -> None:
+    host = make_host(preload=("no_such_module",), model="idle")
+    assert process_start_time(host.start("model-0").pid) is not None
+
+
+def test_what_a_killed_child_leaves_in_its_group_is_killed_with_it(make_host: MakeHost) -> None:
+    host = make_host(rollout="parent_of_sleepers")
+    started = host.start("rollout-0")
+    in_group, _ = host.wrote("rollout-0", "sleepers")
+    os.kill(started.pid, signal.SIGKILL)
+    host.exit_of("rollout-0")
+    assert process_start_time(in_group) is None
+
+
+def test_the_table_names_every_living_child(make_host: MakeHost) -> None:
+    host = make_host(model="idle")
+    started = [host.start("model-0"), host.start("model-1")]
+    path = host.run_dir / "agents" / "agent-0.json"
+    table = msgspec.json.decode(path.read_bytes(), type=ChildrenTable)
+    assert [(record.process, record.incarnation, record.pid) for record in table.children] == [
+        (one.process, one.incarnation, one.pid) for one in started
+    ]
+    assert [record.start_time for record in table.children] == [
+        process_start_time(one.pid) for one in started
+    ]
+
+
+def test_segments_survive_the_process_that_wrote_them(make_host: MakeHost) -> None:
+    host = make_host(model="segment_writer")
+    started = host.start("model-0")
+    host.wrote("model-0", "written")
+    os.kill(started.pid, signal.SIGKILL)
+    host.exit_of("model-0")
+    client = SegmentClient(segment_service(host.agent.pid))
+    descriptor = client.open("snapshot")
+    assert os.pread(descriptor, 15, 0) == b"state of step 7"
+    os.close(descriptor)
+    client.close()
+
+
+def test_two_hosts_share_no_segments(make_host: MakeHost) -> None:
+    first, second = make_host(model="segment_writer"), make_host(model="idle")
+    first.start("model-0")
+    first.wrote("model-0", "written")
+    ours, theirs = segment_service(first.agent.pid), segment_service(second.agent.pid)
+    assert ours != theirs
+    client = SegmentClient(theirs)
+    with pytest.raises(RefusedError, match="no segment snapshot"):
+        client.open("snapshot")
+    client.close()
+
+
+def test_a_shutdown_ends_the_agent_and_its_children(make_host: MakeHost) -> None:
+    host = make_host(preload=("json",), model="idle", rollout="parent_of_sleepers")
+    started = [host.start("model-0"), host.start("rollout-0")]
+    sleepers = host.wrote("rollout-0", "sleepers")
+    host.master.send("agent-0", Shutdown("the run is over"))
+    assert host.agent.wait_ended(whom="agent", timeout_s=5.0) == 0
+    assert [process_start_time(pid) for pid in [*(one.pid for one in started), *sleepers]] == [None] * 4
+    assert not (host.run_dir / "agents" / "agent-0.json").exists()

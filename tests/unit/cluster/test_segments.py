@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kintsugi.cluster.segments import SegmentClient, SegmentServer
+from kintsugi.errors import RefusedError, WorldError
+
+
+class Loop:
+    """The agent's loop, as far as the segment service sees it."""
+
+    def __init__(self) -> None:
+        self._callbacks: dict[int, Callable[[], None]] = {}
+        self._stop_read, self._stop_write = os.pipe()
+
+    def watch(self, descriptor: int, callback: Callable[[], None]) -> None:
+        self._callbacks[descriptor] = callback
+
+    def unwatch(self, descriptor: int) -> None:
+        del self._callbacks[descriptor]
+
+    def run(self) -> None:
+        while True:
+            ready, _, _ = select.select([self._stop_read, *self._callbacks], [], [])
+            if self._stop_read in ready:
+                return
+            for descriptor in ready:
+                if descriptor in self._callbacks:
+                    self._callbacks[descriptor]()
+
+    def stop(self) -> None:
+        os.write(self._stop_write, b"x")
+
+    def close(self) -> None:
+        os.close(self._stop_read)
+        os.close(self._stop_write)
+
+
+@pytest.fixture
+def server() -> Iterator[SegmentServer]:
+    loop = Loop()
+    server = SegmentServer(loop, job="test", host="host-0", capacity=1 << 20)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    yield server
+    loop.stop()
+    thread.join(10)
+    server.close()
+    loop.close()
+
+
+@pytest.fixture
+def client(server: SegmentServer) -> Iterator[SegmentClient]:
+    client = SegmentClient(server.name)
+    yield client
+    client.close()
+
+
+def same_memory(first: int, second: int) -> bool:
+    return os.fstat(first).st_ino == os.fstat(second).st_ino
+
+
+def test_two_clients_see_the_same_memory(server: SegmentServer, client: SegmentClient) -> None:
+    other = SegmentClient(server.name)
+    written, read = client.create("weights", 4096), other.open("weights")
+    with mmap.mmap(written, 4096) as ours, mmap.mmap(read, 4096) as theirs:
+        ours[:5] = b"hello"
+        assert theirs[:5] == b"hello"
+    os.close(written)
+    os.close(read)
+    other.close()
+
+
+def test_creating_again_finds_the_same_segment_and_another_size_replaces_it(client: SegmentClient) -> None:
+    first, again, larger = (client.create("weights", size) for size in (4096, 4096, 8192))
+    assert same_memory(first, again)
+    assert not same_memory(first, larger)
+    assert os.fstat(larger).st_size == 8192
+    for descriptor in (first, again, larger):
+        os.close(descriptor)
+
+
+def test_a_removed_segment_is_unknown_but_stays_with_who_has_it(client: SegmentClient) -> None:
+    descriptor = client.create("weights", 4096)
+    client.remove("weights")
+    with pytest.raises(RefusedError, match="no segment weights"):
+        client.open("weights")
+    assert os.pwrite(descriptor, b"still here", 0) == 10
+    os.close(descriptor)
+
+
+def test_removing_what_is_not_there_is_fine(client: SegmentClient) -> None:
+    client.remove("weights")
+
+
+def test_more_than_the_capacity_is_refused_with_the_sizes(
+    server: SegmentServer, client: SegmentClient
+) -> None:
+    os.close(client.create("first", 1 << 19))
+    with pytest.raises(
+        RefusedError, match="segment second of 524289 bytes does not fit: 524288 of 1048576 bytes are used"
+    ):
+        client.create("second", (1 << 19) + 1)
+    client.remove("first")
+    os.close(client.create("second", (1 << 19) + 1))
+    assert server.used == (1 << 19) + 1
+
+
+def test_a_size_below_one_is_refused(client: SegmentClient) -> None:
+    with pytest.raises(RefusedError, match="at least 1 byte"):
+        client.create("weights", 0)
+
+
+def test_nobody_can_shrink_a_segment_under_the_others(client: SegmentClient) -> None:
+    descriptor = client.create("weights", 4096)
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 0)
+    os.close(descriptor)
+
+
+def test_a_client_that_speaks_nonsense_is_dropped_and_others_are_served(
+    server: SegmentServer, client: SegmentClient
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect(f"\0{server.name}")
+        stranger.send(b"\xff\xff\xff")
+        assert stranger.recv(16) == b""
+    os.close(client.create("weights", 4096))
+
+
+def test_a_service_that_is_gone_is_named() -> None:
+    with pytest.raises(WorldError, match="segment service kintsugi-nobody"):
+        SegmentClient("kintsugi-nobody")
+
+
+def test_a_segment_descriptor_is_not_inherited(client: SegmentClient) -> None:
+    descriptor = client.create("weights", 4096)
+    assert not os.get_inheritable(descriptor)
+    os.close(descriptor)

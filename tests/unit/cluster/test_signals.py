@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import os
+import select
+import signal
+
+from kintsugi.cluster.signals import Signals
+
+
+def test_signals_become_readable_events_and_none_is_lost() -> None:
+    signals = Signals(signal.SIGTERM, signal.SIGINT)
+    try:
+        assert signals.received() == []
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        readable, _, _ = select.select([signals], [], [], 5)
+        assert readable
+        assert signals.received() == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
+    finally:
+        signals.close()
+
+
+def test_closing_gives_signals_their_former_meaning_back() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    Signals(signal.SIGINT).close()
+    assert signal.getsignal(signal.SIGINT) is before
