@@ -113,6 +113,8 @@ class ActorSection(_Section, frozen=True):
 class WarmupSection(_Section, frozen=True):
     """SFT before the main algorithm, in the same run."""
 
+    num_rows: int = 0
+    """Rows of the training data that the warm-up may see; 0 is all of them."""
     steps: int = 100
     batch_size: int = 64
     learning_rate: float = 3e-3
@@ -201,6 +203,8 @@ class Stage(msgspec.Struct, frozen=True):
     first_step: int
     algorithm: AlgorithmSection
     actor: ActorSection
+    num_rows: int = 0
+    """Rows of the training data that it may see; 0 is all of them."""
 
     @property
     def last_step(self) -> int:
@@ -229,4 +233,4 @@ def stages(config: Config) -> tuple[Stage, ...]:
         schedule=warmup.schedule,
         warmup_steps=warmup.warmup_steps,
     )
-    return (Stage("warmup", 1, sft, actor), Stage(main.name, 1 + warmup.steps, main, config.actor))
+    return (Stage("warmup", 1, sft, actor, warmup.num_rows), Stage(main.name, 1 + warmup.steps, main, config.actor))

@@ -1,0 +1,173 @@
+"""The groups that are running: training tickets and evaluation problems, over the rollout workers."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kintsugi.buffer.admission import admissible
+from kintsugi.config import Config, Stage
+from kintsugi.control.draft import Conversation, Draft
+from kintsugi.control.evaluation import Evaluation
+from kintsugi.control.protocol import Raise, Tell
+from kintsugi.control.scheduler import TaskScheduler, TaskStatus
+from kintsugi.data.source import rows_of_stage
+from kintsugi.errors import Fault
+from kintsugi.facts import SampleQuarantined, SamplesScored, TicketAssigned, TicketReturned, TicketsIssued
+from kintsugi.messages import Drop, EpisodesDone, RunEpisodes
+from kintsugi.types import Role, Sampling, Ticket, sample_key, ticket_id
+
+EPISODE = "episode"
+CAPACITY = 64
+"""Groups that one rollout worker runs at once."""
+
+
+class Episodes:
+    """Issues tickets, hands groups to rollout workers, and takes what comes back into the ledger."""
+
+    def __init__(self, config: Config, *, draft: Draft, talk: Conversation, num_rows: int) -> None:
+        self._config, self._draft, self._talk, self._num_rows = config, draft, talk, num_rows
+        self._scheduler = TaskScheduler(capacity=CAPACITY)
+        self._failures: Counter[str] = Counter()
+        self.evaluation: Evaluation | None = None
+        self.timing: Counter[str] = Counter()
+        """Seconds that workers spent per call since it was last cleared."""
+
+    def collect(self, stage: Stage, now: float) -> None:
+        """Issue what may be issued, hand out what waits."""
+        ledger = self._draft.state.ledger
+        count, reason = admissible(
+            num_issued=ledger.num_issued(stage.name),
+            num_dropped=ledger.num_dropped(stage.name),
+            version=self._draft.state.step - stage.first_step + 1,
+            batch_size=stage.algorithm.batch_size,
+            max_staleness=0,
+        )
+        if count:
+            issued = ledger.num_issued(stage.name)
+            num_rows = rows_of_stage(stage, num_rows=self._num_rows)
+            self._draft.fact(
+                TicketsIssued(next_tickets(stage, num_issued=issued, count=count, num_rows=num_rows))
+            )
+            self._draft.because(f"issued {count}: {reason}")
+        for ticket in ledger.issued_unassigned():
+            if ticket.stage == stage.name and self._scheduler.status(ticket.id) is TaskStatus.UNKNOWN:
+                self._scheduler.submit(ticket.id)
+        self.hand_out(now)
+
+    def evaluate(self, evaluation: Evaluation, now: float) -> None:
+        self.evaluation = evaluation
+        for name in evaluation.tasks:
+            self._scheduler.submit(name)
+        self.hand_out(now)
+
+    def hand_out(self, now: float) -> None:
+        """Give waiting groups to workers that have room."""
+        for name, worker in self._scheduler.assign(self._draft.state.members.live(Role.ROLLOUT)):
+            self._run(name, worker, now)
+
+    def done(self, done: EpisodesDone, worker: str) -> None:
+        """A group came back; what the ledger does not accept (late, moved, repeated) is ignored with its reason."""
+        self.timing.update(done.timing)
+        if self.evaluation is not None and done.ticket in self.evaluation.tasks:
+            self._scheduler.complete(done.ticket)
+            self.evaluation.take(done)
+            return
+        ledger = self._draft.state.ledger
+        facts: list[SampleQuarantined | SamplesScored] = [
+            SampleQuarantined(key, reason) for key, reason in done.quarantined.items()
+        ]
+        if done.samples:
+            facts.append(SamplesScored(done.ticket, done.samples))
+        for fact in facts:
+            refusal = ledger.accepts(fact)
+            if refusal is not None:
+                self._draft.because(f"ignored {worker}'s answer for {done.ticket}: {refusal}")
+                return
+            self._draft.fact(fact)
+        self._scheduler.complete(done.ticket)
+
+    def failed(self, name: str, fault: Fault) -> Fault | None:
+        """A group failed as a whole: try it again, then set it aside with its reason. An evaluation problem can not
+        be set aside, so its fault is returned."""
+        self._failures[name] += 1
+        spent = self._failures[name] >= self._config.rollout.attempts
+        if self.evaluation is not None and name in self.evaluation.tasks:
+            self._scheduler.put_back(name)
+            return fault if spent else None
+        if not spent:
+            self._draft.fact(TicketReturned(name, fault.message))
+            self._scheduler.put_back(name)
+            return None
+        self._scheduler.cancel(name)
+        ledger = self._draft.state.ledger
+        for index in range(ledger.ticket(name).num_samples):
+            quarantined = SampleQuarantined(sample_key(name, index), fault.message)
+            if ledger.accepts(quarantined) is None:
+                self._draft.fact(quarantined)
+        self._draft.do(Raise(f"{name} is quarantined after {self._failures[name]} attempts: {fault.message}"))
+        return None
+
+    def worker_lost(self, worker: str) -> None:
+        """What it ran or kept is issued again under the same tickets, so with the same noise.
+
+        Groups of a batch in training stay: their trajectories have been fetched, or the step fails and is undone.
+        """
+        ledger = self._draft.state.ledger
+        training = ledger.in_batch(self._draft.state.step + 1)
+        for ticket in ledger.assigned_to(worker):
+            if ticket not in training:
+                self._draft.fact(TicketReturned(ticket, f"{worker} was lost"))
+        self._talk.abandon(worker)
+        self._scheduler.lost(worker)
+
+    def rebalance(self, now: float) -> None:
+        """A worker joined: give it a share of what the others have not finished."""
+        members = self._draft.state.members
+        for move in self._scheduler.rebalance(members.live(Role.ROLLOUT)):
+            self._talk.withdraw(_token(members.members[move.source].incarnation, move.task))
+            self._draft.do(Tell(move.source, Drop((move.task,))))
+            if self.evaluation is None or move.task not in self.evaluation.tasks:
+                self._draft.fact(TicketReturned(move.task, f"moved from {move.source} to {move.target}"))
+            self._run(move.task, move.target, now)
+        self.hand_out(now)
+
+    def _run(self, name: str, worker: str, now: float) -> None:
+        state = self._draft.state
+        incarnation = state.members.members[worker].incarnation
+        if self.evaluation is not None and name in self.evaluation.tasks:
+            ticket, sampling = self.evaluation.tasks[name]
+            body = RunEpisodes(ticket, "eval", sampling, state.version)
+        else:
+            ticket = state.ledger.ticket(name)
+            self._draft.fact(TicketAssigned(name, worker, incarnation))
+            body = RunEpisodes(ticket, "train", self._sampling(ticket.num_samples), state.version)
+        self._talk.ask(_token(incarnation, name), worker, body, now)
+
+    def _sampling(self, num_samples: int) -> Sampling:
+        return Sampling(
+            temperature=self._config.sampling.temperature,
+            max_new_tokens=self._config.sampling.max_new_tokens,
+            num_samples=num_samples,
+            seed=self._config.seed,
+        )
+
+
+def _token(incarnation: str, name: str) -> str:
+    """One request per worker and group: a group that moves is another request."""
+    return f"{EPISODE} {incarnation} {name}"
+
+
+def episode_of(token: str) -> str | None:
+    """The group that a token asks for, if it asks for one."""
+    kind, _, rest = token.partition(" ")
+    return rest.partition(" ")[2] if kind == EPISODE else None
+
+
+def next_tickets(stage: Stage, *, num_issued: int, count: int, num_rows: int) -> tuple[Ticket, ...]:
+    """The next prompts in the stage's order; past the end of the data a new epoch begins."""
+    tickets = []
+    for number in range(num_issued, num_issued + count):
+        epoch, position = divmod(number, num_rows)
+        name = ticket_id(stage.name, epoch=epoch, position=position)
+        tickets.append(Ticket(name, stage.name, epoch, position, 0, stage.algorithm.group_size))
+    return tuple(tickets)

@@ -1,0 +1,42 @@
+"""One evaluation at a pinned version: which held-out problems are asked, and what came back."""
+
+from __future__ import annotations
+
+from kintsugi.config import Config
+from kintsugi.messages import EpisodesDone
+from kintsugi.observe.evaluation import summarize
+from kintsugi.types import Sampling, Ticket, ticket_id
+
+
+class Evaluation:
+    """Every problem is answered once greedily (round 0) and, for mean@k and pass@k, k times sampled (round 1)."""
+
+    def __init__(self, config: Config, *, step: int, num_problems: int) -> None:
+        limit, seed = config.sampling.max_new_tokens, config.seed
+        rounds = [Sampling(temperature=0.0, max_new_tokens=limit, seed=seed)]
+        if config.evaluation.num_samples:
+            temperature, k = config.sampling.temperature, config.evaluation.num_samples
+            rounds.append(Sampling(temperature=temperature, max_new_tokens=limit, num_samples=k, seed=seed))
+        self.tasks: dict[str, tuple[Ticket, Sampling]] = {}
+        for round, sampling in enumerate(rounds):
+            for position in range(num_problems):
+                name = ticket_id("eval", epoch=step, position=position, round=round)
+                self.tasks[name] = (
+                    Ticket(name, "eval", step, position, round, sampling.num_samples),
+                    sampling,
+                )
+        self._correct: dict[str, list[bool]] = {}
+
+    def take(self, done: EpisodesDone) -> None:
+        """An answer is right when the first reward function gives it full marks."""
+        self._correct[done.ticket] = [next(iter(m.reward_components.values())) >= 1.0 for m in done.samples]
+
+    @property
+    def finished(self) -> bool:
+        return len(self._correct) == len(self.tasks)
+
+    def metrics(self) -> dict[str, float]:
+        """Greedy accuracy, mean@k, pass@k, with intervals."""
+        greedy = [self._correct[name][0] for name, (ticket, _) in self.tasks.items() if ticket.round == 0]
+        sampled = [self._correct[name] for name, (ticket, _) in self.tasks.items() if ticket.round == 1]
+        return summarize(greedy, sampled)

@@ -1,0 +1,56 @@
+"""The master's inputs as they came, so that a run can be replayed through the same decisions.
+
+`<run>/inputs` is a sequence of length-prefixed msgpack records (now, event). It is a record for people and tests, not
+state: the journal alone decides where a run stands.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from kintsugi.control.protocol import Event
+
+_LENGTH = struct.Struct("<I")
+
+
+class Input(msgspec.Struct, frozen=True, array_like=True):
+    now: float
+    event: Event
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Input)
+
+
+class InputRecorder:
+    """Appends inputs; buffered by the file object, flushed by `flush` at each commit."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab")
+
+    def write(self, event: Event, now: float) -> None:
+        record = _encoder.encode(Input(now, event))
+        self._file.write(_LENGTH.pack(len(record)) + record)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_inputs(path: Path) -> Iterator[Input]:
+    """All complete records; a torn tail is left out."""
+    data = path.read_bytes()
+    offset = 0
+    while offset + _LENGTH.size <= len(data):
+        (length,) = _LENGTH.unpack_from(data, offset)
+        offset += _LENGTH.size
+        if offset + length > len(data):
+            return
+        yield _decoder.decode(data[offset : offset + length])
+        offset += length

@@ -1,0 +1,550 @@
+"""The master's decisions: what the run does next. Pure; the shell around it journals facts and carries out effects.
+
+A step goes through these phases:
+
+    COLLECTING   tickets are issued, rollout workers generate and score   → the oldest groups fill a batch
+    TRAINING     the batch walks the graph's model calls on every rank    → every rank is prepared, states agree
+    COMMITTING   the step is journaled, the ranks adopt it                → every rank acknowledged
+    PUBLISHING   the new weights are laid out, servers load and verify    → the version is current
+    EVALUATING   held-out problems at this version, when due              → every answer is in
+    SAVING       a durable checkpoint, when due                           → saved, or failed loudly
+
+Before the first step: STARTING (processes join), PREPARING (group, stage, restored state). At the end: ENDING
+(one last number for people to compare), ENDED.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+from kintsugi.config import Config, Stage, stages
+from kintsugi.control.draft import Conversation, Draft
+from kintsugi.control.episodes import Episodes, episode_of
+from kintsugi.control.evaluation import Evaluation
+from kintsugi.control.layout import ProcessPlan
+from kintsugi.control.protocol import (
+    Admit,
+    Began,
+    Decision,
+    Event,
+    Exited,
+    Finish,
+    Forget,
+    Joined,
+    Raise,
+    RecordEvaluation,
+    RecordStep,
+    Replied,
+    RequestFailed,
+    ShareBook,
+    StopRequested,
+    Tell,
+    Tick,
+)
+from kintsugi.control.state import MasterState
+from kintsugi.errors import Fault, root_first
+from kintsugi.facts import (
+    BatchFormed,
+    CheckpointFailed,
+    CheckpointSaved,
+    EpochStarted,
+    EvaluationDone,
+    ProcessJoined,
+    ProcessLost,
+    ProcessRequested,
+    RolledBack,
+    RunEnded,
+    RunStarted,
+    StageStarted,
+    StepCommitted,
+    VersionCurrent,
+)
+from kintsugi.graph.algorithms import batch_totals, build_graph, sample_values
+from kintsugi.graph.executor import Walk
+from kintsugi.messages import (
+    Body,
+    CallDone,
+    CommitStep,
+    Drop,
+    EpisodesDone,
+    HashWeights,
+    LoadWeights,
+    ProcessStarted,
+    Publish,
+    Published,
+    RebuildGroup,
+    Repair,
+    RunCall,
+    Save,
+    Saved,
+    ShardItem,
+    StartProcess,
+    StartStage,
+    WeightsHashed,
+    WeightsLoaded,
+)
+from kintsugi.types import Peer, Role, SampleMeta
+
+FAULT_GRACE_S = 1.0
+"""After a request failed, how long to listen for the death that explains it before the run is called failed."""
+RATIO_TOLERANCE = 1e-3
+"""Before the first update of a synchronous step the policy is the one that sampled: the mean ratio must be 1."""
+REPLACED_ROLES = frozenset({Role.ROLLOUT, Role.SERVER})
+"""Processes without state of their own: a lost one is replaced while the run goes on."""
+
+
+class Phase(StrEnum):
+    STARTING = "starting"
+    PREPARING = "preparing"
+    COLLECTING = "collecting"
+    TRAINING = "training"
+    COMMITTING = "committing"
+    PUBLISHING = "publishing"
+    EVALUATING = "evaluating"
+    SAVING = "saving"
+    ENDING = "ending"
+    ENDED = "ended"
+
+
+class Master:
+    """`decide(event, now)` is the only entry; it never blocks, reads no clock and touches nothing outside itself."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        state: MasterState,
+        layout: Sequence[ProcessPlan],
+        num_rows: int,
+        num_eval_rows: int,
+        checkpoint_folder: str,
+    ) -> None:
+        self.config, self.state, self.phase = config, state, Phase.STARTING
+        self._stages = stages(config)
+        self._plans = {plan.process: plan for plan in layout if plan.role not in (Role.AGENT, Role.MASTER)}
+        self._num_hosts = sum(plan.role is Role.AGENT for plan in layout)
+        self._num_eval_rows, self._folder = num_eval_rows, checkpoint_folder
+        self._restore_path: str | None = None
+        self._draft = Draft(state)
+        self._talk = Conversation(self._draft, first_s=config.cluster.start_timeout_s)
+        self._episodes = Episodes(config, draft=self._draft, talk=self._talk, num_rows=num_rows)
+        self._capabilities: dict[str, dict[str, str]] = {}
+        self._walk: Walk | None = None
+        self._batch: tuple[SampleMeta, ...] = ()
+        self._values: dict[str, dict[str, float]] = {}
+        self._published: Published | None = None
+        self._generation = 0
+        self._ready_stage = ""
+        self._stop_reason: str | None = None
+        self._faults: dict[str, Fault] = {}
+        self._fail_at: float | None = None
+        self._timing: dict[str, float] = {}
+        self._since = 0.0
+
+    def decide(self, event: Event, now: float) -> Decision:
+        """Take one event; the facts of the decision are already in `state`, its effects have not happened yet."""
+        if self.phase is Phase.ENDED:
+            return Decision((), (), "the run has ended")
+        match event:
+            case Began():
+                self._on_began(event, now)
+            case Joined():
+                self._on_joined(event, now)
+            case Exited():
+                self._on_exited(event, now)
+            case Replied():
+                self._on_replied(event, now)
+            case RequestFailed():
+                self._on_request_failed(event, now)
+            case StopRequested():
+                self._stop_reason = event.reason
+                self._draft.because(f"stop requested: {event.reason}")
+            case Tick():
+                self._on_tick(now)
+        return self._draft.take()
+
+    @property
+    def stage(self) -> Stage:
+        """The stage that the next step belongs to (the last stage when all steps are done)."""
+        following = self.state.step + 1
+        return next((stage for stage in self._stages if following <= stage.last_step), self._stages[-1])
+
+    @property
+    def timing(self) -> dict[str, float]:
+        """Seconds per phase since the last committed step."""
+        return dict(self._timing)
+
+    # The phases, in their order.
+
+    def _begin_preparing(self, now: float) -> None:
+        """Ranks build their group, set up the stage that the state belongs to, and restore a checkpoint if given."""
+        ranks, step = self.state.members.live(Role.MODEL), self.state.step
+        stage = next(s for s in self._stages if step <= s.last_step or s is self._stages[-1])
+        self._generation += 1
+        store = self._capabilities[ranks[0]].get("store", "")
+        bodies: list[Body] = [
+            RebuildGroup(self._generation, tuple(ranks), store),
+            StartStage(stage.name, max(step, stage.first_step - 1)),
+        ]
+        if self._restore_path is not None:
+            bodies.append(Repair(step, self._restore_path))
+        self._ready_stage = stage.name
+        self._enter(Phase.PREPARING, now, f"{len(ranks)} ranks form group generation {self._generation}")
+        self._talk.ask_in_turn(ranks, bodies, now, then=self._begin_publishing)
+
+    def _begin_publishing(self, now: float) -> None:
+        publishers = self._lowest_rank_per_host()
+        self._enter(Phase.PUBLISHING, now, f"{', '.join(publishers)} lay out version {self.state.step}")
+        body = Publish(self.state.step, self.state.step)
+        self._talk.ask_all(dict.fromkeys(publishers, body), now, then=self._load_published)
+
+    def _load_published(self, now: float) -> None:
+        published = [answer for answer in self._talk.answers.values() if isinstance(answer, Published)]
+        digests = sorted({answer.manifest.digest for answer in published})
+        if len(digests) != 1:
+            self._fail(self._fault("IntegrityError", f"ranks published different weights: {digests}"), now)
+            return
+        sources = tuple(source for answer in published for source in answer.sources)
+        self._published = Published(published[0].manifest, sources)
+        body = LoadWeights(self._published.manifest, sources)
+        (manager,) = self.state.members.live(Role.MANAGER)
+        self._talk.ask_all({manager: body}, now, then=self._version_loaded)
+
+    def _version_loaded(self, now: float) -> None:
+        (loaded,) = self._talk.answers.values()
+        assert isinstance(loaded, WeightsLoaded) and self._published is not None
+        manifest = self._published.manifest
+        if (loaded.version, loaded.digest) != (manifest.version, manifest.digest):
+            held = f"servers hold version {loaded.version} with digest {loaded.digest}"
+            wrong = f"{held}, published was {manifest.version} with {manifest.digest}"
+            self._fail(self._fault("IntegrityError", wrong), now)
+            return
+        self._draft.fact(VersionCurrent(loaded.version, manifest, self._published.sources, loaded.servers))
+        self._continue(now)
+
+    def _continue(self, now: float) -> None:
+        """The version is current: evaluate and save if due, then end, stop, change the stage, or take the next step."""
+        if self._evaluation_is_due():
+            self._begin_evaluating(now)
+        elif self._save_is_due():
+            self._begin_saving(now)
+        elif self.state.step >= self._stages[-1].last_step:
+            self._begin_ending("finished", now)
+        elif self._stop_reason is not None:
+            self._begin_ending("stopped", now)
+        elif self._ready_stage != self.stage.name:
+            self._begin_stage(now)
+        else:
+            self._begin_collecting(now)
+
+    def _begin_stage(self, now: float) -> None:
+        self._ready_stage = self.stage.name
+        self._enter(Phase.PREPARING, now, f"stage {self.stage.name} begins after step {self.state.step}")
+        body = StartStage(self.stage.name, self.state.step)
+        ranks = self.state.members.live(Role.MODEL)
+        self._talk.ask_all(dict.fromkeys(ranks, body), now, then=self._begin_collecting)
+
+    def _begin_collecting(self, now: float) -> None:
+        if self.state.stage != self.stage.name:
+            self._draft.fact(StageStarted(self.stage.name, self.state.step + 1))
+        self._enter(Phase.COLLECTING, now, f"collecting for step {self.state.step + 1}")
+        self._collect(now)
+
+    def _collect(self, now: float) -> None:
+        """Keep groups coming, and train when the oldest ones are complete."""
+        self._episodes.collect(self.stage, now)
+        batch = self.state.ledger.next_batch(self.stage.algorithm.batch_size)
+        if batch:
+            self._begin_training(batch, now)
+
+    def _begin_training(self, tickets: tuple[str, ...], now: float) -> None:
+        step, stage = self.state.step + 1, self.stage
+        self._draft.fact(BatchFormed(step, tickets))
+        self._batch = tuple(meta for ticket in tickets for meta in self.state.ledger.metas(ticket))
+        self._values = sample_values(stage, self._batch)
+        items = [
+            ShardItem(m.key, m.holder, m.digest, m.num_tokens, m.num_loss_tokens, self._values[m.key])
+            for m in self._batch
+        ]
+        ranks = {Role.MODEL: self.state.members.live(Role.MODEL)}
+        self._walk = Walk(build_graph(stage), items, workers=ranks, num_shards=stage.actor.logical_shards)
+        self._enter(Phase.TRAINING, now, f"step {step}: {len(items)} samples of {len(tickets)} groups")
+        self._dispatch_calls(now)
+
+    def _dispatch_calls(self, now: float) -> None:
+        assert self._walk is not None
+        stage, step = self.stage, self.state.step + 1
+        totals = batch_totals(stage, self._batch, max_new_tokens=self.config.sampling.max_new_tokens)
+        for dispatch in self._walk.ready(now=now):
+            body = RunCall(
+                call=dispatch.call.name,
+                interface=dispatch.call.interface,
+                step=step,
+                shards=dispatch.shards,
+                num_shards=stage.actor.logical_shards,
+                totals=totals,
+                generation=self._generation,
+                arguments={"temperature": self.config.sampling.temperature},
+                stage=stage.name,
+            )
+            self._talk.ask(f"call:{step}:{dispatch.call.name}:{dispatch.worker}", dispatch.worker, body, now)
+        if self._walk.finished:
+            self._commit(now)
+
+    def _commit(self, now: float) -> None:
+        """Every rank is prepared and stands at the same state: the step becomes a fact, then the ranks adopt it."""
+        assert self._walk is not None
+        answers, step, stage = self._walk.answers["actor_train"], self.state.step + 1, self.stage.name
+        first = next(iter(answers.values()))
+        self._check_ratio(first.metrics)
+        self._enter(
+            Phase.COMMITTING, now, f"{len(answers)} ranks prepared step {step} at {first.state_digest}"
+        )
+        timing = {**self._timing, **{f"episode_{name}": s for name, s in self._episodes.timing.items()}}
+        for name in sorted({name for answer in answers.values() for name in answer.timing}):
+            timing[f"train_{name}"] = max(answer.timing.get(name, 0.0) for answer in answers.values())
+        totals = {
+            "samples": float(len(self._batch)),
+            "tokens_trained": float(sum(meta.num_tokens for meta in self._batch)),
+            "tokens_generated": float(sum(meta.num_loss_tokens for meta in self._batch if meta.version >= 0)),
+            "reward_mean": sum(meta.reward for meta in self._batch) / len(self._batch),
+        }
+        recorded = {f"timing/{name}": seconds for name, seconds in timing.items()}
+        self._draft.fact(StepCommitted(step, first.state_digest, {**first.metrics, **totals, **recorded}))
+        self._draft.do(RecordStep(step, stage, self._batch, self._values, first.metrics, timing))
+        self._timing = {}
+        self._episodes.timing.clear()
+        self._talk.ask_all(dict.fromkeys(answers, CommitStep(step)), now, then=self._after_commit)
+
+    def _after_commit(self, now: float) -> None:
+        tickets = tuple(dict.fromkeys(meta.ticket for meta in self._batch))
+        for worker in self.state.members.live(Role.ROLLOUT):
+            self._draft.do(Tell(worker, Drop(tickets)))
+        self._begin_publishing(now)
+
+    def _begin_evaluating(self, now: float) -> None:
+        evaluation = Evaluation(self.config, step=self.state.step, num_problems=self._num_eval_rows)
+        self._enter(
+            Phase.EVALUATING, now, f"{len(evaluation.tasks)} questions at version {self.state.version}"
+        )
+        self._episodes.evaluate(evaluation, now)
+
+    def _finish_evaluation(self, now: float) -> None:
+        evaluation = self._episodes.evaluation
+        if evaluation is None or not evaluation.finished:
+            self._episodes.hand_out(now)
+            return
+        self._episodes.evaluation = None
+        self._episodes.timing.clear()
+        metrics = evaluation.metrics()
+        self._draft.fact(EvaluationDone(self.state.step, self.state.version, self.stage.name, metrics))
+        self._draft.do(RecordEvaluation(self.state.step, metrics))
+        self._continue(now)
+
+    def _begin_saving(self, now: float) -> None:
+        self._enter(Phase.SAVING, now, f"saving step {self.state.step}")
+        writer = self.state.members.live(Role.MODEL)[0]
+        body = Save(self.state.step, self._ready_stage, self._folder)
+        self._talk.ask_all({writer: body}, now, then=self._saved)
+
+    def _saved(self, now: float) -> None:
+        (answer,) = self._talk.answers.values()
+        assert isinstance(answer, Saved)
+        self._draft.fact(CheckpointSaved(answer.step, answer.path, answer.digest))
+        self._continue(now)
+
+    def _begin_ending(self, outcome: str, now: float) -> None:
+        self._enter(Phase.ENDING, now, f"{outcome} after step {self.state.step}")
+        rank = self.state.members.live(Role.MODEL)[0]
+        self._talk.ask_all({rank: HashWeights()}, now, then=lambda at: self._end(outcome, at))
+
+    def _end(self, outcome: str, now: float) -> None:
+        faults = tuple(root_first(self._faults.values()))
+        hashes = [a.sha256 for a in self._talk.answers.values() if isinstance(a, WeightsHashed)]
+        self._draft.fact(RunEnded(outcome, faults[0] if faults else None, hashes[0] if hashes else ""))
+        self._enter(Phase.ENDED, now, f"{outcome} at step {self.state.step}")
+        self._draft.do(Finish(outcome, faults))
+
+    # The events.
+
+    def _on_began(self, event: Began, now: float) -> None:
+        """Take the run over: nobody of an earlier session lives, and steps that were not restored are undone."""
+        state, draft = self.state, self._draft
+        if not state.job:
+            draft.fact(RunStarted(event.job, event.config_digest))
+        draft.fact(EpochStarted(state.epoch + 1, event.incarnation))
+        gone = Fault("resumed", "Stopped", "master-0", "the run was stopped and is resumed", 0.0)
+        for member in list(state.members.members.values()):
+            lost = ProcessLost(member.process, member.incarnation, gone)
+            if state.members.accepts(lost) is None:
+                draft.fact(lost)
+        if event.resumed:
+            draft.fact(
+                RolledBack(event.restore_step, f"resumed from {event.restore_path or 'the beginning'}")
+            )
+            self._restore_path = event.restore_path
+        self._since = now
+        draft.because(f"epoch {state.epoch} begins at step {state.step}")
+
+    def _on_joined(self, event: Joined, now: float) -> None:
+        members, process = self.state.members, event.peer.process
+        fact = ProcessJoined(event.peer, event.role, event.pid)
+        refusal = members.accepts(fact)
+        if refusal is not None:
+            self._draft.because(f"{process} registered again: {refusal}")
+            return
+        self._draft.fact(fact)
+        self._draft.do(ShareBook())
+        self._draft.because(f"{process} joined")
+        self._capabilities[process] = event.capabilities
+        if event.role is Role.AGENT and len(members.live(Role.AGENT)) == self._num_hosts:
+            for plan in self._plans.values():
+                self._order(plan, now)
+        elif self.phase is Phase.STARTING and all(members.is_live(name) for name in self._plans):
+            self._begin_preparing(now)
+        elif self.phase in (Phase.COLLECTING, Phase.EVALUATING) and event.role is Role.ROLLOUT:
+            self._episodes.rebalance(now)
+
+    def _on_exited(self, event: Exited, now: float) -> None:
+        member = self.state.members.members.get(event.process)
+        if member is None or member.incarnation != event.incarnation:
+            self._draft.because(f"{event.process} {event.incarnation} is not a current process")
+            return
+        message = f"{event.process} (pid {member.pid}) ended with {_how(event.status)}"
+        if event.last_output:
+            message += f"; its last words: {event.last_output[-600:].strip()}"
+        self._lose(
+            event.process, self._fault("ProcessDied", message, process=event.process, time=event.time), now
+        )
+
+    def _lose(self, process: str, fault: Fault, now: float) -> None:
+        member, was_live = self.state.members.members[process], self.state.members.is_live(process)
+        fact = ProcessLost(process, member.incarnation, fault)
+        if self.state.members.accepts(fact) is not None:
+            return
+        self._draft.fact(fact)
+        self._draft.do(Forget(process, fault))
+        self._draft.do(ShareBook())
+        self._draft.because(f"lost {process}: {fault.message}")
+        if member.role not in REPLACED_ROLES or not was_live:
+            self._fail(fault, now)
+            return
+        self._draft.do(Raise(f"{process} is lost and will be replaced: {fault.message}"))
+        if member.role is Role.ROLLOUT:
+            self._episodes.worker_lost(process)
+        self._order(self._plans[process], now)
+        if self.phase in (Phase.COLLECTING, Phase.EVALUATING):
+            self._episodes.hand_out(now)
+
+    def _on_replied(self, event: Replied, now: float) -> None:
+        if not self._talk.close(event.token, now):
+            return
+        match event.body:
+            case ProcessStarted(process=process, incarnation=incarnation, public_key=key):
+                self._draft.do(Admit(Peer(process, incarnation, self._plans[process].host, "", key)))
+            case EpisodesDone():
+                self._episodes.done(event.body, event.sender)
+                self._after_episodes(now)
+            case CallDone():
+                assert self._walk is not None
+                call = event.token.split(":")[2]
+                problem = self._walk.answered(call, event.sender, event.body, now=now)
+                if problem:
+                    self._fail(self._fault("IntegrityError", problem), now)
+                else:
+                    self._dispatch_calls(now)
+            case body:
+                self._talk.answered(event.token, event.sender, body, now)
+
+    def _on_request_failed(self, event: RequestFailed, now: float) -> None:
+        if not self._talk.close(event.token, now):
+            return
+        self._draft.because(f"{event.token} failed at {event.sender}: {event.fault.message}")
+        episode = episode_of(event.token)
+        if episode is not None:
+            fatal = self._episodes.failed(episode, event.fault)
+            if fatal is not None:
+                self._fail(fatal, now)
+            self._after_episodes(now)
+        elif self.phase is Phase.SAVING:
+            self._draft.fact(CheckpointFailed(self.state.step, event.fault))
+            self._draft.do(Raise(f"checkpoint of step {self.state.step} failed: {event.fault.message}"))
+            self._talk.abandon_round()
+            self._continue(now)
+        else:
+            self._fail(event.fault, now)
+
+    def _after_episodes(self, now: float) -> None:
+        if self.phase is Phase.COLLECTING:
+            self._collect(now)
+        elif self.phase is Phase.EVALUATING:
+            self._finish_evaluation(now)
+
+    def _on_tick(self, now: float) -> None:
+        if self._fail_at is not None:
+            if now >= self._fail_at:
+                self._end("failed", now)
+        elif self.phase is Phase.STARTING and now - self._since > self.config.cluster.start_timeout_s:
+            missing = [name for name in self._plans if not self.state.members.is_live(name)]
+            what = f"{', '.join(missing)}" if missing else f"{self._num_hosts} agents"
+            waited = f"after {now - self._since:.0f} s (cluster.start_timeout_s)"
+            self._fail(self._fault("StartFailed", f"not registered {waited}: {what}"), now)
+
+    # What the phases have in common.
+
+    def _order(self, plan: ProcessPlan, now: float) -> None:
+        agent = self.state.members.agent_of(plan.host)
+        if agent is None:
+            self._fail(self._fault("StartFailed", f"{plan.process}: no agent on {plan.host}"), now)
+            return
+        incarnation = f"{self.state.epoch}.{self.state.num_incarnations + 1}"
+        self._draft.fact(ProcessRequested(plan.process, plan.role, plan.host, incarnation))
+        self._talk.ask(f"start:{incarnation}", agent, StartProcess(plan.process, plan.role, incarnation), now)
+
+    def _evaluation_is_due(self) -> bool:
+        """Before and after the main stage, and every `evaluation.every` steps of it."""
+        main, step, every = self._stages[-1], self.state.step, self.config.evaluation.every
+        if not self._num_eval_rows or any(done.step == step for done in self.state.evaluations):
+            return False
+        into = step - main.first_step + 1
+        return into == 0 or step == main.last_step or (every > 0 and into > 0 and into % every == 0)
+
+    def _save_is_due(self) -> bool:
+        step, every = self.state.step, self.config.checkpoint.every
+        if step == 0 or step in self.state.saved_steps or step == self.state.failed_save_step:
+            return False
+        at_end = step == self._stages[-1].last_step or self._stop_reason is not None
+        return at_end or (every > 0 and step % every == 0)
+
+    def _lowest_rank_per_host(self) -> list[str]:
+        hosts: dict[str, str] = {}
+        for rank in self.state.members.live(Role.MODEL):
+            hosts.setdefault(self.state.members.members[rank].host, rank)
+        return list(hosts.values())
+
+    def _check_ratio(self, metrics: Mapping[str, float]) -> None:
+        ratio = metrics.get("ratio_mean", 1.0)
+        if abs(ratio - 1.0) > RATIO_TOLERANCE:
+            self._draft.do(Raise("the mean ratio before the first update is not 1", {"ratio_mean": ratio}))
+
+    def _fail(self, fault: Fault, now: float) -> None:
+        """Note a fault that the run can not survive; it ends after a moment in which the real cause may still show."""
+        self._faults[fault.id] = fault
+        if self._fail_at is None:
+            self._fail_at = now + FAULT_GRACE_S
+
+    def _fault(self, kind: str, message: str, *, process: str = "master-0", time: float = 0.0) -> Fault:
+        number = f"{self.state.epoch}.{self.state.num_incarnations}.{len(self._faults)}"
+        return Fault(f"{number}.{process}", kind, process, message, time)
+
+    def _enter(self, phase: Phase, now: float, reason: str) -> None:
+        self._timing[self.phase.value] = self._timing.get(self.phase.value, 0.0) + now - self._since
+        self.phase, self._since = phase, now
+        self._draft.because(reason)
+
+
+def _how(status: int | None) -> str:
+    if status is None:
+        return "unknown status"
+    return f"exit code {status}" if status >= 0 else f"signal {-status}"

@@ -1,0 +1,118 @@
+"""Who is there: the worker registry. Durable parts are a fold over facts; load and heartbeats are volatile."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from kintsugi.facts import ProcessJoined, ProcessLost, ProcessRequested
+from kintsugi.messages import AddressBook, Heartbeat
+from kintsugi.types import Peer, Progress, Role, Wait, role_of
+
+
+class MemberStatus(StrEnum):
+    """Life of one incarnation of a process; a replacement starts again at `requested`."""
+
+    REQUESTED = "requested"
+    LIVE = "live"
+    LOST = "lost"
+
+
+TRANSITIONS: dict[tuple[MemberStatus | None, type], MemberStatus] = {
+    (None, ProcessRequested): MemberStatus.REQUESTED,
+    (None, ProcessJoined): MemberStatus.LIVE,  # an agent: the launcher started it, nobody ordered it
+    (MemberStatus.REQUESTED, ProcessJoined): MemberStatus.LIVE,
+    (MemberStatus.REQUESTED, ProcessLost): MemberStatus.LOST,
+    (MemberStatus.LIVE, ProcessLost): MemberStatus.LOST,
+    (MemberStatus.LOST, ProcessRequested): MemberStatus.REQUESTED,
+}
+
+
+class Member(msgspec.Struct):
+    """One process as the master knows it."""
+
+    process: str
+    role: Role
+    host: str
+    incarnation: str
+    status: MemberStatus
+    pid: int = 0
+    peer: Peer | None = None
+    capabilities: dict[str, str] = {}
+    load: float = 0.0
+    last_heartbeat: float = 0.0
+    progress: Progress = Progress({})
+    waits: tuple[Wait, ...] = ()
+
+
+class Membership:
+    """The registry. `apply` is the only way its durable part changes."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, Member] = {}
+        self._book_number = 0
+
+    def apply(self, fact: ProcessRequested | ProcessJoined | ProcessLost) -> None:
+        process = fact.peer.process if isinstance(fact, ProcessJoined) else fact.process
+        member = self.members.get(process)
+        after = TRANSITIONS[(member.status if member else None, type(fact))]
+        if isinstance(fact, ProcessRequested):
+            self.members[process] = Member(process, fact.role, fact.host, fact.incarnation, after)
+        elif isinstance(fact, ProcessJoined):
+            peer = fact.peer
+            self.members[process] = Member(
+                process, fact.role, peer.host, peer.incarnation, after, pid=fact.pid, peer=peer
+            )
+        else:
+            assert member is not None
+            member.status = after
+        self._book_number += 1
+
+    def accepts(self, fact: ProcessRequested | ProcessJoined | ProcessLost) -> str | None:
+        """Why a fact does not apply (late, repeated, of an older incarnation), or None if it does."""
+        process = fact.peer.process if isinstance(fact, ProcessJoined) else fact.process
+        incarnation = fact.peer.incarnation if isinstance(fact, ProcessJoined) else fact.incarnation
+        member = self.members.get(process)
+        if (member.status if member else None, type(fact)) not in TRANSITIONS:
+            return f"{process} is {member.status if member else 'unknown'}"
+        if member and not isinstance(fact, ProcessRequested) and member.incarnation != incarnation:
+            return f"{process} is incarnation {member.incarnation}, not {incarnation}"
+        return None
+
+    def heard(self, process: str, heartbeat: Heartbeat, now: float) -> None:
+        """Note a sign of life."""
+        member = self.members.get(process)
+        if member is not None:
+            member.load, member.last_heartbeat = heartbeat.load, now
+            member.progress, member.waits = heartbeat.progress, heartbeat.waits
+
+    def live(self, role: Role) -> list[str]:
+        """Living processes of a role, in index order."""
+        names = [m.process for m in self.members.values() if m.role is role and m.status is MemberStatus.LIVE]
+        return sorted(names, key=lambda name: int(name.rsplit("-", 1)[1]))
+
+    def is_live(self, process: str, incarnation: str | None = None) -> bool:
+        member = self.members.get(process)
+        if member is None or member.status is not MemberStatus.LIVE:
+            return False
+        return incarnation is None or member.incarnation == incarnation
+
+    def agent_of(self, host: str) -> str | None:
+        """The agent to order processes from on a host."""
+        return next((name for name in self.live(Role.AGENT) if self.members[name].host == host), None)
+
+    def address_book(self, master: Peer) -> AddressBook:
+        """Everyone alive, the master included."""
+        peers = [
+            m.peer for m in self.members.values() if m.status is MemberStatus.LIVE and m.peer is not None
+        ]
+        return AddressBook(self._book_number, (master, *peers))
+
+    def pids(self) -> dict[str, list[int]]:
+        """Role → pids of the living, for the summary."""
+        pids: dict[str, list[int]] = {}
+        for name, member in sorted(self.members.items()):
+            if member.status is MemberStatus.LIVE:
+                pids.setdefault(role_of(name).value, []).append(member.pid)
+        return pids

@@ -1,0 +1,150 @@
+"""What enters the master's decisions and what leaves them, as values.
+
+Events are recorded as they come (`<run>/inputs`), so a run can be replayed through the same code.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kintsugi.errors import Fault
+from kintsugi.facts import Fact
+from kintsugi.messages import Body
+from kintsugi.types import Peer, Role, SampleMeta
+
+
+class _Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    pass
+
+
+class Began(_Event, frozen=True):
+    """A master takes the run over; `restore_step` is where it continues, with the checkpoint to restore from."""
+
+    job: str
+    config_digest: str
+    incarnation: str
+    resumed: bool = False
+    restore_step: int = 0
+    restore_path: str | None = None
+
+
+class Joined(_Event, frozen=True):
+    """A process registered."""
+
+    peer: Peer
+    role: Role
+    pid: int
+    capabilities: dict[str, str] = {}
+
+
+class Exited(_Event, frozen=True):
+    """An agent saw one of its processes end."""
+
+    process: str
+    incarnation: str
+    status: int | None
+    last_output: str = ""
+    time: float = 0.0
+
+
+class Replied(_Event, frozen=True):
+    """A request was answered."""
+
+    token: str
+    sender: str
+    body: Body
+
+
+class RequestFailed(_Event, frozen=True):
+    """A request was refused, failed, or reached its deadline."""
+
+    token: str
+    sender: str
+    fault: Fault
+
+
+class StopRequested(_Event, frozen=True):
+    """Someone asked for a clean stop."""
+
+    reason: str
+
+
+class Tick(_Event, frozen=True):
+    """Time passed."""
+
+
+Event = Began | Joined | Exited | Replied | RequestFailed | StopRequested | Tick
+
+
+class Request(msgspec.Struct, frozen=True):
+    """Ask a process; the answer comes back as `Replied` or `RequestFailed` with the same token."""
+
+    token: str
+    to: str
+    body: Body
+    deadline_s: float
+
+
+class Tell(msgspec.Struct, frozen=True):
+    """Send a one-way message."""
+
+    to: str
+    body: Body
+
+
+class Admit(msgspec.Struct, frozen=True):
+    """Let this key speak as this process from now on."""
+
+    peer: Peer
+
+
+class Forget(msgspec.Struct, frozen=True):
+    """A process is gone: refuse its key, and fail what is still asked of it with this cause."""
+
+    process: str
+    fault: Fault
+
+
+class ShareBook(msgspec.Struct, frozen=True):
+    """Send everyone the current address book."""
+
+
+class RecordStep(msgspec.Struct, frozen=True):
+    """A committed step for metrics and samples."""
+
+    step: int
+    stage: str
+    metas: tuple[SampleMeta, ...]
+    values: dict[str, dict[str, float]]
+    call_metrics: dict[str, float]
+    timing: dict[str, float]
+
+
+class RecordEvaluation(msgspec.Struct, frozen=True):
+    step: int
+    metrics: dict[str, float]
+
+
+class Raise(msgspec.Struct, frozen=True):
+    """Tell people that something looks wrong though the run goes on."""
+
+    message: str
+    values: dict[str, float] = {}
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """Close the run folder and end every process."""
+
+    outcome: str
+    faults: tuple[Fault, ...] = ()
+
+
+Effect = Request | Tell | Admit | Forget | ShareBook | RecordStep | RecordEvaluation | Raise | Finish
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Facts to journal, then effects to carry out, and why."""
+
+    facts: tuple[Fact, ...]
+    effects: tuple[Effect, ...]
+    reason: str

@@ -1,0 +1,90 @@
+"""From a ticket to trajectories: what is fed, what was sampled, what it is worth. Pure."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+import xxhash
+
+from kintsugi.messages import Completion
+from kintsugi.types import Finish, SampleMeta, Trajectory, sample_key
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def int32(values: Sequence[int]) -> bytes:
+    return array("i", values).tobytes()
+
+
+def trajectory_digest(trajectory: Trajectory) -> str:
+    """How a fetched trajectory is recognised."""
+    return xxhash.xxh3_64_hexdigest(_encoder.encode(trajectory))
+
+
+def sampled_trajectory(ticket: str, prompt: bytes, completion: Completion) -> Trajectory:
+    """Prompt and completion as they went through the model; only sampled tokens are in the loss."""
+    num_prompt, num_sampled = len(prompt) // 4, len(completion.tokens) // 4
+    return Trajectory(
+        key=sample_key(ticket, completion.sample),
+        tokens=prompt + completion.tokens,
+        loss_mask=bytes(num_prompt) + b"\x01" * num_sampled,
+        logprobs=bytes(4 * num_prompt) + completion.logprobs,
+        versions=int32([-1] * num_prompt) + completion.versions,
+        finish=completion.finish,
+    )
+
+
+def demonstrated_trajectory(ticket: str, prompt: Sequence[int], completion: Sequence[int]) -> Trajectory:
+    """A row to imitate: its completion, end token included, is in the loss."""
+    count = len(prompt) + len(completion)
+    return Trajectory(
+        key=sample_key(ticket, 0),
+        tokens=int32([*prompt, *completion]),
+        loss_mask=bytes(len(prompt)) + b"\x01" * len(completion),
+        logprobs=bytes(4 * count),
+        versions=int32([-1] * count),
+        finish=Finish.EOS,
+    )
+
+
+def describe(
+    trajectory: Trajectory,
+    *,
+    ticket: str,
+    holder: str,
+    prompt: str,
+    completion: str,
+    components: dict[str, float],
+) -> SampleMeta:
+    """What the control plane is told of a sample."""
+    versions = array("i", trajectory.versions)
+    sampled = [version for version, mask in zip(versions, trajectory.loss_mask, strict=True) if mask]
+    tokens = array("i", trajectory.tokens)
+    chosen = [token for token, mask in zip(tokens, trajectory.loss_mask, strict=True) if mask]
+    return SampleMeta(
+        key=trajectory.key,
+        ticket=ticket,
+        num_tokens=trajectory.num_tokens,
+        num_loss_tokens=len(sampled),
+        reward=sum(components.values()),
+        reward_components=components,
+        finish=trajectory.finish,
+        version=min(sampled, default=-1),
+        holder=holder,
+        digest=trajectory_digest(trajectory),
+        prompt=prompt,
+        completion=completion,
+        repetition=repetition(chosen),
+    )
+
+
+def repetition(tokens: Sequence[int], *, size: int = 4) -> float:
+    """Share of n-grams that occurred before.
+
+    >>> repetition([1, 2, 3, 4, 5]), repetition([7] * 8)
+    (0.0, 0.8)
+    """
+    grams = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
+    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0

@@ -1,0 +1,305 @@
+"""The rollout worker: runs groups of episodes, scores them, and keeps the trajectories until they are trained.
+
+One loop consumes requests (run this group, hand over these samples, forget those) and answers of the generation
+manager; it waits for either and for finished rewards. Rewards are the user's code and run in a thread beside it, so
+that heartbeats go on and a deadline can be kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from kintsugi.bootstrap import Bootstrap
+from kintsugi.config import Config, Stage, stages
+from kintsugi.data.source import Order, Source, open_source, rows_of_stage
+from kintsugi.errors import DataError, DeadlineExceeded, KintsugiError, RefusedError
+from kintsugi.messages import (
+    Completion,
+    Drop,
+    EpisodesDone,
+    FetchSamples,
+    Generate,
+    Generated,
+    RunEpisodes,
+    SamplesFetched,
+)
+from kintsugi.model.plan import plan_model
+from kintsugi.model.plan import plan_model
+from kintsugi.model.tokenizer import Tokenizer
+from kintsugi.observe.events import EventLog, FaultSeen, Note, events_path
+from kintsugi.patience import Patience
+from kintsugi.recipe import load_config
+from kintsugi.rollout.episode import demonstrated_trajectory, describe, int32, sampled_trajectory
+from kintsugi.rollout.scoring import RewardFailed, load_rewards, score
+from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, wait
+from kintsugi.transport import Delivery, PendingReply
+from kintsugi.types import Role, Row, SampleMeta, Trajectory, process_id, sample_key
+from kintsugi.worker import Membership, open_endpoint
+
+IDLE_S = 0.25
+MANAGER = process_id(Role.MANAGER, 0)
+
+
+class Group(msgspec.Struct):
+    """One group on its way: asked of the servers, then of the reward functions."""
+
+    delivery: Delivery
+    request: RunEpisodes
+    row: Row
+    prompt: bytes
+    since: float
+    completions: tuple[Completion, ...] = ()
+    generated_s: float = 0.0
+    attempts: int = 1
+
+
+class Scoring(msgspec.Struct):
+    """A reward that is being computed, and until when."""
+
+    group: Group
+    texts: list[str]
+    future: Future[list[dict[str, float]]]
+    since: float
+    until: float
+
+
+class RolloutWorker:
+    """State of one rollout worker; `turn` is one round of its loop."""
+
+    def __init__(self, bootstrap: Bootstrap, config: Config, tokenizer: Tokenizer, *, log: EventLog) -> None:
+        self._process, self._config, self._tokenizer, self._log = bootstrap.process, config, tokenizer, log
+        self._stages: dict[str, Stage] = {stage.name: stage for stage in stages(config)}
+        self._sources: dict[str, Source] = {}
+        self._orders: dict[str, Order] = {}
+        self._rewards = load_rewards(config.algorithm.reward)
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward")
+        self._scoring: deque[Scoring] = deque()
+        self._kept: dict[str, dict[str, Trajectory]] = {}
+        self._patience = Patience(first_s=config.cluster.start_timeout_s)
+        self._clock = SYSTEM_CLOCK
+        self.endpoint = open_endpoint(bootstrap)
+        self.membership = Membership(self.endpoint, bootstrap, capabilities={})
+        self.endpoint.watch(bootstrap.lifeline, self._orphaned)
+        self._lifeline = bootstrap.lifeline
+
+    def _orphaned(self) -> None:
+        self.endpoint.unwatch(self._lifeline)
+        self.membership.shutdown_reason = "agent and launcher are gone"
+
+    def turn(self) -> None:
+        try:
+            deliveries = wait(self._attempt, whom="anyone", what="a request", timeout_s=IDLE_S)
+        except DeadlineExceeded:
+            deliveries = []
+        for delivery in deliveries:
+            if not self.membership.handle(delivery):
+                self._handle(delivery)
+        self._collect_scores()
+        self.membership.load = float(len(self._scoring))
+        self.membership.tick(self._clock.monotonic())
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.endpoint.close()
+
+    def _attempt(self, remaining_s: float) -> list[Delivery] | None:
+        until = min([remaining_s] + [s.until - self._clock.monotonic() for s in self._scoring])
+        deliveries = self.endpoint.poll(max(0.0, until))
+        return deliveries if deliveries or self._scoring else None
+
+    def _handle(self, delivery: Delivery) -> None:
+        match delivery.body:
+            case RunEpisodes() as request:
+                try:
+                    self._begin(delivery, request)
+                except KintsugiError as error:
+                    self._fail(delivery, error)
+            case FetchSamples(keys=keys):
+                self._hand_over(delivery, keys)
+            case Drop(tickets=tickets):
+                for ticket in tickets:
+                    self._kept.pop(ticket, None)
+            case other:
+                self._fail(delivery, RefusedError(f"a rollout worker takes no {type(other).__name__}"))
+
+    def _fail(self, delivery: Delivery, error: KintsugiError) -> None:
+        fault = self.endpoint.fail(delivery, error)
+        self._log.emit(FaultSeen(fault))
+
+    def _hand_over(self, delivery: Delivery, keys: tuple[str, ...]) -> None:
+        try:
+            samples = tuple(self._kept[key.rsplit("/", 1)[0]][key] for key in keys)
+        except KeyError as error:
+            self._fail(delivery, RefusedError(f"{self._process} does not keep sample {error}"))
+            return
+        self.endpoint.reply(delivery, SamplesFetched(samples))
+
+    def _begin(self, delivery: Delivery, request: RunEpisodes) -> None:
+        ticket = request.ticket
+        row = self._row(request)
+        prompt = self._tokenizer.encode(row.prompt)
+        self._check_length(len(prompt) + request.sampling.max_new_tokens, row)
+        group = Group(delivery, request, row, int32(prompt), self._clock.monotonic())
+        if request.split == "train" and self._stages[ticket.stage].algorithm.name == "sft":
+            self._demonstrate(group, prompt)
+        else:
+            self._generate(group)
+
+    def _row(self, request: RunEpisodes) -> Row:
+        ticket, split = request.ticket, request.split
+        if split not in self._sources:
+            self._sources[split] = open_source(self._config.data, split=split)
+        source = self._sources[split]
+        if split == "eval":
+            return source.row(ticket.position)
+        if ticket.stage not in self._orders:
+            num_rows = rows_of_stage(self._stages[ticket.stage], num_rows=len(source))
+            shuffle = self._config.data.shuffle
+            self._orders[ticket.stage] = Order(
+                num_rows=num_rows, seed=self._config.seed, stage=ticket.stage, shuffle=shuffle
+            )
+        order = self._orders[ticket.stage]
+        return source.row(order.index(epoch=ticket.epoch, position=ticket.position))
+
+    def _check_length(self, length: int, row: Row) -> None:
+        limit = self._config.generation.max_length
+        if length > limit:
+            raise DataError(
+                f"prompt {row.prompt[:40]!r}: prompt and completion need {length} tokens, "
+                f"generation.max_length is {limit}"
+            )
+
+    def _demonstrate(self, group: Group, prompt: list[int]) -> None:
+        text = group.row.columns.get("completion")
+        if not isinstance(text, str):
+            raise DataError(
+                f"SFT needs a completion for prompt {group.row.prompt[:40]!r}: set data.completion_column"
+            )
+        completion = [*self._tokenizer.encode(text), self._tokenizer.eos_token_id]
+        trajectory = demonstrated_trajectory(group.request.ticket.id, prompt, completion)
+        self._finish(group, [trajectory], [text], [{}], timing={"demonstrate": self._since(group.since)})
+
+    def _generate(self, group: Group) -> None:
+        """Ask the manager; a manager that is being replaced is asked again until the attempts are used up."""
+        request = group.request
+        body = Generate(request.ticket.id, 0, group.prompt, request.sampling, request.version)
+        self.endpoint.request(
+            MANAGER,
+            body,
+            deadline_s=self._patience.deadline_s("Generate"),
+            on_done=lambda pending: self._generated(group, pending),
+        )
+
+    def _generated(self, group: Group, pending: PendingReply) -> None:
+        try:
+            answer = pending.result().expect(Generated)
+        except KintsugiError as error:
+            self._fail(group.delivery, error)
+            return
+        group.completions = answer.completions
+        group.generated_s = self._since(group.since)
+        self._patience.observed("Generate", group.generated_s)
+        COUNTERS.add("completions", len(answer.completions))
+        self._score(group)
+
+    def _score(self, group: Group) -> None:
+        texts = [self._text(completion) for completion in group.completions]
+        future = self._pool.submit(
+            score, self._rewards, prompt=group.row.prompt, completions=texts, columns=group.row.columns
+        )
+        now = self._clock.monotonic()
+        self._scoring.append(Scoring(group, texts, future, now, now + self._config.rollout.reward_timeout_s))
+        future.add_done_callback(lambda _: self.endpoint.wake())
+
+    def _text(self, completion: Completion) -> str:
+        return self._tokenizer.decode(memoryview(completion.tokens).cast("i").tolist())
+
+    def _collect_scores(self) -> None:
+        """Take finished rewards; one that is late is tried again on a fresh thread, then its samples are set aside."""
+        now = self._clock.monotonic()
+        for scoring in list(self._scoring):
+            late = now >= scoring.until and scoring.future.running()
+            if not scoring.future.done() and not late:
+                continue
+            self._scoring.remove(scoring)
+            error = _error_of(scoring, late=late, limit_s=self._config.rollout.reward_timeout_s)
+            if error is None:
+                group = scoring.group
+                trajectories = [
+                    sampled_trajectory(group.request.ticket.id, group.prompt, completion)
+                    for completion in group.completions
+                ]
+                timing = {"actor_generate": group.generated_s, "reward": now - scoring.since}
+                self._finish(
+                    group, trajectories, scoring.texts, scoring.future.result(timeout=0), timing=timing
+                )
+            else:
+                self._score_again(scoring, error, abandon_thread=late)
+
+    def _score_again(self, scoring: Scoring, error: RewardFailed, *, abandon_thread: bool) -> None:
+        group = scoring.group
+        if abandon_thread:
+            self._pool.shutdown(wait=False, cancel_futures=False)
+            self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward")
+        if group.attempts < self._config.rollout.attempts:
+            group.attempts += 1
+            self._score(group)
+            return
+        ticket = group.request.ticket
+        self._log.emit(Note(f"{ticket.id} quarantined: {error}"))
+        keys = [sample_key(ticket.id, completion.sample) for completion in group.completions]
+        self.endpoint.reply(group.delivery, EpisodesDone(ticket.id, (), dict.fromkeys(keys, str(error))))
+
+    def _finish(
+        self,
+        group: Group,
+        trajectories: list[Trajectory],
+        texts: list[str],
+        components: list[dict[str, float]],
+        *,
+        timing: dict[str, float],
+    ) -> None:
+        ticket = group.request.ticket
+        metas: list[SampleMeta] = []
+        for trajectory, text, parts in zip(trajectories, texts, components, strict=True):
+            metas.append(
+                describe(
+                    trajectory,
+                    ticket=ticket.id,
+                    holder=self._process,
+                    prompt=group.row.prompt,
+                    completion=text,
+                    components=parts,
+                )
+            )
+        if group.request.split == "train":
+            self._kept[ticket.id] = {trajectory.key: trajectory for trajectory in trajectories}
+        COUNTERS.add("groups")
+        self.endpoint.reply(group.delivery, EpisodesDone(ticket.id, tuple(metas), timing=timing))
+
+    def _since(self, start: float) -> float:
+        return self._clock.monotonic() - start
+
+
+def _error_of(scoring: Scoring, *, late: bool, limit_s: float) -> RewardFailed | None:
+    if late:
+        return RewardFailed(f"reward took longer than rollout.reward_timeout_s={limit_s}")
+    error = scoring.future.exception(timeout=0)
+    if error is None:
+        return None
+    return error if isinstance(error, RewardFailed) else RewardFailed(f"{type(error).__name__}: {error}")
+
+
+def main(bootstrap: Bootstrap) -> int:
+    config = load_config(Path(bootstrap.run_dir) / "config.yaml")
+    log = EventLog(events_path(bootstrap.run_dir, bootstrap.process), process=bootstrap.process)
+    _, tokenizer = plan_model(config)
+    worker = RolloutWorker(bootstrap, config, tokenizer, log=log)
+    while worker.membership.shutdown_reason is None:
+        worker.turn()
+    worker.close()
+    return 0

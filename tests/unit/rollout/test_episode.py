@@ -1,0 +1,47 @@
+from array import array
+
+import msgspec
+import xxhash
+
+from kintsugi.messages import Completion
+from kintsugi.rollout.episode import (
+    demonstrated_trajectory,
+    describe,
+    int32,
+    repetition,
+    sampled_trajectory,
+    trajectory_digest,
+)
+from kintsugi.types import Finish
+
+LOGPROBS = array("f", [-0.5, -0.25]).tobytes()
+COMPLETION = Completion(3, int32([7, 1]), LOGPROBS, int32([4, 5]), Finish.EOS)
+
+
+def test_only_sampled_tokens_are_in_the_loss_and_a_sampled_end_is_one_of_them() -> None:
+    trajectory = sampled_trajectory("g:0:0:0", int32([5, 6]), COMPLETION)
+    assert list(array("i", trajectory.tokens)) == [5, 6, 7, 1]
+    assert list(trajectory.loss_mask) == [0, 0, 1, 1]
+    assert list(array("f", trajectory.logprobs)) == [0.0, 0.0, -0.5, -0.25]
+    assert list(array("i", trajectory.versions)) == [-1, -1, 4, 5]
+    assert trajectory.key == "g:0:0:0/3"
+
+
+def test_a_demonstration_learns_its_completion_and_its_end() -> None:
+    trajectory = demonstrated_trajectory("warmup:0:0:0", [5, 6], [7, 1])
+    assert list(trajectory.loss_mask) == [0, 0, 1, 1]
+    assert list(array("i", trajectory.tokens)) == [5, 6, 7, 1]
+
+
+def test_the_description_carries_the_oldest_version_and_a_digest_of_the_encoded_trajectory() -> None:
+    trajectory = sampled_trajectory("g:0:0:0", int32([5, 6]), COMPLETION)
+    meta = describe(
+        trajectory, ticket="g:0:0:0", holder="rollout-1", prompt="p", completion="c", components={"a": 1.0, "b": 0.5}
+    )
+    assert (meta.version, meta.reward, meta.num_tokens, meta.num_loss_tokens) == (4, 1.5, 4, 2)
+    assert meta.digest == xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(trajectory)) == trajectory_digest(trajectory)
+
+
+def test_repetition_is_the_share_of_n_grams_seen_before() -> None:
+    assert repetition([1, 2, 3]) == 0.0
+    assert repetition([1, 2, 3, 4, 1, 2, 3, 4]) == 1 - 4 / 5
