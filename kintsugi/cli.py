@@ -1,0 +1,284 @@
+"""The command `kintsugi`. Imports are inside the commands, so that `--help` answers at once.
+
+Exit codes: 0 done, 1 the run or the world failed, 2 the user's mistake.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kintsugi.config import Config
+    from kintsugi.errors import Fault
+    from kintsugi.recipe import Resolved
+    from kintsugi.runs import FaultLine
+
+app = typer.Typer(
+    help="Reinforcement learning of language models across real processes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Recipe = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="A recipe file, e.g. recipes/grpo_arithmetic.yaml.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="FIELD=VALUE…", help="For example actor.learning_rate=3e-4 seed=1."),
+]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name inside runs/.")]
+Step = Annotated[int | None, typer.Option(help="Of a step that has a checkpoint; the last one if not given.")]
+
+SAMPLES_SHOWN = 20
+
+
+def main() -> None:
+    """Run the command line; every error of ours becomes one message and an exit code."""
+    from kintsugi.errors import KintsugiError, UserError
+
+    try:
+        app()
+    except UserError as error:
+        _complain(f"error: {error}")
+        sys.exit(2)
+    except KintsugiError as error:
+        if error.cause is not None:
+            _complain_faults([error.cause])
+        _complain(f"error: {error}")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+@app.command()
+def train(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Train by a recipe: check it, make the run folder, start the processes, show progress and the result."""
+    import msgspec
+
+    from kintsugi import runs
+    from kintsugi.errors import UserError
+    from kintsugi.recipe import anchored, dump
+
+    config = _checked(recipe, overrides).config
+    run_dir = Path(config.run_dir) if config.run_dir else runs.next_run_dir(config.name)
+    config = anchored(msgspec.structs.replace(config, run_dir=str(run_dir)))
+    runs.create_run_dir(run_dir)
+    dump(config, run_dir / runs.CONFIG_FILE)
+    try:
+        _launch(config, run_dir=run_dir, resume=False)
+    except UserError:
+        runs.remove_unused(run_dir)
+        raise
+
+
+@app.command()
+def check(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Show what a recipe comes to: values and their origins, graph, processes, memory. Starts nothing."""
+    from kintsugi.overview import overview
+
+    resolved = _checked(recipe, overrides)
+    typer.echo(overview(resolved))
+
+
+@app.command()
+def resume(run: Run) -> None:
+    """Continue a run that was stopped, failed or killed, from its last checkpoint."""
+    import msgspec
+
+    from kintsugi import runs
+    from kintsugi.errors import UserError
+    from kintsugi.validation import validate
+
+    folder = runs.find_run(run)
+    status = runs.read_status(folder)
+    if status.state is runs.RunState.RUNNING:
+        raise UserError(f"{folder} is running (process {status.pid}); there is nothing to resume")
+    if status.state is runs.RunState.FINISHED:
+        _complain(
+            f"{folder} is finished ({status.step} of {status.total_steps} steps); there is nothing to resume"
+        )
+        raise typer.Exit(1)
+    _allow_modules_of_this_folder()
+    validate(msgspec.structs.replace(status.config, run_dir=None))
+    (folder / runs.SUMMARY_FILE).unlink(missing_ok=True)
+    _launch(status.config, run_dir=folder, resume=True)
+
+
+@app.command()
+def stop(
+    run: Run,
+    timeout_s: Annotated[
+        float, typer.Option(min=0.0, help="How long to wait for the step and its checkpoint.")
+    ] = 600,
+) -> None:
+    """Let a running run finish its step, save a checkpoint and end."""
+    import signal
+
+    from kintsugi import runs
+    from kintsugi.errors import UserError
+    from kintsugi.runtime import SystemProcesses
+
+    folder = runs.find_run(run)
+    record = runs.living_launcher(folder)
+    if record is None:
+        raise UserError(
+            f"{folder} is not running (it is {runs.read_status(folder).state}); there is nothing to stop"
+        )
+    launcher = SystemProcesses().adopt(record.pid)
+    try:
+        launcher.send_signal(signal.SIGTERM)
+        typer.echo(f"{folder}: asked process {launcher.pid} to stop after its step")
+        launcher.wait_ended(whom=f"process {launcher.pid}", timeout_s=timeout_s)
+    finally:
+        launcher.close()
+    status = runs.read_status(folder)
+    typer.echo(f"{folder}: {status.state} at step {status.step} of {status.total_steps}")
+
+
+@app.command()
+def status(run: Run) -> None:
+    """Show where a run stands, living or dead."""
+    from rich.console import Console
+
+    from kintsugi import runs, tables
+
+    folder = runs.find_run(run)
+    current = runs.read_status(folder)
+    Console().print(tables.status_table(current, runs.read_journal(folder)))
+    if current.state is runs.RunState.FAILED and (summary := runs.read_summary(folder)) is not None:
+        _complain_faults(summary.faults)
+
+
+@app.command("runs")
+def list_runs(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where run folders are.")] = Path("runs"),
+) -> None:
+    """List runs, the newest first."""
+    from rich.console import Console
+
+    from kintsugi import runs, tables
+
+    found = runs.list_runs(folder)
+    if not found:
+        typer.echo(f"no runs in {folder}/")
+        return
+    Console().print(tables.runs_table(found))
+
+
+@app.command()
+def samples(
+    run: Run,
+    step: Annotated[int | None, typer.Option(help="Only of this step.")] = None,
+    worst: Annotated[int | None, typer.Option(min=1, help="So many with the lowest reward.")] = None,
+    grep: Annotated[str | None, typer.Option(help="Only with this text in prompt or completion.")] = None,
+) -> None:
+    """Show what the model was trained on: prompts, completions, rewards."""
+    from kintsugi import runs, tables
+
+    chosen = runs.read_samples(runs.find_run(run), step=step, worst=worst, grep=grep)
+    shown = chosen if worst else chosen[-SAMPLES_SHOWN:]
+    if len(shown) < len(chosen):
+        typer.echo(
+            f"the last {len(shown)} of {len(chosen):,} samples (--step, --worst and --grep choose others)"
+        )
+    typer.echo("\n".join(map(tables.sample_line, shown)) if shown else "no such samples")
+
+
+@app.command("eval")
+def evaluate(run: Run, step: Step = None) -> None:
+    """Evaluate a checkpoint of a run on its held-out problems."""
+    from kintsugi import runs, tables
+    from kintsugi.errors import UserError
+
+    folder = runs.find_run(run)
+    if (launcher := runs.living_launcher(folder)) is not None:
+        raise UserError(
+            f"{folder} is running (process {launcher.pid}) and evaluates by itself; see `kintsugi status`"
+        )
+    from kintsugi.control import entry
+
+    _allow_modules_of_this_folder()
+    metrics = entry.evaluate(folder, step=step)
+    typer.echo(tables.evaluation_text(metrics))
+
+
+@app.command()
+def export(
+    run: Run,
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the model goes; must not exist.")],
+    step: Step = None,
+) -> None:
+    """Copy a checkpoint's Hugging Face files, after verifying them."""
+    from kintsugi import runs
+
+    written = runs.export_checkpoint(runs.find_run(run), to=to, step=step)
+    typer.echo(f"{to}: {', '.join(sorted(path.name for path in written))}")
+
+
+@app.command("import")
+def import_model(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A Hugging Face folder or a GGUF file.")],
+    destination: Annotated[Path, typer.Argument(metavar="DEST", help="The folder to write; must not exist.")],
+) -> None:
+    """Bring a model in, so that `model.path` can name it."""
+    from kintsugi.model.importing import import_model
+
+    written = import_model(source, destination)
+    typer.echo(f"{destination}: {', '.join(sorted(path.name for path in written))}")
+
+
+def _checked(recipe: Path, overrides: list[str] | None) -> Resolved:
+    from kintsugi.recipe import load
+    from kintsugi.validation import validate
+
+    _allow_modules_of_this_folder()
+    resolved = load(recipe, overrides or ())
+    validate(resolved.config, origins=resolved.origins)
+    return resolved
+
+
+def _launch(config: Config, *, run_dir: Path, resume: bool) -> None:
+    """Run to the end and show how it ended; a failed run exits with 1, its first cause first."""
+    from rich.console import Console
+
+    from kintsugi import runs
+    from kintsugi.cluster.launcher import launch
+    from kintsugi.display import Display, print_closing
+
+    console = Console()
+    with Display(config, run_dir=run_dir, console=console) as display:
+        code = launch(config, run_dir=run_dir, on_tick=display.tick, resume=resume)
+    summary = runs.read_summary(run_dir)
+    if summary is not None:
+        print_closing(console, summary, config=config, folder=run_dir)
+    if code != 0:
+        _complain_faults(summary.faults if summary is not None else ())
+        _complain(f"error: the run failed; its folder is {run_dir}")
+        raise typer.Exit(code)
+
+
+def _allow_modules_of_this_folder() -> None:
+    """Reward functions may live beside the recipe's user, as with `python -m`; workers find them the same way."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+
+
+def _complain_faults(faults: Iterable[Fault | FaultLine]) -> None:
+    """The first one is the cause; the others follow from it."""
+    for number, fault in enumerate(faults):
+        _complain(f"{'cause' if number == 0 else 'then'}: {fault.process}: {fault.kind}: {fault.message}")
+
+
+def _complain(message: str) -> None:
+    typer.echo(message, err=True)

@@ -1,0 +1,229 @@
+"""What a person sees of a run: progress while it lives, a table when it has ended. Read from the run folder only."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from kintsugi import runs
+from kintsugi.config import Config, stages
+from kintsugi.observe.evaluation import wilson_interval
+from kintsugi.runs import MetricLine, Summary
+from kintsugi.runtime import SYSTEM_CLOCK, Clock
+
+PLAIN_INTERVAL_S = 5.0
+"""Between two lines when the output is not a terminal."""
+LIVE_INTERVAL_S = 0.2
+RECENT_STEPS = 20
+"""Steps that rates and the estimate of the end are taken over."""
+
+SHARES = ("generate", "reward", "train", "weights", "other")
+
+
+class Progress:
+    """The figures to show, folded from `metrics.jsonl` line by line."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.total = stages(config)[-1].last_step
+        self.step = 0
+        self.reward: float | None = None
+        self.accuracy: float | None = None
+        self.tokens_per_s: float | None = None
+        self.recent: deque[MetricLine] = deque(maxlen=RECENT_STEPS)
+
+    @property
+    def stage(self) -> str:
+        return runs.stage_name(self.config, step=self.step)
+
+    def take(self, line: MetricLine) -> None:
+        if runs.is_evaluation(line):
+            self.accuracy = line["eval/accuracy"]
+            return
+        self.step = int(line["step"] or 0)
+        self.reward = line.get("reward/mean", self.reward)
+        self.recent.append(line)
+        seconds = sum(_number(recent, "timing/step") for recent in self.recent)
+        tokens = sum(
+            _number(recent, "tokens_per_s") * _number(recent, "timing/step") for recent in self.recent
+        )
+        self.tokens_per_s = tokens / seconds if seconds else None
+
+    def eta_s(self) -> float | None:
+        """Seconds to the end at the recent pace, from the wall clock between steps, pauses included."""
+        times = [_number(line, "time") for line in self.recent]
+        if len(times) < 2 or self.step >= self.total:
+            return None
+        return (times[-1] - times[0]) / (len(times) - 1) * (self.total - self.step)
+
+    def shares(self) -> dict[str, float]:
+        """Which part of the recent time went where."""
+        totals = dict.fromkeys(SHARES, 0.0)
+        for line in self.recent:
+            for name, seconds in _shares_of(line).items():
+                totals[name] += seconds
+        whole = sum(totals.values())
+        return {name: seconds / whole for name, seconds in totals.items()} if whole else {}
+
+
+def _shares_of(line: MetricLine) -> dict[str, float]:
+    """Seconds of one step by what a person asks about; evaluations, checkpoints and the like are `other`."""
+    timing = {
+        name.removeprefix("timing/"): value or 0.0
+        for name, value in line.items()
+        if name.startswith("timing/")
+    }
+    timing.pop("step", None)
+    timing["train"] = timing.get("train", 0.0) + timing.pop("commit", 0.0)
+    known = {name: timing.pop(name, 0.0) for name in SHARES[:-1]}
+    return known | {"other": sum(timing.values())}
+
+
+def _number(line: MetricLine, name: str) -> float:
+    return line.get(name) or 0.0
+
+
+class Display:
+    """Live progress on a terminal, a plain line every few seconds elsewhere; the launcher's loop calls `tick`."""
+
+    def __init__(
+        self, config: Config, *, run_dir: Path, console: Console | None = None, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._progress = Progress(config)
+        self._run_dir, self._clock = run_dir, clock
+        self._console = console or Console()
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._offset = 0
+        self._started = self._shown_at = clock.monotonic()
+        self._shown = ("", -1)
+
+    def __enter__(self) -> Self:
+        self._console.print(f"run folder [bold]{self._run_dir}[/bold]", highlight=False)
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._read()
+        if self._live is not None:
+            self._live.update(self._panel(), refresh=True)
+            self._live.stop()
+        elif self._progress.step != self._shown[1]:
+            self._print_line()
+
+    def tick(self) -> None:
+        """Read what is new and show it if it is time; cheap enough to be called at any rate."""
+        now = self._clock.monotonic()
+        if now - self._shown_at < LIVE_INTERVAL_S:
+            return
+        if self._live is not None:
+            self._shown_at = now
+            self._read()
+            self._live.update(self._panel(), refresh=True)
+        elif now - self._shown_at >= PLAIN_INTERVAL_S:
+            self._shown_at = now
+            self._read()
+            if self._shown != (self._progress.stage, self._progress.step):
+                self._print_line()
+
+    def _read(self) -> None:
+        lines, self._offset = runs.read_metrics(self._run_dir, offset=self._offset)
+        for line in lines:
+            self._progress.take(line)
+
+    def _print_line(self) -> None:
+        self._shown = (self._progress.stage, self._progress.step)
+        elapsed = duration(self._clock.monotonic() - self._started)
+        parts = [f"{elapsed:>6}", *(f"{name} {value}" for name, value in self._figures())]
+        self._console.print("  ".join(parts), highlight=False, soft_wrap=True, markup=False)
+
+    def _panel(self) -> Group:
+        progress = self._progress
+        table = Table.grid(padding=(0, 2))
+        for name, value in self._figures():
+            table.add_row(Text(name, style="dim"), value)
+        return Group(ProgressBar(total=progress.total, completed=progress.step, width=60), table)
+
+    def _figures(self) -> list[tuple[str, str]]:
+        progress = self._progress
+        eta, shares = progress.eta_s(), progress.shares()
+        figures = {
+            "step": f"{progress.step}/{progress.total}",
+            "stage": progress.stage,
+            "reward": None if progress.reward is None else f"{progress.reward:.3f}",
+            "accuracy": None if progress.accuracy is None else f"{progress.accuracy:.1%}",
+            "tokens/s": None if progress.tokens_per_s is None else f"{progress.tokens_per_s:,.0f}",
+            "time": " ".join(f"{name} {share:.0%}" for name, share in shares.items()) or None,
+            "left": None if eta is None else f"≈ {duration(eta)}",
+        }
+        return [(name, value) for name, value in figures.items() if value is not None]
+
+
+def print_closing(console: Console, summary: Summary, *, config: Config, folder: Path) -> None:
+    """What came out of a run, and what to try next in lines that can be copied."""
+    console.print(closing_table(summary, config=config, folder=folder))
+    console.print("try next:", highlight=False)
+    for command in suggestions(summary, folder=folder):
+        console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
+
+
+def closing_table(summary: Summary, *, config: Config, folder: Path) -> Table:
+    """What came out of a run."""
+    table = Table(
+        title=f"{summary.name}: {summary.outcome}", show_header=False, title_justify="left", min_width=60
+    )
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    count = config.data.num_eval
+    table.add_row("held-out accuracy before", accuracy_text(summary.eval_accuracy_before, count=count))
+    table.add_row("held-out accuracy after", accuracy_text(summary.eval_accuracy_after, count=count))
+    if summary.reward_first is not None and summary.reward_last is not None:
+        table.add_row(
+            "reward, first and last step", f"{summary.reward_first:.3f} → {summary.reward_last:.3f}"
+        )
+    table.add_row("steps", f"{summary.steps} in {duration(summary.wall_s)}")
+    table.add_row("samples trained", f"{summary.samples_trained:,} ({summary.tokens_trained:,} tokens)")
+    table.add_row("tokens generated", f"{summary.tokens_generated:,}")
+    spent = sorted(summary.timing.items(), key=lambda item: -item[1])
+    table.add_row("time per stage", "\n".join(f"{name} {seconds:.1f} s" for name, seconds in spent))
+    if summary.weights_sha256 is not None:
+        table.add_row("weights", f"version {summary.weight_version}, sha256 {summary.weights_sha256[:16]}…")
+    table.add_row("run folder", str(folder))
+    return table
+
+
+def suggestions(summary: Summary, *, folder: Path) -> list[str]:
+    """Commands that make sense after a run that ended this way."""
+    if summary.outcome != runs.RunState.FINISHED:
+        return [f"kintsugi resume {folder}", f"kintsugi status {folder}"]
+    return [
+        f"kintsugi samples {folder} --worst 10",
+        f"kintsugi export {folder} --to my-model",
+        f"tensorboard --logdir {folder}/tensorboard",
+        "kintsugi train recipes/grpo_arithmetic.yaml seed=1",
+    ]
+
+
+def accuracy_text(accuracy: float | None, *, count: int) -> str:
+    """`91.2 % (88.4 – 93.4 %, 500 problems)`, the interval being Wilson's at 95 %."""
+    if accuracy is None:
+        return "not measured"
+    low, high = wilson_interval(accuracy, count=count)
+    return f"{accuracy:.1%} ({low:.1%} – {high:.1%} at 95 %, {count} problems)"
+
+
+def duration(seconds: float) -> str:
+    """`1:05`, `1:02:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

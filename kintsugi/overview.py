@@ -1,0 +1,69 @@
+"""What `kintsugi check` says about a run before it exists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psutil
+
+from kintsugi.config import Config, stages
+from kintsugi.control.layout import ProcessPlan, estimate_memory, plan_layout
+from kintsugi.graph.algorithms import build_graph
+from kintsugi.model.architecture import ModelConfig, num_parameters
+from kintsugi.model.plan import plan_model
+from kintsugi.recipe import Resolved, fields_of, shown
+
+
+def overview(resolved: Resolved) -> str:
+    """Values with their origins, the graph of each stage, processes, memory."""
+    config = resolved.config
+    model, _ = plan_model(config)
+    parts = [
+        ["configuration", *_values(resolved)],
+        [f"model: {model.family}, {num_parameters(model):,} parameters, vocabulary {model.vocab_size}"],
+        *(
+            [
+                f"graph of {stage.name}, steps {stage.first_step}–{stage.last_step}",
+                *_indented(build_graph(stage).describe()),
+            ]
+            for stage in stages(config)
+        ),
+        ["processes", *_layout(plan_layout(config))],
+        ["memory, estimated", *_memory(config, model)],
+    ]
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def _values(resolved: Resolved) -> Iterator[str]:
+    rows = [
+        (field, "null" if value is None else shown(value), resolved.origins[field])
+        for field, value in fields_of(resolved.config).items()
+    ]
+    name_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
+    for field, value, origin in rows:
+        yield f"  {field:{name_width}}  {value:{min(value_width, 40)}}  {origin}"
+
+
+def _indented(text: str) -> Iterator[str]:
+    return (f"  {line}" for line in text.splitlines())
+
+
+def _layout(plan: tuple[ProcessPlan, ...]) -> Iterator[str]:
+    for host in dict.fromkeys(process.host for process in plan):
+        yield f"  {host}: {', '.join(process.process for process in plan if process.host == host)}"
+
+
+def _memory(config: Config, model: ModelConfig) -> Iterator[str]:
+    plan = plan_layout(config)
+    per_process = estimate_memory(config, model)
+    for role in dict.fromkeys(process.role for process in plan):
+        count = sum(process.role is role for process in plan)
+        yield f"  {role.value:8} {count} × {_megabytes(per_process[role])}"
+    total = sum(per_process[process.role] for process in plan)
+    available = psutil.virtual_memory().available
+    verdict = "" if total <= available else ": more than there is"
+    yield f"  in all   {_megabytes(total)} of {_megabytes(available)} available{verdict}"
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB"

@@ -1,0 +1,352 @@
+"""What a run folder says about its run, living or dead. Reads only; starts and changes nothing.
+
+config.yaml     as run                       checkpoints/   Hugging Face folders + trainer state
+journal         the master's facts           summary.json   how it ended
+events/         one file per process         logs/          what processes wrote to standard error
+metrics.jsonl   figures per step             tensorboard/   the same for TensorBoard
+samples.jsonl   what was trained             launcher.json  which process runs it
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kintsugi.cluster.children import boot_id, process_start_time
+from kintsugi.config import Config, stages
+from kintsugi.errors import ConfigError, KintsugiError, StorageError, UserError
+from kintsugi.facts import CheckpointSaved, Fact, ProcessJoined, ProcessLost
+from kintsugi.observe.metrics import METRICS_FILE, SAMPLES_FILE, SampleRecord
+from kintsugi.recipe import load_config
+
+CONFIG_FILE = "config.yaml"
+JOURNAL_FILE = "journal"
+SUMMARY_FILE = "summary.json"
+LAUNCHER_FILE = "launcher.json"
+CHECKPOINTS_FOLDER = "checkpoints"
+
+MetricLine = dict[str, float | None]
+
+
+class RunState(StrEnum):
+    RUNNING = "running"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    """By request, with a checkpoint; can be resumed."""
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+    """Its launcher is gone and it never said how it ended: killed, or the machine went down."""
+
+
+class FaultLine(msgspec.Struct, frozen=True):
+    """A fault as the summary tells it."""
+
+    kind: str
+    process: str
+    message: str
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """`summary.json`, written once when a run ends."""
+
+    outcome: str
+    name: str
+    seed: int
+    run_dir: str
+    steps: int
+    wall_s: float
+    samples_trained: int
+    tokens_generated: int
+    tokens_trained: int
+    reward_first: float | None
+    reward_last: float | None
+    eval_accuracy_before: float | None
+    eval_accuracy_after: float | None
+    weights_sha256: str | None
+    weight_version: int
+    processes: dict[str, list[int]]
+    """Role → pids."""
+    timing: dict[str, float]
+    """Stage → seconds."""
+    logprob_abs_diff_mean: float | None
+    faults: tuple[FaultLine, ...] = ()
+    """Why it failed, the first cause first."""
+
+
+class Launcher(msgspec.Struct, frozen=True):
+    """`launcher.json`: who runs this folder. All four together name one process for ever."""
+
+    pid: int
+    start_time: int
+    """Clock ticks since boot, as the kernel counts them."""
+    host_name: str
+    boot_id: str
+
+
+class RunStatus(msgspec.Struct, frozen=True):
+    """Where a run stands."""
+
+    folder: Path
+    config: Config
+    state: RunState
+    step: int
+    total_steps: int
+    stage: str
+    metrics: MetricLine
+    """The last figures of each name."""
+    evaluations: tuple[MetricLine, ...]
+    pid: int | None
+    """Of its launcher, while it runs."""
+
+
+class JournalStatus(msgspec.Struct, frozen=True):
+    """What only the journal knows."""
+
+    processes: dict[str, int]
+    """Process → pid of those that joined and were not lost."""
+    saved_steps: tuple[int, ...]
+
+
+def find_run(name: str, *, folder: Path = Path("runs")) -> Path:
+    """The folder of a run given by its path, or by its name inside `runs/`."""
+    for candidate in (Path(name), folder / name):
+        if (candidate / CONFIG_FILE).is_file():
+            return candidate
+    found = "a folder without config.yaml" if Path(name).is_dir() else "nothing"
+    raise UserError(f"{name}: expected a run folder, or the name of one in {folder}/, found {found}")
+
+
+def next_run_dir(name: str, *, folder: Path = Path("runs")) -> Path:
+    """`runs/<name>-<number>`, one above the highest number taken."""
+    taken = [path.name.removeprefix(f"{name}-") for path in folder.glob(f"{name}-*")]
+    return folder / f"{name}-{1 + max((int(number) for number in taken if number.isdecimal()), default=0)}"
+
+
+def create_run_dir(folder: Path) -> None:
+    """Make the folder, and refuse one that is there: two runs never share one."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(f"`run_dir`: expected a folder that does not exist yet, found {folder}") from None
+    except OSError as error:
+        raise ConfigError(f"`run_dir`: expected a place to write, {folder}: {error.strerror}") from error
+
+
+def remove_unused(folder: Path) -> None:
+    """Take away the folder of a run that never started: nothing but its configuration is in it."""
+    if [path.name for path in folder.iterdir()] == [CONFIG_FILE]:
+        (folder / CONFIG_FILE).unlink()
+        folder.rmdir()
+
+
+def read_status(folder: Path) -> RunStatus:
+    """From the small files; the journal is not needed."""
+    config = load_config(folder / CONFIG_FILE)
+    lines, _ = read_metrics(folder)
+    steps = [line for line in lines if not is_evaluation(line)]
+    step = int(steps[-1]["step"] or 0) if steps else 0
+    metrics = {name: value for line in lines for name, value in line.items()}
+    launcher = living_launcher(folder)
+    pid = launcher.pid if launcher else None
+    return RunStatus(
+        folder=folder,
+        config=config,
+        state=_state(folder, pid=pid),
+        step=step,
+        total_steps=stages(config)[-1].last_step,
+        stage=stage_name(config, step=step),
+        metrics=metrics,
+        evaluations=tuple(line for line in lines if is_evaluation(line)),
+        pid=pid,
+    )
+
+
+def _state(folder: Path, *, pid: int | None) -> RunState:
+    if pid is not None:
+        return RunState.RUNNING
+    summary = read_summary(folder)
+    if summary is None or summary.outcome not in {state.value for state in RunState}:
+        return RunState.INTERRUPTED
+    return RunState(summary.outcome)
+
+
+def read_journal(folder: Path) -> JournalStatus:
+    """Processes and checkpoints, from the facts."""
+    from kintsugi.control.journal import read_facts
+
+    path = folder / JOURNAL_FILE
+    return summarize_facts(read_facts(path) if path.exists() else ())
+
+
+def summarize_facts(facts: Iterable[Fact]) -> JournalStatus:
+    processes: dict[str, int] = {}
+    saved: list[int] = []
+    for fact in facts:
+        match fact:
+            case ProcessJoined():
+                processes[fact.peer.process] = fact.pid
+            case ProcessLost():
+                processes.pop(fact.process, None)
+            case CheckpointSaved():
+                saved.append(fact.step)
+            case _:
+                pass
+    return JournalStatus(processes, tuple(saved))
+
+
+def read_metrics(folder: Path, *, offset: int = 0) -> tuple[list[MetricLine], int]:
+    """The whole lines of `metrics.jsonl` from a byte offset on, and the offset to go on from."""
+    path = folder / METRICS_FILE
+    try:
+        with path.open("rb") as file:
+            if offset > file.seek(0, 2):
+                offset = 0
+            file.seek(offset)
+            contents = file.read()
+    except FileNotFoundError:
+        return [], 0
+    whole = contents[: contents.rfind(b"\n") + 1]
+    decoder = msgspec.json.Decoder(MetricLine)
+    return [_decoded(decoder, line, path=path) for line in whole.splitlines()], offset + len(whole)
+
+
+def _decoded(decoder: msgspec.json.Decoder[Any], line: bytes, *, path: Path) -> Any:
+    try:
+        return decoder.decode(line)
+    except msgspec.DecodeError as error:
+        raise StorageError(f"{path}: expected one JSON object a line, got {line[:60]!r} ({error})") from error
+
+
+def is_evaluation(line: MetricLine) -> bool:
+    return "eval/accuracy" in line
+
+
+def read_samples(
+    folder: Path, *, step: int | None = None, worst: int | None = None, grep: str | None = None
+) -> list[SampleRecord]:
+    """Trained samples, filtered; `worst` keeps that many with the lowest rewards, the lowest first."""
+    chosen = [
+        record
+        for record in _samples(folder)
+        if (step is None or record.step == step)
+        and (grep is None or grep in record.prompt or grep in record.completion)
+    ]
+    if worst is not None:
+        chosen = sorted(chosen, key=lambda record: record.reward)[:worst]
+    return chosen
+
+
+def _samples(folder: Path) -> Iterator[SampleRecord]:
+    path = folder / SAMPLES_FILE
+    if not path.exists():
+        return
+    decoder = msgspec.json.Decoder(SampleRecord)
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield _decoded(decoder, line, path=path)
+
+
+def read_summary(folder: Path) -> Summary | None:
+    """None while there is none."""
+    path = folder / SUMMARY_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Summary)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        raise StorageError(f"{path}: not the summary of a run: {error}") from error
+
+
+def write_launcher(folder: Path, *, pid: int) -> None:
+    """Leave word of who runs this folder."""
+    start_time = process_start_time(pid)
+    assert start_time is not None, f"process {pid} is not there"
+    record = Launcher(pid, start_time, socket.gethostname(), boot_id())
+    (folder / LAUNCHER_FILE).write_bytes(msgspec.json.encode(record))
+
+
+def living_launcher(folder: Path) -> Launcher | None:
+    """The process that runs this folder now, if one does; a number that was given to another process is not it."""
+    path = folder / LAUNCHER_FILE
+    try:
+        record = msgspec.json.decode(path.read_bytes(), type=Launcher)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+    if record.host_name != socket.gethostname():
+        raise UserError(
+            f"{path}: process {record.pid} of host {record.host_name} runs this folder; go on there, "
+            "or remove the file if that host is gone"
+        )
+    alive = record.boot_id == boot_id() and process_start_time(record.pid) == record.start_time
+    return record if alive else None
+
+
+def list_runs(folder: Path) -> list[tuple[Path, RunStatus | KintsugiError]]:
+    """Every run inside a folder, the newest first; one that can not be read says why and hides no other."""
+    configs = sorted(
+        folder.glob(f"*/{CONFIG_FILE}"),
+        key=lambda path: (path.stat().st_mtime, path.parent.name),
+        reverse=True,
+    )
+    return [(path.parent, _status_or_error(path.parent)) for path in configs]
+
+
+def _status_or_error(folder: Path) -> RunStatus | KintsugiError:
+    try:
+        return read_status(folder)
+    except KintsugiError as error:
+        return error
+
+
+def checkpoint_folders(folder: Path) -> dict[int, Path]:
+    """Step → its checkpoint folder, the lowest step first; of several saves of one step the last."""
+    found: dict[int, Path] = {}
+    for path in sorted((folder / CHECKPOINTS_FOLDER).glob("step-*")):
+        step = path.name.removeprefix("step-").partition(".")[0]
+        if step.isdecimal():
+            found[int(step)] = path
+    return dict(sorted(found.items()))
+
+
+def export_checkpoint(folder: Path, *, to: Path, step: int | None = None) -> list[Path]:
+    """Verify a checkpoint and copy its Hugging Face files; the target appears whole or not at all."""
+    from kintsugi.checkpoint.manifest import MANIFEST_FILE
+    from kintsugi.checkpoint.store import EXTRA_FILE, STATE_FILE, verify
+
+    checkpoints = checkpoint_folders(folder)
+    if not checkpoints:
+        raise UserError(f"{folder}: expected a run with a checkpoint, it has none yet")
+    chosen = max(checkpoints) if step is None else step
+    if chosen not in checkpoints:
+        have = ", ".join(map(str, checkpoints))
+        raise UserError(f"--step: expected a step with a checkpoint ({have}), got {chosen}")
+    if to.exists():
+        raise UserError(f"--to: expected a folder that does not exist yet, found {to}")
+    verify(checkpoints[chosen])
+    ours = {EXTRA_FILE, MANIFEST_FILE, STATE_FILE}
+    names = [path.name for path in checkpoints[chosen].iterdir() if path.name not in ours]
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=to.parent, prefix=f".{to.name}-") as scratch:
+            staged = Path(scratch) / "staged"
+            staged.mkdir()
+            for name in names:
+                shutil.copyfile(checkpoints[chosen] / name, staged / name)
+            staged.rename(to)
+    except OSError as error:
+        raise StorageError(f"could not write {to}: {error.strerror or error}") from error
+    return [to / name for name in names]
+
+
+def stage_name(config: Config, *, step: int) -> str:
+    """The stage that the step after `step` belongs to; the last one when all are done."""
+    every = stages(config)
+    return next((stage.name for stage in every if step < stage.last_step), every[-1].name)

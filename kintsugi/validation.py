@@ -1,0 +1,328 @@
+"""Whether a configuration can run: everything that can be known is refused here, before any process starts."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import importlib.util
+import inspect
+import math
+import re
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kintsugi.config import Config, Stage, stages
+from kintsugi.control.layout import num_spread_processes
+from kintsugi.data.source import Source, open_source
+from kintsugi.errors import ConfigError, DataError, ModelError
+from kintsugi.model.plan import plan_model
+from kintsugi.recipe import fields_of, named_origin, shown
+
+_ROWS_MEASURED = 2000
+"""Rows whose length is checked beforehand; whoever meets a longer one later refuses it by name."""
+
+
+class _Candidate(msgspec.Struct, frozen=True):
+    """A configuration on trial, and what is needed to say where its values came from."""
+
+    config: Config
+    origins: Mapping[str, str]
+    values: dict[str, Any]
+    stages: tuple[Stage, ...]
+
+    def error(self, field: str, expected: str) -> ConfigError:
+        origin = self.origins.get(field, "")
+        place = f" ({named_origin(origin)})" if origin else ""
+        return ConfigError(f"`{field}`{place}: expected {expected}, got {shown(self.values.get(field))}")
+
+
+def validate(config: Config, *, origins: Mapping[str, str] | None = None) -> None:
+    """Raise a `UserError` that names the field or file, what was found and what is expected; else return."""
+    candidate = _Candidate(config, origins or {}, fields_of(config), stages(config))
+    for check in _CHECKS:
+        check(candidate)
+
+
+Rule = tuple[str, Callable[[float], bool]]
+_POSITIVE: Rule = ("a positive number", lambda value: value > 0)
+_NOT_NEGATIVE: Rule = ("zero or more", lambda value: value >= 0)
+_FRACTION: Rule = ("at least 0 and less than 1", lambda value: 0 <= value < 1)
+
+_RULES: dict[str, Rule] = {
+    "seed": ("a whole number from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63),
+    "model.new.hidden_size": _POSITIVE,
+    "model.new.intermediate_size": _POSITIVE,
+    "model.new.num_layers": _POSITIVE,
+    "model.new.num_heads": _POSITIVE,
+    "model.new.num_kv_heads": _POSITIVE,
+    "model.new.max_positions": _POSITIVE,
+    "data.max_digits": ("1 to 3 (all problems are listed beforehand)", lambda value: 1 <= value <= 3),
+    "data.num_eval": ("a positive number: the run is judged on held-out rows", lambda value: value > 0),
+    "sampling.max_new_tokens": _POSITIVE,
+    "algorithm.steps": _POSITIVE,
+    "algorithm.batch_size": _POSITIVE,
+    "algorithm.group_size": _POSITIVE,
+    "algorithm.clip_low": _FRACTION,
+    "algorithm.clip_high": _NOT_NEGATIVE,
+    "algorithm.beta": _NOT_NEGATIVE,
+    "algorithm.updates_per_step": _POSITIVE,
+    "warmup.steps": ("a positive number (`warmup=null` for none)", lambda value: value > 0),
+    "warmup.batch_size": _POSITIVE,
+    "warmup.learning_rate": _POSITIVE,
+    "warmup.warmup_steps": _NOT_NEGATIVE,
+    "actor.workers": _POSITIVE,
+    "actor.learning_rate": _POSITIVE,
+    "actor.warmup_steps": _NOT_NEGATIVE,
+    "actor.weight_decay": _NOT_NEGATIVE,
+    "actor.beta1": _FRACTION,
+    "actor.beta2": _FRACTION,
+    "actor.epsilon": _POSITIVE,
+    "actor.max_grad_norm": _POSITIVE,
+    "actor.micro_batch_tokens": _POSITIVE,
+    "actor.logical_shards": _POSITIVE,
+    "generation.servers": _POSITIVE,
+    "generation.slots": (
+        "at least 4: with fewer rows results would depend on the batch",
+        lambda value: value >= 4,
+    ),
+    "generation.max_length": _POSITIVE,
+    "rollout.workers": _POSITIVE,
+    "rollout.attempts": _POSITIVE,
+    "rollout.reward_timeout_s": _POSITIVE,
+    "evaluation.every": _NOT_NEGATIVE,
+    "evaluation.num_samples": _NOT_NEGATIVE,
+    "checkpoint.every": _NOT_NEGATIVE,
+    "checkpoint.keep": _POSITIVE,
+    "cluster.hosts": _POSITIVE,
+    "cluster.port": ("a port from 0 to 65535", lambda value: 0 <= value <= 65535),
+    "cluster.start_timeout_s": _POSITIVE,
+}
+
+_NEUTRAL_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def _check_numbers(run: _Candidate) -> None:
+    for field, value in run.values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise run.error(field, "a finite number")
+    for field, (expected, holds) in _RULES.items():
+        if run.values.get(field) is not None and not holds(run.values[field]):
+            raise run.error(field, expected)
+
+
+def _check_name(run: _Candidate) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run.config.name):
+        raise run.error("name", "letters, digits, '.', '_' and '-' (it becomes a folder's name)")
+
+
+def _check_algorithm(run: _Candidate) -> None:
+    algorithm = run.config.algorithm
+    if algorithm.name == "grpo" and algorithm.group_size < 2:
+        raise run.error(
+            "algorithm.group_size", "at least 2 with GRPO (the other samples of the group are the baseline)"
+        )
+    if algorithm.name == "sft" and algorithm.group_size != 1:
+        raise run.error("algorithm.group_size", "1 with SFT (a row is learned once per epoch)")
+    if not algorithm.reward:
+        raise run.error("algorithm.reward", "at least one function; evaluation needs it too")
+    for stage in run.stages:
+        field = "warmup.warmup_steps" if stage.name == "warmup" else "actor.warmup_steps"
+        if stage.actor.warmup_steps > stage.algorithm.steps:
+            raise run.error(field, f"at most the stage's {stage.algorithm.steps} steps")
+
+
+def _check_sampling(run: _Candidate) -> None:
+    if run.config.sampling.temperature <= 0:
+        raise run.error(
+            "sampling.temperature", "a positive number (greedy samples of a group would all be equal)"
+        )
+    for name, neutral in _NEUTRAL_SAMPLING.items():
+        if getattr(run.config.sampling, name) != neutral:
+            raise run.error(
+                f"sampling.{name}",
+                f"{neutral}: the trainer's log-probabilities would be of another distribution than was sampled",
+            )
+
+
+def _check_division(run: _Candidate) -> None:
+    """One rule divides the work: each model worker computes the same number of whole logical shards."""
+    actor = run.config.actor
+    for stage in run.stages:
+        batch = "warmup.batch_size" if stage.name == "warmup" else "algorithm.batch_size"
+        samples = stage.algorithm.batch_size * stage.algorithm.group_size
+        counted = f"`{batch}` × group size = {samples} samples"
+        if actor.workers > samples:
+            raise run.error("actor.workers", f"at most as many workers as {counted}")
+        if actor.logical_shards > samples:
+            raise run.error("actor.logical_shards", f"at most {counted}")
+        if run.config.rollout.workers > stage.algorithm.batch_size:
+            raise run.error(
+                "rollout.workers",
+                f"at most `{batch}`={stage.algorithm.batch_size} (a prompt's samples stay together)",
+            )
+    if actor.logical_shards % actor.workers:
+        raise run.error("actor.logical_shards", f"a multiple of `actor.workers`={actor.workers}")
+    samples = run.config.algorithm.batch_size * run.config.algorithm.group_size
+    if run.config.algorithm.name != "sft" and run.config.generation.servers > samples:
+        raise run.error("generation.servers", f"at most as many servers as the {samples} samples of a step")
+
+
+def _check_cluster(run: _Candidate) -> None:
+    cluster, num_processes = run.config.cluster, num_spread_processes(run.config)
+    if cluster.hosts > num_processes:
+        raise run.error("cluster.hosts", f"at most {num_processes}, so that every host has a process to run")
+    if cluster.port:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", cluster.port))
+            except OSError as error:
+                why = "in use" if error.errno == errno.EADDRINUSE else (error.strerror or str(error))
+                raise run.error(
+                    "cluster.port", f"a free port (0 takes any), but this one is {why}"
+                ) from error
+
+
+def _check_run_folder(run: _Candidate) -> None:
+    if run.config.run_dir is None:
+        return
+    folder = Path(run.config.run_dir)
+    if folder.exists() or folder.is_symlink():
+        raise run.error(
+            "run_dir",
+            "a folder that does not exist yet (`kintsugi resume` continues a run, `run_dir=…` names another)",
+        )
+    existing = next(parent for parent in folder.absolute().parents if parent.exists())
+    if not existing.is_dir():
+        raise run.error("run_dir", f"a path inside folders, but {existing} is a file")
+
+
+def _check_logging(run: _Candidate) -> None:
+    if run.config.logging.wandb and importlib.util.find_spec("wandb") is None:
+        raise run.error("logging.wandb", "false, or the extra installed: `pip install 'kintsugi[wandb]'`")
+
+
+def _check_model(run: _Candidate) -> None:
+    model = run.config.model
+    if model.path is not None and model.new is not None:
+        raise ConfigError(
+            f"`model.path` and `model.new`: expected one of them, got both ({model.path!r} and a section); "
+            "`model.new=null` takes the section away"
+        )
+    if model.path is None and model.new is None:
+        raise ConfigError("`model.path` and `model.new`: expected one of them, got neither")
+    if model.new is not None and model.new.hidden_size % model.new.num_heads:
+        raise run.error("model.new.hidden_size", f"a multiple of `model.new.num_heads`={model.new.num_heads}")
+    try:
+        plan_model(run.config)
+    except ModelError as error:
+        field = "model.path" if model.path is not None else "model.new"
+        raise ModelError(f"`{field}`: {error}") from error
+
+
+def _check_data(run: _Candidate) -> None:
+    data = run.config.data
+    if data.source != "arithmetic" and not Path(data.source).is_file():
+        raise run.error("data.source", "'arithmetic' or the path of a JSONL file that exists")
+    learns_rows = any(stage.algorithm.name == "sft" for stage in run.stages)
+    if data.source != "arithmetic" and learns_rows and data.completion_column is None:
+        raise run.error("data.completion_column", "the column that SFT learns to write")
+    held_out = open_source(data, split="eval")
+    if len(held_out) < data.num_eval:
+        raise run.error("data.num_eval", f"fewer than the {len(held_out)} rows there are")
+    rows = open_source(data, split="train")
+    _check_rewards(run, columns=sorted(rows.row(0).columns))
+    _check_lengths(run, [rows, held_out], learns_rows=learns_rows)
+
+
+def _check_lengths(run: _Candidate, sources: Sequence[Source], *, learns_rows: bool) -> None:
+    model, tokenizer = plan_model(run.config)
+    max_length, new = run.config.generation.max_length, run.config.sampling.max_new_tokens
+    if max_length > model.max_positions:
+        raise run.error("generation.max_length", f"at most the model's {model.max_positions} positions")
+    for source in sources:
+        for index in range(min(len(source), _ROWS_MEASURED)):
+            row = source.row(index)
+            prompt = len(tokenizer.encode(row.prompt))
+            if prompt == 0:
+                raise DataError(
+                    f"`data.source`, row {index}: expected a prompt of at least one token, got none"
+                )
+            if prompt + new > max_length:
+                raise run.error(
+                    "generation.max_length",
+                    f"at least {prompt + new}: the prompt {_cut(row.prompt)} has {prompt} tokens and "
+                    f"`sampling.max_new_tokens`={new} come on top",
+                )
+            whole = prompt + len(tokenizer.encode(str(row.columns["completion"]))) + 1 if learns_rows else 0
+            if whole > model.max_positions:
+                raise DataError(
+                    f"`data.source`, row {index}: expected prompt and completion within the model's "
+                    f"{model.max_positions} positions, got {whole} tokens, starting {_cut(row.prompt)}"
+                )
+
+
+def _cut(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:39]}…")
+
+
+def _check_rewards(run: _Candidate, *, columns: Sequence[str]) -> None:
+    """Also without RL: the first function decides what counts as right in an evaluation."""
+    paths = run.config.algorithm.reward
+    names = [path.rpartition(".")[2] for path in paths]
+    if len(set(names)) < len(names):
+        raise run.error(
+            "algorithm.reward", "functions with distinct names (they name the reward's components)"
+        )
+    given = ["completions", "prompts", *(name for name in columns if name != "completion")]
+    for path in paths:
+        reward = _import_reward(run, path)
+        try:
+            signature = inspect.signature(reward)
+        except ValueError:
+            continue
+        try:
+            signature.bind(**dict.fromkeys(given))
+        except TypeError as error:
+            raise run.error(
+                "algorithm.reward",
+                f"functions `f(completions, **columns)` that can be called with {', '.join(given)}; {path}: {error}",
+            ) from error
+
+
+def _import_reward(run: _Candidate, path: str) -> Callable[..., Any]:
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise run.error(
+            "algorithm.reward", f"dotted paths like `package.module.function`; {path!r} has no module"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # somebody else's module may raise anything while it is imported
+        raise run.error(
+            "algorithm.reward", f"importable functions; {module_name} gives {type(error).__name__}: {error}"
+        ) from error
+    reward = getattr(module, name, None)
+    if not callable(reward):
+        raise run.error("algorithm.reward", f"functions; {module_name} has no function {name!r}")
+    function: Callable[..., Any] = reward
+    return function
+
+
+_CHECKS: tuple[Callable[[_Candidate], None], ...] = (
+    _check_numbers,
+    _check_name,
+    _check_run_folder,
+    _check_algorithm,
+    _check_sampling,
+    _check_division,
+    _check_cluster,
+    _check_logging,
+    _check_model,
+    _check_data,
+)
+"""Cheap ones first; the model is looked at before the data, whose lengths are counted in its tokens."""

@@ -1,0 +1,73 @@
+"""Endpoints in one process, driven by hand: a test decides who works when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kintsugi.messages import Body, Ok
+from kintsugi.runtime import wait
+from kintsugi.transport import Delivery, Endpoint, Reply, new_key_pair
+
+TIMEOUT_S = 10.0
+
+
+def make_endpoint(process: str, *, incarnation: str = "a", job: str = "job", **options: Any) -> Endpoint:
+    public_key, secret_key = options.pop("keys", None) or new_key_pair()
+    return Endpoint(
+        job=job,
+        process=process,
+        incarnation=incarnation,
+        public_key=public_key,
+        secret_key=secret_key,
+        **options,
+    )
+
+
+def introduce(*endpoints: Endpoint) -> None:
+    """Let all of them know all others."""
+    for endpoint in endpoints:
+        for other in endpoints:
+            if other is not endpoint:
+                endpoint.admit(other.peer(host="here"))
+
+
+def pump(*endpoints: Endpoint, until: Callable[[], bool]) -> list[Delivery]:
+    """Let the endpoints work until something is true; gives what was delivered meanwhile."""
+    delivered: list[Delivery] = []
+
+    def attempt(_: float) -> bool | None:
+        for endpoint in endpoints:
+            delivered.extend(endpoint.poll(0.005))
+        return until() or None
+
+    wait(attempt, whom="the endpoints", what="the expected state", timeout_s=TIMEOUT_S)
+    return delivered
+
+
+def receive(receiver: Endpoint, *others: Endpoint, count: int = 1) -> list[Delivery]:
+    """Let them work until the receiver got so many messages."""
+    received: list[Delivery] = []
+
+    def attempt(_: float) -> bool | None:
+        received.extend(receiver.poll(0.005))
+        for other in others:
+            other.turn(0.005)
+        return len(received) >= count or None
+
+    wait(attempt, whom="the sender", what="a message", timeout_s=TIMEOUT_S)
+    return received
+
+
+def ask(sender: Endpoint, receiver: Endpoint, body: Body, *, answer: Body | None = None) -> Reply:
+    """A whole exchange; raises what the sender would see."""
+    pending = sender.request(receiver.process, body, deadline_s=TIMEOUT_S)
+
+    def attempt(_: float) -> bool | None:
+        for delivery in receiver.poll(0.005):
+            receiver.reply(delivery, answer or Ok())
+        sender.turn(0.005)
+        return pending.done or None
+
+    wait(attempt, whom=receiver.process, what="an answer", timeout_s=TIMEOUT_S)
+    return pending.result()

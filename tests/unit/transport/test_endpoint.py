@@ -1,0 +1,483 @@
+"""Who may speak, and what arrives: exactly once, in spite of loss, repetition, replacement and nonsense."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from kintsugi import messages
+from kintsugi.errors import (
+    DeadlineExceeded,
+    Fault,
+    IntegrityError,
+    ProcessDied,
+    RefusedError,
+    RemoteError,
+    StorageError,
+)
+from kintsugi.messages import (
+    AddressBook,
+    CommitStep,
+    Drop,
+    Envelope,
+    FetchWeights,
+    MessageKind,
+    Ok,
+    Ping,
+    Register,
+    Registered,
+    WeightsFetched,
+)
+from kintsugi.runtime import COUNTERS, WAITS, VirtualClock
+from kintsugi.transport import Endpoint, bulk_digest, chunks, new_key_pair, verify_bulk
+from kintsugi.transport.exchange import CHUNK_BYTES, SAVED_BYTES
+from kintsugi.types import Role
+from tests.unit.transport.harness import ask, introduce, make_endpoint, pump, receive
+
+Make = Callable[..., Endpoint]
+FAULT = Fault("f1", "ProcessDied", "agent-0", "exit status -9", 0.0)
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes endpoints that are closed after the test."""
+    with ExitStack() as stack:
+
+        def make_and_close(process: str, **options: Any) -> Endpoint:
+            endpoint = make_endpoint(process, **options)
+            stack.callback(endpoint.close)
+            return endpoint
+
+        yield make_and_close
+
+
+def counter(name: str) -> int:
+    return COUNTERS.snapshot().counters.get(name, 0)
+
+
+def raw_dealer(
+    to: Endpoint, keys: tuple[bytes, bytes]
+) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
+    """A connection that can send whatever it likes."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.linger = 0
+    dealer.curve_publickey, dealer.curve_secretkey = keys
+    dealer.curve_serverkey = to.peer(host="here").public_key
+    dealer.connect(to.address)
+    return context, dealer
+
+
+def envelope(**changes: object) -> Envelope:
+    plain = Envelope("job", 0, "model-0", "a", 1, MessageKind.REQUEST)
+    return msgspec.structs.replace(plain, **changes)
+
+
+def test_a_request_is_answered(make: Make) -> None:
+    model, server = make("model-0"), make("server-0")
+    introduce(model, server)
+    assert ask(model, server, Ping(b"x")).body == Ok()
+
+
+def test_a_one_way_message_arrives_with_its_sender_and_cause(make: Make) -> None:
+    model, server = make("model-0"), make("server-0")
+    introduce(model, server)
+    assert model.send("server-0", Drop(("t",)), cause_id="f1")
+    (delivery,) = receive(server, model)
+    assert (delivery.body, delivery.peer.process, delivery.wants_reply) == (Drop(("t",)), "model-0", False)
+    assert delivery.envelope.cause_id == "f1"
+
+
+def test_a_key_that_was_not_admitted_can_not_speak(make: Make) -> None:
+    stranger, model, server = make("model-1"), make("model-0"), make("server-0")
+    introduce(model, server)
+    stranger.admit(server.peer(host="here"))
+    stranger.send("server-0", Drop(("t",)))
+    before = counter("transport.not_admitted_yet")
+    assert pump(server, until=lambda: counter("transport.not_admitted_yet") > before) == []
+    model.send("server-0", Drop(("u",)))
+    assert [delivery.body for delivery in receive(server, model, stranger)] == [Drop(("u",))]
+
+
+def test_a_replaced_process_can_not_connect(make: Make) -> None:
+    old, model, server = make("model-0"), make("model-0", incarnation="b"), make("server-0")
+    introduce(old, server)
+    introduce(model, server)
+    old.send("server-0", Drop(("t",)))
+    ask(model, server, Ping())
+    model.send("server-0", Drop(("u",)))
+    assert [delivery.body for delivery in receive(server, model, old)] == [Drop(("u",))]
+
+
+def test_a_process_that_is_admitted_late_gets_through(make: Make) -> None:
+    model, server = make("model-0"), make("server-0")
+    model.admit(server.peer(host="here"))
+    model.send("server-0", Drop(("t",)))
+    before = counter("transport.not_admitted_yet")
+    pump(server, until=lambda: counter("transport.not_admitted_yet") > before)
+    server.admit(model.peer(host="here"))
+    assert receive(server, model)[0].body == Drop(("t",))
+
+
+def test_a_server_with_the_wrong_key_hears_nothing(make: Make) -> None:
+    model, impostor, server = make("model-0"), make("server-0"), make("server-0")
+    introduce(model, impostor)
+    lie = msgspec.structs.replace(server.peer(host="here"), address=impostor.address)
+    model.admit(lie)
+    pending = model.request("server-0", Ping(), deadline_s=0.3)
+    assert pump(impostor, model, until=lambda: pending.done) == []
+    assert isinstance(pending.error, DeadlineExceeded)
+
+
+def test_one_process_can_not_speak_as_another(make: Make) -> None:
+    keys = new_key_pair()
+    liar, server = make("model-1", keys=keys), make("server-0")
+    server.admit(liar.peer(host="here"))
+    context, dealer = raw_dealer(server, keys)
+    dealer.send_multipart(messages.encode(envelope(sender="model-0"), CommitStep(1)))
+    before = counter("transport.refused")
+    assert pump(server, until=lambda: counter("transport.refused") > before) == []
+    context.destroy(linger=0)
+
+
+def test_a_message_of_another_job_is_refused(make: Make) -> None:
+    model, server = make("model-0", job="other"), make("server-0")
+    introduce(model, server)
+    with pytest.raises(RemoteError, match="expected job job, got other"):
+        ask(model, server, Ping())
+
+
+def test_a_repeated_request_runs_once_and_gets_the_saved_reply(make: Make) -> None:
+    keys = new_key_pair()
+    model, server = make("model-0", keys=keys), make("server-0")
+    server.admit(model.peer(host="here"))
+    context, dealer = raw_dealer(server, keys)
+    frames = messages.encode(envelope(), CommitStep(1))
+    dealer.send_multipart(frames)
+    (delivery,) = receive(server)
+    dealer.send_multipart(frames)
+    dealer.send_multipart(messages.encode(envelope(sequence=2, kind=MessageKind.ONE_WAY), Drop(())))
+    assert [late.body for late in receive(server)] == [Drop(())], (
+        "the repetition of a running request is dropped"
+    )
+    server.reply(delivery, Registered(7))
+    first = dealer.recv_multipart()
+    dealer.send_multipart(frames)
+    before = counter("transport.answered_again")
+    assert pump(server, until=lambda: counter("transport.answered_again") > before) == []
+    assert dealer.recv_multipart()[1] == first[1]
+    context.destroy(linger=0)
+
+
+def test_a_lost_reply_is_asked_for_again(make: Make) -> None:
+    clock = VirtualClock()
+    model, server = make("model-0", clock=clock), make("server-0")
+    introduce(model, server)
+    pending = model.request("server-0", CommitStep(1), deadline_s=60)
+    (delivery,) = receive(server, model)
+    delivery.route = b"a connection that is gone"
+    server.reply(delivery, Ok())
+    clock.advance(0.3)
+    assert pump(server, model, until=lambda: pending.done) == []
+    assert pending.result().body == Ok()
+
+
+def test_a_request_waits_for_a_receiver_that_starts_late(make: Make) -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+    keys = new_key_pair()
+    model = make("model-0")
+    model.admit(msgspec.structs.replace(make("server-0", keys=keys).peer(host="here"), address=address))
+    pending = model.request("server-0", CommitStep(1), deadline_s=10)
+    server = make("server-0", keys=keys, bind=address)
+    server.admit(model.peer(host="here"))
+    (delivery,) = receive(server, model)
+    server.reply(delivery, Ok())
+    pump(model, server, until=lambda: pending.done)
+    assert pending.result().body == Ok()
+
+
+def test_a_request_ends_at_its_deadline_and_says_for_whom_it_waited(make: Make) -> None:
+    clock = VirtualClock()
+    model, server = make("model-0", clock=clock), make("server-0")
+    introduce(model, server)
+    pending = model.request("server-0", CommitStep(1), deadline_s=5)
+    clock.advance(5)
+    model.poll(0)
+    with pytest.raises(DeadlineExceeded, match=r"waited 5\.0 s for server-0: CommitStep"):
+        pending.result()
+
+
+def test_a_blocking_call_is_declared_while_it_waits(make: Make) -> None:
+    model, server = make("model-0"), make_endpoint("server-0")
+    introduce(model, server)
+    seen: list[tuple[str, str]] = []
+
+    def serve() -> None:
+        (delivery,) = receive(server)
+        seen.extend((wait.whom, wait.what) for wait in WAITS.declared())
+        server.reply(delivery, Ok())
+        server.close(flush_s=1)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    model.call("server-0", CommitStep(1), deadline_s=10)
+    thread.join()
+    assert ("server-0", "CommitStep") in seen
+
+
+def test_an_error_of_the_receiver_becomes_the_cause(make: Make) -> None:
+    model, server = make("model-0"), make("server-0")
+    introduce(model, server)
+    pending = model.request("server-0", CommitStep(1), deadline_s=10)
+    fault = server.fail(receive(server, model)[0], StorageError("disk full"))
+    pump(model, until=lambda: pending.done)
+    with pytest.raises(RemoteError, match="server-0: StorageError: disk full") as caught:
+        pending.result()
+    assert caught.value.cause == fault
+
+
+def test_an_old_epoch_is_refused_and_registering_is_not(make: Make) -> None:
+    model, master = make("model-0", epoch=1), make("master-0", epoch=2)
+    introduce(model, master)
+    register = Register(model.peer(host="here"), Role.MODEL, os.getpid())
+    assert ask(model, master, register, answer=Registered(2)).body == Registered(2)
+    pending = model.request("master-0", CommitStep(1), deadline_s=0.2)
+    assert pump(master, model, until=lambda: pending.done) == []
+    assert isinstance(pending.error, DeadlineExceeded)
+    assert model.seen_epoch == 2
+
+
+def test_a_request_refused_for_its_epoch_gets_through_once_the_epoch_is_adopted(make: Make) -> None:
+    clock = VirtualClock()
+    model, master = make("model-0", epoch=1, clock=clock), make("master-0", epoch=2)
+    introduce(model, master)
+    pending = model.request("master-0", CommitStep(1), deadline_s=10)
+    pump(master, model, until=lambda: model.seen_epoch == 2)
+    assert not pending.done
+    model.epoch = model.seen_epoch
+    clock.advance(0.3)
+    (delivery,) = receive(master, model)
+    assert delivery.envelope.epoch == 2
+
+
+def test_the_sender_of_a_one_way_message_learns_of_a_newer_epoch(make: Make) -> None:
+    model, master = make("model-0", epoch=1), make("master-0", epoch=2)
+    introduce(model, master)
+    model.send("master-0", Drop(()))
+    assert pump(master, model, until=lambda: model.seen_epoch == 2) == []
+
+
+def test_an_old_incarnation_is_refused_once_its_replacement_is_admitted(make: Make) -> None:
+    old, new, server = make("model-0"), make("model-0", incarnation="b"), make("server-0")
+    introduce(old, server)
+    ask(old, server, Ping())
+    introduce(new, server)
+    ask(new, server, Ping())
+    with pytest.raises(RemoteError, match="RefusedError: model-0 a is not in the address book"):
+        ask(old, server, Ping())
+
+
+def test_a_master_that_took_over_is_recognised_by_its_key_and_newer_epoch(make: Make) -> None:
+    keys = new_key_pair()
+    dead, model = make("master-0", keys=keys, epoch=1), make("model-0", epoch=1)
+    introduce(dead, model)
+    ask(dead, model, Ping())
+    living = make("master-0", keys=keys, incarnation="b", epoch=2)
+    living.admit(model.peer(host="here"))
+    ask(living, model, Ping())
+    assert (model.seen_epoch, model.peers["master-0"].incarnation) == (2, "b")
+    with pytest.raises(RemoteError, match="master-0 a is not b"):
+        ask(dead, model, Ping())
+
+
+def test_requests_to_a_forgotten_process_fail_at_once_with_the_cause(make: Make) -> None:
+    model, server = make("model-0"), make("server-0")
+    introduce(model, server)
+    done: list[str] = []
+    pending = model.request(
+        "server-0", CommitStep(1), deadline_s=60, on_done=lambda pending: done.append(pending.process)
+    )
+    model.forget("server-0", FAULT)
+    later = model.request("server-0", CommitStep(2), deadline_s=60)
+    assert done == ["server-0"]
+    for request in (pending, later):
+        with pytest.raises(ProcessDied, match="exit status -9") as caught:
+            request.result()
+        assert caught.value.cause == FAULT
+
+
+def test_a_process_nobody_introduced_can_not_be_asked(make: Make) -> None:
+    pending = make("model-0").request("server-0", Ping(), deadline_s=60)
+    with pytest.raises(RefusedError, match="server-0 is not in the address book of model-0"):
+        pending.result()
+
+
+def test_sequence_numbers_go_on_when_a_process_is_introduced_again(make: Make) -> None:
+    model, server = make("model-0"), make("server-0")
+    introduce(model, server)
+    assert ask(model, server, Ping(), answer=Registered(1)).body == Registered(1)
+    model.forget("server-0", FAULT)
+    introduce(model, server)
+    assert ask(model, server, Ping(), answer=Registered(2)).body == Registered(2)
+
+
+def test_an_older_address_book_is_ignored_and_a_newer_one_forgets_who_is_missing(make: Make) -> None:
+    model, server, manager = make("model-0"), make("server-0"), make("manager-0")
+    both = (server.peer(host="here"), manager.peer(host="here"), model.peer(host="here"))
+    assert model.set_book(AddressBook(2, both))
+    assert not model.set_book(AddressBook(1, ()))
+    assert set(model.peers) == {"server-0", "manager-0"}
+    assert model.set_book(AddressBook(3, both[:1]))
+    assert set(model.peers) == {"server-0"}
+
+
+def test_bulk_data_arrives_in_frames_and_its_checksum_is_verified(make: Make) -> None:
+    model, server = make("model-0"), make("server-0")
+    introduce(model, server)
+    weights = os.urandom(CHUNK_BYTES + 12345)
+    digest = bulk_digest([weights])
+    pending = server.request("model-0", FetchWeights(3), deadline_s=20)
+    (delivery,) = receive(model, server)
+    model.reply(delivery, WeightsFetched(3), blobs=chunks(weights))
+    pump(server, model, until=lambda: pending.done)
+    blobs = pending.result().blobs
+    assert [len(blob) for blob in blobs] == [CHUNK_BYTES, 12345]
+    verify_bulk(blobs, expected=digest, what="weights of version 3")
+    with pytest.raises(IntegrityError, match="weights of version 3: expected xxh3"):
+        verify_bulk(blobs[:1], expected=digest, what="weights of version 3")
+
+
+def test_a_bulk_reply_too_large_to_keep_is_made_again_only_when_the_first_must_be_lost(make: Make) -> None:
+    keys = new_key_pair()
+    clock = VirtualClock()
+    model, server = make("model-0", keys=keys), make("server-0", clock=clock)
+    server.admit(model.peer(host="here"))
+    context, dealer = raw_dealer(server, keys)
+    fetch = messages.encode(envelope(), FetchWeights(3))
+    mark = messages.encode(envelope(kind=MessageKind.ONE_WAY, sequence=9), Drop(()))
+    dealer.send_multipart(fetch)
+    server.reply(receive(server)[0], WeightsFetched(3), blobs=[bytes(SAVED_BYTES + 1)])
+    dealer.send_multipart(fetch)
+    dealer.send_multipart(mark)
+    assert [type(delivery.body) for delivery in receive(server)] == [Drop]
+    clock.advance(3)
+    dealer.send_multipart(fetch)
+    assert [type(delivery.body) for delivery in receive(server)] == [FetchWeights]
+    context.destroy(linger=0)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(frames=st.lists(st.binary(max_size=64), min_size=1, max_size=4))
+@example(frames=[b""])
+@example(frames=[messages.encode(envelope(), Ok())[0]])
+@example(frames=[messages.encode(envelope(), Ok())[0], b"\xc1"])
+@example(frames=[messages.encode(envelope(kind=MessageKind.REPLY), Ok())[0], b"\xc1"])
+def test_no_frames_whatsoever_break_the_loop(
+    frames: list[bytes], nonsense: tuple[Endpoint, zmq.Socket[bytes]]
+) -> None:
+    server, dealer = nonsense
+    before = counter("transport.malformed") + counter("transport.refused")
+    dealer.send_multipart(frames)
+    arrived = pump(
+        server, until=lambda: counter("transport.malformed") + counter("transport.refused") > before
+    )
+    assert arrived == []
+
+
+@pytest.fixture
+def nonsense(make: Make) -> Iterator[tuple[Endpoint, zmq.Socket[bytes]]]:
+    keys = new_key_pair()
+    model, server = make("model-0", keys=keys), make("server-0")
+    server.admit(model.peer(host="here"))
+    context, dealer = raw_dealer(server, keys)
+    yield server, dealer
+    context.destroy(linger=0)
+
+
+def test_a_malformed_reply_is_dropped_and_the_good_one_taken(make: Make) -> None:
+    model, server = make("model-0"), make("server-0")
+    introduce(model, server)
+    pending = model.request("server-0", CommitStep(1), deadline_s=10)
+    (delivery,) = receive(server, model)
+    before = counter("transport.malformed")
+    server._router.send_multipart([delivery.route, b"nonsense"])
+    pump(model, until=lambda: counter("transport.malformed") > before)
+    server.reply(delivery, Ok())
+    pump(model, until=lambda: pending.done)
+    assert pending.result().body == Ok()
+
+
+def test_a_listening_socket_serves_a_second_endpoint_after_the_first(make: Make) -> None:
+    keys = new_key_pair()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        dead = make_endpoint("master-0", keys=keys, listener=listening.fileno(), epoch=1)
+        model = make("model-0", epoch=1)
+        introduce(dead, model)
+        ask(model, dead, Ping())
+        dead.close()
+        living = make("master-0", keys=keys, incarnation="b", listener=listening.fileno(), epoch=2)
+        assert living.address == dead.address
+        living.admit(model.peer(host="here"))
+        pending = model.request("master-0", Register(model.peer(host="here"), Role.MODEL, 1), deadline_s=10)
+        (delivery,) = receive(living, model)
+        living.reply(delivery, Registered(2))
+        pump(model, living, until=lambda: pending.done)
+        assert pending.result().expect(Registered).epoch == 2
+
+
+def test_a_watched_descriptor_calls_back_from_the_loop(make: Make) -> None:
+    agent = make("agent-0")
+    readable, writable = os.pipe()
+    ended: list[int] = []
+    agent.watch(readable, lambda: ended.append(readable))
+    assert agent.poll(0) == [] and ended == []
+    os.close(writable)
+    agent.poll(5)
+    assert ended == [readable]
+    agent.unwatch(readable)
+    os.close(readable)
+
+
+def test_another_thread_can_wake_the_loop(make: Make) -> None:
+    agent = make("agent-0")
+    thread = threading.Thread(target=agent.wake)
+    thread.start()
+    assert agent.poll(60) == []
+    thread.join()
+
+
+def test_closing_fails_what_is_under_way(make: Make) -> None:
+    server = make("server-0")
+    model = make_endpoint("model-0")
+    introduce(model, server)
+    pending = model.request("server-0", CommitStep(1), deadline_s=60)
+    model.close()
+    with pytest.raises(ProcessDied, match="model-0 closed its endpoint"):
+        pending.result()
+
+
+def test_a_reply_of_the_wrong_type_is_an_error(make: Make) -> None:
+    model, server = make("model-0"), make("server-0")
+    introduce(model, server)
+    with pytest.raises(RefusedError, match="expected Registered as answer, got Ok"):
+        ask(model, server, Ping()).expect(Registered)
+
+
+def test_the_control_plane_imports_no_torch() -> None:
+    modules = "kintsugi.transport, kintsugi.runtime, kintsugi.disk, kintsugi.worker, kintsugi.observe.events"
+    script = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=30).returncode == 0
