@@ -178,9 +178,10 @@ class Ray:
 
 
 def through_codec(count: int) -> None:
+    envelope = messages.Envelope("job", 1, "rollout-0", "a", 7, messages.MessageKind.REPLY)
     body = SamplesFetched((trajectory(),))
     for _ in range(count):
-        messages.decode_body(messages.encode_body(body))
+        messages.decode(messages.encode(envelope, body))
 
 
 def through_json(count: int) -> None:

@@ -19,7 +19,6 @@ OUTSTANDING = 64
 NUM_TOKENS = 512
 
 
-@ray.remote(num_cpus=0)
 class Receiver:
     """Answers with as little as possible."""
 
@@ -77,7 +76,7 @@ CASES = {
 
 def main() -> None:
     ray.init(num_cpus=2, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
-    receiver = Receiver.remote()
+    receiver = ray.remote(num_cpus=0)(Receiver).remote()
     ray.get(receiver.ping.remote(b""))
     sys.stdout.write(json.dumps({"version": ray.__version__}) + "\n")
     sys.stdout.flush()

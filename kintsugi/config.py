@@ -18,6 +18,8 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class NewModel(_Section, frozen=True):
     """Shape of a model that is built from scratch."""
 
+    seed: int = 0
+    """Of its initial weights."""
     family: Literal["llama", "qwen2", "qwen3"] = "llama"
     hidden_size: int = 96
     intermediate_size: int = 256
@@ -113,8 +115,8 @@ class ActorSection(_Section, frozen=True):
 class WarmupSection(_Section, frozen=True):
     """SFT before the main algorithm, in the same run."""
 
-    num_rows: int = 0
-    """Rows of the training data that the warm-up may see; 0 is all of them."""
+    seed: int = 0
+    """Of the order of its rows. Its own, so that runs with different seeds learn from the same starting point."""
     steps: int = 100
     batch_size: int = 64
     learning_rate: float = 3e-3
@@ -203,8 +205,8 @@ class Stage(msgspec.Struct, frozen=True):
     first_step: int
     algorithm: AlgorithmSection
     actor: ActorSection
-    num_rows: int = 0
-    """Rows of the training data that it may see; 0 is all of them."""
+    seed: int
+    """Of the order of its rows."""
 
     @property
     def last_step(self) -> int:
@@ -216,7 +218,7 @@ def stages(config: Config) -> tuple[Stage, ...]:
     """The run's stages in order: an optional SFT warm-up, then the main algorithm."""
     main = config.algorithm
     if config.warmup is None:
-        return (Stage(main.name, 1, main, config.actor),)
+        return (Stage(main.name, 1, main, config.actor, config.seed),)
     warmup = config.warmup
     sft = msgspec.structs.replace(
         main,
@@ -233,4 +235,7 @@ def stages(config: Config) -> tuple[Stage, ...]:
         schedule=warmup.schedule,
         warmup_steps=warmup.warmup_steps,
     )
-    return (Stage("warmup", 1, sft, actor, warmup.num_rows), Stage(main.name, 1 + warmup.steps, main, config.actor))
+    return (
+        Stage("warmup", 1, sft, actor, warmup.seed),
+        Stage(main.name, 1 + warmup.steps, main, config.actor, config.seed),
+    )

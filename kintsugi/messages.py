@@ -1,7 +1,7 @@
 """Every message on the wire, one struct each. Nothing here is pickled or evaluated; decoding is strict.
 
-A message on the socket is an `Envelope` frame, a body frame (one of `Body`), and any number of raw bulk frames.
-The tables below say who sends what to whom.
+A message on the socket is one `Message` frame (an envelope and one of `Body`) and any number of raw bulk frames. The
+tables below say who sends what to whom.
 
 | request                          | from → to            | reply              |
 |----------------------------------|----------------------|--------------------|
@@ -495,31 +495,34 @@ Body = (
     | RankReady
 )
 
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """The first frame. One and not two, because every further frame costs an encryption and a decryption."""
+
+    envelope: Envelope
+    body: Body
+
+
+class _Sealed(msgspec.Struct, frozen=True, array_like=True):
+    envelope: Envelope
+    body: msgspec.Raw
+
+
 _encoder = msgspec.msgpack.Encoder()
-_envelope_decoder = msgspec.msgpack.Decoder(Envelope)
-_body_decoder: msgspec.msgpack.Decoder[Body] = msgspec.msgpack.Decoder(Body)
+_message_decoder = msgspec.msgpack.Decoder(Message)
+_sealed_decoder = msgspec.msgpack.Decoder(_Sealed)
 
 
-def encode(envelope: Envelope, body: Body) -> tuple[bytes, bytes]:
-    """The two frames of a message."""
-    return _encoder.encode(envelope), _encoder.encode(body)
-
-
-def encode_envelope(envelope: Envelope) -> bytes:
+def encode(envelope: Envelope, body: Body) -> bytes:
     """The first frame of a message."""
-    return _encoder.encode(envelope)
+    return _encoder.encode(Message(envelope, body))
 
 
-def encode_body(body: Body) -> bytes:
-    """The second frame of a message; it stays the same when a request is sent again."""
-    return _encoder.encode(body)
+def decode(frame: bytes | memoryview) -> Message:
+    """Strict: an unknown tag, a missing field or a wrong type raises msgspec.DecodeError with its path."""
+    return _message_decoder.decode(frame)
 
 
-def decode_envelope(frame: bytes) -> Envelope:
-    """Strict: a malformed frame raises msgspec.DecodeError with the path of what is wrong."""
-    return _envelope_decoder.decode(frame)
-
-
-def decode_body(frame: bytes) -> Body:
-    """Strict: an unknown tag, a missing field or a wrong type raises msgspec.DecodeError."""
-    return _body_decoder.decode(frame)
+def decode_envelope(frame: bytes | memoryview) -> Envelope:
+    """Of a message whose body can not be read, so that its sender can be told."""
+    return _sealed_decoder.decode(frame).envelope

@@ -8,6 +8,7 @@ heartbeats carry `WAITS.declared()` to the master, and no wait is unbounded.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import random
 import select
@@ -80,24 +81,20 @@ class WaitTable:
     """What this process is waiting for right now, in all of its threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Single operations on a dict and a counter are atomic; a lock would cost every message two turns on it.
         self._waits: dict[int, Wait] = {}
-        self._next_token = 0
+        self._tokens = itertools.count()
 
     def begin(self, wait: Wait) -> int:
-        with self._lock:
-            token = self._next_token
-            self._next_token = token + 1
-            self._waits[token] = wait
+        token = next(self._tokens)
+        self._waits[token] = wait
         return token
 
     def end(self, token: int) -> None:
-        with self._lock:
-            del self._waits[token]
+        del self._waits[token]
 
     def declared(self) -> tuple[Wait, ...]:
-        with self._lock:
-            return tuple(self._waits.values())
+        return tuple(self._waits.copy().values())
 
 
 WAITS = WaitTable()

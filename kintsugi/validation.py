@@ -71,6 +71,7 @@ _RULES: dict[str, Rule] = {
     "algorithm.beta": _NOT_NEGATIVE,
     "algorithm.updates_per_step": _POSITIVE,
     "warmup.steps": ("a positive number (`warmup=null` for none)", lambda value: value > 0),
+    "warmup.num_rows": _NOT_NEGATIVE,
     "warmup.batch_size": _POSITIVE,
     "warmup.learning_rate": _POSITIVE,
     "warmup.warmup_steps": _NOT_NEGATIVE,

@@ -347,7 +347,9 @@ class Shell:
         if membership.shutdown_reason is not None and self._ended is None:
             self._end(membership.shutdown_reason)
         if self._orphaned_at is not None and now > self._orphaned_at + GRACE_S:
-            self.events.emit(ProcessEnded(EXIT_ORPHANED, "the main thread did not end after the lifeline did"))
+            self.events.emit(
+                ProcessEnded(EXIT_ORPHANED, "the main thread did not end after the lifeline did")
+            )
             os._exit(EXIT_ORPHANED)
         self._carry_out_orders()
         for delivery in self._endpoint.poll(HEARTBEAT_S / 2):

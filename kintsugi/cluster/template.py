@@ -152,7 +152,13 @@ def main(arguments: list[str]) -> int:
     gc.collect()
     gc.freeze()
     start = serve(connection)
-    return 0 if start is None else run(start)
+    if start is None:
+        return 0
+    exit_code = run(start)
+    # Tearing down what the template imported would cost the child half a second, and none of it is the child's.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 if __name__ == "__main__":

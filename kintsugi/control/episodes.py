@@ -10,7 +10,6 @@ from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.evaluation import Evaluation
 from kintsugi.control.protocol import Raise, Tell
 from kintsugi.control.scheduler import TaskScheduler, TaskStatus
-from kintsugi.data.source import rows_of_stage
 from kintsugi.errors import Fault
 from kintsugi.facts import SampleQuarantined, SamplesScored, TicketAssigned, TicketReturned, TicketsIssued
 from kintsugi.messages import Drop, EpisodesDone, RunEpisodes
@@ -44,9 +43,8 @@ class Episodes:
         )
         if count:
             issued = ledger.num_issued(stage.name)
-            num_rows = rows_of_stage(stage, num_rows=self._num_rows)
             self._draft.fact(
-                TicketsIssued(next_tickets(stage, num_issued=issued, count=count, num_rows=num_rows))
+                TicketsIssued(next_tickets(stage, num_issued=issued, count=count, num_rows=self._num_rows))
             )
             self._draft.because(f"issued {count}: {reason}")
         for ticket in ledger.issued_unassigned():

@@ -26,6 +26,7 @@ TRANSITIONS: dict[tuple[MemberStatus | None, type], MemberStatus] = {
     (MemberStatus.REQUESTED, ProcessLost): MemberStatus.LOST,
     (MemberStatus.LIVE, ProcessLost): MemberStatus.LOST,
     (MemberStatus.LOST, ProcessRequested): MemberStatus.REQUESTED,
+    (MemberStatus.LOST, ProcessJoined): MemberStatus.LIVE,  # an agent again, which nobody orders
 }
 
 
@@ -76,7 +77,12 @@ class Membership:
         member = self.members.get(process)
         if (member.status if member else None, type(fact)) not in TRANSITIONS:
             return f"{process} is {member.status if member else 'unknown'}"
-        if member and not isinstance(fact, ProcessRequested) and member.incarnation != incarnation:
+        if member is None or isinstance(fact, ProcessRequested):
+            return None
+        if member.status is MemberStatus.LOST:
+            anew = member.role is Role.AGENT and incarnation != member.incarnation
+            return None if anew else f"{process} {incarnation} is lost"
+        if member.incarnation != incarnation:
             return f"{process} is incarnation {member.incarnation}, not {incarnation}"
         return None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from kintsugi.config import DataSection, Stage
+from kintsugi.config import DataSection
 from kintsugi.data.arithmetic import Arithmetic
 from kintsugi.data.jsonlines import JsonLines
 from kintsugi.errors import DataError
@@ -40,11 +40,6 @@ def open_source(data: DataSection, *, split: str) -> Source:
     if len(source) == 0 and split == "train":
         raise DataError(f"data.source: expected at least one row to train on, '{data.source}' has none")
     return source
-
-
-def rows_of_stage(stage: Stage, *, num_rows: int) -> int:
-    """How many of the training rows a stage may see."""
-    return min(stage.num_rows, num_rows) if stage.num_rows else num_rows
 
 
 class Order:

@@ -15,7 +15,7 @@ import msgspec
 
 from kintsugi.bootstrap import Bootstrap
 from kintsugi.config import Config, Stage, stages
-from kintsugi.data.source import Order, Source, open_source, rows_of_stage
+from kintsugi.data.source import Order, Source, open_source
 from kintsugi.errors import DataError, DeadlineExceeded, KintsugiError, RefusedError
 from kintsugi.messages import (
     Completion,
@@ -27,7 +27,6 @@ from kintsugi.messages import (
     RunEpisodes,
     SamplesFetched,
 )
-from kintsugi.model.plan import plan_model
 from kintsugi.model.plan import plan_model
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.observe.events import EventLog, FaultSeen, Note, events_path
@@ -157,10 +156,9 @@ class RolloutWorker:
         if split == "eval":
             return source.row(ticket.position)
         if ticket.stage not in self._orders:
-            num_rows = rows_of_stage(self._stages[ticket.stage], num_rows=len(source))
-            shuffle = self._config.data.shuffle
+            seed, shuffle = self._stages[ticket.stage].seed, self._config.data.shuffle
             self._orders[ticket.stage] = Order(
-                num_rows=num_rows, seed=self._config.seed, stage=ticket.stage, shuffle=shuffle
+                num_rows=len(source), seed=seed, stage=ticket.stage, shuffle=shuffle
             )
         order = self._orders[ticket.stage]
         return source.row(order.index(epoch=ticket.epoch, position=ticket.position))

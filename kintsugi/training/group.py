@@ -165,6 +165,8 @@ class ProcessGroup:
         that is left behind if it takes long.
         """
         self.end("the group was closed")
+        if self._backend is None:
+            return
         backends, self._backend = [self._backend], None
         dropping = threading.Thread(target=backends.clear, name=f"drop-group-{self.generation}", daemon=True)
         dropping.start()

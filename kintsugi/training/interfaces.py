@@ -142,7 +142,7 @@ class ModelCalls:
             if self._deterministic:
                 owned = sum_owned(
                     call.num_shards,
-                    owned=range(min(batches), max(batches) + 1) if batches else range(0),
+                    owned=range(min(batches), max(batches) + 1),
                     of_shard=lambda index: contribution(batches[index]),
                 )
             else:

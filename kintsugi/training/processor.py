@@ -50,6 +50,11 @@ class RankProcessor:
         """Of the group that this rank is a member of; 0 while it is in none."""
         return self._group.generation if self._group is not None else 0
 
+    @property
+    def rank(self) -> int:
+        """Place in the group; 0 while it is in none."""
+        return self._group.rank if self._group is not None else 0
+
     def group(self, generation: int) -> ProcessGroup:
         """The group, if it is the one that is meant."""
         if self._group is None or generation != self._group.generation:

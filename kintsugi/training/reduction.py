@@ -100,6 +100,7 @@ def finish_tree(
     Each rank finishes the tree for its own slice of the gradient (adding is elementwise, so slicing changes no bits)
     and the slices are gathered: as many bytes per rank as one all-reduce, however many ranks there are.
     """
+    assert num_shards >= group.size, f"{num_shards} shards leave some of {group.size} ranks without any"
     root = Node(0, num_shards)
     if group.size == 1:
         return owned[root]

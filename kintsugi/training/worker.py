@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kintsugi.bootstrap import Bootstrap
+from kintsugi.buffer.packing import shards_of_rank
 from kintsugi.checkpoint.store import load_checkpoint, save_checkpoint
 from kintsugi.cluster.segments import SegmentClient
 from kintsugi.config import Config, stages
@@ -175,7 +176,7 @@ class ModelWorker:
             case HashWeights():
                 return WeightsHashed(weights_sha256(self._state.weights())), ()
             case Save():
-                return self._save(body), ()
+                return self._save(body) if self._processor.rank == 0 else Ok(), ()
             case _:
                 return self._recover(body), ()
 
@@ -206,6 +207,12 @@ class ModelWorker:
         if call.stage != self._state.counters.stage:
             raise RefusedError(
                 f"step {call.step} belongs to stage {call.stage!r}, this rank is in {self._state.counters.stage!r}"
+            )
+        mine = shards_of_rank(call.num_shards, rank=group.rank, world_size=group.size)
+        if [shard.index for shard in call.shards] != list(mine):
+            raise RefusedError(
+                f"rank {group.rank} of {group.size} expected shards {mine.start} to {mine.stop - 1} of "
+                f"{call.num_shards}, got {[shard.index for shard in call.shards]}"
             )
         start = time.perf_counter()
         samples = self._samples.of_shards(call.shards)
@@ -305,7 +312,8 @@ def load_model(config: Config, *, device: torch.device) -> Transformer:
         return huggingface.load(Path(config.model.path), dtype=torch.float32, device=device)
     model_config, _ = plan_model(config)
     model = Transformer(model_config, device=device)
-    initialize(model, config.seed)
+    assert config.model.new is not None
+    initialize(model, config.model.new.seed)
     return model
 
 

@@ -46,8 +46,8 @@ from kintsugi.transport.sockets import (
     open_dealer,
     open_router,
     open_zap,
-    receive_rest,
-    send_rest,
+    receive_blobs,
+    send_frames,
 )
 from kintsugi.types import Peer
 
@@ -191,24 +191,20 @@ class Endpoint:
         until the request is done.
         """
         now = self._clock.monotonic()
+        interval_s = FIRST_RESEND_S
+        if blobs:
+            interval_s += bulk_size(blobs) / SLOWEST_BULK_BYTES_PER_S
         pending = PendingReply(
-            self, process=process, what=type(body).__name__, since=now, deadline=now + deadline_s
+            self, process, body, blobs, cause_id, on_done, now, now + deadline_s, interval_s
         )
-        pending.on_done = on_done
         link = self._links.get(process) or self._connect(process)
         if link is None:
             pending.settle(None, self._directory.why_unreachable(process))
             return pending
         pending.sequence = link.sequence = link.sequence + 1
-        pending.body_frame = messages.encode_body(body)
-        pending.blobs = blobs
-        pending.cause_id = cause_id
-        pending.interval_s = FIRST_RESEND_S
-        if blobs:
-            pending.interval_s += bulk_size(blobs) / SLOWEST_BULK_BYTES_PER_S
         link.pending[pending.sequence] = pending
-        self._transmit(link, pending.sequence, _REQUEST, pending.body_frame, blobs, cause_id)
-        self._set_timer(now + min(pending.interval_s, deadline_s), pending)
+        self._transmit(link, pending.sequence, _REQUEST, body, blobs, cause_id)
+        self._set_timer(now + min(interval_s, deadline_s), pending)
         return pending
 
     def call(self, process: str, body: Body, *, deadline_s: float, blobs: Sequence[Blob] = ()) -> Reply:
@@ -226,18 +222,15 @@ class Endpoint:
         if link is None:
             return False
         link.sequence += 1
-        return self._transmit(link, link.sequence, _ONE_WAY, messages.encode_body(body), blobs, cause_id)
+        return self._transmit(link, link.sequence, _ONE_WAY, body, blobs, cause_id)
 
     def reply(self, delivery: Delivery, body: Body, *, blobs: Sequence[Blob] = ()) -> None:
         """Answer a request, once. The answer is kept for repetitions of the request."""
         envelope = delivery.envelope
         assert envelope.kind is _REQUEST, f"{type(delivery.body).__name__} is one-way and has no reply"
-        body_frame = messages.encode_body(body)
-        caller = self._directory.callers.get(delivery.peer.public_key.decode())
-        if caller is not None:
-            caller.running.pop(envelope.sequence, None)
-        self._saved.put(envelope, body_frame, blobs, now=self._clock.monotonic())
-        self._transmit_reply(delivery.route, envelope.sequence, body_frame, blobs)
+        delivery.running.pop(envelope.sequence, None)
+        size = self._transmit_reply(delivery.route, envelope.sequence, body, blobs)
+        self._saved.put(envelope, body, blobs, size=size, now=self._clock.monotonic())
 
     def fail(self, delivery: Delivery, error: BaseException) -> Fault:
         """Answer a request with the error that it ended in; gives the fault as it was sent."""
@@ -262,28 +255,24 @@ class Endpoint:
         link: Link,
         sequence: int,
         kind: MessageKind,
-        body_frame: bytes,
+        body: Body,
         blobs: Sequence[Blob],
         cause_id: str | None,
     ) -> bool:
         envelope = Envelope(self.job, self.epoch, self.process, self.incarnation, sequence, kind, cause_id)
         try:
-            link.socket.send(messages.encode_envelope(envelope), MORE)
+            send_frames(link.socket, messages.encode(envelope, body), blobs)
         except zmq.Again:
             COUNTERS.add("transport.queue_full")
             return False
-        # Once the first frame of a message is accepted, the rest is too.
-        send_rest(link.socket, body_frame, blobs)
         return True
 
-    def _transmit_reply(
-        self, route: bytes, sequence: int, body_frame: bytes, blobs: Sequence[Blob] = ()
-    ) -> None:
+    def _transmit_reply(self, route: bytes, sequence: int, body: Body, blobs: Sequence[Blob] = ()) -> int:
         envelope = Envelope(self.job, self.epoch, self.process, self.incarnation, sequence, _REPLY)
-        router = self._router
-        router.send(route, MORE)
-        router.send(messages.encode_envelope(envelope), MORE)
-        send_rest(router, body_frame, blobs)
+        frame = messages.encode(envelope, body)
+        self._router.send(route, MORE)
+        send_frames(self._router, frame, blobs)
+        return len(frame) + bulk_size(blobs) if blobs else len(frame)
 
     # The loop.
 
@@ -293,13 +282,7 @@ class Endpoint:
         Admits connections, settles replies, sends again what is due and calls the callbacks of watched descriptors.
         """
         if not self._inbox:
-            wait(
-                self._attempt_turn,
-                whom="anyone",
-                what="a message",
-                timeout_s=timeout_s,
-                clock=self._clock,
-            )
+            wait(self._attempt_turn, whom="anyone", what="a message", timeout_s=timeout_s, clock=self._clock)
         deliveries = list(self._inbox)
         self._inbox.clear()
         return deliveries
@@ -380,7 +363,7 @@ class Endpoint:
             pending.settle(None, DeadlineExceeded(whom=pending.process, what=pending.what, waited_s=waited_s))
             return True
         COUNTERS.add("transport.resent")
-        self._transmit(link, pending.sequence, _REQUEST, pending.body_frame, pending.blobs, pending.cause_id)
+        self._transmit(link, pending.sequence, _REQUEST, pending.body, pending.blobs, pending.cause_id)
         pending.interval_s = max(pending.interval_s, min(2 * pending.interval_s, LONGEST_RESEND_S))
         self._set_timer(min(now + pending.interval_s, pending.deadline), pending)
         return False
@@ -407,31 +390,24 @@ class Endpoint:
             except zmq.Again:
                 return
             frame = router.recv(NOBLOCK, copy=False)
-            body_frame, blobs = receive_rest(router) if frame.more else (b"", ())
-            self._receive(route, str(frame.get("User-Id")), frame.bytes, body_frame, blobs)
+            blobs = receive_blobs(router) if frame.more else ()
+            self._receive(route, str(frame.get("User-Id")), frame.buffer, blobs)
             if not is_readable(router):
                 return
 
-    def _receive(
-        self, route: bytes, key: str, envelope_frame: bytes, body_frame: bytes, blobs: tuple[memoryview, ...]
-    ) -> None:
+    def _receive(self, route: bytes, key: str, frame: memoryview, blobs: tuple[memoryview, ...]) -> None:
         """Check and sort in one message that was sent to us. Whatever it holds, it can not raise out of here."""
         try:
-            envelope = messages.decode_envelope(envelope_frame)
-        except msgspec.MsgspecError:
-            COUNTERS.add("transport.malformed")
+            message = messages.decode(frame)
+        except msgspec.MsgspecError as error:
+            self._receive_malformed(route, key, frame, str(error))
             return
+        envelope, body = message.envelope, message.body
         if why := self._directory.why_refused(key, envelope, epoch=self.epoch):
             self._refuse(route, envelope, why)
             return
         caller = self._directory.callers[key]
         if envelope.kind is _REQUEST and self._is_repeated(caller, envelope, route):
-            return
-        try:
-            body = messages.decode_body(body_frame)
-        except msgspec.MsgspecError as error:
-            COUNTERS.add("transport.malformed")
-            self._refuse(route, envelope, f"malformed body: {error}")
             return
         if envelope.epoch < self.epoch and type(body) is not Register:
             self._refuse(route, envelope, f"epoch {envelope.epoch} is over, this is epoch {self.epoch}")
@@ -442,10 +418,20 @@ class Endpoint:
             # A request will come again; a one-way message is lost, as its sender must expect.
             COUNTERS.add("transport.inbox_full")
             return
-        delivery = Delivery(envelope, body, blobs, caller.peer, route)
+        delivery = Delivery(envelope, body, blobs, caller.peer, route, caller.running)
         if envelope.kind is _REQUEST:
             caller.running[envelope.sequence] = delivery
         self._inbox.append(delivery)
+
+    def _receive_malformed(self, route: bytes, key: str, frame: memoryview, error: str) -> None:
+        """Tell a sender whose body we can not read; a frame without an envelope is only counted."""
+        COUNTERS.add("transport.malformed")
+        try:
+            envelope = messages.decode_envelope(frame)
+        except msgspec.MsgspecError:
+            return
+        why = self._directory.why_refused(key, envelope, epoch=self.epoch)
+        self._refuse(route, envelope, why or f"malformed body: {error}")
 
     def _is_repeated(self, caller: Caller, envelope: Envelope, route: bytes) -> bool:
         running = caller.running.get(envelope.sequence)
@@ -455,9 +441,9 @@ class Endpoint:
         saved = self._saved.get(envelope)
         if saved is None:
             return False
-        if saved.until is None:
+        if saved.body is not None:
             COUNTERS.add("transport.answered_again")
-            self._transmit_reply(route, envelope.sequence, saved.body_frame, saved.blobs)
+            self._transmit_reply(route, envelope.sequence, saved.body, saved.blobs)
             return True
         if self._clock.monotonic() < saved.until:
             return True
@@ -469,7 +455,7 @@ class Endpoint:
         COUNTERS.add("transport.refused")
         if envelope.kind is not _REPLY:
             fault = fault_of(RefusedError(why), process=self.process, time=self._clock.wall())
-            self._transmit_reply(route, envelope.sequence, messages.encode_body(Failed(fault)))
+            self._transmit_reply(route, envelope.sequence, Failed(fault))
 
     def _drain_link(self, link: Link) -> None:
         socket = link.socket
@@ -478,22 +464,20 @@ class Endpoint:
                 frame = socket.recv(NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            body_frame, blobs = receive_rest(socket) if frame.more else (b"", ())
-            self._receive_reply(link, frame.bytes, body_frame, blobs)
+            blobs = receive_blobs(socket) if frame.more else ()
+            self._receive_reply(link, frame.buffer, blobs)
             # What an answer sets off may close the connection; where nothing is under way, nothing more is coming.
             if socket.closed or not link.pending or not is_readable(socket):
                 return
 
-    def _receive_reply(
-        self, link: Link, envelope_frame: bytes, body_frame: bytes, blobs: tuple[memoryview, ...]
-    ) -> None:
+    def _receive_reply(self, link: Link, frame: memoryview, blobs: tuple[memoryview, ...]) -> None:
         """Settle the request that this answers. The connection proves the sender, the number names the request."""
         try:
-            envelope = messages.decode_envelope(envelope_frame)
-            body = messages.decode_body(body_frame)
+            message = messages.decode(frame)
         except msgspec.MsgspecError:
             COUNTERS.add("transport.malformed")
             return
+        envelope, body = message.envelope, message.body
         if envelope.kind is not _REPLY:
             COUNTERS.add("transport.refused")
             return

@@ -61,6 +61,8 @@ class Delivery(msgspec.Struct, eq=False):
     peer: Peer
     route: bytes
     """The connection it came on last; a repeated request may come on another one."""
+    running: dict[int, Delivery] = {}
+    """The sender's requests that are not answered yet; this one is among them until it is."""
 
     @property
     def wants_reply(self) -> bool:
@@ -86,41 +88,28 @@ class Turning(Protocol):
     def turn(self, timeout_s: float) -> None: ...
 
 
-class PendingReply:
+class PendingReply(msgspec.Struct, eq=False):
     """A request under way. `done` once it was answered, failed or ran out of time; then `result()` tells."""
 
-    __slots__ = (
-        "_endpoint",
-        "blobs",
-        "body_frame",
-        "cause_id",
-        "deadline",
-        "done",
-        "error",
-        "interval_s",
-        "on_done",
-        "process",
-        "reply",
-        "sequence",
-        "since",
-        "what",
-    )
+    endpoint: Turning
+    process: str
+    body: Body
+    blobs: Sequence[Blob]
+    cause_id: str | None
+    on_done: Callable[[PendingReply], None] | None
+    since: float
+    deadline: float
+    interval_s: float
+    """How long until it is sent again."""
+    sequence: int = 0
+    done: bool = False
+    reply: Reply | None = None
+    error: KintsugiError | None = None
 
-    def __init__(self, endpoint: Turning, *, process: str, what: str, since: float, deadline: float) -> None:
-        self._endpoint = endpoint
-        self.process = process
-        self.what = what
-        self.since = since
-        self.deadline = deadline
-        self.sequence = 0
-        self.cause_id: str | None = None
-        self.body_frame = b""
-        self.blobs: Sequence[Blob] = ()
-        self.interval_s = 0.0
-        self.done = False
-        self.reply: Reply | None = None
-        self.error: KintsugiError | None = None
-        self.on_done: Callable[[PendingReply], None] | None = None
+    @property
+    def what(self) -> str:
+        """What is waited for, as `runtime.wait` declares it."""
+        return type(self.body).__name__
 
     def result(self) -> Reply:
         """The reply, or the error that it ended with; only once `done`."""
@@ -133,24 +122,24 @@ class PendingReply:
         """End it, once; a later answer finds it done."""
         assert not self.done, f"{self.what} to {self.process} ended twice"
         self.reply, self.error, self.done = reply, error, True
-        self.body_frame, self.blobs = b"", ()
+        self.blobs = ()
         if self.on_done is not None:
             self.on_done(self)
 
     def attempt(self, remaining_s: float) -> PendingReply | None:
         """For `runtime.wait`: let the endpoint work for at most so long."""
         if not self.done:
-            self._endpoint.turn(remaining_s)
+            self.endpoint.turn(remaining_s)
         return self if self.done else None
 
 
 class SavedReply(msgspec.Struct, frozen=True, eq=False):
     """An answer that was given; without the answer itself when that was too large to keep."""
 
-    body_frame: bytes
+    body: Body | None
     blobs: Sequence[Blob]
     size: int
-    until: float | None = None
+    until: float = 0.0
     """For one that was not kept: when its first copy must have arrived or be lost."""
 
 
@@ -172,12 +161,12 @@ class SavedReplies:
         saved = self._replies.pop((envelope.sender, envelope.incarnation, envelope.sequence))
         self._bytes -= saved.size
 
-    def put(self, envelope: Envelope, body_frame: bytes, blobs: Sequence[Blob], *, now: float) -> None:
-        size = len(body_frame) + (bulk_size(blobs) if blobs else 0)
+    def put(self, envelope: Envelope, body: Body, blobs: Sequence[Blob], *, size: int, now: float) -> None:
+        """Remember an answer of `size` bytes."""
         if size > SAVED_BYTES:
-            saved = SavedReply(b"", (), 0, now + 1.0 + size / SLOWEST_BULK_BYTES_PER_S)
+            saved = SavedReply(None, (), 0, now + 1.0 + size / SLOWEST_BULK_BYTES_PER_S)
         else:
-            saved = SavedReply(body_frame, blobs, size)
+            saved = SavedReply(body, blobs, size)
         self._replies[envelope.sender, envelope.incarnation, envelope.sequence] = saved
         self._bytes += saved.size
         while self._bytes > SAVED_BYTES or len(self._replies) > SAVED_REPLIES:

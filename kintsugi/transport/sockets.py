@@ -85,29 +85,27 @@ def _configure(handle: zmq.Socket[bytes]) -> None:
     handle.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
 
 
-def send_rest(handle: zmq.Socket[bytes], body_frame: bytes, blobs: Sequence[Blob]) -> None:
-    """The body frame and the bulk frames after it; large ones are not copied."""
+def send_frames(handle: zmq.Socket[bytes], frame: bytes, blobs: Sequence[Blob]) -> None:
+    """A message's frame and the bulk frames after it; large ones are not copied. zmq.Again if the queue is full."""
     if not blobs:
-        handle.send(body_frame, NOBLOCK)
+        handle.send(frame, NOBLOCK)
         return
-    handle.send(body_frame, MORE)
+    handle.send(frame, MORE)
+    # Once the first frame of a message is accepted, the rest is too.
     last = len(blobs) - 1
     for index, blob in enumerate(blobs):
         handle.send(blob, MORE if index < last else NOBLOCK, copy=False)
 
 
-def receive_rest(handle: zmq.Socket[bytes]) -> tuple[bytes, tuple[memoryview, ...]]:
-    """The body frame and the bulk frames after it."""
-    body = handle.recv(NOBLOCK, copy=False)
-    if not body.more:
-        return body.bytes, ()
+def receive_blobs(handle: zmq.Socket[bytes]) -> tuple[memoryview, ...]:
+    """The bulk frames after a message's frame."""
     blobs: list[memoryview] = []
     more = True
     while more:
         frame = handle.recv(NOBLOCK, copy=False)
         blobs.append(frame.buffer)
         more = frame.more
-    return body.bytes, tuple(blobs)
+    return tuple(blobs)
 
 
 def is_readable(handle: zmq.Socket[bytes]) -> bool:

@@ -4,7 +4,14 @@ import pytest
 
 from kintsugi.config import AlgorithmSection, CheckpointSection, Config, DataSection, WarmupSection
 from kintsugi.control.master import Phase
-from kintsugi.facts import BatchFormed, ProcessLost, SamplesScored, StepCommitted, TicketReturned, VersionCurrent
+from kintsugi.facts import (
+    BatchFormed,
+    ProcessLost,
+    SamplesScored,
+    StepCommitted,
+    TicketReturned,
+    VersionCurrent,
+)
 from kintsugi.simulation.cluster import Kill, Outcome, SimulatedCluster
 
 CONFIG = Config(
@@ -50,7 +57,9 @@ def test_every_sample_is_trained_exactly_once_also_when_its_worker_dies() -> Non
     outcome = simulate(Kill("rollout-0", 4, Phase.COLLECTING), Kill("rollout-1", 6, Phase.COLLECTING))
     assert len(outcome.kills_fired) == 2
     assert any(isinstance(fact, TicketReturned) for fact in outcome.facts)
-    trained = Counter(ticket for fact in outcome.facts if isinstance(fact, BatchFormed) for ticket in fact.tickets)
+    trained = Counter(
+        ticket for fact in outcome.facts if isinstance(fact, BatchFormed) for ticket in fact.tickets
+    )
     assert set(trained.values()) == {1}
     assert len(trained) == 10 * 8
     assert {fact.ticket for fact in outcome.facts if isinstance(fact, SamplesScored)} == set(trained)

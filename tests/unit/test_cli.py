@@ -211,7 +211,7 @@ def test_stop_of_a_run_that_does_not_run_says_so(kintsugi: Kintsugi, cluster: Fa
 
 def test_status_and_runs_and_samples_tell_of_a_run(kintsugi: Kintsugi, cluster: FakeCluster) -> None:
     assert "no runs" in kintsugi("runs").output
-    kintsugi("train", GRPO)
+    kintsugi("train", GRPO, "warmup.steps=100", "algorithm.steps=150")
     assert "1 of 250" in kintsugi("status", "grpo_arithmetic-1").output
     assert "finished" in kintsugi("runs").output
     assert kintsugi("samples", "grpo_arithmetic-1").output == "no such samples\n"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kintsugi import messages
 from kintsugi.errors import Fault
-from kintsugi.messages import Body, Envelope, MessageKind
+from kintsugi.messages import Body, Envelope, Failed, Message, MessageKind, Ok
 
 BODIES = typing.get_args(Body)
 
@@ -40,11 +40,14 @@ def _plain(kind: typing.Any) -> object:
     return {str: "text", int: 7, float: 0.5, bytes: b"\0\1", bool: True}[kind]
 
 
+ENVELOPE = Envelope("job", 1, "model-0", "a", 7, MessageKind.REQUEST)
+
+
 @pytest.mark.parametrize("kind", BODIES, ids=lambda kind: kind.__name__)
 def test_every_message_survives_the_wire(kind: type[Body]) -> None:
     body = sample(kind)
     assert isinstance(body, kind)
-    assert messages.decode_body(messages.encode_body(body)) == body
+    assert messages.decode(messages.encode(ENVELOPE, body)) == Message(ENVELOPE, body)
 
 
 @given(
@@ -60,23 +63,25 @@ def test_every_message_survives_the_wire(kind: type[Body]) -> None:
     )
 )
 def test_every_envelope_survives_the_wire(envelope: Envelope) -> None:
-    assert messages.decode_envelope(messages.encode_envelope(envelope)) == envelope
+    frame = messages.encode(envelope, Ok())
+    assert messages.decode(frame).envelope == messages.decode_envelope(frame) == envelope
 
 
-def test_a_wrong_field_is_named_in_the_error() -> None:
-    frame = msgspec.msgpack.encode({"type": "CommitStep", "step": "three"})
-    with pytest.raises(msgspec.ValidationError, match=r"Expected `int`, got `str` - at `\$\.step`"):
-        messages.decode_body(frame)
+def test_a_wrong_field_is_named_in_the_error_and_the_sender_still_known() -> None:
+    frame = msgspec.msgpack.encode([ENVELOPE, {"type": "CommitStep", "step": "three"}])
+    with pytest.raises(msgspec.ValidationError, match=r"Expected `int`, got `str` - at `\$\[1\]\.step`"):
+        messages.decode(frame)
+    assert messages.decode_envelope(frame) == ENVELOPE
 
 
 def test_an_unknown_message_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError, match="Invalid value 'Evil'"):
-        messages.decode_body(msgspec.msgpack.encode({"type": "Evil"}))
+        messages.decode(msgspec.msgpack.encode([ENVELOPE, {"type": "Evil"}]))
 
 
 @given(st.binary(max_size=200))
 def test_decoding_nonsense_raises_nothing_but_a_decode_error(frame: bytes) -> None:
-    for decode in (messages.decode_body, messages.decode_envelope):
+    for decode in (messages.decode, messages.decode_envelope):
         try:
             decode(frame)
         except msgspec.MsgspecError:
@@ -85,4 +90,4 @@ def test_decoding_nonsense_raises_nothing_but_a_decode_error(frame: bytes) -> No
 
 def test_defaults_take_no_room_on_the_wire() -> None:
     fault = Fault("f1", "StorageError", "model-0", "disk full", 0.0)
-    assert b"cause_id" not in messages.encode_body(messages.Failed(fault))
+    assert b"cause_id" not in messages.encode(ENVELOPE, Failed(fault))

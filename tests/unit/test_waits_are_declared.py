@@ -25,6 +25,7 @@ ALLOWED = {
     ("cluster/template.py", "receive"): "called by the loop when the socket is readable",
     ("cluster/template.py", "_fork_for_grandparent"): "reaps a child that exits right after its fork",
     ("training/group.py", "_run"): "collects the error of a collective that runtime.wait saw completed",
+    ("training/group.py", "connect"): "asks for the result only of what is done",
     ("training/samples.py", "_fetch"): "takes answers that runtime.wait saw done",
 }
 """(file, function) → why it may block by itself."""

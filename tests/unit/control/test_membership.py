@@ -72,3 +72,16 @@ def test_a_heartbeat_is_noted_without_a_fact() -> None:
     members.heard("model-0", Heartbeat(Progress({"steps": 3}), 0.5), now=9.0)
     member = members.members["model-0"]
     assert (member.load, member.last_heartbeat, member.progress.counters) == (0.5, 9.0, {"steps": 3})
+
+
+def test_a_lost_agent_may_come_back_under_a_new_incarnation_only() -> None:
+    members = Membership()
+
+    def agent(incarnation: str) -> ProcessJoined:
+        return ProcessJoined(Peer("agent-0", incarnation, "host-0", "", b""), Role.AGENT, 1)
+
+    members.apply(agent("a"))
+    members.apply(ProcessLost("agent-0", "a", FAULT))
+    assert members.accepts(agent("a")) == "agent-0 a is lost"
+    members.apply(agent("b"))
+    assert members.is_live("agent-0", "b")

@@ -31,7 +31,9 @@ def test_every_epoch_meets_every_row_once_in_another_order() -> None:
     second = [order.index(epoch=1, position=i) for i in range(50)]
     assert sorted(first) == sorted(second) == list(range(50))
     assert first != second
-    assert first == [Order(num_rows=50, seed=3, stage="grpo", shuffle=True).index(epoch=0, position=i) for i in range(50)]
+    assert first == [
+        Order(num_rows=50, seed=3, stage="grpo", shuffle=True).index(epoch=0, position=i) for i in range(50)
+    ]
 
 
 def lines(path: Path, *rows: str) -> DataSection:
@@ -49,7 +51,10 @@ def test_rows_of_a_file_keep_their_columns(tmp_path: Path) -> None:
     ("rows", "expected"),
     [
         (['{"prompt": "a"}', "nonsense"], "line 2: expected a JSON object"),
-        (['{"prompt": "a"}', '{"question": "b"}'], "line 2: expected text in column 'prompt', columns there: question"),
+        (
+            ['{"prompt": "a"}', '{"question": "b"}'],
+            "line 2: expected text in column 'prompt', columns there: question",
+        ),
         (['{"prompt": "a"}'], "expected more rows than data.num_eval=1, found 1"),
         ([], "expected more rows than data.num_eval=1, found 0"),
     ],

@@ -12,7 +12,18 @@ STAGE: Stage = stages(Config(name="x", algorithm=AlgorithmSection()))[0]
 
 def meta(ticket: str, index: int, reward: float, *, tokens: int = 3, prompt: str = "same") -> SampleMeta:
     return SampleMeta(
-        f"{ticket}/{index}", ticket, tokens + 2, tokens, reward, {"r": reward}, Finish.EOS, 0, "rollout-0", "", prompt, ""
+        f"{ticket}/{index}",
+        ticket,
+        tokens + 2,
+        tokens,
+        reward,
+        {"r": reward},
+        Finish.EOS,
+        0,
+        "rollout-0",
+        "",
+        prompt,
+        "",
     )
 
 
@@ -28,7 +39,12 @@ def test_equal_rewards_give_no_advantage() -> None:
 
 
 def test_groups_are_told_apart_by_ticket_and_not_by_text() -> None:
-    metas = [meta("g:0:0:0", 0, 1.0), meta("g:0:0:0", 1, 0.0), meta("g:0:1:0", 0, 1.0), meta("g:0:1:0", 1, 1.0)]
+    metas = [
+        meta("g:0:0:0", 0, 1.0),
+        meta("g:0:0:0", 1, 0.0),
+        meta("g:0:1:0", 0, 1.0),
+        meta("g:0:1:0", 1, 1.0),
+    ]
     values = sample_values(STAGE, metas)
     assert values["g:0:0:0/0"]["advantage"] > 0 > values["g:0:0:0/1"]["advantage"]
     assert values["g:0:1:0/0"]["advantage"] == 0.0

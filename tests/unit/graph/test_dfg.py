@@ -36,7 +36,9 @@ def test_a_circle_is_refused_with_its_calls() -> None:
 
 def test_a_missing_key_is_refused_with_call_key_and_a_suggestion() -> None:
     wrong = Key("rewards", "float32")
-    with pytest.raises(ConfigError, match="call 'x' reads key 'rewards', which nothing gives; did you mean 'reward'"):
+    with pytest.raises(
+        ConfigError, match="call 'x' reads key 'rewards', which nothing gives; did you mean 'reward'"
+    ):
         Graph([call("x", (wrong,), (B,))], sources=(Key("reward", "float32"),), wanted=("b",))
 
 

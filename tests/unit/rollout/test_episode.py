@@ -36,10 +36,19 @@ def test_a_demonstration_learns_its_completion_and_its_end() -> None:
 def test_the_description_carries_the_oldest_version_and_a_digest_of_the_encoded_trajectory() -> None:
     trajectory = sampled_trajectory("g:0:0:0", int32([5, 6]), COMPLETION)
     meta = describe(
-        trajectory, ticket="g:0:0:0", holder="rollout-1", prompt="p", completion="c", components={"a": 1.0, "b": 0.5}
+        trajectory,
+        ticket="g:0:0:0",
+        holder="rollout-1",
+        prompt="p",
+        completion="c",
+        components={"a": 1.0, "b": 0.5},
     )
     assert (meta.version, meta.reward, meta.num_tokens, meta.num_loss_tokens) == (4, 1.5, 4, 2)
-    assert meta.digest == xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(trajectory)) == trajectory_digest(trajectory)
+    assert (
+        meta.digest
+        == xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(trajectory))
+        == trajectory_digest(trajectory)
+    )
 
 
 def test_repetition_is_the_share_of_n_grams_seen_before() -> None:

@@ -12,7 +12,9 @@ def half(completions: list[str], **columns: Any) -> list[float]:
 
 def test_components_are_named_after_their_functions_and_columns_are_repeated() -> None:
     rewards = load_rewards(["kintsugi.rollout.rewards.exact_answer"]) | {"half": half}
-    components = score(rewards, prompt="1+1=", completions=["2", "3"], columns={"answer": "2", "completion": "2"})
+    components = score(
+        rewards, prompt="1+1=", completions=["2", "3"], columns={"answer": "2", "completion": "2"}
+    )
     assert components == [{"exact_answer": 1.0, "half": 0.5}, {"exact_answer": 0.0, "half": 0.5}]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -209,15 +210,20 @@ def test_joining_is_given_up_when_the_generation_is_over() -> None:
 
 
 def test_a_waiting_rank_is_freed_when_its_generation_ends() -> None:
+    waiting: queue.SimpleQueue[ProcessGroup] = queue.SimpleQueue()
+
     def rank_main(rank: int, group: ProcessGroup) -> str:
         if rank == 1:
+            waiting.get(timeout=10).end("another generation has begun")
             return ""
-        group.end("another generation has begun")
+        waiting.put(group)
         with pytest.raises(GroupBroken, match="another generation") as broken:
             group.all_reduce(torch.ones(3), timeout_s=10.0)
         return str(broken.value)
 
+    start = time.monotonic()
     assert "all-reduce" in in_world(2, rank_main)[0]
+    assert time.monotonic() - start < 5.0
 
 
 def test_gathered_tensors_keep_their_shape_and_the_order_of_ranks() -> None:

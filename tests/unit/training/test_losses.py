@@ -81,8 +81,8 @@ def test_a_masked_token_changes_neither_loss_nor_statistics_even_if_it_is_nan() 
 
 
 MASK = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0, 0.0])
-"""Three sequences of two tokens, with 1, 1 and 1 of them … and a fully masked fourth."""
 SEQUENCES = torch.tensor([0, 0, 1, 1, 1, 2])
+"""Three sequences with 1, 2 and no loss tokens."""
 
 
 def weights(denominator: str, totals: dict[str, float]) -> list[float]:

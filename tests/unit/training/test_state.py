@@ -24,7 +24,7 @@ def advance(state: TrainingState, step: int) -> None:
     state.end_update(step)
 
 
-def test_updates_have_the_bits_of_torchs_optimizer() -> None:
+def test_updates_agree_with_torchs_optimizer() -> None:
     state = new_state(STAGE)
     twin = Transformer(TINY)
     initialize(twin, seed=3)

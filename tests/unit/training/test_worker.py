@@ -181,6 +181,10 @@ def grpo_call(step: int = 3, *, generation: int = 1) -> RunCall:
     return msgspec.structs.replace(call, generation=generation)
 
 
+def half_call(step: int) -> RunCall:
+    return BATCH.call(GRPO, step=step, rank=0, world_size=2, num_shards=4)
+
+
 def test_a_call_leaves_the_rank_prepared_and_says_how_long_each_part_took() -> None:
     rank = Rank().start()
     done = rank.ask(grpo_call())
@@ -207,6 +211,7 @@ def test_a_repeated_call_of_a_prepared_step_gets_the_saved_result() -> None:
         (grpo_call(2), "step 2 is not the next one"),
         (grpo_call(3, generation=9), "expected a call of group generation 1, got one of 9"),
         (sft_call(3), "belongs to stage 'warmup', this rank is in 'grpo'"),
+        (half_call(3), "rank 0 of 1 expected shards 0 to 3 of 4, got [0, 1]"),
     ],
 )
 def test_a_call_that_does_not_fit_is_refused_with_its_reason(call: RunCall, reason: str) -> None:

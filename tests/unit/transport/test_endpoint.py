@@ -32,6 +32,7 @@ from kintsugi.messages import (
     CommitStep,
     Drop,
     Envelope,
+    Failed,
     FetchWeights,
     MessageKind,
     Ok,
@@ -78,6 +79,10 @@ def raw_dealer(
     dealer.curve_serverkey = to.peer(host="here").public_key
     dealer.connect(to.address)
     return context, dealer
+
+
+def frame_of(body: messages.Body, **changes: object) -> bytes:
+    return messages.encode(envelope(**changes), body)
 
 
 def envelope(**changes: object) -> Envelope:
@@ -146,7 +151,7 @@ def test_one_process_can_not_speak_as_another(make: Make) -> None:
     liar, server = make("model-1", keys=keys), make("server-0")
     server.admit(liar.peer(host="here"))
     context, dealer = raw_dealer(server, keys)
-    dealer.send_multipart(messages.encode(envelope(sender="model-0"), CommitStep(1)))
+    dealer.send(frame_of(CommitStep(1), sender="model-0"))
     before = counter("transport.refused")
     assert pump(server, until=lambda: counter("transport.refused") > before) == []
     context.destroy(linger=0)
@@ -164,20 +169,20 @@ def test_a_repeated_request_runs_once_and_gets_the_saved_reply(make: Make) -> No
     model, server = make("model-0", keys=keys), make("server-0")
     server.admit(model.peer(host="here"))
     context, dealer = raw_dealer(server, keys)
-    frames = messages.encode(envelope(), CommitStep(1))
-    dealer.send_multipart(frames)
+    frame = frame_of(CommitStep(1))
+    dealer.send(frame)
     (delivery,) = receive(server)
-    dealer.send_multipart(frames)
-    dealer.send_multipart(messages.encode(envelope(sequence=2, kind=MessageKind.ONE_WAY), Drop(())))
+    dealer.send(frame)
+    dealer.send(frame_of(Drop(()), sequence=2, kind=MessageKind.ONE_WAY))
     assert [late.body for late in receive(server)] == [Drop(())], (
         "the repetition of a running request is dropped"
     )
     server.reply(delivery, Registered(7))
-    first = dealer.recv_multipart()
-    dealer.send_multipart(frames)
+    first = dealer.recv()
+    dealer.send(frame)
     before = counter("transport.answered_again")
     assert pump(server, until=lambda: counter("transport.answered_again") > before) == []
-    assert dealer.recv_multipart()[1] == first[1]
+    assert dealer.recv() == first
     context.destroy(linger=0)
 
 
@@ -367,15 +372,15 @@ def test_a_bulk_reply_too_large_to_keep_is_made_again_only_when_the_first_must_b
     model, server = make("model-0", keys=keys), make("server-0", clock=clock)
     server.admit(model.peer(host="here"))
     context, dealer = raw_dealer(server, keys)
-    fetch = messages.encode(envelope(), FetchWeights(3))
-    mark = messages.encode(envelope(kind=MessageKind.ONE_WAY, sequence=9), Drop(()))
-    dealer.send_multipart(fetch)
+    fetch = frame_of(FetchWeights(3))
+    mark = frame_of(Drop(()), kind=MessageKind.ONE_WAY, sequence=9)
+    dealer.send(fetch)
     server.reply(receive(server)[0], WeightsFetched(3), blobs=[bytes(SAVED_BYTES + 1)])
-    dealer.send_multipart(fetch)
-    dealer.send_multipart(mark)
+    dealer.send(fetch)
+    dealer.send(mark)
     assert [type(delivery.body) for delivery in receive(server)] == [Drop]
     clock.advance(3)
-    dealer.send_multipart(fetch)
+    dealer.send(fetch)
     assert [type(delivery.body) for delivery in receive(server)] == [FetchWeights]
     context.destroy(linger=0)
 
@@ -383,9 +388,10 @@ def test_a_bulk_reply_too_large_to_keep_is_made_again_only_when_the_first_must_b
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(frames=st.lists(st.binary(max_size=64), min_size=1, max_size=4))
 @example(frames=[b""])
-@example(frames=[messages.encode(envelope(), Ok())[0]])
-@example(frames=[messages.encode(envelope(), Ok())[0], b"\xc1"])
-@example(frames=[messages.encode(envelope(kind=MessageKind.REPLY), Ok())[0], b"\xc1"])
+@example(frames=[frame_of(Ok())[:-1]])
+@example(frames=[frame_of(Ok(), kind=MessageKind.REPLY), b""])
+@example(frames=[msgspec.msgpack.encode([envelope(), {"type": "Evil"}])])
+@example(frames=[msgspec.msgpack.encode([envelope(kind=MessageKind.REPLY), 1])])
 def test_no_frames_whatsoever_break_the_loop(
     frames: list[bytes], nonsense: tuple[Endpoint, zmq.Socket[bytes]]
 ) -> None:
@@ -406,6 +412,17 @@ def nonsense(make: Make) -> Iterator[tuple[Endpoint, zmq.Socket[bytes]]]:
     context, dealer = raw_dealer(server, keys)
     yield server, dealer
     context.destroy(linger=0)
+
+
+def test_a_request_with_a_malformed_body_is_answered_with_what_is_wrong(
+    nonsense: tuple[Endpoint, zmq.Socket[bytes]],
+) -> None:
+    server, dealer = nonsense
+    dealer.send(msgspec.msgpack.encode([envelope(), {"type": "CommitStep", "step": "three"}]))
+    pump(server, until=lambda: bool(dealer.poll(0)))
+    reply = messages.decode(dealer.recv()).body
+    assert isinstance(reply, Failed)
+    assert "Expected `int`, got `str`" in reply.fault.message
 
 
 def test_a_malformed_reply_is_dropped_and_the_good_one_taken(make: Make) -> None:
