@@ -206,10 +206,10 @@ def evaluate(run: Run, step: Step = None) -> None:
         raise UserError(
             f"{folder} is running (process {launcher.pid}) and evaluates by itself; see `kintsugi status`"
         )
-    from kintsugi.control import entry
+    from kintsugi.evaluate import evaluate_checkpoint
 
     _allow_modules_of_this_folder()
-    metrics = entry.evaluate(folder, step=step)
+    metrics = evaluate_checkpoint(folder, step=step)
     typer.echo(tables.evaluation_text(metrics))
 
 

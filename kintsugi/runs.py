@@ -76,6 +76,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     timing: dict[str, float]
     """Stage → seconds."""
     logprob_abs_diff_mean: float | None
+    evaluations: tuple[dict[str, float], ...] = ()
+    """Step, version and figures of every evaluation, in order."""
     faults: tuple[FaultLine, ...] = ()
     """Why it failed, the first cause first."""
 
@@ -316,10 +318,9 @@ def checkpoint_folders(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def export_checkpoint(folder: Path, *, to: Path, step: int | None = None) -> list[Path]:
-    """Verify a checkpoint and copy its Hugging Face files; the target appears whole or not at all."""
-    from kintsugi.checkpoint.manifest import MANIFEST_FILE
-    from kintsugi.checkpoint.store import EXTRA_FILE, STATE_FILE, verify
+def chosen_checkpoint(folder: Path, *, step: int | None) -> Path:
+    """The newest checkpoint of a run, or that of a step; verified."""
+    from kintsugi.checkpoint.store import verify
 
     checkpoints = checkpoint_folders(folder)
     if not checkpoints:
@@ -328,18 +329,27 @@ def export_checkpoint(folder: Path, *, to: Path, step: int | None = None) -> lis
     if chosen not in checkpoints:
         have = ", ".join(map(str, checkpoints))
         raise UserError(f"--step: expected a step with a checkpoint ({have}), got {chosen}")
+    verify(checkpoints[chosen])
+    return checkpoints[chosen]
+
+
+def export_checkpoint(folder: Path, *, to: Path, step: int | None = None) -> list[Path]:
+    """Verify a checkpoint and copy its Hugging Face files; the target appears whole or not at all."""
+    from kintsugi.checkpoint.manifest import MANIFEST_FILE
+    from kintsugi.checkpoint.store import EXTRA_FILE, STATE_FILE
+
     if to.exists():
         raise UserError(f"--to: expected a folder that does not exist yet, found {to}")
-    verify(checkpoints[chosen])
+    checkpoint = chosen_checkpoint(folder, step=step)
     ours = {EXTRA_FILE, MANIFEST_FILE, STATE_FILE}
-    names = [path.name for path in checkpoints[chosen].iterdir() if path.name not in ours]
+    names = [path.name for path in checkpoint.iterdir() if path.name not in ours]
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=to.parent, prefix=f".{to.name}-") as scratch:
             staged = Path(scratch) / "staged"
             staged.mkdir()
             for name in names:
-                shutil.copyfile(checkpoints[chosen] / name, staged / name)
+                shutil.copyfile(checkpoint / name, staged / name)
             staged.rename(to)
     except OSError as error:
         raise StorageError(f"could not write {to}: {error.strerror or error}") from error

@@ -148,7 +148,12 @@ class MasterShell:
                 COUNTERS.add("ignored_messages")
 
     def _feed(self, event: Event) -> None:
-        """Take an event in turn; an effect that fails at once gives an event too, which waits for the current one."""
+        """Take an event in turn; an effect that fails at once gives an event too, which waits for the current one.
+
+        After the end of the run nothing matters any more: processes end because they were told to.
+        """
+        if self._exit_code is not None:
+            return
         self._events.append(event)
         if len(self._events) > 1:
             return

@@ -44,10 +44,11 @@ def test_a_call_begins_only_when_its_parents_are_done() -> None:
 def test_the_walk_is_finished_when_every_worker_of_every_call_answered() -> None:
     batch = walk()
     batch.ready(now=0.0)
-    batch.answered("actor_train", "model-0", done(), now=1.0)
-    assert not batch.finished
-    batch.answered("actor_train", "model-1", done(), now=2.5)
-    assert batch.finished
+    after_each = []
+    for worker, now in (("model-0", 1.0), ("model-1", 2.5)):
+        batch.answered("actor_train", worker, done(), now=now)
+        after_each.append(batch.finished)
+    assert after_each == [False, True]
     assert batch.spans[0].duration_s == 2.5
 
 

@@ -55,7 +55,7 @@ def new_state(
 
 def new_stage(*, actor: ActorSection | None = None, first_step: int = 1, **algorithm: object) -> Stage:
     section = msgspec.convert({"name": "grpo", **algorithm}, AlgorithmSection)
-    return Stage(section.name, first_step, section, actor or ActorSection())
+    return Stage(section.name, first_step, section, actor or ActorSection(), seed=0)
 
 
 def trajectory(key: str, *, num_tokens: int, num_loss_tokens: int, seed: int) -> Trajectory:
