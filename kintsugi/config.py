@@ -239,3 +239,9 @@ def stages(config: Config) -> tuple[Stage, ...]:
         Stage("warmup", 1, sft, actor, warmup.seed),
         Stage(main.name, 1 + warmup.steps, main, config.actor, config.seed),
     )
+
+
+def next_stage(config: Config, *, step: int) -> Stage:
+    """The stage that the step after `step` belongs to; the last one when all steps are done."""
+    every = stages(config)
+    return next((stage for stage in every if step < stage.last_step), every[-1])

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kintsugi import runs
-from kintsugi.config import Config, stages
+from kintsugi.config import Config, next_stage, stages
 from kintsugi.observe.evaluation import wilson_interval
 from kintsugi.runs import MetricLine, Summary
 from kintsugi.runtime import SYSTEM_CLOCK, Clock
@@ -42,7 +42,7 @@ class Progress:
 
     @property
     def stage(self) -> str:
-        return runs.stage_name(self.config, step=self.step)
+        return next_stage(self.config, step=self.step).name
 
     def take(self, line: MetricLine) -> None:
         if runs.is_evaluation(line):

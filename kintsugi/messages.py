@@ -36,8 +36,10 @@ import msgspec
 
 from kintsugi.errors import Fault
 from kintsugi.types import (
-    Finish,
+    Completion,
+    LogicalShard,
     Peer,
+    Placement,
     Progress,
     Role,
     SampleMeta,
@@ -135,19 +137,6 @@ class Shutdown(_Body, frozen=True):
 # Agents.
 
 
-class Placement(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where and how a process runs, so that exactly this one can be aimed at. Empty: like its agent."""
-
-    cgroup: str | None = None
-    """Folder of an existing control group to join before exec."""
-    network_namespace: str | None = None
-    """Name of an existing network namespace (as of `ip netns`) to enter before exec."""
-    nice: int | None = None
-    limits: dict[str, int] = {}
-    """Resource limits by their names without RLIMIT_: {"AS": 4294967296, "NOFILE": 4096}."""
-    environment: dict[str, str] = {}
-
-
 class StartProcess(_Body, frozen=True):
     process: str
     role: Role
@@ -239,17 +228,6 @@ class Generate(_Body, frozen=True):
         return self.samples or tuple(range(self.sampling.num_samples))
 
 
-class Completion(msgspec.Struct, frozen=True):
-    sample: int
-    tokens: bytes
-    """int32, the end token included when it was sampled."""
-    logprobs: bytes
-    """float32, at the sampling temperature (at temperature 1 when greedy)."""
-    versions: bytes
-    """int32."""
-    finish: Finish
-
-
 class Generated(_Body, frozen=True):
     ticket: str
     turn: int
@@ -258,25 +236,6 @@ class Generated(_Body, frozen=True):
 
 
 # Models and weights.
-
-
-class ShardItem(msgspec.Struct, frozen=True, array_like=True):
-    """One sample of a shard, who holds it, and the scalars that the master computed for it."""
-
-    key: str
-    holder: str
-    digest: str
-    num_tokens: int
-    num_loss_tokens: int
-    values: dict[str, float] = {}
-    """{"advantage": 0.7}"""
-
-
-class LogicalShard(msgspec.Struct, frozen=True):
-    """A fixed part of the optimizer batch; gradients are summed over these in a fixed order, whoever computes them."""
-
-    index: int
-    items: tuple[ShardItem, ...]
 
 
 class RunCall(_Body, frozen=True):

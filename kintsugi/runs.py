@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from kintsugi.cluster.children import boot_id, process_start_time
-from kintsugi.config import Config, stages
+from kintsugi.config import Config, next_stage, stages
 from kintsugi.errors import ConfigError, KintsugiError, StorageError, UserError
 from kintsugi.facts import CheckpointSaved, Fact, ProcessJoined, ProcessLost
 from kintsugi.observe.metrics import METRICS_FILE, SAMPLES_FILE, SampleRecord
@@ -163,7 +163,7 @@ def read_status(folder: Path) -> RunStatus:
         state=_state(folder, pid=pid),
         step=step,
         total_steps=stages(config)[-1].last_step,
-        stage=stage_name(config, step=step),
+        stage=next_stage(config, step=step).name,
         metrics=metrics,
         evaluations=tuple(line for line in lines if is_evaluation(line)),
         pid=pid,
@@ -354,9 +354,3 @@ def export_checkpoint(folder: Path, *, to: Path, step: int | None = None) -> lis
     except OSError as error:
         raise StorageError(f"could not write {to}: {error.strerror or error}") from error
     return [to / name for name in names]
-
-
-def stage_name(config: Config, *, step: int) -> str:
-    """The stage that the step after `step` belongs to; the last one when all are done."""
-    every = stages(config)
-    return next((stage.name for stage in every if step < stage.last_step), every[-1].name)

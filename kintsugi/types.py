@@ -47,6 +47,19 @@ class Peer(msgspec.Struct, frozen=True):
     """CURVE public key (Z85). Only this key may speak as `process`."""
 
 
+class Placement(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where and how a process runs, so that exactly this one can be aimed at. Empty: like its agent."""
+
+    cgroup: str | None = None
+    """Folder of an existing control group to join before exec."""
+    network_namespace: str | None = None
+    """Name of an existing network namespace (as of `ip netns`) to enter before exec."""
+    nice: int | None = None
+    limits: dict[str, int] = {}
+    """Resource limits by their names without RLIMIT_: {"AS": 4294967296, "NOFILE": 4096}."""
+    environment: dict[str, str] = {}
+
+
 class Row(msgspec.Struct, frozen=True):
     """One record of a data set: `Row(prompt="12+34=", columns={"answer": "46"})`."""
 
@@ -129,6 +142,36 @@ class SampleMeta(msgspec.Struct, frozen=True):
     completion: str
     repetition: float = 0.0
     """Share of repeated 4-grams among the completion's tokens (0 when it is shorter)."""
+
+
+class Completion(msgspec.Struct, frozen=True):
+    sample: int
+    tokens: bytes
+    """int32, the end token included when it was sampled."""
+    logprobs: bytes
+    """float32, at the sampling temperature (at temperature 1 when greedy)."""
+    versions: bytes
+    """int32."""
+    finish: Finish
+
+
+class ShardItem(msgspec.Struct, frozen=True, array_like=True):
+    """One sample of a shard, who holds it, and the scalars that the master computed for it."""
+
+    key: str
+    holder: str
+    digest: str
+    num_tokens: int
+    num_loss_tokens: int
+    values: dict[str, float] = {}
+    """{"advantage": 0.7}"""
+
+
+class LogicalShard(msgspec.Struct, frozen=True):
+    """A fixed part of the optimizer batch; gradients are summed over these in a fixed order, whoever computes them."""
+
+    index: int
+    items: tuple[ShardItem, ...]
 
 
 class PieceKind(StrEnum):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kintsugi.messages import LogicalShard, ShardItem
+from kintsugi.types import LogicalShard, ShardItem
 
 DETERMINISTIC_BLOCK_TOKENS = 2048
 """Tokens per forward pass in deterministic mode. A constant, because another value gives other bits."""

@@ -25,10 +25,10 @@ from kintsugi.cluster.segments import SegmentServer
 from kintsugi.cluster.signals import Signals
 from kintsugi.cluster.template import Template
 from kintsugi.errors import RefusedError, StartFailed
-from kintsugi.messages import Ok, Placement, ProcessExited, ProcessStarted, StartProcess, StopProcess
+from kintsugi.messages import Ok, ProcessExited, ProcessStarted, StartProcess, StopProcess
 from kintsugi.runtime import SYSTEM_CLOCK, Clock, Processes, SystemProcesses
 from kintsugi.transport import Delivery, new_key_pair
-from kintsugi.types import Role
+from kintsugi.types import Placement, Role
 from kintsugi.worker import HEARTBEAT_S, Membership, open_endpoint, run_process
 
 PR_SET_CHILD_SUBREAPER = 36

@@ -41,11 +41,10 @@ from kintsugi.cluster.placement import execute, log_path, sealed
 from kintsugi.cluster.signals import Signals
 from kintsugi.config import Config
 from kintsugi.errors import ConfigError, KintsugiError, ProcessDied, StartFailed, UserError
-from kintsugi.messages import Placement
 from kintsugi.runs import JOURNAL_FILE, LAUNCHER_FILE, living_launcher, write_launcher
 from kintsugi.runtime import SYSTEM_CLOCK, Child, Clock, Processes, SystemProcesses, wait
 from kintsugi.transport import new_key_pair
-from kintsugi.types import Peer, Role, process_id
+from kintsugi.types import Peer, Placement, Role, process_id
 
 TICK_S = 0.2
 END_DEADLINE_S = 5.0

@@ -24,8 +24,8 @@ import msgspec
 
 from kintsugi.bootstrap import Bootstrap
 from kintsugi.errors import StartFailed
-from kintsugi.messages import Placement
 from kintsugi.runtime import Child, Processes
+from kintsugi.types import Placement
 from kintsugi.worker import run_process
 
 NETWORK_NAMESPACES = Path("/run/netns")

@@ -20,8 +20,8 @@ import msgspec
 
 from kintsugi.cluster.placement import Start, execute, run
 from kintsugi.errors import DeadlineExceeded
-from kintsugi.messages import Placement
 from kintsugi.runtime import Processes, wait
+from kintsugi.types import Placement
 
 _MOST_BYTES = 65536
 """Of one message; a `Start` has a few hundred."""

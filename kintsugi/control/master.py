@@ -18,30 +18,36 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
-from kintsugi.config import Config, Stage, stages
+from kintsugi.config import Config, Stage, next_stage
+from kintsugi.control.agenda import (
+    carried_stage,
+    commit_record,
+    evaluation_is_due,
+    is_last,
+    save_is_due,
+    slowest,
+)
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.episodes import Episodes, episode_of
 from kintsugi.control.evaluation import Evaluation
 from kintsugi.control.layout import ProcessPlan
 from kintsugi.control.protocol import (
-    Admit,
     Began,
     Decision,
     Event,
     Exited,
     Finish,
-    Forget,
     Joined,
     Raise,
     RecordEvaluation,
     RecordStep,
     Replied,
     RequestFailed,
-    ShareBook,
     StopRequested,
     Tell,
     Tick,
 )
+from kintsugi.control.staff import Staff
 from kintsugi.control.state import MasterState
 from kintsugi.errors import Fault, root_first
 from kintsugi.facts import (
@@ -50,9 +56,7 @@ from kintsugi.facts import (
     CheckpointSaved,
     EpochStarted,
     EvaluationDone,
-    ProcessJoined,
     ProcessLost,
-    ProcessRequested,
     RolledBack,
     RunEnded,
     RunStarted,
@@ -78,13 +82,11 @@ from kintsugi.messages import (
     RunCall,
     Save,
     Saved,
-    ShardItem,
-    StartProcess,
     StartStage,
     WeightsHashed,
     WeightsLoaded,
 )
-from kintsugi.types import Peer, Role, SampleMeta
+from kintsugi.types import Role, SampleMeta, ShardItem
 
 FAULT_GRACE_S = 1.0
 """After a request failed, how long to listen for the death that explains it before the run is called failed."""
@@ -121,15 +123,12 @@ class Master:
         checkpoint_folder: str,
     ) -> None:
         self.config, self.state, self.phase = config, state, Phase.STARTING
-        self._stages = stages(config)
-        self._plans = {plan.process: plan for plan in layout if plan.role not in (Role.AGENT, Role.MASTER)}
-        self._num_hosts = sum(plan.role is Role.AGENT for plan in layout)
         self._num_eval_rows, self._folder = num_eval_rows, checkpoint_folder
         self._restore_path: str | None = None
         self._draft = Draft(state)
         self._talk = Conversation(self._draft, first_s=config.cluster.start_timeout_s)
+        self._staff = Staff(layout, draft=self._draft, talk=self._talk)
         self._episodes = Episodes(config, draft=self._draft, talk=self._talk, num_rows=num_rows)
-        self._capabilities: dict[str, dict[str, str]] = {}
         self._walk: Walk | None = None
         self._batch: tuple[SampleMeta, ...] = ()
         self._values: dict[str, dict[str, float]] = {}
@@ -167,8 +166,7 @@ class Master:
     @property
     def stage(self) -> Stage:
         """The stage that the next step belongs to (the last stage when all steps are done)."""
-        following = self.state.step + 1
-        return next((stage for stage in self._stages if following <= stage.last_step), self._stages[-1])
+        return next_stage(self.config, step=self.state.step)
 
     @property
     def timing(self) -> dict[str, float]:
@@ -180,9 +178,9 @@ class Master:
     def _begin_preparing(self, now: float) -> None:
         """Ranks build their group, set up the stage that the state belongs to, and restore a checkpoint if given."""
         ranks, step = self.state.members.live(Role.MODEL), self.state.step
-        stage = next(s for s in self._stages if step <= s.last_step or s is self._stages[-1])
+        stage = carried_stage(self.config, step=step)
         self._generation += 1
-        store = self._capabilities[ranks[0]].get("store", "")
+        store = self._staff.capabilities[ranks[0]].get("store", "")
         bodies: list[Body] = [
             RebuildGroup(self._generation, tuple(ranks), store),
             StartStage(stage.name, max(step, stage.first_step - 1)),
@@ -225,11 +223,11 @@ class Master:
 
     def _continue(self, now: float) -> None:
         """The version is current: evaluate and save if due, then end, stop, change the stage, or take the next step."""
-        if self._evaluation_is_due():
+        if self._num_eval_rows and evaluation_is_due(self.config, self.state):
             self._begin_evaluating(now)
-        elif self._save_is_due():
+        elif save_is_due(self.config, self.state, stopping=self._stop_reason is not None):
             self._begin_saving(now)
-        elif self.state.step >= self._stages[-1].last_step:
+        elif is_last(self.config, step=self.state.step):
             self._begin_ending("finished", now)
         elif self._stop_reason is not None:
             self._begin_ending("stopped", now)
@@ -301,17 +299,9 @@ class Master:
         self._enter(
             Phase.COMMITTING, now, f"{len(answers)} ranks prepared step {step} at {first.state_digest}"
         )
-        timing = {**self._timing, **{f"episode_{name}": s for name, s in self._episodes.timing.items()}}
-        for name in sorted({name for answer in answers.values() for name in answer.timing}):
-            timing[f"train_{name}"] = max(answer.timing.get(name, 0.0) for answer in answers.values())
-        totals = {
-            "samples": float(len(self._batch)),
-            "tokens_trained": float(sum(meta.num_tokens for meta in self._batch)),
-            "tokens_generated": float(sum(meta.num_loss_tokens for meta in self._batch if meta.version >= 0)),
-            "reward_mean": sum(meta.reward for meta in self._batch) / len(self._batch),
-        }
-        recorded = {f"timing/{name}": seconds for name, seconds in timing.items()}
-        self._draft.fact(StepCommitted(step, first.state_digest, {**first.metrics, **totals, **recorded}))
+        episodes = {f"episode_{name}": seconds for name, seconds in self._episodes.timing.items()}
+        timing = {**self._timing, **episodes, **slowest(answers)}
+        self._draft.fact(StepCommitted(step, first.state_digest, commit_record(self._batch, answers, timing)))
         self._draft.do(RecordStep(step, stage, self._batch, self._values, first.metrics, timing))
         self._timing = {}
         self._episodes.timing.clear()
@@ -388,52 +378,27 @@ class Master:
         draft.because(f"epoch {state.epoch} begins at step {state.step}")
 
     def _on_joined(self, event: Joined, now: float) -> None:
-        members, process = self.state.members, event.peer.process
-        fact = ProcessJoined(event.peer, event.role, event.pid)
-        refusal = members.accepts(fact)
-        if refusal is not None:
-            self._draft.because(f"{process} registered again: {refusal}")
+        if not self._staff.joined(event, now):
             return
-        self._draft.fact(fact)
-        self._draft.do(ShareBook())
-        self._draft.because(f"{process} joined")
-        self._capabilities[process] = event.capabilities
-        if event.role is Role.AGENT and len(members.live(Role.AGENT)) == self._num_hosts:
-            for plan in self._plans.values():
-                self._order(plan, now)
-        elif self.phase is Phase.STARTING and all(members.is_live(name) for name in self._plans):
+        if self.phase is Phase.STARTING and self._staff.complete:
             self._begin_preparing(now)
         elif self.phase in (Phase.COLLECTING, Phase.EVALUATING) and event.role is Role.ROLLOUT:
             self._episodes.rebalance(now)
 
     def _on_exited(self, event: Exited, now: float) -> None:
-        member = self.state.members.members.get(event.process)
-        if member is None or member.incarnation != event.incarnation:
-            self._draft.because(f"{event.process} {event.incarnation} is not a current process")
+        """A lost process is replaced if it has no state of its own; any other loss ends the run."""
+        was_live = self.state.members.is_live(event.process)
+        fault = self._staff.exited(event)
+        if fault is None:
             return
-        message = f"{event.process} (pid {member.pid}) ended with {_how(event.status)}"
-        if event.last_output:
-            message += f"; its last words: {event.last_output[-600:].strip()}"
-        self._lose(
-            event.process, self._fault("ProcessDied", message, process=event.process, time=event.time), now
-        )
-
-    def _lose(self, process: str, fault: Fault, now: float) -> None:
-        member, was_live = self.state.members.members[process], self.state.members.is_live(process)
-        fact = ProcessLost(process, member.incarnation, fault)
-        if self.state.members.accepts(fact) is not None:
-            return
-        self._draft.fact(fact)
-        self._draft.do(Forget(process, fault))
-        self._draft.do(ShareBook())
-        self._draft.because(f"lost {process}: {fault.message}")
-        if member.role not in REPLACED_ROLES or not was_live:
+        role = self._staff.plans[event.process].role
+        if role not in REPLACED_ROLES or not was_live:
             self._fail(fault, now)
             return
-        self._draft.do(Raise(f"{process} is lost and will be replaced: {fault.message}"))
-        if member.role is Role.ROLLOUT:
-            self._episodes.worker_lost(process)
-        self._order(self._plans[process], now)
+        self._draft.do(Raise(f"{event.process} is lost and will be replaced: {fault.message}"))
+        if role is Role.ROLLOUT:
+            self._episodes.worker_lost(event.process)
+        self._staff.order(event.process, now)
         if self.phase in (Phase.COLLECTING, Phase.EVALUATING):
             self._episodes.hand_out(now)
 
@@ -441,8 +406,8 @@ class Master:
         if not self._talk.close(event.token, now):
             return
         match event.body:
-            case ProcessStarted(process=process, incarnation=incarnation, public_key=key):
-                self._draft.do(Admit(Peer(process, incarnation, self._plans[process].host, "", key)))
+            case ProcessStarted():
+                self._staff.started(event.body)
             case EpisodesDone():
                 self._episodes.done(event.body, event.sender)
                 self._after_episodes(now)
@@ -486,36 +451,11 @@ class Master:
             if now >= self._fail_at:
                 self._end("failed", now)
         elif self.phase is Phase.STARTING and now - self._since > self.config.cluster.start_timeout_s:
-            missing = [name for name in self._plans if not self.state.members.is_live(name)]
-            what = f"{', '.join(missing)}" if missing else f"{self._num_hosts} agents"
+            missing = ", ".join(self._staff.missing())
             waited = f"after {now - self._since:.0f} s (cluster.start_timeout_s)"
-            self._fail(self._fault("StartFailed", f"not registered {waited}: {what}"), now)
+            self._fail(self._fault("StartFailed", f"not registered {waited}: {missing}"), now)
 
     # What the phases have in common.
-
-    def _order(self, plan: ProcessPlan, now: float) -> None:
-        agent = self.state.members.agent_of(plan.host)
-        if agent is None:
-            self._fail(self._fault("StartFailed", f"{plan.process}: no agent on {plan.host}"), now)
-            return
-        incarnation = f"{self.state.epoch}.{self.state.num_incarnations + 1}"
-        self._draft.fact(ProcessRequested(plan.process, plan.role, plan.host, incarnation))
-        self._talk.ask(f"start:{incarnation}", agent, StartProcess(plan.process, plan.role, incarnation), now)
-
-    def _evaluation_is_due(self) -> bool:
-        """Before and after the main stage, and every `evaluation.every` steps of it."""
-        main, step, every = self._stages[-1], self.state.step, self.config.evaluation.every
-        if not self._num_eval_rows or any(done.step == step for done in self.state.evaluations):
-            return False
-        into = step - main.first_step + 1
-        return into == 0 or step == main.last_step or (every > 0 and into > 0 and into % every == 0)
-
-    def _save_is_due(self) -> bool:
-        step, every = self.state.step, self.config.checkpoint.every
-        if step == 0 or step in self.state.saved_steps or step == self.state.failed_save_step:
-            return False
-        at_end = step == self._stages[-1].last_step or self._stop_reason is not None
-        return at_end or (every > 0 and step % every == 0)
 
     def _lowest_rank_per_host(self) -> list[str]:
         hosts: dict[str, str] = {}
@@ -542,9 +482,3 @@ class Master:
         self._timing[self.phase.value] = self._timing.get(self.phase.value, 0.0) + now - self._since
         self.phase, self._since = phase, now
         self._draft.because(reason)
-
-
-def _how(status: int | None) -> str:
-    if status is None:
-        return "unknown status"
-    return f"exit code {status}" if status >= 0 else f"signal {-status}"

@@ -19,14 +19,14 @@ from kintsugi.config import Config
 from kintsugi.errors import DataError, IntegrityError, KintsugiError, RefusedError, UserError, WorldError
 from kintsugi.generation.engine import Engine, Output, Request
 from kintsugi.generation.noise import stream_key
-from kintsugi.messages import Body, Completion, FetchWeights, Generate, Generated, LoadWeights, WeightsLoaded
+from kintsugi.messages import Body, FetchWeights, Generate, Generated, LoadWeights, WeightsLoaded
 from kintsugi.model.plan import plan_model
 from kintsugi.model.transformer import Transformer
 from kintsugi.observe.events import Note
 from kintsugi.recipe import load_config
 from kintsugi.runtime import COUNTERS
 from kintsugi.transport import Delivery, Reply
-from kintsugi.types import WeightManifest, WeightSource
+from kintsugi.types import Completion, WeightManifest, WeightSource
 from kintsugi.weights.fetch import describe, fetch
 from kintsugi.worker import Shell, run_worker
 

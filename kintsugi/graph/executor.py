@@ -14,8 +14,8 @@ import msgspec
 from kintsugi.buffer.packing import logical_shards, shards_of_rank
 from kintsugi.graph.dfg import Graph
 from kintsugi.graph.mfc import Call, Per
-from kintsugi.messages import CallDone, LogicalShard, ShardItem
-from kintsugi.types import Role
+from kintsugi.messages import CallDone
+from kintsugi.types import LogicalShard, Role, ShardItem
 
 
 class Dispatch(msgspec.Struct, frozen=True):

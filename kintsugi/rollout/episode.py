@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import msgspec
 import xxhash
 
-from kintsugi.messages import Completion
-from kintsugi.types import Finish, SampleMeta, Trajectory, sample_key
+from kintsugi.types import Completion, Finish, SampleMeta, Trajectory, sample_key
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -18,7 +18,6 @@ from kintsugi.config import Config, Stage, stages
 from kintsugi.data.source import Order, Source, open_source
 from kintsugi.errors import DataError, DeadlineExceeded, KintsugiError, RefusedError
 from kintsugi.messages import (
-    Completion,
     Drop,
     EpisodesDone,
     FetchSamples,
@@ -36,7 +35,7 @@ from kintsugi.rollout.episode import demonstrated_trajectory, describe, int32, s
 from kintsugi.rollout.scoring import RewardFailed, load_rewards, score
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, wait
 from kintsugi.transport import Delivery, PendingReply
-from kintsugi.types import Role, Row, SampleMeta, Trajectory, process_id, sample_key
+from kintsugi.types import Completion, Role, Row, SampleMeta, Trajectory, process_id, sample_key
 from kintsugi.worker import Membership, open_endpoint
 
 IDLE_S = 0.25

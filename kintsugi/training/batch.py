@@ -12,9 +12,8 @@ from torch import Tensor
 
 from kintsugi.buffer.packing import DETERMINISTIC_BLOCK_TOKENS, micro_batches
 from kintsugi.errors import IntegrityError
-from kintsugi.messages import ShardItem
 from kintsugi.model.attention import PackedLayout
-from kintsugi.types import Trajectory
+from kintsugi.types import ShardItem, Trajectory
 
 
 @dataclass(frozen=True, eq=False)

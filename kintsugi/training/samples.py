@@ -10,11 +10,11 @@ import msgspec
 import xxhash
 
 from kintsugi.errors import IntegrityError
-from kintsugi.messages import FetchSamples, LogicalShard, SamplesFetched, ShardItem
+from kintsugi.messages import FetchSamples, SamplesFetched
 from kintsugi.runtime import wait
 from kintsugi.training.batch import Sample, sample_of
 from kintsugi.transport import Reply
-from kintsugi.types import Trajectory
+from kintsugi.types import LogicalShard, ShardItem, Trajectory
 
 FETCH_TIMEOUT_S = 60.0
 POLL_S = 0.001

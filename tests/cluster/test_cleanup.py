@@ -18,8 +18,8 @@ import msgspec
 import pytest
 
 from kintsugi.config import ClusterSection, Config
-from kintsugi.messages import Placement, StartProcess
-from kintsugi.types import Role, role_of
+from kintsugi.messages import StartProcess
+from kintsugi.types import Placement, Role, role_of
 
 PROGRAMS = Path(__file__).parent / "programs"
 

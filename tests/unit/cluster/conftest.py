@@ -20,7 +20,6 @@ from kintsugi.cluster.handover import AgentHandover, Programs
 from kintsugi.cluster.placement import execute, sealed
 from kintsugi.messages import (
     Body,
-    Placement,
     ProcessExited,
     ProcessStarted,
     Register,
@@ -30,7 +29,7 @@ from kintsugi.messages import (
 )
 from kintsugi.runtime import SystemProcesses
 from kintsugi.transport import Endpoint, new_key_pair
-from kintsugi.types import Peer, Role, role_of
+from kintsugi.types import Peer, Placement, Role, role_of
 
 T = TypeVar("T")
 FAKE_PROGRAMS = Path(__file__).parents[2] / "cluster" / "programs"

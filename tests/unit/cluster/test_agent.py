@@ -13,7 +13,8 @@ import pytest
 from kintsugi.cluster.children import ChildrenTable, process_start_time
 from kintsugi.cluster.segments import SegmentClient
 from kintsugi.errors import RefusedError, RemoteError
-from kintsugi.messages import Placement, Shutdown
+from kintsugi.messages import Shutdown
+from kintsugi.types import Placement
 
 MakeHost = Callable[..., Any]
 

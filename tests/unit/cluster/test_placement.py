@@ -14,8 +14,7 @@ import pytest
 from kintsugi.bootstrap import Bootstrap
 from kintsugi.cluster.placement import Start, apply, child_environment, load
 from kintsugi.errors import StartFailed
-from kintsugi.messages import Placement
-from kintsugi.types import Peer, Role
+from kintsugi.types import Peer, Placement, Role
 
 MakeHost = Callable[..., Any]
 GROUPS = [path for path in (Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")) if path.is_dir()]

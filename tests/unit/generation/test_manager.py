@@ -6,18 +6,10 @@ import pytest
 from kintsugi.errors import DataError, DeadlineExceeded, KintsugiError, RefusedError, RemoteError
 from kintsugi.generation import manager as manager_module
 from kintsugi.generation.manager import MAX_ATTEMPTS, MAX_LOAD_ATTEMPTS, Manager
-from kintsugi.messages import (
-    AddressBook,
-    Completion,
-    Generate,
-    Generated,
-    LoadWeights,
-    Ping,
-    WeightsLoaded,
-)
+from kintsugi.messages import AddressBook, Generate, Generated, LoadWeights, Ping, WeightsLoaded
 from kintsugi.runtime import WaitTable
 from kintsugi.transport import Delivery, Endpoint, PendingReply, new_key_pair
-from kintsugi.types import Finish, Peer, Sampling, WeightManifest
+from kintsugi.types import Completion, Finish, Peer, Sampling, WeightManifest
 
 
 class _FakeServer:

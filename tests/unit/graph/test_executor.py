@@ -1,8 +1,8 @@
 from kintsugi.config import AlgorithmSection
 from kintsugi.graph.algorithms import grpo
 from kintsugi.graph.executor import Walk
-from kintsugi.messages import CallDone, ShardItem
-from kintsugi.types import Role
+from kintsugi.messages import CallDone
+from kintsugi.types import Role, ShardItem
 
 RANKS = {Role.MODEL: ["model-0", "model-1"]}
 ITEMS = [ShardItem(f"t:0:{i}:0/0", "rollout-0", "", 5 + i, 3, {"advantage": 1.0}) for i in range(8)]

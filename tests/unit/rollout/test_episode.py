@@ -3,7 +3,6 @@ from array import array
 import msgspec
 import xxhash
 
-from kintsugi.messages import Completion
 from kintsugi.rollout.episode import (
     demonstrated_trajectory,
     describe,
@@ -12,7 +11,7 @@ from kintsugi.rollout.episode import (
     sampled_trajectory,
     trajectory_digest,
 )
-from kintsugi.types import Finish
+from kintsugi.types import Completion, Finish
 
 LOGPROBS = array("f", [-0.5, -0.25]).tobytes()
 COMPLETION = Completion(3, int32([7, 1]), LOGPROBS, int32([4, 5]), Finish.EOS)

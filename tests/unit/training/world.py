@@ -15,14 +15,14 @@ from torch import Tensor
 
 from kintsugi.buffer.packing import logical_shards, shards_of_rank
 from kintsugi.config import ActorSection, AlgorithmSection, Stage
-from kintsugi.messages import RunCall, ShardItem
+from kintsugi.messages import RunCall
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.training.batch import sample_of
 from kintsugi.training.group import ProcessGroup, StoreServer, join_group
 from kintsugi.training.interfaces import CallResult, ModelCalls
 from kintsugi.training.state import TrainingState, Update
-from kintsugi.types import Finish, Trajectory
+from kintsugi.types import Finish, ShardItem, Trajectory
 
 TINY = ModelConfig(
     family="qwen2",
