@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections import deque
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +27,7 @@ LIVE_INTERVAL_S = 0.2
 RECENT_STEPS = 20
 """Steps that rates and the estimate of the end are taken over."""
 
-SHARES = ("generate", "reward", "train", "weights", "other")
+SHARES = ("data", "generate", "reward", "train", "weights", "other")
 
 
 class Progress:
@@ -71,7 +73,7 @@ class Progress:
             for name, seconds in _shares_of(line).items():
                 totals[name] += seconds
         whole = sum(totals.values())
-        return {name: seconds / whole for name, seconds in totals.items()} if whole else {}
+        return {name: seconds / whole for name, seconds in totals.items() if seconds > 0}
 
 
 def _shares_of(line: MetricLine) -> dict[str, float]:
@@ -205,13 +207,22 @@ def closing_table(summary: Summary, *, config: Config, folder: Path) -> Table:
 def suggestions(summary: Summary, *, folder: Path) -> list[str]:
     """Commands that make sense after a run that ended this way."""
     if summary.outcome != runs.RunState.FINISHED:
-        return [f"kintsugi resume {folder}", f"kintsugi status {folder}"]
+        return [f"{program()} resume {folder}", f"{program()} status {folder}"]
     return [
-        f"kintsugi samples {folder} --worst 10",
-        f"kintsugi export {folder} --to my-model",
-        f"tensorboard --logdir {folder}/tensorboard",
-        "kintsugi train recipes/grpo_arithmetic.yaml seed=1",
+        f"{program()} samples {folder} --worst 10",
+        f"{program()} eval {folder}",
+        f"{program()} export {folder} --to my-model",
+        f"{program('tensorboard')} --logdir {folder}/tensorboard",
+        f"{program()} train recipes/grpo_arithmetic.yaml seed=1",
     ]
+
+
+def program(name: str = "kintsugi") -> str:
+    """How to call a program of this environment: by its name, or by its path where the shell would not find it."""
+    if shutil.which(name) is not None:
+        return name
+    path = Path(sys.executable).with_name(name)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def accuracy_text(accuracy: float | None, *, count: int) -> str:

@@ -30,6 +30,7 @@ from kintsugi.types import Peer, Role
 HEARTBEAT_S = 0.5
 REGISTER_DEADLINE_S = 30.0
 GRACE_S = 5.0
+FLUSH_S = 1.0
 EXIT_ERROR, EXIT_USER_ERROR, EXIT_ORPHANED = 1, 2, 70
 
 MAINS: dict[Role, str] = {
@@ -335,8 +336,10 @@ class Shell:
             self._registered.set()
             self._requests.put(None)
         finally:
+            # Whoever told us to end no longer listens; a process that ends by itself has last words to deliver.
+            flush_s = FLUSH_S if self._ended is None else 0.0
             self._end("the control thread has ended")
-            self._endpoint.close(flush_s=1.0)
+            self._endpoint.close(flush_s=flush_s)
 
     def _turn(self) -> None:
         membership = self._membership

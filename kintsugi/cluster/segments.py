@@ -204,22 +204,27 @@ class SegmentClient:
         return self._descriptor(Open(name))
 
     def remove(self, name: str) -> None:
-        """Forget the segment; no such segment is fine."""
-        _, descriptors = self._ask(Remove(name))
-        assert not descriptors
+        """Forget the segment; no such segment is fine, and so is an agent that is gone and took them all along."""
+        self._exchange(Remove(name))
 
     def close(self) -> None:
         self._socket.close()
 
     def _descriptor(self, request: Create | Open) -> int:
-        answer, descriptors = self._ask(request)
+        content, descriptors = self._exchange(request)
+        if not content:
+            raise WorldError(
+                f"the agent of this host is gone: {type(request).__name__} of segment {request.name}"
+            )
+        answer = msgspec.msgpack.decode(content, type=Answer)
         if answer.refusal:
             raise RefusedError(answer.refusal)
         (descriptor,) = descriptors
         os.set_inheritable(descriptor, False)
         return descriptor
 
-    def _ask(self, request: Create | Open | Remove) -> tuple[Answer, list[int]]:
+    def _exchange(self, request: Create | Open | Remove) -> tuple[bytes, list[int]]:
+        """The answer and the descriptors that came with it; no bytes when the agent is gone."""
         try:
             self._socket.send(msgspec.msgpack.encode(request))
             wait(
@@ -230,9 +235,5 @@ class SegmentClient:
             )
             content, descriptors, _, _ = socket.recv_fds(self._socket, _MOST_BYTES, 1)
         except (BrokenPipeError, ConnectionResetError):
-            content, descriptors = b"", []
-        if not content:
-            raise WorldError(
-                f"the agent of this host is gone: {type(request).__name__} of segment {request.name}"
-            )
-        return msgspec.msgpack.decode(content, type=Answer), descriptors
+            return b"", []
+        return content, descriptors

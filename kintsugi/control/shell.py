@@ -61,6 +61,8 @@ GOODBYE_S = 1.0
 DURABLE = (EpochStarted, StepCommitted, CheckpointSaved, RunEnded)
 """Facts that are fsynced before their effects; the others only have to survive the process."""
 CHECKPOINTS = "checkpoints"
+STEP_PARTS = ("data", "generate", "reward", "train", "commit", "weights")
+"""What a step's time consists of; evaluations and saves come beside it."""
 
 
 class MasterShell:
@@ -230,9 +232,7 @@ class MasterShell:
             key: values["advantage"] for key, values in record.values.items() if "advantage" in values
         }
         timing = stage_seconds(record.timing)
-        timing["step"] = sum(
-            timing.get(name, 0.0) for name in ("generate", "reward", "train", "commit", "weights")
-        )
+        timing["step"] = sum(timing.get(name, 0.0) for name in STEP_PARTS)
         values = step_metrics(
             record.metas, advantages=advantages, call_metrics=record.call_metrics, timing=timing
         )

@@ -17,25 +17,24 @@ TIMING_NAMES = {
     "evaluating": "evaluate",
     "saving": "save",
 }
-"""Phase → stage of the step, as people call it; COLLECTING is divided into `generate` and `reward`."""
+"""Phase → stage of the step, as people call it; COLLECTING is divided by what the workers did in it."""
+EPISODE_NAMES = {"demonstrate": "data", "actor_generate": "generate", "reward": "reward"}
+"""Call of a rollout worker → stage of the step."""
 
 
 def stage_seconds(timing: dict[str, float]) -> dict[str, float]:
     """Seconds per stage from a step's recorded phase times.
 
-    Generation and rewards overlap across groups, so the collecting time is divided in proportion to what the workers
-    spent on each.
+    The calls of rollout workers overlap across groups, so the collecting time is divided in proportion to what the
+    workers spent on each.
     """
-    seconds = dict.fromkeys(
-        ("start", "generate", "reward", "train", "commit", "weights", "evaluate", "save"), 0.0
-    )
+    seconds: dict[str, float] = {}
     for phase, name in TIMING_NAMES.items():
-        seconds[name] += timing.get(phase, 0.0)
-    reward = timing.get("episode_reward", 0.0)
-    generate = timing.get("episode_actor_generate", 0.0) + timing.get("episode_demonstrate", 0.0)
-    share = reward / (reward + generate) if reward + generate > 0 else 0.0
-    seconds["generate"] += timing.get("collecting", 0.0) * (1 - share)
-    seconds["reward"] += timing.get("collecting", 0.0) * share
+        seconds[name] = seconds.get(name, 0.0) + timing.get(phase, 0.0)
+    spent = {name: timing.get(f"episode_{call}", 0.0) for call, name in EPISODE_NAMES.items()}
+    total = sum(spent.values())
+    for name, part in spent.items():
+        seconds[name] = timing.get("collecting", 0.0) * part / total if total > 0 else 0.0
     return {name: value for name, value in seconds.items() if value > 0}
 
 
@@ -57,6 +56,7 @@ def summarize_run(
     for phases in (*map(_phase_seconds, commits.values()), rest):
         for name, seconds in stage_seconds(phases).items():
             timing[name] = timing.get(name, 0.0) + seconds
+    rewards = [metrics["reward_mean"] for metrics in of_main if main.algorithm.name != "sft"]
     accuracy = [done.metrics["eval/accuracy"] for done in state.evaluations]
     differences = [m["logprob_abs_diff_mean"] for m in of_main if "logprob_abs_diff_mean" in m]
     return {
@@ -69,8 +69,8 @@ def summarize_run(
         "samples_trained": int(sum(m["samples"] for m in commits.values())),
         "tokens_generated": int(sum(m["tokens_generated"] for m in commits.values())),
         "tokens_trained": int(sum(m["tokens_trained"] for m in commits.values())),
-        "reward_first": of_main[0]["reward_mean"] if of_main else None,
-        "reward_last": of_main[-1]["reward_mean"] if of_main else None,
+        "reward_first": rewards[0] if rewards else None,
+        "reward_last": rewards[-1] if rewards else None,
         "eval_accuracy_before": accuracy[0] if accuracy else None,
         "eval_accuracy_after": accuracy[-1] if accuracy else None,
         "evaluations": [
