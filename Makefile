@@ -8,12 +8,12 @@ SETUP_TEST := .venv/.setup-test
 PEER_RAY := .venv-ray/.setup
 CHECKED := kintsugi tests $(wildcard benchmarks)
 
-.PHONY: help setup setup-test demo test lint test-slow bench clean
+.PHONY: help setup setup-test demo test test-fast lint bench clean
 
 help:
 	@echo "make demo       set up, then train a small model by GRPO and show what it learned"
-	@echo "make test       set up, then linters, type checker and the test suite"
-	@echo "make test-slow  the slow tests too"
+	@echo "make test       set up, then linters, type checker and the whole test suite"
+	@echo "make test-fast  the tests without the slow ones (real weights)"
 	@echo "make bench      benchmarks, ours and the peers' in one run"
 	@echo "make setup      only the environment in .venv"
 	@echo "make clean      remove environments and caches (runs/ stays)"
@@ -41,6 +41,9 @@ demo: $(SETUP)
 	$(BIN)/kintsugi train recipes/grpo_arithmetic.yaml
 
 test: lint
+	$(BIN)/python -m pytest -m "not gpu"
+
+test-fast: $(SETUP_TEST)
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
 lint: $(SETUP_TEST)
@@ -48,11 +51,8 @@ lint: $(SETUP_TEST)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(CHECKED)
 
-test-slow: $(SETUP_TEST)
-	$(BIN)/python -m pytest -m "not gpu"
-
 bench: $(SETUP_TEST) $(PEER_RAY)
-	@for benchmark in benchmarks/*.py; do echo "== $$benchmark"; $(BIN)/python $$benchmark || exit 1; done
+	$(BIN)/python benchmarks/control_plane.py
 
 $(PEER_RAY): constraints.txt
 	$(PYTHON) -m venv .venv-ray

@@ -52,6 +52,7 @@ from kintsugi.messages import Heartbeat, Ok, Ping, ProcessExited, Register, Regi
 from kintsugi.observe.events import Alert, EventLog, FaultSeen, Note, Span, Transition, events_path
 from kintsugi.observe.metrics import MetricsWriter, SamplesWriter, step_metrics
 from kintsugi.recipe import load_config
+from kintsugi.runs import living_launcher
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, wait
 from kintsugi.transport import Delivery, PendingReply
 from kintsugi.worker import open_endpoint
@@ -252,7 +253,7 @@ class MasterShell:
             state,
             run_dir=str(self._run_dir),
             wall_s=self._clock.monotonic() - self._began,
-            processes={**self._processes, "master": [os.getpid()]},
+            processes=self._pids(),
             rest=self._master.timing,
             faults=finish.faults,
         )
@@ -265,6 +266,12 @@ class MasterShell:
         for process in list(self._endpoint.peers):
             self._endpoint.send(process, Shutdown(f"the run {finish.outcome}"))
         self._exit_code = 1 if finish.outcome == "failed" else 0
+
+    def _pids(self) -> dict[str, list[int]]:
+        """Role → pids, those included that do not register: the launcher and this process."""
+        launcher = living_launcher(self._run_dir)
+        own = {"launcher": [launcher.pid] if launcher else [], "master": [os.getpid()]}
+        return {**own, **self._processes}
 
     def _watch_signals(self) -> None:
         """SIGTERM asks for a clean stop: it arrives as a byte on a pipe that the loop watches."""

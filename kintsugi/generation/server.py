@@ -20,6 +20,7 @@ from kintsugi.errors import DataError, IntegrityError, KintsugiError, RefusedErr
 from kintsugi.generation.engine import Engine, Output, Request
 from kintsugi.generation.noise import stream_key
 from kintsugi.messages import Body, FetchWeights, Generate, Generated, LoadWeights, WeightsLoaded
+from kintsugi.model.device import choose_device
 from kintsugi.model.plan import plan_model
 from kintsugi.model.transformer import Transformer
 from kintsugi.observe.events import Note
@@ -186,10 +187,10 @@ class Server:
         self._shell.fail(job.delivery, error)
 
 
-def build_engine(config: Config) -> Engine:
+def build_engine(config: Config, *, device: torch.device) -> Engine:
     """The engine that a run's configuration describes; its weights arrive by `LoadWeights`."""
     architecture, tokenizer = plan_model(config)
-    model = Transformer(architecture, dtype=getattr(torch, config.actor.dtype))
+    model = Transformer(architecture, dtype=getattr(torch, config.actor.dtype), device=device)
     return Engine(
         model,
         slots=config.generation.slots,
@@ -200,8 +201,13 @@ def build_engine(config: Config) -> Engine:
 
 def main(bootstrap: Bootstrap) -> int:
     """Build the model that the run folder describes, report to the master, and serve until told to end."""
-    engine = build_engine(load_config(Path(bootstrap.run_dir) / "config.yaml"))
-    return run_worker(bootstrap, lambda shell: Server(shell, engine, fetch=partial(_fetch, shell)).serve())
+    device = choose_device(bootstrap.process)
+    engine = build_engine(load_config(Path(bootstrap.run_dir) / "config.yaml"), device=device)
+    return run_worker(
+        bootstrap,
+        lambda shell: Server(shell, engine, fetch=partial(_fetch, shell)).serve(),
+        capabilities={"device": str(device)},
+    )
 
 
 def _fetch(shell: Shell, manifest: WeightManifest, sources: Sequence[WeightSource]) -> Mapping[str, Tensor]:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
 from typing import Any
 
-from kintsugi.errors import ConfigError, WorldError
+from kintsugi.errors import ConfigError, DeadlineExceeded, WorldError
+from kintsugi.runtime import wait
 
 RewardFunction = Callable[..., Any]
+IDLE_S = 1.0
 
 
 class RewardFailed(WorldError):
@@ -76,3 +81,46 @@ def checked(name: str, rewards: Any, *, count: int) -> list[float]:
             raise RewardFailed(f"reward '{name}': expected finite numbers, got {value!r}")
         values.append(float(value))
     return values
+
+
+class RewardThread:
+    """Computes rewards one after the other beside the worker's loop.
+
+    The functions are the user's and may hang, so the thread is a daemon: it can be left behind, and it never keeps
+    the process from ending.
+    """
+
+    def __init__(self, functions: Mapping[str, RewardFunction]) -> None:
+        self._functions = functions
+        self._work: SimpleQueue[tuple[Future[list[dict[str, float]]], dict[str, Any]]] = SimpleQueue()
+        self._abandoned = Event()
+        Thread(target=self._run, name="reward", daemon=True).start()
+
+    def submit(
+        self, *, prompt: str, completions: Sequence[str], columns: Mapping[str, Any]
+    ) -> Future[list[dict[str, float]]]:
+        future: Future[list[dict[str, float]]] = Future()
+        self._work.put((future, {"prompt": prompt, "completions": completions, "columns": columns}))
+        return future
+
+    def abandon(self) -> None:
+        """Take no more work; a function that hangs is left to hang."""
+        self._abandoned.set()
+
+    def _run(self) -> None:
+        """Consumes submitted work until abandoned; waits for the next piece only."""
+        while not self._abandoned.is_set():
+            try:
+                future, arguments = wait(self._attempt, whom="rollout worker", what="a reward", timeout_s=IDLE_S)
+            except DeadlineExceeded:
+                continue
+            try:
+                future.set_result(score(self._functions, **arguments))
+            except RewardFailed as error:
+                future.set_exception(error)
+
+    def _attempt(self, remaining_s: float) -> tuple[Future[list[dict[str, float]]], dict[str, Any]] | None:
+        try:
+            return self._work.get(timeout=remaining_s)
+        except Empty:
+            return None

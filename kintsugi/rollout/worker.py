@@ -8,7 +8,7 @@ that heartbeats go on and a deadline can be kept.
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -32,7 +32,7 @@ from kintsugi.observe.events import EventLog, FaultSeen, Note, events_path
 from kintsugi.patience import Patience
 from kintsugi.recipe import load_config
 from kintsugi.rollout.episode import demonstrated_trajectory, describe, int32, sampled_trajectory
-from kintsugi.rollout.scoring import RewardFailed, load_rewards, score
+from kintsugi.rollout.scoring import RewardFailed, RewardThread, load_rewards
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, wait
 from kintsugi.transport import Delivery, PendingReply
 from kintsugi.types import Completion, Role, Row, SampleMeta, Trajectory, process_id, sample_key
@@ -56,13 +56,14 @@ class Group(msgspec.Struct):
 
 
 class Scoring(msgspec.Struct):
-    """A reward that is being computed, and until when."""
+    """A reward that is being computed, or waits for those before it."""
 
     group: Group
     texts: list[str]
     future: Future[list[dict[str, float]]]
     since: float
-    until: float
+    until: float = float("inf")
+    """Set when it is the first in line, so the time of others does not count."""
 
 
 class RolloutWorker:
@@ -74,7 +75,7 @@ class RolloutWorker:
         self._sources: dict[str, Source] = {}
         self._orders: dict[str, Order] = {}
         self._rewards = load_rewards(config.algorithm.reward)
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward")
+        self._reward_thread = RewardThread(self._rewards)
         self._scoring: deque[Scoring] = deque()
         self._kept: dict[str, dict[str, Trajectory]] = {}
         self._patience = Patience(first_s=config.cluster.start_timeout_s)
@@ -101,12 +102,13 @@ class RolloutWorker:
         self.membership.tick(self._clock.monotonic())
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._reward_thread.abandon()
         self.endpoint.close()
 
     def _attempt(self, remaining_s: float) -> list[Delivery] | None:
-        until = min([remaining_s] + [s.until - self._clock.monotonic() for s in self._scoring])
-        deliveries = self.endpoint.poll(max(0.0, until))
+        if self._scoring:
+            remaining_s = min(remaining_s, self._scoring[0].until - self._clock.monotonic())
+        deliveries = self.endpoint.poll(max(0.0, remaining_s))
         return deliveries if deliveries or self._scoring else None
 
     def _handle(self, delivery: Delivery) -> None:
@@ -205,43 +207,54 @@ class RolloutWorker:
 
     def _score(self, group: Group) -> None:
         texts = [self._text(completion) for completion in group.completions]
-        future = self._pool.submit(
-            score, self._rewards, prompt=group.row.prompt, completions=texts, columns=group.row.columns
+        self._scoring.append(Scoring(group, texts, self._submit(group, texts), self._clock.monotonic()))
+
+    def _submit(self, group: Group, texts: list[str]) -> Future[list[dict[str, float]]]:
+        future = self._reward_thread.submit(
+            prompt=group.row.prompt, completions=texts, columns=group.row.columns
         )
-        now = self._clock.monotonic()
-        self._scoring.append(Scoring(group, texts, future, now, now + self._config.rollout.reward_timeout_s))
         future.add_done_callback(lambda _: self.endpoint.wake())
+        return future
 
     def _text(self, completion: Completion) -> str:
         return self._tokenizer.decode(memoryview(completion.tokens).cast("i").tolist())
 
     def _collect_scores(self) -> None:
-        """Take finished rewards; one that is late is tried again on a fresh thread, then its samples are set aside."""
-        now = self._clock.monotonic()
-        for scoring in list(self._scoring):
-            late = now >= scoring.until and scoring.future.running()
-            if not scoring.future.done() and not late:
-                continue
-            self._scoring.remove(scoring)
-            error = _error_of(scoring, late=late, limit_s=self._config.rollout.reward_timeout_s)
-            if error is None:
-                group = scoring.group
-                trajectories = [
-                    sampled_trajectory(group.request.ticket.id, group.prompt, completion)
-                    for completion in group.completions
-                ]
-                timing = {"actor_generate": group.generated_s, "reward": now - scoring.since}
-                self._finish(
-                    group, trajectories, scoring.texts, scoring.future.result(timeout=0), timing=timing
-                )
-            else:
-                self._score_again(scoring, error, abandon_thread=late)
+        """Take finished rewards in order. The first in line has a deadline; past it, its thread is given up."""
+        while self._scoring:
+            first, now = self._scoring[0], self._clock.monotonic()
+            if not first.future.done() and now < first.until:
+                limit_s = self._config.rollout.reward_timeout_s
+                first.until = min(first.until, now + limit_s)
+                return
+            self._scoring.popleft()
+            if not first.future.done():
+                self._replace_reward_thread()
+            self._take_score(first, now)
 
-    def _score_again(self, scoring: Scoring, error: RewardFailed, *, abandon_thread: bool) -> None:
+    def _take_score(self, scoring: Scoring, now: float) -> None:
         group = scoring.group
-        if abandon_thread:
-            self._pool.shutdown(wait=False, cancel_futures=False)
-            self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward")
+        error = _error_of(scoring, limit_s=self._config.rollout.reward_timeout_s)
+        if error is not None:
+            self._score_again(group, error)
+            return
+        trajectories = [
+            sampled_trajectory(group.request.ticket.id, group.prompt, completion)
+            for completion in group.completions
+        ]
+        timing = {"actor_generate": group.generated_s, "reward": now - scoring.since}
+        self._finish(group, trajectories, scoring.texts, scoring.future.result(timeout=0), timing=timing)
+
+    def _replace_reward_thread(self) -> None:
+        """A reward hangs: leave its thread behind and give those that waited for it to a new one."""
+        self._reward_thread.abandon()
+        self._reward_thread = RewardThread(self._rewards)
+        for scoring in self._scoring:
+            if not scoring.future.done():
+                scoring.future = self._submit(scoring.group, scoring.texts)
+
+    def _score_again(self, group: Group, error: RewardFailed) -> None:
+        """Try once more; after the last attempt the samples are set aside with the reason, never scored 0."""
         if group.attempts < self._config.rollout.attempts:
             group.attempts += 1
             self._score(group)
@@ -282,8 +295,8 @@ class RolloutWorker:
         return self._clock.monotonic() - start
 
 
-def _error_of(scoring: Scoring, *, late: bool, limit_s: float) -> RewardFailed | None:
-    if late:
+def _error_of(scoring: Scoring, *, limit_s: float) -> RewardFailed | None:
+    if not scoring.future.done():
         return RewardFailed(f"reward took longer than rollout.reward_timeout_s={limit_s}")
     error = scoring.future.exception(timeout=0)
     if error is None:

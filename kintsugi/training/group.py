@@ -4,6 +4,10 @@ torch's global default group is not used: a group that hangs is abandoned here a
 it. Nothing below blocks in the collective library's own waits, which nobody could interrupt; a collective is started
 and then polled through `runtime.wait`, which declares the other ranks as the ones waited for.
 
+Ranks that have an accelerator each exchange through NCCL. NCCL refuses two ranks on one device, so ranks that share
+one, like those without any, exchange through gloo and host memory; which it is they tell from each other's devices
+when they meet.
+
 A group is *over* from the moment its generation is: `end` may be called from any thread, and whoever waits in a
 collective raises `GroupBroken` at once.
 """
@@ -17,6 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from enum import StrEnum
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -24,6 +29,7 @@ import torch._C._distributed_c10d
 from torch import Tensor
 
 from kintsugi.errors import DeadlineExceeded, GroupBroken
+from kintsugi.model.device import CPU_IDENTITY, identity
 from kintsugi.runtime import SYSTEM_CLOCK, wait
 
 SHORTEST_POLL_S = 0.0002
@@ -44,7 +50,9 @@ class _Work(Protocol):
 
 
 class _Backend(Protocol):
-    """What torch's gloo and NCCL groups share."""
+    """What torch's gloo and NCCL groups share. gloo's `abort` does nothing."""
+
+    def abort(self) -> None: ...
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> _Work: ...
 
@@ -84,6 +92,25 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+class Route(StrEnum):
+    """What collectives run on; the value is for people."""
+
+    NCCL = "NCCL, one accelerator per rank"
+    HOST = "gloo"
+    STAGED = "gloo through host memory, because ranks share an accelerator"
+
+
+def choose_route(identities: Sequence[str]) -> Route:
+    """From every rank's device (`device.identity`), so that all choose alike.
+
+    >>> choose_route(["GPU-a", "GPU-b"]).name, choose_route(["GPU-a", "GPU-a"]).name, choose_route(["cpu", "cpu"]).name
+    ('NCCL', 'STAGED', 'HOST')
+    """
+    if CPU_IDENTITY in identities:
+        return Route.HOST
+    return Route.NCCL if len(set(identities)) == len(identities) else Route.STAGED
+
+
 class ProcessGroup:
     """One generation of the data-parallel group. A group of one rank has no sockets and no collectives."""
 
@@ -94,6 +121,7 @@ class ProcessGroup:
         ranks: Sequence[str],
         rank: int,
         backend: _Backend | None,
+        route: Route,
         timeout_s: float,
         interruption: Interruption,
     ) -> None:
@@ -101,6 +129,7 @@ class ProcessGroup:
         self.generation = generation
         self.ranks = tuple(ranks)
         self.rank = rank
+        self.route = route
         self.timeout_s = timeout_s
         """How long ranks that are equally fast may be apart."""
         self._backend = backend
@@ -121,22 +150,25 @@ class ProcessGroup:
         """Sum in place."""
         options = _distributed.AllreduceOptions()
         options.timeout = timedelta(seconds=timeout_s)
+        staged = self._staged(tensor)
         self._run(
-            lambda backend: backend.allreduce([tensor], options), what="all-reduce", timeout_s=timeout_s
+            lambda backend: backend.allreduce([staged], options), what="all-reduce", timeout_s=timeout_s
         )
+        if staged is not tensor:
+            tensor.copy_(staged)
 
     def all_gather(self, tensor: Tensor, *, timeout_s: float) -> Tensor:
         """Everybody's tensor, stacked in rank order; all must have the same shape."""
         options = _distributed.AllgatherOptions()
         options.timeout = timedelta(seconds=timeout_s)
-        flat = tensor.contiguous().flatten()
+        flat = self._staged(tensor.contiguous().flatten())
         gathered = flat.new_empty(self.size * flat.numel())
         self._run(
             lambda backend: backend._allgather_base(gathered, flat, options),
             what="all-gather",
             timeout_s=timeout_s,
         )
-        return gathered.view(self.size, *tensor.shape)
+        return gathered.to(tensor.device).view(self.size, *tensor.shape)
 
     def all_to_all(
         self, tensor: Tensor, *, sent: Sequence[int], received: Sequence[int], timeout_s: float
@@ -144,13 +176,18 @@ class ProcessGroup:
         """Consecutive parts of a flat tensor, one to each rank; gives what everybody sent here, in rank order."""
         options = _distributed.AllToAllOptions()
         options.timeout = timedelta(seconds=timeout_s)
-        incoming = tensor.new_empty(sum(received))
+        staged = self._staged(tensor)
+        incoming = staged.new_empty(sum(received))
         self._run(
-            lambda backend: backend.alltoall_base(incoming, tensor, list(received), list(sent), options),
+            lambda backend: backend.alltoall_base(incoming, staged, list(received), list(sent), options),
             what="all-to-all",
             timeout_s=timeout_s,
         )
-        return incoming
+        return incoming.to(tensor.device)
+
+    def _staged(self, tensor: Tensor) -> Tensor:
+        """Where the route can reach it."""
+        return tensor if self.route is Route.NCCL else tensor.cpu()
 
     def end(self, why: str) -> None:
         """The generation is over: a collective that is running or begins later raises. Thread-safe."""
@@ -168,7 +205,9 @@ class ProcessGroup:
         if self._backend is None:
             return
         backends, self._backend = [self._backend], None
-        dropping = threading.Thread(target=backends.clear, name=f"drop-group-{self.generation}", daemon=True)
+        dropping = threading.Thread(
+            target=_drop, args=(backends,), name=f"drop-group-{self.generation}", daemon=True
+        )
         dropping.start()
 
         def attempt(remaining_s: float) -> bool | None:
@@ -232,7 +271,7 @@ def join_group(
     interruption: Interruption = lambda: None,
 ) -> ProcessGroup:
     """Meet the other ranks of a generation."""
-    backend = None
+    backend, route = None, Route.HOST
     if len(ranks) > 1:
         meeting = _Meeting(
             generation=generation,
@@ -242,12 +281,13 @@ def join_group(
             timeout_s=timeout_s,
             interruption=interruption,
         )
-        backend = meeting.connect(device)
+        backend, route = meeting.connect(device)
     return ProcessGroup(
         generation=generation,
         ranks=ranks,
         rank=ranks.index(me),
         backend=backend,
+        route=route,
         timeout_s=timeout_s,
         interruption=interruption,
     )
@@ -281,7 +321,7 @@ class _Meeting:
         self._what = f"joining generation {generation} of the process group"
         self._idle = threading.Event()
 
-    def connect(self, device: torch.device) -> _Backend:
+    def connect(self, device: torch.device) -> tuple[_Backend, Route]:
         try:
             interface = self._poll(self._reach, whom=self._ranks[0])
             store = _distributed.PrefixStore(
@@ -290,11 +330,17 @@ class _Meeting:
                     *self._address, is_master=False, wait_for_workers=False, timeout=self._timeout
                 ),
             )
-            store.set(f"here-{self._rank}", "1")
+            store.set(f"here-{self._rank}", identity(device))
             here = [f"here-{rank}" for rank in range(len(self._ranks))]
             self._poll(lambda: store.check(here) or None, whom=self._others)
-            connecting = _in_background(lambda: self._backend(store, device, interface), name=self._prefix)
-            return self._poll(lambda: connecting.result() if connecting.done() else None, whom=self._others)
+            route = choose_route([store.get(key).decode() for key in here])
+            connecting = _in_background(
+                lambda: self._backend(store, interface=interface, route=route), name=self._prefix
+            )
+            backend = self._poll(
+                lambda: connecting.result() if connecting.done() else None, whom=self._others
+            )
+            return backend, route
         except (RuntimeError, DeadlineExceeded) as error:
             host, port = self._address
             raise GroupBroken(
@@ -310,8 +356,8 @@ class _Meeting:
         except OSError:
             return None
 
-    def _backend(self, store: Any, device: torch.device, interface: str) -> _Backend:
-        if device.type == "cuda":
+    def _backend(self, store: Any, *, interface: str, route: Route) -> _Backend:
+        if route is Route.NCCL:
             return cast(
                 _Backend, _distributed.ProcessGroupNCCL(store, self._rank, len(self._ranks), self._timeout)
             )
@@ -335,6 +381,13 @@ class _Meeting:
 
         remaining_s = max(0.0, self._deadline - SYSTEM_CLOCK.monotonic())
         return wait(attempt, whom=whom, what=self._what, timeout_s=remaining_s)
+
+
+def _drop(backends: list[_Backend]) -> None:
+    """Give up what still runs, then the group itself."""
+    for backend in backends:
+        backend.abort()
+    backends.clear()
 
 
 def _in_background(function: Callable[[], _Backend], *, name: str) -> Future[_Backend]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -46,9 +46,11 @@ from kintsugi.messages import (
     WeightsHashed,
 )
 from kintsugi.model import huggingface
+from kintsugi.model.device import choose_device, use_deterministic_kernels
 from kintsugi.model.plan import plan_model
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.model.transformer import Transformer, initialize
+from kintsugi.observe.events import Note
 from kintsugi.recipe import load_config
 from kintsugi.training.group import StoreServer
 from kintsugi.training.interfaces import ModelCalls
@@ -101,12 +103,15 @@ class ModelWorker:
         tokenizer: Tokenizer,
         publisher: Publisher,
         host: str,
+        note: Callable[[str], None] = lambda message: None,
     ) -> None:
+        """`note` is told what the group's collectives run on."""
         self._shell = shell
         self._state = state
         self._config = config
         self._tokenizer = tokenizer
         self._publisher = publisher
+        self._note = note
         self._stages = {stage.name: stage for stage in stages(config)}
         self._backlog: deque[Delivery] = deque()
         self._prepared: CallDone | None = None
@@ -190,7 +195,7 @@ class ModelWorker:
             case DeviceClean():
                 self._processor.clean()
             case RebuildGroup():
-                self._processor.rebuild(body)
+                self._rebuild(body)
             case Repair():
                 self._processor.repair(body.step, body.source)
             case Rollback():
@@ -198,6 +203,12 @@ class ModelWorker:
             case _:
                 raise RefusedError(f"a model worker does not answer {type(body).__name__}")
         return self._processor.ready()
+
+    def _rebuild(self, request: RebuildGroup) -> None:
+        self._processor.rebuild(request)
+        group = self._processor.group(request.generation)
+        if group.size > 1:
+            self._note(f"generation {group.generation} of {group.size} ranks exchanges by {group.route}")
 
     def _run_call(self, call: RunCall) -> CallDone:
         if self._prepared is not None and self._state.prepared_step == call.step:
@@ -321,7 +332,9 @@ def main(bootstrap: Bootstrap) -> int:
     """Load the model, register, serve until told to end."""
     torch.set_num_threads(1)
     config = load_config(Path(bootstrap.run_dir) / "config.yaml")
-    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    device = choose_device(bootstrap.process)
+    if device.type == "cuda" and config.deterministic:
+        use_deterministic_kernels()
     _, tokenizer = plan_model(config)
     state = TrainingState(load_model(config, device=device), compute_dtype=getattr(torch, config.actor.dtype))
     with ExitStack() as resources:
@@ -339,6 +352,7 @@ def main(bootstrap: Bootstrap) -> int:
                 tokenizer=tokenizer,
                 publisher=publisher,
                 host=bootstrap.host,
+                note=lambda message: shell.events.emit(Note(message)),
             )
             with closing(worker):
                 worker.serve()

@@ -44,9 +44,13 @@ CPU = torch.device("cpu")
 
 
 def new_state(
-    stage: Stage, *, config: ModelConfig = TINY, dtype: torch.dtype = torch.float32
+    stage: Stage,
+    *,
+    config: ModelConfig = TINY,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
 ) -> TrainingState:
-    model = Transformer(config)
+    model = Transformer(config, device=device)
     initialize(model, seed=3)
     state = TrainingState(model, compute_dtype=dtype)
     state.start_stage(stage)
@@ -167,11 +171,12 @@ def train(
     num_shards: int,
     deterministic: bool = True,
     num_steps: int = 2,
+    device: torch.device = CPU,
 ) -> list[Outcome]:
     """The outcome of every rank of a world."""
 
     def rank_main(rank: int, group: ProcessGroup) -> Outcome:
-        model = Transformer(TINY)
+        model = Transformer(TINY, device=device)
         initialize(model, seed=3)
         state = RecordingState(model)
         state.start_stage(stage)
@@ -185,10 +190,12 @@ def train(
         weights = {name: tensor.clone() for name, tensor in state.weights().items()}
         return Outcome(digests, state.given, weights, result.metrics)
 
-    return in_world(world_size, rank_main)
+    return in_world(world_size, rank_main, device=device)
 
 
-def in_world(world_size: int, rank_main: Callable[[int, ProcessGroup], T]) -> list[T]:
+def in_world(
+    world_size: int, rank_main: Callable[[int, ProcessGroup], T], *, device: torch.device = CPU
+) -> list[T]:
     """Run a function on every rank of a group, one thread each, and give what they return."""
     ranks = [f"model-{rank}" for rank in range(world_size)]
     server = StoreServer()
@@ -199,7 +206,7 @@ def in_world(world_size: int, rank_main: Callable[[int, ProcessGroup], T]) -> li
             ranks=ranks,
             me=ranks[rank],
             store_address=server.address,
-            device=CPU,
+            device=device,
             timeout_s=20.0,
         )
         try:

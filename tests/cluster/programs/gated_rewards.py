@@ -1,0 +1,30 @@
+"""A reward that varies with the answer, and that a test can make wait at a chosen step of its run.
+
+While the file `<run>.gates/5` exists, nothing is scored once step 5 is committed; `<run>.gates/5.reached` says that a
+worker stands there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+
+def odd_digits(completions: list[str], **columns: Any) -> list[float]:
+    """The share of odd digits; a model that knows nothing yet already has some."""
+    _wait_at_gate(Path(os.environ["KINTSUGI_TEST_RUN"]))
+    return [sum(character in "13579" for character in text) / (len(text) or 1) for text in completions]
+
+
+def _wait_at_gate(run_dir: Path) -> None:
+    metrics = run_dir / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    step = json.loads(lines[-1])["step"] if lines else 0
+    gate = run_dir.with_suffix(".gates") / str(step)
+    if gate.exists():
+        gate.with_suffix(".reached").touch()
+    while gate.exists():
+        time.sleep(0.005)

@@ -1,0 +1,187 @@
+"""Real runs through the command line, as a user starts them, and what can be asked of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from kintsugi.control.inputs import read_inputs
+from kintsugi.control.journal import read_facts
+from kintsugi.control.protocol import Began
+from kintsugi.facts import Fact, ProcessJoined
+from kintsugi.runs import Summary, read_journal, read_summary
+
+RECIPE = Path(__file__).with_name("recipe.yaml")
+PROGRAMS = Path(__file__).with_name("programs")
+LAST_STEP = 7
+LONGEST_S = 60.0
+"""A run takes about four seconds; this only bounds a broken one."""
+
+
+def until(condition: Callable[[], object], what: str, *, timeout_s: float = LONGEST_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.005)
+
+
+class Run:
+    """One run folder and the command that runs it. Every process of it inherits a mark, by which it is found."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.gates = run_dir.with_suffix(".gates")
+        self.gates.mkdir()
+        self.launcher: subprocess.Popen[str] | None = None
+        self._mark = uuid4().hex
+        self._shared_memory = set(os.listdir("/dev/shm"))
+
+    # The command line.
+
+    def command(self, *arguments: str) -> subprocess.Popen[str]:
+        environment = {
+            **os.environ,
+            "COLUMNS": "200",
+            "PYTHONPATH": str(PROGRAMS),
+            "KINTSUGI_TEST_MARK": self._mark,
+            "KINTSUGI_TEST_PARENT": str(os.getpid()),
+            "KINTSUGI_TEST_RUN": str(self.run_dir),
+        }
+        return subprocess.Popen(
+            [sys.executable, "-m", "kintsugi", *arguments],
+            env=environment,
+            cwd=self.run_dir.parent,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def ask(self, *arguments: str) -> tuple[int, str]:
+        """Another command to its end: its exit code, and all that it wrote."""
+        process = self.command(*arguments)
+        output, errors = process.communicate(timeout=LONGEST_S)
+        return process.returncode, output + errors
+
+    def start(self, *overrides: str, gates: tuple[int, ...] = ()) -> subprocess.Popen[str]:
+        """`kintsugi train`; the run will stand still after each step of `gates` until it is let through."""
+        for step in gates:
+            (self.gates / str(step)).touch()
+        self.launcher = self.command("train", str(RECIPE), f"run_dir={self.run_dir}", *overrides)
+        return self.launcher
+
+    def resume(self) -> tuple[int, str]:
+        self.launcher = self.command("resume", str(self.run_dir))
+        return self.end()
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the end: exit code, and what it complained about."""
+        assert self.launcher is not None
+        _, errors = self.launcher.communicate(timeout=LONGEST_S)
+        return self.launcher.returncode, errors
+
+    # Standing at a step, with everything alive.
+
+    def wait_at(self, step: int) -> None:
+        reached, launcher = self.gates / f"{step}.reached", self.launcher
+        assert launcher is not None
+        until(lambda: reached.exists() or launcher.poll() is not None, f"step {step} of {self.run_dir}")
+        assert launcher.poll() is None, launcher.communicate()[1]
+
+    def let_through(self, step: int) -> None:
+        (self.gates / str(step)).unlink()
+
+    def kill(self, process: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Signal a process of the run, which must be alive."""
+        pid = read_journal(self.run_dir).processes.get(process)
+        if process == "master-0":
+            (pid,) = [pid for pid, command in self.pids().items() if "master-0" in command]
+        assert pid in self.pids(), f"{process} with pid {pid} is not among {self.pids()}"
+        os.kill(pid, number)
+
+    def wait_for_line(self, text: str, *, file: str) -> None:
+        path = self.run_dir / file
+        until(lambda: path.exists() and text in path.read_text(), f"{text!r} in {path}")
+
+    # What it left.
+
+    @property
+    def summary(self) -> Summary:
+        summary = read_summary(self.run_dir)
+        assert summary is not None
+        return summary
+
+    @property
+    def facts(self) -> tuple[Fact, ...]:
+        return read_facts(self.run_dir / "journal")
+
+    def lines(self, file: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run_dir / file).read_text().splitlines()]
+
+    def pids_joined(self) -> dict[str, list[int]]:
+        """Process → pid of each of its incarnations."""
+        joined: dict[str, list[int]] = {}
+        for fact in self.facts:
+            if isinstance(fact, ProcessJoined):
+                joined.setdefault(fact.peer.process, []).append(fact.pid)
+        return joined
+
+    def pids(self) -> dict[int, str]:
+        """Every living process of this run, with its command line."""
+        found = {}
+        for folder in Path("/proc").iterdir():
+            if not folder.name.isdecimal():
+                continue
+            try:
+                if f"KINTSUGI_TEST_MARK={self._mark}".encode() in (folder / "environ").read_bytes():
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+        return found
+
+    def assert_nothing_left(self, *, timeout_s: float = 0.0) -> None:
+        """At once after an end that we saw; within a bounded time when whoever would clean up was killed."""
+        until(lambda: not self.pids(), f"the end of {self.pids()}", timeout_s=timeout_s)
+        assert not set(os.listdir("/dev/shm")) - self._shared_memory
+        inputs = self.run_dir / "inputs"
+        began = [record.event for record in read_inputs(inputs)] if inputs.exists() else []
+        sockets = Path("/proc/net/unix").read_text()
+        assert not [e.job for e in began if isinstance(e, Began) and f"kintsugi-{e.job}" in sockets]
+        assert not [path for path in self.run_dir.rglob("*") if path.is_socket() or path.is_fifo()]
+
+    def kill_leftovers(self) -> None:
+        for pid in self.pids():
+            os.kill(pid, signal.SIGKILL)
+
+
+def play(scenarios: Mapping[str, Callable[[Run], None]], folder: Path) -> dict[str, Run | BaseException]:
+    """Play each scenario on a run of its own, two at a time; one that failed is given as its error."""
+
+    def one(name: str) -> Run | BaseException:
+        run = Run(folder / name.replace(" ", "-"))
+        try:
+            scenarios[name](run)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            return error
+        finally:
+            run.kill_leftovers()
+        return run
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        return dict(zip(scenarios, pool.map(one, scenarios), strict=True))
+
+
+def finished(run: Run | BaseException) -> Run:
+    """The run of a scenario that went through."""
+    if isinstance(run, BaseException):
+        raise run
+    return run

@@ -1,0 +1,81 @@
+"""What the sampler says of its tokens is what the trainer says of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kintsugi.generation.engine import Engine, Request
+from kintsugi.generation.noise import stream_key
+from kintsugi.model.architecture import ModelConfig
+from kintsugi.model.attention import PackedLayout
+from kintsugi.model.transformer import Transformer, initialize
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CONFIG = ModelConfig(
+    family="qwen3",
+    vocab_size=4000,
+    hidden_size=256,
+    intermediate_size=768,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    max_positions=256,
+    qk_norm=True,
+)
+TEMPERATURE = 0.9
+
+
+def sampled(model: Transformer) -> tuple[list[np.ndarray], list[int], np.ndarray]:
+    """Whole sequences, their prompts' lengths, and the sampler's log-probabilities of what it sampled."""
+    random = np.random.default_rng(0)
+    engine = Engine(model, slots=32, max_length=160)
+    engine.submit(
+        Request(
+            (index, 0),
+            prompt=random.integers(0, CONFIG.vocab_size, 4 + index % 29).astype(np.int32),
+            noise_key=stream_key(f"grpo:0:{index}:0", seed=0, sample=0, turn=0),
+            temperature=TEMPERATURE,
+            max_new_tokens=120,
+        )
+        for index in range(48)
+    )
+    outputs = []
+    while not engine.idle:
+        outputs += engine.step()
+    sequences = [np.concatenate([output.request.prompt, output.tokens.ids]) for output in outputs]
+    logprobs = np.concatenate([output.tokens.logprobs for output in outputs])
+    return sequences, [len(output.request.prompt) for output in outputs], logprobs
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest_mean", "largest"), [(torch.float32, 2e-6, 5e-5), (torch.bfloat16, 5e-3, 0.2)]
+)
+def test_sampler_and_trainer_agree_on_logprobs(
+    dtype: torch.dtype, largest_mean: float, largest: float
+) -> None:
+    model = Transformer(CONFIG, dtype=dtype, device="cuda")
+    initialize(model, seed=2)
+    sequences, prompt_lengths, expected = sampled(model)
+    layout = PackedLayout.from_lengths([len(sequence) for sequence in sequences], device="cuda")
+    tokens = torch.from_numpy(np.concatenate(sequences).astype(np.int64)).cuda()
+    starts = np.cumsum([0, *(len(sequence) for sequence in sequences[:-1])])
+    targets = torch.from_numpy(
+        np.concatenate(
+            [
+                start + np.arange(prompt, len(sequence))
+                for start, prompt, sequence in zip(starts, prompt_lengths, sequences, strict=True)
+            ]
+        )
+    ).cuda()
+    hidden = model.forward_packed(tokens, layout.positions, layout)
+    logprobs, _ = model.token_logprobs(hidden[targets - 1], tokens[targets], temperature=TEMPERATURE)
+    difference = np.abs(logprobs.detach().cpu().numpy() - expected)
+    assert difference.mean() < largest_mean, f"mean {difference.mean():.2e}, worst {difference.max():.2e}"
+    assert difference.max() < largest, f"worst {difference.max():.2e}"
