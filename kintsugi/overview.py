@@ -6,16 +6,17 @@ from collections.abc import Iterator
 
 import psutil
 
-from kintsugi.config import Config, stages
+from kintsugi.config import Config, Stage, stages
 from kintsugi.control.layout import ProcessPlan, estimate_memory, plan_layout
 from kintsugi.graph.algorithms import build_graph
+from kintsugi.graph.mfc import estimate
 from kintsugi.model.architecture import ModelConfig, num_parameters
 from kintsugi.model.plan import plan_model
 from kintsugi.recipe import Resolved, fields_of, shown
 
 
 def overview(resolved: Resolved) -> str:
-    """Values with their origins, the graph of each stage, processes, memory."""
+    """Values with their origins, the graph of each stage with its cost, processes, memory."""
     config = resolved.config
     model, _ = plan_model(config)
     parts = [
@@ -25,6 +26,7 @@ def overview(resolved: Resolved) -> str:
             [
                 f"graph of {stage.name}, steps {stage.first_step}–{stage.last_step}",
                 *_indented(build_graph(stage).describe()),
+                *_estimates(config, stage, model),
             ]
             for stage in stages(config)
         ),
@@ -42,6 +44,20 @@ def _values(resolved: Resolved) -> Iterator[str]:
     name_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
     for field, value, origin in rows:
         yield f"  {field:{name_width}}  {value:{min(value_width, 40)}}  {origin}"
+
+
+def _estimates(config: Config, stage: Stage, model: ModelConfig) -> Iterator[str]:
+    """What each call takes per step, at most: every sequence as long as `generation.max_length`."""
+    num_samples = stage.algorithm.batch_size * stage.algorithm.group_size
+    for call in build_graph(stage).calls.values():
+        cost = estimate(
+            call,
+            num_samples=num_samples,
+            tokens_per_sample=config.generation.max_length,
+            num_parameters=num_parameters(model),
+        )
+        work = f"{cost.flops / 1e9:,.1f} GFLOP, " if cost.flops else ""
+        yield f"  at most per step: {call.name}: {work}{cost.bytes_moved / 1e3:,.0f} kB of samples"
 
 
 def _indented(text: str) -> Iterator[str]:

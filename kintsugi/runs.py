@@ -233,7 +233,7 @@ def is_evaluation(line: MetricLine) -> bool:
 def read_samples(
     folder: Path, *, step: int | None = None, worst: int | None = None, grep: str | None = None
 ) -> list[SampleRecord]:
-    """Trained samples, filtered; `worst` keeps that many with the lowest rewards, the lowest first."""
+    """Trained samples, filtered; `worst` keeps that many of the scored ones, the lowest and latest first."""
     chosen = [
         record
         for record in _samples(folder)
@@ -241,7 +241,8 @@ def read_samples(
         and (grep is None or grep in record.prompt or grep in record.completion)
     ]
     if worst is not None:
-        chosen = sorted(chosen, key=lambda record: record.reward)[:worst]
+        scored = [record for record in chosen if record.reward_components]
+        chosen = sorted(scored, key=lambda record: (record.reward, -record.step))[:worst]
     return chosen
 
 

@@ -111,7 +111,9 @@ class RewardThread:
         """Consumes submitted work until abandoned; waits for the next piece only."""
         while not self._abandoned.is_set():
             try:
-                future, arguments = wait(self._attempt, whom="rollout worker", what="a reward", timeout_s=IDLE_S)
+                future, arguments = wait(
+                    self._attempt, whom="rollout worker", what="a reward", timeout_s=IDLE_S
+                )
             except DeadlineExceeded:
                 continue
             try:

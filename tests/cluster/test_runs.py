@@ -110,7 +110,9 @@ def test_samples_say_what_was_trained_on_and_at_which_version(undisturbed: Run) 
 def test_every_process_told_its_beginning_and_its_end(undisturbed: Run) -> None:
     records = read_events(undisturbed.run_dir)
     began = {record.stamp.process for record in records if isinstance(record.event, ProcessBegan)}
-    ended = {record.stamp.process: record.event for record in records if isinstance(record.event, ProcessEnded)}
+    ended = {
+        record.stamp.process: record.event for record in records if isinstance(record.event, ProcessEnded)
+    }
     expected = {"agent": 1, "master": 1, "manager": 1, "model": 2, "rollout": 2, "server": 2}
     assert Counter(role_of(process).value for process in began) == expected
     assert {process: end.code for process, end in ended.items()} == dict.fromkeys(began, 0)

@@ -160,7 +160,13 @@ def test_a_damaged_line_is_named_with_its_file(folder: Path) -> None:
 class TestSamples:
     @pytest.fixture(autouse=True)
     def samples(self, folder: Path) -> None:
-        common = {"ticket": "t", "version": 1, "reward_components": {}, "finish": "eos", "advantage": None}
+        common = {
+            "ticket": "t",
+            "version": 1,
+            "reward_components": {"r": 0.0},
+            "finish": "eos",
+            "advantage": None,
+        }
         write_lines(
             folder / "samples.jsonl",
             {"step": 1, "sample": 0, "prompt": "1+1=", "completion": "2", "reward": 1.0, **common},
@@ -180,6 +186,13 @@ class TestSamples:
         assert self.chosen(folder, grep="3") == ["3"]
         assert self.chosen(folder, worst=2) == ["8", "3"]
         assert self.chosen(folder, worst=1, step=1) == ["3"]
+
+    def test_a_demonstration_has_no_reward_and_is_never_among_the_worst(self, folder: Path) -> None:
+        demonstration = {"step": 0, "sample": 0, "prompt": "3+3=", "completion": "6", "reward": 0.0}
+        rest = {"ticket": "w", "version": -1, "reward_components": {}, "finish": "eos", "advantage": None}
+        write_lines(folder / "samples.jsonl", {**demonstration, **rest})
+        assert self.chosen(folder) == ["6"]
+        assert self.chosen(folder, worst=1) == []
 
     def test_a_torn_last_line_is_passed_over(self, folder: Path) -> None:
         with (folder / "samples.jsonl").open("a") as file:

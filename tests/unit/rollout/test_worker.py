@@ -34,6 +34,7 @@ from kintsugi.messages import (
 )
 from kintsugi.model.plan import plan_model
 from kintsugi.observe.events import EventLog
+from kintsugi.rollout import worker as worker_module
 from kintsugi.rollout.episode import int32, trajectory_digest
 from kintsugi.rollout.worker import RolloutWorker
 from kintsugi.transport import Endpoint, PendingReply, new_key_pair
@@ -105,13 +106,12 @@ class World:
     def _endpoint(name: str, keys: tuple[bytes, bytes]) -> Endpoint:
         return Endpoint(job="j", process=name, incarnation="a", public_key=keys[0], secret_key=keys[1])
 
-    def until(self, condition: Callable[[], bool], *, turns: int = 400) -> None:
+    def until(self, condition: Callable[[], bool], *, turns: int = 2000) -> None:
         for _ in range(turns):
             if condition():
                 return
             self.master_turn()
             self.manager_turn()
-            self.worker.endpoint.wake()
             self.worker.turn()
         raise AssertionError("it did not happen")
 
@@ -148,7 +148,8 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[Callable[[Config], World]]:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Config], World]]:
+    monkeypatch.setattr(worker_module, "IDLE_S", 0.002)
     opened: list[World] = []
 
     def build(settings: Config) -> World:
