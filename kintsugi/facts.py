@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from kintsugi.errors import Fault
-from kintsugi.types import Peer, Role, SampleMeta, Ticket, WeightManifest, WeightSource
+from kintsugi.types import Peer, Role, SampleMeta, Ticket, WeightSource
 
 
 class _Fact(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -147,7 +147,8 @@ class VersionCurrent(_Fact, frozen=True):
     """All live servers acknowledged the weights of this step. The second of the step's two facts."""
 
     version: int
-    manifest: WeightManifest
+    digest: str
+    """Of its manifest."""
     sources: tuple[WeightSource, ...]
     servers: tuple[str, ...]
 

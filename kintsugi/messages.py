@@ -43,6 +43,7 @@ from kintsugi.types import (
     Progress,
     Role,
     SampleMeta,
+    SampleText,
     Sampling,
     Ticket,
     Trajectory,
@@ -188,6 +189,8 @@ class EpisodesDone(_Body, frozen=True):
     samples: tuple[SampleMeta, ...]
     quarantined: dict[str, str] = {}
     """Sample key → reason."""
+    texts: dict[str, SampleText] = {}
+    """Sample key → what it says; only of samples that will be trained."""
     timing: dict[str, float] = {}
     """Seconds per call: {"actor_generate": 0.2, "reward": 0.01}."""
 

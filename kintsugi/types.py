@@ -68,7 +68,7 @@ class Row(msgspec.Struct, frozen=True):
     """What the reward function gets by name; for SFT, `completion` is what to learn."""
 
 
-class Ticket(msgspec.Struct, frozen=True):
+class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """One issuing of one prompt; its group of `num_samples` answers is complete or not at all.
 
     `Ticket(id="grpo:0:17:0", stage="grpo", epoch=0, position=17, round=0, num_samples=8)`
@@ -122,7 +122,14 @@ class Trajectory(msgspec.Struct, frozen=True):
         return len(self.tokens) // 4
 
 
-class SampleMeta(msgspec.Struct, frozen=True):
+class SampleText(msgspec.Struct, frozen=True, array_like=True):
+    """A sample as people read it; for `samples.jsonl` only, no decision looks at it."""
+
+    prompt: str
+    completion: str
+
+
+class SampleMeta(msgspec.Struct, frozen=True, array_like=True):
     """What the control plane knows of a scored sample; the trajectory itself stays with `holder`."""
 
     key: str
@@ -138,8 +145,6 @@ class SampleMeta(msgspec.Struct, frozen=True):
     """Process that keeps the trajectory."""
     digest: str
     """xxh3-64 of the encoded trajectory, checked by who fetches it."""
-    prompt: str
-    completion: str
     repetition: float = 0.0
     """Share of repeated 4-grams among the completion's tokens (0 when it is shorter)."""
 

@@ -25,7 +25,7 @@ Why a rollback gives the same run again
     >>> def run(step: int, *ids: str) -> None:
     ...     for id in ids:
     ...         ledger.apply(TicketAssigned(id, "rollout-0", "a"))
-    ...         meta = SampleMeta(id + "/0", id, 2, 1, 1.0, {}, Finish.EOS, step - 1, "rollout-0", "", "", "")
+    ...         meta = SampleMeta(id + "/0", id, 2, 1, 1.0, {}, Finish.EOS, step - 1, "rollout-0", "")
     ...         ledger.apply(SamplesScored(id, (meta,)))
     ...     ledger.apply(BatchFormed(step, ledger.next_batch(2)))
     ...     ledger.apply(StepCommitted(step, "digest"))

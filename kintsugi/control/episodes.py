@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from kintsugi.buffer.admission import admissible
 from kintsugi.config import Config, Stage
@@ -13,7 +14,7 @@ from kintsugi.control.scheduler import TaskScheduler, TaskStatus
 from kintsugi.errors import Fault
 from kintsugi.facts import SampleQuarantined, SamplesScored, TicketAssigned, TicketReturned, TicketsIssued
 from kintsugi.messages import Drop, EpisodesDone, RunEpisodes
-from kintsugi.types import Role, Sampling, Ticket, sample_key, ticket_id
+from kintsugi.types import Role, SampleMeta, SampleText, Sampling, Ticket, sample_key, ticket_id
 
 EPISODE = "episode"
 CAPACITY = 64
@@ -27,6 +28,7 @@ class Episodes:
         self._config, self._draft, self._talk, self._num_rows = config, draft, talk, num_rows
         self._scheduler = TaskScheduler(capacity=CAPACITY)
         self._failures: Counter[str] = Counter()
+        self._texts: dict[str, SampleText] = {}
         self.evaluation: Evaluation | None = None
         self.timing: Counter[str] = Counter()
         """Seconds that workers spent per call since it was last cleared."""
@@ -82,7 +84,13 @@ class Episodes:
                 self._draft.because(f"ignored {worker}'s answer for {done.ticket}: {refusal}")
                 return
             self._draft.fact(fact)
+        self._texts.update(done.texts)
+        self._failures.pop(done.ticket, None)
         self._scheduler.complete(done.ticket)
+
+    def take_texts(self, batch: Sequence[SampleMeta]) -> dict[str, SampleText]:
+        """What the samples of a batch say; given out once, then forgotten."""
+        return {meta.key: text for meta in batch if (text := self._texts.pop(meta.key, None)) is not None}
 
     def failed(self, name: str, fault: Fault) -> Fault | None:
         """A group failed as a whole: try it again, then set it aside with its reason. An evaluation problem can not

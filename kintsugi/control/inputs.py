@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from kintsugi.control.protocol import Event
+from kintsugi.control.protocol import Event, Replied
+from kintsugi.messages import EpisodesDone
 
 _LENGTH = struct.Struct("<I")
 
@@ -33,6 +34,9 @@ class InputRecorder:
         self._file = path.open("ab")
 
     def write(self, event: Event, now: float) -> None:
+        """Texts are left out: no decision looks at them, and `samples.jsonl` has them."""
+        if isinstance(event, Replied) and isinstance(event.body, EpisodesDone):
+            event = Replied(event.token, event.sender, msgspec.structs.replace(event.body, texts={}))
         record = _encoder.encode(Input(now, event))
         self._file.write(_LENGTH.pack(len(record)) + record)
 

@@ -218,7 +218,9 @@ class Master:
             wrong = f"{held}, published was {manifest.version} with {manifest.digest}"
             self._fail(self._fault("IntegrityError", wrong), now)
             return
-        self._draft.fact(VersionCurrent(loaded.version, manifest, self._published.sources, loaded.servers))
+        self._draft.fact(
+            VersionCurrent(loaded.version, manifest.digest, self._published.sources, loaded.servers)
+        )
         self._continue(now)
 
     def _continue(self, now: float) -> None:
@@ -302,7 +304,17 @@ class Master:
         episodes = {f"episode_{name}": seconds for name, seconds in self._episodes.timing.items()}
         timing = {**self._timing, **episodes, **slowest(answers)}
         self._draft.fact(StepCommitted(step, first.state_digest, commit_record(self._batch, answers, timing)))
-        self._draft.do(RecordStep(step, stage, self._batch, self._values, first.metrics, timing))
+        self._draft.do(
+            RecordStep(
+                step,
+                stage,
+                self._batch,
+                self._episodes.take_texts(self._batch),
+                self._values,
+                first.metrics,
+                timing,
+            )
+        )
         self._timing = {}
         self._episodes.timing.clear()
         self._talk.ask_all(dict.fromkeys(answers, CommitStep(step)), now, then=self._after_commit)

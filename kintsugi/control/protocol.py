@@ -10,7 +10,7 @@ import msgspec
 from kintsugi.errors import Fault
 from kintsugi.facts import Fact
 from kintsugi.messages import Body
-from kintsugi.types import Peer, Role, SampleMeta
+from kintsugi.types import Peer, Role, SampleMeta, SampleText
 
 
 class _Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -115,6 +115,7 @@ class RecordStep(msgspec.Struct, frozen=True):
     step: int
     stage: str
     metas: tuple[SampleMeta, ...]
+    texts: dict[str, SampleText]
     values: dict[str, dict[str, float]]
     call_metrics: dict[str, float]
     timing: dict[str, float]

@@ -238,7 +238,7 @@ class MasterShell:
             record.metas, advantages=advantages, call_metrics=record.call_metrics, timing=timing
         )
         self._metrics.write(record.step, values)
-        self._samples.write(record.step, record.metas, advantages=advantages)
+        self._samples.write(record.step, record.metas, texts=record.texts, advantages=advantages)
         attributes = {"step": str(record.step), "stage": record.stage}
         now = self._clock.monotonic()
         self._log.emit(Span("step", now - timing["step"], timing["step"], attributes))

@@ -2,34 +2,64 @@
 
 from __future__ import annotations
 
-from typing import assert_never
-
 from kintsugi.buffer.ledger import Ledger
 from kintsugi.control.membership import Membership
 from kintsugi.facts import (
-    BatchFormed,
     CheckpointFailed,
     CheckpointSaved,
     EpochStarted,
     EvaluationDone,
     Fact,
+    LedgerFact,
     ProcessJoined,
     ProcessLost,
     ProcessRequested,
     RolledBack,
     RunEnded,
     RunStarted,
-    SampleQuarantined,
-    SamplesScored,
     StageStarted,
     StepCommitted,
-    TicketAssigned,
-    TicketExpired,
-    TicketFiltered,
-    TicketReturned,
-    TicketsIssued,
     VersionCurrent,
 )
+
+
+class Tally:
+    """A stage's committed steps, added up. Steps that a rollback can still reach are kept one by one."""
+
+    def __init__(self) -> None:
+        self.reachable: dict[int, dict[str, float]] = {}
+        self.first: dict[str, float] | None = None
+        self._sums: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, step: int, metrics: dict[str, float]) -> None:
+        if self.first is None:
+            self.first = metrics
+        self.reachable[step] = metrics
+
+    def roll_back(self, step: int) -> None:
+        undone = [other for other in self.reachable if other > step]
+        for other in undone:
+            if self.reachable.pop(other) is self.first:
+                self.first = None
+
+    def settle(self, step: int) -> None:
+        """No rollback reaches `step` or anything before it any more."""
+        for other in [other for other in self.reachable if other <= step]:
+            _add_up(self.reachable.pop(other), self._sums, self._counts)
+
+    def totals(self) -> tuple[dict[str, float], dict[str, int]]:
+        """Sum of every metric over the steps, and in how many steps it occurred."""
+        sums, counts = dict(self._sums), dict(self._counts)
+        for metrics in self.reachable.values():
+            _add_up(metrics, sums, counts)
+        return sums, counts
+
+
+def _add_up(metrics: dict[str, float], sums: dict[str, float], counts: dict[str, int]) -> None:
+    for name, value in metrics.items():
+        sums[name] = sums.get(name, 0.0) + value
+        counts[name] = counts.get(name, 0) + 1
 
 
 class MasterState:
@@ -48,38 +78,25 @@ class MasterState:
         self.num_incarnations = 0
         self.members = Membership()
         self.ledger = Ledger(min_valid=min_valid)
-        self.commits: dict[int, dict[str, float]] = {}
+        self.tallies: dict[str, Tally] = {}
+        """By stage."""
+        self.last_commit: dict[str, float] = {}
         self.evaluations: list[EvaluationDone] = []
         self.saved_steps: list[int] = []
         """Of durable checkpoints, oldest first."""
         self.failed_save_step = -1
 
     def apply(self, fact: Fact) -> None:
+        if isinstance(fact, LedgerFact):
+            self.ledger.apply(fact)
         match fact:
             case ProcessRequested() | ProcessJoined() | ProcessLost():
                 self.members.apply(fact)
                 self.num_incarnations += isinstance(fact, ProcessRequested)
-            case (
-                TicketsIssued()
-                | TicketAssigned()
-                | TicketReturned()
-                | SamplesScored()
-                | SampleQuarantined()
-                | TicketFiltered()
-                | TicketExpired()
-                | BatchFormed()
-            ):
-                self.ledger.apply(fact)
             case StepCommitted():
-                self.ledger.apply(fact)
-                self.step, self.state_digest = fact.step, fact.state_digest
-                self.commits[fact.step] = fact.metrics
+                self._commit(fact)
             case RolledBack():
-                self.ledger.apply(fact)
-                self.step = fact.step
-                self.commits = {step: m for step, m in self.commits.items() if step <= fact.step}
-                self.evaluations = [done for done in self.evaluations if done.step <= fact.step]
-                self.saved_steps = [step for step in self.saved_steps if step <= fact.step]
+                self._roll_back(fact)
             case RunStarted():
                 self.job = fact.job
             case EpochStarted():
@@ -91,12 +108,29 @@ class MasterState:
             case EvaluationDone():
                 self.evaluations.append(fact)
             case CheckpointSaved():
-                self.saved_steps.append(fact.step)
-                if len(self.saved_steps) >= self._keep_checkpoints:
-                    self.ledger.forget_before(self.saved_steps[-self._keep_checkpoints] + 1)
+                self._save(fact)
             case CheckpointFailed():
                 self.failed_save_step = fact.step
             case RunEnded():
                 self.outcome, self.weights_sha256 = fact.outcome, fact.weights_sha256
             case _:
-                assert_never(fact)
+                assert isinstance(fact, LedgerFact), f"{type(fact).__name__} is nobody's fact"
+
+    def _commit(self, fact: StepCommitted) -> None:
+        self.step, self.state_digest, self.last_commit = fact.step, fact.state_digest, fact.metrics
+        self.tallies.setdefault(self.stage, Tally()).add(fact.step, fact.metrics)
+
+    def _roll_back(self, fact: RolledBack) -> None:
+        self.step = fact.step
+        for tally in self.tallies.values():
+            tally.roll_back(fact.step)
+        self.evaluations = [done for done in self.evaluations if done.step <= fact.step]
+        self.saved_steps = [step for step in self.saved_steps if step <= fact.step]
+
+    def _save(self, fact: CheckpointSaved) -> None:
+        """A checkpoint more than are kept: what lies before the oldest kept one can not come back."""
+        self.saved_steps = [*self.saved_steps, fact.step][-self._keep_checkpoints :]
+        if len(self.saved_steps) == self._keep_checkpoints:
+            self.ledger.forget_before(self.saved_steps[0] + 1)
+            for tally in self.tallies.values():
+                tally.settle(self.saved_steps[0])

@@ -50,15 +50,16 @@ def summarize_run(
 ) -> dict[str, Any]:
     """`rest` are the phase times since the last committed step."""
     main = stages(config)[-1]
-    commits = state.commits
-    of_main = [commits[step] for step in sorted(commits) if step >= main.first_step]
+    totals = [tally.totals() for tally in state.tallies.values()]
     timing: dict[str, float] = {}
-    for phases in (*map(_phase_seconds, commits.values()), rest):
+    for phases in (*(_phase_seconds(sums) for sums, _ in totals), rest):
         for name, seconds in stage_seconds(phases).items():
             timing[name] = timing.get(name, 0.0) + seconds
-    rewards = [metrics["reward_mean"] for metrics in of_main if main.algorithm.name != "sft"]
+    rewarded = state.tallies.get(main.name) if main.algorithm.name != "sft" else None
+    first = rewarded.first if rewarded is not None else None
+    sums, counts = rewarded.totals() if rewarded is not None else ({}, {})
     accuracy = [done.metrics["eval/accuracy"] for done in state.evaluations]
-    differences = [m["logprob_abs_diff_mean"] for m in of_main if "logprob_abs_diff_mean" in m]
+    agreement = "logprob_abs_diff_mean"
     return {
         "name": config.name,
         "seed": config.seed,
@@ -66,11 +67,11 @@ def summarize_run(
         "run_dir": run_dir,
         "steps": state.step,
         "wall_s": wall_s,
-        "samples_trained": int(sum(m["samples"] for m in commits.values())),
-        "tokens_generated": int(sum(m["tokens_generated"] for m in commits.values())),
-        "tokens_trained": int(sum(m["tokens_trained"] for m in commits.values())),
-        "reward_first": rewards[0] if rewards else None,
-        "reward_last": rewards[-1] if rewards else None,
+        "samples_trained": int(sum(sums.get("samples", 0.0) for sums, _ in totals)),
+        "tokens_generated": int(sum(sums.get("tokens_generated", 0.0) for sums, _ in totals)),
+        "tokens_trained": int(sum(sums.get("tokens_trained", 0.0) for sums, _ in totals)),
+        "reward_first": first["reward_mean"] if first else None,
+        "reward_last": state.last_commit["reward_mean"] if first else None,
         "eval_accuracy_before": accuracy[0] if accuracy else None,
         "eval_accuracy_after": accuracy[-1] if accuracy else None,
         "evaluations": [
@@ -80,7 +81,7 @@ def summarize_run(
         "weight_version": state.version,
         "processes": processes,
         "timing": timing,
-        "logprob_abs_diff_mean": sum(differences) / len(differences) if differences else None,
+        "logprob_abs_diff_mean": sums[agreement] / counts[agreement] if agreement in counts else None,
         "faults": [{"kind": f.kind, "process": f.process, "message": f.message} for f in faults],
     }
 

@@ -22,7 +22,8 @@ def wilson_interval(share: float, *, count: int, z: float = CONFIDENCE_Z) -> tup
     spread = z * z / count
     centre = (share + spread / 2) / (1 + spread)
     half = z * sqrt(share * (1 - share) / count + spread / (4 * count)) / (1 + spread)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # At 0 and 1 the interval ends at the share itself; rounding must not leave it outside.
+    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
 
 
 def pass_at_k(num_samples: int, *, num_correct: int, k: int) -> float:

@@ -18,7 +18,7 @@ import msgspec
 
 from kintsugi.errors import StorageError
 from kintsugi.runtime import Clock, SystemClock
-from kintsugi.types import Finish, SampleMeta
+from kintsugi.types import Finish, SampleMeta, SampleText
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -229,7 +229,15 @@ class SamplesWriter:
     def __init__(self, run_dir: Path) -> None:
         self._lines = _Lines(run_dir / SAMPLES_FILE)
 
-    def write(self, step: int, metas: Sequence[SampleMeta], *, advantages: Mapping[str, float]) -> None:
+    def write(
+        self,
+        step: int,
+        metas: Sequence[SampleMeta],
+        *,
+        texts: Mapping[str, SampleText],
+        advantages: Mapping[str, float],
+    ) -> None:
+        nothing = SampleText("", "")
         self._lines.append(
             [
                 SampleRecord(
@@ -237,8 +245,8 @@ class SamplesWriter:
                     ticket=meta.ticket,
                     sample=int(meta.key.rsplit("/", 1)[1]),
                     version=meta.version,
-                    prompt=meta.prompt,
-                    completion=meta.completion,
+                    prompt=texts.get(meta.key, nothing).prompt,
+                    completion=texts.get(meta.key, nothing).completion,
                     reward=meta.reward,
                     reward_components=meta.reward_components,
                     finish=meta.finish,

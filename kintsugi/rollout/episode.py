@@ -48,15 +48,7 @@ def demonstrated_trajectory(ticket: str, prompt: Sequence[int], completion: Sequ
     )
 
 
-def describe(
-    trajectory: Trajectory,
-    *,
-    ticket: str,
-    holder: str,
-    prompt: str,
-    completion: str,
-    components: dict[str, float],
-) -> SampleMeta:
+def describe(trajectory: Trajectory, *, ticket: str, holder: str, components: dict[str, float]) -> SampleMeta:
     """What the control plane is told of a sample."""
     versions = array("i", trajectory.versions)
     sampled = [version for version, mask in zip(versions, trajectory.loss_mask, strict=True) if mask]
@@ -73,8 +65,6 @@ def describe(
         version=min(sampled, default=-1),
         holder=holder,
         digest=trajectory_digest(trajectory),
-        prompt=prompt,
-        completion=completion,
         repetition=repetition(chosen),
     )
 

@@ -35,7 +35,7 @@ from kintsugi.rollout.episode import demonstrated_trajectory, describe, int32, s
 from kintsugi.rollout.scoring import RewardFailed, RewardThread, load_rewards
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, wait
 from kintsugi.transport import Delivery, PendingReply
-from kintsugi.types import Completion, Role, Row, SampleMeta, Trajectory, process_id, sample_key
+from kintsugi.types import Completion, Role, Row, SampleText, Trajectory, process_id, sample_key
 from kintsugi.worker import Membership, open_endpoint
 
 IDLE_S = 0.25
@@ -274,22 +274,16 @@ class RolloutWorker:
         timing: dict[str, float],
     ) -> None:
         ticket = group.request.ticket
-        metas: list[SampleMeta] = []
-        for trajectory, text, parts in zip(trajectories, texts, components, strict=True):
-            metas.append(
-                describe(
-                    trajectory,
-                    ticket=ticket.id,
-                    holder=self._process,
-                    prompt=group.row.prompt,
-                    completion=text,
-                    components=parts,
-                )
-            )
+        metas = tuple(
+            describe(trajectory, ticket=ticket.id, holder=self._process, components=parts)
+            for trajectory, parts in zip(trajectories, components, strict=True)
+        )
+        said: dict[str, SampleText] = {}
         if group.request.split == "train":
             self._kept[ticket.id] = {trajectory.key: trajectory for trajectory in trajectories}
+            said = {m.key: SampleText(group.row.prompt, text) for m, text in zip(metas, texts, strict=True)}
         COUNTERS.add("groups")
-        self.endpoint.reply(group.delivery, EpisodesDone(ticket.id, tuple(metas), timing=timing))
+        self.endpoint.reply(group.delivery, EpisodesDone(ticket.id, metas, texts=said, timing=timing))
 
     def _since(self, start: float) -> float:
         return self._clock.monotonic() - start

@@ -224,8 +224,6 @@ class SimulatedCluster:
                     version=request.version,
                     holder=worker,
                     digest=key,
-                    prompt="",
-                    completion="",
                 )
             )
         return EpisodesDone(ticket.id, tuple(metas))

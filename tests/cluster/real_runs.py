@@ -42,6 +42,7 @@ class Run:
         self.gates = run_dir.with_suffix(".gates")
         self.gates.mkdir()
         self.launcher: subprocess.Popen[str] | None = None
+        self._commands: list[subprocess.Popen[str]] = []
         self._mark = uuid4().hex
         self._shared_memory = set(os.listdir("/dev/shm"))
 
@@ -56,7 +57,7 @@ class Run:
             "KINTSUGI_TEST_PARENT": str(os.getpid()),
             "KINTSUGI_TEST_RUN": str(self.run_dir),
         }
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "kintsugi", *arguments],
             env=environment,
             cwd=self.run_dir.parent,
@@ -65,6 +66,8 @@ class Run:
             text=True,
             start_new_session=True,
         )
+        self._commands.append(process)
+        return process
 
     def ask(self, *arguments: str) -> tuple[int, str]:
         """Another command to its end: its exit code, and all that it wrote."""
@@ -158,9 +161,13 @@ class Run:
         assert not [e.job for e in began if isinstance(e, Began) and f"kintsugi-{e.job}" in sockets]
         assert not [path for path in self.run_dir.rglob("*") if path.is_socket() or path.is_fifo()]
 
-    def kill_leftovers(self) -> None:
+    def close(self) -> None:
+        """End what a failed test left, and every command's pipes."""
         for pid in self.pids():
             os.kill(pid, signal.SIGKILL)
+        for process in self._commands:
+            with process:
+                process.wait(timeout=LONGEST_S)
 
 
 def play(scenarios: Mapping[str, Callable[[Run], None]], folder: Path) -> dict[str, Run | BaseException]:
@@ -171,9 +178,10 @@ def play(scenarios: Mapping[str, Callable[[Run], None]], folder: Path) -> dict[s
         try:
             scenarios[name](run)
         except (AssertionError, subprocess.TimeoutExpired) as error:
+            error.add_note(f"in scenario {name}")
             return error
         finally:
-            run.kill_leftovers()
+            run.close()
         return run
 
     with ThreadPoolExecutor(max_workers=2) as pool:

@@ -43,8 +43,6 @@ def meta(id: str, index: int, *, holder: str = "rollout-0") -> SampleMeta:
         version=0,
         holder=holder,
         digest="d",
-        prompt="p",
-        completion="c",
     )
 
 

@@ -158,8 +158,7 @@ class History:
         candidates = open_ if self.random.random() < 0.9 else range(GROUP_SIZE)
         indices = [index for index in candidates if self.random.random() < share]
         metas = tuple(
-            SampleMeta(sample_key(id, i), id, 4, 2, 1.0, {}, Finish.EOS, 0, worker, "d", "p", "c")
-            for i in indices
+            SampleMeta(sample_key(id, i), id, 4, 2, 1.0, {}, Finish.EOS, 0, worker, "d") for i in indices
         )
         self.propose(SamplesScored(id, metas))
 
@@ -227,9 +226,7 @@ class History:
             self.propose(TicketReturned(id, "start over"))
             self.propose(TicketAssigned(id, "rollout-0", "a"))
             for index in range(GROUP_SIZE):
-                meta = SampleMeta(
-                    sample_key(id, index), id, 4, 2, 1.0, {}, Finish.EOS, 0, "rollout-0", "d", "p", "c"
-                )
+                meta = SampleMeta(sample_key(id, index), id, 4, 2, 1.0, {}, Finish.EOS, 0, "rollout-0", "d")
                 self.propose(SamplesScored(id, (meta,)))
         for id in self.ledger.unusable_tickets():
             self.propose(TicketFiltered(id, "too few valid samples"))
@@ -372,7 +369,7 @@ def lineage(seed: int, *, disturbed: bool) -> list[tuple[str, ...]]:
             if disturbed and source.random() < 0.3:
                 ledger.apply(TicketReturned(id, "lost"))
                 continue
-            meta = SampleMeta(id + "/0", id, 4, 2, 1.0, {}, Finish.EOS, 0, "rollout-0", "d", "p", "c")
+            meta = SampleMeta(id + "/0", id, 4, 2, 1.0, {}, Finish.EOS, 0, "rollout-0", "d")
             ledger.apply(SamplesScored(id, (meta,)))
             if hash_of(id) % 5 == 0:
                 ledger.apply(TicketFiltered(id, "by its id"))

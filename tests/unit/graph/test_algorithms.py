@@ -10,20 +10,10 @@ from kintsugi.types import Finish, SampleMeta
 STAGE: Stage = stages(Config(name="x", algorithm=AlgorithmSection()))[0]
 
 
-def meta(ticket: str, index: int, reward: float, *, tokens: int = 3, prompt: str = "same") -> SampleMeta:
+def meta(ticket: str, index: int, reward: float, *, tokens: int = 3) -> SampleMeta:
+    components = {"r": reward}
     return SampleMeta(
-        f"{ticket}/{index}",
-        ticket,
-        tokens + 2,
-        tokens,
-        reward,
-        {"r": reward},
-        Finish.EOS,
-        0,
-        "rollout-0",
-        "",
-        prompt,
-        "",
+        f"{ticket}/{index}", ticket, tokens + 2, tokens, reward, components, Finish.EOS, 0, "rollout-0", ""
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from kintsugi.errors import StorageError
 from kintsugi.observe.metrics import MetricsWriter, SamplesWriter, step_metrics
 from kintsugi.runtime import VirtualClock
-from kintsugi.types import Finish, SampleMeta, sample_key
+from kintsugi.types import Finish, SampleMeta, SampleText, sample_key
 
 
 def meta(
@@ -35,8 +35,6 @@ def meta(
         version=7,
         holder="rollout-0",
         digest="",
-        prompt="1+1=",
-        completion="2",
         repetition=repetition,
     )
 
@@ -122,9 +120,9 @@ def test_a_resumed_run_forgets_what_came_after_its_step(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "metrics.jsonl") == [1, 2]
     samples = SamplesWriter(tmp_path)
     for step in (1, 2, 3):
-        samples.write(step, [meta("a", 0)], advantages={})
+        samples.write(step, [meta("a", 0)], texts={}, advantages={})
     samples.truncate_after(2)
-    samples.write(3, [meta("b", 0)], advantages={})
+    samples.write(3, [meta("b", 0)], texts={}, advantages={})
     samples.close()
     assert steps_in(tmp_path / "samples.jsonl") == [1, 2, 3]
 
@@ -139,7 +137,12 @@ def test_a_torn_last_line_is_cut_before_more_is_written(tmp_path: Path) -> None:
 
 def test_a_sample_is_written_with_all_that_is_known_of_it(tmp_path: Path) -> None:
     writer = SamplesWriter(tmp_path)
-    writer.write(4, [meta("grpo:0:1:0", 3, reward=1)], advantages={"grpo:0:1:0/3": 0.7})
+    writer.write(
+        4,
+        [meta("grpo:0:1:0", 3, reward=1)],
+        texts={"grpo:0:1:0/3": SampleText("1+1=", "2")},
+        advantages={"grpo:0:1:0/3": 0.7},
+    )
     writer.close()
     assert json.loads((tmp_path / "samples.jsonl").read_text()) == {
         "step": 4,
@@ -161,7 +164,7 @@ def test_a_disk_that_takes_no_more_is_said_with_the_file(tmp_path: Path) -> None
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
         with pytest.raises(StorageError, match=r"samples\.jsonl: File too large"):
-            writer.write(1, [meta("a", 0)], advantages={})
+            writer.write(1, [meta("a", 0)], texts={}, advantages={})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         writer.close()

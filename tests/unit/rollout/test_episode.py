@@ -38,8 +38,6 @@ def test_the_description_carries_the_oldest_version_and_a_digest_of_the_encoded_
         trajectory,
         ticket="g:0:0:0",
         holder="rollout-1",
-        prompt="p",
-        completion="c",
         components={"a": 1.0, "b": 0.5},
     )
     assert (meta.version, meta.reward, meta.num_tokens, meta.num_loss_tokens) == (4, 1.5, 4, 2)

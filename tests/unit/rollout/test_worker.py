@@ -174,7 +174,8 @@ def test_a_group_is_generated_scored_kept_and_handed_over(world: Callable[[Confi
     done = here.ask(run()).result().expect(EpisodesDone)
     assert [meta.key for meta in done.samples] == ["grpo:0:0:0/0", "grpo:0:0:0/1"]
     assert all(meta.version == 3 and meta.holder == "rollout-0" for meta in done.samples)
-    assert all((meta.completion, meta.num_loss_tokens) == ("12", 3) for meta in done.samples)
+    assert all(meta.num_loss_tokens == 3 for meta in done.samples)
+    assert [text.completion for text in done.texts.values()] == ["12", "12"]
     fetched = here.ask(FetchSamples(tuple(meta.key for meta in done.samples))).result().expect(SamplesFetched)
     assert [trajectory_digest(t) for t in fetched.samples] == [meta.digest for meta in done.samples]
 
@@ -183,7 +184,7 @@ def test_a_demonstration_needs_no_generation(world: Callable[[Config], World]) -
     here = world(config())
     done = here.ask(run("warmup:0:0:0", stage="warmup", num_samples=1)).result().expect(EpisodesDone)
     (meta,) = done.samples
-    assert meta.num_loss_tokens == len(meta.completion) + 1
+    assert meta.num_loss_tokens == len(done.texts[meta.key].completion) + 1
     assert meta.version == -1
 
 
