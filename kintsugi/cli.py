@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kintsugi.config import Config
     from kintsugi.errors import Fault
     from kintsugi.recipe import Resolved
-    from kintsugi.runs import FaultLine
+    from kintsugi.runs import FaultLine, Summary
 
 app = typer.Typer(
     help="Reinforcement learning of language models across real processes.",
@@ -253,19 +253,38 @@ def _launch(config: Config, *, run_dir: Path, resume: bool) -> None:
     from rich.console import Console
 
     from kintsugi import runs
+    from kintsugi.cluster.children import tail
     from kintsugi.cluster.launcher import launch
+    from kintsugi.cluster.placement import log_path
     from kintsugi.display import Display, print_closing
+    from kintsugi.types import Role, process_id
 
     console = Console()
+    log = log_path(run_dir, process_id(Role.MASTER, 0))
+    log_size = log.stat().st_size if log.exists() else 0
     with Display(config, run_dir=run_dir, console=console) as display:
         code = launch(config, run_dir=run_dir, on_tick=display.tick, resume=resume)
     summary = runs.read_summary(run_dir)
     if summary is not None:
         print_closing(console, summary, config=config, folder=run_dir)
     if code != 0:
-        _complain_faults(summary.faults if summary is not None else ())
-        _complain(f"error: the run failed; its folder is {run_dir}")
+        _complain_end(code, summary, run_dir=run_dir, last_words=tail(log, offset=log_size).strip())
         raise typer.Exit(code)
+
+
+def _complain_end(code: int, summary: Summary | None, *, run_dir: Path, last_words: str) -> None:
+    """Why a run ended badly; without a summary, the end of the master's log is all there is to tell."""
+    from kintsugi.worker import EXIT_USER_ERROR
+
+    if summary is not None:
+        _complain_faults(summary.faults)
+        _complain(f"error: the run failed; its folder is {run_dir}")
+    elif code == EXIT_USER_ERROR and last_words:
+        _complain(f"error: {last_words.splitlines()[-1]}")
+    elif last_words:
+        _complain(f"{last_words}\nerror: the master failed; the folder of the run is {run_dir}")
+    else:
+        _complain(f"error: the run was interrupted; `kintsugi resume {run_dir}` goes on with it")
 
 
 def _allow_modules_of_this_folder() -> None:

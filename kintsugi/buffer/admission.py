@@ -15,7 +15,8 @@ def admissible(
     """How many tickets may be issued now, and why not more. All figures are the stage's own.
 
     `num_issued` and `num_dropped` are tickets ever issued and ended untrained (a dropped one is replaced); `version`
-    is the number of committed steps, which a rollback lowers: then nothing is issued until it has caught up.
+    is the number of committed steps, which a rollback lowers. Then the number is negative: so many of the tickets that
+    are issued already, the youngest, must wait, or they would be sampled from weights too old for their step.
 
     >>> admissible(num_issued=32, num_dropped=0, version=0, batch_size=32, max_staleness=0)
     (0, '32 of 32 tickets issued for step 1')
@@ -23,9 +24,11 @@ def admissible(
     (2, '30 of 32 tickets issued for step 1')
     >>> admissible(num_issued=32, num_dropped=0, version=1, batch_size=32, max_staleness=2)
     (96, '32 of 128 tickets issued for steps up to 4')
+    >>> admissible(num_issued=64, num_dropped=0, version=0, batch_size=32, max_staleness=0)
+    (-32, '64 of 32 tickets issued for step 1')
     """
     limit = (version + max_staleness + 1) * batch_size
     kept = num_issued - num_dropped
     last = version + max_staleness + 1
     steps = f"step {last}" if max_staleness == 0 else f"steps up to {last}"
-    return max(0, limit - kept), f"{kept} of {limit} tickets issued for {steps}"
+    return limit - kept, f"{kept} of {limit} tickets issued for {steps}"

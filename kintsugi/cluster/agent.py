@@ -18,7 +18,7 @@ from collections import deque
 import msgspec
 
 from kintsugi.bootstrap import Bootstrap
-from kintsugi.cluster.children import Kept, children_of, describe_status, table_path, write_table
+from kintsugi.cluster.children import Kept, children_of, describe_status, record_of, table_path, write_table
 from kintsugi.cluster.handover import AgentHandover, AgentReport, MasterDied, NotStarted, Ready
 from kintsugi.cluster.placement import Start, log_path, own_session_and_log, spawn
 from kintsugi.cluster.segments import SegmentServer
@@ -172,8 +172,13 @@ class Agent:
     def _born(self, kept: Kept) -> None:
         assert kept.child is not None
         self._endpoint.watch(kept.child.pidfd, lambda: self._ended(kept))
-        write_table(table_path(self._own.run_dir, self._own.process), self._kept.values())
+        self._write_table()
         kept.send_due_signals(self._clock.monotonic())
+
+    def _write_table(self) -> None:
+        template = self._template.child if self._template is not None else None
+        records = [record_of(template, process="template"), *(kept.record() for kept in self._kept.values())]
+        write_table(table_path(self._own.run_dir, self._own.process), records)
 
     def _report_came(self, kept: Kept) -> None:
         reader = kept.report
@@ -212,6 +217,7 @@ class Agent:
             return
         self._template = Template(self._processes, preload=self._handover.programs.preload)
         self._endpoint.watch(self._template.fileno(), self._template_answered)
+        self._write_table()
 
     def _template_answered(self) -> None:
         assert self._template is not None
@@ -301,7 +307,7 @@ class Agent:
             kept.child.close()
             kept.child = None
         del self._kept[kept.process]
-        write_table(table_path(self._own.run_dir, self._own.process), self._kept.values())
+        self._write_table()
 
     def _answer_stops(self, kept: Kept) -> None:
         for delivery in kept.stop_requests:
@@ -351,8 +357,11 @@ class Agent:
                 self._master.child.send_signal(signal.SIGTERM)  # ends after its step, with a checkpoint
 
     def _let_go_by_launcher(self) -> None:
+        """Everything ends. The master ends first: it would take the deaths of its workers for the cause."""
         self._endpoint.unwatch(self._own.lifeline)
         self._exit_code = 1
+        if self._master is not None:
+            self._stop(self._master, grace_s=0.0)
         self._end(grace_s=END_GRACE_S)
 
     def _until_next_timer_s(self) -> float:

@@ -111,10 +111,7 @@ class Kept:
 
     def record(self) -> ChildRecord | None:
         """Its line of the table; None when it is not born or has ended."""
-        start_time = process_start_time(self.child.pid) if self.child else None
-        if self.child is None or start_time is None:
-            return None
-        return ChildRecord(self.process, self.incarnation, self.child.pid, start_time)
+        return record_of(self.child, process=self.process, incarnation=self.incarnation)
 
     def last_output(self) -> str:
         """The end of what this incarnation wrote."""
@@ -170,12 +167,20 @@ def table_path(run_dir: str | Path, agent: str) -> Path:
     return Path(run_dir) / "agents" / f"{agent}.json"
 
 
-def write_table(path: Path, kept: Iterable[Kept]) -> None:
+def record_of(child: Child | None, *, process: str, incarnation: str = "") -> ChildRecord | None:
+    """The line of a child in the table; None when it is not born or has ended."""
+    start_time = process_start_time(child.pid) if child is not None else None
+    if child is None or start_time is None:
+        return None
+    return ChildRecord(process, incarnation, child.pid, start_time)
+
+
+def write_table(path: Path, records: Iterable[ChildRecord | None]) -> None:
     """Replace the table as a whole; a reader sees the old one or the new one."""
-    records = tuple(record for child in kept if (record := child.record()) is not None)
+    living = tuple(record for record in records if record is not None)
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
-    new.write_bytes(msgspec.json.encode(ChildrenTable(boot_id(), records)))
+    new.write_bytes(msgspec.json.encode(ChildrenTable(boot_id(), living)))
     new.replace(path)
 
 

@@ -15,6 +15,7 @@ import os
 import select
 import socket
 import sys
+from typing import NoReturn
 
 import msgspec
 
@@ -141,7 +142,7 @@ def _fork_for_grandparent() -> int:
     return int.from_bytes(answer, sys.byteorder)
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> NoReturn:
     """`python -m kintsugi.cluster.template DESCRIPTOR MODULE…`: import, then serve until the agent is gone."""
     connection = socket.socket(fileno=int(arguments[0]))
     connection.set_inheritable(False)
@@ -152,14 +153,12 @@ def main(arguments: list[str]) -> int:
     gc.collect()
     gc.freeze()
     start = serve(connection)
-    if start is None:
-        return 0
-    exit_code = run(start)
-    # Tearing down what the template imported would cost the child half a second, and none of it is the child's.
+    exit_code = 0 if start is None else run(start)
+    # Tearing down what the template imported would cost half a second, and nobody needs it any more.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

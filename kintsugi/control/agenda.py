@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kintsugi.config import Config, Stage, stages
+from kintsugi.control.protocol import Raise
 from kintsugi.control.state import MasterState
 from kintsugi.messages import CallDone
 from kintsugi.types import SampleMeta
+
+RATIO_TOLERANCE = 1e-3
+"""Before the first update of a synchronous step the policy is the one that sampled: the mean ratio must be 1."""
 
 
 def carried_stage(config: Config, *, step: int) -> Stage:
@@ -55,3 +59,16 @@ def slowest(answers: Mapping[str, CallDone]) -> dict[str, float]:
     """Seconds per part of a training call, of the rank that took longest."""
     names = sorted({name for answer in answers.values() for name in answer.timing})
     return {f"train_{n}": max(answer.timing.get(n, 0.0) for answer in answers.values()) for n in names}
+
+
+def alerts(metrics: Mapping[str, float]) -> list[Raise]:
+    """What people should look at in a step's metrics, though the run goes on."""
+    found = []
+    ratio = metrics.get("ratio_mean", 1.0)
+    if abs(ratio - 1.0) > RATIO_TOLERANCE:
+        found.append(Raise("the mean ratio before the first update is not 1", {"ratio_mean": ratio}))
+    if metrics.get("skipped", 0.0) > 0:
+        found.append(
+            Raise("an update was skipped: its gradient was not finite", {"skipped": metrics["skipped"]})
+        )
+    return found

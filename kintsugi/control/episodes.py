@@ -30,11 +30,13 @@ class Episodes:
         self._failures: Counter[str] = Counter()
         self._texts: dict[str, SampleText] = {}
         self.evaluation: Evaluation | None = None
+        self.last_reason = ""
+        """Why the latest group or sample was set aside."""
         self.timing: Counter[str] = Counter()
         """Seconds that workers spent per call since it was last cleared."""
 
     def collect(self, stage: Stage, now: float) -> None:
-        """Issue what may be issued, hand out what waits."""
+        """Issue what may be issued, hand out what waits; after a rollback the youngest wait for their own step."""
         ledger = self._draft.state.ledger
         count, reason = admissible(
             num_issued=ledger.num_issued(stage.name),
@@ -43,14 +45,15 @@ class Episodes:
             batch_size=stage.algorithm.batch_size,
             max_staleness=0,
         )
-        if count:
+        if count > 0:
             issued = ledger.num_issued(stage.name)
             self._draft.fact(
                 TicketsIssued(next_tickets(stage, num_issued=issued, count=count, num_rows=self._num_rows))
             )
             self._draft.because(f"issued {count}: {reason}")
-        for ticket in ledger.issued_unassigned():
-            if ticket.stage == stage.name and self._scheduler.status(ticket.id) is TaskStatus.UNKNOWN:
+        waiting = [ticket for ticket in ledger.issued_unassigned() if ticket.stage == stage.name]
+        for ticket in waiting[: len(waiting) + min(0, count)]:
+            if self._scheduler.status(ticket.id) is TaskStatus.UNKNOWN:
                 self._scheduler.submit(ticket.id)
         self.hand_out(now)
 
@@ -76,6 +79,7 @@ class Episodes:
         facts: list[SampleQuarantined | SamplesScored] = [
             SampleQuarantined(key, reason) for key, reason in done.quarantined.items()
         ]
+        self.last_reason = next(iter(done.quarantined.values()), self.last_reason)
         if done.samples:
             facts.append(SamplesScored(done.ticket, done.samples))
         for fact in facts:
@@ -105,6 +109,7 @@ class Episodes:
             self._scheduler.put_back(name)
             return None
         self._scheduler.cancel(name)
+        self.last_reason = fault.message
         ledger = self._draft.state.ledger
         for index in range(ledger.ticket(name).num_samples):
             quarantined = SampleQuarantined(sample_key(name, index), fault.message)

@@ -28,10 +28,10 @@ _decoder = msgspec.msgpack.Decoder(Input)
 
 
 class InputRecorder:
-    """Appends inputs; buffered by the file object, flushed by `flush` at each commit."""
+    """Appends inputs. Unbuffered: like the facts that follow from them, they survive a master that is killed."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)
 
     def write(self, event: Event, now: float) -> None:
         """Texts are left out: no decision looks at them, and `samples.jsonl` has them."""
@@ -39,9 +39,6 @@ class InputRecorder:
             event = Replied(event.token, event.sender, msgspec.structs.replace(event.body, texts={}))
         record = _encoder.encode(Input(now, event))
         self._file.write(_LENGTH.pack(len(record)) + record)
-
-    def flush(self) -> None:
-        self._file.flush()
 
     def close(self) -> None:
         self._file.close()

@@ -15,11 +15,11 @@ Before the first step: STARTING (processes join), PREPARING (group, stage, resto
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from enum import StrEnum
+from collections.abc import Sequence
 
 from kintsugi.config import Config, Stage, next_stage
 from kintsugi.control.agenda import (
+    alerts,
     carried_stage,
     commit_record,
     evaluation_is_due,
@@ -31,6 +31,7 @@ from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.episodes import Episodes, episode_of
 from kintsugi.control.evaluation import Evaluation
 from kintsugi.control.layout import ProcessPlan
+from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import (
     Began,
     Decision,
@@ -62,6 +63,7 @@ from kintsugi.facts import (
     RunStarted,
     StageStarted,
     StepCommitted,
+    TicketFiltered,
     VersionCurrent,
 )
 from kintsugi.graph.algorithms import batch_totals, build_graph, sample_values
@@ -90,23 +92,8 @@ from kintsugi.types import Role, SampleMeta, ShardItem
 
 FAULT_GRACE_S = 1.0
 """After a request failed, how long to listen for the death that explains it before the run is called failed."""
-RATIO_TOLERANCE = 1e-3
-"""Before the first update of a synchronous step the policy is the one that sampled: the mean ratio must be 1."""
 REPLACED_ROLES = frozenset({Role.ROLLOUT, Role.SERVER})
 """Processes without state of their own: a lost one is replaced while the run goes on."""
-
-
-class Phase(StrEnum):
-    STARTING = "starting"
-    PREPARING = "preparing"
-    COLLECTING = "collecting"
-    TRAINING = "training"
-    COMMITTING = "committing"
-    PUBLISHING = "publishing"
-    EVALUATING = "evaluating"
-    SAVING = "saving"
-    ENDING = "ending"
-    ENDED = "ended"
 
 
 class Master:
@@ -134,6 +121,7 @@ class Master:
         self._values: dict[str, dict[str, float]] = {}
         self._published: Published | None = None
         self._generation = 0
+        self._dropped_before = 0
         self._ready_stage = ""
         self._stop_reason: str | None = None
         self._faults: dict[str, Fault] = {}
@@ -248,13 +236,26 @@ class Master:
     def _begin_collecting(self, now: float) -> None:
         if self.state.stage != self.stage.name:
             self._draft.fact(StageStarted(self.stage.name, self.state.step + 1))
+        self._dropped_before = self.state.ledger.num_dropped(self.stage.name)
         self._enter(Phase.COLLECTING, now, f"collecting for step {self.state.step + 1}")
         self._collect(now)
 
     def _collect(self, now: float) -> None:
-        """Keep groups coming, and train when the oldest ones are complete."""
-        self._episodes.collect(self.stage, now)
-        batch = self.state.ledger.next_batch(self.stage.algorithm.batch_size)
+        """Keep groups coming, and train when the oldest ones are complete.
+
+        A group that was set aside is replaced by the next prompt, but not for ever: a step that loses more groups
+        than it needs will not get better by taking more.
+        """
+        ledger, stage = self.state.ledger, self.stage
+        for ticket in ledger.unusable_tickets():
+            self._draft.fact(TicketFiltered(ticket, "too few of its samples could be scored"))
+        dropped = ledger.num_dropped(stage.name) - self._dropped_before
+        if dropped > stage.algorithm.batch_size:
+            why = f"{dropped} groups of step {self.state.step + 1} were set aside, more than its batch_size"
+            self._fail(self._fault("EpisodesFailed", f"{why}; the last: {self._episodes.last_reason}"), now)
+            return
+        self._episodes.collect(stage, now)
+        batch = ledger.next_batch(stage.algorithm.batch_size)
         if batch:
             self._begin_training(batch, now)
 
@@ -297,7 +298,8 @@ class Master:
         assert self._walk is not None
         answers, step, stage = self._walk.answers["actor_train"], self.state.step + 1, self.stage.name
         first = next(iter(answers.values()))
-        self._check_ratio(first.metrics)
+        for alert in alerts(first.metrics):
+            self._draft.do(alert)
         self._enter(
             Phase.COMMITTING, now, f"{len(answers)} ranks prepared step {step} at {first.state_digest}"
         )
@@ -474,11 +476,6 @@ class Master:
         for rank in self.state.members.live(Role.MODEL):
             hosts.setdefault(self.state.members.members[rank].host, rank)
         return list(hosts.values())
-
-    def _check_ratio(self, metrics: Mapping[str, float]) -> None:
-        ratio = metrics.get("ratio_mean", 1.0)
-        if abs(ratio - 1.0) > RATIO_TOLERANCE:
-            self._draft.do(Raise("the mean ratio before the first update is not 1", {"ratio_mean": ratio}))
 
     def _fail(self, fault: Fault, now: float) -> None:
         """Note a fault that the run can not survive; it ends after a moment in which the real cause may still show."""

@@ -179,7 +179,6 @@ class MasterShell:
             self._journal.append(decision.facts)
             if any(isinstance(fact, DURABLE) for fact in decision.facts):
                 self._journal.sync()
-                self._inputs.flush()
         for effect in decision.effects:
             self._act(effect)
 
@@ -282,6 +281,7 @@ class MasterShell:
 
         def stop() -> None:
             os.read(read_end, 64)
+            self._log.emit(Note("asked to stop after this step"))
             self._feed(StopRequested("SIGTERM"))
 
         self._endpoint.watch(read_end, stop)

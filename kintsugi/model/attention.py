@@ -5,9 +5,10 @@ with a causal mask no real token looks at padding, so no mask is built.
 
 Bits: the result of attention depends on how many keys a row is padded to, and on one query versus many. Decoding
 therefore always attends over the cache's whole length, whatever the other rows hold, and a caller who needs equal
-bits from packed attention fixes `padded_length`. Elsewhere rows agree when a matrix product has at least four of them
+bits from packed attention fixes `padded_length`. Elsewhere rows of one product agree when it has at least four of them
 and `intermediate_size` is a multiple of 32, as in every published model: what does not fill a vector at the end of an
-activation is computed by other instructions, to other bits.
+activation is computed by other instructions, to other bits. Products of different numbers of rows agree on some
+processors only, so whoever promises equal bits keeps that number fixed too.
 """
 
 from __future__ import annotations

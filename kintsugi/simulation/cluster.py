@@ -15,7 +15,8 @@ import msgspec
 
 from kintsugi.config import Config
 from kintsugi.control.layout import plan_layout
-from kintsugi.control.master import Master, Phase
+from kintsugi.control.master import Master
+from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import (
     Began,
     Effect,
@@ -82,8 +83,15 @@ class SimulatedCluster:
     """Drives one master through a run. `run()` gives the facts it would have journaled."""
 
     def __init__(
-        self, config: Config, *, seed: int, num_rows: int = 1000, kills: Iterable[Kill] = ()
+        self,
+        config: Config,
+        *,
+        seed: int,
+        num_rows: int = 1000,
+        kills: Iterable[Kill] = (),
+        unscorable_stage: str | None = None,
     ) -> None:
+        """`unscorable_stage`: rewards of this stage's samples always fail."""
         self._clock = VirtualClock()
         self._random = random_stream(seed, "simulation")
         min_valid = 2 if config.algorithm.group_size > 1 else 1
@@ -98,6 +106,7 @@ class SimulatedCluster:
             checkpoint_folder="checkpoints",
         )
         self._kills = list(kills)
+        self._unscorable_stage = unscorable_stage
         self._fired: list[Kill] = []
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
@@ -208,6 +217,9 @@ class SimulatedCluster:
 
     def _episodes(self, worker: str, request: RunEpisodes) -> EpisodesDone:
         ticket = request.ticket
+        if ticket.stage == self._unscorable_stage:
+            keys = [sample_key(ticket.id, index) for index in range(ticket.num_samples)]
+            return EpisodesDone(ticket.id, (), dict.fromkeys(keys, "no verdict"))
         metas = []
         for index in range(ticket.num_samples):
             draw = random_stream(0, ticket.id, index)

@@ -107,7 +107,7 @@ class Run:
         """Signal a process of the run, which must be alive."""
         pid = read_journal(self.run_dir).processes.get(process)
         if process == "master-0":
-            (pid,) = [pid for pid, command in self.pids().items() if "master-0" in command]
+            (pid,) = [pid for pid, command in self.pids().items() if "placement master-0" in command]
         assert pid in self.pids(), f"{process} with pid {pid} is not among {self.pids()}"
         os.kill(pid, number)
 
@@ -178,7 +178,6 @@ def play(scenarios: Mapping[str, Callable[[Run], None]], folder: Path) -> dict[s
         try:
             scenarios[name](run)
         except (AssertionError, subprocess.TimeoutExpired) as error:
-            error.add_note(f"in scenario {name}")
             return error
         finally:
             run.close()
@@ -191,5 +190,5 @@ def play(scenarios: Mapping[str, Callable[[Run], None]], folder: Path) -> dict[s
 def finished(run: Run | BaseException) -> Run:
     """The run of a scenario that went through."""
     if isinstance(run, BaseException):
-        raise run
+        raise AssertionError(str(run)) from run
     return run

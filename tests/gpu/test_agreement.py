@@ -54,12 +54,8 @@ def sampled(model: Transformer) -> tuple[list[np.ndarray], list[int], np.ndarray
     return sequences, [len(output.request.prompt) for output in outputs], logprobs
 
 
-@pytest.mark.parametrize(
-    ("dtype", "largest_mean", "largest"), [(torch.float32, 2e-6, 5e-5), (torch.bfloat16, 5e-3, 0.2)]
-)
-def test_sampler_and_trainer_agree_on_logprobs(
-    dtype: torch.dtype, largest_mean: float, largest: float
-) -> None:
+def differences(dtype: torch.dtype) -> np.ndarray:
+    """Between sampler and trainer, at every sampled token."""
     model = Transformer(CONFIG, dtype=dtype, device="cuda")
     initialize(model, seed=2)
     sequences, prompt_lengths, expected = sampled(model)
@@ -76,6 +72,15 @@ def test_sampler_and_trainer_agree_on_logprobs(
     ).cuda()
     hidden = model.forward_packed(tokens, layout.positions, layout)
     logprobs, _ = model.token_logprobs(hidden[targets - 1], tokens[targets], temperature=TEMPERATURE)
-    difference = np.abs(logprobs.detach().cpu().numpy() - expected)
+    return np.asarray(np.abs(logprobs.detach().cpu().numpy() - expected))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest_mean", "largest"), [(torch.float32, 2e-6, 5e-5), (torch.bfloat16, 5e-3, 0.2)]
+)
+def test_sampler_and_trainer_agree_on_logprobs(
+    dtype: torch.dtype, largest_mean: float, largest: float
+) -> None:
+    difference = differences(dtype)
     assert difference.mean() < largest_mean, f"mean {difference.mean():.2e}, worst {difference.max():.2e}"
     assert difference.max() < largest, f"worst {difference.max():.2e}"

@@ -64,3 +64,9 @@ def test_neither_ranks_nor_servers_change_a_bit_of_the_weights(tmp_path: Path) -
     one_of_each = train(tmp_path / "one", *SHORT, "actor.workers=1", "generation.servers=1")
     assert again["weights_sha256"] == usual["weights_sha256"]
     assert one_of_each["weights_sha256"] == usual["weights_sha256"]
+
+
+def test_a_run_in_bfloat16_stays_within_reach_of_its_sampler(tmp_path: Path) -> None:
+    summary = train(tmp_path / "run", *SHORT, "actor.dtype=bfloat16")
+    assert summary["steps"] == 7
+    assert summary["logprob_abs_diff_mean"] < 5e-3

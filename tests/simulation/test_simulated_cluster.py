@@ -3,7 +3,7 @@ from collections import Counter
 import pytest
 
 from kintsugi.config import AlgorithmSection, CheckpointSection, Config, DataSection, WarmupSection
-from kintsugi.control.master import Phase
+from kintsugi.control.phases import Phase
 from kintsugi.facts import (
     BatchFormed,
     ProcessLost,
@@ -75,3 +75,10 @@ def test_a_rank_that_dies_ends_the_run_with_its_death_as_the_cause() -> None:
 def test_the_same_seed_gives_the_same_facts() -> None:
     kill = Kill("server-0", 5, Phase.COLLECTING)
     assert simulate(kill, seed=3).facts == simulate(kill, seed=3).facts
+
+
+def test_a_step_whose_groups_can_never_be_scored_ends_the_run_with_the_reason() -> None:
+    outcome = SimulatedCluster(CONFIG, seed=0, unscorable_stage="grpo").run()
+    assert outcome.outcome == "failed"
+    assert steps(outcome) == [1, 2]
+    assert "the last: no verdict" in repr(outcome.facts[-1])

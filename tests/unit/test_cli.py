@@ -126,6 +126,36 @@ def test_a_failed_run_exits_with_1_and_the_first_cause_first(
     assert "runs/grpo_arithmetic-1" in last
 
 
+@pytest.mark.parametrize(
+    ("code", "log", "expected"),
+    [
+        (
+            2,
+            "Traceback …\nrows.jsonl: expected rows, found none\n",
+            "error: rows.jsonl: expected rows, found none",
+        ),
+        (
+            1,
+            "StorageError: journal is damaged\n",
+            "StorageError: journal is damaged\nerror: the master failed",
+        ),
+        (1, "", "error: the run was interrupted; `kintsugi resume runs/grpo_arithmetic-1` goes on with it"),
+    ],
+)
+def test_a_master_that_left_no_summary_is_quoted_from_its_log(
+    kintsugi: Kintsugi, monkeypatch: pytest.MonkeyPatch, code: int, log: str, expected: str
+) -> None:
+    def launch(config: Config, *, run_dir: Path, on_tick: Callable[[], None], resume: bool) -> int:
+        (run_dir / "logs").mkdir()
+        (run_dir / "logs" / "master-0.log").write_text(log)
+        return code
+
+    monkeypatch.setattr(launcher, "launch", launch)
+    result = kintsugi("train", GRPO)
+    assert result.code == code
+    assert result.errors.startswith(expected)
+
+
 def test_a_broken_start_exits_with_1_and_its_cause(kintsugi: Kintsugi, cluster: FakeCluster) -> None:
     cluster.error = ProcessDied("master-0 died", cause=Fault("f", "OutOfMemory", "host-0", "killed", 0.0))
     result = kintsugi("train", GRPO)

@@ -150,7 +150,7 @@ MakeHost = Callable[..., Host]
 @pytest.fixture
 def make_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeHost]:
     """Starts agents, each the only one of a host of its own."""
-    monkeypatch.setenv("PYTHONPATH", str(FAKE_PROGRAMS))
+    monkeypatch.setenv("PYTHONPATH", str(FAKE_PROGRAMS), prepend=os.pathsep)
     hosts: list[Host] = []
 
     def make(*, preload: tuple[str, ...] = (), **programs: str) -> Host:

