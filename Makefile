@@ -54,9 +54,9 @@ lint: $(SETUP_TEST)
 bench: $(SETUP_TEST) $(PEER_RAY)
 	$(BIN)/python benchmarks/control_plane.py
 
-$(PEER_RAY): constraints.txt
+$(PEER_RAY): benchmarks/constraints-ray.txt
 	$(PYTHON) -m venv .venv-ray
-	.venv-ray/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt ray==2.60.0
+	.venv-ray/bin/python -m pip --disable-pip-version-check --quiet install -c benchmarks/constraints-ray.txt ray numpy
 	@touch $@
 
 clean:

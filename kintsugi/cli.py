@@ -1,6 +1,7 @@
 """The command `kintsugi`. Imports are inside the commands, so that `--help` answers at once.
 
-Exit codes: 0 done, 1 the run or the world failed, 2 the user's mistake.
+Exit codes: 0 done, or stopped by request with a checkpoint; 1 the run or the world failed, or it was ended at once (a
+second Ctrl-C); 2 the user's mistake.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class EvaluationSection(_Section, frozen=True):
     """Held-out evaluation, always at one pinned weight version."""
 
     every: int = 0
-    """Steps between evaluations; 0 evaluates only before and after each stage."""
+    """Steps between evaluations; 0 evaluates only before and after the main stage."""
     num_samples: int = 4
     """k of mean@k and pass@k, sampled beside the greedy answer; 0 leaves them out."""
 
@@ -191,7 +191,7 @@ class Config(_Section, frozen=True):
     sampling: SamplingSection = SamplingSection()
     generation: GenerationSection = GenerationSection()
     rollout: RolloutSection = RolloutSection()
-    evaluation: EvaluationSection = EvaluationSection()
+    eval: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     cluster: ClusterSection = ClusterSection()
     logging: LoggingSection = LoggingSection()

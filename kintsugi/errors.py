@@ -24,7 +24,7 @@ stays the cause however many follow (`root_first` orders a set of faults by that
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from uuid import uuid4
 
 import msgspec
@@ -38,9 +38,9 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
     process: str
     message: str
     time: float
-    """Wall clock of the process that saw it, for people; ordering uses `cause_id`, never this."""
-    cause_id: str | None = None
-    """The fault that led to this one, possibly of another process; None when this is where it began."""
+    """Wall clock of the process that saw it, for people; ordering uses `cause`, never this."""
+    cause: Fault | None = None
+    """The fault that led to this one, possibly of another process, with its own; None where it began."""
 
 
 class KintsugiError(Exception):
@@ -131,26 +131,36 @@ def fault_of(error: BaseException, *, process: str, time: float) -> Fault:
         process=process,
         message=str(error) or type(error).__name__,
         time=time,
-        cause_id=cause.id if cause else None,
+        cause=cause,
     )
 
 
 def root_first(faults: Iterable[Fault]) -> list[Fault]:
-    """Order faults so that every cause stands before its consequences; the first one is the cause to report."""
-    by_id = {fault.id: fault for fault in faults}
+    """Order faults so that every cause stands before its consequences; the first one is the cause to report.
+
+    A broken group is never where it began: some rank is gone, and who waits for it may see that before we know why.
+    """
+    by_id = {each.id: each for fault in faults for each in _chain(fault)}
     ordered: dict[str, Fault] = {}
 
     def place(fault: Fault) -> None:
         if fault.id in ordered:
             return
-        cause = by_id.get(fault.cause_id) if fault.cause_id else None
-        if cause is not None and cause.id != fault.id:
-            place(cause)
+        if fault.cause is not None:
+            place(fault.cause)
         ordered[fault.id] = fault
 
     for fault in by_id.values():
-        if fault.cause_id is None:
+        if fault.cause is None and fault.kind != GroupBroken.__name__:
             place(fault)
     for fault in by_id.values():
         place(fault)
     return list(ordered.values())
+
+
+def _chain(fault: Fault) -> Iterator[Fault]:
+    """A fault and what led to it, the latest first."""
+    link: Fault | None = fault
+    while link is not None:
+        yield link
+        link = link.cause

@@ -46,6 +46,8 @@ class RunEnded(_Fact, frozen=True):
     outcome: str
     fault: Fault | None = None
     weights_sha256: str = ""
+    wall_s: float = 0.0
+    """Of this session, from the master's start."""
 
 
 # Who is there.
@@ -66,6 +68,7 @@ class ProcessJoined(_Fact, frozen=True):
     peer: Peer
     role: Role
     pid: int
+    capabilities: dict[str, str] = {}
 
 
 class ProcessLost(_Fact, frozen=True):

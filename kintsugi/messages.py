@@ -182,6 +182,8 @@ class RunEpisodes(_Body, frozen=True):
     sampling: Sampling
     version: int
     """Generate with weights at least this new."""
+    timeout_s: float
+    """When the master gives up; nobody on the way waits longer, or less."""
 
 
 class EpisodesDone(_Body, frozen=True):
@@ -259,7 +261,6 @@ class RunCall(_Body, frozen=True):
     arguments: dict[str, float] = {}
     """{"temperature": 1.0, "clip_low": 0.2, …}"""
     stage: str = ""
-    outputs_wanted: tuple[str, ...] = ()
 
 
 class CallDone(_Body, frozen=True):

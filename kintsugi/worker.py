@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kintsugi.bootstrap import Bootstrap, read_bootstrap
-from kintsugi.errors import DeadlineExceeded, UserError, fault_of
+from kintsugi.errors import DeadlineExceeded, RefusedError, UserError, fault_of
 from kintsugi.messages import AddressBook, Body, Failed, Heartbeat, Ok, Ping, Register, Registered, Shutdown
 from kintsugi.observe.events import EventLog, FaultSeen, Note, ProcessBegan, ProcessEnded, events_path
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, WAITS, Clock, wait
@@ -114,10 +114,15 @@ class Membership:
         self.registered = True
 
     def handle(self, delivery: Delivery) -> bool:
-        """Take a message that concerns membership; False if it is someone else's business."""
+        """Take a message that concerns membership; False if it is someone else's business.
+
+        Who is who and when to end is the master's word alone.
+        """
         body = delivery.body
         if isinstance(body, Ping):
             self._endpoint.reply(delivery, Ok())
+        elif isinstance(body, AddressBook | Shutdown) and self.refuse_unless_master(delivery):
+            pass
         elif isinstance(body, AddressBook):
             # The master stays known even if the book leaves it out: it is whom we report to.
             listed = any(peer.process == self._master for peer in body.peers)
@@ -127,6 +132,18 @@ class Membership:
             self.shutdown_reason = body.reason
         else:
             return False
+        return True
+
+
+    def refuse_unless_master(self, delivery: Delivery) -> bool:
+        """True if it came from anybody but the master, who is then told so: a worker does not order another about."""
+        sender = delivery.envelope.sender
+        if sender == self._master:
+            return False
+        COUNTERS.add("refused_orders")
+        if delivery.wants_reply:
+            why = f"{type(delivery.body).__name__} is the master's to say, not that of {sender}"
+            self._endpoint.fail(delivery, RefusedError(why))
         return True
 
 
@@ -267,8 +284,8 @@ class Shell:
     def fail(self, delivery: Delivery, error: BaseException) -> None:
         """Answer a request with the error that it ended in, and record it."""
         fault = fault_of(error, process=self.process, time=self._clock.wall())
-        self.events.emit(FaultSeen(fault))
         self.reply(delivery, Failed(fault))
+        self.events.emit(FaultSeen(fault))
 
     def send(self, process: str, body: Body, *, blobs: Sequence[Blob] = ()) -> None:
         """Tell a process something, expecting no answer."""

@@ -126,14 +126,22 @@ def verify(path: Path, *, disk: Disk = SYSTEM_DISK) -> Checkpoint:
 
 
 def latest(folder: Path, *, disk: Disk = SYSTEM_DISK, report: Report = _log_damage) -> Checkpoint | None:
-    """The newest checkpoint that verifies. Damaged ones on the way are reported with the reason, never chosen."""
+    """The newest checkpoint that verifies; None when none was ever saved.
+
+    Damaged ones on the way are reported with the reason, never chosen. If all are damaged, that is an error: starting
+    from scratch would silently throw the run away.
+    """
     if not disk.exists(folder):
         return None
+    damaged = []
     for path in reversed(_checkpoint_folders(folder, disk=disk)):
         try:
             return verify(path, disk=disk)
         except StorageError as error:
             report(path, str(error))
+            damaged.append(f"{path.name}: {error}")
+    if damaged:
+        raise StorageError(f"no checkpoint in {folder} can be read: {'; '.join(damaged)}")
     return None
 
 

@@ -92,6 +92,8 @@ class Agent:
             case _ if self._membership.handle(delivery):
                 if self._membership.shutdown_reason is not None:
                     self._end(grace_s=END_GRACE_S, keep_master=True)
+            case StartProcess() | StopProcess() if self._membership.refuse_unless_master(delivery):
+                pass
             case StartProcess() as order:
                 self._start_for(delivery, order)
             case StopProcess() as order:

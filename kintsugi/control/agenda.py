@@ -24,9 +24,16 @@ def is_last(config: Config, *, step: int) -> bool:
     return step >= stages(config)[-1].last_step
 
 
+def most_tokens(config: Config, *, num_eval_rows: int) -> int:
+    """Tokens that one step or one evaluation has at most."""
+    samples = [stage.algorithm.batch_size * stage.algorithm.group_size for stage in stages(config)]
+    samples.append(num_eval_rows * (1 + config.eval.num_samples))
+    return max(samples) * config.generation.max_length
+
+
 def evaluation_is_due(config: Config, state: MasterState) -> bool:
-    """Before and after the main stage, and every `evaluation.every` steps of it; once per step."""
-    main, step, every = stages(config)[-1], state.step, config.evaluation.every
+    """Before and after the main stage, and every `eval.every` steps of it; once per step."""
+    main, step, every = stages(config)[-1], state.step, config.eval.every
     if any(done.step == step for done in state.evaluations):
         return False
     into = step - main.first_step + 1
@@ -65,7 +72,7 @@ def alerts(metrics: Mapping[str, float]) -> list[Raise]:
     """What people should look at in a step's metrics, though the run goes on."""
     found = []
     ratio = metrics.get("ratio_mean", 1.0)
-    if abs(ratio - 1.0) > RATIO_TOLERANCE:
+    if not abs(ratio - 1.0) <= RATIO_TOLERANCE:  # Also when it is not a number.
         found.append(Raise("the mean ratio before the first update is not 1", {"ratio_mean": ratio}))
     if metrics.get("skipped", 0.0) > 0:
         found.append(

@@ -51,11 +51,17 @@ class Conversation:
         self._then: Callable[[float], None] | None = None
         self.answers: dict[str, Body] = {}
         """Of the current round, by process."""
+        self.num_tokens = 0
+        """At most so many tokens are sampled or trained in one step: what a first answer is allowed to take."""
 
     def ask(self, token: str, to: str, body: Body, now: float) -> None:
-        kind = type(body).__name__
-        self._open[token] = (to, kind, now)
-        self._draft.do(Request(token, to, body, self._patience.deadline_s(kind)))
+        kind = type(body)
+        self._open[token] = (to, kind.__name__, now)
+        self._draft.do(Request(token, to, body, self.deadline_s(kind)))
+
+    def deadline_s(self, kind: type[Body]) -> float:
+        """How long to wait for an answer to a request of this kind."""
+        return self._patience.deadline_s(kind.__name__, num_tokens=self.num_tokens)
 
     def ask_all(self, bodies: Mapping[str, Body], now: float, *, then: Callable[[float], None]) -> None:
         """Begin a round: `then` follows when every process has answered."""
@@ -78,18 +84,27 @@ class Conversation:
             then=lambda at: self.ask_in_turn(processes, bodies[1:], at, then=then),
         )
 
-    def close(self, token: str, now: float) -> bool:
-        """An answer or a failure came; False if nobody waits for it any more."""
+    def close(self, token: str) -> tuple[str, float] | None:
+        """An answer or a failure came: what was asked and since when; None if nobody waits for it any more."""
         asked = self._open.pop(token, None)
         if asked is None:
             self._draft.because(f"nobody waits for {token} any more")
-            return False
-        self._patience.observed(asked[1], now - asked[2])
-        return True
+            return None
+        return asked[1], asked[2]
+
+    def observed(self, kind: str, duration_s: float) -> None:
+        """An answer, not a failure, took this long: the measure of patience."""
+        self._patience.observed(kind, duration_s)
+
+    def in_round(self, token: str) -> bool:
+        return token in self._round
 
     def answered(self, token: str, sender: str, body: Body, now: float) -> None:
         """Take an answer of the current round, and go on when it was the last."""
-        self._round.discard(token)
+        if token not in self._round:
+            self._draft.because(f"{token} is not of this round")
+            return
+        self._round.remove(token)
         self.answers[sender] = body
         if not self._round and self._then is not None:
             then, self._then = self._then, None

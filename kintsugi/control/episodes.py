@@ -11,7 +11,7 @@ from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.evaluation import Evaluation
 from kintsugi.control.protocol import Raise, Tell
 from kintsugi.control.scheduler import TaskScheduler, TaskStatus
-from kintsugi.errors import Fault
+from kintsugi.errors import DataError, Fault
 from kintsugi.facts import SampleQuarantined, SamplesScored, TicketAssigned, TicketReturned, TicketsIssued
 from kintsugi.messages import Drop, EpisodesDone, RunEpisodes
 from kintsugi.types import Role, SampleMeta, SampleText, Sampling, Ticket, sample_key, ticket_id
@@ -68,13 +68,15 @@ class Episodes:
         for name, worker in self._scheduler.assign(self._draft.state.members.live(Role.ROLLOUT)):
             self._run(name, worker, now)
 
-    def done(self, done: EpisodesDone, worker: str) -> None:
-        """A group came back; what the ledger does not accept (late, moved, repeated) is ignored with its reason."""
+    def done(self, done: EpisodesDone, worker: str) -> str | None:
+        """A group came back; what the ledger does not accept (late, moved, repeated) is ignored with its reason.
+
+        Gives what is wrong with an evaluation answer, which can neither be ignored nor set aside.
+        """
         self.timing.update(done.timing)
         if self.evaluation is not None and done.ticket in self.evaluation.tasks:
             self._scheduler.complete(done.ticket)
-            self.evaluation.take(done)
-            return
+            return self.evaluation.take(done)
         ledger = self._draft.state.ledger
         facts: list[SampleQuarantined | SamplesScored] = [
             SampleQuarantined(key, reason) for key, reason in done.quarantined.items()
@@ -86,37 +88,46 @@ class Episodes:
             refusal = ledger.accepts(fact)
             if refusal is not None:
                 self._draft.because(f"ignored {worker}'s answer for {done.ticket}: {refusal}")
-                return
+                return None
             self._draft.fact(fact)
         self._texts.update(done.texts)
         self._failures.pop(done.ticket, None)
         self._scheduler.complete(done.ticket)
+        return None
 
     def take_texts(self, batch: Sequence[SampleMeta]) -> dict[str, SampleText]:
         """What the samples of a batch say; given out once, then forgotten."""
         return {meta.key: text for meta in batch if (text := self._texts.pop(meta.key, None)) is not None}
 
     def failed(self, name: str, fault: Fault) -> Fault | None:
-        """A group failed as a whole: try it again, then set it aside with its reason. An evaluation problem can not
-        be set aside, so its fault is returned."""
+        """A group failed as a whole.
+
+        What is wrong with its data is wrong every time: it is set aside with its reason. What is wrong with the world
+        may pass: it is tried again, and after the last attempt the run ends with that fault. Setting it aside would
+        make the batch depend on the world.
+        """
         self._failures[name] += 1
-        spent = self._failures[name] >= self._config.rollout.attempts
-        if self.evaluation is not None and name in self.evaluation.tasks:
-            self._scheduler.put_back(name)
-            return fault if spent else None
-        if not spent:
-            self._draft.fact(TicketReturned(name, fault.message))
-            self._scheduler.put_back(name)
+        is_evaluation = self.evaluation is not None and name in self.evaluation.tasks
+        if fault.kind == DataError.__name__ and not is_evaluation:
+            self._set_aside(name, fault)
             return None
-        self._scheduler.cancel(name)
-        self.last_reason = fault.message
+        if self._failures[name] >= self._config.rollout.attempts:
+            return fault
+        if not is_evaluation:
+            self._draft.fact(TicketReturned(name, fault.message))
+        self._scheduler.put_back(name)
+        return None
+
+    def _set_aside(self, name: str, fault: Fault) -> None:
         ledger = self._draft.state.ledger
+        self._scheduler.cancel(name)
+        self._failures.pop(name, None)
+        self.last_reason = fault.message
         for index in range(ledger.ticket(name).num_samples):
             quarantined = SampleQuarantined(sample_key(name, index), fault.message)
             if ledger.accepts(quarantined) is None:
                 self._draft.fact(quarantined)
-        self._draft.do(Raise(f"{name} is quarantined after {self._failures[name]} attempts: {fault.message}"))
-        return None
+        self._draft.do(Raise(f"{name} is quarantined: {fault.message}"))
 
     def worker_lost(self, worker: str) -> None:
         """What it ran or kept is issued again under the same tickets, so with the same noise.
@@ -145,13 +156,14 @@ class Episodes:
     def _run(self, name: str, worker: str, now: float) -> None:
         state = self._draft.state
         incarnation = state.members.members[worker].incarnation
+        timeout_s = self._talk.deadline_s(RunEpisodes)
         if self.evaluation is not None and name in self.evaluation.tasks:
             ticket, sampling = self.evaluation.tasks[name]
-            body = RunEpisodes(ticket, "eval", sampling, state.version)
+            body = RunEpisodes(ticket, "eval", sampling, state.version, timeout_s)
         else:
             ticket = state.ledger.ticket(name)
             self._draft.fact(TicketAssigned(name, worker, incarnation))
-            body = RunEpisodes(ticket, "train", self._sampling(ticket.num_samples), state.version)
+            body = RunEpisodes(ticket, "train", self._sampling(ticket.num_samples), state.version, timeout_s)
         self._talk.ask(_token(incarnation, name), worker, body, now)
 
     def _sampling(self, num_samples: int) -> Sampling:

@@ -11,11 +11,12 @@ from kintsugi.types import Sampling, Ticket, ticket_id
 class Evaluation:
     """Every problem is answered once greedily (round 0) and, for mean@k and pass@k, k times sampled (round 1)."""
 
-    def __init__(self, config: Config, *, step: int, num_problems: int) -> None:
+    def __init__(self, config: Config, *, step: int, version: int, num_problems: int) -> None:
+        self._version = version
         limit, seed = config.sampling.max_new_tokens, config.seed
         rounds = [Sampling(temperature=0.0, max_new_tokens=limit, seed=seed)]
-        if config.evaluation.num_samples:
-            temperature, k = config.sampling.temperature, config.evaluation.num_samples
+        if config.eval.num_samples:
+            temperature, k = config.sampling.temperature, config.eval.num_samples
             rounds.append(Sampling(temperature=temperature, max_new_tokens=limit, num_samples=k, seed=seed))
         self.tasks: dict[str, tuple[Ticket, Sampling]] = {}
         for round, sampling in enumerate(rounds):
@@ -27,9 +28,15 @@ class Evaluation:
                 )
         self._correct: dict[str, list[bool]] = {}
 
-    def take(self, done: EpisodesDone) -> None:
-        """An answer is right when the first reward function gives it full marks."""
+    def take(self, done: EpisodesDone) -> str | None:
+        """Note an answer; gives what is wrong with it. Right is what the first reward function gives full marks."""
+        if done.quarantined:
+            return f"evaluation problem {done.ticket} could not be scored: {next(iter(done.quarantined.values()))}"
+        versions = {meta.version for meta in done.samples} - {self._version}
+        if versions:
+            return f"evaluation at version {self._version} was answered by version {sorted(versions)}"
         self._correct[done.ticket] = [next(iter(m.reward_components.values())) >= 1.0 for m in done.samples]
+        return None
 
     @property
     def finished(self) -> bool:

@@ -24,6 +24,7 @@ from kintsugi.control.agenda import (
     commit_record,
     evaluation_is_due,
     is_last,
+    most_tokens,
     save_is_due,
     slowest,
 )
@@ -114,6 +115,7 @@ class Master:
         self._restore_path: str | None = None
         self._draft = Draft(state)
         self._talk = Conversation(self._draft, first_s=config.cluster.start_timeout_s)
+        self._talk.num_tokens = most_tokens(config, num_eval_rows=num_eval_rows)
         self._staff = Staff(layout, draft=self._draft, talk=self._talk)
         self._episodes = Episodes(config, draft=self._draft, talk=self._talk, num_rows=num_rows)
         self._walk: Walk | None = None
@@ -127,7 +129,7 @@ class Master:
         self._faults: dict[str, Fault] = {}
         self._fail_at: float | None = None
         self._timing: dict[str, float] = {}
-        self._since = 0.0
+        self._since = self._began = 0.0
 
     def decide(self, event: Event, now: float) -> Decision:
         """Take one event; the facts of the decision are already in `state`, its effects have not happened yet."""
@@ -168,7 +170,7 @@ class Master:
         ranks, step = self.state.members.live(Role.MODEL), self.state.step
         stage = carried_stage(self.config, step=step)
         self._generation += 1
-        store = self._staff.capabilities[ranks[0]].get("store", "")
+        store = self.state.members.members[ranks[0]].capabilities.get("store", "")
         bodies: list[Body] = [
             RebuildGroup(self._generation, tuple(ranks), store),
             StartStage(stage.name, max(step, stage.first_step - 1)),
@@ -250,7 +252,7 @@ class Master:
         for ticket in ledger.unusable_tickets():
             self._draft.fact(TicketFiltered(ticket, "too few of its samples could be scored"))
         dropped = ledger.num_dropped(stage.name) - self._dropped_before
-        if dropped > stage.algorithm.batch_size:
+        if dropped > stage.algorithm.batch_size and self._fail_at is None:
             why = f"{dropped} groups of step {self.state.step + 1} were set aside, more than its batch_size"
             self._fail(self._fault("EpisodesFailed", f"{why}; the last: {self._episodes.last_reason}"), now)
             return
@@ -315,6 +317,7 @@ class Master:
                 self._values,
                 first.metrics,
                 timing,
+                tuple(self._walk.spans),
             )
         )
         self._timing = {}
@@ -328,7 +331,8 @@ class Master:
         self._begin_publishing(now)
 
     def _begin_evaluating(self, now: float) -> None:
-        evaluation = Evaluation(self.config, step=self.state.step, num_problems=self._num_eval_rows)
+        state, count = self.state, self._num_eval_rows
+        evaluation = Evaluation(self.config, step=state.step, version=state.version, num_problems=count)
         self._enter(
             Phase.EVALUATING, now, f"{len(evaluation.tasks)} questions at version {self.state.version}"
         )
@@ -365,8 +369,10 @@ class Master:
 
     def _end(self, outcome: str, now: float) -> None:
         faults = tuple(root_first(self._faults.values()))
+        outcome = "failed" if faults else outcome
         hashes = [a.sha256 for a in self._talk.answers.values() if isinstance(a, WeightsHashed)]
-        self._draft.fact(RunEnded(outcome, faults[0] if faults else None, hashes[0] if hashes else ""))
+        fault, sha256 = faults[0] if faults else None, hashes[0] if hashes else ""
+        self._draft.fact(RunEnded(outcome, fault, sha256, now - self._began))
         self._enter(Phase.ENDED, now, f"{outcome} at step {self.state.step}")
         self._draft.do(Finish(outcome, faults))
 
@@ -388,7 +394,7 @@ class Master:
                 RolledBack(event.restore_step, f"resumed from {event.restore_path or 'the beginning'}")
             )
             self._restore_path = event.restore_path
-        self._since = now
+        self._since = self._began = now
         draft.because(f"epoch {state.epoch} begins at step {state.step}")
 
     def _on_joined(self, event: Joined, now: float) -> None:
@@ -417,13 +423,17 @@ class Master:
             self._episodes.hand_out(now)
 
     def _on_replied(self, event: Replied, now: float) -> None:
-        if not self._talk.close(event.token, now):
+        asked = self._talk.close(event.token)
+        if asked is None:
             return
+        self._talk.observed(asked[0], now - asked[1])
         match event.body:
             case ProcessStarted():
                 self._staff.started(event.body)
             case EpisodesDone():
-                self._episodes.done(event.body, event.sender)
+                problem = self._episodes.done(event.body, event.sender)
+                if problem is not None:
+                    self._fail(self._fault("EpisodesFailed", problem), now)
                 self._after_episodes(now)
             case CallDone():
                 assert self._walk is not None
@@ -437,7 +447,7 @@ class Master:
                 self._talk.answered(event.token, event.sender, body, now)
 
     def _on_request_failed(self, event: RequestFailed, now: float) -> None:
-        if not self._talk.close(event.token, now):
+        if self._talk.close(event.token) is None:
             return
         self._draft.because(f"{event.token} failed at {event.sender}: {event.fault.message}")
         episode = episode_of(event.token)
@@ -446,11 +456,16 @@ class Master:
             if fatal is not None:
                 self._fail(fatal, now)
             self._after_episodes(now)
-        elif self.phase is Phase.SAVING:
+        elif self.phase is Phase.SAVING and self._talk.in_round(event.token):
             self._draft.fact(CheckpointFailed(self.state.step, event.fault))
             self._draft.do(Raise(f"checkpoint of step {self.state.step} failed: {event.fault.message}"))
             self._talk.abandon_round()
-            self._continue(now)
+            if is_last(self.config, step=self.state.step) or self._stop_reason is not None:
+                self._fail(
+                    event.fault, now
+                )  # There is no later save: what was learned would be lost in silence.
+            else:
+                self._continue(now)
         else:
             self._fail(event.fault, now)
 

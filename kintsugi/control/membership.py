@@ -63,7 +63,7 @@ class Membership:
         elif isinstance(fact, ProcessJoined):
             peer = fact.peer
             self.members[process] = Member(
-                process, fact.role, peer.host, peer.incarnation, after, pid=fact.pid, peer=peer
+                process, fact.role, peer.host, peer.incarnation, after, fact.pid, peer, fact.capabilities
             )
         else:
             assert member is not None

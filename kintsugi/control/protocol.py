@@ -9,6 +9,7 @@ import msgspec
 
 from kintsugi.errors import Fault
 from kintsugi.facts import Fact
+from kintsugi.graph.executor import CallSpan
 from kintsugi.messages import Body
 from kintsugi.types import Peer, Role, SampleMeta, SampleText
 
@@ -119,6 +120,7 @@ class RecordStep(msgspec.Struct, frozen=True):
     values: dict[str, dict[str, float]]
     call_metrics: dict[str, float]
     timing: dict[str, float]
+    spans: tuple[CallSpan, ...]
 
 
 class RecordEvaluation(msgspec.Struct, frozen=True):

@@ -241,6 +241,12 @@ class MasterShell:
         attributes = {"step": str(record.step), "stage": record.stage}
         now = self._clock.monotonic()
         self._log.emit(Span("step", now - timing["step"], timing["step"], attributes))
+        for span in record.spans:
+            self._log.emit(
+                Span(
+                    span.call, span.start, span.duration_s, {**attributes, "workers": ",".join(span.workers)}
+                )
+            )
         COUNTERS.add("steps")
 
     def _finish(self, finish: Finish) -> None:
@@ -251,7 +257,6 @@ class MasterShell:
             self._config,
             state,
             run_dir=str(self._run_dir),
-            wall_s=self._clock.monotonic() - self._began,
             processes=self._pids(),
             rest=self._master.timing,
             faults=finish.faults,

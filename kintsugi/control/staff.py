@@ -20,7 +20,6 @@ class Staff:
         self.plans = {plan.process: plan for plan in layout if plan.role not in (Role.AGENT, Role.MASTER)}
         self._num_hosts = sum(plan.role is Role.AGENT for plan in layout)
         self._draft, self._talk = draft, talk
-        self.capabilities: dict[str, dict[str, str]] = {}
 
     @property
     def complete(self) -> bool:
@@ -36,7 +35,7 @@ class Staff:
         When the last agent has come, everything else is ordered.
         """
         members, process = self._draft.state.members, event.peer.process
-        fact = ProcessJoined(event.peer, event.role, event.pid)
+        fact = ProcessJoined(event.peer, event.role, event.pid, event.capabilities)
         refusal = members.accepts(fact)
         if refusal is not None:
             self._draft.because(f"{process} registered again: {refusal}")
@@ -44,7 +43,6 @@ class Staff:
         self._draft.fact(fact)
         self._draft.do(ShareBook())
         self._draft.because(f"{process} joined")
-        self.capabilities[process] = event.capabilities
         if event.role is Role.AGENT and len(members.live(Role.AGENT)) == self._num_hosts:
             for name in self.plans:
                 self.order(name, now)

@@ -71,6 +71,8 @@ class MasterState:
         self.epoch = 0
         self.outcome: str | None = None
         self.weights_sha256 = ""
+        self.wall_s = 0.0
+        """Of all sessions that ended by themselves."""
         self.stage = ""
         self.step = 0
         self.version = -1
@@ -113,6 +115,7 @@ class MasterState:
                 self.failed_save_step = fact.step
             case RunEnded():
                 self.outcome, self.weights_sha256 = fact.outcome, fact.weights_sha256
+                self.wall_s += fact.wall_s
             case _:
                 assert isinstance(fact, LedgerFact), f"{type(fact).__name__} is nobody's fact"
 

@@ -201,6 +201,7 @@ def build_engine(config: Config, *, device: torch.device) -> Engine:
 
 def main(bootstrap: Bootstrap) -> int:
     """Build the model that the run folder describes, report to the master, and serve until told to end."""
+    torch.set_num_threads(1)
     device = choose_device(bootstrap.process)
     engine = build_engine(load_config(Path(bootstrap.run_dir) / "config.yaml"), device=device)
     return run_worker(

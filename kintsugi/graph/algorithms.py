@@ -21,7 +21,8 @@ LOGPROBS = Key("logprobs", "float32", ("tokens",))
 REFERENCE_LOGPROBS = Key("reference_logprobs", "float32", ("tokens",))
 REWARD = Key("reward", "float32")
 ADVANTAGE = Key("advantage", "float32")
-UPDATE = Key("update", "float32")
+UPDATE = Key("update", "float32", ("state",))
+"""The new state itself; ranks vouch for it by its digest, which the executor compares."""
 
 STD_EPSILON = 1e-4
 """Added to the group's standard deviation, as TRL does."""

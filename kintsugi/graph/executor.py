@@ -57,6 +57,7 @@ class Walk:
         self._shards = logical_shards(items, num_shards=num_shards)
         self._open: dict[str, dict[str, CallDone | None]] = {}
         self._started: dict[str, float] = {}
+        self._keys_of: dict[str, dict[str, set[str]]] = {}
         self._done = {name for name, call in graph.calls.items() if call.per is Per.GROUP}
         self._done |= {name for name, call in graph.calls.items() if call.role is Role.MASTER}
         self.answers: dict[str, dict[str, CallDone]] = {}
@@ -79,7 +80,9 @@ class Walk:
             self._started[name] = now
             for rank, worker in enumerate(workers):
                 mine = shards_of_rank(len(self._shards), rank=rank, world_size=len(workers))
-                dispatches.append(Dispatch(call, worker, rank, tuple(self._shards[i] for i in mine)))
+                shards = tuple(self._shards[i] for i in mine)
+                self._keys_of.setdefault(name, {})[worker] = {i.key for shard in shards for i in shard.items}
+                dispatches.append(Dispatch(call, worker, rank, shards))
         return dispatches
 
     def answered(self, call: str, worker: str, answer: CallDone, *, now: float) -> str | None:
@@ -100,12 +103,12 @@ class Walk:
         return None
 
     def _validate(self, call: Call, worker: str, answer: CallDone) -> str | None:
-        scalars = [key.name for key in call.outputs if not key.shape and key.name in answer.outputs]
-        for name in scalars:
-            unknown = answer.outputs[name].keys() - self._items.keys()
-            if unknown:
-                some = sorted(unknown)[:3]
-                return f"{worker} answered {call.name} with '{name}' for samples not in the batch: {some}"
+        mine = self._keys_of[call.name][worker]
+        for name in (key.name for key in call.outputs if not key.shape):
+            found = answer.outputs.get(name, {}).keys()
+            if found != mine:
+                some = sorted(found ^ mine)[:3]
+                return f"{worker} answered {call.name} with '{name}' for other samples than its own: {some}"
         digests = {done.state_digest for done in self._open[call.name].values() if done is not None}
         if digests and answer.state_digest not in digests:
             return f"{worker} stands at state {answer.state_digest} after {call.name}, others at {sorted(digests)}"

@@ -11,6 +11,7 @@ import torch
 
 from kintsugi.errors import ModelError
 from kintsugi.model import huggingface
+from kintsugi.model.folder import load_config
 from kintsugi.model.tokenizer import Tokenizer
 
 _GGUF_PACKAGES = ("transformers", "gguf", "accelerate")
@@ -42,7 +43,7 @@ def import_model(source: Path, destination: Path) -> list[Path]:
 
 def _import_folder(folder: Path, *, staged: Path) -> list[Path]:
     Tokenizer.load(folder)
-    config = huggingface.load_config(folder)
+    config = load_config(folder)
     with huggingface.WeightFiles(folder) as files:
         with_value_head = "value_head.weight" in files.shapes
     model = huggingface.load(folder, with_value_head=with_value_head)

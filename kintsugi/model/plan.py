@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from kintsugi.config import Config, NewModel
 from kintsugi.errors import ModelError
 from kintsugi.model.architecture import ModelConfig
+from kintsugi.model.folder import check_weights, load_config
 from kintsugi.model.tokenizer import Tokenizer, character_tokenizer
 
 
@@ -41,20 +41,8 @@ def new_model_config(new: NewModel, *, tokenizer: Tokenizer) -> ModelConfig:
 
 
 def _model_of_folder(folder: Path) -> tuple[ModelConfig, Tokenizer]:
-    if not folder.is_dir():
-        raise ModelError(f"expected a Hugging Face model folder at {folder}, found {_found(folder)}")
-    path = folder / "config.json"
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"expected the file config.json in {folder}, found none") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"expected JSON in {path}: {error}") from error
-    if not isinstance(fields, dict):
-        raise ModelError(f"expected an object in {path}, got {type(fields).__name__}")
-    model = ModelConfig.from_huggingface(fields, where=str(path))
-    if not any(folder.glob("*.safetensors")):
-        raise ModelError(f"expected weights (*.safetensors) in {folder}, found none")
+    model = load_config(folder)
+    check_weights(folder, config=model)
     tokenizer = Tokenizer.load(folder)
     if tokenizer.vocab_size > model.vocab_size:
         raise ModelError(
@@ -62,7 +50,3 @@ def _model_of_folder(folder: Path) -> tuple[ModelConfig, Tokenizer]:
             f"got {tokenizer.vocab_size}"
         )
     return model, tokenizer
-
-
-def _found(path: Path) -> str:
-    return "a file" if path.exists() else "nothing"

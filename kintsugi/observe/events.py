@@ -2,6 +2,9 @@
 
 Every process appends to its own file, `<run folder>/events/<process>.jsonl`, one JSON line per event, each line in one
 write: a process that is killed leaves at most a torn last line, which the reader skips.
+
+A log tells of failures and must not be one: an event that the disk does not take is counted (`events.dropped`), and the
+next one is tried again.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from kintsugi.errors import Fault
-from kintsugi.runtime import SYSTEM_CLOCK, Clock
+from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, Clock
 
 
 class _Event(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
@@ -107,22 +110,39 @@ class EventLog:
     """Appends the events of one process. Safe to use from several threads: a line is one write."""
 
     def __init__(self, path: Path, *, process: str, clock: Clock = SYSTEM_CLOCK) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._process = process
         self._clock = clock
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._descriptor).st_size
-        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            # An earlier incarnation was killed in the middle of a line; ours must not become part of it.
-            os.write(self._descriptor, b"\n")
+        self._descriptor = -1
+        self._torn = False
+        """The file ends in the middle of a line, of which the next one must not become a part."""
 
     def emit(self, event: Event) -> None:
-        """Append `{"time": …, "monotonic": …, "process": …, "kind": …, …}` as one line."""
+        """Append `{"time": …, "monotonic": …, "process": …, "kind": …, …}` as one line. Never raises OSError."""
         stamp = _encoder.encode(Stamp(self._clock.wall(), self._clock.monotonic(), self._process))
-        os.write(self._descriptor, stamp[:-1] + b"," + _encoder.encode(event)[1:] + b"\n")
+        line = stamp[:-1] + b"," + _encoder.encode(event)[1:] + b"\n"
+        try:
+            if self._descriptor < 0:
+                self._open()
+            line = b"\n" + line if self._torn else line
+            written = os.write(self._descriptor, line)
+        except OSError:
+            COUNTERS.add("events.dropped")
+            return
+        self._torn = written < len(line)
+        if self._torn:
+            COUNTERS.add("events.dropped")
+
+    def _open(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._descriptor).st_size
+        self._torn = bool(size) and os.pread(self._descriptor, 1, size - 1) != b"\n"
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 def read_events(run_dir: str | Path, *, process: str | None = None) -> list[Record]:

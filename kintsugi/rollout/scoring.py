@@ -75,12 +75,18 @@ def checked(name: str, rewards: Any, *, count: int) -> list[float]:
         )
     if len(rewards) != count:
         raise RewardFailed(f"reward '{name}': expected {count} numbers, got {len(rewards)}")
-    values = []
-    for value in rewards:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise RewardFailed(f"reward '{name}': expected finite numbers, got {value!r}")
-        values.append(float(value))
-    return values
+    return [_number(name, value) for value in rewards]
+
+
+def _number(name: str, value: Any) -> float:
+    """Anything that is one finite number: Python's, numpy's, a truth value; not text that looks like one."""
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RewardFailed(f"reward '{name}': expected finite numbers, got {value!r}")
+    return number
 
 
 class RewardThread:

@@ -29,7 +29,6 @@ from kintsugi.messages import (
 from kintsugi.model.plan import plan_model
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.observe.events import EventLog, FaultSeen, Note, events_path
-from kintsugi.patience import Patience
 from kintsugi.recipe import load_config
 from kintsugi.rollout.episode import demonstrated_trajectory, describe, int32, sampled_trajectory
 from kintsugi.rollout.scoring import RewardFailed, RewardThread, load_rewards
@@ -78,7 +77,6 @@ class RolloutWorker:
         self._reward_thread = RewardThread(self._rewards)
         self._scoring: deque[Scoring] = deque()
         self._kept: dict[str, dict[str, Trajectory]] = {}
-        self._patience = Patience(first_s=config.cluster.start_timeout_s)
         self._clock = SYSTEM_CLOCK
         self.endpoint = open_endpoint(bootstrap)
         self.membership = Membership(self.endpoint, bootstrap, capabilities={})
@@ -183,13 +181,15 @@ class RolloutWorker:
         self._finish(group, [trajectory], [text], [{}], timing={"demonstrate": self._since(group.since)})
 
     def _generate(self, group: Group) -> None:
-        """Ask the manager; a manager that is being replaced is asked again until the attempts are used up."""
+        """Ask the manager; it spreads groups over the servers and moves those of a dead one."""
         request = group.request
-        body = Generate(request.ticket.id, 0, group.prompt, request.sampling, request.version)
+        body = Generate(
+            request.ticket.id, 0, group.prompt, request.sampling, request.version, timeout_s=request.timeout_s
+        )
         self.endpoint.request(
             MANAGER,
             body,
-            deadline_s=self._patience.deadline_s("Generate"),
+            deadline_s=request.timeout_s,
             on_done=lambda pending: self._generated(group, pending),
         )
 
@@ -201,7 +201,6 @@ class RolloutWorker:
             return
         group.completions = answer.completions
         group.generated_s = self._since(group.since)
-        self._patience.observed("Generate", group.generated_s)
         COUNTERS.add("completions", len(answer.completions))
         self._score(group)
 

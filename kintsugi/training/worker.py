@@ -234,7 +234,7 @@ class ModelWorker:
             self._state.digest(),
             result.metrics,
             {"fetch": fetch_s, **result.timing},
-            {name: values for name, values in result.outputs.items() if name in call.outputs_wanted},
+            result.outputs,
         )
         if self._state.prepared_step == call.step:
             self._prepared = done

@@ -12,7 +12,7 @@ from zmq.utils import z85
 from kintsugi.errors import Fault, KintsugiError, ProcessDied, RefusedError
 from kintsugi.messages import Envelope, MessageKind
 from kintsugi.transport.exchange import Delivery
-from kintsugi.types import Peer
+from kintsugi.types import Peer, Role, role_of
 
 MAX_WAITING = 1024
 """So many unknown keys may wait to be introduced; the one that waits longest makes room."""
@@ -97,7 +97,8 @@ class Directory:
         if envelope.kind is MessageKind.REPLY:
             return "a reply that was not asked for"
         if envelope.incarnation != peer.incarnation:
-            if envelope.epoch <= epoch:
+            took_over = role_of(peer.process) is Role.MASTER and envelope.epoch > epoch
+            if not took_over:
                 return f"{envelope.sender} {envelope.incarnation} is not {peer.incarnation}"
             # A master that took over keeps its predecessor's key pair; the newer epoch shows which one is alive.
             self.add(msgspec.structs.replace(peer, incarnation=envelope.incarnation))

@@ -323,14 +323,16 @@ class Endpoint:
         os.eventfd_read(self._wake_fd)
 
     def close(self, *, flush_s: float = 0.0) -> None:
-        """Fail what is under way and close; what was sent is flushed for at most `flush_s` seconds."""
+        """Fail what is under way and close; what was sent is flushed for at most `flush_s` seconds.
+
+        Requests fail while the sockets are still there: who hears of it may have somebody to answer.
+        """
         fault = self._fault(f"{self.process} closed its endpoint")
-        open_requests = [pending for link in self._links.values() for pending in link.pending.values()]
+        for pending in [pending for link in self._links.values() for pending in link.pending.values()]:
+            pending.settle(None, ProcessDied(fault.message, cause=fault))
         self.unwatch(self._wake_fd)
         os.close(self._wake_fd)
         wait(self._attempt_flush, whom="its peers", what="the last messages to be taken", timeout_s=flush_s)
-        for pending in open_requests:
-            pending.settle(None, ProcessDied(fault.message, cause=fault))
 
     def _attempt_flush(self, remaining_s: float) -> bool:
         self._context.destroy(linger=milliseconds(remaining_s))

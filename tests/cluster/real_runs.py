@@ -52,7 +52,7 @@ class Run:
         environment = {
             **os.environ,
             "COLUMNS": "200",
-            "PYTHONPATH": str(PROGRAMS),
+            "PYTHONPATH": os.pathsep.join([str(PROGRAMS), os.environ.get("PYTHONPATH", "")]),
             "KINTSUGI_TEST_MARK": self._mark,
             "KINTSUGI_TEST_PARENT": str(os.getpid()),
             "KINTSUGI_TEST_RUN": str(self.run_dir),
@@ -171,7 +171,7 @@ class Run:
 
 
 def play(scenarios: Mapping[str, Callable[[Run], None]], folder: Path) -> dict[str, Run | BaseException]:
-    """Play each scenario on a run of its own, two at a time; one that failed is given as its error."""
+    """Play each scenario on a run of its own, three at a time, since they often wait; gives the error of a failed one."""
 
     def one(name: str) -> Run | BaseException:
         run = Run(folder / name.replace(" ", "-"))
@@ -183,7 +183,7 @@ def play(scenarios: Mapping[str, Callable[[Run], None]], folder: Path) -> dict[s
             run.close()
         return run
 
-    with ThreadPoolExecutor(max_workers=2) as pool:
+    with ThreadPoolExecutor(max_workers=3) as pool:
         return dict(zip(scenarios, pool.map(one, scenarios), strict=True))
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from kintsugi.checkpoint.store import latest
 from kintsugi.facts import CheckpointFailed, CheckpointSaved, ProcessLost, RolledBack
-from kintsugi.observe.events import Alert, read_events
+from kintsugi.observe.events import Alert, ProcessEnded, read_events
 from kintsugi.runs import RunState, read_journal, read_status
 from kintsugi.simulation.replay import replay
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
@@ -60,21 +60,6 @@ def kill_launcher_and_resume(run: Run) -> None:
     assert [fact.step for fact in run.facts if isinstance(fact, RolledBack)] == [4]
 
 
-def interrupt_and_resume(run: Run) -> None:
-    """Ctrl-C reaches the launcher only; what it started is in sessions of its own."""
-    launcher = run.start(gates=(GATE,))
-    run.wait_at(GATE)
-    os.killpg(launcher.pid, signal.SIGINT)
-    run.wait_for_line("asked to stop", file="events/master-0.jsonl")
-    run.let_through(GATE)
-    assert run.end() == (0, "")
-    assert read_journal(run.run_dir).saved_steps[-1] == 6
-    assert read_status(run.run_dir).state is RunState.STOPPED
-    run.assert_nothing_left()
-    code, errors = run.resume()
-    assert code == 0, errors
-
-
 def kill_rollout_worker(run: Run) -> None:
     run.start(gates=(GATE,))
     run.wait_at(GATE)
@@ -100,7 +85,6 @@ def kill_server_that_loads(run: Run) -> None:
 RECOVERED: dict[str, Callable[[Run], None]] = {
     "stopped-and-resumed": stop_and_resume,
     "launcher-killed-and-resumed": kill_launcher_and_resume,
-    "interrupted-and-resumed": interrupt_and_resume,
     "rollout-0-killed": kill_rollout_worker,
     "server-0-killed": kill_server_that_loads,
 }
@@ -199,6 +183,19 @@ def test_a_run_that_loses_what_it_can_not_replace_ends_by_itself_and_names_it(
 # Ends at once, failed starts, full disks.
 
 
+def interrupt(run: Run) -> None:
+    """As Ctrl-C does: the whole group of the launcher, which nothing that it started belongs to."""
+    launcher = run.start(gates=(GATE,))
+    run.wait_at(GATE)
+    os.killpg(launcher.pid, signal.SIGINT)
+    run.wait_for_line("asked to stop", file="events/master-0.jsonl")
+    run.let_through(GATE)
+    assert run.end() == (0, "")
+    assert read_journal(run.run_dir).saved_steps[-1] == 6
+    assert read_status(run.run_dir).state is RunState.STOPPED
+    run.assert_nothing_left()
+
+
 def interrupt_twice(run: Run) -> None:
     launcher = run.start(gates=(GATE,))
     run.wait_at(GATE)
@@ -232,6 +229,13 @@ def kill_launcher_and_agent_during_a_reward_that_never_ends(run: Run) -> None:
     run.kill("agent-0")
     launcher.kill()
     run.assert_nothing_left(timeout_s=SOON_S)
+    ends = {r.stamp.process: r.event for r in read_events(run.run_dir) if isinstance(r.event, ProcessEnded)}
+    assert {process: end.code for process, end in ends.items()} == {
+        **dict.fromkeys(
+            ("manager-0", "model-0", "model-1", "rollout-0", "rollout-1", "server-0", "server-1"), 0
+        ),
+        "master-0": 1,
+    }
 
 
 def stop_while_starting(run: Run) -> None:
@@ -282,6 +286,7 @@ def fill_the_disk(run: Run) -> None:
 
 
 ODD_ENDS: dict[str, Callable[[Run], None]] = {
+    "interrupted": interrupt,
     "interrupted-twice": interrupt_twice,
     "launcher-and-agent-killed": kill_launcher_and_agent_during_a_reward_that_never_ends,
     "stopped-while-starting": stop_while_starting,
@@ -295,6 +300,10 @@ ODD_ENDS: dict[str, Callable[[Run], None]] = {
 def odd_end(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
     played = play(ODD_ENDS, tmp_path_factory.mktemp("odd-ends"))
     return lambda name: finished(played[name])
+
+
+def test_ctrl_c_stops_the_run_after_its_step_with_a_checkpoint(odd_end: Callable[[str], Run]) -> None:
+    odd_end("interrupted")
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once_and_a_damaged_journal_is_not_resumed(

@@ -24,7 +24,7 @@ SHORT = (
     "warmup.steps=4",
     "algorithm.steps=3",
     "actor.warmup_steps=1",
-    "evaluation.every=3",
+    "eval.every=3",
     "checkpoint.every=3",
 )
 
@@ -45,7 +45,7 @@ def train(run_dir: Path, *overrides: str) -> dict[str, Any]:
 
 
 def test_a_shortened_recipe_learns_on_the_card(tmp_path: Path) -> None:
-    summary = train(tmp_path / "run", "algorithm.steps=80", "evaluation.every=80", "checkpoint.every=80")
+    summary = train(tmp_path / "run", "algorithm.steps=80", "eval.every=80", "checkpoint.every=80")
     assert summary["steps"] == 155 + 80
     assert summary["eval_accuracy_after"] > summary["eval_accuracy_before"] + 0.1
     assert summary["reward_last"] > summary["reward_first"]

@@ -26,7 +26,10 @@ def _plain(kind: typing.Any) -> object:
         hints = typing.get_type_hints(kind)
         if config.array_like:
             return [_plain(hints[name]) for name in kind.__struct_fields__]
-        fields = {name: _plain(hints[name]) for name in kind.__struct_fields__}
+        fields = {
+            name: None if hints[name] == kind | None else _plain(hints[name])
+            for name in kind.__struct_fields__
+        }
         return fields if config.tag is None else {**fields, "type": config.tag}
     if isinstance(kind, type) and issubclass(kind, str) and kind is not str:
         return next(iter(typing.cast(typing.Any, kind))).value
@@ -90,4 +93,4 @@ def test_decoding_nonsense_raises_nothing_but_a_decode_error(frame: bytes) -> No
 
 def test_defaults_take_no_room_on_the_wire() -> None:
     fault = Fault("f1", "StorageError", "model-0", "disk full", 0.0)
-    assert b"cause_id" not in messages.encode(ENVELOPE, Failed(fault))
+    assert b"cause" not in messages.encode(ENVELOPE, Failed(fault))

@@ -181,10 +181,18 @@ def test_damaged_state_is_never_loaded() -> None:
 
 def test_damage_is_logged_when_nobody_asked_for_the_report(caplog: pytest.LogCaptureFixture) -> None:
     disk = MemoryDisk()
-    path = save_step(3, disk=disk).path
-    flip(path / "config.json", 0, disk=disk)
-    assert latest(FOLDER, disk=disk) is None
+    good = save_step(3, disk=disk)
+    flip(save_step(4, disk=disk).path / "config.json", 0, disk=disk)
+    assert latest(FOLDER, disk=disk) == good
     assert "config.json is damaged" in caplog.text
+
+
+def test_checkpoints_that_are_all_damaged_are_an_error_and_not_a_fresh_start() -> None:
+    disk = MemoryDisk()
+    for step in (3, 4):
+        flip(save_step(step, disk=disk).path / "config.json", 0, disk=disk)
+    with pytest.raises(StorageError, match=r"no checkpoint in .* can be read: step-000004.*step-000003"):
+        latest(FOLDER, disk=disk)
 
 
 def test_a_damaged_checkpoint_of_the_same_step_is_replaced() -> None:

@@ -140,6 +140,18 @@ def test_a_service_that_is_gone_is_named() -> None:
         SegmentClient("kintsugi-nobody")
 
 
+def test_a_segment_that_went_with_its_agent_can_be_removed_and_not_be_opened() -> None:
+    loop = Loop()
+    server = SegmentServer(loop, job="test", host="host-0", capacity=1 << 20)
+    client = SegmentClient(server.name)
+    server.close()
+    loop.close()
+    client.remove("weights")
+    with pytest.raises(WorldError, match="the agent of this host is gone: Open of segment weights"):
+        client.open("weights")
+    client.close()
+
+
 def test_a_segment_descriptor_is_not_inherited(client: SegmentClient) -> None:
     descriptor = client.create("weights", 4096)
     assert not os.get_inheritable(descriptor)

@@ -1,6 +1,8 @@
 from kintsugi.config import AlgorithmSection
 from kintsugi.graph.algorithms import grpo
+from kintsugi.graph.dfg import Graph
 from kintsugi.graph.executor import Walk
+from kintsugi.graph.mfc import Call, Key, Per
 from kintsugi.messages import CallDone
 from kintsugi.types import Role, ShardItem
 
@@ -68,8 +70,34 @@ def test_ranks_that_end_in_different_states_are_reported() -> None:
     assert problem is not None and "model-1 stands at state there" in problem
 
 
-def test_an_output_for_a_foreign_sample_is_reported() -> None:
-    batch = walk()
+def valued_walk() -> Walk:
+    """A graph whose call gives a scalar per sample, which the training call reads."""
+    value = Key("value", "float32")
+    tokens, update = Key("tokens", "int32", ("tokens",)), Key("update", "float32", ("state",))
+    graph = Graph(
+        [
+            Call("critic_inference", Role.MODEL, Per.BATCH, "value", (tokens,), (value,)),
+            Call("actor_train", Role.MODEL, Per.BATCH, "train", (tokens, value), (update,)),
+        ],
+        sources=(tokens,),
+        wanted=("update",),
+    )
+    return Walk(graph, ITEMS, workers=RANKS, num_shards=4)
+
+
+def test_an_output_must_cover_exactly_the_workers_own_samples() -> None:
+    batch = valued_walk()
     batch.ready(now=0.0)
-    problem = batch.answered("actor_train", "model-0", done(update={"nobody/0": 1.0}), now=1.0)
-    assert problem is not None and "nobody/0" in problem
+    for outputs in ({}, {"nobody/0": 1.0}):
+        problem = batch.answered("critic_inference", "model-0", done(value=outputs), now=1.0)
+        assert problem is not None and "model-0 answered critic_inference with 'value'" in problem
+
+
+def test_scalars_of_one_call_travel_with_the_samples_to_the_next() -> None:
+    batch = valued_walk()
+    for dispatch in batch.ready(now=0.0):
+        values = {item.key: 0.5 for shard in dispatch.shards for item in shard.items}
+        assert batch.answered("critic_inference", dispatch.worker, done(value=values), now=1.0) is None
+    items = [item for d in batch.ready(now=1.0) for shard in d.shards for item in shard.items]
+    assert len(items) == len(ITEMS)
+    assert all(item.values["value"] == 0.5 for item in items)

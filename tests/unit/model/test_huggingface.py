@@ -131,7 +131,7 @@ def test_tokenizer_files_are_copied_beside_the_weights(tmp_path: Path) -> None:
 
 
 def rewrite(folder: Path, change: Any) -> None:
-    path = folder / huggingface.WEIGHTS_FILE
+    path = folder / WEIGHTS_FILE
     save_file(change(load_file(path)), path, metadata={"format": "pt"})
 
 
@@ -168,7 +168,7 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"expected the file config\.json in"):
-        huggingface.load_config(tmp_path)
+        load_config(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -177,19 +177,19 @@ def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
 def test_a_damaged_config_is_named(text: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError, match=rf"config\.json.*{expected}"):
-        huggingface.load_config(tmp_path)
+        load_config(tmp_path)
 
 
 def test_a_folder_with_weights_in_another_format_says_what_to_do(tmp_path: Path) -> None:
     save(make_model(), tmp_path)
-    (tmp_path / huggingface.WEIGHTS_FILE).rename(tmp_path / "pytorch_model.bin")
+    (tmp_path / WEIGHTS_FILE).rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"model\.safetensors.*found.*pytorch_model\.bin.*converted"):
         huggingface.load(tmp_path)
 
 
 def test_a_cut_weight_file_is_named(tmp_path: Path) -> None:
     save(make_model(), tmp_path)
-    path = tmp_path / huggingface.WEIGHTS_FILE
+    path = tmp_path / WEIGHTS_FILE
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ModelError, match=r"model\.safetensors is not a readable safetensors file"):
         huggingface.load(tmp_path)
@@ -206,7 +206,7 @@ def test_a_shard_that_the_index_names_but_is_gone_is_named(tmp_path: Path) -> No
 def test_an_index_cannot_point_outside_the_folder(tmp_path: Path) -> None:
     save(make_model(), tmp_path / "other")
     save(make_model(), tmp_path / "model")
-    (tmp_path / "model" / huggingface.INDEX_FILE).write_text(
+    (tmp_path / "model" / INDEX_FILE).write_text(
         json.dumps({"weight_map": {"model.norm.weight": "../other/model.safetensors"}})
     )
     with pytest.raises(ModelError, match="which is not in"):

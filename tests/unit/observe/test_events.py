@@ -21,7 +21,9 @@ from kintsugi.runtime import VirtualClock
 
 EVENTS: list[Event] = [
     ProcessBegan("model", "a", 17),
-    FaultSeen(Fault("f1", "StorageError", "model-0", "disk full", 0.0, "f0")),
+    FaultSeen(
+        Fault("f1", "StorageError", "model-0", "disk full", 0.0, Fault("f0", "OSError", "model-0", "", 0.0))
+    ),
     Transition("membership", "model-0", "joined", "lost", "exit -9"),
     Span("actor_train", 12.5, 0.8, {"step": "3"}),
     Alert("mean ratio is not 1", {"ratio": 1.2}),

@@ -25,7 +25,7 @@ def test_components_are_named_after_their_functions_and_columns_are_repeated() -
         (None, "expected a list of 2 numbers, got NoneType"),
         ([float("nan"), 0.0], "expected finite numbers, got nan"),
         (["1", 0.0], "expected finite numbers, got '1'"),
-        ([True, 0.0], "expected finite numbers, got True"),
+        ([None, 0.0], "expected finite numbers, got None"),
     ],
 )
 def test_a_wrong_result_is_refused_and_never_becomes_zero(returned: Any, expected: str) -> None:

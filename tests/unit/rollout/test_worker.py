@@ -165,7 +165,9 @@ def run(
     ticket: str = "grpo:0:0:0", *, stage: str = "grpo", num_samples: int = 2, new_tokens: int = 5
 ) -> RunEpisodes:
     sampling = Sampling(max_new_tokens=new_tokens, num_samples=num_samples)
-    return RunEpisodes(Ticket(ticket, stage, 0, 0, 0, num_samples), "train", sampling, version=3)
+    return RunEpisodes(
+        Ticket(ticket, stage, 0, 0, 0, num_samples), "train", sampling, version=3, timeout_s=20.0
+    )
 
 
 def test_a_group_is_generated_scored_kept_and_handed_over(world: Callable[[Config], World]) -> None:

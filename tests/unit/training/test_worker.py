@@ -263,7 +263,7 @@ def test_a_holders_fault_is_the_cause_of_the_refusal() -> None:
     rank.shell.peers["rollout-0"] = broken
     answer = rank.ask(grpo_call())
     assert isinstance(answer, Failed)
-    assert answer.fault.cause_id == cause.id
+    assert answer.fault.cause == cause
 
 
 def test_a_stop_that_arrives_during_a_call_ends_it_before_the_update() -> None:

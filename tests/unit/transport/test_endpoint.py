@@ -42,7 +42,7 @@ from kintsugi.messages import (
     WeightsFetched,
 )
 from kintsugi.runtime import COUNTERS, WAITS, VirtualClock
-from kintsugi.transport import Endpoint, bulk_digest, chunks, new_key_pair, verify_bulk
+from kintsugi.transport import Endpoint, PendingReply, bulk_digest, chunks, new_key_pair, verify_bulk
 from kintsugi.transport.exchange import CHUNK_BYTES, SAVED_BYTES
 from kintsugi.types import Role
 from tests.unit.transport.harness import ask, introduce, make_endpoint, pump, receive
@@ -485,6 +485,24 @@ def test_closing_fails_what_is_under_way(make: Make) -> None:
     model.close()
     with pytest.raises(ProcessDied, match="model-0 closed its endpoint"):
         pending.result()
+
+
+def test_who_waits_for_what_closing_fails_is_still_answered(make: Make) -> None:
+    rollout, server = make("rollout-0"), make("server-0")
+    manager = make_endpoint("manager-0")
+    introduce(rollout, manager, server)
+    asked = rollout.request("manager-0", CommitStep(1), deadline_s=60)
+    (delivery,) = receive(manager, rollout)
+
+    def pass_on(pending: PendingReply) -> None:
+        assert pending.error is not None
+        manager.fail(delivery, pending.error)
+
+    manager.request("server-0", CommitStep(1), deadline_s=60, on_done=pass_on)
+    manager.close(flush_s=1.0)
+    pump(rollout, until=lambda: asked.done)
+    with pytest.raises(RemoteError, match="manager-0 closed its endpoint"):
+        asked.result()
 
 
 def test_a_reply_of_the_wrong_type_is_an_error(make: Make) -> None:
