@@ -237,6 +237,10 @@ class StreamSource(msgspec.Struct, frozen=True, tag="stream"):
 WeightSource = SegmentSource | StreamSource
 
 
+MIN_TEMPERATURE = 0.01
+"""Below, logits divided by the temperature may leave float32; greedy is temperature 0."""
+
+
 class Sampling(msgspec.Struct, frozen=True):
     """How completions are drawn. Training refuses anything that cuts or bends the distribution (top-p, …)."""
 

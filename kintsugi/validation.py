@@ -21,6 +21,7 @@ from kintsugi.data.source import Source, open_source
 from kintsugi.errors import ConfigError, DataError, ModelError
 from kintsugi.model.plan import plan_model
 from kintsugi.recipe import fields_of, named_origin, shown
+from kintsugi.types import MIN_TEMPERATURE
 
 _ROWS_MEASURED = 2000
 """Rows whose length is checked beforehand; whoever meets a longer one later refuses it by name."""
@@ -71,7 +72,6 @@ _RULES: dict[str, Rule] = {
     "algorithm.beta": _NOT_NEGATIVE,
     "algorithm.updates_per_step": _POSITIVE,
     "warmup.steps": ("a positive number (`warmup=null` for none)", lambda value: value > 0),
-    "warmup.num_rows": _NOT_NEGATIVE,
     "warmup.batch_size": _POSITIVE,
     "warmup.learning_rate": _POSITIVE,
     "warmup.warmup_steps": _NOT_NEGATIVE,
@@ -137,9 +137,10 @@ def _check_algorithm(run: _Candidate) -> None:
 
 
 def _check_sampling(run: _Candidate) -> None:
-    if run.config.sampling.temperature <= 0:
+    if run.config.sampling.temperature < MIN_TEMPERATURE:
         raise run.error(
-            "sampling.temperature", "a positive number (greedy samples of a group would all be equal)"
+            "sampling.temperature",
+            f"at least {MIN_TEMPERATURE} (greedy samples of a group would all be equal)",
         )
     for name, neutral in _NEUTRAL_SAMPLING.items():
         if getattr(run.config.sampling, name) != neutral:

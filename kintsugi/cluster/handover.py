@@ -22,8 +22,7 @@ class Programs(msgspec.Struct, frozen=True):
 
 PROGRAMS = Programs(
     entries=MAINS,
-    # The first optimizer imports torch._dynamo: 1.4 s that no worker should pay by itself.
-    preload=("torch", "torch._dynamo", "kintsugi.training.worker", "kintsugi.generation.server"),
+    preload=("torch", "kintsugi.training.worker", "kintsugi.generation.server"),
     forked=(Role.MODEL, Role.SERVER),
 )
 

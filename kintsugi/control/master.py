@@ -182,7 +182,7 @@ class Master:
         self._talk.ask_in_turn(ranks, bodies, now, then=self._begin_publishing)
 
     def _begin_publishing(self, now: float) -> None:
-        publishers = self._lowest_rank_per_host()
+        publishers = self.state.members.first_per_host(Role.MODEL)
         self._enter(Phase.PUBLISHING, now, f"{', '.join(publishers)} lay out version {self.state.step}")
         body = Publish(self.state.step, self.state.step)
         self._talk.ask_all(dict.fromkeys(publishers, body), now, then=self._load_published)
@@ -485,12 +485,6 @@ class Master:
             self._fail(self._fault("StartFailed", f"not registered {waited}: {missing}"), now)
 
     # What the phases have in common.
-
-    def _lowest_rank_per_host(self) -> list[str]:
-        hosts: dict[str, str] = {}
-        for rank in self.state.members.live(Role.MODEL):
-            hosts.setdefault(self.state.members.members[rank].host, rank)
-        return list(hosts.values())
 
     def _fail(self, fault: Fault, now: float) -> None:
         """Note a fault that the run can not survive; it ends after a moment in which the real cause may still show."""

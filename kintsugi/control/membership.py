@@ -98,6 +98,13 @@ class Membership:
         names = [m.process for m in self.members.values() if m.role is role and m.status is MemberStatus.LIVE]
         return sorted(names, key=lambda name: int(name.rsplit("-", 1)[1]))
 
+    def first_per_host(self, role: Role) -> list[str]:
+        """The living process of a role with the lowest index on each host."""
+        hosts: dict[str, str] = {}
+        for process in self.live(role):
+            hosts.setdefault(self.members[process].host, process)
+        return list(hosts.values())
+
     def is_live(self, process: str, incarnation: str | None = None) -> bool:
         member = self.members.get(process)
         if member is None or member.status is not MemberStatus.LIVE:

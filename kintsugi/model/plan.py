@@ -42,11 +42,11 @@ def new_model_config(new: NewModel, *, tokenizer: Tokenizer) -> ModelConfig:
 
 def _model_of_folder(folder: Path) -> tuple[ModelConfig, Tokenizer]:
     model = load_config(folder)
-    check_weights(folder, config=model)
     tokenizer = Tokenizer.load(folder)
     if tokenizer.vocab_size > model.vocab_size:
         raise ModelError(
             f"expected a tokenizer of at most `vocab_size`={model.vocab_size} tokens in {folder}, "
             f"got {tokenizer.vocab_size}"
         )
+    check_weights(folder, config=model)
     return model, tokenizer

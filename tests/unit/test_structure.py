@@ -214,7 +214,7 @@ def texts_of_the_tree() -> Iterator[tuple[Path, str]]:
 
 
 MACHINE_WORDS = re.compile(
-    r"/work/|/home/\w+|/root/|/opt/|index-url|find-links|pypi\.org|files\.pythonhosted|download\.pytorch\.org",
+    r"/(?:work|root|opt)/|/home/\w+|index-url|find-links|pypi\.org|files\.pythonhosted|download\.pytorch\.org",
     re.IGNORECASE,
 )
 

@@ -5,11 +5,13 @@ import socket
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from kintsugi.config import Config
 from kintsugi.errors import UserError
-from kintsugi.model.architecture import num_parameters
+from kintsugi.model.architecture import num_parameters, parameter_shapes
 from kintsugi.model.plan import new_model_config, plan_model
 from kintsugi.model.tokenizer import character_tokenizer
 from kintsugi.recipe import load
@@ -54,7 +56,8 @@ def test_the_recipes_of_the_project_are_valid(recipe: str) -> None:
         ("sampling.top_k=5", ["`sampling.top_k`", "got 5"]),
         ("sampling.min_p=0.1", ["`sampling.min_p`"]),
         ("sampling.repetition_penalty=1.1", ["`sampling.repetition_penalty`"]),
-        ("sampling.temperature=0", ["`sampling.temperature`", "positive"]),
+        ("sampling.temperature=0", ["`sampling.temperature`", "at least 0.01", "greedy"]),
+        ("sampling.temperature=0.009", ["`sampling.temperature`", "at least 0.01", "got 0.009"]),
         ("sampling.max_new_tokens=0", ["`sampling.max_new_tokens`", "positive"]),
         (
             "actor.workers=3",
@@ -178,7 +181,8 @@ class TestModelFolders:
         tokenizer.save(folder)
         model, _ = plan_model(resolved())
         (folder / "config.json").write_text(json.dumps(model.to_huggingface()))
-        (folder / "model.safetensors").touch()
+        zeros = {name: np.zeros(shape, np.float32) for name, shape in parameter_shapes(model).items()}
+        save_file(zeros, folder / "model.safetensors")
         return folder
 
     def refusal(self, folder: Path) -> str:
@@ -197,7 +201,7 @@ class TestModelFolders:
     @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
     def test_a_missing_file_is_refused_by_name(self, folder: Path, name: str) -> None:
         (folder / name).unlink()
-        assert name.replace("model.safe", "*.safe") in self.refusal(folder)
+        assert name in self.refusal(folder)
 
     def test_another_family_is_refused_with_those_that_are_supported(self, folder: Path) -> None:
         self.edit(folder / "config.json", model_type="gpt2")
@@ -213,6 +217,16 @@ class TestModelFolders:
     def test_a_tokenizer_larger_than_the_model_is_refused(self, folder: Path) -> None:
         self.edit(folder / "config.json", vocab_size=8)
         assert "`vocab_size`=8" in self.refusal(folder)
+
+    def test_cut_weights_are_refused_by_file_and_tensor(self, folder: Path) -> None:
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+        message = self.refusal(folder)
+        assert "`model.path`" in message and "model.safetensors is cut" in message and ".weight" in message
+
+    def test_weights_of_another_model_are_refused_by_tensor(self, folder: Path) -> None:
+        self.edit(folder / "config.json", intermediate_size=512)
+        assert "mlp.gate_proj.weight (expected [512, 96]" in self.refusal(folder)
 
     def test_a_damaged_configuration_is_refused(self, folder: Path) -> None:
         (folder / "config.json").write_text("{")

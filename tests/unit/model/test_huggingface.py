@@ -11,6 +11,7 @@ from kintsugi.errors import ModelError
 from kintsugi.model import huggingface
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.attention import PackedLayout
+from kintsugi.model.folder import INDEX_FILE, WEIGHTS_FILE
 from kintsugi.model.tokenizer import character_tokenizer
 from kintsugi.model.transformer import Transformer, initialize
 
@@ -164,20 +165,6 @@ def test_a_state_that_does_not_fit_the_config_is_not_saved(tmp_path: Path) -> No
 def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"expected a model folder at .*nowhere, found nothing"):
         huggingface.load(tmp_path / "nowhere")
-
-
-def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"expected the file config\.json in"):
-        load_config(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"), [("{", "not valid JSON"), ("[]", "expected a JSON object, got list")]
-)
-def test_a_damaged_config_is_named(text: str, expected: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ModelError, match=rf"config\.json.*{expected}"):
-        load_config(tmp_path)
 
 
 def test_a_folder_with_weights_in_another_format_says_what_to_do(tmp_path: Path) -> None:
