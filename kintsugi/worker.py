@@ -119,7 +119,7 @@ class Membership:
         Who is who and when to end is the master's word alone.
         """
         body = delivery.body
-        if isinstance(body, Ping):
+        if isinstance(body, Ping) and delivery.wants_reply:
             self._endpoint.reply(delivery, Ok())
         elif isinstance(body, AddressBook | Shutdown) and self.refuse_unless_master(delivery):
             pass
@@ -133,7 +133,6 @@ class Membership:
         else:
             return False
         return True
-
 
     def refuse_unless_master(self, delivery: Delivery) -> bool:
         """True if it came from anybody but the master, who is then told so: a worker does not order another about."""

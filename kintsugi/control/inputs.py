@@ -6,6 +6,8 @@ state: the journal alone decides where a run stands.
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,13 +34,28 @@ class InputRecorder:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
+        self._gap = False
+        """An input is missing: what came after it would not lead to the same facts, so it is not recorded."""
 
     def write(self, event: Event, now: float) -> None:
         """Texts are left out: no decision looks at them, and `samples.jsonl` has them."""
         if isinstance(event, Replied) and isinstance(event.body, EpisodesDone):
             event = Replied(event.token, event.sender, msgspec.structs.replace(event.body, texts={}))
         record = _encoder.encode(Input(now, event))
-        self._file.write(_LENGTH.pack(len(record)) + record)
+        self._append(_LENGTH.pack(len(record)) + record)
+
+    def _append(self, record: bytes) -> None:
+        """Whole or not at all: nothing behind half a record could be read. Raises OSError where the disk does."""
+        if self._gap:
+            return
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(record) < len(record):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
+        except OSError:
+            self._gap = True
+            os.ftruncate(self._file.fileno(), size)
+            raise
 
     def close(self) -> None:
         self._file.close()

@@ -302,9 +302,7 @@ class Master:
         first = next(iter(answers.values()))
         for alert in alerts(first.metrics):
             self._draft.do(alert)
-        self._enter(
-            Phase.COMMITTING, now, f"{len(answers)} ranks prepared step {step} at {first.state_digest}"
-        )
+        self._enter(Phase.COMMITTING, now, f"{len(answers)} ranks prepared step {step}")
         episodes = {f"episode_{name}": seconds for name, seconds in self._episodes.timing.items()}
         timing = {**self._timing, **episodes, **slowest(answers)}
         self._draft.fact(StepCommitted(step, first.state_digest, commit_record(self._batch, answers, timing)))
@@ -333,9 +331,7 @@ class Master:
     def _begin_evaluating(self, now: float) -> None:
         state, count = self.state, self._num_eval_rows
         evaluation = Evaluation(self.config, step=state.step, version=state.version, num_problems=count)
-        self._enter(
-            Phase.EVALUATING, now, f"{len(evaluation.tasks)} questions at version {self.state.version}"
-        )
+        self._enter(Phase.EVALUATING, now, f"{len(evaluation.tasks)} questions at version {state.version}")
         self._episodes.evaluate(evaluation, now)
 
     def _finish_evaluation(self, now: float) -> None:

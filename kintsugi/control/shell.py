@@ -10,7 +10,9 @@ import hashlib
 import json
 import os
 import signal
+import traceback
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -19,7 +21,7 @@ from kintsugi.bootstrap import Bootstrap
 from kintsugi.checkpoint.store import latest
 from kintsugi.config import Config
 from kintsugi.control.inputs import InputRecorder
-from kintsugi.control.journal import Journal
+from kintsugi.control.journal import Journal, read_facts
 from kintsugi.control.layout import plan_layout
 from kintsugi.control.master import Master
 from kintsugi.control.protocol import (
@@ -46,18 +48,31 @@ from kintsugi.control.protocol import (
 from kintsugi.control.state import MasterState
 from kintsugi.control.summary import stage_seconds, summarize_run
 from kintsugi.data.source import open_source
-from kintsugi.errors import DeadlineExceeded, Fault, RefusedError, fault_of
+from kintsugi.disk import SYSTEM_DISK, Disk
+from kintsugi.errors import (
+    DeadlineExceeded,
+    Fault,
+    KintsugiError,
+    RefusedError,
+    StorageError,
+    UserError,
+    fault_of,
+    root_first,
+)
 from kintsugi.facts import CheckpointSaved, EpochStarted, RunEnded, StepCommitted
 from kintsugi.messages import Heartbeat, Ok, Ping, ProcessExited, Register, Registered, Shutdown
 from kintsugi.observe.events import Alert, EventLog, FaultSeen, Note, Span, Transition, events_path
 from kintsugi.observe.metrics import MetricsWriter, SamplesWriter, step_metrics
+from kintsugi.observe.processes import ProcessReport, ProcessReports, write_processes
 from kintsugi.recipe import load_config
-from kintsugi.runs import living_launcher
-from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, wait
+from kintsugi.runs import SUMMARY_FILE, living_launcher
+from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, WAITS, wait
 from kintsugi.transport import Delivery, PendingReply
-from kintsugi.worker import open_endpoint
+from kintsugi.types import Role, role_of
+from kintsugi.worker import EXIT_ERROR, EXIT_USER_ERROR, open_endpoint
 
 TICK_S = 0.2
+REPORT_S = 1.0
 GOODBYE_S = 1.0
 DURABLE = (EpochStarted, StepCommitted, CheckpointSaved, RunEnded)
 """Facts that are fsynced before their effects; the others only have to survive the process."""
@@ -67,21 +82,29 @@ STEP_PARTS = ("data", "generate", "reward", "train", "commit", "weights")
 
 
 class MasterShell:
-    """Everything of the master that touches the world."""
+    """Everything of the master that touches the world.
 
-    def __init__(self, bootstrap: Bootstrap, config: Config) -> None:
+    The journal is the run: when it can not be written, the run ends. Everything else it writes is for people: when that
+    fails, people are told once and the run goes on.
+    """
+
+    def __init__(self, bootstrap: Bootstrap, config: Config, *, disk: Disk = SYSTEM_DISK) -> None:
+        self._disk = disk
         self._bootstrap, self._config, self._run_dir = bootstrap, config, Path(bootstrap.run_dir)
         self._clock = SYSTEM_CLOCK
         self._began = self._clock.monotonic()
         self._log = EventLog(events_path(self._run_dir, bootstrap.process), process=bootstrap.process)
         self._journal, self._master, self._first = self._open_run()
         self._inputs = InputRecorder(self._run_dir / "inputs")
-        self._metrics = MetricsWriter(self._run_dir, wandb=config.logging.wandb)
+        job = self._master.state.job or bootstrap.job
+        self._metrics = MetricsWriter(self._run_dir, wandb_id=job if config.logging.wandb else None)
         self._samples = SamplesWriter(self._run_dir)
         self._endpoint = open_endpoint(bootstrap)
         self._processes: dict[str, list[int]] = {}
         self._events: deque[Event] = deque()
-        self._next_tick = 0.0
+        self._unwritable: dict[str, str] = {}
+        """Files that the disk does not take, and why."""
+        self._next_tick = self._next_report = 0.0
         self._exit_code: int | None = None
 
     def _open_run(self) -> tuple[Journal, Master, Began]:
@@ -89,34 +112,49 @@ class MasterShell:
         path, owner = self._run_dir / "journal", f"{self._bootstrap.process} pid {os.getpid()}"
         state = new_state(self._config)
         began = Began(self._bootstrap.job, config_digest(self._config), self._bootstrap.incarnation)
-        if path.exists():
-            journal, facts = Journal.open(path, owner=owner)
+        if self._disk.exists(path):
+            journal, facts = Journal.open(path, owner=owner, disk=self._disk)
             for fact in facts:
                 state.apply(fact)
             checkpoint = latest(self._run_dir / CHECKPOINTS)
             step, source = (checkpoint.step, str(checkpoint.path)) if checkpoint else (0, None)
             began = msgspec.structs.replace(began, resumed=True, restore_step=step, restore_path=source)
         else:
-            journal = Journal.create(path, owner=owner)
+            journal = Journal.create(path, owner=owner, disk=self._disk)
         return journal, new_master(self._config, state, run_dir=self._run_dir), began
 
     def run(self) -> int:
-        """Until the run has ended; gives the exit code of the process."""
-        self._watch_signals()
+        """Until the run has ended; gives the exit code of the process. Whatever breaks ends the run with its cause."""
+        try:
+            self._watch_signals()
+            self.begin()
+            while self._exit_code is None:
+                self.turn()
+        except Exception as error:  # noqa: BLE001 - the run's outermost boundary: recorded with its cause, then reported.
+            self._break_off(error)
+        self._endpoint.close(flush_s=GOODBYE_S)
+        assert self._exit_code is not None
+        return self._exit_code
+
+    def begin(self) -> None:
+        """Take the run over."""
         self._endpoint.watch(self._bootstrap.lifeline, self._orphaned)
         self._metrics.truncate_after(self._first.restore_step)
         self._samples.truncate_after(self._first.restore_step)
         self._feed(self._first)
         self._endpoint.epoch = self._endpoint.seen_epoch = self._master.state.epoch
-        while self._exit_code is None:
-            for delivery in self._poll():
-                self._handle(delivery)
-            now = self._clock.monotonic()
-            if now >= self._next_tick:
-                self._next_tick = now + TICK_S
-                self._feed(Tick())
-        self._endpoint.close(flush_s=GOODBYE_S)
-        return self._exit_code
+
+    def turn(self) -> None:
+        """Wait for what comes, at most until the next tick, and act on it."""
+        for delivery in self._poll():
+            self._handle(delivery)
+        now = self._clock.monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_S
+            self._feed(Tick())
+        if now >= self._next_report:
+            self._next_report = now + REPORT_S
+            self._write_for_people("processes.json", lambda: write_processes(self._run_dir, self._reports()))
 
     def _poll(self) -> list[Delivery]:
         try:
@@ -134,14 +172,19 @@ class MasterShell:
         match delivery.body:
             case Heartbeat() as heartbeat:
                 self._master.state.members.heard(sender, heartbeat, self._clock.monotonic())
-            case Register(peer=peer, role=role, pid=pid, capabilities=capabilities):
-                self._endpoint.admit(peer)
-                self._feed(Joined(peer, role, pid, capabilities))
-                self._endpoint.reply(delivery, Registered(self._master.state.epoch))
-                self._processes = self._master.state.members.pids()
-            case ProcessExited(process=process, incarnation=incarnation, status=status, last_output=output):
-                self._feed(Exited(process, incarnation, status, output, self._clock.wall()))
-            case Ping():
+            case Register() as register if delivery.wants_reply:
+                self._take_in(delivery, register)
+            case ProcessExited() as exited if role_of(sender) is Role.AGENT:
+                self._feed(
+                    Exited(
+                        exited.process,
+                        exited.incarnation,
+                        exited.status,
+                        exited.last_output,
+                        self._clock.wall(),
+                    )
+                )
+            case Ping() if delivery.wants_reply:
                 self._endpoint.reply(delivery, Ok())
             case other if delivery.wants_reply:
                 self._endpoint.fail(
@@ -149,6 +192,19 @@ class MasterShell:
                 )
             case _:
                 COUNTERS.add("ignored_messages")
+
+    def _take_in(self, delivery: Delivery, register: Register) -> None:
+        """Everybody registers for itself only: under the name, incarnation and key that its connection proved."""
+        peer, proven = register.peer, delivery.peer
+        claim = (peer.process, peer.incarnation, peer.public_key, register.role)
+        if claim != (proven.process, proven.incarnation, proven.public_key, role_of(proven.process)):
+            why = f"{proven.process} can not register as {register.role.value} {peer.process} {peer.incarnation}"
+            self._endpoint.fail(delivery, RefusedError(why))
+            return
+        self._endpoint.admit(peer)
+        self._feed(Joined(peer, register.role, register.pid, register.capabilities))
+        self._endpoint.reply(delivery, Registered(self._master.state.epoch))
+        self._processes = self._master.state.members.pids()
 
     def _feed(self, event: Event) -> None:
         """Take an event in turn; an effect that fails at once gives an event too, which waits for the current one.
@@ -169,7 +225,7 @@ class MasterShell:
         now, before = self._clock.monotonic(), self._master.phase
         decision = self._master.decide(event, now)
         if decision.facts or decision.effects or not isinstance(event, Tick):
-            self._inputs.write(event, now)
+            self._write_for_people("inputs", lambda: self._inputs.write(event, now))
         if self._master.phase is not before:
             self._log.emit(Transition("master", "run", before, self._master.phase, decision.reason))
         self._carry_out(decision)
@@ -198,11 +254,11 @@ class MasterShell:
             case RecordStep():
                 self._record_step(effect)
             case RecordEvaluation(step=step, metrics=metrics):
-                self._metrics.write(step, metrics)
+                self._write_for_people("metrics", lambda: self._metrics.write(step, metrics))
             case Raise(message=message, values=values):
                 self._log.emit(Alert(message, values))
             case Finish():
-                self._finish(effect)
+                self._finish(effect, self._master.state)
 
     def _request(self, request: Request) -> None:
         self._endpoint.request(
@@ -236,8 +292,11 @@ class MasterShell:
         values = step_metrics(
             record.metas, advantages=advantages, call_metrics=record.call_metrics, timing=timing
         )
-        self._metrics.write(record.step, values)
-        self._samples.write(record.step, record.metas, texts=record.texts, advantages=advantages)
+        self._write_for_people("metrics", lambda: self._metrics.write(record.step, values))
+        self._write_for_people(
+            "samples.jsonl",
+            lambda: self._samples.write(record.step, record.metas, texts=record.texts, advantages=advantages),
+        )
         attributes = {"step": str(record.step), "stage": record.stage}
         now = self._clock.monotonic()
         self._log.emit(Span("step", now - timing["step"], timing["step"], attributes))
@@ -249,8 +308,79 @@ class MasterShell:
             )
         COUNTERS.add("steps")
 
-    def _finish(self, finish: Finish) -> None:
+    def _write_for_people(self, what: str, write: Callable[[], None]) -> None:
+        """The run does not depend on it: that it fails, or fails differently, is told once, and so is its return."""
+        try:
+            write()
+        except (StorageError, OSError) as error:
+            message = str(error)
+            if self._unwritable.get(what) != message:
+                self._unwritable[what] = message
+                self._log.emit(Alert(f"{what} can not be written, the run goes on without it: {message}"))
+        else:
+            if self._unwritable.pop(what, None) is not None:
+                self._log.emit(Note(f"{what} is written again"))
+
+    def _reports(self) -> ProcessReports:
+        """What every process said last; this one speaks for itself."""
+        now = self._clock.monotonic()
+        own = ProcessReport(
+            process=self._bootstrap.process,
+            role=self._bootstrap.role.value,
+            host=self._bootstrap.host,
+            pid=os.getpid(),
+            incarnation=self._bootstrap.incarnation,
+            status="live",
+            silent_s=0.0,
+            counters=COUNTERS.snapshot().counters,
+            waits=WAITS.declared(),
+        )
+        others = (
+            ProcessReport(
+                process=member.process,
+                role=member.role.value,
+                host=member.host,
+                pid=member.pid,
+                incarnation=member.incarnation,
+                status=member.status.value,
+                load=member.load,
+                silent_s=now - member.last_heartbeat if member.last_heartbeat else None,
+                counters=member.progress.counters,
+                waits=member.waits,
+            )
+            for member in self._master.state.members.members.values()
+        )
+        return ProcessReports(self._clock.wall(), (own, *others))
+
+    def _break_off(self, error: Exception) -> None:
+        """End the run because of an error of this process: journal, summary and workers learn of it as far as possible.
+
+        What the journal holds is what happened: decisions of which it knows nothing are not told as facts.
+        """
+        if not isinstance(error, KintsugiError):
+            traceback.print_exception(error)
+        fault = fault_of(error, process=self._bootstrap.process, time=self._clock.wall())
+        faults = tuple(root_first([fault]))
+        wall_s = self._clock.monotonic() - self._began
+        ended = RunEnded("failed", faults[0], wall_s=wall_s)
         state = self._master.state
+        try:
+            state = self._journaled_state()
+            self._journal.append([ended])
+            self._journal.sync()
+        except StorageError as second:
+            self._log.emit(Alert(f"the end of the run is not in the journal: {second}"))
+        state.apply(ended)
+        self._finish(Finish("failed", faults), state)
+        self._exit_code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_ERROR
+
+    def _journaled_state(self) -> MasterState:
+        state = new_state(self._config)
+        for fact in read_facts(self._run_dir / "journal", disk=self._disk):
+            state.apply(fact)
+        return state
+
+    def _finish(self, finish: Finish, state: MasterState) -> None:
         for fault in finish.faults:
             self._log.emit(FaultSeen(fault))
         summary = summarize_run(
@@ -261,11 +391,12 @@ class MasterShell:
             rest=self._master.timing,
             faults=finish.faults,
         )
-        _write_atomically(self._run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+        text = json.dumps(summary, indent=2) + "\n"
+        self._write_for_people("summary.json", lambda: _write_atomically(self._run_dir / SUMMARY_FILE, text))
         self._log.emit(Note(f"the run {finish.outcome} at step {state.step}"))
-        self._metrics.close()
-        self._samples.close()
-        self._inputs.close()
+        self._write_for_people("metrics", self._metrics.close)
+        self._write_for_people("samples.jsonl", self._samples.close)
+        self._write_for_people("inputs", self._inputs.close)
         self._journal.close()
         for process in list(self._endpoint.peers):
             self._endpoint.send(process, Shutdown(f"the run {finish.outcome}"))

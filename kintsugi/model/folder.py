@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def _check_layout(tensors: Mapping[str, StoredTensor], *, data_bytes: int, path:
         raise ModelError(f"{path} is damaged: {data_bytes - position} bytes at its end belong to no tensor")
 
 
-def check_index(path: Path, *, present: Set[str], promised: list[str] | None) -> None:
+def check_index(path: Path, *, present: AbstractSet[str], promised: list[str] | None) -> None:
     """Refuse a file that lacks what the index places there."""
     absent = sorted(set(promised or ()) - present)
     if absent:

@@ -110,8 +110,30 @@ class Tokenizer:
             )
             raise DataError(f"the tokenizer has no token for {unknown} in {text!r}: {error}") from error
 
+    def encode_prompt(self, text: str, *, chat: bool) -> list[int]:
+        """Ids of a prompt as the model expects it: a user's turn of its chat template, or plain text.
+
+        Plain text begins with BOS if the tokenizer itself would put it there, and never ends with EOS, which some
+        tokenizers add too.
+        """
+        if chat:
+            return self.encode(self.apply_chat_template([{"role": "user", "content": text}]))
+        plain = self.encode(text)
+        begins = self.encode(text, add_special=True)[:1]
+        return [*begins, *plain] if begins == [self.bos_token_id] != plain[:1] else plain
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
+
+    def text_of_completion(self, ids: Sequence[int], *, ended: bool) -> str:
+        """What a model wrote, as rewards judge it. `ended`: its last token is the end token, which is left out.
+
+        Every other special token stays visible: `4<pad>6` is not the answer 46.
+
+        >>> character_tokenizer("46").text_of_completion([2, 0, 3, 1], ended=True)
+        '4<pad>6'
+        """
+        return self.decode(ids[:-1] if ended else ids, skip_special=False)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True

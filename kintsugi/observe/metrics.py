@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from io import FileIO
 from math import isfinite, sqrt
 from pathlib import Path
@@ -132,12 +133,18 @@ class _Lines:
         return self._path.open("ab", buffering=0)
 
     def append(self, records: Sequence[Any]) -> None:
+        """All of them or none: half a line would make the file unreadable from there on."""
         lines = b"".join(self._encoder.encode(record) + b"\n" for record in records)
 
         def write() -> None:
+            size = os.fstat(self._file.fileno()).st_size
             rest = memoryview(lines)
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            try:
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+            except OSError:
+                os.ftruncate(self._file.fileno(), size)
+                raise
 
         self._guarded(write)
 
@@ -187,22 +194,27 @@ class _Stepped(msgspec.Struct):
 
 
 class MetricsWriter:
-    """Writes a step's figures to `metrics.jsonl` and TensorBoard, and to W&B when asked."""
+    """Writes a step's figures to `metrics.jsonl` and TensorBoard, and to W&B when asked.
 
-    def __init__(self, run_dir: Path, *, wandb: bool = False, clock: Clock | None = None) -> None:
+    Each of them gets the figures whether or not the others take them; then StorageError tells who did not.
+    """
+
+    def __init__(self, run_dir: Path, *, wandb_id: str | None = None, clock: Clock | None = None) -> None:
+        """`wandb_id` names the run at W&B, where a resumed one goes on under the same name; None is without W&B."""
         self._clock = clock or SystemClock()
         self._lines = _Lines(run_dir / METRICS_FILE)
         self._trackers: list[_Tracker] = [_TensorBoard(run_dir / TENSORBOARD_FOLDER)]
-        if wandb:
-            self._trackers.append(_WeightsAndBiases(run_dir))
+        if wandb_id is not None:
+            self._trackers.append(_WeightsAndBiases(run_dir, run_id=wandb_id))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """One line; a figure that is not finite becomes null there."""
         time = self._clock.wall()
-        self._lines.append([{"step": step, "time": time, **values}])
         finite = {name: value for name, value in values.items() if isfinite(value)}
-        for tracker in self._trackers:
-            tracker.write(step, finite, time=time)
+        _try_all(
+            lambda: self._lines.append([{"step": step, "time": time, **values}]),
+            *(partial(tracker.write, step, finite, time=time) for tracker in self._trackers),
+        )
 
     def truncate_after(self, step: int) -> None:
         self._lines.truncate_after(step)
@@ -210,9 +222,7 @@ class MetricsWriter:
             tracker.truncate_after(step, time=self._clock.wall())
 
     def close(self) -> None:
-        self._lines.close()
-        for tracker in self._trackers:
-            tracker.close()
+        _try_all(self._lines.close, *(tracker.close for tracker in self._trackers))
 
     def __enter__(self) -> Self:
         return self
@@ -221,6 +231,18 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _try_all(*actions: Callable[[], None]) -> None:
+    """Do all of them, then raise what went wrong in any."""
+    failures: list[str] = []
+    for action in actions:
+        try:
+            action()
+        except (StorageError, OSError) as error:
+            failures.append(str(error))
+    if failures:
+        raise StorageError("; ".join(failures))
 
 
 class SamplesWriter:
@@ -297,13 +319,19 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, run_id: str) -> None:
         import wandb
 
-        self._run = wandb.init(project="kintsugi", name=run_dir.name, dir=str(run_dir), resume="allow")
+        self._error: type[Exception] = wandb.Error
+        self._run = wandb.init(
+            project="kintsugi", id=run_id, name=run_dir.name, dir=str(run_dir), resume="allow"
+        )
 
     def write(self, step: int, values: Mapping[str, float], *, time: float) -> None:
-        self._run.log(dict(values), step=step)
+        try:
+            self._run.log(dict(values), step=step)
+        except self._error as error:
+            raise StorageError(f"W&B: {error}") from error
 
     def truncate_after(self, step: int, *, time: float) -> None:
         """W&B keeps its history; repeated steps are ignored there."""

@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from kintsugi.errors import DataError, ModelError
 from kintsugi.model.tokenizer import Tokenizer, character_tokenizer
@@ -34,6 +35,71 @@ def test_special_tokens_are_shown_only_when_asked_for() -> None:
     ids = [*tokenizer.encode("1+1"), tokenizer.eos_token_id, tokenizer.pad_token_id]
     assert tokenizer.decode(ids) == "1+1"
     assert tokenizer.decode(ids, skip_special=False) == "1+1<eos><pad>"
+
+
+def test_a_completions_text_leaves_out_the_end_token_and_nothing_else() -> None:
+    tokenizer = character_tokenizer(ALPHABET)
+    four, six = tokenizer.encode("46")
+    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+    assert tokenizer.text_of_completion([four, six, end], ended=True) == "46"
+    assert tokenizer.text_of_completion([four, six], ended=False) == "46"
+    assert tokenizer.text_of_completion([four, pad, six, end], ended=True) == "4<pad>6"
+    assert tokenizer.text_of_completion([four, six, pad], ended=False) == "46<pad>"
+    assert tokenizer.text_of_completion([end, four, end, end], ended=True) == "<eos>4<eos>"
+    assert tokenizer.text_of_completion([end], ended=True) == tokenizer.text_of_completion([], ended=False) == ""
+
+
+def with_own_tokens(folder: Path, template: str) -> Tokenizer:
+    """A tokenizer whose post-processor puts its own tokens around a text; `<bos>` is one of them."""
+    character_tokenizer(ALPHABET).save(folder)
+    path = folder / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    backend.add_special_tokens(["<bos>"])
+    special = [(token, backend.token_to_id(token)) for token in ("<bos>", "<eos>")]
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=special)
+    backend.save(str(path))
+    edit_config(folder, bos_token="<bos>")
+    return Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "expected"),
+    [
+        ("<bos> $A", "1+1=", "<bos>1+1="),
+        ("<bos> $A", "<bos>1+1=", "<bos>1+1="),
+        ("<bos> $A <eos>", "1+1=", "<bos>1+1="),
+        ("$A <eos>", "1+1=", "1+1="),
+        ("$A", "1+1=", "1+1="),
+    ],
+)
+def test_a_plain_prompt_begins_with_bos_once_if_the_tokenizer_puts_it_there_and_is_never_ended(
+    template: str, text: str, expected: str, tmp_path: Path
+) -> None:
+    tokenizer = with_own_tokens(tmp_path, template)
+    assert tokenizer.decode(tokenizer.encode_prompt(text, chat=False), skip_special=False) == expected
+
+
+def test_a_plain_prompt_of_a_tokenizer_without_bos_is_only_its_text() -> None:
+    tokenizer = character_tokenizer(ALPHABET)
+    assert tokenizer.encode_prompt("1+1=", chat=False) == tokenizer.encode("1+1=")
+
+
+def test_a_chat_prompt_is_one_users_turn_and_the_assistants_beginning(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    template = "{{ bos_token }}{{ messages[0].content }}\n{% if add_generation_prompt %}= {% endif %}"
+    tokenizer = with_own_tokens(tmp_path, "<bos> $A")
+    tokenizer.chat_template = template
+    ids = tokenizer.encode_prompt("1+1", chat=True)
+    assert tokenizer.decode(ids, skip_special=False) == "<bos>1+1\n= "
+    edit_config(tmp_path, chat_template=template)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    message = {"role": "user", "content": "1+1"}
+    assert ids == theirs.apply_chat_template([message], add_generation_prompt=True)["input_ids"]
+
+
+def test_a_chat_prompt_without_a_template_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"field `chat_template` is missing"):
+        character_tokenizer(ALPHABET).encode_prompt("1+1=", chat=True)
 
 
 def test_a_character_outside_the_alphabet_is_refused_by_name() -> None:
