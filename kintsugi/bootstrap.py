@@ -3,8 +3,6 @@ environment, because it holds the process's secret key."""
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 
 from kintsugi.types import Peer, Role
@@ -32,18 +30,3 @@ class Bootstrap(msgspec.Struct, frozen=True):
     peers: tuple[Peer, ...] = ()
     """Known from the start: for the master its agents."""
     epoch: int = 0
-
-
-def read_bootstrap(descriptor: int) -> Bootstrap:
-    """Read everything until the writer closes, then close."""
-    with os.fdopen(descriptor, "rb") as pipe:
-        return msgspec.msgpack.decode(pipe.read(), type=Bootstrap)
-
-
-def bootstrap_pipe(bootstrap: Bootstrap) -> int:
-    """A readable descriptor that holds `bootstrap`; the caller passes it to the child and then closes it."""
-    descriptor = os.memfd_create("bootstrap", 0)
-    os.write(descriptor, msgspec.msgpack.encode(bootstrap))
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    os.set_inheritable(descriptor, True)
-    return descriptor

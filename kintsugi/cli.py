@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from kintsugi.config import Config
     from kintsugi.errors import Fault
     from kintsugi.recipe import Resolved
-    from kintsugi.runs import FaultLine, Summary
+    from kintsugi.runs import FaultLine
 
 app = typer.Typer(
     help="Reinforcement learning of language models across real processes.",
@@ -39,6 +39,7 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its na
 Step = Annotated[int | None, typer.Option(help="Of a step that has a checkpoint; the last one if not given.")]
 
 SAMPLES_SHOWN = 20
+ALERTS_SHOWN = 5
 
 
 def main() -> None:
@@ -60,6 +61,9 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        _complain(f"error: {error}")
+        sys.exit(1)
 
 
 @app.command()
@@ -68,17 +72,17 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
     import msgspec
 
     from kintsugi import runs
-    from kintsugi.errors import UserError
+    from kintsugi.errors import KintsugiError
     from kintsugi.recipe import anchored, dump
 
     config = _checked(recipe, overrides).config
     run_dir = Path(config.run_dir) if config.run_dir else runs.next_run_dir(config.name)
     config = anchored(msgspec.structs.replace(config, run_dir=str(run_dir)))
     runs.create_run_dir(run_dir)
-    dump(config, run_dir / runs.CONFIG_FILE)
     try:
+        dump(config, run_dir / runs.CONFIG_FILE)
         _launch(config, run_dir=run_dir, resume=False)
-    except UserError:
+    except KintsugiError:
         runs.remove_unused(run_dir)
         raise
 
@@ -153,10 +157,16 @@ def status(run: Run) -> None:
     from rich.console import Console
 
     from kintsugi import runs, tables
+    from kintsugi.observe.processes import read_processes
 
     folder = runs.find_run(run)
     current = runs.read_status(folder)
-    Console().print(tables.status_table(current, runs.read_journal(folder)))
+    console = Console()
+    console.print(tables.status_table(current, runs.read_journal(folder)))
+    if current.state is runs.RunState.RUNNING and (reports := read_processes(folder)) is not None:
+        console.print(tables.processes_table(reports))
+    for alert in runs.read_alerts(folder, count=ALERTS_SHOWN):
+        console.print(tables.alert_line(alert), highlight=False, markup=False, soft_wrap=True)
     if current.state is runs.RunState.FAILED and (summary := runs.read_summary(folder)) is not None:
         _complain_faults(summary.faults)
 
@@ -217,14 +227,19 @@ def evaluate(run: Run, step: Step = None) -> None:
 @app.command()
 def export(
     run: Run,
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the model goes; must not exist.")],
+    to: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Where the model goes; must not exist. NAME-step-N here if not given."
+        ),
+    ] = None,
     step: Step = None,
 ) -> None:
     """Copy a checkpoint's Hugging Face files, after verifying them."""
     from kintsugi import runs
 
     written = runs.export_checkpoint(runs.find_run(run), to=to, step=step)
-    typer.echo(f"{to}: {', '.join(sorted(path.name for path in written))}")
+    typer.echo(f"{written[0].parent}: {', '.join(sorted(path.name for path in written))}")
 
 
 @app.command("import")
@@ -258,9 +273,10 @@ def _launch(config: Config, *, run_dir: Path, resume: bool) -> None:
     from kintsugi.cluster.launcher import launch
     from kintsugi.cluster.placement import log_path
     from kintsugi.display import Display, print_closing
+    from kintsugi.runtime import SYSTEM_CLOCK
     from kintsugi.types import Role, process_id
 
-    console = Console()
+    console, since = Console(), SYSTEM_CLOCK.wall()
     log = log_path(run_dir, process_id(Role.MASTER, 0))
     log_size = log.stat().st_size if log.exists() else 0
     with Display(config, run_dir=run_dir, console=console) as display:
@@ -269,16 +285,19 @@ def _launch(config: Config, *, run_dir: Path, resume: bool) -> None:
     if summary is not None:
         print_closing(console, summary, config=config, folder=run_dir)
     if code != 0:
-        _complain_end(code, summary, run_dir=run_dir, last_words=tail(log, offset=log_size).strip())
+        faults = runs.read_faults(run_dir, since=since)
+        _complain_end(code, faults, run_dir=run_dir, last_words=tail(log, offset=log_size).strip())
         raise typer.Exit(code)
 
 
-def _complain_end(code: int, summary: Summary | None, *, run_dir: Path, last_words: str) -> None:
-    """Why a run ended badly; without a summary, the end of the master's log is all there is to tell."""
+def _complain_end(code: int, faults: Sequence[FaultLine], *, run_dir: Path, last_words: str) -> None:
+    """Why a run ended badly; where no fault was recorded, the end of the master's log is all there is to tell."""
     from kintsugi.worker import EXIT_USER_ERROR
 
-    if summary is not None:
-        _complain_faults(summary.faults)
+    if code == EXIT_USER_ERROR and faults:
+        _complain(f"error: {faults[-1].message}")
+    elif faults:
+        _complain_faults(faults)
         _complain(f"error: the run failed; its folder is {run_dir}")
     elif code == EXIT_USER_ERROR and last_words:
         _complain(f"error: {last_words.splitlines()[-1]}")

@@ -52,6 +52,8 @@ class DataSection(_Section, frozen=True):
     """Generated arithmetic: digits per operand."""
     num_eval: int = 500
     """Problems held out from SFT and RL, for evaluation."""
+    chat_template: bool = False
+    """Put each prompt into the model's chat template, as a user's turn; otherwise it is plain text."""
     shuffle: bool = True
 
 

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
@@ -139,6 +140,18 @@ class SystemDisk:
 
 
 SYSTEM_DISK = SystemDisk()
+
+
+def append_whole(file: FileIO, data: bytes) -> None:
+    """Append all of `data` or nothing: what a full disk took of it is cut off again, and its OSError raised."""
+    size = os.fstat(file.fileno()).st_size
+    rest = memoryview(data)
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError:
+        os.ftruncate(file.fileno(), size)
+        raise
 
 
 class Crashed(Exception):

@@ -12,7 +12,6 @@ The type says which boundary was crossed; our own mistakes are `assert`s and hav
         ├── ProcessDied                    a process of ours ended when it should not have
         ├── StartFailed                    a process did not come up: which, in which phase, why
         ├── StorageError                   disk full, I/O error, damaged file
-        ├── DeviceError                    an accelerator failed
         ├── GroupBroken                    a collective failed: a rank is gone or the generation is over
         ├── IntegrityError                 bytes arrived that are not the bytes that were sent
         ├── RefusedError                   the peer refused: old epoch, unknown sender, wrong state
@@ -93,10 +92,6 @@ class StartFailed(WorldError):
 
 class StorageError(WorldError):
     """Disk full, I/O error, or a file that is not what was written."""
-
-
-class DeviceError(WorldError):
-    """An accelerator failed."""
 
 
 class GroupBroken(WorldError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -9,8 +10,10 @@ import msgspec
 from kintsugi import runs
 from kintsugi.cluster.launcher import launch
 from kintsugi.config import Config, ModelSection
-from kintsugi.errors import WorldError
+from kintsugi.errors import KintsugiError, UserError, WorldError
 from kintsugi.recipe import dump, load_config
+from kintsugi.runtime import SYSTEM_CLOCK
+from kintsugi.worker import EXIT_USER_ERROR
 
 FOLDER = "evaluations"
 
@@ -24,13 +27,21 @@ def evaluate_checkpoint(run_dir: Path, *, step: int | None) -> dict[str, float]:
     config = _evaluation_only(load_config(run_dir / "config.yaml"), checkpoint)
     folder = _new_folder(run_dir / FOLDER, checkpoint.name)
     dump(config, folder / "config.yaml")
+    since = SYSTEM_CLOCK.wall()
     code = launch(config, run_dir=folder, on_tick=lambda: None)
     summary = runs.read_summary(folder)
     if code != 0 or summary is None or not summary.evaluations:
-        faults = "; ".join(fault.message for fault in summary.faults) if summary else "it left no summary"
-        raise WorldError(f"the evaluation failed: {faults}; its folder is {folder}")
+        raise _failure(code, runs.read_faults(folder, since=since), folder=folder)
     figures = summary.evaluations[-1]
     return {name: value for name, value in figures.items() if name.startswith("eval/")}
+
+
+def _failure(code: int, faults: Sequence[runs.FaultLine], *, folder: Path) -> KintsugiError:
+    """What an evaluation that gave no figures ended in, the first cause first."""
+    if code == EXIT_USER_ERROR and faults:
+        return UserError(faults[-1].message)
+    told = "; then ".join(f"{fault.process}: {fault.kind}: {fault.message}" for fault in faults)
+    return WorldError(f"the evaluation failed: {told or 'it left no word why'}; its folder is {folder}")
 
 
 def _evaluation_only(config: Config, checkpoint: Path) -> Config:

@@ -18,7 +18,7 @@ import msgspec
 import yaml
 
 from kintsugi.config import Config
-from kintsugi.errors import ConfigError
+from kintsugi.errors import ConfigError, StorageError
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
@@ -51,7 +51,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
 def dump(config: Config, path: Path) -> None:
     """Write `config.yaml` as run: every value, defaults included; `load_config` gives back an equal `Config`."""
     text = yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False, allow_unicode=True, width=120)
-    path.write_text(text, encoding="utf-8")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"could not write {path}: {error.strerror or error}") from error
 
 
 def load_config(path: Path) -> Config:

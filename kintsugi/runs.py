@@ -5,10 +5,12 @@ journal         the master's facts           summary.json   how it ended
 events/         one file per process         logs/          what processes wrote to standard error
 metrics.jsonl   figures per step             tensorboard/   the same for TensorBoard
 samples.jsonl   what was trained             launcher.json  which process runs it
+processes.json  what each process does now   inputs         what the master decided on
 """
 
 from __future__ import annotations
 
+import errno
 import shutil
 import socket
 import tempfile
@@ -21,16 +23,21 @@ import msgspec
 
 from kintsugi.cluster.children import boot_id, process_start_time
 from kintsugi.config import Config, next_stage, stages
-from kintsugi.errors import ConfigError, KintsugiError, StorageError, UserError
-from kintsugi.facts import CheckpointSaved, Fact, ProcessJoined, ProcessLost
+from kintsugi.errors import ConfigError, Fault, KintsugiError, StorageError, UserError, root_first
+from kintsugi.facts import CheckpointSaved, Fact, ProcessJoined, ProcessLost, RunEnded
+from kintsugi.observe.events import Alert, FaultSeen, Record, read_events
 from kintsugi.observe.metrics import METRICS_FILE, SAMPLES_FILE, SampleRecord
 from kintsugi.recipe import load_config
+from kintsugi.types import Role, process_id
 
 CONFIG_FILE = "config.yaml"
 JOURNAL_FILE = "journal"
 SUMMARY_FILE = "summary.json"
 LAUNCHER_FILE = "launcher.json"
 CHECKPOINTS_FOLDER = "checkpoints"
+
+_DISK_TROUBLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENFILE, errno.EMFILE})
+"""What a disk may answer though the path is right."""
 
 MetricLine = dict[str, float | None]
 
@@ -132,19 +139,21 @@ def next_run_dir(name: str, *, folder: Path = Path("runs")) -> Path:
 
 
 def create_run_dir(folder: Path) -> None:
-    """Make the folder, and refuse one that is there: two runs never share one."""
+    """Make the folder, and refuse one that is there: two runs never share one. A full disk is nobody's mistake."""
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
         raise ConfigError(f"`run_dir`: expected a folder that does not exist yet, found {folder}") from None
     except OSError as error:
+        if error.errno in _DISK_TROUBLE:
+            raise StorageError(f"could not make the run folder {folder}: {error.strerror}") from error
         raise ConfigError(f"`run_dir`: expected a place to write, {folder}: {error.strerror}") from error
 
 
 def remove_unused(folder: Path) -> None:
-    """Take away the folder of a run that never started: nothing but its configuration is in it."""
-    if [path.name for path in folder.iterdir()] == [CONFIG_FILE]:
-        (folder / CONFIG_FILE).unlink()
+    """Take away the folder of a run that never started: at most its configuration is in it."""
+    if {path.name for path in folder.iterdir()} <= {CONFIG_FILE}:
+        (folder / CONFIG_FILE).unlink(missing_ok=True)
         folder.rmdir()
 
 
@@ -268,12 +277,62 @@ def read_summary(folder: Path) -> Summary | None:
         raise StorageError(f"{path}: not the summary of a run: {error}") from error
 
 
+def read_faults(folder: Path, *, since: float) -> tuple[FaultLine, ...]:
+    """Why a session that began at this wall time failed, the first cause first; empty if it left no word.
+
+    The summary tells it; on a disk too full for one, the room that the journal keeps for its last words; and of a
+    master that broke before it held the journal, its events.
+    """
+    summary = read_summary(folder)
+    if summary is not None:
+        return summary.faults
+    return tuple(
+        FaultLine(kind=fault.kind, process=fault.process, message=fault.message)
+        for fault in root_first(
+            _journaled_faults(folder, since=since) or _recorded_faults(folder, since=since)
+        )
+    )
+
+
+def _journaled_faults(folder: Path, *, since: float) -> list[Fault]:
+    from kintsugi.control.journal import read_facts
+
+    path = folder / JOURNAL_FILE
+    try:
+        last = read_facts(path)[-1:] if path.exists() else ()
+    except StorageError:
+        return []
+    return [
+        f.fault for f in last if isinstance(f, RunEnded) and f.fault is not None and f.fault.time >= since
+    ]
+
+
+def _recorded_faults(folder: Path, *, since: float) -> list[Fault]:
+    records = read_events(folder, process=process_id(Role.MASTER, 0))
+    return [
+        record.event.fault
+        for record in records
+        if isinstance(record.event, FaultSeen) and record.stamp.time >= since
+    ]
+
+
+def read_alerts(folder: Path, *, count: int) -> list[Record]:
+    """The last alerts of a run."""
+    records = read_events(folder, process=process_id(Role.MASTER, 0))
+    return [record for record in records if isinstance(record.event, Alert)][-count:]
+
+
 def write_launcher(folder: Path, *, pid: int) -> None:
     """Leave word of who runs this folder."""
     start_time = process_start_time(pid)
     assert start_time is not None, f"process {pid} is not there"
     record = Launcher(pid, start_time, socket.gethostname(), boot_id())
-    (folder / LAUNCHER_FILE).write_bytes(msgspec.json.encode(record))
+    path = folder / LAUNCHER_FILE
+    try:
+        path.write_bytes(msgspec.json.encode(record))
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise StorageError(f"could not write {path}: {error.strerror or error}") from error
 
 
 def living_launcher(folder: Path) -> Launcher | None:
@@ -334,14 +393,18 @@ def chosen_checkpoint(folder: Path, *, step: int | None) -> Path:
     return checkpoints[chosen]
 
 
-def export_checkpoint(folder: Path, *, to: Path, step: int | None = None) -> list[Path]:
-    """Verify a checkpoint and copy its Hugging Face files; the target appears whole or not at all."""
+def export_checkpoint(folder: Path, *, to: Path | None = None, step: int | None = None) -> list[Path]:
+    """Verify a checkpoint and copy its Hugging Face files; the target appears whole or not at all.
+
+    Without `to` it goes to `<run's name>-step-<step>` in the current folder.
+    """
     from kintsugi.checkpoint.manifest import MANIFEST_FILE
     from kintsugi.checkpoint.store import EXTRA_FILE, STATE_FILE
 
+    checkpoint = chosen_checkpoint(folder, step=step)
+    to = to or Path(f"{folder.resolve().name}-{checkpoint.name}")
     if to.exists():
         raise UserError(f"--to: expected a folder that does not exist yet, found {to}")
-    checkpoint = chosen_checkpoint(folder, step=step)
     ours = {EXTRA_FILE, MANIFEST_FILE, STATE_FILE}
     names = [path.name for path in checkpoint.iterdir() if path.name not in ours]
     try:

@@ -163,6 +163,13 @@ class Counters:
 COUNTERS = Counters()
 
 
+def describe_status(status: int | None) -> str:
+    """`describe_status(-9) == "killed by SIGKILL"`."""
+    if status is None:
+        return "ended, status unknown"
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exited with code {status}"
+
+
 class Child:
     """A process we started or adopted, held by pidfd: its end is an event, and its number can not be mistaken."""
 

@@ -10,7 +10,9 @@ from rich.table import Table
 
 from kintsugi.display import accuracy_text
 from kintsugi.errors import KintsugiError
+from kintsugi.observe.events import Alert, Record
 from kintsugi.observe.metrics import SampleRecord
+from kintsugi.observe.processes import ProcessReports
 from kintsugi.runs import CONFIG_FILE, JournalStatus, MetricLine, RunStatus
 
 
@@ -27,10 +29,37 @@ def status_table(status: RunStatus, journal: JournalStatus) -> Table:
         table.add_row(f"accuracy after step {line['step']:.0f}", _accuracy(line))
     if journal.saved_steps:
         table.add_row("checkpoints written", ", ".join(map(str, journal.saved_steps)))
-    if status.pid is not None and journal.processes:
-        processes = (f"{process} ({pid})" for process, pid in sorted(journal.processes.items()))
-        table.add_row("processes", ", ".join(processes))
     return table
+
+
+def processes_table(reports: ProcessReports) -> Table:
+    """Who runs, what moves and what is waited for: enough to tell slow from stuck, and who keeps whom waiting."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("process", "pid", "host", "status", "load", "heard", "counters", "waits for"):
+        table.add_column(name, no_wrap=name in ("process", "pid"), overflow="fold")
+    for report in reports.processes:
+        table.add_row(
+            report.process,
+            str(report.pid or ""),
+            report.host,
+            report.status,
+            f"{report.load:.2f}",
+            "never" if report.silent_s is None else f"{report.silent_s:.1f} s ago",
+            ", ".join(f"{name} {value:,}" for name, value in sorted(report.counters.items())),
+            "; ".join(
+                f"{wait.whom}: {wait.what} (at most {wait.until - wait.since:.1f} s)" for wait in report.waits
+            ),
+        )
+    return table
+
+
+def alert_line(record: Record) -> str:
+    """`alert 2026-05-01 12:00:03: disk full`."""
+    assert isinstance(record.event, Alert)
+    values = "".join(f" {name}={value:g}" for name, value in record.event.values.items())
+    return (
+        f"alert {datetime.fromtimestamp(record.stamp.time):%Y-%m-%d %H:%M:%S}: {record.event.message}{values}"
+    )
 
 
 _FIGURES = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import importlib.util
 import inspect
 import math
@@ -21,6 +20,7 @@ from kintsugi.data.source import Source, open_source
 from kintsugi.errors import ConfigError, DataError, ModelError
 from kintsugi.model.plan import plan_model
 from kintsugi.recipe import fields_of, named_origin, shown
+from kintsugi.rollout.scoring import load_rewards
 from kintsugi.types import MIN_TEMPERATURE
 
 _ROWS_MEASURED = 2000
@@ -249,7 +249,7 @@ def _check_lengths(run: _Candidate, sources: Sequence[Source], *, learns_rows: b
     for source in sources:
         for index in range(min(len(source), _ROWS_MEASURED)):
             row = source.row(index)
-            prompt = len(tokenizer.encode(row.prompt))
+            prompt = len(tokenizer.encode_prompt(row.prompt, chat=run.config.data.chat_template))
             if prompt == 0:
                 raise DataError(
                     f"`data.source`, row {index}: expected a prompt of at least one token, got none"
@@ -274,15 +274,9 @@ def _cut(text: str) -> str:
 
 def _check_rewards(run: _Candidate, *, columns: Sequence[str]) -> None:
     """Also without RL: the first function decides what counts as right in an evaluation."""
-    paths = run.config.algorithm.reward
-    names = [path.rpartition(".")[2] for path in paths]
-    if len(set(names)) < len(names):
-        raise run.error(
-            "algorithm.reward", "functions with distinct names (they name the reward's components)"
-        )
     given = ["completions", "prompts", *(name for name in columns if name != "completion")]
-    for path in paths:
-        reward = _import_reward(run, path)
+    rewards = load_rewards(run.config.algorithm.reward)
+    for path, reward in zip(run.config.algorithm.reward, rewards.values(), strict=True):
         try:
             signature = inspect.signature(reward)
         except ValueError:
@@ -294,25 +288,6 @@ def _check_rewards(run: _Candidate, *, columns: Sequence[str]) -> None:
                 "algorithm.reward",
                 f"functions `f(completions, **columns)` that can be called with {', '.join(given)}; {path}: {error}",
             ) from error
-
-
-def _import_reward(run: _Candidate, path: str) -> Callable[..., Any]:
-    module_name, _, name = path.rpartition(".")
-    if not module_name:
-        raise run.error(
-            "algorithm.reward", f"dotted paths like `package.module.function`; {path!r} has no module"
-        )
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # somebody else's module may raise anything while it is imported
-        raise run.error(
-            "algorithm.reward", f"importable functions; {module_name} gives {type(error).__name__}: {error}"
-        ) from error
-    reward = getattr(module, name, None)
-    if not callable(reward):
-        raise run.error("algorithm.reward", f"functions; {module_name} has no function {name!r}")
-    function: Callable[..., Any] = reward
-    return function
 
 
 _CHECKS: tuple[Callable[[_Candidate], None], ...] = (

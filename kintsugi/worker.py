@@ -3,14 +3,11 @@
 `Membership` keeps one process known to the master; a single loop (the generation manager) drives it with `tick`.
 `Shell` runs an endpoint and a membership in a thread of their own, so that a process whose main thread computes still
 answers pings and sends heartbeats. `run_process` is the outermost boundary of every process of ours.
-
-    python -m kintsugi.worker --bootstrap-fd N
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
+import contextlib
 import os
 import queue
 import sys
@@ -19,7 +16,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kintsugi.bootstrap import Bootstrap, read_bootstrap
+from kintsugi.bootstrap import Bootstrap
 from kintsugi.errors import DeadlineExceeded, RefusedError, UserError, fault_of
 from kintsugi.messages import AddressBook, Body, Failed, Heartbeat, Ok, Ping, Register, Registered, Shutdown
 from kintsugi.observe.events import EventLog, FaultSeen, Note, ProcessBegan, ProcessEnded, events_path
@@ -424,31 +421,12 @@ def run_process(bootstrap: Bootstrap, main: Callable[[Bootstrap], int]) -> int:
         fault = fault_of(error, process=bootstrap.process, time=SYSTEM_CLOCK.wall())
         log.emit(FaultSeen(fault))
         reason = f"{fault.kind}: {fault.message}"
-        if isinstance(error, UserError):
-            code = EXIT_USER_ERROR
-            sys.stderr.write(f"{error}\n")
-        else:
-            code = EXIT_ERROR
-            traceback.print_exc()
+        code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_ERROR
+        with contextlib.suppress(OSError):  # where the log can not be written, the event may still be
+            if code == EXIT_USER_ERROR:
+                sys.stderr.write(f"{error}\n")
+            else:
+                traceback.print_exc()
     log.emit(ProcessEnded(code, reason))
     log.close()
     return code
-
-
-def main_of(role: Role) -> Callable[[Bootstrap], int]:
-    """The main function of a role, imported only now: a control process must not load torch."""
-    module, _, name = MAINS[role].partition(":")
-    function: Callable[[Bootstrap], int] = getattr(importlib.import_module(module), name)
-    return function
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Become the process that the bootstrap describes."""
-    parser = argparse.ArgumentParser(prog="kintsugi.worker")
-    parser.add_argument("--bootstrap-fd", type=int, required=True)
-    bootstrap = read_bootstrap(parser.parse_args(arguments).bootstrap_fd)
-    return run_process(bootstrap, lambda bootstrap: main_of(bootstrap.role)(bootstrap))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,7 +18,7 @@ from collections import deque
 import msgspec
 
 from kintsugi.bootstrap import Bootstrap
-from kintsugi.cluster.children import Kept, children_of, describe_status, record_of, table_path, write_table
+from kintsugi.cluster.children import Kept, children_of, record_of, table_path, write_table
 from kintsugi.cluster.handover import AgentHandover, AgentReport, MasterDied, NotStarted, Ready
 from kintsugi.cluster.placement import Start, log_path, own_session_and_log, spawn
 from kintsugi.cluster.segments import SegmentServer
@@ -26,7 +26,7 @@ from kintsugi.cluster.signals import Signals
 from kintsugi.cluster.template import Template
 from kintsugi.errors import RefusedError, StartFailed
 from kintsugi.messages import Ok, ProcessExited, ProcessStarted, StartProcess, StopProcess
-from kintsugi.runtime import SYSTEM_CLOCK, Clock, Processes, SystemProcesses
+from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, Clock, Processes, SystemProcesses, describe_status
 from kintsugi.transport import Delivery, new_key_pair
 from kintsugi.types import Placement, Role
 from kintsugi.worker import HEARTBEAT_S, Membership, open_endpoint, run_process
@@ -180,7 +180,11 @@ class Agent:
     def _write_table(self) -> None:
         template = self._template.child if self._template is not None else None
         records = [record_of(template, process="template"), *(kept.record() for kept in self._kept.values())]
-        write_table(table_path(self._own.run_dir, self._own.process), records)
+        try:
+            write_table(table_path(self._own.run_dir, self._own.process), records)
+        except OSError:
+            # The table is for who cleans up after a killed agent; a full disk must not be what kills it.
+            COUNTERS.add("agent.table_not_written")
 
     def _report_came(self, kept: Kept) -> None:
         reader = kept.report

@@ -6,6 +6,7 @@ together name a process for as long as the host is up.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -16,7 +17,7 @@ import msgspec
 
 from kintsugi.cluster.placement import Start, StartReport
 from kintsugi.errors import StartFailed
-from kintsugi.runtime import Child, Processes
+from kintsugi.runtime import Child, Processes, describe_status
 from kintsugi.transport import Delivery
 
 _LAST_OUTPUT_CHARACTERS = 2000
@@ -118,13 +119,6 @@ class Kept:
         return tail(self.start.log, offset=self._log_offset)
 
 
-def describe_status(status: int | None) -> str:
-    """`describe_status(-9) == "killed by SIGKILL"`."""
-    if status is None:
-        return "ended, status unknown"
-    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exited with code {status}"
-
-
 def tail(log: Path, *, offset: int = 0) -> str:
     """The last characters of a log, none of them before `offset`."""
     try:
@@ -182,6 +176,19 @@ def write_table(path: Path, records: Iterable[ChildRecord | None]) -> None:
     new = path.with_suffix(".new")
     new.write_bytes(msgspec.json.encode(ChildrenTable(boot_id(), living)))
     new.replace(path)
+
+
+def end_orphans(path: Path, *, processes: Processes, timeout_s: float) -> None:
+    """End what an agent that was killed could not, by its table: its children, and what is in their groups."""
+    for record, child in find_alive(path, processes=processes):
+        # It leads a group unless it was forked a moment ago, when it is still in the template's.
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(child.pid) == child.pid:
+                os.killpg(child.pid, signal.SIGKILL)
+        child.send_signal(signal.SIGKILL)
+        child.wait_ended(whom=record.process, timeout_s=timeout_s)
+        child.close()
+    path.unlink(missing_ok=True)
 
 
 def find_alive(path: Path, *, processes: Processes) -> list[tuple[ChildRecord, Child]]:

@@ -23,8 +23,7 @@ import msgspec
 from kintsugi.bootstrap import Bootstrap
 from kintsugi.cluster.agent import descriptors_of
 from kintsugi.cluster.children import (
-    describe_status,
-    find_alive,
+    end_orphans,
     table_path,
     tail,
 )
@@ -37,12 +36,12 @@ from kintsugi.cluster.handover import (
     Programs,
     Ready,
 )
-from kintsugi.cluster.placement import execute, log_path, sealed
+from kintsugi.cluster.placement import execute, in_memory, log_path
 from kintsugi.cluster.signals import Signals
 from kintsugi.config import Config
 from kintsugi.errors import ConfigError, KintsugiError, ProcessDied, StartFailed, UserError
 from kintsugi.runs import JOURNAL_FILE, LAUNCHER_FILE, living_launcher, write_launcher
-from kintsugi.runtime import SYSTEM_CLOCK, Child, Clock, Processes, SystemProcesses, wait
+from kintsugi.runtime import SYSTEM_CLOCK, Child, Clock, Processes, SystemProcesses, describe_status, wait
 from kintsugi.transport import new_key_pair
 from kintsugi.types import Peer, Placement, Role, process_id
 
@@ -191,7 +190,7 @@ class _Launcher:
             programs=programs,
             master=master,
         )
-        handed_over = sealed(msgspec.msgpack.encode(handover))
+        handed_over = in_memory(msgspec.msgpack.encode(handover))
         try:
             child = execute(
                 self._processes,
@@ -313,16 +312,9 @@ class _Launcher:
             agent.child.wait_ended(whom=agent.process, timeout_s=END_DEADLINE_S)
             agent.child.status()
             agent.child.close()
+            # Before their lifeline ends: a child that ends by itself leaves what it started.
+            table = table_path(self._run_dir, agent.process)
+            end_orphans(table, processes=self._processes, timeout_s=END_DEADLINE_S)
             os.close(agent.children_lifeline)
             if agent.report >= 0:
                 os.close(agent.report)
-            self._end_orphans(agent.process)
-
-    def _end_orphans(self, agent: str) -> None:
-        """End what an agent that was killed could not: its table says who they are."""
-        table = table_path(self._run_dir, agent)
-        for record, child in find_alive(table, processes=self._processes):
-            child.send_signal(signal.SIGKILL)
-            child.wait_ended(whom=record.process, timeout_s=END_DEADLINE_S)
-            child.close()
-        table.unlink(missing_ok=True)

@@ -100,7 +100,7 @@ def execute(
 
 def spawn(processes: Processes, start: Start) -> Child:
     """Start a child by executing a new interpreter: the slow way, and the one that always works."""
-    handed_over = sealed(msgspec.msgpack.encode(start))
+    handed_over = in_memory(msgspec.msgpack.encode(start))
     try:
         return execute(
             processes,
@@ -115,8 +115,8 @@ def spawn(processes: Processes, start: Start) -> Child:
         os.close(handed_over)
 
 
-def sealed(content: bytes) -> int:
-    """A descriptor of anonymous memory that holds `content`; what it says can be read once by who inherits it."""
+def in_memory(content: bytes) -> int:
+    """A descriptor of anonymous memory that holds `content`, to be inherited: what it says has no name and no path."""
     descriptor = os.memfd_create("kintsugi")
     os.write(descriptor, content)
     os.lseek(descriptor, 0, os.SEEK_SET)

@@ -2,7 +2,8 @@
 
 A segment is anonymous memory (memfd) known by a name of this job. The agent keeps a descriptor of each, so the contents
 survive whoever created or wrote them; nothing has a path, so nothing can be left behind. Clients reach the service over
-an abstract Unix socket whose name is a secret of the host's processes; two hosts (two agents) share nothing.
+an abstract Unix socket. Every user of the host can see its name; only processes of the agent's own user are answered.
+Two hosts (two agents) share nothing.
 """
 
 from __future__ import annotations

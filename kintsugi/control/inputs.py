@@ -6,8 +6,6 @@ state: the journal alone decides where a run stands.
 
 from __future__ import annotations
 
-import errno
-import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,8 @@ from pathlib import Path
 import msgspec
 
 from kintsugi.control.protocol import Event, Replied
+from kintsugi.disk import append_whole
+from kintsugi.errors import StorageError
 from kintsugi.messages import EpisodesDone
 
 _LENGTH = struct.Struct("<I")
@@ -34,28 +34,21 @@ class InputRecorder:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
-        self._gap = False
-        """An input is missing: what came after it would not lead to the same facts, so it is not recorded."""
+        self._gap = ""
+        """Why an input is missing: what came after it would not lead to the same facts, so it is not recorded."""
 
     def write(self, event: Event, now: float) -> None:
-        """Texts are left out: no decision looks at them, and `samples.jsonl` has them."""
+        """Texts are left out: no decision looks at them, and `samples.jsonl` has them. StorageError for a full disk."""
         if isinstance(event, Replied) and isinstance(event.body, EpisodesDone):
             event = Replied(event.token, event.sender, msgspec.structs.replace(event.body, texts={}))
         record = _encoder.encode(Input(now, event))
-        self._append(_LENGTH.pack(len(record)) + record)
-
-    def _append(self, record: bytes) -> None:
-        """Whole or not at all: nothing behind half a record could be read. Raises OSError where the disk does."""
         if self._gap:
-            return
-        size = os.fstat(self._file.fileno()).st_size
+            raise StorageError(self._gap)
         try:
-            if self._file.write(record) < len(record):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
-        except OSError:
-            self._gap = True
-            os.ftruncate(self._file.fileno(), size)
-            raise
+            append_whole(self._file, _LENGTH.pack(len(record)) + record)
+        except OSError as error:
+            self._gap = f"{self._file.name}: {error.strerror or error}"
+            raise StorageError(self._gap) from error
 
     def close(self) -> None:
         self._file.close()

@@ -149,6 +149,8 @@ class Master:
             case StopRequested():
                 self._stop_reason = event.reason
                 self._draft.because(f"stop requested: {event.reason}")
+                if self.state.version < 0:  # Nothing of this session is trained yet.
+                    self._end("stopped", now)
             case Tick():
                 self._on_tick(now)
         return self._draft.take()

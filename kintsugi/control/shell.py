@@ -358,7 +358,7 @@ class MasterShell:
         What the journal holds is what happened: decisions of which it knows nothing are not told as facts.
         """
         if not isinstance(error, KintsugiError):
-            traceback.print_exception(error)
+            self._write_for_people("the log", lambda: traceback.print_exception(error))
         fault = fault_of(error, process=self._bootstrap.process, time=self._clock.wall())
         faults = tuple(root_first([fault]))
         wall_s = self._clock.monotonic() - self._began
@@ -394,9 +394,9 @@ class MasterShell:
         text = json.dumps(summary, indent=2) + "\n"
         self._write_for_people("summary.json", lambda: _write_atomically(self._run_dir / SUMMARY_FILE, text))
         self._log.emit(Note(f"the run {finish.outcome} at step {state.step}"))
-        self._write_for_people("metrics", self._metrics.close)
-        self._write_for_people("samples.jsonl", self._samples.close)
-        self._write_for_people("inputs", self._inputs.close)
+        self._write_for_people("the end of metrics", self._metrics.close)
+        self._write_for_people("the end of samples.jsonl", self._samples.close)
+        self._write_for_people("the end of inputs", self._inputs.close)
         self._journal.close()
         for process in list(self._endpoint.peers):
             self._endpoint.send(process, Shutdown(f"the run {finish.outcome}"))

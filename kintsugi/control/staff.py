@@ -10,6 +10,7 @@ from kintsugi.control.protocol import Admit, Exited, Forget, Joined, ShareBook
 from kintsugi.errors import Fault
 from kintsugi.facts import ProcessJoined, ProcessLost, ProcessRequested
 from kintsugi.messages import ProcessStarted, StartProcess
+from kintsugi.runtime import describe_status
 from kintsugi.types import Peer, Role
 
 
@@ -69,7 +70,7 @@ class Staff:
         if member is None or member.incarnation != event.incarnation:
             self._draft.because(f"{event.process} {event.incarnation} is not a current process")
             return None
-        message = f"{event.process} (pid {member.pid}) ended with {_how(event.status)}"
+        message = f"{event.process} (pid {member.pid}) was lost: {describe_status(event.status)}"
         if event.last_output:
             message += f"; its last words: {event.last_output[-600:].strip()}"
         name = f"{event.process}@{event.incarnation}"
@@ -82,9 +83,3 @@ class Staff:
         self._draft.do(ShareBook())
         self._draft.because(f"lost {event.process}: {message}")
         return fault
-
-
-def _how(status: int | None) -> str:
-    if status is None:
-        return "unknown status"
-    return f"exit code {status}" if status >= 0 else f"signal {-status}"

@@ -154,9 +154,11 @@ def read_events(run_dir: str | Path, *, process: str | None = None) -> list[Reco
 
 
 def _read_file(path: Path) -> Iterator[Record]:
-    for line in path.read_bytes().split(b"\n"):
-        if not line:
-            continue
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return
+    for line in filter(None, lines):
         try:
             yield Record(_stamp_decoder.decode(line), _event_decoder.decode(line))
         except msgspec.MsgspecError:

@@ -7,9 +7,10 @@ its own. `samples.jsonl` has one line per trained sample. Both are cut back to t
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from io import FileIO
+from io import BytesIO, FileIO
 from math import isfinite, sqrt
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 
+from kintsugi.disk import append_whole
 from kintsugi.errors import StorageError
 from kintsugi.runtime import Clock, SystemClock
 from kintsugi.types import Finish, SampleMeta, SampleText
@@ -136,17 +138,7 @@ class _Lines:
         """All of them or none: half a line would make the file unreadable from there on."""
         lines = b"".join(self._encoder.encode(record) + b"\n" for record in records)
 
-        def write() -> None:
-            size = os.fstat(self._file.fileno()).st_size
-            rest = memoryview(lines)
-            try:
-                while rest:
-                    rest = rest[self._file.write(rest) :]
-            except OSError:
-                os.ftruncate(self._file.fileno(), size)
-                raise
-
-        self._guarded(write)
+        self._guarded(lambda: append_whole(self._file, lines))
 
     def truncate_after(self, step: int) -> None:
         """Keep the lines up to this step; the file is replaced as a whole."""
@@ -203,7 +195,7 @@ class MetricsWriter:
         """`wandb_id` names the run at W&B, where a resumed one goes on under the same name; None is without W&B."""
         self._clock = clock or SystemClock()
         self._lines = _Lines(run_dir / METRICS_FILE)
-        self._trackers: list[_Tracker] = [_TensorBoard(run_dir / TENSORBOARD_FOLDER)]
+        self._trackers: list[_Tracker] = [_TensorBoard(run_dir / TENSORBOARD_FOLDER, time=self._clock.wall())]
         if wandb_id is not None:
             self._trackers.append(_WeightsAndBiases(run_dir, run_id=wandb_id))
 
@@ -294,28 +286,40 @@ class _Tracker(Protocol):
 
 
 class _TensorBoard:
-    """Event files, written without torch or TensorFlow; imported late because that takes a while."""
+    """Event files, written without torch or TensorFlow; imported late because that takes a while.
 
-    def __init__(self, folder: Path) -> None:
+    TensorBoard's own writer has a thread that ends for good at its first error; a record a step needs none.
+    """
+
+    def __init__(self, folder: Path, *, time: float) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary, self._session = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
-        self._writer = EventFileWriter(str(folder))
+        self._record_writer = RecordWriter
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time:010.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (folder / name).open("ab", buffering=0)
+        self._add(self._event(wall_time=time, file_version="brain.Event:2"))
+
+    def _add(self, event: Any) -> None:
+        record = BytesIO()
+        self._record_writer(record).write(event.SerializeToString())
+        append_whole(self._file, record.getvalue())
 
     def write(self, step: int, values: Mapping[str, float], *, time: float) -> None:
         summary = self._summary(
             value=[self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         )
-        self._writer.add_event(self._event(step=step, wall_time=time, summary=summary))
+        self._add(self._event(step=step, wall_time=time, summary=summary))
 
     def truncate_after(self, step: int, *, time: float) -> None:
         """A start mark makes TensorBoard drop what an earlier file says of this step and later ones."""
         started = self._session(status=self._session.START)
-        self._writer.add_event(self._event(step=step + 1, wall_time=time, session_log=started))
+        self._add(self._event(step=step + 1, wall_time=time, session_log=started))
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
 
 class _WeightsAndBiases:

@@ -25,25 +25,36 @@ def load_rewards(paths: Sequence[str]) -> dict[str, RewardFunction]:
     """Import reward functions by dotted path; the last part is the name of the reward's component."""
     functions: dict[str, RewardFunction] = {}
     for path in paths:
-        module_name, _, name = path.rpartition(".")
-        try:
-            function = getattr(importlib.import_module(module_name), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"algorithm.reward: expected the dotted path of a function, '{path}' can not be imported: {error}"
-            ) from error
-        if not callable(function):
-            raise ConfigError(
-                f"algorithm.reward: expected a function at '{path}', found {type(function).__name__}"
-            )
+        name = path.rpartition(".")[2]
         if name in functions:
             raise ConfigError(
-                f"algorithm.reward: two functions are named '{name}'; components need distinct names"
+                f"`algorithm.reward`: expected distinct names (they name the reward's components), got {name!r} twice"
             )
-        functions[name] = function
+        functions[name] = _import_function(path)
     if not functions:
-        raise ConfigError("algorithm.reward: expected at least one reward function, found none")
+        raise ConfigError("`algorithm.reward`: expected at least one function, found none")
     return functions
+
+
+def _import_function(path: str) -> RewardFunction:
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise ConfigError(
+            f"`algorithm.reward`: expected dotted paths like `package.module.function`, got {path!r}"
+        )
+    try:
+        function = getattr(importlib.import_module(module_name), name, None)
+    except Exception as error:  # Somebody else's module may raise anything while it is imported.
+        raise ConfigError(
+            f"`algorithm.reward`: expected {path} to be importable; {module_name} gives {type(error).__name__}: {error}"
+        ) from error
+    if not callable(function):
+        found = "nothing" if function is None else type(function).__name__
+        raise ConfigError(
+            f"`algorithm.reward`: expected a function {name!r} in {module_name}, found {found} at {path}"
+        )
+    loaded: RewardFunction = function
+    return loaded
 
 
 def score(

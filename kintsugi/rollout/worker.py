@@ -34,7 +34,7 @@ from kintsugi.rollout.episode import demonstrated_trajectory, describe, int32, s
 from kintsugi.rollout.scoring import RewardFailed, RewardThread, load_rewards
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, wait
 from kintsugi.transport import Delivery, PendingReply
-from kintsugi.types import Completion, Role, Row, SampleText, Trajectory, process_id, sample_key
+from kintsugi.types import Completion, Finish, Role, Row, SampleText, Trajectory, process_id, sample_key
 from kintsugi.worker import Membership, open_endpoint
 
 IDLE_S = 0.25
@@ -139,7 +139,7 @@ class RolloutWorker:
     def _begin(self, delivery: Delivery, request: RunEpisodes) -> None:
         ticket = request.ticket
         row = self._row(request)
-        prompt = self._tokenizer.encode(row.prompt)
+        prompt = self._tokenizer.encode_prompt(row.prompt, chat=self._config.data.chat_template)
         self._check_length(len(prompt) + request.sampling.max_new_tokens, row)
         group = Group(delivery, request, row, int32(prompt), self._clock.monotonic())
         if request.split == "train" and self._stages[ticket.stage].algorithm.name == "sft":
@@ -216,7 +216,8 @@ class RolloutWorker:
         return future
 
     def _text(self, completion: Completion) -> str:
-        return self._tokenizer.decode(memoryview(completion.tokens).cast("i").tolist())
+        ids = memoryview(completion.tokens).cast("i").tolist()
+        return self._tokenizer.text_of_completion(ids, ended=completion.finish is Finish.EOS)
 
     def _collect_scores(self) -> None:
         """Take finished rewards in order. The first in line has a deadline; past it, its thread is given up."""

@@ -171,7 +171,7 @@ class Run:
 
 
 def play(scenarios: Mapping[str, Callable[[Run], None]], folder: Path) -> dict[str, Run | BaseException]:
-    """Play each scenario on a run of its own, three at a time, since they often wait; gives the error of a failed one."""
+    """Play each scenario on a run of its own, three at a time since they often wait; a failed one gives its error."""
 
     def one(name: str) -> Run | BaseException:
         run = Run(folder / name.replace(" ", "-"))

@@ -14,7 +14,8 @@ from kintsugi import cli
 from kintsugi.cluster import launcher
 from kintsugi.config import Config
 from kintsugi.errors import Fault, ProcessDied, UserError
-from kintsugi.recipe import load_config
+from kintsugi.model.plan import plan_model
+from kintsugi.recipe import load, load_config
 
 ROOT = Path(__file__).parents[2]
 GRPO = str(ROOT / "recipes" / "grpo_arithmetic.yaml")
@@ -245,6 +246,19 @@ def test_status_and_runs_and_samples_tell_of_a_run(kintsugi: Kintsugi, cluster: 
     assert "1 of 250" in kintsugi("status", "grpo_arithmetic-1").output
     assert "finished" in kintsugi("runs").output
     assert kintsugi("samples", "grpo_arithmetic-1").output == "no such samples\n"
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_a_cut_weight_file_is_refused_in_one_sentence_before_anything_starts(
+    command: str, kintsugi: Kintsugi, cluster: FakeCluster, tmp_path: Path
+) -> None:
+    model, tokenizer = plan_model(load(Path(GRPO)).config)
+    tokenizer.save(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(model.to_huggingface()))
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"cut")
+    result = kintsugi(command, GRPO, "model.new=null", "model.path=model")
+    assert (result.code, result.output, cluster.launched) == (2, "", [])
+    assert "model.safetensors is not a safetensors file, or cut" in result.errors
 
 
 def test_help_answers_without_loading_the_system() -> None:

@@ -13,6 +13,7 @@ from kintsugi.runtime import (
     SystemProcesses,
     VirtualClock,
     WaitTable,
+    describe_status,
     pause,
     random_stream,
     wait,
@@ -139,3 +140,9 @@ def test_a_child_gets_its_environment_and_runs_what_comes_before_exec() -> None:
     assert os.read(readable, 100) == f"value{os.nice(0) + 3}".encode()
     os.close(readable)
     child.close()
+
+
+def test_a_status_is_described_in_words() -> None:
+    assert describe_status(-signal.SIGKILL) == "killed by SIGKILL"
+    assert describe_status(3) == "exited with code 3"
+    assert describe_status(None) == "ended, status unknown"

@@ -12,9 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import pytest
 
-from kintsugi.bootstrap import Bootstrap, bootstrap_pipe
+from kintsugi.bootstrap import Bootstrap
+from kintsugi.cluster.placement import in_memory
 from kintsugi.errors import DataError, DeadlineExceeded, RemoteError, StorageError
 from kintsugi.messages import (
     AddressBook,
@@ -36,9 +38,10 @@ from tests.unit.transport.harness import make_endpoint
 
 MASTER_KEYS = new_key_pair()
 BODY = """
-import sys
+import os, sys
+import msgspec
 from kintsugi import worker
-from kintsugi.bootstrap import read_bootstrap
+from kintsugi.bootstrap import Bootstrap
 from kintsugi.messages import Drop
 worker.GRACE_S = 0.3
 
@@ -52,7 +55,8 @@ def idle(shell):
         shell.next_request(10.0)
 
 body = {"stuck": stuck, "idle": idle}[sys.argv[2]]
-bootstrap = read_bootstrap(int(sys.argv[1]))
+with os.fdopen(int(sys.argv[1]), 'rb') as handed_over:
+    bootstrap = msgspec.msgpack.decode(handed_over.read(), type=Bootstrap)
 sys.exit(worker.run_process(bootstrap, lambda bootstrap: worker.run_worker(bootstrap, body)))
 """
 
@@ -262,7 +266,7 @@ def work_together(master: Master, endpoint: Endpoint, membership: Membership) ->
 
 
 def spawn(master: Master, tmp_path: Path, lifeline: int, behaviour: str) -> Child:
-    descriptor = bootstrap_pipe(bootstrap_of(master, tmp_path, lifeline))
+    descriptor = in_memory(msgspec.msgpack.encode(bootstrap_of(master, tmp_path, lifeline)))
     child = SystemProcesses().spawn(
         [sys.executable, "-c", BODY, str(descriptor), behaviour], pass_fds=[descriptor, lifeline]
     )

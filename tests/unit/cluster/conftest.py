@@ -17,7 +17,7 @@ import pytest
 from kintsugi.bootstrap import Bootstrap
 from kintsugi.cluster.agent import descriptors_of
 from kintsugi.cluster.handover import AgentHandover, Programs
-from kintsugi.cluster.placement import execute, sealed
+from kintsugi.cluster.placement import execute, in_memory
 from kintsugi.messages import (
     Body,
     ProcessExited,
@@ -80,7 +80,7 @@ class Host:
             report=report_write,
             programs=Programs(entries=programs, preload=preload, forked=(Role.MODEL,)),
         )
-        handed_over = sealed(msgspec.msgpack.encode(handover))
+        handed_over = in_memory(msgspec.msgpack.encode(handover))
         self.agent = execute(
             SystemProcesses(),
             ["kintsugi.cluster.agent", self.name, str(handed_over)],

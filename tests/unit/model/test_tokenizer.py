@@ -46,7 +46,9 @@ def test_a_completions_text_leaves_out_the_end_token_and_nothing_else() -> None:
     assert tokenizer.text_of_completion([four, pad, six, end], ended=True) == "4<pad>6"
     assert tokenizer.text_of_completion([four, six, pad], ended=False) == "46<pad>"
     assert tokenizer.text_of_completion([end, four, end, end], ended=True) == "<eos>4<eos>"
-    assert tokenizer.text_of_completion([end], ended=True) == tokenizer.text_of_completion([], ended=False) == ""
+    assert (
+        tokenizer.text_of_completion([end], ended=True) == tokenizer.text_of_completion([], ended=False) == ""
+    )
 
 
 def with_own_tokens(folder: Path, template: str) -> Tokenizer:
@@ -85,7 +87,8 @@ def test_a_plain_prompt_of_a_tokenizer_without_bos_is_only_its_text() -> None:
 
 
 def test_a_chat_prompt_is_one_users_turn_and_the_assistants_beginning(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     template = "{{ bos_token }}{{ messages[0].content }}\n{% if add_generation_prompt %}= {% endif %}"
     tokenizer = with_own_tokens(tmp_path, "<bos> $A")
     tokenizer.chat_template = template
@@ -114,7 +117,8 @@ def test_an_alphabet_must_have_distinct_characters(alphabet: str) -> None:
 
 
 def test_a_saved_tokenizer_loads_here_and_in_transformers_with_the_same_ids(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     tokenizer = character_tokenizer(ALPHABET)
     tokenizer.save(tmp_path)
     text = "12 + 3=15\n<eos>"
@@ -162,7 +166,8 @@ def test_a_missing_or_damaged_tokenizer_file_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["string", "list", "file"])
 def test_a_chat_template_formats_a_conversation_as_transformers_does(place: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     character_tokenizer(ALPHABET).save(tmp_path)
     if place == "file":
         (tmp_path / "chat_template.jinja").write_text(TEMPLATE)

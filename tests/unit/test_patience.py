@@ -1,0 +1,26 @@
+from kintsugi.patience import FLOOR_S, SLOWEST_TOKENS_PER_S, Patience
+
+
+def test_before_the_first_answer_the_start_up_time_and_the_tokens_count() -> None:
+    patience = Patience(first_s=120.0)
+    assert patience.deadline_s("RunCall") == 120.0
+    assert patience.deadline_s("RunCall", num_tokens=1000) == 120.0 + 1000 / SLOWEST_TOKENS_PER_S
+
+
+def test_afterwards_it_is_ten_times_the_longest_answer_seen() -> None:
+    patience = Patience(first_s=120.0)
+    for duration_s in (2.0, 9.0, 1.0):
+        patience.observed("RunCall", duration_s)
+    assert patience.deadline_s("RunCall") == patience.deadline_s("RunCall", num_tokens=10**6) == 90.0
+
+
+def test_it_never_falls_below_half_a_minute() -> None:
+    patience = Patience(first_s=5.0)
+    patience.observed("Ping", 0.001)
+    assert patience.deadline_s("Ping") == FLOOR_S
+
+
+def test_kinds_are_measured_apart() -> None:
+    patience = Patience(first_s=120.0)
+    patience.observed("Ping", 50.0)
+    assert (patience.deadline_s("Ping"), patience.deadline_s("Save")) == (500.0, 120.0)
