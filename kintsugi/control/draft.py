@@ -84,12 +84,13 @@ class Conversation:
             then=lambda at: self.ask_in_turn(processes, bodies[1:], at, then=then),
         )
 
-    def close(self, token: str) -> tuple[str, float] | None:
-        """An answer or a failure came: what was asked and since when; None if nobody waits for it any more."""
-        asked = self._open.pop(token, None)
-        if asked is None:
-            self._draft.because(f"nobody waits for {token} any more")
+    def close(self, token: str, sender: str) -> tuple[str, float] | None:
+        """An answer or a failure came: what was asked and since when; None if nobody waits for it from this sender."""
+        asked = self._open.get(token)
+        if asked is None or asked[0] != sender:
+            self._draft.because(f"nobody waits for {token} from {sender}")
             return None
+        del self._open[token]
         return asked[1], asked[2]
 
     def observed(self, kind: str, duration_s: float) -> None:

@@ -6,6 +6,7 @@ state: the journal alone decides where a run stands.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,7 @@ class InputRecorder:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
+        os.truncate(path, _whole_records(path.read_bytes()))
         self._gap = ""
         """Why an input is missing: what came after it would not lead to the same facts, so it is not recorded."""
 
@@ -54,14 +56,22 @@ class InputRecorder:
         self._file.close()
 
 
+def _whole_records(data: bytes) -> int:
+    """Bytes up to the end of the last whole record; what a killed master left behind it is cut off."""
+    offset = 0
+    while offset + _LENGTH.size <= len(data):
+        end = offset + _LENGTH.size + _LENGTH.unpack_from(data, offset)[0]
+        if end > len(data):
+            break
+        offset = end
+    return offset
+
+
 def read_inputs(path: Path) -> Iterator[Input]:
     """All complete records; a torn tail is left out."""
     data = path.read_bytes()
-    offset = 0
-    while offset + _LENGTH.size <= len(data):
+    end, offset = _whole_records(data), 0
+    while offset < end:
         (length,) = _LENGTH.unpack_from(data, offset)
-        offset += _LENGTH.size
-        if offset + length > len(data):
-            return
-        yield _decoder.decode(data[offset : offset + length])
-        offset += length
+        offset += _LENGTH.size + length
+        yield _decoder.decode(data[offset - length : offset])

@@ -421,7 +421,7 @@ class Master:
             self._episodes.hand_out(now)
 
     def _on_replied(self, event: Replied, now: float) -> None:
-        asked = self._talk.close(event.token)
+        asked = self._talk.close(event.token, event.sender)
         if asked is None:
             return
         self._talk.observed(asked[0], now - asked[1])
@@ -445,7 +445,7 @@ class Master:
                 self._talk.answered(event.token, event.sender, body, now)
 
     def _on_request_failed(self, event: RequestFailed, now: float) -> None:
-        if self._talk.close(event.token) is None:
+        if self._talk.close(event.token, event.sender) is None:
             return
         self._draft.because(f"{event.token} failed at {event.sender}: {event.fault.message}")
         episode = episode_of(event.token)

@@ -394,13 +394,17 @@ class MasterShell:
         text = json.dumps(summary, indent=2) + "\n"
         self._write_for_people("summary.json", lambda: _write_atomically(self._run_dir / SUMMARY_FILE, text))
         self._log.emit(Note(f"the run {finish.outcome} at step {state.step}"))
+        self.close()
+        for process in list(self._endpoint.peers):
+            self._endpoint.send(process, Shutdown(f"the run {finish.outcome}"))
+        self._exit_code = 1 if finish.outcome == "failed" else 0
+
+    def close(self) -> None:
+        """Let go of the run folder."""
         self._write_for_people("the end of metrics", self._metrics.close)
         self._write_for_people("the end of samples.jsonl", self._samples.close)
         self._write_for_people("the end of inputs", self._inputs.close)
         self._journal.close()
-        for process in list(self._endpoint.peers):
-            self._endpoint.send(process, Shutdown(f"the run {finish.outcome}"))
-        self._exit_code = 1 if finish.outcome == "failed" else 0
 
     def _pids(self) -> dict[str, list[int]]:
         """Role → pids, those included that do not register: the launcher and this process."""

@@ -29,6 +29,7 @@ class Tally:
     def __init__(self) -> None:
         self.reachable: dict[int, dict[str, float]] = {}
         self.first: dict[str, float] | None = None
+        self._settled: dict[str, float] | None = None
         self._sums: dict[str, float] = {}
         self._counts: dict[str, int] = {}
 
@@ -45,8 +46,14 @@ class Tally:
 
     def settle(self, step: int) -> None:
         """No rollback reaches `step` or anything before it any more."""
-        for other in [other for other in self.reachable if other <= step]:
-            _add_up(self.reachable.pop(other), self._sums, self._counts)
+        for other in sorted(other for other in self.reachable if other <= step):
+            self._settled = self.reachable.pop(other)
+            _add_up(self._settled, self._sums, self._counts)
+
+    @property
+    def last(self) -> dict[str, float] | None:
+        """Metrics of the latest step that stands."""
+        return self.reachable[max(self.reachable)] if self.reachable else self._settled
 
     def totals(self) -> tuple[dict[str, float], dict[str, int]]:
         """Sum of every metric over the steps, and in how many steps it occurred."""
@@ -76,13 +83,11 @@ class MasterState:
         self.stage = ""
         self.step = 0
         self.version = -1
-        self.state_digest = ""
         self.num_incarnations = 0
         self.members = Membership()
         self.ledger = Ledger(min_valid=min_valid)
         self.tallies: dict[str, Tally] = {}
         """By stage."""
-        self.last_commit: dict[str, float] = {}
         self.evaluations: list[EvaluationDone] = []
         self.saved_steps: list[int] = []
         """Of durable checkpoints, oldest first."""
@@ -120,7 +125,7 @@ class MasterState:
                 assert isinstance(fact, LedgerFact), f"{type(fact).__name__} is nobody's fact"
 
     def _commit(self, fact: StepCommitted) -> None:
-        self.step, self.state_digest, self.last_commit = fact.step, fact.state_digest, fact.metrics
+        self.step = fact.step
         self.tallies.setdefault(self.stage, Tally()).add(fact.step, fact.metrics)
 
     def _roll_back(self, fact: RolledBack) -> None:
@@ -129,6 +134,8 @@ class MasterState:
             tally.roll_back(fact.step)
         self.evaluations = [done for done in self.evaluations if done.step <= fact.step]
         self.saved_steps = [step for step in self.saved_steps if step <= fact.step]
+        if self.failed_save_step > fact.step:
+            self.failed_save_step = -1
 
     def _save(self, fact: CheckpointSaved) -> None:
         """A checkpoint more than are kept: what lies before the oldest kept one can not come back."""

@@ -55,7 +55,7 @@ def summarize_run(
         for name, seconds in stage_seconds(phases).items():
             timing[name] = timing.get(name, 0.0) + seconds
     rewarded = state.tallies.get(main.name) if main.algorithm.name != "sft" else None
-    first = rewarded.first if rewarded is not None else None
+    first, last = (rewarded.first, rewarded.last) if rewarded is not None else (None, None)
     sums, counts = rewarded.totals() if rewarded is not None else ({}, {})
     accuracy = [done.metrics["eval/accuracy"] for done in state.evaluations]
     agreement = "logprob_abs_diff_mean"
@@ -70,7 +70,7 @@ def summarize_run(
         "tokens_generated": int(sum(sums.get("tokens_generated", 0.0) for sums, _ in totals)),
         "tokens_trained": int(sum(sums.get("tokens_trained", 0.0) for sums, _ in totals)),
         "reward_first": first["reward_mean"] if first else None,
-        "reward_last": state.last_commit["reward_mean"] if first else None,
+        "reward_last": last["reward_mean"] if last else None,
         "eval_accuracy_before": accuracy[0] if accuracy else None,
         "eval_accuracy_after": accuracy[-1] if accuracy else None,
         "evaluations": [

@@ -25,12 +25,10 @@ from kintsugi.errors import DataError, ModelError, UserError
 from kintsugi.generation.noise import uniforms
 from kintsugi.generation.sampler import sample
 from kintsugi.model.transformer import Transformer
-from kintsugi.types import Finish
+from kintsugi.types import MIN_TEMPERATURE, Finish
 
 MAX_STOP_TOKENS = 16
 """End tokens of the model and stop tokens of a request together."""
-MIN_TEMPERATURE = 0.01
-"""Below, logits divided by the temperature may leave float32; greedy is temperature 0."""
 
 _NEVER = np.iinfo(np.int64).max
 _ENDED_BY_STOP = 2

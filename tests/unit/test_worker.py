@@ -34,7 +34,7 @@ from kintsugi.runtime import COUNTERS, Child, SystemProcesses, wait
 from kintsugi.transport import Delivery, Endpoint, new_key_pair
 from kintsugi.types import Peer, Role
 from kintsugi.worker import EXIT_ORPHANED, MAINS, Membership, Shell, ShuttingDown, open_endpoint, run_process
-from tests.unit.transport.harness import make_endpoint
+from tests.unit.transport.harness import make_endpoint, pump, receive
 
 MASTER_KEYS = new_key_pair()
 BODY = """
@@ -217,6 +217,30 @@ def test_the_address_book_is_taken_over_and_keeps_the_master(master: Master, she
     master.work_until(lambda: shell.peer("server-0") is not None)
     assert shell.peer("master-0") is not None
     other.close()
+
+
+def test_a_worker_is_told_to_end_and_who_is_who_by_the_master_alone(
+    master: Master, tmp_path: Path, lifeline: list[int]
+) -> None:
+    bootstrap = bootstrap_of(master, tmp_path, lifeline[0])
+    endpoint = open_endpoint(bootstrap)
+    forger, stranger = make_endpoint("server-0"), make_endpoint("server-1")
+    endpoint.admit(forger.peer(host="host-0"))
+    forger.admit(endpoint.peer(host="host-0"))
+    membership = Membership(endpoint, bootstrap, capabilities={})
+    before = COUNTERS.snapshot().counters.get("refused_orders", 0)
+    forger.send("model-0", Shutdown("forged"))
+    forger.send("model-0", AddressBook(9, (forger.peer(host="host-0"), stranger.peer(host="host-0"))))
+    asked = forger.request("model-0", Shutdown("forged"), deadline_s=10)
+    for delivery in receive(endpoint, forger, count=3):
+        assert membership.handle(delivery)
+    pump(forger, until=lambda: asked.done)
+    assert isinstance(asked.error, RemoteError) and "is the master's to say" in str(asked.error)
+    assert membership.shutdown_reason is None
+    assert "server-1" not in endpoint.peers
+    assert COUNTERS.snapshot().counters["refused_orders"] == before + 3
+    for one in (endpoint, forger, stranger):
+        one.close()
 
 
 def test_shutdown_reaches_a_main_thread_that_waits(master: Master, shell: Shell) -> None:

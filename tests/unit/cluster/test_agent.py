@@ -13,9 +13,10 @@ import pytest
 from kintsugi.cluster.children import ChildrenTable, process_start_time
 from kintsugi.cluster.segments import SegmentClient
 from kintsugi.errors import RefusedError, RemoteError
-from kintsugi.messages import Shutdown
-from kintsugi.types import Placement
+from kintsugi.messages import AddressBook, Body, Shutdown, StartProcess, StopProcess
+from kintsugi.types import Placement, Role
 from tests.unit.cluster.conftest import until
+from tests.unit.transport.harness import make_endpoint
 
 MakeHost = Callable[..., Any]
 
@@ -187,6 +188,35 @@ def test_two_hosts_share_no_segments(make_host: MakeHost) -> None:
     with pytest.raises(RefusedError, match="no segment snapshot"):
         client.open("snapshot")
     client.close()
+
+
+def test_the_table_names_the_template_too(make_host: MakeHost) -> None:
+    host = make_host(preload=("json",), model="idle")
+    host.start("model-0")
+    table = msgspec.json.decode((host.run_dir / "agents" / "agent-0.json").read_bytes(), type=ChildrenTable)
+    (template,) = [record for record in table.children if record.process == "template"]
+    assert process_start_time(template.pid) == template.start_time
+    assert os.getpgid(template.pid) == template.pid
+
+
+@pytest.mark.parametrize(
+    "order",
+    [StartProcess("model-1", Role.MODEL, "b"), StopProcess("model-0", "b", 0.0), Shutdown("forged")],
+    ids=["start", "stop", "shutdown"],
+)
+def test_an_agent_takes_orders_from_nobody_but_the_master(make_host: MakeHost, order: Body) -> None:
+    host = make_host(model="idle")
+    forger = make_endpoint("model-9", job="test")
+    forger.admit(next(iter(host.master.peers.values())))
+    host.master.send("agent-0", AddressBook(1, (forger.peer(host="host-0"),)))
+    host.start("model-0")
+    asked = forger.request("agent-0", order, deadline_s=20.0)
+    until(lambda: host.turn() and (forger.turn(0.005), asked.done)[1], "the agent to refuse")
+    with pytest.raises(RemoteError, match="is the master's to say, not that of model-9"):
+        asked.result()
+    assert host.start("model-2").pid, "the agent goes on"
+    assert not host.exits
+    forger.close()
 
 
 def test_a_shutdown_ends_the_agent_and_its_children(make_host: MakeHost) -> None:

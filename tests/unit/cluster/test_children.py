@@ -13,6 +13,7 @@ from kintsugi.cluster.children import (
     ChildrenTable,
     boot_id,
     children_of,
+    end_orphans,
     find_alive,
     process_start_time,
     tail,
@@ -80,3 +81,27 @@ def test_the_tail_of_a_log_begins_no_earlier_than_its_offset(tmp_path: Path) -> 
     assert tail(log, offset=24) == "mine\n"
     log.write_text("é" * 10_000)
     assert tail(log) == "é" * 2000
+
+
+def test_ending_orphans_takes_along_what_they_started_in_their_groups(tmp_path: Path) -> None:
+    """A reward's subprocess, for example; a process of another group that is in no table is left alone."""
+    program = "sleep 600 & echo $!; wait"
+    with subprocess.Popen(["sh", "-c", program], stdout=subprocess.PIPE, start_new_session=True) as worker:
+        assert worker.stdout is not None
+        started = int(worker.stdout.readline())
+        path = tmp_path / "agent-0.json"
+        path.write_bytes(msgspec.json.encode(ChildrenTable(boot_id(), (record_of(worker),))))
+        end_orphans(path, processes=SystemProcesses(), timeout_s=5.0)
+        worker.stdout.read()  # ends when the last holder of the pipe is gone
+        assert (process_start_time(worker.pid), process_start_time(started)) == (None, None)
+    assert not path.exists()
+
+
+def test_an_orphan_in_the_group_of_another_does_not_take_that_group_along(
+    sleeper: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    path = tmp_path / "agent-0.json"
+    path.write_bytes(msgspec.json.encode(ChildrenTable(boot_id(), (record_of(sleeper),))))
+    assert os.getpgid(sleeper.pid) == os.getpgid(0), "it is in the group of this test"
+    end_orphans(path, processes=SystemProcesses(), timeout_s=5.0)
+    assert process_start_time(sleeper.pid) is None

@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from kintsugi.config import Config, WarmupSection
+from kintsugi.config import Config, WarmupSection, stages
 from kintsugi.control.agenda import (
     alerts,
     carried_stage,
@@ -42,7 +42,8 @@ def at(step: int) -> MasterState:
 
 
 def evaluated_steps(config: Config) -> list[int]:
-    return [step for step in range(12) if evaluation_is_due(config, at(step))]
+    steps = range(stages(config)[-1].last_step + 1)
+    return [step for step in steps if evaluation_is_due(config, at(step))]
 
 
 def saved_steps(config: Config, *, stopping: bool = False) -> list[int]:

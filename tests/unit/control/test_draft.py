@@ -26,7 +26,7 @@ class Talk:
 
     def answer(self, request: Request, body: Body, *, now: float) -> None:
         """What the master does with a reply."""
-        if self.conversation.close(request.token) is not None:
+        if self.conversation.close(request.token, request.to) is not None:
             self.conversation.answered(request.token, request.to, body, now)
 
 
@@ -109,7 +109,8 @@ def test_what_was_asked_of_a_lost_process_or_withdrawn_is_not_waited_for() -> No
     first, second = talk.ask_all(Ping())
     talk.conversation.abandon(first.to)
     talk.conversation.withdraw(second.token)
-    assert talk.conversation.close(first.token) is talk.conversation.close(second.token) is None
+    assert talk.conversation.close(first.token, first.to) is None
+    assert talk.conversation.close(second.token, second.to) is None
 
 
 def test_deadlines_come_from_answers_of_the_same_kind() -> None:

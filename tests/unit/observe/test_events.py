@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 from kintsugi.errors import Fault
@@ -17,7 +18,7 @@ from kintsugi.observe.events import (
     events_path,
     read_events,
 )
-from kintsugi.runtime import VirtualClock
+from kintsugi.runtime import COUNTERS, VirtualClock
 
 EVENTS: list[Event] = [
     ProcessBegan("model", "a", 17),
@@ -74,3 +75,44 @@ def test_events_of_several_processes_are_merged_by_time(tmp_path: Path) -> None:
         log.close()
     assert [record.event for record in read_events(tmp_path)] == [Note(str(number)) for number in range(4)]
     assert len(read_events(tmp_path, process="a-0")) == 2
+
+
+def dropped() -> int:
+    return COUNTERS.snapshot().counters.get("events.dropped", 0)
+
+
+def test_a_full_disk_drops_events_and_takes_the_next_when_it_has_room(tmp_path: Path) -> None:
+    path = events_path(tmp_path, "model-0")
+    path.parent.mkdir()
+    path.symlink_to("/dev/full")
+    before = dropped()
+    log = EventLog(path, process="model-0")
+    log.emit(Note("lost"))
+    assert dropped() == before + 1
+    log.close()
+    path.unlink()
+    log.emit(Note("kept"))
+    log.close()
+    assert [record.event for record in read_events(tmp_path)] == [Note("kept")]
+
+
+def test_a_folder_that_can_not_be_made_drops_events_instead_of_the_process(tmp_path: Path) -> None:
+    (tmp_path / "events").write_text("a file")
+    before = dropped()
+    EventLog(events_path(tmp_path, "model-0"), process="model-0").emit(Note("lost"))
+    assert dropped() == before + 1
+
+
+def test_a_line_that_the_disk_took_half_of_does_not_swallow_the_next(tmp_path: Path) -> None:
+    path = events_path(tmp_path, "model-0")
+    log = EventLog(path, process="model-0")
+    log.emit(Note("whole"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
+    try:
+        log.emit(Note("half"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.emit(Note("next"))
+    log.close()
+    assert [record.event for record in read_events(tmp_path)] == [Note("whole"), Note("next")]

@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -168,6 +169,75 @@ def test_a_disk_that_takes_no_more_is_said_with_the_file(tmp_path: Path) -> None
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         writer.close()
+
+
+def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    writer = SamplesWriter(tmp_path)
+    writer.write(1, [meta("a", 0)], texts={}, advantages={})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
+    try:
+        with pytest.raises(StorageError):
+            writer.write(2, [meta("a", 0)], texts={}, advantages={})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    writer.write(3, [meta("a", 0)], texts={}, advantages={})
+    writer.close()
+    assert steps_in(path) == [1, 3]
+
+
+class FakeRun:
+    """A run of the fake `wandb`; takes two lines."""
+
+    def __init__(self) -> None:
+        self.logged: list[int] = []
+
+    def log(self, values: dict[str, float], *, step: int) -> None:
+        if len(self.logged) == 2:
+            raise FakeWandb.Error("no connection")
+        self.logged.append(step)
+
+    def finish(self) -> None:
+        pass
+
+
+class FakeWandb(ModuleType):
+    """Keeps runs by their id, as W&B does with `resume="allow"`."""
+
+    class Error(Exception):
+        pass
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.runs: dict[str, FakeRun] = {}
+
+    def init(self, *, id: str, resume: str, **options: str) -> FakeRun:
+        assert resume == "allow"
+        return self.runs.setdefault(id, FakeRun())
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def test_a_resumed_run_is_the_same_run_at_weights_and_biases(tmp_path: Path, wandb: FakeWandb) -> None:
+    for step in (1, 2):
+        with MetricsWriter(tmp_path, wandb_id="job1") as writer:
+            writer.write(step, {"loss": 1.0})
+    assert {name: run.logged for name, run in wandb.runs.items()} == {"job1": [1, 2]}
+
+
+def test_a_tracker_that_fails_keeps_nothing_from_the_file(tmp_path: Path, wandb: FakeWandb) -> None:
+    with MetricsWriter(tmp_path, wandb_id="job1") as writer:
+        writer.write(1, {})
+        writer.write(2, {})
+        with pytest.raises(StorageError, match="W&B: no connection"):
+            writer.write(3, {})
+    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3]
 
 
 @pytest.mark.parametrize("torn", [b'{"step":2,"lo', b"x" * 200_000])

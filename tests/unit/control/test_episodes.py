@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from kintsugi.buffer.ledger import Ledger
+from kintsugi.config import stages
+from kintsugi.control.episodes import episode_of, next_tickets
+from kintsugi.control.phases import Phase
+from kintsugi.control.protocol import Exited, RequestFailed
+from kintsugi.errors import Fault
+from kintsugi.facts import SampleQuarantined, TicketAssigned, TicketReturned, TicketsIssued
+from kintsugi.messages import RunEpisodes
+from tests.unit.control.driven import CONFIG, Driven
+
+(STAGE,) = stages(CONFIG)
+
+
+def ids(*, num_issued: int, count: int, num_rows: int = 4) -> list[str]:
+    return [
+        ticket.id for ticket in next_tickets(STAGE, num_issued=num_issued, count=count, num_rows=num_rows)
+    ]
+
+
+def test_tickets_follow_the_data_and_begin_a_new_epoch_at_its_end() -> None:
+    assert ids(num_issued=0, count=2) == ["grpo:0:0:0", "grpo:0:1:0"]
+    assert ids(num_issued=3, count=3) == ["grpo:0:3:0", "grpo:1:0:0", "grpo:1:1:0"]
+    assert ids(num_issued=9, count=0) == []
+
+
+def test_tickets_issued_in_portions_are_those_issued_at_once() -> None:
+    portions = [id for start, count in ((0, 3), (3, 4), (7, 6)) for id in ids(num_issued=start, count=count)]
+    assert portions == ids(num_issued=0, count=13)
+
+
+def test_the_ledger_takes_the_tickets_over_several_epochs_and_each_is_for_a_whole_group() -> None:
+    ledger = Ledger()
+    for start in range(0, 20, 5):
+        tickets = next_tickets(STAGE, num_issued=start, count=5, num_rows=4)
+        ledger.apply(TicketsIssued(tickets))
+        assert {ticket.num_samples for ticket in tickets} == {STAGE.algorithm.group_size}
+    assert ledger.num_issued("grpo") == 20
+
+
+def test_a_token_tells_the_group_it_asks_for() -> None:
+    assert episode_of("episode 1.4 grpo:0:17:0") == "grpo:0:17:0"
+    assert episode_of("round:3:Save:model-0") is None
+
+
+def collecting() -> Driven:
+    driven = Driven()
+    driven.begin()
+    driven.until(Phase.COLLECTING)
+    return driven
+
+
+def test_a_group_whose_data_are_wrong_is_set_aside_with_the_reason_and_replaced() -> None:
+    driven = collecting()
+    request = driven.asked(RunEpisodes)[0]
+    assert isinstance(request.body, RunEpisodes)
+    fault = Fault("a", "DataError", request.to, "prompt too long", 0.0)
+    decision = driven.feed(RequestFailed(request.token, request.to, fault))
+    reasons = [fact.reason for fact in decision.facts if isinstance(fact, SampleQuarantined)]
+    assert reasons == ["prompt too long"] * request.body.ticket.num_samples
+    (issued,) = [fact for fact in decision.facts if isinstance(fact, TicketsIssued)]
+    assert len(issued.tickets) == 1
+
+
+def test_a_group_that_the_world_failed_is_tried_again_and_ends_the_run_after_the_last_attempt() -> None:
+    driven = collecting()
+    name = next(iter(driven.open)).rpartition(" ")[2]
+    for attempt in range(1, CONFIG.rollout.attempts + 1):
+        assert driven.master.phase is Phase.COLLECTING
+        (token,) = [token for token in driven.open if token.endswith(f" {name}")]
+        decision = driven.fail(driven.open[token], f"attempt {attempt}")
+        returned = [fact.ticket for fact in decision.facts if isinstance(fact, TicketReturned)]
+        assert returned == ([name] if attempt < CONFIG.rollout.attempts else [])
+    driven.let_grace_pass()
+    assert driven.master.phase is Phase.ENDED
+    assert f"attempt {CONFIG.rollout.attempts}" in repr(driven.facts[-1])
+
+
+def test_the_groups_of_a_lost_worker_are_run_by_another_under_the_same_tickets() -> None:
+    driven = collecting()
+    lost = [request for request in driven.asked(RunEpisodes) if request.to == "rollout-0"]
+    incarnation = driven.state.members.members["rollout-0"].incarnation
+    decision = driven.feed(Exited("rollout-0", incarnation, -9))
+    returned = [fact.ticket for fact in decision.facts if isinstance(fact, TicketReturned)]
+    again = [(fact.ticket, fact.worker) for fact in decision.facts if isinstance(fact, TicketAssigned)]
+    tickets = [request.body.ticket.id for request in lost if isinstance(request.body, RunEpisodes)]
+    assert tickets and returned == tickets
+    assert again == [(ticket, "rollout-1") for ticket in tickets]

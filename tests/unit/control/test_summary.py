@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kintsugi.config import WarmupSection
+from kintsugi.control.phases import Phase
+from kintsugi.control.state import Tally
+from kintsugi.control.summary import stage_seconds, summarize_run
+from kintsugi.errors import Fault
+from tests.unit.control.driven import CONFIG, Driven
+
+
+def summary_of(driven: Driven, *faults: Fault) -> dict[str, object]:
+    return summarize_run(
+        driven.master.config,
+        driven.state,
+        run_dir="runs/a",
+        processes={"model": [1, 2]},
+        rest=driven.master.timing,
+        faults=faults,
+    )
+
+
+def test_phases_become_stages_and_what_took_no_time_is_left_out() -> None:
+    timing = {"starting": 1.0, "preparing": 2.0, "training": 3.0, "publishing": 4.0, "saving": 0.0}
+    assert stage_seconds(timing) == {"start": 3.0, "train": 3.0, "weights": 4.0}
+
+
+def test_collecting_time_is_divided_by_what_the_workers_spent_and_none_of_it_is_lost() -> None:
+    timing = {"collecting": 10.0, "episode_actor_generate": 30.0, "episode_reward": 10.0}
+    assert stage_seconds(timing) == {"generate": 7.5, "reward": 2.5}
+    assert stage_seconds({"collecting": 10.0, "episode_demonstrate": 0.2}) == {"data": 10.0}
+
+
+def test_parts_of_a_training_call_are_not_counted_beside_it() -> None:
+    assert stage_seconds({"training": 3.0, "train_forward": 2.0}) == {"train": 3.0}
+
+
+def test_a_finished_run_is_summed_up_over_its_stages() -> None:
+    driven = Driven(
+        msgspec.structs.replace(CONFIG, warmup=WarmupSection(steps=2, batch_size=2)), num_eval_rows=2
+    )
+    driven.begin()
+    driven.until(Phase.ENDED)
+    summary = summary_of(driven)
+    expected = {
+        "name": "driven",
+        "outcome": "finished",
+        "run_dir": "runs/a",
+        "steps": 5,
+        "samples_trained": 2 * 2 * 1 + 3 * 2 * 2,
+        "tokens_trained": 8 * 16,
+        "tokens_generated": 4 * 16,
+        "reward_first": 0.5,
+        "reward_last": 0.5,
+        "eval_accuracy_before": 0.0,
+        "eval_accuracy_after": 0.0,
+        "weights_sha256": "sha256",
+        "weight_version": 5,
+        "processes": {"model": [1, 2]},
+        "faults": [],
+        "logprob_abs_diff_mean": None,
+    }
+    assert {name: summary[name] for name in expected} == expected
+    evaluations = summary["evaluations"]
+    assert isinstance(evaluations, list) and [done["step"] for done in evaluations] == [2, 5]
+
+
+def test_every_second_of_a_run_is_in_exactly_one_stage_or_was_spent_collecting() -> None:
+    driven = Driven()
+    driven.begin()
+    driven.until(Phase.ENDED)
+    timing = summary_of(driven)["timing"]
+    assert isinstance(timing, dict)
+    collecting = sum(tally.totals()[0]["timing/collecting"] for tally in driven.state.tallies.values())
+    ending = driven.master.timing["ending"]
+    assert sum(timing.values()) + collecting + ending == pytest.approx(driven.state.wall_s)
+
+
+def test_agreement_is_averaged_over_the_steps_that_measured_it() -> None:
+    driven = Driven()
+    driven.state.tallies["grpo"] = tally = Tally()
+    for step, metrics in enumerate(
+        ({"logprob_abs_diff_mean": 0.1}, {}, {"logprob_abs_diff_mean": 0.3}), start=1
+    ):
+        tally.add(step, {"reward_mean": 0.25 + 0.25 * step, **metrics})
+    summary = summary_of(driven)
+    assert summary["logprob_abs_diff_mean"] == pytest.approx(0.2)
+    assert (summary["reward_first"], summary["reward_last"]) == (0.5, 1.0)
+
+
+def test_a_run_that_failed_before_its_first_step_has_faults_and_no_figures() -> None:
+    driven = Driven()
+    driven.begin()
+    summary = summary_of(driven, Fault("a", "StartFailed", "master-0", "not registered", 0.0))
+    assert summary["faults"] == [{"kind": "StartFailed", "process": "master-0", "message": "not registered"}]
+    empty = ("reward_first", "reward_last", "eval_accuracy_before", "eval_accuracy_after")
+    assert [summary[name] for name in empty] == [None] * 4
+    assert (summary["steps"], summary["samples_trained"]) == (0, 0)
