@@ -401,10 +401,12 @@ def export_checkpoint(folder: Path, *, to: Path | None = None, step: int | None 
     from kintsugi.checkpoint.manifest import MANIFEST_FILE
     from kintsugi.checkpoint.store import EXTRA_FILE, STATE_FILE
 
-    checkpoint = chosen_checkpoint(folder, step=step)
-    to = to or Path(f"{folder.resolve().name}-{checkpoint.name}")
+    if to is None:
+        number = max(checkpoint_folders(folder), default=0) if step is None else step
+        to = Path(f"{folder.resolve().name}-step-{number}")
     if to.exists():
         raise UserError(f"--to: expected a folder that does not exist yet, found {to}")
+    checkpoint = chosen_checkpoint(folder, step=step)
     ours = {EXTRA_FILE, MANIFEST_FILE, STATE_FILE}
     names = [path.name for path in checkpoint.iterdir() if path.name not in ours]
     try:

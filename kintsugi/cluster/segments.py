@@ -19,7 +19,7 @@ from uuid import uuid4
 
 import msgspec
 
-from kintsugi.errors import RefusedError, WorldError
+from kintsugi.errors import DeadlineExceeded, RefusedError, WorldError
 from kintsugi.runtime import wait
 
 _MOST_BYTES = 4096
@@ -188,13 +188,28 @@ class SegmentClient:
 
     def __init__(self, socket_name: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # A full queue of the service holds a connection up; the kernel gives up after this time.
+        timeout = struct.pack("ll", int(_ANSWER_TIMEOUT_S), int(_ANSWER_TIMEOUT_S % 1 * 1_000_000))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         try:
-            self._socket.connect(f"\0{socket_name}")
-        except OSError as error:
+            wait(
+                lambda _: self._attempt_connect(socket_name),
+                whom="agent",
+                what="a connection to the segment service",
+                timeout_s=_ANSWER_TIMEOUT_S,
+            )
+        except (OSError, DeadlineExceeded) as error:
             self._socket.close()
             raise WorldError(f"segment service {socket_name} of this host: {error}") from error
         self._poller = select.poll()
         self._poller.register(self._socket, select.POLLIN)
+
+    def _attempt_connect(self, socket_name: str) -> bool | None:
+        try:
+            self._socket.connect(f"\0{socket_name}")
+        except BlockingIOError:
+            return None
+        return True
 
     def create(self, name: str, size: int) -> int:
         """A descriptor of `size` bytes, zeroed unless the segment existed with that size."""

@@ -314,9 +314,9 @@ class MasterShell:
             write()
         except (StorageError, OSError) as error:
             message = str(error)
-            if self._unwritable.get(what) != message:
+            alert = Alert(f"{what} can not be written, the run goes on without it: {message}")
+            if self._unwritable.get(what) != message and self._log.try_emit(alert):
                 self._unwritable[what] = message
-                self._log.emit(Alert(f"{what} can not be written, the run goes on without it: {message}"))
         else:
             if self._unwritable.pop(what, None) is not None:
                 self._log.emit(Note(f"{what} is written again"))

@@ -119,6 +119,10 @@ class EventLog:
 
     def emit(self, event: Event) -> None:
         """Append `{"time": …, "monotonic": …, "process": …, "kind": …, …}` as one line. Never raises OSError."""
+        self.try_emit(event)
+
+    def try_emit(self, event: Event) -> bool:
+        """The same for who will say it again: False if the disk refused."""
         stamp = _encoder.encode(Stamp(self._clock.wall(), self._clock.monotonic(), self._process))
         line = stamp[:-1] + b"," + _encoder.encode(event)[1:] + b"\n"
         try:
@@ -128,10 +132,11 @@ class EventLog:
             written = os.write(self._descriptor, line)
         except OSError:
             COUNTERS.add("events.dropped")
-            return
+            return False
         self._torn = written < len(line)
         if self._torn:
             COUNTERS.add("events.dropped")
+        return not self._torn
 
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)

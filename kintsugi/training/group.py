@@ -324,16 +324,12 @@ class _Meeting:
     def connect(self, device: torch.device) -> tuple[_Backend, Route]:
         try:
             interface = self._poll(self._reach, whom=self._ranks[0])
-            store = _distributed.PrefixStore(
-                self._prefix,
-                _distributed.TCPStore(
-                    *self._address, is_master=False, wait_for_workers=False, timeout=self._timeout
-                ),
-            )
-            store.set(f"here-{self._rank}", identity(device))
+            store = self._poll(lambda: self._announce(identity(device)), whom=self._ranks[0])
             here = [f"here-{rank}" for rank in range(len(self._ranks))]
             self._poll(lambda: store.check(here) or None, whom=self._others)
-            route = choose_route([store.get(key).decode() for key in here])
+            route = self._poll(
+                lambda: choose_route([store.get(key).decode() for key in here]), whom=self._ranks[0]
+            )
             connecting = _in_background(
                 lambda: self._backend(store, interface=interface, route=route), name=self._prefix
             )
@@ -355,6 +351,17 @@ class _Meeting:
                 return interface
         except OSError:
             return None
+
+    def _announce(self, identity: str) -> Any:
+        """Say in the store that this rank is here. Only a store that stopped since it was reached can hold this up."""
+        store = _distributed.PrefixStore(
+            self._prefix,
+            _distributed.TCPStore(
+                *self._address, is_master=False, wait_for_workers=False, timeout=self._timeout
+            ),
+        )
+        store.set(f"here-{self._rank}", identity)
+        return store
 
     def _backend(self, store: Any, *, interface: str, route: Route) -> _Backend:
         if route is Route.NCCL:

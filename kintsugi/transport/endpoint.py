@@ -41,6 +41,7 @@ from kintsugi.transport.sockets import (
     NOBLOCK,
     QUEUED_MESSAGES,
     Link,
+    comes_at_once,
     is_readable,
     milliseconds,
     open_dealer,
@@ -208,9 +209,10 @@ class Endpoint:
         return pending
 
     def call(self, process: str, body: Body, *, deadline_s: float, blobs: Sequence[Blob] = ()) -> Reply:
-        """Ask and wait for the answer. What arrives meanwhile is kept for the next `poll`."""
+        """Ask and wait, a little past the deadline at which it ends itself. What arrives meanwhile is kept."""
         pending = self.request(process, body, deadline_s=deadline_s, blobs=blobs)
-        # The request ends itself at its deadline; the wait is a little longer, so that its error is the one seen.
+        if (link := self._links.get(process)) is not None and comes_at_once(link.socket, clock=self._clock):
+            self._drain_link(link)
         wait(pending.attempt, whom=process, what=pending.what, timeout_s=deadline_s + 1.0, clock=self._clock)
         return pending.result()
 

@@ -8,12 +8,15 @@ from collections.abc import Sequence
 
 import zmq
 
+from kintsugi.runtime import Clock
 from kintsugi.transport.exchange import Blob, PendingReply
 from kintsugi.types import Peer
 
 QUEUED_MESSAGES = 4096
 """Bound of each socket's queues, of an endpoint's inbox, and of one caller's unanswered requests."""
 LARGEST_FRAME_BYTES = 1 << 30
+AT_ONCE_S = 3e-4
+"""How long `comes_at_once` looks; a call that takes longer sleeps."""
 NOBLOCK = int(zmq.NOBLOCK)
 MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
@@ -111,6 +114,15 @@ def receive_blobs(handle: zmq.Socket[bytes]) -> tuple[memoryview, ...]:
 def is_readable(handle: zmq.Socket[bytes]) -> bool:
     """Whether a whole message is there; much cheaper than a failing `recv`."""
     return bool(int(handle.getsockopt(_EVENTS)) & _READABLE)
+
+
+def comes_at_once(handle: zmq.Socket[bytes], *, clock: Clock) -> bool:
+    """Look for a moment whether a message comes: most answers are there sooner than a sleeping thread is awake."""
+    until = clock.monotonic() + AT_ONCE_S
+    while not is_readable(handle):
+        if clock.monotonic() >= until:
+            return False
+    return True
 
 
 def milliseconds(seconds: float) -> int:

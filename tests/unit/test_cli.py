@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from kintsugi import cli
+from kintsugi import cli, runs
 from kintsugi.cluster import launcher
 from kintsugi.config import Config
 from kintsugi.errors import Fault, ProcessDied, UserError
 from kintsugi.model.plan import plan_model
+from kintsugi.observe.events import Alert, EventLog, FaultSeen, events_path
+from kintsugi.observe.processes import write_processes
 from kintsugi.recipe import load, load_config
+from tests.unit.observe.test_processes import REPORTS
 
 ROOT = Path(__file__).parents[2]
 GRPO = str(ROOT / "recipes" / "grpo_arithmetic.yaml")
@@ -155,6 +161,88 @@ def test_a_master_that_left_no_summary_is_quoted_from_its_log(
     result = kintsugi("train", GRPO)
     assert result.code == code
     assert result.errors.startswith(expected)
+
+
+def test_a_mistake_that_the_master_found_is_one_sentence_and_exit_code_2(
+    kintsugi: Kintsugi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(config: Config, *, run_dir: Path, on_tick: Callable[[], None], resume: bool) -> int:
+        log = EventLog(events_path(run_dir, "master-0"), process="master-0")
+        log.emit(FaultSeen(Fault("f", "DataError", "master-0", "rows.jsonl: expected rows", time.time())))
+        log.close()
+        return 2
+
+    monkeypatch.setattr(launcher, "launch", launch)
+    result = kintsugi("train", GRPO)
+    assert (result.code, result.errors) == (2, "error: rows.jsonl: expected rows\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 1),
+        (PermissionError(errno.EACCES, "Permission denied"), 2),
+    ],
+)
+def test_a_folder_that_can_not_be_made_is_one_message(
+    kintsugi: Kintsugi, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, error: OSError, code: int
+) -> None:
+    def refuse(path: Path, *arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    result = kintsugi("train", GRPO)
+    assert result.code == code
+    assert result.errors.startswith("error: ") and str(error.strerror) in result.errors
+    assert len(result.errors.splitlines()) == 1
+    assert cluster.launched == []
+
+
+def test_a_disk_without_room_for_the_configuration_leaves_no_folder(
+    kintsugi: Kintsugi, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *arguments: object, **options: object) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    result = kintsugi("train", GRPO)
+    assert result.code == 1
+    assert "could not write" in result.errors and "config.yaml: No space left on device" in result.errors
+    assert list(Path("runs").iterdir()) == []
+    assert cluster.launched == []
+
+
+def test_a_disk_without_room_for_the_launchers_name_leaves_no_folder(
+    kintsugi: Kintsugi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *arguments: object, **options: object) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    result = kintsugi("train", GRPO)
+    assert result.code == 1
+    assert "launcher.json: No space left on device" in result.errors
+    assert list(Path("runs").iterdir()) == []
+
+
+def test_status_of_a_living_run_shows_what_every_process_does_and_the_last_alerts(
+    kintsugi: Kintsugi, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    kintsugi("train", GRPO)
+    folder = Path("runs/grpo_arithmetic-1")
+    runs.write_launcher(folder, pid=os.getpid())
+    write_processes(folder, REPORTS)
+    log = EventLog(events_path(folder, "master-0"), process="master-0")
+    for number in range(7):
+        log.emit(Alert(f"alert number {number}", {"ratio": 1.5}))
+    log.close()
+    output = kintsugi("status", "grpo_arithmetic-1").output
+    assert "model-0" in output and "steps 3" in output
+    assert "model-1: all_reduce (at most 30.0 s)" in output
+    assert [number for number in range(7) if f"alert number {number} ratio=1.5" in output] == [2, 3, 4, 5, 6]
 
 
 def test_a_broken_start_exits_with_1_and_its_cause(kintsugi: Kintsugi, cluster: FakeCluster) -> None:

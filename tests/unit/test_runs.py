@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import pytest
 
 from kintsugi import runs
 from kintsugi.config import AlgorithmSection, Config, WarmupSection
+from kintsugi.control.journal import Journal
 from kintsugi.errors import ConfigError, Fault, KintsugiError, StorageError, UserError
 from kintsugi.facts import CheckpointSaved, ProcessJoined, ProcessLost, RunEnded
+from kintsugi.observe.events import EventLog, FaultSeen, events_path
 from kintsugi.recipe import dump
 from kintsugi.runs import RunState
+from kintsugi.runtime import VirtualClock
 from kintsugi.types import Peer, Role
 
 CONFIG = Config(name="mine", warmup=WarmupSection(steps=2), algorithm=AlgorithmSection(steps=3))
@@ -256,3 +260,37 @@ def test_an_export_needs_a_checkpoint_and_a_free_place(folder: Path, tmp_path: P
     with pytest.raises(StorageError):
         runs.export_checkpoint(folder, to=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_export_goes_beside_us_under_the_runs_name_if_no_place_is_given(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (folder / "checkpoints" / "step-000025").mkdir(parents=True)
+    (tmp_path / "mine-1-step-25").mkdir()
+    with pytest.raises(UserError, match="does not exist yet, found mine-1-step-25"):
+        runs.export_checkpoint(folder)
+
+
+FAULT = Fault("f", "StorageError", "master-0", "disk full", 50.0)
+
+
+def end_in_the_journal(folder: Path) -> None:
+    with Journal.create(folder / "journal", owner="test") as journal:
+        journal.append([RunEnded("failed", FAULT)])
+
+
+def end_in_the_events(folder: Path) -> None:
+    log = EventLog(events_path(folder, "master-0"), process="master-0", clock=VirtualClock(wall=50.0))
+    log.emit(FaultSeen(FAULT))
+    log.close()
+
+
+@pytest.mark.parametrize("leave_word", [end_in_the_journal, end_in_the_events])
+def test_a_session_without_a_summary_still_says_why_it_failed(
+    folder: Path, leave_word: Callable[[Path], None]
+) -> None:
+    assert runs.read_faults(folder, since=49.0) == ()
+    leave_word(folder)
+    assert runs.read_faults(folder, since=49.0) == (runs.FaultLine("StorageError", "master-0", "disk full"),)
+    assert runs.read_faults(folder, since=51.0) == (), "that was an earlier session's"

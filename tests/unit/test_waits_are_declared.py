@@ -17,18 +17,50 @@ import kintsugi
 PACKAGE = Path(kintsugi.__file__).parent
 RUNTIME = "runtime.py"
 
+NON_BLOCKING_PIPE = "the pipe is opened with O_NONBLOCK"
 ALLOWED = {
-    ("transport/endpoint.py", "turn"): "the loop's own poll: `poll` and `call` reach it through runtime.wait",
-    ("worker.py", "call"): "`Future.result` waits through runtime.wait",
-    ("cluster/segments.py", "_accept"): "a non-blocking socket, watched by the agent's loop",
-    ("cluster/segments.py", "_serve"): "a non-blocking socket, watched by the agent's loop",
-    ("cluster/template.py", "receive"): "called by the loop when the socket is readable",
-    ("cluster/template.py", "_fork_for_grandparent"): "reaps a child that exits right after its fork",
-    ("training/group.py", "_run"): "collects the error of a collective that runtime.wait saw completed",
-    ("training/group.py", "connect"): "asks for the result only of what is done",
-    ("training/samples.py", "_fetch"): "takes answers that runtime.wait saw done",
+    ("cluster/children.py", "os.read(self.report, 65536)"): NON_BLOCKING_PIPE,
+    ("cluster/launcher.py", "os.read(self.report, 65536)"): NON_BLOCKING_PIPE,
+    ("cluster/signals.py", "os.read(self._reader, 256)"): NON_BLOCKING_PIPE,
+    ("control/shell.py", "os.read(read_end, 64)"): NON_BLOCKING_PIPE,
+    ("cluster/segments.py", "self._listener.accept()"): "a non-blocking socket, watched by the agent's loop",
+    ("cluster/segments.py", "client.recv(_MOST_BYTES)"): "a non-blocking socket, watched by the agent's loop",
+    ("cluster/segments.py", "socket.recv_fds(self._socket, _MOST_BYTES, 1)"): "runtime.wait saw it readable",
+    ("cluster/template.py", "self._socket.recv(_MOST_BYTES)"): "a non-blocking socket, watched by the loop",
+    ("cluster/template.py", "socket.recv_fds(connection, _MOST_BYTES, 8)"): "runtime.wait saw it readable",
+    ("cluster/template.py", "os.read(reader, 4)"): "of a child that forks and ends, in the same moment",
+    ("cluster/template.py", "os.waitpid(between, 0)"): "reaps that child, which exits right after its fork",
+    (
+        "training/group.py",
+        "_distributed.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())",
+    ): "the serving side: the socket listens already, and nobody is waited for",
+    (
+        "training/group.py",
+        "_distributed.TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=self._timeout)",
+    ): "`_poll` declares it, and the library ends it at the meeting's timeout",
+    ("training/group.py", "store.get(key)"): "`_poll` declares it; the key is there, so nobody is waited for",
+    (
+        "training/group.py",
+        "socket.create_connection(self._address, timeout=LONGEST_CONNECT_S)",
+    ): "`_poll` declares it",
+    ("training/group.py", "connecting.result()"): "asked only once it is done",
+    ("training/group.py", "meeting.connect(device)"): "our own method; it waits through runtime.wait",
+    (
+        "training/group.py",
+        "work.wait()",
+    ): "collects the error of a collective that runtime.wait saw completed",
+    ("training/samples.py", "answers[holder].result()"): "our own `Future`; runtime.wait saw it done",
+    (
+        "transport/endpoint.py",
+        "self._poller.poll(milliseconds(timeout_s))",
+    ): "the loop itself: `poll` and `call` reach it through runtime.wait",
+    ("transport/sockets.py", "dealer.connect(peer.address)"): "ZeroMQ connects in the background",
+    (
+        "worker.py",
+        "self.submit(process, body, deadline_s=deadline_s, blobs=blobs).result()",
+    ): "our own `Future`; it waits through runtime.wait",
 }
-"""(file, function) → why it may block by itself."""
+"""(file, call) → why this one call may be made outside of `runtime.wait`."""
 
 BLOCKING_FUNCTIONS = {
     "time.sleep",
@@ -43,18 +75,41 @@ BLOCKING_FUNCTIONS = {
     "subprocess.check_output",
     "concurrent.futures.wait",
     "futures.wait",
+    "socket.create_connection",
+    "os.read",
+    "os.readv",
 }
-SOCKET_METHODS = {
+RECEIVING_METHODS = {
     "accept",
     "recv",
     "recvmsg",
     "recv_into",
     "recvfrom",
+    "recv_fds",
     "recv_multipart",
     "communicate",
-    "barrier",
+    "connect",
 }
 WAITING_METHODS = {"wait", "wait_for", "result", "monitored_barrier", "sigtimedwait"}
+COLLECTIVES = {
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "destroy_process_group",
+    "gather",
+    "init_process_group",
+    "new_group",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+}
 
 
 def dotted(node: ast.expr) -> str:
@@ -64,6 +119,12 @@ def dotted(node: ast.expr) -> str:
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return ""
+
+
+def full_name(node: ast.expr, imported_from: dict[str, str]) -> str:
+    """What a call is called where it comes from: `from time import sleep as doze` makes `doze` a `time.sleep`."""
+    first, dot, rest = dotted(node).partition(".")
+    return f"{imported_from.get(first, first)}{dot}{rest}"
 
 
 def mentions(call: ast.Call, *names: str) -> bool:
@@ -83,64 +144,92 @@ def is_zero(node: ast.expr) -> bool:
 
 
 def blocks(call: ast.Call, imported_from: dict[str, str]) -> bool:
-    """Whether a call may stand still, judged by its name and arguments."""
-    name = dotted(call.func)
-    name = imported_from.get(name, name)
+    """Whether a call may stand still, judged by its name and arguments.
+
+    `with lock:` is left alone: a lock of ours is held for a few operations in memory and never across a wait, which
+    `acquire` called by hand does not show.
+    """
+    name = full_name(call.func, imported_from)
+    last = name.split(".")[-1]
     if name in BLOCKING_FUNCTIONS:
         return True
     if name in ("os.waitpid", "os.waitid", "os.wait", "os.wait3", "os.wait4"):
         return not mentions(call, "WNOHANG")
-    if not isinstance(call.func, ast.Attribute):
-        return False
-    method = call.func.attr
-    keywords = {keyword.arg for keyword in call.keywords}
-    if method in WAITING_METHODS:
-        no_time = any(keyword.arg == "timeout" and is_zero(keyword.value) for keyword in call.keywords)
-        return (
-            name not in ("runtime.wait", "kintsugi.runtime.wait")
-            and not no_time
-            and not _settled_result(call)
-        )
-    if method in SOCKET_METHODS:
-        return not mentions(call, "NOBLOCK", "MSG_DONTWAIT", "DONTWAIT")
-    if method == "poll":
-        # A process's `poll()` only looks; a poller's waits unless it is given no time.
-        if not call.args and not keywords:
-            return "poll" in dotted(call.func.value)
-        return not (call.args and is_zero(call.args[0])) and not _is_endpoint(call)
-    if method == "join":
-        # A thread's or process's join has no argument or a timeout; a string's has one iterable.
-        return (
-            not call.args
-            or "timeout" in keywords
-            or "timeout" in dotted(call.args[0])
-            or _is_number(call.args[0])
-        )
-    if method == "get":
-        # A queue's get waits; a mapping's has a key as first argument and no such keywords.
-        return (not call.args and not (keywords & {"key", "name", "default"})) or bool(
-            keywords & {"block", "timeout"}
-        )
+    if name in ("fcntl.flock", "fcntl.lockf"):
+        return not mentions(call, "LOCK_NB", "LOCK_UN")
+    if last == "TCPStore":
+        return True
+    if last in COLLECTIVES and _is_of_torch(name, call):
+        return not _has_keyword(call, "async_op", value=True)
+    return isinstance(call.func, ast.Attribute) and _method_blocks(call.func, call, name)
+
+
+def _method_blocks(function: ast.Attribute, call: ast.Call, name: str) -> bool:
+    receiver = ast.unparse(function.value).lower()
+    match function.attr:
+        case "result" if "pending" in receiver:
+            return False  # our own `PendingReply` asserts that it is done instead of waiting
+        case method if method in WAITING_METHODS:
+            return name not in ("runtime.wait", "kintsugi.runtime.wait") and not _has_no_time(call)
+        case method if method in RECEIVING_METHODS:
+            return not mentions(call, "NOBLOCK", "MSG_DONTWAIT", "DONTWAIT")
+        case "acquire":
+            return not (_has_no_time(call) or _has_keyword(call, "blocking", value=False))
+        case "select":
+            return "select" in receiver and not _has_no_time(call)
+        case "poll":
+            # A process's `poll()` only looks; a poller's waits unless it is given no time. `Endpoint.poll` declares it.
+            if not call.args and not call.keywords:
+                return "poll" in receiver
+            return not _has_no_time(call) and receiver.split(".")[-1].lstrip("_") != "endpoint"
+        case "join":
+            return _joins_a_thread(receiver, call)
+        case "get":
+            return _waits_for_an_item(receiver, call)
     return False
 
 
-def _settled_result(call: ast.Call) -> bool:
-    """`result` of a request that is known to be done: our own `PendingReply` asserts that instead of waiting."""
-    return (
-        isinstance(call.func, ast.Attribute) and call.func.attr == "result" and "pending" in dotted(call.func)
+def _has_keyword(call: ast.Call, name: str, *, value: object) -> bool:
+    return any(
+        keyword.arg == name and isinstance(keyword.value, ast.Constant) and keyword.value.value is value
+        for keyword in call.keywords
     )
 
 
-def _is_endpoint(call: ast.Call) -> bool:
-    """`Endpoint.poll` declares its wait itself."""
+def _has_no_time(call: ast.Call) -> bool:
+    """Zero seconds, or the `False` of "do not block", as first argument or timeout."""
+    given = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "timeout")]
+    return any(map(is_zero, given))
+
+
+def _is_of_torch(name: str, call: ast.Call) -> bool:
+    """A function of `torch.distributed`, however it was imported, or one called by its bare name."""
+    module = name.rpartition(".")[0]
+    return module in ("", "dist", "torch.distributed", "distributed") or mentions(call, "async_op")
+
+
+def _joins_a_thread(receiver: str, call: ast.Call) -> bool:
+    """A thread's or process's join has no argument, or seconds; a string's has one iterable."""
+    if not call.args or any(keyword.arg == "timeout" for keyword in call.keywords):
+        return True
+    argument = call.args[0]
+    seconds = isinstance(argument, ast.Constant) and isinstance(argument.value, int | float)
+    named = dotted(argument).split(".")[-1]
     return (
-        isinstance(call.func, ast.Attribute)
-        and dotted(call.func.value).split(".")[-1].lstrip("_") == "endpoint"
+        seconds
+        or named.endswith(("_s", "seconds", "timeout"))
+        or receiver.endswith(("thread", "process", "worker"))
     )
 
 
-def _is_number(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
+def _waits_for_an_item(receiver: str, call: ast.Call) -> bool:
+    """A queue's get waits, and so does a store's; a mapping's has a key as first argument and no such keywords."""
+    keywords = {keyword.arg for keyword in call.keywords}
+    if _has_keyword(call, "block", value=False) or _has_no_time(call):
+        return False
+    block = bool(call.args) and isinstance(call.args[0], ast.Constant) and call.args[0].value is True
+    nothing = not call.args and not (keywords & {"key", "name", "default"})
+    return nothing or block or bool(keywords & {"block", "timeout"}) or receiver.endswith("store")
 
 
 def undeclared_waits(source: str, file: str) -> Iterator[str]:
@@ -148,8 +237,10 @@ def undeclared_waits(source: str, file: str) -> Iterator[str]:
     tree = ast.parse(source)
     imported_from = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
+        if isinstance(node, ast.ImportFrom)
+        else alias.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module
+        if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     }
 
@@ -158,10 +249,10 @@ def undeclared_waits(source: str, file: str) -> Iterator[str]:
             function = node.name
             inside_wait = inside_wait or function.lstrip("_").startswith("attempt")
         if isinstance(node, ast.Call):
-            name = imported_from.get(dotted(node.func), dotted(node.func))
+            name = full_name(node.func, imported_from)
             if name in ("wait", "runtime.wait", "kintsugi.runtime.wait"):
                 inside_wait = True
-            elif not inside_wait and (file, function) not in ALLOWED and blocks(node, imported_from):
+            elif not inside_wait and blocks(node, imported_from) and (file, ast.unparse(node)) not in ALLOWED:
                 yield f"{file}:{node.lineno} {function}: {ast.unparse(node)}"
         for child in ast.iter_child_nodes(node):
             yield from visit(child, function, inside_wait)
@@ -204,6 +295,31 @@ def test_every_wait_is_declared(file: str) -> None:
         "zmq_socket.recv_multipart()",
         "subprocess.run(['x'])",
         "process.communicate()",
+        "lock.acquire()",
+        "lock.acquire(timeout=3)",
+        "os.read(descriptor, 10)",
+        "socket.create_connection(address)",
+        "sock.connect(address)",
+        "socket.recv_fds(connection, 10, 1)",
+        "selector.select()",
+        "selector.select(3)",
+        "q.get(True)",
+        "q.get(True, 3)",
+        "store.get('key')",
+        "thread.join(seconds)",
+        "self._worker.join(remaining_s)",
+        "zmq.Poller().poll()",
+        "fcntl.flock(file, fcntl.LOCK_EX)",
+        "fcntl.lockf(file, fcntl.LOCK_SH)",
+        "all_reduce(tensor)",
+        "dist.broadcast(tensor, 0)",
+        "torch.distributed.init_process_group('gloo')",
+        "from torch import distributed as d\nd.barrier()",
+        "import torch.distributed as d\nd.all_reduce(tensor)",
+        "import time as t\nt.sleep(1)",
+        "from torch.distributed import all_gather as collect\ncollect(tensors, tensor)",
+        "TCPStore('localhost', 1)",
+        "dist.TCPStore('localhost', 1)",
         "def helper():\n    time.sleep(1)\nwait(helper, whom='x', what='y', timeout_s=1)",
     ],
 )
@@ -229,12 +345,24 @@ def test_a_wait_that_bypasses_the_one_function_is_found(bypass: str) -> None:
         "runtime.wait(lambda s: queue.get(timeout=s), whom='x', what='y', timeout_s=1)",
         "def _attempt_join(s):\n    thread.join(s)",
         "os.path.join(folder, name)",
+        "separator.join(lines)",
+        "with lock:\n    table[key] = value",
+        "lock.acquire(blocking=False)",
+        "lock.acquire(False)",
+        "q.get(False)",
+        "q.get(block=False)",
+        "selector.select(0)",
+        "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "fcntl.flock(file, fcntl.LOCK_UN)",
+        "dist.all_reduce(tensor, async_op=True)",
+        "functools.reduce(add, numbers)",
     ],
 )
 def test_what_does_not_block_or_is_declared_is_left_alone(innocent: str) -> None:
     assert list(undeclared_waits(innocent, "planted.py")) == []
 
 
-def test_every_exception_to_the_rule_still_exists() -> None:
-    for file, function in ALLOWED:
-        assert f"def {function}(" in (PACKAGE / file).read_text()
+@pytest.mark.parametrize(("file", "call"), ALLOWED)
+def test_every_exception_to_the_rule_is_still_there_and_still_needed(file: str, call: str) -> None:
+    found = ast.walk(ast.parse((PACKAGE / file).read_text()))
+    assert call in {ast.unparse(node) for node in found if isinstance(node, ast.Call)}

@@ -211,7 +211,7 @@ def test_an_agent_takes_orders_from_nobody_but_the_master(make_host: MakeHost, o
     host.master.send("agent-0", AddressBook(1, (forger.peer(host="host-0"),)))
     host.start("model-0")
     asked = forger.request("agent-0", order, deadline_s=20.0)
-    until(lambda: host.turn() and (forger.turn(0.005), asked.done)[1], "the agent to refuse")
+    until(lambda: host.turn() and forger.poll(0.005) == [] and asked.done, "the agent to refuse")
     with pytest.raises(RemoteError, match="is the master's to say, not that of model-9"):
         asked.result()
     assert host.start("model-2").pid, "the agent goes on"

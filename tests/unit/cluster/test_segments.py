@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kintsugi.cluster import segments
 from kintsugi.cluster.segments import SegmentClient, SegmentServer
 from kintsugi.errors import RefusedError, WorldError
 
@@ -156,3 +157,16 @@ def test_a_segment_descriptor_is_not_inherited(client: SegmentClient) -> None:
     descriptor = client.create("weights", 4096)
     assert not os.get_inheritable(descriptor)
     os.close(descriptor)
+
+
+def test_a_service_that_takes_no_more_connections_is_waited_for_and_then_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(segments, "_ANSWER_TIMEOUT_S", 0.1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("\0kintsugi-busy")
+        listener.listen(0)
+        first = SegmentClient("kintsugi-busy")
+        with pytest.raises(WorldError, match=r"waited .* for agent: a connection to the segment service"):
+            SegmentClient("kintsugi-busy")
+        first.close()

@@ -70,7 +70,7 @@ class Run:
         self.disk = FailingDisk()
         self.config: Config = load(RECIPE, [f"run_dir={run_dir}"]).config
         dump(self.config, run_dir / "config.yaml")
-        self.agent = make_endpoint("agent-0")
+        self.agent = make_endpoint("agent-0", epoch=1)
         public_key, secret_key = new_key_pair()
         self._lifeline = list(os.pipe())
         bootstrap = Bootstrap(
@@ -177,11 +177,11 @@ def test_nobody_registers_as_somebody_else(begun: Run, forge: Callable[[Register
 
 def test_a_death_is_the_agents_to_tell(begun: Run) -> None:
     begun.ask(begun.register())
-    worker = make_endpoint("model-0")
+    worker = make_endpoint("model-0", epoch=1)
     begun.endpoint.admit(worker.peer(host="host-0"))
     worker.admit(begun.endpoint.peer(host="host-0"))
     told = worker.request("master-0", ProcessExited("agent-0", "a", -9), deadline_s=10.0)
-    begun.turn_until(lambda: worker.turn(0.005) or told.done)
+    begun.turn_until(lambda: worker.poll(0.005) == [] and told.done)
     assert isinstance(told.error, RemoteError) and "does not answer ProcessExited" in str(told.error)
     worker.close()
 
