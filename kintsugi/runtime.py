@@ -1,7 +1,7 @@
 """The one seam to the machine: clock, randomness, disk, processes, and the one function that blocks.
 
 Everything above takes these as arguments, so that the simulator runs the same code on virtual time, with a disk that
-fails on demand. A process blocks only in `wait` (or `pause`), which records for whom, for what, since and until when:
+fails on demand. A process blocks only in `wait`, which records for whom, for what, since and until when:
 heartbeats carry `WAITS.declared()` to the master, and no wait is unbounded.
 """
 
@@ -127,18 +127,6 @@ def wait(
             remaining_s = until - now
             if remaining_s <= 0:
                 raise DeadlineExceeded(whom=whom, what=what, waited_s=now - since)
-    finally:
-        waits.end(token)
-
-
-def pause(
-    seconds: float, *, whom: str = "nobody", what: str = "a deliberate pause", waits: WaitTable = WAITS
-) -> None:
-    """Let time pass on purpose (a back-off, a poll interval), declared like any other wait."""
-    since = time.monotonic()
-    token = waits.begin(Wait(whom, what, since, since + seconds))
-    try:
-        time.sleep(seconds)
     finally:
         waits.end(token)
 

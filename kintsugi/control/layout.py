@@ -51,9 +51,9 @@ def _spread(config: Config) -> Iterator[tuple[Role, int]]:
 
 
 _PLAIN_PROCESS_BYTES = 60_000_000
-"""Interpreter, messages, sockets: what a process without torch takes (measured: 45–60 MB)."""
+"""Interpreter, messages, sockets: what a process without torch takes (measured: 27–68 MB resident)."""
 _TORCH_PROCESS_BYTES = 330_000_000
-"""The same with torch imported (measured on CPU: 230–330 MB)."""
+"""The same with torch imported (measured on CPU, forked from the template: 200–250 MB resident, most of it shared)."""
 _LOGPROB_CHUNK_TOKENS = 1024
 """Logits exist for this many tokens at once."""
 

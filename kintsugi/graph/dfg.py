@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 from kintsugi.errors import ConfigError
-from kintsugi.graph.mfc import Call, Key, Per
+from kintsugi.graph.mfc import Call, Key
 
 
 class Graph:
@@ -44,10 +44,6 @@ class Graph:
             [name for name in self.order if depth[name] == d]
             for d in range(max(depth.values(), default=-1) + 1)
         ]
-
-    def batch_calls(self) -> list[Call]:
-        """The calls that run over the whole batch, in order."""
-        return [self.calls[name] for name in self.order if self.calls[name].per is Per.BATCH]
 
     def describe(self) -> str:
         """The graph as text, one call a line."""

@@ -168,10 +168,6 @@ class KVCache:
         frequencies = inverse_frequencies(config, device=device)
         self._rotations = rotation_at(positions, frequencies=frequencies, config=config, dtype=dtype)
 
-    @property
-    def num_bytes(self) -> int:
-        return self._keys.nbytes + self._values.nbytes
-
     def clear(self) -> None:
         self._keys.zero_()
         self._values.zero_()

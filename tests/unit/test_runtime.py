@@ -14,7 +14,6 @@ from kintsugi.runtime import (
     VirtualClock,
     WaitTable,
     describe_status,
-    pause,
     random_stream,
     wait,
 )
@@ -66,15 +65,6 @@ def test_an_error_in_an_attempt_ends_the_wait() -> None:
     with pytest.raises(OSError, match="broken"):
         wait(attempt, whom="x", what="y", timeout_s=5, waits=waits)
     assert waits.declared() == ()
-
-
-def test_a_pause_is_declared_too() -> None:
-    waits = WaitTable()
-    thread = threading.Thread(target=lambda: pause(0.05, what="a back-off", waits=waits))
-    thread.start()
-    declared = wait(lambda remaining_s: waits.declared() or None, whom="x", what="y", timeout_s=5)
-    thread.join()
-    assert declared[0].what == "a back-off"
 
 
 def test_streams_of_different_names_differ_and_of_the_same_name_agree() -> None:
