@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kintsugi import messages
+from kintsugi import messages, wire
 from kintsugi.messages import Body, Ok, Ping, SamplesFetched, Shutdown
 from kintsugi.runtime import SystemProcesses
 from kintsugi.transport import Endpoint, PendingReply, new_key_pair
@@ -178,10 +178,10 @@ class Ray:
 
 
 def through_codec(count: int) -> None:
-    envelope = messages.Envelope("job", 1, "rollout-0", "a", 7, messages.MessageKind.REPLY)
+    envelope = wire.Envelope("job", 1, "rollout-0", "a", 7, wire.MessageKind.REPLY)
     body = SamplesFetched((trajectory(),))
     for _ in range(count):
-        messages.decode(messages.encode(envelope, body))
+        wire.decode(wire.encode(envelope, body))
 
 
 def through_json(count: int) -> None:

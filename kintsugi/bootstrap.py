@@ -30,3 +30,5 @@ class Bootstrap(msgspec.Struct, frozen=True):
     peers: tuple[Peer, ...] = ()
     """Known from the start: for the master its agents."""
     epoch: int = 0
+    adopting: bool = False
+    """Of a master: an earlier one of this run died; its workers may live, and go on under this one."""

@@ -254,6 +254,77 @@ def import_model(
     typer.echo(f"{destination}: {', '.join(sorted(path.name for path in written))}")
 
 
+@app.command()
+def soak(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    faults: Annotated[int, typer.Option(min=1, help="How many must strike.")] = 20,
+    seed: Annotated[int, typer.Option(help="Of whom they strike, and when.")] = 0,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Without the processes that workers are forked from.")
+    ] = False,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where every fault and the totals go.")
+    ] = None,
+) -> None:
+    """Run a recipe twice, once with processes killed and stopped all the time, and compare the two."""
+    import signal
+
+    from rich.console import Console
+
+    from kintsugi import runs
+    from kintsugi.lab import report as reports
+    from kintsugi.lab.soak import Soak
+    from kintsugi.recipe import anchored
+
+    config = anchored(_checked(recipe, overrides).config)
+    folder = Path(config.run_dir) if config.run_dir else runs.next_run_dir(config.name).resolve()
+    runs.create_run_dir(folder)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    console = Console()
+    campaign = Soak(config, folder=folder, num_faults=faults, seed=seed, cold=cold, say=typer.echo)
+    report = campaign.run()
+    if json is not None:
+        reports.write(report, json)
+    console.print(reports.shown(report))
+    if report.totals.wrong:
+        raise typer.Exit(1)
+
+
+@app.command()
+def simulate(
+    seeds: Annotated[int, typer.Option(min=1, help="How many runs, each with its own faults.")] = 1000,
+    first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    workers: Annotated[int, typer.Option(min=6, help="Simulated ranks, rollout workers and servers.")] = 6,
+    processes: Annotated[
+        int, typer.Option(min=0, help="Processes to spread the runs over; 0: all cores.")
+    ] = 0,
+    replay: Annotated[int | None, typer.Option(metavar="SEED", help="Run this one seed again.")] = None,
+    trace: Annotated[bool, typer.Option(help="With --replay: show everything that happened.")] = False,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the report goes.")] = None,
+) -> None:
+    """Run the control plane on simulated processes, network, disk and time, with faults, and check its promises."""
+    import msgspec
+
+    from kintsugi.simulation.campaign import Runner, run_campaign, summary_of
+
+    if replay is not None:
+        outcome = Runner(num_workers=workers).run(replay, keep_trace=trace)
+        for line in outcome.trace:
+            typer.echo(line)
+        typer.echo(summary_of(replay, outcome))
+        raise typer.Exit(1 if outcome.violations else 0)
+    report = run_campaign(first=first, count=seeds, num_workers=workers, num_processes=processes)
+    encoded = msgspec.json.format(msgspec.json.encode(report), indent=2)
+    if json is not None:
+        json.write_bytes(encoded + b"\n")
+        violating = report.pop("violating")
+        report.pop("coverage")
+        encoded = msgspec.json.format(msgspec.json.encode({**report, "violating": violating}), indent=2)
+    typer.echo(encoded.decode())
+    raise typer.Exit(1 if report["violations"] else 0)
+
+
 def _checked(recipe: Path, overrides: list[str] | None) -> Resolved:
     from kintsugi.recipe import load
     from kintsugi.validation import validate

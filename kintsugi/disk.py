@@ -1,18 +1,28 @@
 """The disk as the journal and the checkpoint store use it: the machine's, and one in memory that fails on demand.
 
 Both raise `OSError` as the kernel does. What a file holds is durable only after `sync`, and a name only after
-`sync_folder`: `MemoryDisk` loses everything else in a power cut, so a forgotten sync is found by a test.
+`sync_folder` (a folder's own name after `mkdir`): `MemoryDisk` loses everything else in a power cut, so a forgotten
+sync is found by a test.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Protocol
+
+from kintsugi.errors import StorageError, StorageFull
+
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""The disk, our share of it, or a file's size limit is used up: what failed works again once there is room."""
+_KEEP_SIZE = 1
+"""FALLOC_FL_KEEP_SIZE of linux/falloc.h."""
 
 
 class File(Protocol):
@@ -119,7 +129,12 @@ class SystemDisk:
         return sorted(os.listdir(folder))
 
     def mkdir(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        """Make the folder and those above it that are missing; their names are durable when this returns."""
+        if folder.is_dir():
+            return
+        self.mkdir(folder.parent)
+        folder.mkdir(exist_ok=True)
+        self.sync_folder(folder.parent)
 
     def rename(self, source: Path, target: Path) -> None:
         os.replace(source, target)
@@ -142,6 +157,27 @@ class SystemDisk:
 SYSTEM_DISK = SystemDisk()
 
 
+@contextmanager
+def storage_errors(what: str) -> Iterator[None]:
+    """Turn what the disk raises into an error that says what could not be done, and that it is the disk's.
+
+    `with storage_errors("could not read run/journal")` → "could not read run/journal on disk: Input/output error"
+    """
+    try:
+        yield
+    except OSError as error:
+        kind = StorageFull if error.errno in _NO_SPACE else StorageError
+        raise kind(f"{what} on disk: {error.strerror or error}") from error
+
+
+def reserve(descriptor: int, *, offset: int, size: int) -> None:
+    """Allocate room for bytes beyond the end of a file without changing what it holds or how long it is."""
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    if fallocate(descriptor, _KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(size)) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
 def append_whole(file: FileIO, data: bytes) -> None:
     """Append all of `data` or nothing: what a full disk took of it is cut off again, and its OSError raised."""
     size = os.fstat(file.fileno()).st_size
@@ -159,30 +195,53 @@ class Crashed(Exception):
 
 
 class _Inode:
-    """A file's bytes as written and as durable, and the one write that a power cut may tear."""
+    """A file's bytes as written and as durable, and the writes between the two, the last of which may be torn."""
 
-    def __init__(self, data: bytes = b"") -> None:
+    def __init__(self, data: bytes | bytearray = b"") -> None:
         self.data = bytearray(data)
-        self.durable = bytes(data)
-        self.last_write: tuple[int, bytes] | None = None
+        self.unsynced: list[tuple[int, bytes]] = []
+        self.durable = bytearray(data)
         self.locked_by: MemoryFile | None = None
 
     def write(self, data: bytes, offset: int) -> None:
-        if len(self.data) < offset:
-            self.data.extend(bytes(offset - len(self.data)))
-        self.data[offset : offset + len(data)] = data
+        _place(data, offset, into=self.data)
+        self.unsynced.append((offset, data))
+
+    def resize(self, size: int) -> None:
+        if size < len(self.data):
+            self.unsynced = [(0, bytes(self.data[:size]))]
+            del self.data[size:]
+        self.data.extend(bytes(size - len(self.data)))
 
     def sync(self) -> None:
-        self.durable = bytes(self.data)
-        self.last_write = None
+        del self.durable[len(self.data) :]
+        for offset, data in self.unsynced:
+            _place(data, offset, into=self.durable)
+        self.durable.extend(bytes(len(self.data) - len(self.durable)))
+        self.unsynced.clear()
 
     def after_power_cut(self, torn_bytes: int) -> _Inode:
-        survivor = _Inode(self.durable)
-        if self.last_write is not None:
-            offset, data = self.last_write
-            survivor.write(data[:torn_bytes], offset)
-            survivor.sync()
-        return survivor
+        survivor = bytearray(self.durable)
+        for offset, data in self.unsynced[-1:]:
+            _place(data[:torn_bytes], offset, into=survivor)
+        return _Inode(survivor)
+
+
+def _place(data: bytes, offset: int, *, into: bytearray) -> None:
+    if len(into) < offset:
+        into.extend(bytes(offset - len(into)))
+    into[offset : offset + len(data)] = data
+
+
+class _Folder:
+    """Names as they are and as they are durable."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, _Inode | _Folder] = {}
+        self.durable: dict[str, _Inode | _Folder] = {}
+
+    def sync(self) -> None:
+        self.durable = dict(self.entries)
 
 
 class MemoryFile:
@@ -198,23 +257,23 @@ class MemoryFile:
 
     def pwrite(self, data: bytes | memoryview, *, offset: int) -> None:
         written = bytes(data)
-
-        def tear(part: bytes) -> None:
-            self._inode.write(part, offset)
-            self._inode.last_write = (offset, part)
-
-        self._disk.count("pwrite", tear=tear, data=written)
-        tear(written)
+        room = max(0, self.size() - offset)
+        if self._disk.full and room < len(written):
+            self._disk.count("pwrite", write=(self._inode, written[:room], offset))
+            self._inode.write(written[:room], offset)
+            raise _error(errno.ENOSPC)
+        self._disk.count("pwrite", write=(self._inode, written, offset))
+        self._inode.write(written, offset)
 
     def preallocate(self, size: int) -> None:
         self._disk.count("preallocate")
-        if size > len(self._inode.data):
-            self._inode.data.extend(bytes(size - len(self._inode.data)))
+        if size > self.size():
+            self._disk.check_space()
+            self._inode.resize(size)
 
     def truncate(self, size: int) -> None:
         self._disk.count("truncate")
-        del self._inode.data[size:]
-        self._inode.data.extend(bytes(size - len(self._inode.data)))
+        self._inode.resize(size)
 
     def size(self) -> int:
         return len(self._inode.data)
@@ -244,115 +303,146 @@ class MemoryDisk:
     def __init__(self) -> None:
         self.operations: list[str] = []
         """Every operation so far, by name."""
-        self._names: dict[Path, _Inode] = {}
-        self._durable_names: dict[Path, _Inode] = {}
-        self._folders: set[Path] = set()
-        self._errors: dict[int, int] = {}
+        self.full = False
+        """Whether everything that needs more room than is allocated fails; writes within a file's size do not."""
+        self._root = _Folder()
+        self._errors: dict[int, tuple[int, float]] = {}
         self._crash_at = 0
         self._crash_keep = 0.0
         self._crashed = False
 
-    def fail_at(self, operation: int, *, code: int = errno.EIO) -> None:
-        """Let the operation with this number raise OSError(code) and have no effect."""
-        self._errors[operation] = code
+    def fail_at(self, operation: int, *, code: int = errno.EIO, keep: float = 0.0) -> None:
+        """Let the operation with this number raise OSError(code); a write has then stored the share `keep`."""
+        self._errors[operation] = (code, keep)
 
     def crash_at(self, operation: int, *, keep: float = 0.0) -> None:
         """Go down in the operation with this number; a write has then stored the share `keep` of its bytes."""
         self._crash_at = operation
         self._crash_keep = keep
 
-    def restarted(self, *, power_cut: bool = False, torn_bytes: int = 1 << 62) -> MemoryDisk:
+    def restarted(
+        self,
+        *,
+        power_cut: bool = False,
+        torn_bytes: int = 1 << 62,
+        keep_names: Callable[[Path], bool] = lambda folder: False,
+    ) -> MemoryDisk:
         """The disk after a restart: everything (the process died), or what was durable (the power went).
 
-        After a power cut the first `torn_bytes` of each file's last unsynced write are there, earlier ones are not:
-        the worst a file system may do.
+        After a power cut the first `torn_bytes` of each file's last unsynced write are there, earlier ones are not;
+        unsynced names are gone, except in folders of which `keep_names` says that theirs came ahead of the bytes.
         """
         disk = MemoryDisk()
-        names = self._durable_names if power_cut else self._names
-        disk._folders = {folder for path in names for folder in path.parents}
-        disk._folders |= {f for f in self._folders if not any(path.is_relative_to(f) for path in self._names)}
-        for path, inode in names.items():
-            survivor = inode.after_power_cut(torn_bytes) if power_cut else _Inode(bytes(inode.data))
-            disk._names[path] = survivor
-        disk._durable_names = dict(disk._names)
+
+        def survivor(node: _Inode | _Folder, path: Path) -> _Inode | _Folder:
+            if isinstance(node, _Inode):
+                return node.after_power_cut(torn_bytes) if power_cut else _Inode(node.data)
+            folder = _Folder()
+            names = node.durable if power_cut and not keep_names(path) else node.entries
+            folder.entries = {name: survivor(entry, path / name) for name, entry in names.items()}
+            folder.sync()
+            return folder
+
+        root = survivor(self._root, Path("/"))
+        assert isinstance(root, _Folder)
+        disk._root = root
         return disk
 
-    def count(
-        self, operation: str, *, tear: Callable[[bytes], None] | None = None, data: bytes = b""
-    ) -> None:
+    def count(self, operation: str, *, write: tuple[_Inode, bytes, int] | None = None) -> None:
         """Account for an operation that is about to happen; raises if it is to fail."""
         if self._crashed:
             raise Crashed(f"the disk went down at operation {self._crash_at}")
         self.operations.append(operation)
         number = len(self.operations)
-        if number == self._crash_at:
-            self._crashed = True
-            if tear is not None:
-                tear(data[: int(len(data) * self._crash_keep)])
+        self._crashed = number == self._crash_at
+        if not self._crashed and number not in self._errors:
+            return
+        code, keep = (0, self._crash_keep) if self._crashed else self._errors[number]
+        if write is not None:
+            inode, data, offset = write
+            inode.write(data[: int(len(data) * keep)], offset)
+        if self._crashed:
             raise Crashed(f"the disk went down at operation {number} ({operation})")
-        if number in self._errors:
-            code = self._errors[number]
-            raise OSError(code, os.strerror(code))
+        raise _error(code)
+
+    def check_space(self) -> None:
+        if self.full:
+            raise _error(errno.ENOSPC)
+
+    def find(self, path: Path) -> _Inode | _Folder | None:
+        node: _Inode | _Folder | None = self._root
+        for name in path.parts[1:]:
+            node = node.entries.get(name) if isinstance(node, _Folder) else None
+        return node
 
     def open(self, path: Path, *, create: bool = False) -> MemoryFile:
         self.count("open")
-        inode = self._names.get(path)
-        if inode is None:
-            if not create or path.parent not in self._folders:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-            inode = self._names[path] = _Inode()
+        inode = self.find(path)
+        if inode is None and create:
+            folder = self._folder(path.parent)
+            self.check_space()
+            inode = folder.entries[path.name] = _Inode()
+        if not isinstance(inode, _Inode):
+            raise _error(errno.ENOENT if inode is None else errno.EISDIR, path)
         return MemoryFile(self, inode)
 
     def read(self, path: Path) -> bytes:
         self.count("read")
-        if path not in self._names:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        return bytes(self._names[path].data)
+        inode = self.find(path)
+        if not isinstance(inode, _Inode):
+            raise _error(errno.ENOENT, path)
+        return bytes(inode.data)
 
     def exists(self, path: Path) -> bool:
-        return path in self._names or path in self._folders
+        return self.find(path) is not None
 
     def list(self, folder: Path) -> list[str]:
         self.count("list")
-        if folder not in self._folders:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
-        return sorted(path.name for path in [*self._names, *self._folders] if path.parent == folder)
+        return sorted(self._folder(folder).entries)
 
     def mkdir(self, folder: Path) -> None:
         self.count("mkdir")
-        self._folders.update((folder, *folder.parents))
+        node = self._root
+        for name in folder.parts[1:]:
+            if name not in node.entries:
+                self.check_space()
+                node.entries[name] = node.durable[name] = _Folder()
+            entry = node.entries[name]
+            if not isinstance(entry, _Folder):
+                raise _error(errno.EEXIST, folder)
+            node = entry
 
     def rename(self, source: Path, target: Path) -> None:
         """A file, or a folder with everything in it."""
         self.count("rename")
-        if source in self._names:
-            self._names[target] = self._names.pop(source)
-            return
-        if source not in self._folders:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(source))
-        if any(path.is_relative_to(target) for path in self._names):
-            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(target))
-
-        def moved(path: Path) -> Path:
-            return target / path.relative_to(source) if path.is_relative_to(source) else path
-
-        self._names = {moved(path): inode for path, inode in self._names.items()}
-        self._folders = {moved(path) for path in self._folders}
+        node, there = self.find(source), self.find(target)
+        if node is None:
+            raise _error(errno.ENOENT, source)
+        if isinstance(there, _Folder) and there.entries:
+            raise _error(errno.ENOTEMPTY, target)
+        self._folder(target.parent).entries[target.name] = node
+        del self._folder(source.parent).entries[source.name]
 
     def remove(self, path: Path) -> None:
         self.count("remove")
-        if path in self._names:
-            del self._names[path]
-        elif path in self._folders:
-            if any(other.parent == path for other in [*self._names, *self._folders]):
-                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
-            self._folders.remove(path)
-        else:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        node = self.find(path)
+        if node is None:
+            raise _error(errno.ENOENT, path)
+        if isinstance(node, _Folder) and node.entries:
+            raise _error(errno.ENOTEMPTY, path)
+        del self._folder(path.parent).entries[path.name]
 
     def sync_folder(self, folder: Path) -> None:
-        """Make the names in this folder durable (and in the folders below it, which were moved with it)."""
         self.count("sync_folder")
-        kept = {path: inode for path, inode in self._durable_names.items() if not path.is_relative_to(folder)}
-        added = {path: inode for path, inode in self._names.items() if path.is_relative_to(folder)}
-        self._durable_names = kept | added
+        self._folder(folder).sync()
+
+    def _folder(self, path: Path) -> _Folder:
+        node = self.find(path)
+        if not isinstance(node, _Folder):
+            raise _error(errno.ENOENT if node is None else errno.ENOTDIR, path)
+        return node
+
+
+def _error(code: int, path: Path | None = None) -> OSError:
+    """As the kernel raises it; Python gives it the class that belongs to the code."""
+    return OSError(code, os.strerror(code), str(path)) if path else OSError(code, os.strerror(code))

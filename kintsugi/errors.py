@@ -11,10 +11,15 @@ The type says which boundary was crossed; our own mistakes are `assert`s and hav
         ├── DeadlineExceeded               a declared wait reached its deadline
         ├── ProcessDied                    a process of ours ended when it should not have
         ├── StartFailed                    a process did not come up: which, in which phase, why
-        ├── StorageError                   disk full, I/O error, damaged file
+        ├── StorageError                   I/O error, damaged file
+        │   └── StorageFull                no space left: the same works again once there is room
+        ├── DeviceOutOfMemory              the accelerator has no memory left; the process can go on
+        ├── DeviceError                    the accelerator failed: this process can not use it any more
         ├── GroupBroken                    a collective failed: a rank is gone or the generation is over
         ├── IntegrityError                 bytes arrived that are not the bytes that were sent
-        ├── RefusedError                   the peer refused: old epoch, unknown sender, wrong state
+        ├── RefusedError                   the peer refused: unknown sender, wrong state
+        │   ├── EpochOver                  only because a new epoch has begun: to be said again in that one
+        │   └── FencedError                a successor has taken over what this process owned
         └── RemoteError                    a peer answered with a fault of its own, which is the cause
 
 A `Fault` is how an error is written down and sent. It names the fault that caused it, so that the first failure
@@ -91,7 +96,20 @@ class StartFailed(WorldError):
 
 
 class StorageError(WorldError):
-    """Disk full, I/O error, or a file that is not what was written."""
+    """The disk failed, or a file is not what was written."""
+
+
+class StorageFull(StorageError):
+    """The disk is full. Nothing was changed, and the same operation works again once there is room."""
+
+
+class DeviceOutOfMemory(WorldError):
+    """The accelerator has no memory left for what was asked; what ran was given up, and its memory returned."""
+
+
+class DeviceError(WorldError):
+    """The accelerator failed (an illegal access, a lost device). Its context is lost with all that was in it, so the
+    process has to be replaced."""
 
 
 class GroupBroken(WorldError):
@@ -103,7 +121,15 @@ class IntegrityError(WorldError):
 
 
 class RefusedError(WorldError):
-    """A peer refused: old epoch, unknown sender, wrong state."""
+    """A peer refused: unknown sender, wrong state."""
+
+
+class EpochOver(RefusedError):
+    """A peer refused what was said in an epoch that is over."""
+
+
+class FencedError(RefusedError):
+    """A successor has taken over what this process owned: it must end at once and touch nothing any more."""
 
 
 class RemoteError(WorldError):

@@ -31,6 +31,8 @@ class EpochStarted(_Fact, frozen=True):
 
     epoch: int
     incarnation: str
+    adopting: bool = False
+    """The processes of the epoch before live on."""
 
 
 class StageStarted(_Fact, frozen=True):
@@ -48,6 +50,12 @@ class RunEnded(_Fact, frozen=True):
     weights_sha256: str = ""
     wall_s: float = 0.0
     """Of this session, from the master's start."""
+
+
+class StopAccepted(_Fact, frozen=True):
+    """Someone asked for a clean stop; a master that takes over still knows."""
+
+    reason: str
 
 
 # Who is there.
@@ -190,10 +198,42 @@ class CheckpointFailed(_Fact, frozen=True):
     fault: Fault
 
 
+class IncidentOpened(_Fact, frozen=True):
+    """Something broke. What breaks before it is mended belongs to the same incident."""
+
+    incident: int
+    step: int
+    phase: str
+    fault: Fault
+
+
+class StrategyChosen(_Fact, frozen=True):
+    """What is done about an incident, why, and what else could have been done."""
+
+    incident: int
+    strategy: str
+    reason: str
+    alternatives: tuple[str, ...] = ()
+
+
+class IncidentClosed(_Fact, frozen=True):
+    """Mended, and a step was committed since: how, how long each part took, and what it cost."""
+
+    incident: int
+    outcome: str
+    """The last strategy."""
+    step: int
+    processes: tuple[str, ...]
+    """That were lost."""
+    timing: dict[str, float] = {}
+    """Seconds per part: {"start": 0.2, "rebuild": 0.03, "repair": 0.01, "replay": 0.4, "total": 0.7}."""
+
+
 Fact = (
     RunStarted
     | EpochStarted
     | StageStarted
+    | StopAccepted
     | RunEnded
     | ProcessRequested
     | ProcessJoined
@@ -212,6 +252,9 @@ Fact = (
     | EvaluationDone
     | CheckpointSaved
     | CheckpointFailed
+    | IncidentOpened
+    | StrategyChosen
+    | IncidentClosed
 )
 
 LedgerFact = (

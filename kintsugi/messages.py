@@ -1,41 +1,40 @@
 """Every message on the wire, one struct each. Nothing here is pickled or evaluated; decoding is strict.
 
-A message on the socket is one `Message` frame (an envelope and one of `Body`) and any number of raw bulk frames. The
-tables below say who sends what to whom.
+`wire.py` has the envelope that carries them. The tables below say who sends what to whom.
 
 | request                          | from → to            | reply              |
 |----------------------------------|----------------------|--------------------|
 | Register                         | worker → master      | Registered         |
-| StartProcess, StopProcess        | master → agent       | ProcessStarted, Ok |
+| StartProcess, StopProcess, Inspect | master → agent     | ProcessStarted, Ok, Inspected |
 | RunEpisodes                      | master → rollout     | EpisodesDone       |
 | Generate                         | rollout → manager    | Generated          |
 | Generate                         | manager → server     | Generated          |
 | RunCall                          | master → model       | CallDone           |
-| StartStage, CommitStep           | master → model       | Ok                 |
+| StartStage, CommitStep           | master → model       | RankReady, Ok      |
 | Publish, Save, HashWeights       | master → model       | Published, Saved, WeightsHashed |
 | LoadWeights                      | master → manager, manager → server | WeightsLoaded |
-| PreLock, DeviceStop, DeviceClean, RebuildGroup, Repair, Rollback | master → model | Ok |
+| PreLock, DeviceStop, DeviceClean, RebuildGroup, Repair, Rollback, NotifyNormal | master → model | RankReady |
 | FetchSamples                     | model → rollout      | SamplesFetched     |
 | FetchWeights                     | server → model       | WeightsFetched (+ bulk frames) |
-| FetchState                       | model → model        | StateFetched, or WeightsFetched (+ bulk frames) |
+| FetchState                       | model → model, agent | StateFetched, or WeightsFetched (+ bulk frames) |
+| KeepState (+ bulk frames)        | model → agent        | Ok                 |
 
 | one-way                          | from → to            |
-|----------------------------------|----------------------|
+|---|---|
 | Heartbeat                        | anyone → master      |
 | AddressBook                      | master → anyone      |
-| ProcessExited                    | agent → master       |
+| ProcessExited, ProcessSuspected  | agent → master       |
 | Drop                             | master → rollout     |
 | Shutdown                         | master → anyone      |
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import msgspec
 
 from kintsugi.errors import Fault
 from kintsugi.types import (
+    ChildReport,
     Completion,
     LogicalShard,
     Peer,
@@ -51,28 +50,6 @@ from kintsugi.types import (
     WeightManifest,
     WeightSource,
 )
-
-
-class MessageKind(StrEnum):
-    """How a message is treated: a request is answered exactly once, a one-way message is not."""
-
-    REQUEST = "q"
-    REPLY = "r"
-    ONE_WAY = "o"
-
-
-class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """Carried by every message; an old epoch or a foreign job is refused, a repeated request gets its saved reply."""
-
-    job: str
-    epoch: int
-    sender: str
-    incarnation: str
-    sequence: int
-    """Per sender and peer; grows by one. A request keeps its number when it is sent again, its reply carries it."""
-    kind: MessageKind
-    cause_id: str | None = None
-    """The fault that this message follows from, if any."""
 
 
 class _Body(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -93,7 +70,7 @@ class Failed(_Body, frozen=True):
 
 
 class Ping(_Body, frozen=True):
-    """Are you there? Answered with Ok, with the same payload length. Used by health checks and benchmarks."""
+    """Are you there? Answered with Ok."""
 
     payload: bytes = b""
 
@@ -105,6 +82,8 @@ class Register(_Body, frozen=True):
     role: Role
     pid: int
     capabilities: dict[str, str] = {}
+    children: tuple[ChildReport, ...] = ()
+    """Of an agent: the processes that it answers for and that live."""
 
 
 class Registered(_Body, frozen=True):
@@ -119,6 +98,8 @@ class Heartbeat(_Body, frozen=True):
     progress: Progress
     load: float
     waits: tuple[Wait, ...] = ()
+    book: int = -1
+    """Number of the address book that the process goes by: an older one than the master's is sent again."""
 
 
 class AddressBook(_Body, frozen=True):
@@ -133,6 +114,8 @@ class Shutdown(_Body, frozen=True):
     """Finish and exit."""
 
     reason: str
+    exit_code: int = 0
+    """Of the run: what an agent ends with that can not learn the master's own."""
 
 
 # Agents.
@@ -161,13 +144,36 @@ class StopProcess(_Body, frozen=True):
 
 
 class ProcessExited(_Body, frozen=True):
-    """Seen through the kernel's pidfd. `status` as of waitid: exit code, or minus the signal; None if not our child."""
+    """Seen through the kernel's pidfd. `status` as of waitid: exit code, or minus the signal; None if not our child.
+    `last_output` is the end of what it wrote to its standard error."""
 
     process: str
     incarnation: str
     status: int | None
     last_output: str = ""
-    """The end of what it wrote to its standard error."""
+
+
+class ProcessSuspected(_Body, frozen=True):
+    """The agent has seen with its own eyes that a process does not run: it is stopped, or its device is in error."""
+
+    process: str
+    incarnation: str
+    evidence: str
+
+
+class Inspect(_Body, frozen=True):
+    """Look at a process from outside: does it run at all?"""
+
+    process: str
+    incarnation: str
+
+
+class Inspected(_Body, frozen=True):
+    """As of /proc: `state` R, S, D, T, Z, or empty when there is no such process."""
+
+    state: str
+    cpu_s: float = 0.0
+    """Processor time of all its threads so far."""
 
 
 # Rollout.
@@ -295,7 +301,7 @@ class Published(_Body, frozen=True):
 class FetchWeights(_Body, frozen=True):
     version: int
     pieces: tuple[int, ...] = ()
-    """Indices into the manifest; empty means all, concatenated in order as bulk frames."""
+    """Indices into the manifest; empty means all."""
 
 
 class WeightsFetched(_Body, frozen=True):
@@ -333,8 +339,9 @@ class HashWeights(_Body, frozen=True):
 
 
 class WeightsHashed(_Body, frozen=True):
-    sha256: str
     """Over the names and bytes of all weights, in the order of their names."""
+
+    sha256: str
 
 
 class StartStage(_Body, frozen=True):
@@ -344,42 +351,80 @@ class StartStage(_Body, frozen=True):
     step: int
 
 
-# Recovery operations of a training rank, under the protocol's names.
+# Recovery operations of a training rank, under the protocol's names. `sequence` grows with every round of recovery,
+# over all epochs; a rank refuses an operation that is older than the latest it has carried out.
 
 
 class PreLock(_Body, frozen=True):
-    """Pause at the agreed step: run no call after it."""
+    """Pause at the agreed step: run no call after it, until told that all is normal."""
 
     step: int
+    sequence: int
 
 
 class DeviceStop(_Body, frozen=True):
     """Abort device work and leave the group's collective, if one is running."""
 
     generation: int
+    sequence: int
 
 
 class DeviceClean(_Body, frozen=True):
     """Drop what the aborted step left behind."""
 
+    sequence: int
+
 
 class RebuildGroup(_Body, frozen=True):
-    """Destroy the process group and join the next generation of it."""
+    """Destroy the process group, join the next generation of it, and try it out with a collective."""
 
     generation: int
     ranks: tuple[str, ...]
     """Process ids in rank order."""
     store: str
     """host:port of the generation's store; the process at `ranks[0]` serves it."""
+    sequence: int
     timeout_s: float = 30.0
 
 
 class Repair(_Body, frozen=True):
-    """Take over the state of a replica (by stream), or of a checkpoint folder."""
+    """Take over the committed state of a step from the first of these sources that has it, verified."""
 
     step: int
-    source: str
-    """Process id of a replica, or a checkpoint path."""
+    sources: tuple[str, ...]
+    """By preference: "snapshot:model-0" (held by this host's agent), "model-1" (a replica), "agent-1" (the copy of this
+    rank that another host's agent keeps), or a checkpoint's path."""
+    sequence: int
+    digest: str = ""
+    """What the state must hash to; empty when it is not known."""
+
+
+class Rollback(_Body, frozen=True):
+    """Return to the committed state of this step; a prepared one is adopted."""
+
+    step: int
+    sequence: int
+
+
+class NotifyNormal(_Body, frozen=True):
+    """Recovery is over: the lock is gone, training goes on from this step."""
+
+    step: int
+    sequence: int
+
+
+class RankReady(_Body, frozen=True):
+    """A rank's answer to a recovery operation: committed step and its hash, the group and stage it is in."""
+
+    step: int
+    state_digest: str
+    half_updated: bool = False
+    prepared_step: int = -1
+    """Finished but not committed; -1 for none."""
+    generation: int = 0
+    stage: str = ""
+    source: str = ""
+    """Of a repair: which of the sources it was."""
 
 
 class FetchState(_Body, frozen=True):
@@ -388,10 +433,12 @@ class FetchState(_Body, frozen=True):
     step: int
     pieces: tuple[int, ...] = ()
     """Indices into the manifest; answered with WeightsFetched and their bytes, in order, as bulk frames."""
+    owner: str = ""
+    """Whose state is meant, when an agent is asked, who keeps those of several."""
 
 
 class StateFetched(_Body, frozen=True):
-    """What the replica's state consists of, and its counters (`training.state.Counters`)."""
+    """What the state consists of, and its counters (`training.state.Counters`)."""
 
     manifest: WeightManifest
     stage: str
@@ -399,18 +446,11 @@ class StateFetched(_Body, frozen=True):
     skipped: int
 
 
-class Rollback(_Body, frozen=True):
-    """Return to the committed state of this step."""
+class KeepState(_Body, frozen=True):
+    """A rank gives the agent of another host a copy of its committed state; the bytes follow as bulk frames."""
 
-    step: int
-
-
-class RankReady(_Body, frozen=True):
-    """A rank's answer to a recovery operation: where it stands."""
-
-    step: int
-    state_digest: str
-    half_updated: bool = False
+    owner: str
+    state: StateFetched
 
 
 Body = (
@@ -426,6 +466,9 @@ Body = (
     | ProcessStarted
     | StopProcess
     | ProcessExited
+    | ProcessSuspected
+    | Inspect
+    | Inspected
     | RunEpisodes
     | EpisodesDone
     | FetchSamples
@@ -455,37 +498,7 @@ Body = (
     | FetchState
     | StateFetched
     | Rollback
+    | NotifyNormal
     | RankReady
+    | KeepState
 )
-
-
-class Message(msgspec.Struct, frozen=True, array_like=True):
-    """The first frame. One and not two, because every further frame costs an encryption and a decryption."""
-
-    envelope: Envelope
-    body: Body
-
-
-class _Sealed(msgspec.Struct, frozen=True, array_like=True):
-    envelope: Envelope
-    body: msgspec.Raw
-
-
-_encoder = msgspec.msgpack.Encoder()
-_message_decoder = msgspec.msgpack.Decoder(Message)
-_sealed_decoder = msgspec.msgpack.Decoder(_Sealed)
-
-
-def encode(envelope: Envelope, body: Body) -> bytes:
-    """The first frame of a message."""
-    return _encoder.encode(Message(envelope, body))
-
-
-def decode(frame: bytes | memoryview) -> Message:
-    """Strict: an unknown tag, a missing field or a wrong type raises msgspec.DecodeError with its path."""
-    return _message_decoder.decode(frame)
-
-
-def decode_envelope(frame: bytes | memoryview) -> Envelope:
-    """Of a message whose body can not be read, so that its sender can be told."""
-    return _sealed_decoder.decode(frame).envelope

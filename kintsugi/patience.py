@@ -19,10 +19,14 @@ class Patience:
         self._first_s = first_s
         self._longest: dict[str, float] = {}
 
-    def deadline_s(self, kind: str, *, num_tokens: int = 0) -> float:
+    def deadline_s(self, kind: str, *, num_tokens: int = 0, floor_s: float = FLOOR_S) -> float:
         if kind not in self._longest:
             return self._first_s + num_tokens / SLOWEST_TOKENS_PER_S
-        return max(FLOOR_S, FACTOR * self._longest[kind])
+        return max(floor_s, FACTOR * self._longest[kind])
+
+    def longest_s(self, kind: str) -> float | None:
+        """The longest answer of a kind; None before the first."""
+        return self._longest.get(kind)
 
     def observed(self, kind: str, duration_s: float) -> None:
         """An answer took this long. A failure is no answer: it must not teach patience."""

@@ -47,6 +47,15 @@ class Peer(msgspec.Struct, frozen=True):
     """CURVE public key (Z85). Only this key may speak as `process`."""
 
 
+class ChildReport(msgspec.Struct, frozen=True):
+    """A living process as its agent knows it: `ChildReport("model-0", "1.4", 4711, b"…")`."""
+
+    process: str
+    incarnation: str
+    pid: int
+    public_key: bytes
+
+
 class Placement(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where and how a process runs, so that exactly this one can be aimed at. Empty: like its agent."""
 

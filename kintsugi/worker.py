@@ -16,13 +16,15 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from kintsugi.bootstrap import Bootstrap
 from kintsugi.errors import DeadlineExceeded, RefusedError, UserError, fault_of
 from kintsugi.messages import AddressBook, Body, Failed, Heartbeat, Ok, Ping, Register, Registered, Shutdown
 from kintsugi.observe.events import EventLog, FaultSeen, Note, ProcessBegan, ProcessEnded, events_path
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, WAITS, Clock, wait
 from kintsugi.transport import Blob, Delivery, Endpoint, PendingReply, Reply
-from kintsugi.types import Peer, Role
+from kintsugi.types import ChildReport, Peer, Role
 
 HEARTBEAT_S = 0.5
 REGISTER_DEADLINE_S = 30.0
@@ -65,11 +67,21 @@ def open_endpoint(bootstrap: Bootstrap, *, clock: Clock = SYSTEM_CLOCK) -> Endpo
 class Membership:
     """Keeps this process known to the master: registers (again for every new epoch), then sends heartbeats.
 
-    `tick` does what is due; `handle` takes the messages that concern membership. Neither blocks.
+    `tick` does what is due; `handle` takes the messages that concern membership. Neither blocks. A master that says
+    nothing is waited for: its agent restarts it, and the new one begins a new epoch.
     """
 
-    def __init__(self, endpoint: Endpoint, bootstrap: Bootstrap, *, capabilities: dict[str, str]) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        bootstrap: Bootstrap,
+        *,
+        capabilities: dict[str, str],
+        children: Callable[[], tuple[ChildReport, ...]] = tuple,
+    ) -> None:
         self._endpoint = endpoint
+        self._children = children
+        """Asked anew for every registration: what an agent's list leaves out is lost to the new master."""
         self._master = bootstrap.master.process
         self._register = Register(
             endpoint.peer(host=bootstrap.host), bootstrap.role, os.getpid(), capabilities
@@ -79,6 +91,8 @@ class Membership:
         self.registered = False
         self.shutdown_reason: str | None = None
         """Set once the master (or the end of the lifeline) tells this process to end."""
+        self.shutdown_exit_code = 0
+        """Of the run, as the master said it."""
         self.load = 0.0
         """How busy this process is, as it judges itself; sent with every heartbeat."""
 
@@ -97,18 +111,19 @@ class Membership:
 
     def _try_register(self) -> None:
         if self._pending is None:
-            self._pending = self._endpoint.request(
-                self._master, self._register, deadline_s=REGISTER_DEADLINE_S
-            )
+            register = msgspec.structs.replace(self._register, children=self._children())
+            self._pending = self._endpoint.request(self._master, register, deadline_s=REGISTER_DEADLINE_S)
         if not self._pending.done:
             return
         pending, self._pending = self._pending, None
         if isinstance(pending.error, DeadlineExceeded):
             return
         epoch = pending.result().expect(Registered).epoch
-        self._endpoint.epoch = max(self._endpoint.epoch, epoch)
-        self._endpoint.seen_epoch = max(self._endpoint.seen_epoch, epoch)
-        self.registered = True
+        # A master that has been replaced meanwhile may still have answered: that one's successor does not know us.
+        if epoch >= self._endpoint.epoch:
+            self._endpoint.epoch = epoch
+            self._endpoint.seen_epoch = max(self._endpoint.seen_epoch, epoch)
+            self.registered = True
 
     def handle(self, delivery: Delivery) -> bool:
         """Take a message that concerns membership; False if it is someone else's business.
@@ -126,7 +141,7 @@ class Membership:
             peers = body.peers if listed else (*body.peers, self._endpoint.peers[self._master])
             self._endpoint.set_book(AddressBook(body.number, peers))
         elif isinstance(body, Shutdown):
-            self.shutdown_reason = body.reason
+            self.shutdown_reason, self.shutdown_exit_code = body.reason, body.exit_code
         else:
             return False
         return True

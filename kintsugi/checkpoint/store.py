@@ -6,16 +6,19 @@
         trainer.json                                     step, stage, schedule, random state, …
         manifest.json                                    size and digest of all of the above, and each tensor's place
 
-A save writes into a hidden folder, syncs it, and renames it: a crash at any point leaves the previous checkpoints as
-they were. Older ones go only after the new one was read back and verified. What a killed save or removal left behind
-begins with a dot and is cleared away by the next save. Nothing here needs torch until tensors are saved or loaded.
+A save writes into a hidden folder, syncs it, reads it back, and renames it: a crash at any point leaves the previous
+checkpoints as they were. Older ones go only after the new one has its name. What a killed save or removal left behind
+begins with a dot and is cleared away by the next save; a lock that ends with its process keeps two savers apart, so
+nothing of a living one is ever touched. Every byte goes through `Disk`, so the tests may fail any write of a save.
+Nothing here needs torch until tensors are saved or loaded.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,14 +33,15 @@ from kintsugi.checkpoint.manifest import (
     encode_manifest,
     tensor_pieces,
 )
-from kintsugi.disk import SYSTEM_DISK, Disk
-from kintsugi.errors import StorageError
+from kintsugi.disk import SYSTEM_DISK, Disk, storage_errors
+from kintsugi.errors import RefusedError, StorageError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 STATE_FILE = "trainer.safetensors"
 EXTRA_FILE = "trainer.json"
+_LOCK_FILE = ".lock"
 _CHUNK_SIZE = 16 << 20
 
 log = logging.getLogger(__name__)
@@ -75,35 +79,31 @@ def save_checkpoint(
     stage: str,
     state: Mapping[str, Tensor],
     extra: Mapping[str, Any],
-    write_model: Callable[[Path], None],
+    model_files: Iterable[tuple[str, bytes]],
     keep: int,
     disk: Disk = SYSTEM_DISK,
 ) -> Checkpoint:
-    """Write, verify, and only then retire older ones. `write_model` puts the Hugging Face files into the folder given.
+    """Write, verify, and only then retire older ones. `model_files`: name and contents of the Hugging Face files.
 
     Anything the disk does wrong raises StorageError with the file's name, and leaves the previous checkpoints as they
     were. Saving a step again replaces it if the contents differ. Checkpoints of later steps belong to a history that
-    was rolled back, and go with the older ones.
+    was rolled back, and go with the older ones. While another process saves into the folder, RefusedError is raised.
     """
     assert keep >= 1, f"a save that keeps {keep} checkpoints would remove itself"
-    _named_errors(folder, disk.mkdir)
-    _clear_leftovers(folder, disk=disk)
-    unfinished = folder / f".saving-step-{step:06d}"
-    try:
-        _write(
-            unfinished, step=step, stage=stage, state=state, extra=extra, write_model=write_model, disk=disk
-        )
-        path = _put_in_place(unfinished, folder=folder, step=step, disk=disk)
-    finally:
-        with suppress(OSError):
-            if disk.exists(unfinished):
-                _remove_folder(unfinished, disk=disk)
-    try:
-        checkpoint = verify(path, disk=disk)
-    except StorageError:
-        _retire(path, disk=disk)
-        raise
-    _retire_others(checkpoint, folder=folder, keep=keep, disk=disk)
+    with storage_errors(str(folder)):
+        disk.mkdir(folder)
+    with _alone(folder, disk=disk):
+        _clear_leftovers(folder, disk=disk)
+        unfinished = folder / f".saving-step-{step:06d}"
+        files = chain(model_files, _trainer_files(step=step, stage=stage, state=state, extra=extra))
+        try:
+            _write(unfinished, files, step=step, stage=stage, disk=disk)
+            checkpoint = _put_in_place(verify(unfinished, disk=disk), folder=folder, disk=disk)
+        finally:
+            with suppress(OSError):
+                if disk.exists(unfinished):
+                    _remove_folder(unfinished, disk=disk)
+        _retire_others(checkpoint, folder=folder, keep=keep, disk=disk)
     return checkpoint
 
 
@@ -145,46 +145,48 @@ def latest(folder: Path, *, disk: Disk = SYSTEM_DISK, report: Report = _log_dama
     return None
 
 
-def _write(
-    folder: Path,
-    *,
-    step: int,
-    stage: str,
-    state: Mapping[str, Tensor],
-    extra: Mapping[str, Any],
-    write_model: Callable[[Path], None],
-    disk: Disk,
-) -> None:
-    """Fill the folder and make all of it durable, the manifest last."""
-    from safetensors import SafetensorError
+@contextmanager
+def _alone(folder: Path, *, disk: Disk) -> Iterator[None]:
+    """Hold the folder against other savers; one that is killed lets go of it."""
+    with storage_errors(str(folder / _LOCK_FILE)):
+        lock = disk.open(folder / _LOCK_FILE, create=True)
+    try:
+        with storage_errors(str(folder / _LOCK_FILE)):
+            try:
+                lock.lock()
+            except BlockingIOError as error:
+                raise RefusedError(f"another process is saving into {folder}") from error
+        yield
+    finally:
+        lock.close()
+
+
+def _trainer_files(
+    *, step: int, stage: str, state: Mapping[str, Tensor], extra: Mapping[str, Any]
+) -> Iterator[tuple[str, bytes]]:
     from safetensors.torch import save
 
-    _named_errors(folder, disk.mkdir)
-    try:
-        write_model(folder)
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"could not write the model into {folder} on disk: {error}") from error
-    tensors = save({name: tensor.detach().contiguous() for name, tensor in state.items()})
-    _write_file(folder / STATE_FILE, tensors, disk=disk)
-    about = _Extra(step, stage, dict(extra))
-    _write_file(folder / EXTRA_FILE, msgspec.json.format(msgspec.json.encode(about)), disk=disk)
-    files = {}
-    for name in _list(folder, disk=disk):
-        _sync_file(folder / name, disk=disk)
-        with _naming(folder / name):
-            data = disk.read(folder / name)
-        pieces = tensor_pieces(data) if name.endswith(".safetensors") else ()
-        files[name] = StoredFile(len(data), xxhash.xxh3_64_hexdigest(data), pieces)
-    if files[STATE_FILE].digest != xxhash.xxh3_64_hexdigest(tensors):
-        raise StorageError(f"{folder / STATE_FILE} on disk is not what was written")
-    _write_file(folder / MANIFEST_FILE, encode_manifest(Contents(step, stage, files)), disk=disk)
-    _sync_file(folder / MANIFEST_FILE, disk=disk)
-    _named_errors(folder, disk.sync_folder)
+    yield STATE_FILE, save({name: tensor.detach().contiguous() for name, tensor in state.items()})
+    yield EXTRA_FILE, msgspec.json.format(msgspec.json.encode(_Extra(step, stage, dict(extra))))
 
 
-def _put_in_place(unfinished: Path, *, folder: Path, step: int, disk: Disk) -> Path:
-    """Give the folder its name. One that exists and is good stays until this one is verified too."""
-    path = folder / f"step-{step:06d}"
+def _write(folder: Path, files: Iterable[tuple[str, bytes]], *, step: int, stage: str, disk: Disk) -> None:
+    """Fill the folder and make all of it durable, the manifest last."""
+    with storage_errors(str(folder)):
+        disk.mkdir(folder)
+        stored: dict[str, StoredFile] = {}
+        for name, data in files:
+            assert name not in stored, f"two files named {name}"
+            pieces = tensor_pieces(data) if name.endswith(".safetensors") else ()
+            stored[name] = StoredFile(len(data), xxhash.xxh3_64_hexdigest(data), pieces)
+            _write_file(folder / name, data, disk=disk)
+        _write_file(folder / MANIFEST_FILE, encode_manifest(Contents(step, stage, stored)), disk=disk)
+        disk.sync_folder(folder)
+
+
+def _put_in_place(unfinished: Checkpoint, *, folder: Path, disk: Disk) -> Checkpoint:
+    """Give the folder its name. One that has it already and is good stays until this one is there too."""
+    path = folder / f"step-{unfinished.step:06d}"
     number = 0
     while disk.exists(path):
         try:
@@ -192,14 +194,14 @@ def _put_in_place(unfinished: Path, *, folder: Path, step: int, disk: Disk) -> P
         except StorageError:
             _retire(path, disk=disk)
             break
-        if existing.digest == _read_manifest(unfinished, disk=disk)[1]:
-            return path
+        if existing.digest == unfinished.digest:
+            return existing
         number += 1
-        path = folder / f"step-{step:06d}.{number}"
-    with _naming(path):
-        disk.rename(unfinished, path)
+        path = folder / f"step-{unfinished.step:06d}.{number}"
+    with storage_errors(str(path)):
+        disk.rename(unfinished.path, path)
         disk.sync_folder(folder)
-    return path
+    return msgspec.structs.replace(unfinished, path=path)
 
 
 def _retire_others(newest: Checkpoint, *, folder: Path, keep: int, disk: Disk) -> None:
@@ -214,7 +216,7 @@ def _retire_others(newest: Checkpoint, *, folder: Path, keep: int, disk: Disk) -
 def _retire(path: Path, *, disk: Disk) -> None:
     """Take the name away first, so that a removal that is cut short does not look like a damaged checkpoint."""
     hidden = path.with_name(f".removed-{path.name}")
-    with _naming(path):
+    with storage_errors(str(path)):
         if disk.exists(hidden):
             _remove_folder(hidden, disk=disk)
         disk.rename(path, hidden)
@@ -225,7 +227,7 @@ def _retire(path: Path, *, disk: Disk) -> None:
 def _clear_leftovers(folder: Path, *, disk: Disk) -> None:
     for name in _list(folder, disk=disk):
         if name.startswith((".saving-", ".removed-")):
-            with _naming(folder / name):
+            with storage_errors(str(folder / name)):
                 _remove_folder(folder / name, disk=disk)
 
 
@@ -248,7 +250,7 @@ def _place(path: Path) -> tuple[int, int]:
 
 
 def _read_manifest(path: Path, *, disk: Disk) -> tuple[Contents, str]:
-    with _naming(path / MANIFEST_FILE):
+    with storage_errors(str(path / MANIFEST_FILE)):
         data = disk.read(path / MANIFEST_FILE)
     return decode_manifest(data, path=path / MANIFEST_FILE)
 
@@ -257,7 +259,7 @@ def _read_file(path: Path, name: str, *, contents: Contents, disk: Disk) -> byte
     expected = contents.files.get(name)
     if expected is None:
         raise StorageError(f"{path} has no {name}")
-    with _naming(path / name):
+    with storage_errors(str(path / name)):
         data = disk.read(path / name)
     if len(data) != expected.size:
         raise StorageError(
@@ -270,39 +272,17 @@ def _read_file(path: Path, name: str, *, contents: Contents, disk: Disk) -> byte
 
 
 def _write_file(path: Path, data: bytes, *, disk: Disk) -> None:
-    with _naming(path):
+    with storage_errors(str(path)):
         file = disk.open(path, create=True)
         try:
             view = memoryview(data)
             for start in range(0, len(data), _CHUNK_SIZE):
                 file.pwrite(view[start : start + _CHUNK_SIZE], offset=start)
-        finally:
-            file.close()
-
-
-def _sync_file(path: Path, *, disk: Disk) -> None:
-    with _naming(path):
-        file = disk.open(path)
-        try:
             file.sync()
         finally:
             file.close()
 
 
 def _list(folder: Path, *, disk: Disk) -> list[str]:
-    with _naming(folder):
+    with storage_errors(str(folder)):
         return disk.list(folder)
-
-
-def _named_errors(path: Path, operation: Callable[[Path], None]) -> None:
-    with _naming(path):
-        operation(path)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Say which file it was that the disk refused."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"{path} on disk: {error.strerror or error}") from error

@@ -2,49 +2,85 @@
 
     python -m kintsugi.cluster.agent PROCESS DESCRIPTOR
 
-It is the parent of all of them (also of forked ones and of their orphans, as a subreaper), so an exit reaches it from
-the kernel, through a pidfd, with its status. It decides nothing about the run: the master orders, the agent reports.
+It is the parent of all that it starts (also of forked ones and of their orphans, as a subreaper), so an exit reaches
+it from the kernel, through a pidfd, with its status. It decides nothing about the run: the master orders, it reports.
+
+An agent that dies leaves its children alive. The launcher starts a successor, which finds them in the table, holds
+them by pidfd and lists them when it registers; only their status is not to be had: the launcher is their parent now.
+The agent in turn restarts a master that was killed, with the same keys on the same socket.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
 from collections import deque
+from uuid import uuid4
 
 import msgspec
 
 from kintsugi.bootstrap import Bootstrap
-from kintsugi.cluster.children import Kept, children_of, record_of, table_path, write_table
-from kintsugi.cluster.handover import AgentHandover, AgentReport, MasterDied, NotStarted, Ready
-from kintsugi.cluster.placement import Start, log_path, own_session_and_log, spawn
+from kintsugi.cluster.children import (
+    TEMPLATE,
+    Kept,
+    Successor,
+    find_alive,
+    process_stat,
+    read_table,
+    table_path,
+    write_table,
+)
+from kintsugi.cluster.handover import (
+    AgentHandover,
+    AgentReport,
+    MasterDied,
+    NotStarted,
+    Ready,
+    child_bootstrap,
+)
+from kintsugi.cluster.keeper import Keeper
+from kintsugi.cluster.nursery import Nursery
+from kintsugi.cluster.orphans import hold_descendants, kill_children, kill_group, reap_orphans, subreaper
+from kintsugi.cluster.placement import Start, log_path, own_session_and_log
+from kintsugi.cluster.restarts import STOPPED_S, RestartLimit, StoppedWatch
 from kintsugi.cluster.segments import SegmentServer
 from kintsugi.cluster.signals import Signals
-from kintsugi.cluster.template import Template
 from kintsugi.errors import RefusedError, StartFailed
-from kintsugi.messages import Ok, ProcessExited, ProcessStarted, StartProcess, StopProcess
-from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, Clock, Processes, SystemProcesses, describe_status
-from kintsugi.transport import Delivery, new_key_pair
-from kintsugi.types import Placement, Role
+from kintsugi.messages import (
+    Body,
+    FetchState,
+    Inspect,
+    Inspected,
+    KeepState,
+    Ok,
+    ProcessExited,
+    ProcessStarted,
+    ProcessSuspected,
+    StartProcess,
+    StopProcess,
+)
+from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, Child, Clock, Processes, SystemProcesses, describe_status
+from kintsugi.transport import Delivery
+from kintsugi.types import ChildReport, Placement
 from kintsugi.worker import HEARTBEAT_S, Membership, open_endpoint, run_process
 
-PR_SET_CHILD_SUBREAPER = 36
 END_GRACE_S = 2.0
 PATIENCE_S = 1.5
 """For children to end by themselves after the master has said `Shutdown` to everybody."""
 FLUSH_S = 0.2
 """For the last messages to a master that may be gone."""
+MOST_UNTOLD = 1024
+"""So much can be kept for a master that is being restarted; it is told of the living in any case."""
 
 
 class Agent:
     """One loop over the endpoint, the children's pidfds and reports, the template, the launcher's pipe and signals.
 
-    It ends when it is `ending` and the last child is reaped. Ending begins with the end of the master it started, with
-    `Shutdown`, with the launcher's end of its pipe, or with a second signal. Children get SIGTERM, and SIGKILL after a
-    grace. A master that said `Shutdown` is left to finish: its exit code is the agent's.
+    It ends when it is `ending` and the last child is gone. Ending begins with the end of its master (unless that was
+    killed), with `Shutdown`, with the launcher's end of its pipe, or with a second signal. Children get SIGTERM, and
+    SIGKILL after a grace. A master that said `Shutdown` is left to finish: its exit code is the agent's.
     """
 
     def __init__(self, handover: AgentHandover, *, processes: Processes, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -52,31 +88,45 @@ class Agent:
         self._own = own = handover.bootstrap
         self._processes = processes
         self._clock = clock
+        self._table = table_path(own.run_dir, own.process)
         self._kept: dict[str, Kept] = {}
-        self._forking: deque[Kept] = deque()
-        """Asked of the template and not yet born, in order."""
         self._master: Kept | None = None
-        self._template: Template | None = None
+        self._master_limit = RestartLimit()
+        self._silent_before: int | None = None
+        """A master that was adopted or restarted hears signals once it speaks in an epoch after this one."""
+        self._stop_owed = handover.stop_requested
+        """The master has not been asked yet to stop after its step."""
+        self._num_terminations = int(handover.stop_requested)
+        self._left_behind: list[Child] = []
         self._ending = False
         self._exit_code = 0
-        self._num_terminations = 0
         self._tick_at = 0.0
+        self._untold: deque[Body] = deque(maxlen=MOST_UNTOLD)
+        self._stopped = StoppedWatch()
+        self._keeper = Keeper()
         self._endpoint = open_endpoint(own, clock=clock)
-        self._membership = Membership(self._endpoint, own, capabilities={})
+        self._membership = Membership(self._endpoint, own, capabilities={}, children=self._children)
         self._signals = Signals(signal.SIGTERM, signal.SIGINT)
         capacity = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
         self._segments = SegmentServer(self._endpoint, job=own.job, host=own.host, capacity=capacity)
+        self._nursery = Nursery(
+            self._endpoint,
+            parent=self,
+            programs=handover.programs,
+            processes=processes,
+            template_name=f"{self._segments.name}-template",
+            lifeline=handover.children_lifeline_read,
+            clock=clock,
+        )
 
     def run(self) -> int:
         """Until everything this agent answers for has ended; the exit code is the master's, where it has one."""
         self._endpoint.watch(self._signals.fileno(), self._signalled)
         self._endpoint.watch(self._own.lifeline, self._let_go_by_launcher)
         try:
-            self._start_template()
-            if self._handover.master is not None:
-                self._start_master(self._handover.master)
-            else:
-                self._report(Ready())
+            has_predecessor = self._adopt()
+            self._nursery.start_template()
+            self._begin_master(has_predecessor=has_predecessor)
             while not self._ending or self._kept:
                 for delivery in self._endpoint.poll(self._until_next_timer_s()):
                     self._handle(delivery)
@@ -85,6 +135,39 @@ class Agent:
             self._close()
         return self._exit_code
 
+    # What a predecessor left.
+
+    def _adopt(self) -> bool:
+        """Hold the living children of the agent whose place this one takes; False if there was none."""
+        table = read_table(self._table)
+        if table is None or table.job != self._own.job:
+            return False
+        for record, child in find_alive(self._table, processes=self._processes):
+            if record.process == TEMPLATE:
+                self._nursery.adopt_template(child)
+            else:
+                log = log_path(self._own.run_dir, record.process)
+                kept = self._kept[record.process] = Kept.adopted(record, child, log=log)
+                self._watch_end(kept)
+        return True
+
+    def _begin_master(self, *, has_predecessor: bool) -> None:
+        if self._handover.master is None:
+            self._report(Ready())
+            return
+        self._master = self._kept.get(self._handover.master.process)
+        if has_predecessor:
+            self._silent_before = self._endpoint.epoch
+        if self._master is not None:
+            self._report(Ready())
+        else:
+            self._start_master(adopting=has_predecessor)
+
+    def _children(self) -> tuple[ChildReport, ...]:
+        """The living, as a master that takes over is told of them."""
+        reports = (kept.report_to_master() for kept in self._kept.values() if kept is not self._master)
+        return tuple(report for report in reports if report is not None)
+
     # What the master orders.
 
     def _handle(self, delivery: Delivery) -> None:
@@ -92,42 +175,57 @@ class Agent:
             case _ if self._membership.handle(delivery):
                 if self._membership.shutdown_reason is not None:
                     self._end(grace_s=END_GRACE_S, keep_master=True)
-            case StartProcess() | StopProcess() if self._membership.refuse_unless_master(delivery):
+            case StartProcess() | StopProcess() | Inspect() if self._membership.refuse_unless_master(
+                delivery
+            ):
                 pass
             case StartProcess() as order:
                 self._start_for(delivery, order)
             case StopProcess() as order:
                 self._stop_for(delivery, order)
+            case Inspect(process=process, incarnation=incarnation):
+                self._endpoint.reply(delivery, self._inspected(process, incarnation))
+            case KeepState() | FetchState():
+                self._keeper.handle(delivery, endpoint=self._endpoint)
             case body if delivery.wants_reply:
                 self._endpoint.fail(delivery, RefusedError(f"an agent does not do {type(body).__name__}"))
             case _:
                 pass
 
     def _start_for(self, delivery: Delivery, order: StartProcess) -> None:
-        program = self._handover.programs.entries.get(order.role)
-        if self._ending or order.process in self._kept or program is None:
-            why = "it is ending" if self._ending else f"{order.process} runs already"
-            why = why if program is not None else f"it has no program for role {order.role.value}"
-            self._endpoint.fail(
-                delivery, RefusedError(f"{self._own.process} starts no {order.process}: {why}")
+        """Answered when it runs. One that runs already is answered for; an earlier incarnation has to end first."""
+        kept = self._kept.get(order.process)
+        if self._ending or order.role not in self._handover.programs.entries:
+            why = "it is ending" if self._ending else f"it has no program for role {order.role.value}"
+            self._refuse_start(delivery, order, why)
+        elif kept is None:
+            bootstrap = child_bootstrap(
+                order,
+                agent=self._own,
+                # As it is known now: who ordered this may be a successor of the master this agent began with.
+                master=self._endpoint.peers[self._own.master.process],
+                lifeline=self._handover.children_lifeline_read,
+                segments=self._segments.name,
+                epoch=self._endpoint.epoch,
             )
-            return
-        public_key, secret_key = new_key_pair()
-        bootstrap = Bootstrap(
-            job=self._own.job,
-            run_dir=self._own.run_dir,
-            process=order.process,
-            role=order.role,
-            host=self._own.host,
-            incarnation=order.incarnation,
-            public_key=public_key,
-            secret_key=secret_key,
-            master=self._own.master,
-            lifeline=self._handover.children_lifeline_read,
-            segments=self._segments.name,
-            epoch=self._endpoint.epoch,
-        )
-        self._start(bootstrap, program=program, placement=order.placement, request=delivery)
+            self._start(bootstrap, placement=order.placement, request=delivery)
+        elif kept.incarnation != order.incarnation:
+            if kept.successor is not None:
+                self._refuse_start(kept.successor.delivery, kept.successor.order, "a later one was ordered")
+            kept.successor = Successor(delivery, order)
+            self._stop(kept, grace_s=0.0)
+        elif kept.stopping:
+            self._refuse_start(delivery, order, "it is being stopped")
+        else:
+            if kept.start_request is not None:
+                self._refuse_start(kept.start_request, order, "it was ordered again")
+            kept.start_request = delivery
+            if kept.started:
+                self.started(kept)
+
+    def _refuse_start(self, delivery: Delivery, order: StartProcess, why: str) -> None:
+        error = RefusedError(f"{self._own.process} starts no {order.process} {order.incarnation}: {why}")
+        self._endpoint.fail(delivery, error)
 
     def _stop_for(self, delivery: Delivery, order: StopProcess) -> None:
         """Answered when the process has ended; one that is not here, or another incarnation, has ended."""
@@ -138,64 +236,54 @@ class Agent:
         kept.stop_requests.append(delivery)
         self._stop(kept, grace_s=order.grace_s)
 
+    def _inspected(self, process: str, incarnation: str) -> Inspected:
+        kept = self._kept.get(process)
+        if kept is None or kept.child is None or kept.incarnation != incarnation:
+            return Inspected("")
+        stat = process_stat(kept.child.pid)
+        return Inspected("") if stat is None else Inspected(stat.state, stat.cpu_s)
+
+    def _tell_master(self, body: Body) -> None:
+        """Now, or when it knows us: a master of a new epoch takes nothing from who has not registered with it."""
+        if self._membership.registered:
+            self._endpoint.send(self._own.master.process, body)
+        else:
+            self._untold.append(body)
+
     # Births.
 
-    def _start_master(self, bootstrap: Bootstrap) -> None:
+    def _start_master(self, *, adopting: bool) -> None:
+        bootstrap = self._handover.master
+        assert bootstrap is not None
         bootstrap = msgspec.structs.replace(
-            bootstrap, lifeline=self._handover.children_lifeline_read, segments=self._segments.name
+            bootstrap,
+            incarnation=uuid4().hex[:8] if adopting else bootstrap.incarnation,
+            lifeline=self._handover.children_lifeline_read,
+            segments=self._segments.name,
+            adopting=adopting,
         )
-        program = self._handover.programs.entries[Role.MASTER]
-        self._master = self._start(bootstrap, program=program, placement=Placement(), request=None)
+        self._master = self._start(bootstrap, placement=Placement(), request=None)
 
-    def _start(
-        self, bootstrap: Bootstrap, *, program: str, placement: Placement, request: Delivery | None
-    ) -> Kept:
-        reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        start = Start(program=program, placement=placement, bootstrap=bootstrap, report=writer)
-        kept = self._kept[bootstrap.process] = Kept(start, report=reader, request=request)
-        self._endpoint.watch(reader, lambda: self._report_came(kept))
-        forked = bootstrap.role in self._handover.programs.forked and not placement.environment
-        if forked and self._template is not None and self._template.request(start):
-            self._forking.append(kept)
-        else:
-            self._execute(kept)
-        os.close(writer)
+    def _start(self, bootstrap: Bootstrap, *, placement: Placement, request: Delivery | None) -> Kept:
+        program = self._handover.programs.entries[bootstrap.role]
+        start = Start(program=program, placement=placement, bootstrap=bootstrap, report=-1)
+        kept = self._kept[bootstrap.process] = Kept.ordered(start, request=request)
+        self._nursery.bring_up(kept)
         return kept
 
-    def _execute(self, kept: Kept) -> None:
-        try:
-            kept.child = spawn(self._processes, kept.start)
-        except StartFailed as error:
-            self._let_go(kept)
-            self._start_failed(kept, error)
-            return
-        self._born(kept)
+    def known_pids(self) -> set[int]:
+        template = {self._nursery.template_pid} if self._nursery.template_pid is not None else set()
+        return template | {kept.child.pid for kept in self._kept.values() if kept.child is not None}
 
-    def _born(self, kept: Kept) -> None:
-        assert kept.child is not None
-        self._endpoint.watch(kept.child.pidfd, lambda: self._ended(kept))
+    def template_changed(self) -> None:
+        self._write_table()
+
+    def born(self, kept: Kept) -> None:
+        self._watch_end(kept)
         self._write_table()
         kept.send_due_signals(self._clock.monotonic())
 
-    def _write_table(self) -> None:
-        template = self._template.child if self._template is not None else None
-        records = [record_of(template, process="template"), *(kept.record() for kept in self._kept.values())]
-        try:
-            write_table(table_path(self._own.run_dir, self._own.process), records)
-        except OSError:
-            # The table is for who cleans up after a killed agent; a full disk must not be what kills it.
-            COUNTERS.add("agent.table_not_written")
-
-    def _report_came(self, kept: Kept) -> None:
-        reader = kept.report
-        if reader < 0 or not kept.read_report():
-            return
-        self._endpoint.unwatch(reader)
-        os.close(reader)
-        if kept.started:
-            self._started(kept)
-
-    def _started(self, kept: Kept) -> None:
+    def started(self, kept: Kept) -> None:
         """Tell who ordered it. A failure is told when the process has ended, so that nothing is left by then."""
         if kept is self._master:
             self._report(Ready())
@@ -204,71 +292,35 @@ class Agent:
                 process=kept.process,
                 incarnation=kept.incarnation,
                 pid=kept.child.pid,
-                public_key=kept.start.bootstrap.public_key,
+                public_key=kept.public_key,
             )
             self._endpoint.reply(kept.start_request, body)
             kept.start_request = None
 
-    def _start_failed(self, kept: Kept, error: StartFailed) -> None:
-        if kept is self._master:
+    def start_failed(self, kept: Kept, error: StartFailed) -> None:
+        """It was not born."""
+        self._let_go(kept)
+        self._tell_start_failed(kept, error)
+        self._answer_stops(kept)
+
+    def _tell_start_failed(self, kept: Kept, error: StartFailed) -> None:
+        if kept.process == self._own.master.process:
             self._report(NotStarted(error.process, error.phase, error.why))
         elif kept.start_request is not None:
             self._endpoint.fail(kept.start_request, error)
             kept.start_request = None
 
-    # The template.
+    def _watch_end(self, kept: Kept) -> None:
+        assert kept.child is not None
+        self._endpoint.watch(kept.child.pidfd, lambda: self._ended(kept))
 
-    def _start_template(self) -> None:
-        if not self._handover.programs.preload:
-            return
-        self._template = Template(self._processes, preload=self._handover.programs.preload)
-        self._endpoint.watch(self._template.fileno(), self._template_answered)
-        self._write_table()
-
-    def _template_answered(self) -> None:
-        assert self._template is not None
-        forked = self._template.receive()
-        if forked is None:
-            self._template_gone()
-            return
-        kept = self._forking.popleft()
-        if forked.pid < 0:
-            self._execute_instead(kept)
-        else:
-            kept.child = self._processes.adopt(forked.pid)
-            self._born(kept)
-            if kept.started:
-                self._started(kept)
-
-    def _template_gone(self) -> None:
-        """Its log says why. What it had not forked is executed; what it forked unnoticed is a stranger, and killed."""
-        self._close_template()
-        self._kill_children(but=self._known_pids())
-        while self._forking:
-            self._execute_instead(self._forking.popleft())
-
-    def _execute_instead(self, kept: Kept) -> None:
-        """Start what the template did not, through a pipe of its own: the first one may have another holder."""
-        self._let_go(kept)
-        if self._ending or kept.stopping:
-            self._start_failed(
-                kept, StartFailed(process=kept.process, phase="starting", why="it was stopped")
-            )
-            self._answer_stops(kept)
-            return
-        bootstrap, placement = kept.start.bootstrap, kept.start.placement
-        program = kept.start.program
-        self._start(bootstrap, program=program, placement=placement, request=kept.start_request)
-
-    def _close_template(self) -> None:
-        if self._template is None:
-            return
-        template, self._template = self._template, None
-        self._endpoint.unwatch(template.fileno())
-        template.close()
-        template.child.send_signal(signal.SIGKILL)
-        template.child.wait_ended(whom="template", timeout_s=END_GRACE_S)
-        template.child.close()
+    def _write_table(self) -> None:
+        records = [self._nursery.template_record(), *(kept.record() for kept in self._kept.values())]
+        try:
+            write_table(self._table, records, job=self._own.job)
+        except OSError:
+            # The table is for who comes after a killed agent; a full disk must not be what kills it.
+            COUNTERS.add("agent.table_not_written")
 
     # Deaths.
 
@@ -283,31 +335,26 @@ class Agent:
         assert kept.child is not None
         if not kept.child.ended():
             return
-        # Its number is still taken by its remains, so this can only reach what it left behind in its own group.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(kept.child.pid, signal.SIGKILL)
+        kill_group(kept.child.pid)
         status = kept.child.status()
-        self._report_came(kept)
+        self._nursery.take_report(kept)
         self._let_go(kept)
-        if not kept.started:
-            self._start_failed(kept, kept.start_error(status))
-        elif kept is not self._master:
+        if kept is self._master:
+            self._master_ended(kept, status)
+        elif not kept.started:
+            self._tell_start_failed(kept, kept.start_error(status))
+        else:
             exited = ProcessExited(
                 process=kept.process,
                 incarnation=kept.incarnation,
                 status=status,
                 last_output=kept.last_output(),
             )
-            self._endpoint.send(self._own.master.process, exited)
+            self._tell_master(exited)
         self._answer_stops(kept)
-        if kept is self._master:
-            self._master_ended(kept, status)
 
     def _let_go(self, kept: Kept) -> None:
-        if kept.report >= 0:
-            self._endpoint.unwatch(kept.report)
-            os.close(kept.report)
-            kept.report = -1
+        self._nursery.let_go(kept)
         if kept.child is not None:
             self._endpoint.unwatch(kept.child.pidfd)
             kept.child.close()
@@ -316,41 +363,42 @@ class Agent:
         self._write_table()
 
     def _answer_stops(self, kept: Kept) -> None:
+        """Somebody may have waited for this end: who asked for it, and who ordered another in its place."""
         for delivery in kept.stop_requests:
             self._endpoint.reply(delivery, Ok())
         kept.stop_requests.clear()
+        if kept.successor is not None:
+            self._start_for(kept.successor.delivery, kept.successor.order)
 
     def _master_ended(self, kept: Kept, status: int | None) -> None:
-        if kept.started and not kept.stopping and (status is None or status < 0):
+        """Restarted if somebody killed it in the middle of the run; otherwise its end is that of the run."""
+        by_itself = status is not None and status >= 0
+        said_so = self._membership.shutdown_reason is not None
+        stopped_by_us = kept.stopping or (self._num_terminations > 0 and status == -signal.SIGTERM)
+        if not (by_itself or said_so or stopped_by_us or self._ending):
+            if self._master_limit.allows(self._clock.monotonic()):
+                COUNTERS.add("agent.master_restarts")
+                # What is told from now on is for the successor, who knows nobody until they have registered.
+                self._membership.registered = False
+                self._silent_before = self._endpoint.epoch
+                self._stop_owed = self._num_terminations > 0
+                self._start_master(adopting=True)
+                return
             self._report(MasterDied(describe_status(status), kept.last_output()))
-        self._exit_code = status if status is not None and status >= 0 else 1
+        elif not kept.started:
+            self._tell_start_failed(kept, kept.start_error(status))
+        unknown = self._membership.shutdown_exit_code if said_so else 1
+        self._exit_code = status if status is not None and status >= 0 else unknown
         self._end(grace_s=END_GRACE_S)
 
     def _end(self, *, grace_s: float, keep_master: bool = False) -> None:
         """Begin to end, or hurry up. Children that the master has told to end get a moment to do so by themselves."""
         self._ending = True
-        self._close_template()
-        while self._forking:
-            self._execute_instead(self._forking.popleft())
+        self._nursery.close()
         patience_s = PATIENCE_S if self._membership.shutdown_reason is not None and grace_s > 0 else 0.0
         for kept in tuple(self._kept.values()):
             if not (keep_master and kept is self._master):
                 self._stop(kept, grace_s=grace_s, patience_s=patience_s)
-
-    def _kill_children(self, *, but: set[int]) -> None:
-        """End what is ours and not in the table: our children's orphans, and what the template forked untold."""
-        deadline = self._clock.monotonic() + END_GRACE_S
-        while strangers := [pid for pid in children_of(os.getpid()) if pid not in but]:
-            for pid in strangers:
-                stranger = self._processes.adopt(pid)
-                stranger.send_signal(signal.SIGKILL)
-                remaining_s = deadline - self._clock.monotonic()
-                stranger.wait_ended(whom=f"orphan {pid}", timeout_s=remaining_s)
-                stranger.close()
-
-    def _known_pids(self) -> set[int]:
-        template = set() if self._template is None else {self._template.child.pid}
-        return template | {kept.child.pid for kept in self._kept.values() if kept.child is not None}
 
     # Signals, the launcher, the master's epoch, time.
 
@@ -359,13 +407,27 @@ class Agent:
             self._num_terminations += 1
             if number == signal.SIGINT or self._num_terminations > 1:
                 self._end(grace_s=0.0)
-            elif self._master is not None and self._master.child is not None:
-                self._master.child.send_signal(signal.SIGTERM)  # ends after its step, with a checkpoint
+            else:
+                self._stop_owed = True
+                self._pass_stop_on()
+
+    def _pass_stop_on(self) -> None:
+        """Ask the master to end after its step, with a checkpoint, as soon as it can be asked."""
+        if not self._stop_owed or self._master is None or self._master.child is None:
+            return
+        epoch, silent_before = self._endpoint.epoch, self._silent_before
+        if silent_before is None or (self._membership.registered and epoch > silent_before):
+            self._stop_owed = False
+            self._master.child.send_signal(signal.SIGTERM)
 
     def _let_go_by_launcher(self) -> None:
         """Everything ends. The master ends first: it would take the deaths of its workers for the cause."""
         self._endpoint.unwatch(self._own.lifeline)
         self._exit_code = 1
+        for kept in self._kept.values():
+            if kept.child is not None:
+                # What those leave behind that are not our children came to the launcher, which is no more.
+                self._left_behind += hold_descendants(kept.child.pid, processes=self._processes)
         if self._master is not None:
             self._stop(self._master, grace_s=0.0)
         self._end(grace_s=END_GRACE_S)
@@ -378,22 +440,32 @@ class Agent:
         now = self._clock.monotonic()
         for kept in self._kept.values():
             kept.send_due_signals(now)
+        if not self._ending:
+            self._membership.tick(now)
+            while self._untold and self._membership.registered:
+                self._endpoint.send(self._own.master.process, self._untold.popleft())
+            self._pass_stop_on()
         if now < self._tick_at:
             return
         self._tick_at = now + HEARTBEAT_S / 2
-        self._reap_orphans()
-        if not self._ending:
-            self._membership.load = os.getloadavg()[0]
-            self._membership.tick(now)
+        self._membership.load = os.getloadavg()[0]
+        self._look_after(now)
+        if not self._nursery.is_forking:
+            reap_orphans(but=self.known_pids())
 
-    def _reap_orphans(self) -> None:
-        """Take away the remains of our children's orphans; not while the template may have forked one of ours."""
-        if self._forking:
-            return
-        known = self._known_pids()
-        for pid in children_of(os.getpid()):
-            if pid not in known:
-                os.waitpid(pid, os.WNOHANG)
+    def _look_after(self, now: float) -> None:
+        """Find who is stopped: template and master are replaced, of the others the master is told."""
+        stopped = self._stopped.sample(self.known_pids(), now=now)
+        if self._nursery.template_pid in stopped:
+            self._nursery.replace_template()
+        for kept in self._kept.values():
+            if kept.child is None or kept.child.pid not in stopped:
+                continue
+            if kept is self._master:
+                kept.child.send_signal(signal.SIGKILL)
+            else:
+                evidence = f"process {kept.child.pid} is stopped (state T), for {STOPPED_S:g} s or more"
+                self._tell_master(ProcessSuspected(kept.process, kept.incarnation, evidence))
 
     def _report(self, report: AgentReport) -> None:
         """Tell the launcher, if it is still there."""
@@ -401,11 +473,13 @@ class Agent:
             os.write(self._handover.report, msgspec.json.encode(report) + b"\n")
 
     def _close(self) -> None:
-        self._kill_children(but=set())
+        kill_children(self._processes, but=(), timeout_s=END_GRACE_S, clock=self._clock)
+        for child in self._left_behind:
+            child.send_signal(signal.SIGKILL)
         self._segments.close()
         self._signals.close()
         self._endpoint.close(flush_s=0.0 if self._master else FLUSH_S)
-        table_path(self._own.run_dir, self._own.process).unlink(missing_ok=True)
+        self._table.unlink(missing_ok=True)
 
 
 def main(arguments: list[str]) -> int:
@@ -413,25 +487,11 @@ def main(arguments: list[str]) -> int:
     process, descriptor = arguments
     with os.fdopen(int(descriptor), "rb") as handed_over:
         handover = msgspec.msgpack.decode(handed_over.read(), type=AgentHandover)
-    for inherited in descriptors_of(handover):
+    for inherited in handover.descriptors:
         os.set_inheritable(inherited, False)
     own_session_and_log(process, log_path(handover.bootstrap.run_dir, process))
-    library = ctypes.CDLL(None, use_errno=True)
-    if library.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "cannot become the parent of orphans")
-    return run_process(handover.bootstrap, lambda _: Agent(handover, processes=SystemProcesses()).run())
-
-
-def descriptors_of(handover: AgentHandover) -> tuple[int, ...]:
-    """What an agent inherits."""
-    given = (
-        handover.bootstrap.lifeline,
-        handover.children_lifeline_read,
-        handover.children_lifeline_write,
-        handover.report,
-        handover.master.listener if handover.master else -1,
-    )
-    return tuple(descriptor for descriptor in given if descriptor >= 0)
+    with subreaper():
+        return run_process(handover.bootstrap, lambda _: Agent(handover, processes=SystemProcesses()).run())
 
 
 if __name__ == "__main__":

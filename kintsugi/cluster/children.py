@@ -17,20 +17,29 @@ import msgspec
 
 from kintsugi.cluster.placement import Start, StartReport
 from kintsugi.errors import StartFailed
+from kintsugi.messages import StartProcess
 from kintsugi.runtime import Child, Processes, describe_status
 from kintsugi.transport import Delivery
+from kintsugi.types import ChildReport
 
 _LAST_OUTPUT_CHARACTERS = 2000
 
 
+TEMPLATE = "template"
+"""The line of the process that others are forked from."""
+
+
 class ChildRecord(msgspec.Struct, frozen=True):
-    """One line of the table: `ChildRecord("model-0", "a1b2", 4711, 883127)`."""
+    """One line of the table: `ChildRecord("model-0", "1.4", 4711, 883127, b"…", 0)`."""
 
     process: str
     incarnation: str
     pid: int
     start_time: int
     """Clock ticks after boot, as of /proc/PID/stat."""
+    public_key: bytes = b""
+    log_offset: int = 0
+    """Where its own words begin in a log that earlier incarnations have written to."""
 
 
 class ChildrenTable(msgspec.Struct, frozen=True):
@@ -38,36 +47,60 @@ class ChildrenTable(msgspec.Struct, frozen=True):
 
     boot_id: str
     children: tuple[ChildRecord, ...]
+    job: str = ""
+    """A table that another session of the run left behind names nobody whom an agent of this one may adopt."""
+
+
+class Successor(msgspec.Struct, frozen=True, eq=False):
+    """An order for a process of which an earlier incarnation still has to end."""
+
+    delivery: Delivery
+    order: StartProcess
 
 
 class Kept:
-    """One child, from the order to start it until its status has been taken.
+    """One child, from the order to start it until its end has been seen.
 
     `started` becomes true when it reports that its program is imported; a child that ends before has failed to start.
+    An *adopted* child was started by an earlier agent: its end is seen, its status is not, as it has another parent.
     """
 
-    def __init__(self, start: Start, *, report: int, request: Delivery | None) -> None:
+    def __init__(self, record: ChildRecord, *, log: Path, start: Start | None = None) -> None:
+        self.process, self.incarnation = record.process, record.incarnation
+        self.public_key = record.public_key
         self.start = start
+        """How to bring it to life; None for one that was adopted."""
         self.child: Child | None = None
         """None until it is born: the template may still be importing."""
-        self.report = report
+        self.report = -1
         """Read end of the pipe on which it tells how its start went; -1 once that was read."""
-        self.start_request = request
+        self.start_request: Delivery | None = None
         """The order to start it, not yet answered; the master has none."""
         self.stop_requests: list[Delivery] = []
-        self.started = False
+        self.successor: Successor | None = None
+        """What to start in its place once it has ended."""
+        self.started = start is None
         self.failure: StartReport | None = None
         self.stopping = False
         self._terminate_at = self._kill_at = math.inf
-        self._log_offset = start.log.stat().st_size if start.log.exists() else 0
+        self._log, self._log_offset = log, record.log_offset
 
-    @property
-    def process(self) -> str:
-        return self.start.bootstrap.process
+    @classmethod
+    def ordered(cls, start: Start, *, request: Delivery | None) -> Kept:
+        """A child that is still to be born."""
+        own = start.bootstrap
+        log_offset = start.log.stat().st_size if start.log.exists() else 0
+        record = ChildRecord(own.process, own.incarnation, 0, 0, own.public_key, log_offset)
+        kept = cls(record, log=start.log, start=start)
+        kept.start_request = request
+        return kept
 
-    @property
-    def incarnation(self) -> str:
-        return self.start.bootstrap.incarnation
+    @classmethod
+    def adopted(cls, record: ChildRecord, child: Child, *, log: Path) -> Kept:
+        """A child of an earlier agent, found by its table."""
+        kept = cls(record, log=log)
+        kept.child = child
+        return kept
 
     def stop(self, *, terminate_at: float, kill_at: float) -> None:
         """Plan SIGTERM and then SIGKILL, in monotonic time. A later plan can hasten the end, never delay it."""
@@ -112,11 +145,20 @@ class Kept:
 
     def record(self) -> ChildRecord | None:
         """Its line of the table; None when it is not born or has ended."""
-        return record_of(self.child, process=self.process, incarnation=self.incarnation)
+        record = record_of(self.child, process=self.process, incarnation=self.incarnation)
+        if record is None:
+            return None
+        return msgspec.structs.replace(record, public_key=self.public_key, log_offset=self._log_offset)
+
+    def report_to_master(self) -> ChildReport | None:
+        """How a master that takes over is told of it; None when it is not born."""
+        if self.child is None:
+            return None
+        return ChildReport(self.process, self.incarnation, self.child.pid, self.public_key)
 
     def last_output(self) -> str:
         """The end of what this incarnation wrote."""
-        return tail(self.start.log, offset=self._log_offset)
+        return tail(self._log, offset=self._log_offset)
 
 
 def tail(log: Path, *, offset: int = 0) -> str:
@@ -130,8 +172,19 @@ def tail(log: Path, *, offset: int = 0) -> str:
         return ""
 
 
-def process_start_time(pid: int) -> int | None:
-    """When the process with this number started, in ticks after boot; None when there is none, or only its remains.
+class ProcessStat(msgspec.Struct, frozen=True):
+    """A process as the kernel sees it: `ProcessStat("S", 883127, 1.25)`."""
+
+    state: str
+    """R, S, D, T (stopped), t (traced), Z (ended, its remains are still there)."""
+    start_time: int
+    """Clock ticks after boot."""
+    cpu_s: float
+    """Processor time of all its threads so far."""
+
+
+def process_stat(pid: int) -> ProcessStat | None:
+    """None when there is no process with this number.
 
     The command name, which may contain anything, stands in the last pair of parentheses.
     """
@@ -139,21 +192,20 @@ def process_start_time(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    state, *fields = stat[stat.rindex(")") + 2 :].split()
-    return None if state in "ZX" else int(fields[18])
+    fields = stat[stat.rindex(")") + 2 :].split()
+    ticks = int(fields[11]) + int(fields[12])
+    return ProcessStat(fields[0], int(fields[19]), ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def process_start_time(pid: int) -> int | None:
+    """When the process with this number started, in ticks after boot; None when there is none, or only its remains."""
+    stat = process_stat(pid)
+    return None if stat is None or stat.state in "ZX" else stat.start_time
 
 
 def boot_id() -> str:
     """Names this boot of this host, without which a start time means nothing."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def children_of(pid: int) -> list[int]:
-    """Numbers of the direct children of a process, adopted orphans among them."""
-    children: list[int] = []
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        children += [int(number) for number in (thread / "children").read_text().split()]
-    return children
 
 
 def table_path(run_dir: str | Path, agent: str) -> Path:
@@ -169,12 +221,12 @@ def record_of(child: Child | None, *, process: str, incarnation: str = "") -> Ch
     return ChildRecord(process, incarnation, child.pid, start_time)
 
 
-def write_table(path: Path, records: Iterable[ChildRecord | None]) -> None:
+def write_table(path: Path, records: Iterable[ChildRecord | None], *, job: str) -> None:
     """Replace the table as a whole; a reader sees the old one or the new one."""
     living = tuple(record for record in records if record is not None)
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
-    new.write_bytes(msgspec.json.encode(ChildrenTable(boot_id(), living)))
+    new.write_bytes(msgspec.json.encode(ChildrenTable(boot_id(), living, job)))
     new.replace(path)
 
 
@@ -191,16 +243,20 @@ def end_orphans(path: Path, *, processes: Processes, timeout_s: float) -> None:
     path.unlink(missing_ok=True)
 
 
-def find_alive(path: Path, *, processes: Processes) -> list[tuple[ChildRecord, Child]]:
-    """Those of a table's processes that still run, each held by pidfd so that a reused number is not mistaken."""
+def read_table(path: Path) -> ChildrenTable | None:
+    """The table as it was written last; None when there is none that says anything about this boot."""
     try:
         table = msgspec.json.decode(path.read_bytes(), type=ChildrenTable)
     except FileNotFoundError:
-        return []
-    if table.boot_id != boot_id():
-        return []
+        return None
+    return table if table.boot_id == boot_id() else None
+
+
+def find_alive(path: Path, *, processes: Processes) -> list[tuple[ChildRecord, Child]]:
+    """Those of a table's processes that still run, each held by pidfd so that a reused number is not mistaken."""
+    table = read_table(path)
     alive = []
-    for record in table.children:
+    for record in table.children if table is not None else ():
         try:
             child = processes.adopt(record.pid)
         except ProcessLookupError:

@@ -1,11 +1,16 @@
-"""What the launcher hands to a node agent, and what the agent tells it back. Both through inherited descriptors."""
+"""What the launcher hands to a node agent, what the agent tells it back, and what the agent hands to its children.
+
+All of it through inherited descriptors.
+"""
 
 from __future__ import annotations
 
 import msgspec
 
 from kintsugi.bootstrap import Bootstrap
-from kintsugi.types import Role
+from kintsugi.messages import StartProcess
+from kintsugi.transport import new_key_pair
+from kintsugi.types import Peer, Role
 from kintsugi.worker import MAINS
 
 
@@ -17,18 +22,26 @@ class Programs(msgspec.Struct, frozen=True):
     preload: tuple[str, ...] = ()
     """Modules that the template imports before it forks; empty means no template: every process is executed."""
     forked: tuple[Role, ...] = ()
-    """Roles whose processes are forked from the template."""
+    """Roles that wait for a template that is still importing, as they would have to import the same. Once it is ready,
+    processes of every role are forked from it."""
 
 
 PROGRAMS = Programs(
     entries=MAINS,
-    preload=("torch", "kintsugi.training.worker", "kintsugi.generation.server"),
+    preload=(
+        "torch",
+        "kintsugi.training.worker",
+        "kintsugi.generation.server",
+        "kintsugi.generation.manager",
+        "kintsugi.rollout.worker",
+        "kintsugi.control.shell",
+    ),
     forked=(Role.MODEL, Role.SERVER),
 )
 
 
 class AgentHandover(msgspec.Struct, frozen=True):
-    """Everything an agent starts with; holds secret keys.
+    """Everything an agent starts with, and every successor of it; holds secret keys.
 
     The agent's own `bootstrap.lifeline` ends when the launcher is gone. Its children get another pipe, which ends only
     when launcher *and* agent are gone: the launcher and this agent hold its write end, nobody else.
@@ -42,6 +55,41 @@ class AgentHandover(msgspec.Struct, frozen=True):
     programs: Programs
     master: Bootstrap | None = None
     """The master's own bootstrap, where this agent is the one that starts it. Its `lifeline` is filled in here."""
+    stop_requested: bool = False
+    """Somebody asked for a stop after this step while the agent's predecessor was there, or nobody was."""
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What an agent inherits."""
+        given = (
+            self.bootstrap.lifeline,
+            self.children_lifeline_read,
+            self.children_lifeline_write,
+            self.report,
+            self.master.listener if self.master else -1,
+        )
+        return tuple(descriptor for descriptor in given if descriptor >= 0)
+
+
+def child_bootstrap(
+    order: StartProcess, *, agent: Bootstrap, master: Peer, lifeline: int, segments: str, epoch: int
+) -> Bootstrap:
+    """What a new process of an agent's host begins with: a key pair of its own, and the master of this epoch."""
+    public_key, secret_key = new_key_pair()
+    return Bootstrap(
+        job=agent.job,
+        run_dir=agent.run_dir,
+        process=order.process,
+        role=order.role,
+        host=agent.host,
+        incarnation=order.incarnation,
+        public_key=public_key,
+        secret_key=secret_key,
+        master=master,
+        lifeline=lifeline,
+        segments=segments,
+        epoch=epoch,
+    )
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -57,7 +105,7 @@ class NotStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class MasterDied(msgspec.Struct, frozen=True, tag=True):
-    """The master ended by a signal instead of an exit code."""
+    """The master ended by a signal instead of an exit code, once too often."""
 
     how: str
     last_output: str

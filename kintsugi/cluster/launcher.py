@@ -4,11 +4,15 @@
 
 What keeps a killed launcher from leaving anything: each agent reads a pipe that only the launcher can write, and each
 other process one that only its agent and the launcher can write. Nobody ever writes; the kernel closes them.
+
+An agent that was killed, or that is stopped, is started again with all that its predecessor had: keys, pipes, the
+master's socket. Its processes do not notice: their parent is the launcher from then on, which takes their remains away.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import select
 import signal
@@ -21,12 +25,7 @@ from uuid import uuid4
 import msgspec
 
 from kintsugi.bootstrap import Bootstrap
-from kintsugi.cluster.agent import descriptors_of
-from kintsugi.cluster.children import (
-    end_orphans,
-    table_path,
-    tail,
-)
+from kintsugi.cluster.children import end_orphans, read_table, table_path, tail
 from kintsugi.cluster.handover import (
     PROGRAMS,
     AgentHandover,
@@ -36,7 +35,9 @@ from kintsugi.cluster.handover import (
     Programs,
     Ready,
 )
+from kintsugi.cluster.orphans import children_of, kill_children, reap_orphans, subreaper
 from kintsugi.cluster.placement import execute, in_memory, log_path
+from kintsugi.cluster.restarts import MOST_RESTARTS, WITHIN_S, RestartLimit, StoppedWatch
 from kintsugi.cluster.signals import Signals
 from kintsugi.config import Config
 from kintsugi.errors import ConfigError, KintsugiError, ProcessDied, StartFailed, UserError
@@ -76,10 +77,14 @@ def launch(
         listener = stack.enter_context(_listen(config.cluster.port))
         write_launcher(run_dir, pid=os.getpid())
         stack.callback((run_dir / LAUNCHER_FILE).unlink, missing_ok=True)
-        launcher = _Launcher(run_dir=run_dir, signals=signals, processes=processes)
+        stack.enter_context(subreaper())
+        start_timeout_s = config.cluster.start_timeout_s
+        launcher = _Launcher(
+            run_dir=run_dir, signals=signals, processes=processes, start_timeout_s=start_timeout_s
+        )
         stack.callback(launcher.clean_up)
         launcher.start(config, listener=listener, programs=programs)
-        return launcher.run(on_tick, start_timeout_s=config.cluster.start_timeout_s)
+        return launcher.run(on_tick)
 
 
 def _listen(port: int) -> socket.socket:
@@ -99,17 +104,52 @@ def _listen(port: int) -> socket.socket:
 
 
 class _AgentHandle:
-    """One agent as the launcher sees it: its process, what it reports, and what its children live by."""
+    """One agent as the launcher sees it, over all its incarnations: process, reports, and what a new one is handed."""
 
-    def __init__(self, child: Child, *, process: str, report: int, children_lifeline: int) -> None:
-        self.child = child
-        self.process = process
-        self.report = report
-        self.children_lifeline = children_lifeline
+    def __init__(self, handover: AgentHandover) -> None:
+        self._handover = handover
+        self.process = handover.bootstrap.process
+        self.limit = RestartLimit()
+        self._num_starts = 0
+        self._child: Child | None = None
+        self.report = -1
         self.ready = False
+        self.start_deadline = math.inf
         self.status: int | None = None
-        self.ended = False
+        self.ended = True
         self._unread = b""
+
+    @property
+    def child(self) -> Child:
+        assert self._child is not None, f"{self.process} was never started"
+        return self._child
+
+    def start(self, processes: Processes, *, stop_requested: bool, deadline: float) -> None:
+        """Start the first incarnation, or the next: they are counted, so that everybody knows which one is the later."""
+        number = int(self._handover.bootstrap.incarnation) + self._num_starts
+        own = msgspec.structs.replace(self._handover.bootstrap, incarnation=str(number))
+        self.close()
+        self.report, report_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        handover = msgspec.structs.replace(
+            self._handover, bootstrap=own, report=report_write, stop_requested=stop_requested
+        )
+        handed_over = in_memory(msgspec.msgpack.encode(handover))
+        try:
+            self._child = execute(
+                processes,
+                ["kintsugi.cluster.agent", self.process, str(handed_over)],
+                placement=Placement(),
+                pass_fds=(handed_over, *handover.descriptors),
+            )
+        except OSError as error:
+            phase = "executing the interpreter"
+            raise StartFailed(process=self.process, phase=phase, why=str(error)) from error
+        finally:
+            os.close(handed_over)
+            os.close(report_write)
+        self._num_starts += 1
+        self.ready = self.ended = False
+        self.start_deadline = deadline
 
     def reports(self) -> list[AgentReport]:
         """What it has said since the last call; empty, and the pipe closed, once it has ended."""
@@ -123,18 +163,43 @@ class _AgentHandle:
         *lines, self._unread = (self._unread + content).split(b"\n")
         return [msgspec.json.decode(line, type=AgentReport) for line in lines]
 
+    def close(self) -> None:
+        """Let go of the present incarnation, which has ended."""
+        if self._child is not None:
+            self._child.close()
+            self._child = None
+        if self.report >= 0:
+            os.close(self.report)
+            self.report = -1
+        self._unread = b""
+
+    def close_lifeline(self) -> None:
+        """Let go of what its children live by."""
+        os.close(self._handover.children_lifeline_read)
+        os.close(self._handover.children_lifeline_write)
+
 
 class _Launcher:
     """The loop: waits for agents' ends, their reports and signals; ends when the last agent is gone."""
 
     def __init__(
-        self, *, run_dir: Path, signals: Signals, processes: Processes, clock: Clock = SYSTEM_CLOCK
+        self,
+        *,
+        run_dir: Path,
+        signals: Signals,
+        processes: Processes,
+        start_timeout_s: float,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._run_dir = run_dir
         self._signals = signals
         self._processes = processes
+        self._start_timeout_s = start_timeout_s
         self._clock = clock
         self._agents: list[_AgentHandle] = []
+        self._others = frozenset(children_of(os.getpid()))
+        """Children that this process had before; they are none of our business."""
+        self._stopped = StoppedWatch()
         self._lifeline_read, self._lifeline_write = os.pipe2(os.O_CLOEXEC)
         self._num_signals = 0
         self._kill_at: float | None = None
@@ -147,8 +212,10 @@ class _Launcher:
         host, port = listener.getsockname()
         hosts = [f"host-{index}" for index in range(config.cluster.hosts)]
         keys = [new_key_pair() for _ in hosts]
+        # Counted from the time of day: an agent of an earlier session of this run is not mistaken for one of this.
+        first = str(int(self._clock.wall()))
         peers = tuple(
-            Peer(process_id(Role.AGENT, index), uuid4().hex[:8], name, "", keys[index][0])
+            Peer(process_id(Role.AGENT, index), first, name, "", keys[index][0])
             for index, name in enumerate(hosts)
         )
         public_key, secret_key = new_key_pair()
@@ -176,51 +243,28 @@ class _Launcher:
             peers=peers,
         )
         for index, peer in enumerate(peers):
-            own = bootstrap(peer, Role.AGENT, secret=keys[index][1])
-            self._start_agent(own, master=master if index == 0 else None, programs=programs)
-
-    def _start_agent(self, own: Bootstrap, *, master: Bootstrap | None, programs: Programs) -> None:
-        children_read, children_write = os.pipe2(os.O_CLOEXEC)
-        report_read, report_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        handover = AgentHandover(
-            bootstrap=own,
-            children_lifeline_read=children_read,
-            children_lifeline_write=children_write,
-            report=report_write,
-            programs=programs,
-            master=master,
-        )
-        handed_over = in_memory(msgspec.msgpack.encode(handover))
-        try:
-            child = execute(
-                self._processes,
-                ["kintsugi.cluster.agent", own.process, str(handed_over)],
-                placement=Placement(),
-                pass_fds=(handed_over, *descriptors_of(handover)),
+            children_read, children_write = os.pipe2(os.O_CLOEXEC)
+            handover = AgentHandover(
+                bootstrap=bootstrap(peer, Role.AGENT, secret=keys[index][1]),
+                children_lifeline_read=children_read,
+                children_lifeline_write=children_write,
+                report=-1,
+                programs=programs,
+                master=master if index == 0 else None,
             )
-        except OSError as error:
-            os.close(report_read)
-            os.close(children_write)
-            phase = "executing the interpreter"
-            raise StartFailed(process=own.process, phase=phase, why=str(error)) from error
-        finally:
-            for descriptor in (handed_over, children_read, report_write):
-                os.close(descriptor)
-        handle = _AgentHandle(
-            child, process=own.process, report=report_read, children_lifeline=children_write
-        )
-        self._agents.append(handle)
+            agent = _AgentHandle(handover)
+            self._agents.append(agent)
+            self._start_agent(agent)
 
-    def run(self, on_tick: Callable[[], None], *, start_timeout_s: float) -> int:
+    def _start_agent(self, agent: _AgentHandle) -> None:
+        deadline = self._clock.monotonic() + self._start_timeout_s
+        agent.start(self._processes, stop_requested=self._num_signals > 0, deadline=deadline)
+
+    def run(self, on_tick: Callable[[], None]) -> int:
         """Wait for the end of the run; the exit code is that of agent 0, which is the master's."""
-        start_deadline = self._clock.monotonic() + start_timeout_s
         while any(not agent.ended for agent in self._agents):
             self._turn(TICK_S)
-            late = [agent.process for agent in self._agents if not (agent.ready or agent.ended)]
-            if late and self._kill_at is None and self._clock.monotonic() > start_deadline:
-                why = f"not ready after {start_timeout_s:g} s (cluster.start_timeout_s)"
-                phase = "starting the master" if late[0] == self._agents[0].process else "starting"
-                self._fail(StartFailed(process=late[0], phase=phase, why=why))
+            self._look_after(self._clock.monotonic())
             on_tick()
         if self._failure is not None and self._num_signals == 0:
             raise self._failure
@@ -252,6 +296,18 @@ class _Launcher:
         if self._kill_at is not None and self._clock.monotonic() >= self._kill_at:
             self._signal_agents(signal.SIGKILL)
 
+    def _look_after(self, now: float) -> None:
+        """What no descriptor tells: agents that are late or stopped, and the remains of a dead agent's processes."""
+        living = {agent.child.pid: agent for agent in self._agents if not agent.ended}
+        late = [agent.process for agent in living.values() if not agent.ready and now > agent.start_deadline]
+        if late and self._kill_at is None:
+            why = f"not ready after {self._start_timeout_s:g} s (cluster.start_timeout_s)"
+            phase = "starting the master" if late[0] == self._agents[0].process else "starting"
+            self._fail(StartFailed(process=late[0], phase=phase, why=why))
+        for pid in self._stopped.sample(living, now=now):
+            living[pid].child.send_signal(signal.SIGKILL)
+        reap_orphans(but=self._others | living.keys())
+
     def _signalled(self) -> None:
         """The first one asks for a stop after this step; the second one ends everything at once."""
         self._num_signals += 1
@@ -273,17 +329,37 @@ class _Launcher:
                     self._fail(ProcessDied(f"{master} was {how}; its log ends: {last_output or '(empty)'}"))
 
     def _agent_ended(self, agent: _AgentHandle) -> None:
-        """Agent 0 ends with the master's exit code, another one with 0 when the master said `Shutdown`."""
+        """Agent 0 ends with the master's exit code, another one with 0 when the master said `Shutdown`.
+
+        One that was killed has decided nothing: it is started again, but not for ever.
+        """
         agent.status = agent.child.status()
         agent.ended = True
         by_itself = agent.status is not None and agent.status >= 0
+        if self._kill_at is None and not by_itself and agent.limit.allows(self._clock.monotonic()):
+            self._restart(agent)
+            return
         expected = agent.ready and by_itself and (agent is self._agents[0] or agent.status == 0)
         if self._kill_at is None and not expected:
             how = describe_status(agent.status)
+            often = "" if by_itself else f", more than {MOST_RESTARTS} times in {WITHIN_S:g} s"
             log = tail(log_path(self._run_dir, agent.process))
-            self._fail(ProcessDied(f"{agent.process} {how}; its log ends: {log or '(empty)'}"))
+            self._fail(ProcessDied(f"{agent.process} {how}{often}; its log ends: {log or '(empty)'}"))
         if agent is self._agents[0]:
             self._let_go()
+
+    def _restart(self, agent: _AgentHandle) -> None:
+        """Start an agent again, once all is gone that it can not adopt: who was born without being told of."""
+        tables = [read_table(table_path(self._run_dir, each.process)) for each in self._agents]
+        recorded = {record.pid for table in tables if table is not None for record in table.children}
+        agents = {each.child.pid for each in self._agents if not each.ended}
+        kill_children(
+            self._processes, but=self._others | agents | recorded, timeout_s=END_DEADLINE_S, clock=self._clock
+        )
+        try:
+            self._start_agent(agent)
+        except StartFailed as error:
+            self._fail(error)
 
     def _fail(self, error: KintsugiError) -> None:
         """The first failure is the cause; what follows from it does not replace it."""
@@ -309,12 +385,12 @@ class _Launcher:
         os.close(self._lifeline_read)
         self._let_go()
         for agent in self._agents:
-            agent.child.wait_ended(whom=agent.process, timeout_s=END_DEADLINE_S)
-            agent.child.status()
-            agent.child.close()
+            if not agent.ended:
+                agent.child.wait_ended(whom=agent.process, timeout_s=END_DEADLINE_S)
+            agent.close()
             # Before their lifeline ends: a child that ends by itself leaves what it started.
             table = table_path(self._run_dir, agent.process)
             end_orphans(table, processes=self._processes, timeout_s=END_DEADLINE_S)
-            os.close(agent.children_lifeline)
-            if agent.report >= 0:
-                os.close(agent.report)
+        kill_children(self._processes, but=self._others, timeout_s=END_DEADLINE_S, clock=self._clock)
+        for agent in self._agents:
+            agent.close_lifeline()

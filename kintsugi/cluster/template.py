@@ -1,7 +1,10 @@
-"""A process that has already imported torch and our workers, and forks them in milliseconds instead of seconds.
+"""A process that has already imported torch and our programs, and forks them in milliseconds instead of seconds.
 
 The agent sends a `Start` and its descriptors over a socket pair; the template forks twice, so that the child's parent
 is the agent (a subreaper) exactly as if the agent had executed it: same pidfd, same exit status, same stop.
+
+It outlives its agent, as everything does that the agent started, because importing again takes seconds. The agent's
+successor finds it by an abstract socket; whatever it forks from then on is a child of the launcher.
 
 Forking is only safe while the template has one thread and no device: it checks the first before every fork and imports
 nothing that does the second. When it cannot be used it exits, and the agent executes interpreters instead.
@@ -13,6 +16,7 @@ import gc
 import importlib
 import os
 import select
+import signal
 import socket
 import sys
 from typing import NoReturn
@@ -20,15 +24,20 @@ from typing import NoReturn
 import msgspec
 
 from kintsugi.cluster.placement import Start, execute, run
+from kintsugi.cluster.segments import user_of
 from kintsugi.errors import DeadlineExceeded
-from kintsugi.runtime import Processes, wait
+from kintsugi.runtime import Child, Processes, wait
 from kintsugi.types import Placement
 
 _MOST_BYTES = 65536
 """Of one message; a `Start` has a few hundred."""
 
 
-class Forked(msgspec.Struct, frozen=True):
+class Imported(msgspec.Struct, frozen=True, tag=True):
+    """Said once: everything is imported, a child can be had in milliseconds."""
+
+
+class Forked(msgspec.Struct, frozen=True, tag=True):
     """The child's pid, or why there is none."""
 
     pid: int
@@ -36,20 +45,43 @@ class Forked(msgspec.Struct, frozen=True):
 
 
 class Template:
-    """The agent's end. Requests are answered in order; `ended` once the process on the other side is gone."""
+    """The agent's end. Requests are answered in order; it is readable, and ends, when the other side is gone."""
 
-    def __init__(self, processes: Processes, *, preload: tuple[str, ...]) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, child: Child, connection: socket.socket, *, is_adopted: bool) -> None:
+        self.child = child
+        self.is_adopted = is_adopted
+        """Started by an earlier agent: what it forks is not our child, and its status is not to be had."""
+        self._socket = connection
         self._socket.setblocking(False)
+
+    @classmethod
+    def start(cls, processes: Processes, *, preload: tuple[str, ...], name: str, lifeline: int) -> Template:
+        """Execute one; a successor of this agent will reach it under `name`, as long as the lifeline has a writer."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            self.child = execute(
+            child = execute(
                 processes,
-                ["kintsugi.cluster.template", str(theirs.fileno()), *preload],
+                ["kintsugi.cluster.template", str(theirs.fileno()), str(lifeline), name, *preload],
                 placement=Placement(),
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), lifeline),
             )
+        except OSError:
+            ours.close()
+            raise
         finally:
             theirs.close()
+        return cls(child, ours, is_adopted=False)
+
+    @classmethod
+    def adopt(cls, child: Child, *, name: str) -> Template:
+        """Take over the template of an earlier agent; OSError when it does not listen."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            _attempt_connect(connection, name)
+        except OSError:
+            connection.close()
+            raise
+        return cls(child, connection, is_adopted=True)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -62,17 +94,24 @@ class Template:
             return False
         return True
 
-    def receive(self) -> Forked | None:
-        """The next answer; None when the template is gone. Called when the descriptor is readable."""
+    def receive(self) -> Imported | Forked | None:
+        """The next thing it says; None when the template is gone. Called when the descriptor is readable."""
         try:
             answer = self._socket.recv(_MOST_BYTES)
         except ConnectionResetError:
             answer = b""
-        return msgspec.msgpack.decode(answer, type=Forked) if answer else None
+        return msgspec.msgpack.decode(answer, type=Imported | Forked) if answer else None
 
     def close(self) -> None:
         """The template sees the end of its socket and exits."""
         self._socket.close()
+
+
+def _attempt_connect(connection: socket.socket, name: str) -> None:
+    """At once or not at all: the template listens from its first moment."""
+    connection.connect(f"\0{name}")
+    if user_of(connection) != os.getuid():
+        raise PermissionError(f"{name} belongs to user {user_of(connection)}")
 
 
 def serve(connection: socket.socket) -> Start | None:
@@ -80,8 +119,10 @@ def serve(connection: socket.socket) -> Start | None:
 
     Waits only for the agent, whose end (also by kill -9) closes the socket.
     """
+    if not _say(connection, Imported()):
+        return None
     while True:
-        _await_request(connection)
+        _await_readable(connection, what="the next start")
         content, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, 8)
         if not content:
             return None
@@ -93,27 +134,55 @@ def serve(connection: socket.socket) -> Start | None:
         else:
             why = ""
         if pid == 0:
-            connection.close()
             return start.with_descriptors(tuple(descriptors))
         for descriptor in descriptors:
             os.close(descriptor)
-        connection.send(msgspec.msgpack.encode(Forked(pid=pid, why=why)))
+        if not _say(connection, Forked(pid=pid, why=why)):
+            if pid > 0:
+                os.kill(pid, signal.SIGKILL)
+            return None
 
 
-def _await_request(connection: socket.socket) -> None:
+def _say(connection: socket.socket, answer: Imported | Forked) -> bool:
+    """False when the agent is gone."""
+    try:
+        connection.send(msgspec.msgpack.encode(answer))
+    except (BrokenPipeError, ConnectionResetError):
+        return False
+    return True
+
+
+def _next_agent(listener: socket.socket, lifeline: int) -> socket.socket | None:
+    """The connection of the agent's successor; None when the lifeline has ended, so that there will be none."""
+    while True:
+        ready = _await_readable(listener, lifeline, what="its successor")
+        if lifeline in ready:
+            return None
+        try:
+            connection, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            continue
+        if user_of(connection) == os.getuid():
+            connection.setblocking(True)
+            return connection
+        connection.close()
+
+
+def _await_readable(*descriptors: socket.socket | int, what: str) -> set[int]:
     poller = select.poll()
-    poller.register(connection, select.POLLIN)
+    for descriptor in descriptors:
+        poller.register(descriptor, select.POLLIN)
     while True:
         try:
-            wait(
+            ready = wait(
                 lambda remaining_s: poller.poll(remaining_s * 1000) or None,
                 whom="agent",
-                what="the next start",
+                what=what,
                 timeout_s=3600.0,
             )
         except DeadlineExceeded:
             continue
-        return
+        return {descriptor for descriptor, _ in ready}
 
 
 def num_threads() -> int:
@@ -143,17 +212,33 @@ def _fork_for_grandparent() -> int:
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """`python -m kintsugi.cluster.template DESCRIPTOR MODULE…`: import, then serve until the agent is gone."""
-    connection = socket.socket(fileno=int(arguments[0]))
-    connection.set_inheritable(False)
-    for module in arguments[1:]:
+    """`python -m kintsugi.cluster.template CONNECTION LIFELINE NAME MODULE…`: import, then serve, agent after agent.
+
+    Ends with the lifeline, that is, when launcher and agent are gone.
+    """
+    own, lifeline, name, *modules = int(arguments[0]), int(arguments[1]), *arguments[2:]
+    connection: socket.socket | None = socket.socket(fileno=own)
+    for inherited in (own, lifeline):
+        os.set_inheritable(inherited, False)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    listener.bind(f"\0{name}")
+    listener.listen(8)
+    for module in modules:
         importlib.import_module(module)
     if num_threads() != 1:
-        sys.exit(f"cannot fork: importing {', '.join(arguments[1:])} started {num_threads() - 1} threads")
+        sys.exit(f"cannot fork: importing {', '.join(modules)} started {num_threads() - 1} threads")
     gc.collect()
     gc.freeze()
-    start = serve(connection)
-    exit_code = 0 if start is None else run(start)
+    exit_code = 0
+    while connection is not None:
+        start = serve(connection)
+        connection.close()
+        if start is not None:
+            listener.close()
+            os.close(lifeline)
+            exit_code = run(start)
+            break
+        connection = _next_agent(listener, lifeline)
     # Tearing down what the template imported would cost half a second, and nobody needs it any more.
     sys.stdout.flush()
     sys.stderr.flush()

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 from kintsugi.control.protocol import Decision, Effect, Request
 from kintsugi.control.state import MasterState
 from kintsugi.facts import Fact
-from kintsugi.messages import Body
+from kintsugi.messages import (
+    Body,
+    DeviceClean,
+    DeviceStop,
+    Inspect,
+    NotifyNormal,
+    PreLock,
+    RebuildGroup,
+    Repair,
+    Rollback,
+    StopProcess,
+)
 from kintsugi.patience import Patience
+
+OPERATIONS = frozenset(
+    {PreLock, DeviceStop, DeviceClean, RebuildGroup, Repair, Rollback, NotifyNormal, StopProcess, Inspect}
+)
+"""What recovery asks: whoever does not answer soon is part of the trouble."""
+OPERATION_FLOOR_S = 10.0
 
 
 class Draft:
@@ -40,13 +57,15 @@ class Draft:
 class Conversation:
     """Requests that are under way, and what follows when the answers of a round are all in.
 
-    A token names one request; an answer whose token is not open any more is late and changes nothing.
+    A token names one request and is never used again; an answer whose token is not open any more is late and changes
+    nothing.
     """
 
     def __init__(self, draft: Draft, *, first_s: float) -> None:
         self._draft = draft
         self._patience = Patience(first_s=first_s)
         self._open: dict[str, tuple[str, str, float]] = {}
+        self._serial = 0
         self._round: set[str] = set()
         self._then: Callable[[float], None] | None = None
         self.answers: dict[str, Body] = {}
@@ -59,30 +78,27 @@ class Conversation:
         self._open[token] = (to, kind.__name__, now)
         self._draft.do(Request(token, to, body, self.deadline_s(kind)))
 
+    def ask_each(self, purpose: str, bodies: Mapping[str, Body], now: float) -> list[str]:
+        """Ask several processes under tokens that begin with `purpose`; gives the tokens."""
+        tokens = []
+        for to, body in bodies.items():
+            self._serial += 1
+            token = f"{purpose}:{self._draft.state.epoch}.{self._serial}:{type(body).__name__}:{to}"
+            self.ask(token, to, body, now)
+            tokens.append(token)
+        return tokens
+
     def deadline_s(self, kind: type[Body]) -> float:
         """How long to wait for an answer to a request of this kind."""
+        if kind in OPERATIONS:
+            return self._patience.deadline_s(kind.__name__, floor_s=OPERATION_FLOOR_S)
         return self._patience.deadline_s(kind.__name__, num_tokens=self.num_tokens)
 
     def ask_all(self, bodies: Mapping[str, Body], now: float, *, then: Callable[[float], None]) -> None:
-        """Begin a round: `then` follows when every process has answered."""
-        self.answers, self._then, self._round = {}, then, set()
-        for to, body in bodies.items():
-            token = f"round:{self._draft.state.step}:{type(body).__name__}:{to}"
-            self._round.add(token)
-            self.ask(token, to, body, now)
-
-    def ask_in_turn(
-        self, processes: Sequence[str], bodies: Sequence[Body], now: float, *, then: Callable[[float], None]
-    ) -> None:
-        """One round per body, each after the previous one is answered by all."""
-        if not bodies:
-            then(now)
-            return
-        self.ask_all(
-            dict.fromkeys(processes, bodies[0]),
-            now,
-            then=lambda at: self.ask_in_turn(processes, bodies[1:], at, then=then),
-        )
+        """Begin a round, and give up the one before: `then` follows when every process has answered."""
+        self.abandon_round()
+        self.answers, self._then = {}, then
+        self._round = set(self.ask_each("round", bodies, now))
 
     def close(self, token: str, sender: str) -> tuple[str, float] | None:
         """An answer or a failure came: what was asked and since when; None if nobody waits for it from this sender."""
@@ -96,6 +112,18 @@ class Conversation:
     def observed(self, kind: str, duration_s: float) -> None:
         """An answer, not a failure, took this long: the measure of patience."""
         self._patience.observed(kind, duration_s)
+
+    def longest_s(self, kind: str) -> float | None:
+        """The longest answer to a kind of request so far."""
+        return self._patience.longest_s(kind)
+
+    def is_open(self, token: str) -> bool:
+        return token in self._open
+
+    def open_requests(self) -> Iterator[tuple[str, str, str, float]]:
+        """(token, process, kind, since) of everything that is under way."""
+        for token, (to, kind, since) in self._open.items():
+            yield token, to, kind, since
 
     def in_round(self, token: str) -> bool:
         return token in self._round
@@ -112,12 +140,19 @@ class Conversation:
             then(now)
 
     def abandon_round(self) -> None:
+        for token in self._round:
+            self._open.pop(token, None)
         self._round, self._then = set(), None
 
-    def withdraw(self, token: str) -> None:
-        """An answer to this request does not matter any more."""
-        self._open.pop(token, None)
+    def withdraw(self, *tokens: str) -> None:
+        """Answers to these requests do not matter any more."""
+        for token in tokens:
+            self._open.pop(token, None)
+
+    def withdraw_all(self, purpose: str) -> None:
+        """Nor to any request of this purpose."""
+        self.withdraw(*[token for token in self._open if token.startswith(purpose)])
 
     def abandon(self, process: str) -> None:
         """Nothing that was asked of this process matters any more."""
-        self._open = {token: asked for token, asked in self._open.items() if asked[0] != process}
+        self.withdraw(*[token for token, asked in self._open.items() if asked[0] == process])

@@ -11,7 +11,7 @@ from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.evaluation import Evaluation
 from kintsugi.control.protocol import Raise, Tell
 from kintsugi.control.scheduler import TaskScheduler, TaskStatus
-from kintsugi.errors import DataError, Fault
+from kintsugi.errors import DataError, Fault, ProcessDied
 from kintsugi.facts import SampleQuarantined, SamplesScored, TicketAssigned, TicketReturned, TicketsIssued
 from kintsugi.messages import Drop, EpisodesDone, RunEpisodes
 from kintsugi.types import Role, SampleMeta, SampleText, Sampling, Ticket, sample_key, ticket_id
@@ -29,6 +29,10 @@ class Episodes:
         self._scheduler = TaskScheduler(capacity=CAPACITY)
         self._failures: Counter[str] = Counter()
         self._texts: dict[str, SampleText] = {}
+        self._tokens: dict[str, str] = {}
+        """Group → the request that it was last asked with; never used again, for a late answer must not be taken for
+        that to a later request."""
+        self._num_asked = 0
         self.evaluation: Evaluation | None = None
         self.last_reason = ""
         """Why the latest group or sample was set aside."""
@@ -84,15 +88,16 @@ class Episodes:
         self.last_reason = next(iter(done.quarantined.values()), self.last_reason)
         if done.samples:
             facts.append(SamplesScored(done.ticket, done.samples))
+        self._texts.update(done.texts)
+        self._tokens.pop(done.ticket, None)
+        self._scheduler.complete(done.ticket)
         for fact in facts:
             refusal = ledger.accepts(fact)
             if refusal is not None:
                 self._draft.because(f"ignored {worker}'s answer for {done.ticket}: {refusal}")
                 return None
             self._draft.fact(fact)
-        self._texts.update(done.texts)
         self._failures.pop(done.ticket, None)
-        self._scheduler.complete(done.ticket)
         return None
 
     def take_texts(self, batch: Sequence[SampleMeta]) -> dict[str, SampleText]:
@@ -106,7 +111,8 @@ class Episodes:
         may pass: it is tried again, and after the last attempt the run ends with that fault. Setting it aside would
         make the batch depend on the world.
         """
-        self._failures[name] += 1
+        if fault.kind != ProcessDied.__name__:  # Not the group's doing.
+            self._failures[name] += 1
         is_evaluation = self.evaluation is not None and name in self.evaluation.tasks
         if fault.kind == DataError.__name__ and not is_evaluation:
             self._set_aside(name, fault)
@@ -132,21 +138,52 @@ class Episodes:
     def worker_lost(self, worker: str) -> None:
         """What it ran or kept is issued again under the same tickets, so with the same noise.
 
-        Groups of a batch in training stay: their trajectories have been fetched, or the step fails and is undone.
+        Groups of a batch in training stay: their trajectories have been fetched, or the step fails and is undone,
+        and then `reclaim` issues them again.
         """
         ledger = self._draft.state.ledger
         training = ledger.in_batch(self._draft.state.step + 1)
         for ticket in ledger.assigned_to(worker):
             if ticket not in training:
                 self._draft.fact(TicketReturned(ticket, f"{worker} was lost"))
-        self._talk.abandon(worker)
         self._scheduler.lost(worker)
+
+    def reclaim(self) -> None:
+        """Before a batch is trained (again): what is kept by somebody who is gone has to be run again."""
+        state = self._draft.state
+        for ticket in state.ledger.in_batch(state.step + 1):
+            worker, incarnation = state.ledger.worker_of(ticket)
+            if not state.members.is_live(worker, incarnation):
+                self._draft.fact(TicketReturned(ticket, f"{worker} was lost"))
+
+    def adopt(self, now: float) -> None:
+        """A new master: ask the workers again for what the journal says they run or keep; they answer once.
+
+        The last master may have died before it told them that the last batch is trained.
+        """
+        state = self._draft.state
+        for worker in state.members.live(Role.ROLLOUT):
+            if state.step > 0:
+                self._draft.do(Tell(worker, Drop(state.ledger.trained_in(state.step))))
+            for ticket in state.ledger.assigned_to(worker):
+                if state.ledger.worker_of(ticket)[1] == state.members.members[worker].incarnation:
+                    self._scheduler.adopt(ticket, worker)
+                    self._ask(ticket, worker, now)
+
+    def void(self) -> None:
+        """Steps were undone: whatever runs or waits was for them, and is asked for again in its turn."""
+        self._scheduler.clear()
+        self._talk.withdraw_all(EPISODE)
+        self._failures.clear()
+        self._texts.clear()
+        self._tokens.clear()
+        self.evaluation = None
 
     def rebalance(self, now: float) -> None:
         """A worker joined: give it a share of what the others have not finished."""
         members = self._draft.state.members
         for move in self._scheduler.rebalance(members.live(Role.ROLLOUT)):
-            self._talk.withdraw(_token(members.members[move.source].incarnation, move.task))
+            self._talk.withdraw(self._tokens.pop(move.task))
             self._draft.do(Tell(move.source, Drop((move.task,))))
             if self.evaluation is None or move.task not in self.evaluation.tasks:
                 self._draft.fact(TicketReturned(move.task, f"moved from {move.source} to {move.target}"))
@@ -154,17 +191,23 @@ class Episodes:
         self.hand_out(now)
 
     def _run(self, name: str, worker: str, now: float) -> None:
+        if self.evaluation is None or name not in self.evaluation.tasks:
+            incarnation = self._draft.state.members.members[worker].incarnation
+            self._draft.fact(TicketAssigned(name, worker, incarnation))
+        self._ask(name, worker, now)
+
+    def _ask(self, name: str, worker: str, now: float) -> None:
         state = self._draft.state
-        incarnation = state.members.members[worker].incarnation
         timeout_s = self._talk.deadline_s(RunEpisodes)
         if self.evaluation is not None and name in self.evaluation.tasks:
             ticket, sampling = self.evaluation.tasks[name]
-            body = RunEpisodes(ticket, "eval", sampling, state.version, timeout_s)
+            body = RunEpisodes(ticket, "eval", sampling, state.step, timeout_s)
         else:
             ticket = state.ledger.ticket(name)
-            self._draft.fact(TicketAssigned(name, worker, incarnation))
-            body = RunEpisodes(ticket, "train", self._sampling(ticket.num_samples), state.version, timeout_s)
-        self._talk.ask(_token(incarnation, name), worker, body, now)
+            body = RunEpisodes(ticket, "train", self._sampling(ticket.num_samples), state.step, timeout_s)
+        self._num_asked += 1
+        self._tokens[name] = f"{EPISODE} {state.epoch}.{self._num_asked} {name}"
+        self._talk.ask(self._tokens[name], worker, body, now)
 
     def _sampling(self, num_samples: int) -> Sampling:
         return Sampling(
@@ -173,11 +216,6 @@ class Episodes:
             num_samples=num_samples,
             seed=self._config.seed,
         )
-
-
-def _token(incarnation: str, name: str) -> str:
-    """One request per worker and group: a group that moves is another request."""
-    return f"{EPISODE} {incarnation} {name}"
 
 
 def episode_of(token: str) -> str | None:

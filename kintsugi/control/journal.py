@@ -1,45 +1,52 @@
 """The master's journal: an append-only file of facts that survives its writer and knows a torn tail from damage.
 
-    header   magic (32 bytes), watermark: highest sequence known to be durable + its xxh3-64, padding to 64 bytes
-    record   mark, length, sequence, watermark, xxh3-64 of all of this and the payload; then the payload: msgpack of
+    header   magic (32 bytes), watermark: highest sequence known to be durable + its xxh3-64,
+             owner: how often the journal was taken over + the name of who did so last, padded to 128 bytes
+    record   mark, xxh3-64 of all that follows, length, sequence, watermark; then the payload: msgpack of
              the facts of one decision, so that a decision is in the journal whole or not at all
-    zeros    space allocated beforehand, so that a full disk is noticed before there is no room left to say so
+    zeros    space allocated beforehand, so that a full disk is felt by everything else first
 
-`append` makes facts survive the process, `sync` makes them survive the machine. What a power cut leaves of unsynced
-records is cut off when the journal is opened. A record that was synced once and can not be read is damage, and is
-reported with its offset, never skipped: the watermark, which is written after each sync and carried by every later
-record, tells the two apart. (Only the watermark of the last sync may itself be lost in a power cut.)
+`append` makes facts survive the process, `sync` makes them survive the machine. Either works whole or raises and can be
+repeated. What a power cut leaves of unsynced records is cut off when the journal is opened. A record that was synced
+once and can not be read is damage, and is reported with its offset, never skipped: the watermark, which is written
+after each sync and carried by every later record, tells the two apart. (Only the watermark of the last sync may itself
+be lost in a power cut.)
 
-The writer holds `journal.lock`, which names it. A second writer is refused as long as the first lives; on file systems
-whose locks do not reach another host, a writer that was overtaken notices at its next `sync` and stops.
+There is one writer. It holds a lock on the file that ends with its process, so a successor of a dead one goes on at
+once. A successor of one that still lives (stopped, or cut off from who would stop it) names itself in the header and
+goes on in a copy under the same name: whatever the old writer still writes goes into a file that has no name any more,
+and it finds itself fenced. `append` looks at the header after it wrote, so what it said was written, the successor has.
 """
 
 from __future__ import annotations
 
+import gc
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
 import msgspec
 import xxhash
 
-from kintsugi.disk import SYSTEM_DISK, Disk, File
-from kintsugi.errors import RefusedError, StorageError
+from kintsugi.disk import SYSTEM_DISK, Disk, File, storage_errors
+from kintsugi.errors import FencedError, RefusedError, StorageError
 from kintsugi.facts import EpochStarted, Fact
 
-_MAGIC = b"kintsugi journal 1\n".ljust(32, b"\0")
-_HEADER_SIZE = 64
+_MAGIC = b"kintsugi journal 2\n".ljust(32, b"\0")
 _WATERMARK = struct.Struct("<QQ")
+_OWNER = struct.Struct("<Q72s")
+_OWNER_OFFSET = len(_MAGIC) + _WATERMARK.size
+_HEADER_SIZE = _OWNER_OFFSET + _OWNER.size
 _MARK = b"\xf1fac"
-_RECORD = struct.Struct("<4sIQQ")
-_CHECKSUM = struct.Struct("<Q")
-_PREFIX_SIZE = _RECORD.size + _CHECKSUM.size
+_RECORD = struct.Struct("<4sQIQQ")
+_SUMMED_FROM = 12
+"""Where in a record that begins what its checksum covers."""
 
 _CHUNK_SIZE = 4 << 20
 _SPARE_SIZE = 1 << 20
-"""Space that is kept free ahead of the tail. When it can not be had, it is what the last words are written into."""
+"""Space that is kept free ahead of the tail: what the run lives on while the disk is full."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[tuple[Fact, ...]] = msgspec.msgpack.Decoder(tuple[Fact, ...])
@@ -53,92 +60,103 @@ class Journal:
     journal.sync()
     """
 
-    def __init__(self, path: Path, *, file: File, lock: _Lock, contents: _Contents) -> None:
+    def __init__(self, path: Path, *, file: File, owner: bytes, contents: _Contents) -> None:
         self._path = path
         self._file = file
-        self._lock = lock
-        self._tail = contents.tail
+        self._owner = owner
+        self._tail = self._synced_tail = contents.tail
         self._capacity = file.size()
         self._sequence = self._synced = contents.sequence
-        self._space_denied = False
-        self._failed = False
+        self._unsynced: list[bytes] = []
+        self._sync_failed = False
         self.epoch = max((f.epoch for f in contents.facts if isinstance(f, EpochStarted)), default=0)
         """Of the last `EpochStarted`; the next one must be higher."""
 
     @classmethod
     def create(cls, path: Path, *, owner: str, disk: Disk = SYSTEM_DISK) -> Journal:
         """A new journal; it appears under its name only when it is whole."""
-        unfinished = path.with_name(path.name + ".new")
-        with ExitStack() as undo, _storage_errors(f"could not create {path}"):
-            lock = _Lock.take(path, owner=owner, disk=disk)
-            undo.callback(lock.release)
+        header = _owner(1, owner)
+        with ExitStack() as undo, storage_errors(f"could not create {path}"), _opening(path, disk=disk):
             if disk.exists(path):
                 raise StorageError(f"{path} exists already; a journal is never overwritten")
-            file = disk.open(unfinished, create=True)
+            file = _open_unfinished(path, size=_CHUNK_SIZE, disk=disk)
             undo.callback(file.close)
-            file.truncate(0)
-            file.preallocate(_CHUNK_SIZE)
-            file.pwrite(_header(watermark=0), offset=0)
-            file.sync()
-            disk.rename(unfinished, path)
-            disk.sync_folder(path.parent)
+            file.pwrite(_MAGIC + _watermark(0) + header, offset=0)
+            _put_in_place(file, path, disk=disk)
             undo.pop_all()
-        return cls(path, file=file, lock=lock, contents=_Contents())
+        return cls(path, file=file, owner=header, contents=_Contents())
 
     @classmethod
-    def open(cls, path: Path, *, owner: str, disk: Disk = SYSTEM_DISK) -> tuple[Journal, tuple[Fact, ...]]:
-        """Take the journal over: cut a torn tail, make what is there durable, and give its facts."""
-        with ExitStack() as undo, _storage_errors(f"could not open {path}"):
-            lock = _Lock.take(path, owner=owner, disk=disk)
-            undo.callback(lock.release)
-            contents = _parse(disk.read(path), path=path)
+    def open(
+        cls, path: Path, *, owner: str, take_over: bool = False, disk: Disk = SYSTEM_DISK
+    ) -> tuple[Journal, tuple[Fact, ...]]:
+        """Cut a torn tail, make what is there durable, and give its facts.
+
+        While another process has it open, RefusedError names that one; with `take_over` it is fenced instead.
+        """
+        with ExitStack() as undo, storage_errors(f"could not open {path}"), _opening(path, disk=disk):
             file = disk.open(path)
             undo.callback(file.close)
-            if contents.garbage:
-                file.pwrite(bytes(contents.garbage), offset=contents.tail)
-            file.sync()
-            file.pwrite(_watermark(contents.sequence), offset=len(_MAGIC))
+            number, holder = _OWNER.unpack(file.pread(_OWNER.size, offset=_OWNER_OFFSET).ljust(_OWNER.size))
+            header = _owner(number + 1, owner)
+            try:
+                file.lock()
+            except BlockingIOError as error:
+                if not take_over:
+                    raise RefusedError(f"{path} is in use by {_name(holder)}") from error
+                copy, contents = _fence_and_copy(file, path, owner=header, disk=disk)
+                file.close()
+                file = copy
+            else:
+                contents = _go_on_in(file, path, owner=header)
             undo.pop_all()
-        return cls(path, file=file, lock=lock, contents=contents), tuple(contents.facts)
+        return cls(path, file=file, owner=header, contents=contents), tuple(contents.facts)
 
     def append(self, facts: Sequence[Fact]) -> None:
         """Write the facts of one decision; they survive the death of this process.
 
-        The first time that space can not be allocated ahead, StorageError is raised and nothing is written; after
-        that the space still left takes records, so that the end of the run can be recorded.
+        If this raises StorageError (StorageFull when even the space kept for this is used up), the journal is as it
+        was, and the same facts may be appended again. FencedError is final.
         """
-        self._check_usable()
         if not facts:
             return
-        for fact in facts:
-            if isinstance(fact, EpochStarted):
-                assert fact.epoch > self.epoch, f"epoch {fact.epoch} after {self.epoch}"
+        epoch = max((fact.epoch for fact in facts if isinstance(fact, EpochStarted)), default=None)
+        assert epoch is None or epoch > self.epoch, f"epoch {epoch} after {self.epoch}"
         record = _record(_encoder.encode(tuple(facts)), sequence=self._sequence + 1, synced=self._synced)
-        self._make_room(len(record))
-        with _storage_errors(f"could not write to {self._path}"):
-            self._file.pwrite(record, offset=self._tail)
+        with storage_errors(f"could not write to {self._path}"):
+            self._check_owner()
+            self._make_room(len(record))
+            try:
+                self._file.pwrite(record, offset=self._tail)
+                self._check_owner()
+            except OSError:
+                with suppress(OSError):
+                    self._file.pwrite(bytes(len(record)), offset=self._tail)
+                raise
+        self._unsynced.append(record)
         self._tail += len(record)
         self._sequence += 1
-        self.epoch = max([self.epoch, *(fact.epoch for fact in facts if isinstance(fact, EpochStarted))])
+        self.epoch = self.epoch if epoch is None else epoch
 
     def sync(self) -> None:
-        """Make everything appended so far survive the machine."""
-        self._check_usable()
-        if self._synced == self._sequence:
+        """Make everything appended so far survive the machine. If this raises StorageError, it may be called again."""
+        if not self._unsynced:
             return
-        # After a failed sync the kernel may have dropped the pages, and a second one would falsely succeed.
-        self._failed = True
-        with _storage_errors(f"could not sync {self._path}"):
-            self._lock.check()
+        with storage_errors(f"could not sync {self._path}"):
+            self._check_owner()
+            if self._sync_failed:
+                # The kernel may have dropped what it could not write; without this a second sync would falsely succeed.
+                self._file.pwrite(b"".join(self._unsynced), offset=self._synced_tail)
+            self._sync_failed = True
             self._file.sync()
             self._file.pwrite(_watermark(self._sequence), offset=len(_MAGIC))
-        self._synced = self._sequence
-        self._failed = False
+        self._sync_failed = False
+        self._unsynced.clear()
+        self._synced, self._synced_tail = self._sequence, self._tail
 
     def close(self) -> None:
         """Let go of the journal; does not sync."""
         self._file.close()
-        self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -146,78 +164,92 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_usable(self) -> None:
-        if self._failed:
-            raise StorageError(f"{self._path} failed to sync on disk; what it holds is no longer certain")
+    def _check_owner(self) -> None:
+        found = self._file.pread(len(self._owner), offset=_OWNER_OFFSET)
+        if found != self._owner:
+            _, holder = _OWNER.unpack(found)
+            raise FencedError(f"{self._path} was taken over by {_name(holder)}")
 
     def _make_room(self, size: int) -> None:
-        """Keep `_SPARE_SIZE` ahead of the record that is about to be written."""
-        if self._tail + size + _SPARE_SIZE <= self._capacity:
+        """Keep `_SPARE_SIZE` ahead of the record that is about to be written; live on it while there is no more."""
+        needed = self._tail + size
+        if needed + _SPARE_SIZE <= self._capacity:
             return
-        wanted = self._tail + size + _CHUNK_SIZE
         try:
-            self._file.preallocate(wanted)
-        except OSError as error:
-            first_time, self._space_denied = not self._space_denied, True
-            if first_time or self._tail + size > self._capacity:
-                message = (
-                    f"could not allocate {wanted - self._capacity} bytes for {self._path} on disk: {error}"
-                )
-                raise StorageError(message) from error
-            return
-        self._capacity = wanted
-        self._space_denied = False
+            self._file.preallocate(needed + _CHUNK_SIZE)
+            self._capacity = needed + _CHUNK_SIZE
+        except OSError:
+            if needed > self._capacity:
+                self._file.preallocate(needed)
+                self._capacity = needed
 
 
 def read_facts(path: Path, *, disk: Disk = SYSTEM_DISK) -> tuple[Fact, ...]:
     """The facts of a journal that may be in use or abandoned; changes nothing. Damage raises StorageError."""
-    with _storage_errors(f"could not read {path}"):
+    with storage_errors(f"could not read {path}"):
         data = disk.read(path)
     return tuple(_parse(data, path=path).facts)
 
 
 @contextmanager
-def _storage_errors(what: str) -> Iterator[None]:
-    """Turn what the disk raises into an error that says what could not be done, and that it is the disk's."""
+def _opening(path: Path, *, disk: Disk) -> Iterator[None]:
+    """One process at a time opens a journal: `journal.lock` is held meanwhile."""
+    file = disk.open(path.with_name(path.name + ".lock"), create=True)
     try:
+        try:
+            file.lock()
+        except BlockingIOError as error:
+            raise RefusedError(f"{path} is being opened by another process") from error
         yield
-    except OSError as error:
-        raise StorageError(f"{what} on disk: {error}") from error
+    finally:
+        file.close()
 
 
-class _Lock:
-    """`journal.lock`: held by the living writer, and says who that is."""
+def _go_on_in(file: File, path: Path, *, owner: bytes) -> _Contents:
+    """Take a journal over whose writer is gone."""
+    contents = _parse(file.pread(file.size(), offset=0), path=path)
+    file.pwrite(owner, offset=_OWNER_OFFSET)
+    if contents.garbage:
+        file.pwrite(bytes(contents.garbage), offset=contents.tail)
+    file.sync()
+    file.pwrite(_watermark(contents.sequence), offset=len(_MAGIC))
+    return contents
 
-    def __init__(self, path: Path, *, file: File, owner: bytes) -> None:
-        self._path = path
-        self._file = file
-        self._owner = owner
 
-    @classmethod
-    def take(cls, journal: Path, *, owner: str, disk: Disk) -> _Lock:
-        path = journal.with_name(journal.name + ".lock")
-        name = owner.encode()
-        with ExitStack() as undo:
-            file = disk.open(path, create=True)
-            undo.callback(file.close)
-            try:
-                file.lock()
-            except BlockingIOError as error:
-                holder = file.pread(1024, offset=0).decode(errors="replace")
-                raise RefusedError(f"{journal} is in use by {holder or 'another process'}") from error
-            file.truncate(0)
-            file.pwrite(name, offset=0)
-            undo.pop_all()
-        return cls(path, file=file, owner=name)
+def _fence_and_copy(file: File, path: Path, *, owner: bytes, disk: Disk) -> tuple[File, _Contents]:
+    """Take a journal from a writer that lives: what it appends from here on, it will know not to count.
 
-    def check(self) -> None:
-        """Refuse to go on when somebody else has taken over."""
-        holder = self._file.pread(1024, offset=0)
-        if holder != self._owner:
-            raise RefusedError(f"{self._path} was taken over by {holder.decode(errors='replace')}")
+    The copy comes after the fence, so that it has whatever the old writer was able to call written.
+    """
+    with ExitStack() as undo:
+        copy = _open_unfinished(path, size=file.size() + _CHUNK_SIZE, disk=disk)
+        undo.callback(copy.close)
+        file.pwrite(owner, offset=_OWNER_OFFSET)
+        data = file.pread(file.size(), offset=0)
+        contents = _parse(data, path=path)
+        copy.pwrite(_MAGIC + _watermark(contents.sequence) + owner, offset=0)
+        copy.pwrite(memoryview(data)[_HEADER_SIZE : contents.tail], offset=_HEADER_SIZE)
+        _put_in_place(copy, path, disk=disk)
+        undo.pop_all()
+    return copy, contents
 
-    def release(self) -> None:
-        self._file.close()
+
+def _open_unfinished(path: Path, *, size: int, disk: Disk) -> File:
+    """An empty file, already held by this process, that is to become the journal."""
+    with ExitStack() as undo:
+        file = disk.open(path.with_name(path.name + ".new"), create=True)
+        undo.callback(file.close)
+        file.lock()
+        file.truncate(0)
+        file.preallocate(size)
+        undo.pop_all()
+    return file
+
+
+def _put_in_place(file: File, path: Path, *, disk: Disk) -> None:
+    file.sync()
+    disk.rename(path.with_name(path.name + ".new"), path)
+    disk.sync_folder(path.parent)
 
 
 class _Contents(msgspec.Struct):
@@ -231,51 +263,45 @@ class _Contents(msgspec.Struct):
     """Bytes from the tail to the last one that is not zero: what is left of records that were never synced."""
 
 
-def _header(*, watermark: int) -> bytes:
-    return (_MAGIC + _watermark(watermark)).ljust(_HEADER_SIZE, b"\0")
-
-
 def _watermark(sequence: int) -> bytes:
     return _WATERMARK.pack(sequence, xxhash.xxh3_64_intdigest(sequence.to_bytes(8, "little")))
 
 
+def _owner(number: int, name: str) -> bytes:
+    return _OWNER.pack(number % (1 << 64), name.encode()[:72])
+
+
+def _name(holder: bytes) -> str:
+    return holder.rstrip(b"\0").decode(errors="replace")
+
+
 def _record(payload: bytes, *, sequence: int, synced: int) -> bytes:
-    head = _RECORD.pack(_MARK, len(payload), sequence, synced)
-    return head + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head + payload)) + payload
+    record = bytearray(_RECORD.pack(_MARK, 0, len(payload), sequence, synced))
+    record += payload
+    checksum = xxhash.xxh3_64_intdigest(memoryview(record)[_SUMMED_FROM:])
+    record[len(_MARK) : _SUMMED_FROM] = checksum.to_bytes(8, "little")
+    return bytes(record)
 
 
-def _record_at(data: bytes, offset: int) -> tuple[int, int, bytes] | None:
+def _record_at(data: memoryview, offset: int) -> tuple[int, int, memoryview] | None:
     """(sequence, watermark, payload) of the record that begins here, or None if none does."""
-    if data[offset : offset + len(_MARK)] != _MARK or offset + _PREFIX_SIZE > len(data):
+    start = offset + _RECORD.size
+    if start > len(data):
         return None
-    head = data[offset : offset + _RECORD.size]
-    _, length, sequence, synced = _RECORD.unpack(head)
-    payload = data[offset + _PREFIX_SIZE : offset + _PREFIX_SIZE + length]
-    (checksum,) = _CHECKSUM.unpack_from(data, offset + _RECORD.size)
-    if len(payload) != length or xxhash.xxh3_64_intdigest(head + payload) != checksum:
+    mark, checksum, length, sequence, synced = _RECORD.unpack_from(data, offset)
+    if mark != _MARK or start + length > len(data):
         return None
-    return sequence, synced, payload
+    if xxhash.xxh3_64_intdigest(data[offset + _SUMMED_FROM : start + length]) != checksum:
+        return None
+    return sequence, synced, data[start : start + length]
 
 
 def _parse(data: bytes, *, path: Path) -> _Contents:
     if data[: len(_MAGIC)] != _MAGIC or len(data) < _HEADER_SIZE:
         raise StorageError(f"{path} is not a journal, or its header is damaged")
-    contents = _Contents(facts=[])
-    while record := _record_at(data, contents.tail):
-        sequence, _, payload = record
-        if sequence != contents.sequence + 1:
-            raise StorageError(
-                f"{path} is damaged at offset {contents.tail}: record {sequence} after {contents.sequence}"
-            )
-        try:
-            contents.facts.extend(_decoder.decode(payload))
-        except msgspec.DecodeError as error:
-            raise StorageError(
-                f"{path} at offset {contents.tail}: unknown kind of record: {error}"
-            ) from error
-        contents.sequence = sequence
-        contents.tail += _PREFIX_SIZE + len(payload)
-    contents.garbage = max(0, len(data.rstrip(b"\0")) - contents.tail)
+    with _without_collections():
+        contents = _read_records(memoryview(data), path=path)
+    contents.garbage = len(data[contents.tail :].rstrip(b"\0"))
     durable = max(_durable_sequences(data, contents.tail), default=0)
     if durable > contents.sequence:
         raise StorageError(
@@ -285,14 +311,43 @@ def _parse(data: bytes, *, path: Path) -> _Contents:
     return contents
 
 
+def _read_records(data: memoryview, *, path: Path) -> _Contents:
+    """Every record up to the first place where none begins."""
+    facts: list[Fact] = []
+    last, tail = 0, _HEADER_SIZE
+    while record := _record_at(data, tail):
+        sequence, _, payload = record
+        if sequence != last + 1:
+            raise StorageError(f"{path} is damaged at offset {tail}: record {sequence} after {last}")
+        try:
+            facts.extend(_decoder.decode(payload))
+        except msgspec.DecodeError as error:
+            raise StorageError(f"{path} at offset {tail}: unknown kind of record: {error}") from error
+        last = sequence
+        tail += _RECORD.size + len(payload)
+    return _Contents(facts, last, tail)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """A million new facts that all stay would be searched for garbage again and again, for a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _durable_sequences(data: bytes, tail: int) -> Iterator[int]:
     """What the header and any records behind the unreadable place say about how much was synced."""
     sequence, _ = _WATERMARK.unpack_from(data, len(_MAGIC))
-    if _watermark(sequence) == data[len(_MAGIC) : len(_MAGIC) + _WATERMARK.size]:
+    if _watermark(sequence) == data[len(_MAGIC) : _OWNER_OFFSET]:
         yield sequence
     offset = data.find(_MARK, tail)
     while offset >= 0:
-        record = _record_at(data, offset)
+        record = _record_at(memoryview(data), offset)
         if record is not None:
             yield record[1]
         offset = data.find(_MARK, offset + 1)

@@ -16,5 +16,6 @@ class Phase(StrEnum):
     PUBLISHING = "publishing"
     EVALUATING = "evaluating"
     SAVING = "saving"
+    RECOVERING = "recovering"
     ENDING = "ending"
     ENDED = "ended"

@@ -11,7 +11,7 @@ from kintsugi.errors import Fault
 from kintsugi.facts import Fact
 from kintsugi.graph.executor import CallSpan
 from kintsugi.messages import Body
-from kintsugi.types import Peer, Role, SampleMeta, SampleText
+from kintsugi.types import ChildReport, Peer, Role, SampleMeta, SampleText
 
 
 class _Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -25,17 +25,21 @@ class Began(_Event, frozen=True):
     config_digest: str
     incarnation: str
     resumed: bool = False
+    """Nobody of the earlier session lives."""
     restore_step: int = 0
     restore_path: str | None = None
+    adopting: bool = False
+    """The last master died in mid-run; its workers live and report to this one."""
 
 
 class Joined(_Event, frozen=True):
-    """A process registered."""
+    """A process registered, for the first time or with a new master."""
 
     peer: Peer
     role: Role
     pid: int
     capabilities: dict[str, str] = {}
+    children: tuple[ChildReport, ...] = ()
 
 
 class Exited(_Event, frozen=True):
@@ -64,6 +68,17 @@ class RequestFailed(_Event, frozen=True):
     fault: Fault
 
 
+class Suspected(_Event, frozen=True):
+    """A process seems to stand still, or can not be reached; `certain` when its agent saw it with its own eyes."""
+
+    process: str
+    incarnation: str
+    evidence: str
+    kind: str = "silent"
+    lasting_s: float = 0.0
+    certain: bool = False
+
+
 class StopRequested(_Event, frozen=True):
     """Someone asked for a clean stop."""
 
@@ -74,7 +89,7 @@ class Tick(_Event, frozen=True):
     """Time passed."""
 
 
-Event = Began | Joined | Exited | Replied | RequestFailed | StopRequested | Tick
+Event = Began | Joined | Exited | Replied | RequestFailed | Suspected | StopRequested | Tick
 
 
 class Request(msgspec.Struct, frozen=True):

@@ -41,6 +41,17 @@ class TaskScheduler:
         assert self.status(task) is TaskStatus.UNKNOWN, f"task {task} submitted twice"
         self._pending[task] = None
 
+    def adopt(self, task: str, worker: str) -> None:
+        """The task runs on this worker already."""
+        assert self.status(task) is TaskStatus.UNKNOWN, f"task {task} is known"
+        self._start(task, worker)
+
+    def clear(self) -> list[str]:
+        """Forget everything; gives the tasks that were running."""
+        running = list(self._running)
+        self._pending, self._running, self._by_worker = {}, {}, {}
+        return running
+
     def status(self, task: str) -> TaskStatus:
         if task in self._pending:
             return TaskStatus.PENDING

@@ -7,12 +7,11 @@ folder; it waits on its endpoint only.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,10 +19,10 @@ import msgspec
 from kintsugi.bootstrap import Bootstrap
 from kintsugi.checkpoint.store import latest
 from kintsugi.config import Config
-from kintsugi.control.inputs import InputRecorder
 from kintsugi.control.journal import Journal, read_facts
 from kintsugi.control.layout import plan_layout
 from kintsugi.control.master import Master
+from kintsugi.control.membership import MemberStatus
 from kintsugi.control.protocol import (
     Admit,
     Began,
@@ -42,43 +41,58 @@ from kintsugi.control.protocol import (
     RequestFailed,
     ShareBook,
     StopRequested,
+    Suspected,
     Tell,
     Tick,
 )
+from kintsugi.control.records import Records
 from kintsugi.control.state import MasterState
-from kintsugi.control.summary import stage_seconds, summarize_run
+from kintsugi.control.summary import summarize_run
 from kintsugi.data.source import open_source
 from kintsugi.disk import SYSTEM_DISK, Disk
 from kintsugi.errors import (
     DeadlineExceeded,
     Fault,
+    FencedError,
     KintsugiError,
     RefusedError,
     StorageError,
+    StorageFull,
     UserError,
+    WorldError,
     fault_of,
     root_first,
 )
-from kintsugi.facts import CheckpointSaved, EpochStarted, RunEnded, StepCommitted
-from kintsugi.messages import Heartbeat, Ok, Ping, ProcessExited, Register, Registered, Shutdown
-from kintsugi.observe.events import Alert, EventLog, FaultSeen, Note, Span, Transition, events_path
-from kintsugi.observe.metrics import MetricsWriter, SamplesWriter, step_metrics
-from kintsugi.observe.processes import ProcessReport, ProcessReports, write_processes
+from kintsugi.facts import CheckpointSaved, EpochStarted, Fact, RolledBack, RunEnded, StepCommitted
+from kintsugi.messages import (
+    Heartbeat,
+    Ok,
+    Ping,
+    ProcessExited,
+    ProcessSuspected,
+    Register,
+    Registered,
+    Shutdown,
+)
+from kintsugi.observe.events import Alert, EventLog, FaultSeen, Note, Transition, events_path
+from kintsugi.observe.processes import ProcessReport, ProcessReports
 from kintsugi.recipe import load_config
-from kintsugi.runs import SUMMARY_FILE, living_launcher
+from kintsugi.recovery.detection import OpenRequest, Watch
+from kintsugi.runs import living_launcher
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, WAITS, wait
 from kintsugi.transport import Delivery, PendingReply
 from kintsugi.types import Role, role_of
 from kintsugi.worker import EXIT_ERROR, EXIT_USER_ERROR, open_endpoint
 
 TICK_S = 0.2
+PAUSE_S = 0.5
+LONGEST_PAUSE_S = 7 * 24 * 3600.0
+"""For a full disk: people may be asleep."""
 REPORT_S = 1.0
 GOODBYE_S = 1.0
 DURABLE = (EpochStarted, StepCommitted, CheckpointSaved, RunEnded)
 """Facts that are fsynced before their effects; the others only have to survive the process."""
 CHECKPOINTS = "checkpoints"
-STEP_PARTS = ("data", "generate", "reward", "train", "commit", "weights")
-"""What a step's time consists of; evaluations and saves come beside it."""
 
 
 class MasterShell:
@@ -95,15 +109,12 @@ class MasterShell:
         self._began = self._clock.monotonic()
         self._log = EventLog(events_path(self._run_dir, bootstrap.process), process=bootstrap.process)
         self._journal, self._master, self._first = self._open_run()
-        self._inputs = InputRecorder(self._run_dir / "inputs")
         job = self._master.state.job or bootstrap.job
-        self._metrics = MetricsWriter(self._run_dir, wandb_id=job if config.logging.wandb else None)
-        self._samples = SamplesWriter(self._run_dir)
+        self._records = Records(self._run_dir, self._log, wandb_id=job if config.logging.wandb else None)
+        self._watch = Watch()
         self._endpoint = open_endpoint(bootstrap)
         self._processes: dict[str, list[int]] = {}
         self._events: deque[Event] = deque()
-        self._unwritable: dict[str, str] = {}
-        """Files that the disk does not take, and why."""
         self._next_tick = self._next_report = 0.0
         self._exit_code: int | None = None
 
@@ -113,12 +124,16 @@ class MasterShell:
         state = new_state(self._config)
         began = Began(self._bootstrap.job, config_digest(self._config), self._bootstrap.incarnation)
         if self._disk.exists(path):
-            journal, facts = Journal.open(path, owner=owner, disk=self._disk)
+            adopting = self._bootstrap.adopting
+            journal, facts = Journal.open(path, owner=owner, take_over=adopting, disk=self._disk)
             for fact in facts:
                 state.apply(fact)
-            checkpoint = latest(self._run_dir / CHECKPOINTS)
-            step, source = (checkpoint.step, str(checkpoint.path)) if checkpoint else (0, None)
-            began = msgspec.structs.replace(began, resumed=True, restore_step=step, restore_path=source)
+            if adopting:
+                began = msgspec.structs.replace(began, adopting=True, restore_step=state.step)
+            else:
+                checkpoint = latest(self._run_dir / CHECKPOINTS)
+                step, source = (checkpoint.step, str(checkpoint.path)) if checkpoint else (0, None)
+                began = msgspec.structs.replace(began, resumed=True, restore_step=step, restore_path=source)
         else:
             journal = Journal.create(path, owner=owner, disk=self._disk)
         return journal, new_master(self._config, state, run_dir=self._run_dir), began
@@ -130,6 +145,10 @@ class MasterShell:
             self.begin()
             while self._exit_code is None:
                 self.turn()
+        except FencedError as error:
+            # Another master has the run: whatever this one still said or wrote would be in its way.
+            self._log.emit(Note(f"replaced while it did not run: {error}"))
+            self._exit_code = EXIT_ERROR
         except Exception as error:  # noqa: BLE001 - the run's outermost boundary: recorded with its cause, then reported.
             self._break_off(error)
         self._endpoint.close(flush_s=GOODBYE_S)
@@ -139,10 +158,13 @@ class MasterShell:
     def begin(self) -> None:
         """Take the run over."""
         self._endpoint.watch(self._bootstrap.lifeline, self._orphaned)
-        self._metrics.truncate_after(self._first.restore_step)
-        self._samples.truncate_after(self._first.restore_step)
+        self._records.truncate_after(self._first.restore_step)
+        self._endpoint.epoch = self._endpoint.seen_epoch = self._master.state.epoch + 1
         self._feed(self._first)
-        self._endpoint.epoch = self._endpoint.seen_epoch = self._master.state.epoch
+        members = self._master.state.members.members.values()
+        for member in (member for member in members if member.status is MemberStatus.LIVE):
+            self._watch.joined(member.process, member.incarnation, self._clock.monotonic(), host=member.host)
+        assert self._endpoint.epoch == self._master.state.epoch or self._exit_code is not None
 
     def turn(self) -> None:
         """Wait for what comes, at most until the next tick, and act on it."""
@@ -152,9 +174,20 @@ class MasterShell:
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
             self._feed(Tick())
+            self._look_around(now)
         if now >= self._next_report:
             self._next_report = now + REPORT_S
-            self._write_for_people("processes.json", lambda: write_processes(self._run_dir, self._reports()))
+            self._records.processes(self._reports())
+
+    def _look_around(self, now: float) -> None:
+        """Who is silent or stands still becomes an event, so that a recorded run can be replayed."""
+        asked: dict[str, list[OpenRequest]] = {}
+        for token, process, kind, since in self._master.talk.open_requests():
+            request = OpenRequest(token, kind, since, self._master.talk.longest_s(kind))
+            asked.setdefault(process, []).append(request)
+        for found in self._watch.check(now, asked=asked):
+            event = Suspected(found.process, found.incarnation, found.evidence, found.kind, found.lasting_s)
+            self._feed(event)
 
     def _poll(self) -> list[Delivery]:
         try:
@@ -171,7 +204,9 @@ class MasterShell:
         sender = delivery.envelope.sender
         match delivery.body:
             case Heartbeat() as heartbeat:
-                self._master.state.members.heard(sender, heartbeat, self._clock.monotonic())
+                now, incarnation = self._clock.monotonic(), delivery.envelope.incarnation
+                self._master.state.members.heard(sender, heartbeat, now)
+                self._watch.heard(sender, incarnation, heartbeat, now)
             case Register() as register if delivery.wants_reply:
                 self._take_in(delivery, register)
             case ProcessExited() as exited if role_of(sender) is Role.AGENT:
@@ -184,6 +219,8 @@ class MasterShell:
                         self._clock.wall(),
                     )
                 )
+            case ProcessSuspected() as seen if role_of(sender) is Role.AGENT:
+                self._feed(Suspected(seen.process, seen.incarnation, seen.evidence, certain=True))
             case Ping() if delivery.wants_reply:
                 self._endpoint.reply(delivery, Ok())
             case other if delivery.wants_reply:
@@ -202,7 +239,8 @@ class MasterShell:
             self._endpoint.fail(delivery, RefusedError(why))
             return
         self._endpoint.admit(peer)
-        self._feed(Joined(peer, register.role, register.pid, register.capabilities))
+        self._watch.joined(peer.process, peer.incarnation, self._clock.monotonic(), host=peer.host)
+        self._feed(Joined(peer, register.role, register.pid, register.capabilities, register.children))
         self._endpoint.reply(delivery, Registered(self._master.state.epoch))
         self._processes = self._master.state.members.pids()
 
@@ -225,18 +263,58 @@ class MasterShell:
         now, before = self._clock.monotonic(), self._master.phase
         decision = self._master.decide(event, now)
         if decision.facts or decision.effects or not isinstance(event, Tick):
-            self._write_for_people("inputs", lambda: self._inputs.write(event, now))
+            self._records.input(event, now)
         if self._master.phase is not before:
             self._log.emit(Transition("master", "run", before, self._master.phase, decision.reason))
         self._carry_out(decision)
 
     def _carry_out(self, decision: Decision) -> None:
+        """Facts first, then effects. Only what is written for people about a step comes before its fact: a master that
+        dies in between leaves a line too many, which its successor cuts off, never one too few."""
+        for effect in decision.effects:
+            if isinstance(effect, RecordStep):
+                self._records.step(effect, self._clock.monotonic())
         if decision.facts:
-            self._journal.append(decision.facts)
-            if any(isinstance(fact, DURABLE) for fact in decision.facts):
-                self._journal.sync()
+            self._append(decision.facts)
+        for fact in decision.facts:
+            if isinstance(fact, RolledBack):
+                self._records.truncate_after(fact.step)
         for effect in decision.effects:
             self._act(effect)
+
+    def _append(self, facts: Sequence[Fact]) -> None:
+        """Journal facts. When even the space kept for that is used up, the run pauses until there is some again."""
+        self._with_space(lambda: self._journal.append(facts))
+        if any(isinstance(fact, DURABLE) for fact in facts):
+            self._with_space(self._journal.sync)
+
+    def _with_space(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except StorageFull as error:
+            alert = Alert(f"paused, cause disk: {error}; the run goes on by itself when there is space")
+            self._log.emit(alert)
+            wait(
+                lambda remaining_s: self._try_again(write, remaining_s),
+                whom="the disk",
+                what="space for the journal",
+                timeout_s=LONGEST_PAUSE_S,
+            )
+            self._log.emit(Note("the journal has space again, the run goes on"))
+
+    def _try_again(self, write: Callable[[], None], remaining_s: float) -> bool | None:
+        """What arrives meanwhile stays in its queue, so that nothing is decided on what is not yet a fact.
+
+        Without agent and launcher nobody would ever end this process.
+        """
+        self._endpoint.turn(min(PAUSE_S, remaining_s))
+        if self._exit_code is not None:
+            raise WorldError("agent and launcher are gone while the disk is full")
+        try:
+            write()
+        except StorageFull:
+            return None
+        return True
 
     def _act(self, effect: Effect) -> None:
         match effect:
@@ -248,13 +326,14 @@ class MasterShell:
                 self._endpoint.admit(peer)
             case Forget(process=process, fault=fault):
                 self._log.emit(FaultSeen(fault))
+                self._watch.forget(process)
                 self._endpoint.forget(process, fault)
             case ShareBook():
                 self._share_book()
             case RecordStep():
-                self._record_step(effect)
+                pass  # Written before its fact.
             case RecordEvaluation(step=step, metrics=metrics):
-                self._write_for_people("metrics", lambda: self._metrics.write(step, metrics))
+                self._records.evaluation(step, metrics)
             case Raise(message=message, values=values):
                 self._log.emit(Alert(message, values))
             case Finish():
@@ -282,44 +361,6 @@ class MasterShell:
         for peer in book.peers:
             if peer.process != self._bootstrap.process:
                 self._endpoint.send(peer.process, book)
-
-    def _record_step(self, record: RecordStep) -> None:
-        advantages = {
-            key: values["advantage"] for key, values in record.values.items() if "advantage" in values
-        }
-        timing = stage_seconds(record.timing)
-        timing["step"] = sum(timing.get(name, 0.0) for name in STEP_PARTS)
-        values = step_metrics(
-            record.metas, advantages=advantages, call_metrics=record.call_metrics, timing=timing
-        )
-        self._write_for_people("metrics", lambda: self._metrics.write(record.step, values))
-        self._write_for_people(
-            "samples.jsonl",
-            lambda: self._samples.write(record.step, record.metas, texts=record.texts, advantages=advantages),
-        )
-        attributes = {"step": str(record.step), "stage": record.stage}
-        now = self._clock.monotonic()
-        self._log.emit(Span("step", now - timing["step"], timing["step"], attributes))
-        for span in record.spans:
-            self._log.emit(
-                Span(
-                    span.call, span.start, span.duration_s, {**attributes, "workers": ",".join(span.workers)}
-                )
-            )
-        COUNTERS.add("steps")
-
-    def _write_for_people(self, what: str, write: Callable[[], None]) -> None:
-        """The run does not depend on it: that it fails, or fails differently, is told once, and so is its return."""
-        try:
-            write()
-        except (StorageError, OSError) as error:
-            message = str(error)
-            alert = Alert(f"{what} can not be written, the run goes on without it: {message}")
-            if self._unwritable.get(what) != message and self._log.try_emit(alert):
-                self._unwritable[what] = message
-        else:
-            if self._unwritable.pop(what, None) is not None:
-                self._log.emit(Note(f"{what} is written again"))
 
     def _reports(self) -> ProcessReports:
         """What every process said last; this one speaks for itself."""
@@ -358,7 +399,7 @@ class MasterShell:
         What the journal holds is what happened: decisions of which it knows nothing are not told as facts.
         """
         if not isinstance(error, KintsugiError):
-            self._write_for_people("the log", lambda: traceback.print_exception(error))
+            self._records.attempt("the log", lambda: traceback.print_exception(error))
         fault = fault_of(error, process=self._bootstrap.process, time=self._clock.wall())
         faults = tuple(root_first([fault]))
         wall_s = self._clock.monotonic() - self._began
@@ -391,19 +432,16 @@ class MasterShell:
             rest=self._master.timing,
             faults=finish.faults,
         )
-        text = json.dumps(summary, indent=2) + "\n"
-        self._write_for_people("summary.json", lambda: _write_atomically(self._run_dir / SUMMARY_FILE, text))
+        self._records.summary(summary)
         self._log.emit(Note(f"the run {finish.outcome} at step {state.step}"))
         self.close()
-        for process in list(self._endpoint.peers):
-            self._endpoint.send(process, Shutdown(f"the run {finish.outcome}"))
         self._exit_code = 1 if finish.outcome == "failed" else 0
+        for process in list(self._endpoint.peers):
+            self._endpoint.send(process, Shutdown(f"the run {finish.outcome}", self._exit_code))
 
     def close(self) -> None:
         """Let go of the run folder."""
-        self._write_for_people("the end of metrics", self._metrics.close)
-        self._write_for_people("the end of samples.jsonl", self._samples.close)
-        self._write_for_people("the end of inputs", self._inputs.close)
+        self._records.close()
         self._journal.close()
 
     def _pids(self) -> dict[str, list[int]]:
@@ -460,12 +498,6 @@ def new_master(config: Config, state: MasterState, *, run_dir: Path) -> Master:
 
 def config_digest(config: Config) -> str:
     return hashlib.sha256(msgspec.json.encode(config)).hexdigest()
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 def main(bootstrap: Bootstrap) -> int:

@@ -1,17 +1,35 @@
-"""Who comes and goes: orders processes from their agents, takes them in, and notes their loss."""
+"""Who comes and goes: orders processes from their agents, takes them in, notes their loss, and orders them again."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from enum import StrEnum
 
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.layout import ProcessPlan
+from kintsugi.control.membership import Member, MemberStatus
 from kintsugi.control.protocol import Admit, Exited, Forget, Joined, ShareBook
 from kintsugi.errors import Fault
 from kintsugi.facts import ProcessJoined, ProcessLost, ProcessRequested
-from kintsugi.messages import ProcessStarted, StartProcess
+from kintsugi.messages import ProcessStarted, StartProcess, StopProcess
 from kintsugi.runtime import describe_status
-from kintsugi.types import Peer, Role
+from kintsugi.types import ChildReport, Peer, Role
+
+START = "start"
+STOP = "stop"
+FIRST_RETRY_S = 0.2
+LONGEST_RETRY_S = 10.0
+QUICK_RETRIES = 3
+"""Starts of one process that may fail before others stop waiting for it; it is tried on, but seldom."""
+
+
+class Arrival(StrEnum):
+    """What a registration means."""
+
+    NEW = "new"
+    AGAIN = "again"
+    REFUSED = "refused"
 
 
 class Staff:
@@ -21,65 +39,217 @@ class Staff:
         self.plans = {plan.process: plan for plan in layout if plan.role not in (Role.AGENT, Role.MASTER)}
         self._num_hosts = sum(plan.role is Role.AGENT for plan in layout)
         self._draft, self._talk = draft, talk
+        self._failed_starts: Counter[str] = Counter()
+        self._order_at: dict[str, float] = {}
+        """Processes that are to be ordered (again), and when."""
+        self._verdicts: dict[str, Fault] = {}
+        """Incarnation → why it was ended by us."""
 
-    @property
-    def complete(self) -> bool:
-        return not self.missing()
+    def missing(self, role: Role | None = None) -> list[str]:
+        """Planned processes that are not there."""
+        members = self._draft.state.members
+        return [
+            n for n, p in self.plans.items() if (role is None or p.role is role) and not members.is_live(n)
+        ]
 
-    def missing(self) -> list[str]:
-        """Planned processes that have not registered."""
-        return [name for name in self.plans if not self._draft.state.members.is_live(name)]
+    def do_not_come(self, role: Role) -> bool:
+        """Whether replacements of a role were tried several times in vain."""
+        missing = self.missing(role)
+        return bool(missing) and all(self._failed_starts[name] >= QUICK_RETRIES for name in missing)
 
-    def joined(self, event: Joined, now: float) -> bool:
-        """A process registered: False if it is known already or was replaced meanwhile.
+    # Arrivals.
 
-        When the last agent has come, everything else is ordered.
-        """
+    def joined(self, event: Joined) -> Arrival:
+        """A process registered: it is new, or reports to a new master, or was replaced meanwhile."""
         members, process = self._draft.state.members, event.peer.process
+        if event.role is Role.AGENT:
+            self._retire_predecessor(event.peer)
+        if members.is_live(process, event.peer.incarnation):
+            self._draft.because(f"{process} reports again")
+            return Arrival.AGAIN
         fact = ProcessJoined(event.peer, event.role, event.pid, event.capabilities)
         refusal = members.accepts(fact)
         if refusal is not None:
-            self._draft.because(f"{process} registered again: {refusal}")
-            return False
+            self._draft.because(f"{process} registered in vain: {refusal}")
+            return Arrival.REFUSED
         self._draft.fact(fact)
         self._draft.do(ShareBook())
         self._draft.because(f"{process} joined")
-        if event.role is Role.AGENT and len(members.live(Role.AGENT)) == self._num_hosts:
-            for name in self.plans:
+        self._failed_starts.pop(process, None)
+        return Arrival.NEW
+
+    def _retire_predecessor(self, peer: Peer) -> None:
+        member = self._draft.state.members.members.get(peer.process)
+        if member is None or member.status is not MemberStatus.LIVE or member.incarnation == peer.incarnation:
+            return
+        name = f"{peer.process}@{member.incarnation}"
+        message = f"{peer.process} (pid {member.pid}) was lost and restarted as {peer.incarnation}"
+        fault = Fault(name, "ProcessDied", peer.process, message, 0.0)
+        self._draft.fact(ProcessLost(peer.process, member.incarnation, fault))
+        self._draft.because(message)
+
+    def reconcile(self, host: str, children: Sequence[ChildReport], now: float) -> list[tuple[str, Fault]]:
+        """An agent says who lives on its host: order what is missing there, and give those that are gone."""
+        living = {child.process: child for child in children}
+        lost: list[tuple[str, Fault]] = []
+        for member in list(self._draft.state.members.members.values()):
+            if member.host != host or member.role is Role.AGENT or member.status is MemberStatus.LOST:
+                continue
+            child = living.pop(member.process, None)
+            if child is not None and child.incarnation == member.incarnation:
+                if member.status is MemberStatus.REQUESTED:
+                    self._admit(child.process, child.incarnation, host, child.public_key)
+            elif member.status is MemberStatus.REQUESTED:
+                self._ask_start(member, now)
+            else:
+                fault = self._fault_of(member, "it is not among the processes of its agent")
+                if self._lose(member, fault):
+                    lost.append((member.process, fault))
+        for child in living.values():
+            if child.process in self.plans:
+                self.stop(child.process, child.incarnation, now, host=host)
+        return lost
+
+    def order_missing(self, now: float) -> None:
+        """Order everything that is planned and neither there nor on its way, once all agents have come."""
+        members = self._draft.state.members
+        if len(members.live(Role.AGENT)) < self._num_hosts:
+            return
+        for name in self.plans:
+            member = members.members.get(name)
+            if member is None or member.status is MemberStatus.LOST:
                 self.order(name, now)
-        return True
+            elif member.status is MemberStatus.REQUESTED:
+                self._ask_start(member, now)
+
+    # Orders.
 
     def order(self, process: str, now: float) -> None:
-        """Have an agent start a process under a new incarnation."""
+        """Have an agent start a process under a new incarnation; without any agent, wait for one."""
         plan, state = self.plans[process], self._draft.state
-        agent = state.members.agent_of(plan.host)
-        assert agent is not None, f"{plan.host} lost its agent, which ends the run"
+        self._order_at.pop(process, None)
+        host = self._host_for(plan)
+        if host is None:
+            self._order_at[process] = now + FIRST_RETRY_S
+            return
         incarnation = f"{state.epoch}.{state.num_incarnations + 1}"
-        self._draft.fact(ProcessRequested(process, plan.role, plan.host, incarnation))
-        self._talk.ask(f"start:{incarnation}", agent, StartProcess(process, plan.role, incarnation), now)
+        self._draft.fact(ProcessRequested(process, plan.role, host, incarnation))
+        self._ask_start(state.members.members[process], now)
+
+    def _host_for(self, plan: ProcessPlan) -> str | None:
+        """The planned host while its agent lives, else the one with the fewest processes."""
+        members = self._draft.state.members
+        if members.agent_of(plan.host) is not None:
+            return plan.host
+        hosts = [members.members[agent].host for agent in members.live(Role.AGENT)]
+        busy = Counter(m.host for m in members.members.values() if m.status is not MemberStatus.LOST)
+        return min(hosts, key=lambda host: (busy[host], host), default=None)
+
+    def _ask_start(self, member: Member, now: float) -> None:
+        agent, token = self._draft.state.members.agent_of(member.host), f"{START}:{member.incarnation}"
+        if agent is None or self._talk.is_open(token):
+            return
+        self._talk.ask(token, agent, StartProcess(member.process, member.role, member.incarnation), now)
 
     def started(self, answer: ProcessStarted) -> None:
         """It runs; from now on its key may speak."""
-        host = self.plans[answer.process].host
-        self._draft.do(Admit(Peer(answer.process, answer.incarnation, host, "", answer.public_key)))
+        member = self._draft.state.members.members.get(answer.process)
+        if member is not None and member.incarnation == answer.incarnation:
+            self._admit(answer.process, answer.incarnation, member.host, answer.public_key)
+
+    def _admit(self, process: str, incarnation: str, host: str, public_key: bytes) -> None:
+        self._draft.do(Admit(Peer(process, incarnation, host, "", public_key)))
+
+    def start_failed(self, token: str, fault: Fault, now: float) -> str | None:
+        """A start was refused or failed: gives the process that is lost with it and will be ordered again.
+
+        An agent that died or was restarted in the middle is asked again when it reports.
+        """
+        incarnation = token.removeprefix(f"{START}:")
+        members = self._draft.state.members.members.values()
+        member = next((m for m in members if m.incarnation == incarnation), None)
+        if member is None or member.status is not MemberStatus.REQUESTED:
+            return None
+        if fault.kind in ("ProcessDied", "DeadlineExceeded"):
+            self._order_at[member.process] = now + FIRST_RETRY_S
+            return None
+        return member.process if self._lose(member, fault) else None
+
+    def order_later(self, process: str, now: float) -> None:
+        """Order again after a pause that grows with every start that failed."""
+        self._failed_starts[process] += 1
+        pause_s = FIRST_RETRY_S * 2.0 ** min(self._failed_starts[process] - 1, 8)
+        self._order_at[process] = now + min(pause_s, LONGEST_RETRY_S)
+
+    def tick(self, now: float) -> None:
+        """Order what is due."""
+        for process in [name for name, due in self._order_at.items() if now >= due]:
+            del self._order_at[process]
+            member = self._draft.state.members.members.get(process)
+            if member is None or member.status is MemberStatus.LOST:
+                self.order(process, now)
+            elif member.status is MemberStatus.REQUESTED:
+                self._ask_start(member, now)
+
+    # Departures.
+
+    def stop(self, process: str, incarnation: str, now: float, *, host: str = "") -> None:
+        """End a process that must not go on, at once; its exit is reported as any other."""
+        members = self._draft.state.members
+        member = members.members.get(process)
+        agent = members.agent_of(host or (member.host if member is not None else ""))
+        token = f"{STOP}:{incarnation}"
+        if agent is not None and not self._talk.is_open(token):
+            self._talk.ask(token, agent, StopProcess(process, incarnation, 0.0), now)
+
+    def stopped(self, token: str) -> list[tuple[str, Fault]]:
+        """A process that was to end has ended; its exit has been reported, unless the report was lost."""
+        incarnation = token.removeprefix(f"{STOP}:")
+        for member in self._draft.state.members.members.values():
+            if member.incarnation == incarnation and member.status is MemberStatus.LIVE:
+                fault = self._fault_of(member, "it has ended, seen by its agent when it was to be stopped")
+                return [(member.process, fault)] if self._lose(member, fault) else []
+        return []
+
+    def condemn(self, process: str, fault: Fault, now: float) -> None:
+        """End a process of ours because of this fault, which is then the cause of its loss."""
+        member = self._draft.state.members.members[process]
+        self._verdicts.setdefault(member.incarnation, fault)
+        self._draft.because(f"ending {process}: {fault.message}")
+        self.stop(process, member.incarnation, now)
 
     def exited(self, event: Exited) -> Fault | None:
         """The fault of a current process that ended; None if it is not current, or its loss is known."""
-        members = self._draft.state.members
-        member = members.members.get(event.process)
+        member = self._draft.state.members.members.get(event.process)
         if member is None or member.incarnation != event.incarnation:
             self._draft.because(f"{event.process} {event.incarnation} is not a current process")
             return None
-        message = f"{event.process} (pid {member.pid}) was lost: {describe_status(event.status)}"
+        message = describe_status(event.status)
         if event.last_output:
             message += f"; its last words: {event.last_output[-600:].strip()}"
-        name = f"{event.process}@{event.incarnation}"
-        fault = Fault(name, "ProcessDied", event.process, message, event.time)
-        fact = ProcessLost(event.process, member.incarnation, fault)
-        if members.accepts(fact) is not None:
-            return None
+        fault = self._fault_of(member, message, time=event.time)
+        return fault if self._lose(member, fault) else None
+
+    def lose(self, process: str, message: str, *, kind: str = "ProcessDied") -> Fault | None:
+        """Declare a process lost that nobody can reach; None if it is lost already."""
+        member = self._draft.state.members.members[process]
+        fault = self._fault_of(member, message, kind=kind)
+        return fault if self._lose(member, fault) else None
+
+    def _fault_of(self, member: Member, why: str, *, kind: str = "ProcessDied", time: float = 0.0) -> Fault:
+        verdict = self._verdicts.pop(member.incarnation, None)
+        message = f"{member.process} (pid {member.pid}) was lost: {why}"
+        name = f"{member.process}@{member.incarnation}"
+        return Fault(name, kind, member.process, message, time, verdict)
+
+    def _lose(self, member: Member, fault: Fault) -> bool:
+        fact = ProcessLost(member.process, member.incarnation, fault)
+        if self._draft.state.members.accepts(fact) is not None:
+            return False
         self._draft.fact(fact)
-        self._draft.do(Forget(event.process, fault))
+        self._talk.abandon(member.process)
+        self._talk.withdraw(f"{START}:{member.incarnation}")
+        self._draft.do(Forget(member.process, fault))
         self._draft.do(ShareBook())
-        self._draft.because(f"lost {event.process}: {message}")
-        return fault
+        self._draft.because(f"lost {member.process}: {fault.message}")
+        return True

@@ -10,6 +10,8 @@ from kintsugi.facts import (
     EpochStarted,
     EvaluationDone,
     Fact,
+    IncidentClosed,
+    IncidentOpened,
     LedgerFact,
     ProcessJoined,
     ProcessLost,
@@ -19,6 +21,8 @@ from kintsugi.facts import (
     RunStarted,
     StageStarted,
     StepCommitted,
+    StopAccepted,
+    StrategyChosen,
     VersionCurrent,
 )
 
@@ -91,7 +95,15 @@ class MasterState:
         self.evaluations: list[EvaluationDone] = []
         self.saved_steps: list[int] = []
         """Of durable checkpoints, oldest first."""
+        self.checkpoint_paths: dict[int, str] = {}
         self.failed_save_step = -1
+        self.digests: dict[int, str] = {}
+        """Of the trainers' state, by step that a rollback can reach."""
+        self.stop_reason: str | None = None
+        """Someone asked for a stop."""
+        self.num_incidents = 0
+        self.open_incident = 0
+        """Number of the incident that is not over; 0 for none."""
 
     def apply(self, fact: Fact) -> None:
         if isinstance(fact, LedgerFact):
@@ -104,12 +116,6 @@ class MasterState:
                 self._commit(fact)
             case RolledBack():
                 self._roll_back(fact)
-            case RunStarted():
-                self.job = fact.job
-            case EpochStarted():
-                self.epoch, self.outcome, self.version = fact.epoch, None, -1
-            case StageStarted():
-                self.stage = fact.stage
             case VersionCurrent():
                 self.version = fact.version
             case EvaluationDone():
@@ -118,29 +124,53 @@ class MasterState:
                 self._save(fact)
             case CheckpointFailed():
                 self.failed_save_step = fact.step
+            case IncidentOpened():
+                self.num_incidents = self.open_incident = fact.incident
+            case IncidentClosed():
+                self.open_incident = 0
+            case _ if not isinstance(fact, LedgerFact | StrategyChosen):
+                self._apply_to_run(fact)
+
+    def _apply_to_run(self, fact: RunStarted | EpochStarted | StageStarted | StopAccepted | RunEnded) -> None:
+        match fact:
+            case RunStarted():
+                self.job = fact.job
+            case EpochStarted():
+                self.epoch, self.outcome, self.version = fact.epoch, None, -1
+                if not fact.adopting:
+                    self.stop_reason, self.open_incident = None, 0
+            case StageStarted():
+                self.stage = fact.stage
+            case StopAccepted():
+                self.stop_reason = fact.reason
             case RunEnded():
                 self.outcome, self.weights_sha256 = fact.outcome, fact.weights_sha256
                 self.wall_s += fact.wall_s
-            case _:
-                assert isinstance(fact, LedgerFact), f"{type(fact).__name__} is nobody's fact"
+                self.stop_reason = None
 
     def _commit(self, fact: StepCommitted) -> None:
         self.step = fact.step
+        self.digests[fact.step] = fact.state_digest
         self.tallies.setdefault(self.stage, Tally()).add(fact.step, fact.metrics)
 
     def _roll_back(self, fact: RolledBack) -> None:
         self.step = fact.step
+        self.digests = {step: digest for step, digest in self.digests.items() if step <= fact.step}
         for tally in self.tallies.values():
             tally.roll_back(fact.step)
         self.evaluations = [done for done in self.evaluations if done.step <= fact.step]
         self.saved_steps = [step for step in self.saved_steps if step <= fact.step]
+        self.checkpoint_paths = {step: self.checkpoint_paths[step] for step in self.saved_steps}
         if self.failed_save_step > fact.step:
             self.failed_save_step = -1
 
     def _save(self, fact: CheckpointSaved) -> None:
         """A checkpoint more than are kept: what lies before the oldest kept one can not come back."""
         self.saved_steps = [*self.saved_steps, fact.step][-self._keep_checkpoints :]
+        paths = {**self.checkpoint_paths, fact.step: fact.path}
+        self.checkpoint_paths = {step: paths[step] for step in self.saved_steps}
         if len(self.saved_steps) == self._keep_checkpoints:
             self.ledger.forget_before(self.saved_steps[0] + 1)
+            self.digests = {s: digest for s, digest in self.digests.items() if s >= self.saved_steps[0]}
             for tally in self.tallies.values():
                 tally.settle(self.saved_steps[0])

@@ -14,12 +14,12 @@ import msgspec
 class Health(StrEnum):
     """What may be sent to a server.
 
-    | health  | meaning                                          | gets requests             |
-    |---------|--------------------------------------------------|---------------------------|
-    | HEALTHY | holds the current weights, last answer was good   | yes                       |
-    | SUSPECT | holds the current weights, last answer was a fault | only if nobody is healthy |
-    | STALE   | lives, but has not loaded the current weights     | no, until it has          |
-    | DEAD    | is no longer in the address book                  | no                        |
+    | health  | meaning                                              | gets requests             |
+    |---------|------------------------------------------------------|---------------------------|
+    | HEALTHY | holds the current weights, last answer was good      | yes                       |
+    | SUSPECT | holds the current weights, last answer was a fault   | only if nobody is healthy |
+    | STALE   | lives, but was not admitted with the current weights | no, until it is           |
+    | DEAD    | is no longer in the address book                     | no                        |
     """
 
     HEALTHY = "healthy"

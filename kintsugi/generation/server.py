@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -62,8 +63,11 @@ class Speaker(Protocol):
 class _Job:
     """A `Generate` under way, and its samples that are done."""
 
-    delivery: Delivery
+    deliveries: list[Delivery]
+    """All that asked for it, to be answered alike: a manager that was restarted asks again."""
     request: Generate
+    weights: WeightsLoaded | None
+    """That were there when it began."""
     completions: dict[int, Completion] = field(default_factory=dict)
 
     @property
@@ -83,6 +87,7 @@ class Server:
         self._fetch = fetch
         self._jobs: dict[int, _Job] = {}
         self._num_jobs = 0
+        self._held: WeightsLoaded | None = None
 
     def serve(self) -> NoReturn:
         """Until the shell raises ShuttingDown."""
@@ -117,13 +122,19 @@ class Server:
             self._shell.fail(delivery, error)
 
     def _load(self, body: LoadWeights) -> WeightsLoaded:
-        """Copy a version in; everything was verified before the first byte of the old one is overwritten."""
+        """Copy a version in, unless it is there; all of it is verified before the first byte is overwritten."""
         manifest = body.manifest
-        tensors = self._fetch(manifest, body.sources)
-        self._engine.load(manifest.version, tensors)
-        return WeightsLoaded(manifest.version, manifest.digest, (self._shell.process,))
+        wanted = WeightsLoaded(manifest.version, manifest.digest, (self._shell.process,))
+        if self._held != wanted:
+            tensors = self._fetch(manifest, body.sources)
+            self._engine.load(manifest.version, tensors)
+            self._held = wanted
+        return wanted
 
     def _start(self, delivery: Delivery, request: Generate) -> None:
+        if (running := self._running(request)) is not None:
+            running.deliveries.append(delivery)
+            return
         version = self._engine.version
         if version < request.version:
             raise RefusedError(f"server at version {version}, expected at least {request.version}")
@@ -150,8 +161,15 @@ class Server:
             for sample in request.wanted
         )
         self._num_jobs += 1
-        self._jobs[number] = _Job(delivery, request)
+        self._jobs[number] = _Job([delivery], request, self._held)
         COUNTERS.add("requests")
+
+    def _running(self, request: Generate) -> _Job | None:
+        """The job that will give what is asked, to the bit: begun with the same weights, for the same request."""
+        for job in self._jobs.values():
+            if job.weights is self._held and _is_same(job.request, request):
+                return job
+        return None
 
     def _finish(self, output: Output) -> None:
         """Keep a finished sample; the last one of its job, or a broken one, answers the request."""
@@ -176,7 +194,8 @@ class Server:
             del self._jobs[number]
             completions = tuple(job.completions[sample] for sample in wanted)
             generated = Generated(job.request.ticket, job.request.turn, completions, self._shell.process)
-            self._shell.reply(job.delivery, generated)
+            for delivery in job.deliveries:
+                self._shell.reply(delivery, generated)
 
     def _abandon(self, number: int, job: _Job) -> None:
         del self._jobs[number]
@@ -184,7 +203,15 @@ class Server:
             self._engine.interrupt((number, sample))
         version = self._engine.version
         error = IntegrityError(f"the logits of {job.request.ticket} are not finite at version {version}")
-        self._shell.fail(job.delivery, error)
+        for delivery in job.deliveries:
+            self._shell.fail(delivery, error)
+
+
+def _is_same(request: Generate, other: Generate) -> bool:
+    """However long each of those who ask would wait for it."""
+    return request.ticket == other.ticket and request == msgspec.structs.replace(
+        other, timeout_s=request.timeout_s
+    )
 
 
 def build_engine(config: Config, *, device: torch.device) -> Engine:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as serialize
 from torch import Tensor
 
 from kintsugi.errors import ModelError
@@ -73,27 +73,42 @@ def save(
 
     The caller makes it durable and atomic: nothing here is synced or renamed.
     """
+    contents = files(
+        model_state, config=config, tokenizer_folder=tokenizer_folder, max_shard_bytes=max_shard_bytes
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, data in contents:
+        (folder / name).write_bytes(data)
+        written.append(folder / name)
+    return written
+
+
+def files(
+    model_state: Mapping[str, Tensor],
+    *,
+    config: ModelConfig,
+    tokenizer_folder: Path | None = None,
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+) -> Iterator[tuple[str, bytes]]:
+    """Name and contents of every file of a Hugging Face folder, one at a time; whoever takes them writes them."""
     with_value_head = bool(model_state.keys() & set(_VALUE_HEAD))
     wanted = parameter_shapes(config, with_value_head=with_value_head)
     shapes = {name: tuple(tensor.shape) for name, tensor in model_state.items()}
     check_parameters(shapes, wanted=wanted, config=config, where="the state to save")
-    folder.mkdir(parents=True, exist_ok=True)
-    dtype = model_state["model.embed_tokens.weight"].dtype
-    config_path = folder / CONFIG_FILE
-    _write_json(config_path, {**config.to_huggingface(), "torch_dtype": str(dtype).removeprefix("torch.")})
-    written = [config_path]
-    written += _write_weights(
-        {name: model_state[name] for name in wanted}, folder=folder, max_bytes=max_shard_bytes
+    dtype = str(model_state["model.embed_tokens.weight"].dtype).removeprefix("torch.")
+    return chain(
+        [(CONFIG_FILE, _json({**config.to_huggingface(), "torch_dtype": dtype}))],
+        _weight_files({name: model_state[name] for name in wanted}, max_bytes=max_shard_bytes),
+        _tokenizer_files(tokenizer_folder) if tokenizer_folder is not None else (),
     )
-    if tokenizer_folder is not None:
-        written += copy_tokenizer(tokenizer_folder, folder=folder)
-    return written
 
 
-def copy_tokenizer(source: Path, *, folder: Path) -> list[Path]:
-    """Copy the tokenizer files that `source` has."""
-    names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
-    return [Path(shutil.copyfile(source / name, folder / name)) for name in names]
+def _tokenizer_files(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Those that `folder` has."""
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            yield name, (folder / name).read_bytes()
 
 
 class WeightFiles:
@@ -130,7 +145,7 @@ class WeightFiles:
             self.shapes[name] = tuple(file.get_slice(name).get_shape())
 
 
-def _write_weights(state: Mapping[str, Tensor], *, folder: Path, max_bytes: int) -> list[Path]:
+def _weight_files(state: Mapping[str, Tensor], *, max_bytes: int) -> Iterator[tuple[str, bytes]]:
     """One file, or shards filled in order with an index; tensors are brought to the CPU one shard at a time."""
     shards: list[list[str]] = [[]]
     shard_bytes = 0
@@ -145,15 +160,14 @@ def _write_weights(state: Mapping[str, Tensor], *, folder: Path, max_bytes: int)
     else:
         file_names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     for file_name, names in zip(file_names, shards, strict=True):
-        tensors = {name: _own_memory(state[name]) for name in names}
-        save_file(tensors, folder / file_name, metadata={"format": "pt"})
-    written = [folder / file_name for file_name in file_names]
+        yield (
+            file_name,
+            serialize({name: _own_memory(state[name]) for name in names}, metadata={"format": "pt"}),
+        )
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(file_names, shards, strict=True) for name in names}
         total = sum(tensor.nbytes for tensor in state.values())
-        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        written.append(folder / INDEX_FILE)
-    return written
+        yield INDEX_FILE, _json({"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _own_memory(tensor: Tensor) -> Tensor:
@@ -162,5 +176,5 @@ def _own_memory(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _write_json(path: Path, contents: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+def _json(contents: Mapping[str, Any]) -> bytes:
+    return (json.dumps(contents, indent=2) + "\n").encode()

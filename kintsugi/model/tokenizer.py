@@ -83,7 +83,13 @@ class Tokenizer:
     def save(self, folder: Path) -> list[Path]:
         """Write files from which transformers' AutoTokenizer makes a tokenizer that gives the same ids."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._backend.save(str(folder / TOKENIZER_FILE))
+        files = self.files()
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+        return [folder / name for name in files]
+
+    def files(self) -> dict[str, bytes]:
+        """What `save` writes, by name."""
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **self._special_tokens,
@@ -92,8 +98,10 @@ class Tokenizer:
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-        (folder / TOKENIZER_CONFIG_FILE).write_text(text, encoding="utf-8")
-        return [folder / TOKENIZER_FILE, folder / TOKENIZER_CONFIG_FILE]
+        return {
+            TOKENIZER_FILE: self._backend.to_str(pretty=True).encode(),
+            TOKENIZER_CONFIG_FILE: text.encode(),
+        }
 
     @property
     def vocab_size(self) -> int:

@@ -1,20 +1,23 @@
 """What happened, as typed events: one schema for log, dashboard and diagnosis.
 
 Every process appends to its own file, `<run folder>/events/<process>.jsonl`, one JSON line per event, each line in one
-write: a process that is killed leaves at most a torn last line, which the reader skips.
+write: a process that is killed leaves at most a torn last line, which the reader skips and the next incarnation ends.
 
-A log tells of failures and must not be one: an event that the disk does not take is counted (`events.dropped`), and the
-next one is tried again.
+A log tells of failures and must not be one. Space is allocated ahead of the end of the file, so that on a full disk
+there is room to say so. An event that the disk does not take all the same is counted (`events.dropped`), the next one
+is tried again, and the first that is taken is preceded by an alert that says how many were lost and why.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from kintsugi.disk import reserve
 from kintsugi.errors import Fault
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, Clock
 
@@ -96,6 +99,10 @@ class Record(msgspec.Struct, frozen=True):
     event: Event
 
 
+_CHUNK_SIZE = 256 << 10
+_SPARE_SIZE = 64 << 10
+"""Space that is kept free ahead of the end: some hundred events."""
+
 _encoder = msgspec.json.Encoder()
 _stamp_decoder = msgspec.json.Decoder(Stamp)
 _event_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
@@ -114,6 +121,10 @@ class EventLog:
         self._process = process
         self._clock = clock
         self._descriptor = -1
+        self._allocated = 0
+        """Where the space that is known to be ours ends."""
+        self._num_lost = 0
+        self._reason = ""
         self._torn = False
         """The file ends in the middle of a line, of which the next one must not become a part."""
 
@@ -123,26 +134,51 @@ class EventLog:
 
     def try_emit(self, event: Event) -> bool:
         """The same for who will say it again: False if the disk refused."""
-        stamp = _encoder.encode(Stamp(self._clock.wall(), self._clock.monotonic(), self._process))
-        line = stamp[:-1] + b"," + _encoder.encode(event)[1:] + b"\n"
+        lines = (self._line(self._loss()) if self._num_lost else b"") + self._line(event)
         try:
             if self._descriptor < 0:
                 self._open()
-            line = b"\n" + line if self._torn else line
-            written = os.write(self._descriptor, line)
-        except OSError:
-            COUNTERS.add("events.dropped")
+            if self._torn:
+                lines = b"\n" + lines
+            self._allocate(len(lines))
+            written = os.write(self._descriptor, lines)
+        except OSError as error:
+            self._lose(error.strerror or str(error))
             return False
-        self._torn = written < len(line)
+        self._torn = written < len(lines)
         if self._torn:
-            COUNTERS.add("events.dropped")
-        return not self._torn
+            self._lose("only a part of a line was taken")
+            return False
+        self._num_lost = 0
+        return True
+
+    def _line(self, event: Event) -> bytes:
+        stamp = _encoder.encode(Stamp(self._clock.wall(), self._clock.monotonic(), self._process))
+        return stamp[:-1] + b"," + _encoder.encode(event)[1:] + b"\n"
+
+    def _lose(self, reason: str) -> None:
+        COUNTERS.add("events.dropped")
+        self._num_lost += 1
+        self._reason = reason
+
+    def _loss(self) -> Alert:
+        return Alert(f"events before this one were lost: {self._reason}", {"events": self._num_lost})
+
+    def _allocate(self, size: int) -> None:
+        """Keep `_SPARE_SIZE` ahead of what is about to be written; live on it while there is no more."""
+        end = os.fstat(self._descriptor).st_size + size
+        if end + _SPARE_SIZE <= self._allocated:
+            return
+        with suppress(OSError):
+            reserve(self._descriptor, offset=end - size, size=size + _CHUNK_SIZE)
+            self._allocated = end + _CHUNK_SIZE
 
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._descriptor).st_size
         self._torn = bool(size) and os.pread(self._descriptor, 1, size - 1) != b"\n"
+        self._allocated = 0
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -166,5 +202,5 @@ def _read_file(path: Path) -> Iterator[Record]:
     for line in filter(None, lines):
         try:
             yield Record(_stamp_decoder.decode(line), _event_decoder.decode(line))
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError):
             continue

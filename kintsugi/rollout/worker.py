@@ -3,6 +3,9 @@
 One loop consumes requests (run this group, hand over these samples, forget those) and answers of the generation
 manager; it waits for either and for finished rewards. Rewards are the user's code and run in a thread beside it, so
 that heartbeats go on and a deadline can be kept.
+
+It outlives master and manager. A master that took over asks again for what it knows no answer to: a group that runs
+is not begun twice, a finished one is answered from what is kept. A group whose manager died waits for the next one.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import msgspec
 from kintsugi.bootstrap import Bootstrap
 from kintsugi.config import Config, Stage, stages
 from kintsugi.data.source import Order, Source, open_source
-from kintsugi.errors import DataError, DeadlineExceeded, KintsugiError, RefusedError
+from kintsugi.errors import DataError, DeadlineExceeded, KintsugiError, ProcessDied, RefusedError
 from kintsugi.messages import (
     Drop,
     EpisodesDone,
@@ -41,17 +44,28 @@ IDLE_S = 0.25
 MANAGER = process_id(Role.MANAGER, 0)
 
 
-class Group(msgspec.Struct):
+class Group(msgspec.Struct, eq=False):
     """One group on its way: asked of the servers, then of the reward functions."""
 
-    delivery: Delivery
+    deliveries: list[Delivery]
+    """All that asked for it, to be answered alike; those of a master that is gone lead nowhere."""
     request: RunEpisodes
     row: Row
     prompt: bytes
     since: float
+    deadline: float
+    """Of the latest order."""
     completions: tuple[Completion, ...] = ()
     generated_s: float = 0.0
     attempts: int = 1
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """A group that was answered; kept until its samples are trained, or until the next evaluation."""
+
+    request: RunEpisodes
+    done: EpisodesDone
+    trajectories: dict[str, Trajectory]
 
 
 class Scoring(msgspec.Struct):
@@ -76,7 +90,11 @@ class RolloutWorker:
         self._rewards = load_rewards(config.algorithm.reward)
         self._reward_thread = RewardThread(self._rewards)
         self._scoring: deque[Scoring] = deque()
-        self._kept: dict[str, dict[str, Trajectory]] = {}
+        self._running: dict[str, Group] = {}
+        self._unsent: list[Group] = []
+        """To be asked of the manager, as soon as there is one."""
+        self._finished: dict[str, Finished] = {}
+        self._evaluated_version = -1
         self._clock = SYSTEM_CLOCK
         self.endpoint = open_endpoint(bootstrap)
         self.membership = Membership(self.endpoint, bootstrap, capabilities={})
@@ -95,6 +113,7 @@ class RolloutWorker:
         for delivery in deliveries:
             if not self.membership.handle(delivery):
                 self._handle(delivery)
+        self._ask_manager()
         self._collect_scores()
         self.membership.load = float(len(self._scoring))
         self.membership.tick(self._clock.monotonic())
@@ -112,15 +131,12 @@ class RolloutWorker:
     def _handle(self, delivery: Delivery) -> None:
         match delivery.body:
             case RunEpisodes() as request:
-                try:
-                    self._begin(delivery, request)
-                except KintsugiError as error:
-                    self._fail(delivery, error)
+                self._take_order(delivery, request)
             case FetchSamples(keys=keys):
                 self._hand_over(delivery, keys)
             case Drop(tickets=tickets):
                 for ticket in tickets:
-                    self._kept.pop(ticket, None)
+                    self._drop(ticket)
             case other:
                 self._fail(delivery, RefusedError(f"a rollout worker takes no {type(other).__name__}"))
 
@@ -130,22 +146,59 @@ class RolloutWorker:
 
     def _hand_over(self, delivery: Delivery, keys: tuple[str, ...]) -> None:
         try:
-            samples = tuple(self._kept[key.rsplit("/", 1)[0]][key] for key in keys)
+            samples = tuple(self._finished[key.rsplit("/", 1)[0]].trajectories[key] for key in keys)
         except KeyError as error:
             self._fail(delivery, RefusedError(f"{self._process} does not keep sample {error}"))
             return
         self.endpoint.reply(delivery, SamplesFetched(samples))
 
+    def _take_order(self, delivery: Delivery, request: RunEpisodes) -> None:
+        """Begin a group, unless this one is running or finished: then somebody else wants its answer too."""
+        ticket = request.ticket.id
+        running, finished = self._running.get(ticket), self._finished.get(ticket)
+        if finished is not None and _is_same(finished.request, request):
+            self.endpoint.reply(delivery, finished.done)
+        elif running is not None and _is_same(running.request, request):
+            running.deliveries.append(delivery)
+            running.deadline = self._clock.monotonic() + request.timeout_s
+        else:
+            self._drop(ticket)
+            try:
+                self._begin(delivery, request)
+            except KintsugiError as error:
+                self._fail(delivery, error)
+
+    def _drop(self, ticket: str) -> None:
+        """Forget a group. If it runs, its orders are refused, and what still comes of it is ignored."""
+        self._finished.pop(ticket, None)
+        group = self._running.pop(ticket, None)
+        for delivery in () if group is None else group.deliveries:
+            self.endpoint.fail(delivery, RefusedError(f"{ticket} was dropped"))
+
+    def _is_running(self, group: Group) -> bool:
+        return self._running.get(group.request.ticket.id) is group
+
     def _begin(self, delivery: Delivery, request: RunEpisodes) -> None:
         ticket = request.ticket
+        if request.split == "eval" and request.version != self._evaluated_version:
+            self._forget_evaluation(request.version)
         row = self._row(request)
         prompt = self._tokenizer.encode_prompt(row.prompt, chat=self._config.data.chat_template)
         self._check_length(len(prompt) + request.sampling.max_new_tokens, row)
-        group = Group(delivery, request, row, int32(prompt), self._clock.monotonic())
+        now = self._clock.monotonic()
+        group = Group([delivery], request, row, int32(prompt), now, now + request.timeout_s)
         if request.split == "train" and self._stages[ticket.stage].algorithm.name == "sft":
             self._demonstrate(group, prompt)
         else:
-            self._generate(group)
+            self._running[ticket.id] = group
+            self._unsent.append(group)
+
+    def _forget_evaluation(self, next_version: int) -> None:
+        """Nobody drops evaluation problems: what one version said is of no use once the next one is asked."""
+        self._evaluated_version = next_version
+        for ticket, finished in list(self._finished.items()):
+            if finished.request.split == "eval":
+                del self._finished[ticket]
 
     def _row(self, request: RunEpisodes) -> Row:
         ticket, split = request.ticket, request.split
@@ -180,29 +233,55 @@ class RolloutWorker:
         trajectory = demonstrated_trajectory(group.request.ticket.id, prompt, completion)
         self._finish(group, [trajectory], [text], [{}], timing={"demonstrate": self._since(group.since)})
 
-    def _generate(self, group: Group) -> None:
+    def _ask_manager(self) -> None:
+        """Send what was not sent, once the address book has a manager; what has no time left fails."""
+        manager = self.endpoint.peers.get(MANAGER)
+        unsent, self._unsent = self._unsent, []
+        for group in unsent:
+            now = self._clock.monotonic()
+            if not self._is_running(group):
+                continue
+            if now >= group.deadline:
+                what = f"Generate {group.request.ticket.id}"
+                self._give_up(group, DeadlineExceeded(whom=MANAGER, what=what, waited_s=now - group.since))
+            elif manager is None or not manager.address:
+                self._unsent.append(group)
+            else:
+                self._generate(group, timeout_s=group.deadline - now)
+
+    def _generate(self, group: Group, *, timeout_s: float) -> None:
         """Ask the manager; it spreads groups over the servers and moves those of a dead one."""
         request = group.request
         body = Generate(
-            request.ticket.id, 0, group.prompt, request.sampling, request.version, timeout_s=request.timeout_s
+            request.ticket.id, 0, group.prompt, request.sampling, request.version, timeout_s=timeout_s
         )
         self.endpoint.request(
             MANAGER,
             body,
-            deadline_s=request.timeout_s,
+            deadline_s=timeout_s,
             on_done=lambda pending: self._generated(group, pending),
         )
 
     def _generated(self, group: Group, pending: PendingReply) -> None:
+        if not self._is_running(group):
+            return
         try:
             answer = pending.result().expect(Generated)
+        except (ProcessDied, DeadlineExceeded):  # A later order may have given it more time.
+            self._unsent.append(group)
+            return
         except KintsugiError as error:
-            self._fail(group.delivery, error)
+            self._give_up(group, error)
             return
         group.completions = answer.completions
         group.generated_s = self._since(group.since)
         COUNTERS.add("completions", len(answer.completions))
         self._score(group)
+
+    def _give_up(self, group: Group, error: KintsugiError) -> None:
+        del self._running[group.request.ticket.id]
+        for delivery in group.deliveries:
+            self._fail(delivery, error)
 
     def _score(self, group: Group) -> None:
         texts = [self._text(completion) for completion in group.completions]
@@ -234,6 +313,8 @@ class RolloutWorker:
 
     def _take_score(self, scoring: Scoring, now: float) -> None:
         group = scoring.group
+        if not self._is_running(group):
+            return
         error = _error_of(scoring, limit_s=self._config.rollout.reward_timeout_s)
         if error is not None:
             self._score_again(group, error)
@@ -254,7 +335,10 @@ class RolloutWorker:
                 scoring.future = self._submit(scoring.group, scoring.texts)
 
     def _score_again(self, group: Group, error: RewardFailed) -> None:
-        """Try once more; after the last attempt the samples are set aside with the reason, never scored 0."""
+        """Try once more; after the last attempt the samples are set aside with the reason, never scored 0.
+
+        Nobody will drop such a group, so it is not kept: asked for again, it is run again.
+        """
         if group.attempts < self._config.rollout.attempts:
             group.attempts += 1
             self._score(group)
@@ -262,7 +346,7 @@ class RolloutWorker:
         ticket = group.request.ticket
         self._log.emit(Note(f"{ticket.id} quarantined: {error}"))
         keys = [sample_key(ticket.id, completion.sample) for completion in group.completions]
-        self.endpoint.reply(group.delivery, EpisodesDone(ticket.id, (), dict.fromkeys(keys, str(error))))
+        self._answer(group, EpisodesDone(ticket.id, (), dict.fromkeys(keys, str(error))))
 
     def _finish(
         self,
@@ -278,15 +362,29 @@ class RolloutWorker:
             describe(trajectory, ticket=ticket.id, holder=self._process, components=parts)
             for trajectory, parts in zip(trajectories, components, strict=True)
         )
+        kept: dict[str, Trajectory] = {}
         said: dict[str, SampleText] = {}
         if group.request.split == "train":
-            self._kept[ticket.id] = {trajectory.key: trajectory for trajectory in trajectories}
+            kept = {trajectory.key: trajectory for trajectory in trajectories}
             said = {m.key: SampleText(group.row.prompt, text) for m, text in zip(metas, texts, strict=True)}
+        done = EpisodesDone(ticket.id, metas, texts=said, timing=timing)
+        self._finished[ticket.id] = Finished(group.request, done, kept)
         COUNTERS.add("groups")
-        self.endpoint.reply(group.delivery, EpisodesDone(ticket.id, metas, texts=said, timing=timing))
+        self._answer(group, done)
+
+    def _answer(self, group: Group, done: EpisodesDone) -> None:
+        # A demonstration was never running: it is finished as soon as it is asked for.
+        self._running.pop(done.ticket, None)
+        for delivery in group.deliveries:
+            self.endpoint.reply(delivery, done)
 
     def _since(self, start: float) -> float:
         return self._clock.monotonic() - start
+
+
+def _is_same(order: RunEpisodes, other: RunEpisodes) -> bool:
+    """The same group with the same weights, however long each of those who ask would wait for it."""
+    return order == msgspec.structs.replace(other, timeout_s=order.timeout_s)
 
 
 def _error_of(scoring: Scoring, *, limit_s: float) -> RewardFailed | None:

@@ -1,274 +1,339 @@
-"""A whole cluster in one thread on virtual time: the very same master, with workers that only pretend.
-
-Simulated workers answer after delays drawn from a seed. A model step is a collective: ranks answer when all of them
-were asked, with a state digest that depends on the previous state and on exactly which samples were trained, so two
-runs end in the same digest only if they trained the same batches.
-"""
+"""A whole cluster in one thread on virtual time: master, agents, ranks, servers, launcher, network, disk."""
 
 from __future__ import annotations
 
-import hashlib
-import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import msgspec
 
 from kintsugi.config import Config
 from kintsugi.control.layout import plan_layout
 from kintsugi.control.master import Master
-from kintsugi.control.phases import Phase
-from kintsugi.control.protocol import (
-    Began,
-    Effect,
-    Event,
-    Exited,
-    Finish,
-    Forget,
-    Joined,
-    Replied,
-    Request,
-    RequestFailed,
-    Tick,
-)
-from kintsugi.control.state import MasterState
-from kintsugi.errors import Fault
+from kintsugi.control.protocol import Began
 from kintsugi.facts import Fact
-from kintsugi.messages import (
-    Body,
-    CallDone,
-    EpisodesDone,
-    HashWeights,
-    LoadWeights,
-    Ok,
-    ProcessStarted,
-    Publish,
-    Published,
-    RunCall,
-    RunEpisodes,
-    Save,
-    Saved,
-    StartProcess,
-    WeightsHashed,
-    WeightsLoaded,
-)
-from kintsugi.runtime import VirtualClock, random_stream
-from kintsugi.types import Finish as FinishReason
-from kintsugi.types import Peer, Role, SampleMeta, StreamSource, WeightManifest, role_of, sample_key
+from kintsugi.messages import StartProcess
+from kintsugi.recovery.adapters import Snapshot
+from kintsugi.recovery.processor import Flow
+from kintsugi.simulation.coverage import Coverage
+from kintsugi.simulation.disk import JournalDisk
+from kintsugi.simulation.faults import Plan, Planned
+from kintsugi.simulation.hosts import Agent, Host
+from kintsugi.simulation.injection import Injector
+from kintsugi.simulation.invariants import Invariants, Reference
+from kintsugi.simulation.master import NewMaster, SimulatedMaster, described
+from kintsugi.simulation.network import Network, Process
+from kintsugi.simulation.ranks import HostMemory, Rank, Rendezvous
+from kintsugi.simulation.workers import Manager, Rollout, Server, Worker
+from kintsugi.simulation.world import World
+from kintsugi.types import Peer, Role, process_id
 
-TICK_S = 0.2
-DETECTION_S = 0.002
-"""From a process's end to the agent's message: the kernel says so at once."""
-
-
-class Kill(msgspec.Struct, frozen=True):
-    """End a process when the run first reaches a phase of a step."""
-
-    process: str
-    step: int
-    phase: Phase
+MASTER_ADDRESS = "sim://master-0"
+CONVERGENCE_S = 240.0
+"""After the last fault is over, a run must end within so much virtual time."""
+RESTART_S = (0.02, 0.2)
+"""What a launcher or agent needs to start a successor."""
+IMPORT_S = (0.05, 0.4)
+"""From a process's birth to its first word."""
 
 
 class Outcome(msgspec.Struct):
     """What a simulated run came to."""
 
-    facts: list[Fact]
     outcome: str
+    facts: list[Fact]
     state_digest: str
-    kills_fired: list[Kill]
+    """Of the last committed step."""
+    violations: list[str]
+    faults: list[Planned]
+    """Those that hit something."""
+    num_steps: int
+    num_rollbacks: int
     num_events: int
+    num_processes: int
     virtual_s: float
+    trace_hash: str
+    reference: Reference
+    trace: list[str] = []
+
+    @property
+    def counts(self) -> bool:
+        """Whether the run was hard enough to prove something: three faults, one of them during a recovery."""
+        in_recovery = any((fault.fired_in or "").startswith("recovering") for fault in self.faults)
+        return len(self.faults) >= 3 and in_recovery and self.num_steps >= 10 and self.num_processes >= 9
 
 
-class SimulatedCluster:
-    """Drives one master through a run. `run()` gives the facts it would have journaled."""
+class Cluster:
+    """One run, from the start of the launcher to the end of the master."""
 
     def __init__(
         self,
         config: Config,
         *,
         seed: int,
+        plan: Plan | None = None,
+        reference: Reference | None = None,
+        coverage: Coverage | None = None,
+        new_master: NewMaster = Master,
+        flow: Flow = Flow.ROLLBACK,
         num_rows: int = 1000,
-        kills: Iterable[Kill] = (),
-        unscorable_stage: str | None = None,
+        keep_trace: bool = False,
     ) -> None:
-        """`unscorable_stage`: rewards of this stage's samples always fail."""
-        self._clock = VirtualClock()
-        self._random = random_stream(seed, "simulation")
-        min_valid = 2 if config.algorithm.group_size > 1 else 1
-        self._state = MasterState(min_valid=min_valid, keep_checkpoints=config.checkpoint.keep)
-        self._layout = plan_layout(config)
-        self._master = Master(
-            config,
-            state=self._state,
-            layout=self._layout,
-            num_rows=num_rows,
-            num_eval_rows=config.data.num_eval,
-            checkpoint_folder="checkpoints",
+        self.config, self.layout = config, plan_layout(config)
+        self.world = World(seed, keep_trace=keep_trace)
+        self.network = Network(self.world)
+        self.disk = JournalDisk()
+        self.checkpoints: dict[str, Snapshot] = {}
+        self.master: SimulatedMaster | None = None
+        self.outcome: str | None = None
+        self._new_master, self._flow, self._num_rows = new_master, flow, num_rows
+        self._rendezvous = Rendezvous()
+        self._num_born = self._num_masters = self._num_sessions = 0
+        self._agents: dict[str, int] = {}
+        self.hosts: dict[str, Host] = {
+            plan.host: Host(plan.host, memory=HostMemory(self.checkpoints), spawn=self._spawn)
+            for plan in self.layout
+            if plan.role is Role.AGENT
+        }
+        self.invariants = Invariants(
+            reference=reference,
+            coverage=coverage or Coverage(),
+            touched=self._is_touched,
+            survives=self._survives,
         )
-        self._kills = list(kills)
-        self._unscorable_stage = unscorable_stage
-        self._fired: list[Kill] = []
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._number = 0
-        self._alive: dict[str, str] = {}
-        self._digest = "initial"
-        self._step_calls: dict[int, dict[str, Request]] = {}
-        self._facts: list[Fact] = []
-        self._finished: str | None = None
-        self.num_events = 0
+        self.injector = Injector(self, plan or Plan([]))
+        self.invariants.follow(self.injector.follow)
 
-    def run(self, *, limit_s: float = 3600.0) -> Outcome:
-        """Until the master finishes; a run that is not over at `limit_s` of virtual time hangs, which is a bug."""
-        self._feed(Began("simulated", "", "1"))
-        for plan in self._layout:
-            if plan.role is Role.AGENT:
-                self._alive[plan.process] = "0"
-                self._after(0.01, self._join(plan.process, "0"))
-        self._after(TICK_S, self._tick)
-        while self._finished is None:
-            assert self._queue, "nothing is under way and the run has not ended"
-            due, _, action = heapq.heappop(self._queue)
-            assert due < limit_s, (
-                f"still running after {limit_s} s of virtual time, in phase {self._master.phase}"
-            )
-            self._clock.advance(due - self._clock.monotonic())
-            action()
+    def run(self) -> Outcome:
+        """Until the run has ended, or must have."""
+        self._start_session(resumed=False)
+        self.injector.begin()
+        world, invariants = self.world, self.invariants
+        while self.outcome is None and not invariants.violations:
+            if not world.turn():
+                invariants.violated("nothing is under way and the run has not ended")
+            elif world.now > self.injector.last_at + CONVERGENCE_S:
+                state = self.master.state if self.master is not None else "without a master"
+                waited = f"{CONVERGENCE_S:.0f} s after the last fault"
+                invariants.violated(f"still {state} at step {invariants.step}, {waited}")
+        if self.outcome == "failed" and not self.injector.poisoned:
+            invariants.violated(f"the run failed: {self._cause()}")
+        if self.outcome == "finished":
+            invariants.compare_ends()
+        last = max(invariants.found.digests, default=0)
         return Outcome(
-            self._facts, self._finished, self._digest, self._fired, self.num_events, self._clock.monotonic()
+            self.outcome or "broken off",
+            invariants.facts,
+            invariants.found.digests.get(last, ""),
+            invariants.violations,
+            [fault for fault in self.injector.plan.faults if fault.fired_in is not None],
+            invariants.step,
+            invariants.num_rollbacks,
+            world.num_events,
+            len(self.layout) + 1,
+            world.now,
+            world.trace_hash,
+            invariants.found,
+            world.trace or [],
         )
 
-    def _tick(self) -> None:
-        self._feed(Tick())
-        self._after(TICK_S, self._tick)
+    def _is_touched(self, process: str) -> bool:
+        return self.injector.touched(process)
 
-    def _feed(self, event: Event) -> None:
-        self.num_events += 1
-        decision = self._master.decide(event, self._clock.monotonic())
-        self._facts.extend(decision.facts)
-        for effect in decision.effects:
-            self._act(effect)
-        self._fire_kills()
+    def _cause(self) -> str:
+        last = self.invariants.facts[-1] if self.invariants.facts else None
+        fault = getattr(last, "fault", None)
+        return fault.message if fault is not None else repr(last)
 
-    def _act(self, effect: Effect) -> None:
-        match effect:
-            case Request():
-                self._request(effect)
-            case Forget(process=process):
-                self._alive.pop(process, None)
-            case Finish(outcome=outcome):
-                self._finished = outcome
-            case _:
-                pass  # Messages and records that no simulated worker reacts to.
+    # Who is there.
 
-    def _fire_kills(self) -> None:
-        due = [
-            kill
-            for kill in self._kills
-            if kill.step == self._state.step + 1
-            and kill.phase is self._master.phase
-            and kill.process in self._alive
-        ]
-        for kill in due:
-            self._kills.remove(kill)
-            self._fired.append(kill)
-            incarnation = self._alive.pop(kill.process)
-            exited = Exited(kill.process, incarnation, -9)
-            self._after(DETECTION_S, lambda exited=exited: self._feed(exited))  # type: ignore[misc]
+    def process(self, name: str) -> Process | None:
+        """The living process of this name."""
+        if name == "master-0":
+            return self.master if self.master is not None and self.master.alive else None
+        for host in self.hosts.values():
+            if host.agent is not None and host.agent.name == name:
+                return host.agent
+            if name in host.children:
+                return host.children[name]
+        return None
 
-    def _request(self, request: Request) -> None:
-        incarnation = self._alive.get(request.to)
-        if incarnation is None:
-            fault = Fault("unreachable", "ProcessDied", request.to, f"{request.to} is not there", 0.0)
-            self._after(0.0, lambda: self._feed(RequestFailed(request.token, request.to, fault)))
-        elif isinstance(request.body, RunCall):
-            self._join_collective(request, request.body)
-        else:
-            self._answer(request, self._answer_to(request), incarnation)
+    def _survives(self, step: int) -> str:
+        """Who has the state of a step: a living rank, or the memory of a host."""
+        for host in self.hosts.values():
+            for child in host.children.values():
+                if isinstance(child, Rank) and not child.stopped and child.adapter.committed.step == step:
+                    return child.name
+            for owner, kept in host.memory.snapshots.items():
+                if any(snapshot.step == step for snapshot in kept):
+                    return f"{host.name} (snapshot of {owner})"
+        return ""
 
-    def _answer(self, request: Request, body: Body, incarnation: str) -> None:
-        """After a while, if the process still lives then."""
+    # Births.
 
-        def arrive() -> None:
-            if self._alive.get(request.to) == incarnation:
-                self._feed(Replied(request.token, request.to, body))
+    def _start_session(self, *, resumed: bool) -> None:
+        """The launcher begins: agents everywhere, with new keys, and the master on the first host."""
+        self._num_sessions += 1
+        for index, host in enumerate(self.hosts.values()):
+            self._start_agent(host, process_id(Role.AGENT, index))
+        self._start_master(resumed=resumed)
 
-        self._after(self._random.uniform(0.001, 0.3), arrive)
+    def _resume(self) -> None:
+        """A run that was stopped goes on later, with new processes and what is on disk."""
+        for host in self.hosts.values():
+            self.lose_memory(host)
+            for process in [*host.children.values(), host.agent]:
+                if process is not None:
+                    process.on_exit = lambda process, status: None
+                    process.end(0)
+            host.children.clear()
+            host.agent = None
+        self.world.after(0.5, self._start_session_again)
 
-    def _answer_to(self, request: Request) -> Body:
-        match request.body:
-            case StartProcess(process=process, incarnation=incarnation):
-                self._alive[process] = incarnation
-                self._after(self._random.uniform(0.3, 2.0), self._join(process, incarnation))
-                return ProcessStarted(process, incarnation, 1000 + self._number, b"key")
-            case RunEpisodes():
-                return self._episodes(request.to, request.body)
-            case Publish(version=version, step=step):
-                manifest = WeightManifest(version, step, (), 0, self._digest)
-                return Published(manifest, (StreamSource(request.to),))
-            case LoadWeights(manifest=manifest):
-                servers = tuple(name for name in sorted(self._alive) if role_of(name) is Role.SERVER)
-                return WeightsLoaded(manifest.version, manifest.digest, servers)
-            case Save(step=step, folder=folder):
-                return Saved(step, f"{folder}/step-{step}", self._digest)
-            case HashWeights():
-                return WeightsHashed(self._digest)
-            case _:
-                return Ok()
+    def _start_session_again(self) -> None:
+        self._agents.clear()
+        self._start_session(resumed=True)
 
-    def _episodes(self, worker: str, request: RunEpisodes) -> EpisodesDone:
-        ticket = request.ticket
-        if ticket.stage == self._unscorable_stage:
-            keys = [sample_key(ticket.id, index) for index in range(ticket.num_samples)]
-            return EpisodesDone(ticket.id, (), dict.fromkeys(keys, "no verdict"))
-        metas = []
-        for index in range(ticket.num_samples):
-            draw = random_stream(0, ticket.id, index)
-            key, length = sample_key(ticket.id, index), draw.randint(2, 20)
-            metas.append(
-                SampleMeta(
-                    key=key,
-                    ticket=ticket.id,
-                    num_tokens=length + 4,
-                    num_loss_tokens=length,
-                    reward=(reward := float(draw.random() < 0.5)),
-                    reward_components={"reward": reward},
-                    finish=FinishReason.EOS,
-                    version=request.version,
-                    holder=worker,
-                    digest=key,
-                )
-            )
-        return EpisodesDone(ticket.id, tuple(metas))
+    def lose_memory(self, host: Host) -> None:
+        """Nobody is left on a host who holds its memory."""
+        host.memory.snapshots.clear()
+        host.memory.buddies.clear()
 
-    def _join_collective(self, request: Request, call: RunCall) -> None:
-        """Ranks answer together, once all of them were asked; a dead one keeps the others waiting."""
-        asked = self._step_calls.setdefault(call.step, {})
-        asked[request.to] = request
-        ranks = [plan.process for plan in self._layout if plan.role is Role.MODEL]
-        if not all(rank in asked for rank in ranks):
+    def _master_peer(self) -> Peer:
+        incarnation = self.master.incarnation if self.master is not None else "1"
+        return Peer("master-0", incarnation, "host-0", MASTER_ADDRESS, b"key of master-0")
+
+    def _start_agent(self, host: Host, name: str) -> None:
+        number = self._agents.get(name, -1) + 1
+        self._agents[name] = number
+        self._num_born += 1
+        agent = Agent(
+            self.network,
+            self.world,
+            name=name,
+            role=Role.AGENT,
+            host=host.name,
+            incarnation=str(number),
+            key=f"key of {name} {self._num_sessions}".encode(),
+            master=self._master_peer(),
+            pid=self._num_born,
+            home=host,
+            restart_master=self._restart_master,
+        )
+        agent.on_exit = self._agent_ended
+        agent.endpoint.accepted = self.invariants.watch_messages(name, str(number))
+        agent.boot(0.01 * self.world.random.random())
+        if host.name == "host-0" and number and self.process("master-0") is None and self.outcome is None:
+            self._restart_master()
+
+    def _agent_ended(self, agent: Process, status: int) -> None:
+        """The launcher starts it again, unless it ended because the run did."""
+        host = self.hosts[agent.host]
+        host.agent = None
+        if status == 0:
             return
-        keys = sorted(
-            item.key
-            for other in asked.values()
-            if isinstance(other.body, RunCall)
-            for shard in other.body.shards
-            for item in shard.items
+        delay_s = self.world.random.uniform(*RESTART_S)
+        self.world.after(delay_s, self._start_agent_again, host, agent.name)
+
+    def _start_agent_again(self, host: Host, name: str) -> None:
+        if host.agent is None and self.outcome is None:
+            self._start_agent(host, name)
+
+    def _restart_master(self) -> None:
+        delay_s = self.world.random.uniform(*RESTART_S)
+        self.world.after(delay_s, self._adopt)
+
+    def _adopt(self) -> None:
+        host = self.hosts["host-0"]
+        if host.agent is not None and self.process("master-0") is None and self.outcome is None:
+            self._start_master(adopting=True)
+
+    def _start_master(self, *, resumed: bool = False, adopting: bool = False) -> None:
+        self._num_masters += 1
+        incarnation = str(self._num_masters)
+        self.disk.writer_died()
+        try:
+            master = self._new_master_process(incarnation)
+        except Exception as error:  # noqa: BLE001 - a journal that can not be folded is what this simulator looks for.
+            self.invariants.violated(f"the journal can not be taken over: {described(error)}")
+            return
+        self.master = master
+        home = self.hosts["host-0"]
+        home.adopt(master)
+        self.injector.master_born(master)
+        for host in self.hosts.values():
+            if host.agent is not None:
+                master.endpoint.admit(host.agent.peer)
+        step, path = 0, None
+        if resumed and self.checkpoints:
+            path = max(self.checkpoints, key=lambda path: self.checkpoints[path].step)
+            step = self.checkpoints[path].step
+        began = Began(
+            "simulated", "", incarnation, resumed, step, path, adopting and bool(master.master.state.job)
         )
-        assert len(keys) == len(set(keys)), "a sample is in two shards"
-        self._digest = hashlib.sha256(repr((self._digest, call.step, keys)).encode()).hexdigest()[:16]
-        for rank, other in self._step_calls.pop(call.step).items():
-            self._answer(other, CallDone(call.step, self._digest, {"loss": 0.0}), self._alive[rank])
+        master.begin(began)
 
-    def _join(self, process: str, incarnation: str) -> Callable[[], None]:
-        host = next(plan.host for plan in self._layout if plan.process == process)
+    def _new_master_process(self, incarnation: str) -> SimulatedMaster:
+        return SimulatedMaster(
+            self.network,
+            self.world,
+            name="master-0",
+            role=Role.MASTER,
+            host="host-0",
+            incarnation=incarnation,
+            key=b"key of master-0",
+            address=MASTER_ADDRESS,
+            config=self.config,
+            layout=self.layout,
+            disk=self.disk,
+            observer=self.invariants,
+            num_rows=self._num_rows,
+            new_master=self._new_master,
+            on_finish=self._finished,
+        )
 
-        def join() -> None:
-            if self._alive.get(process) == incarnation:
-                peer = Peer(process, incarnation, host, f"sim://{process}", b"key")
-                self._feed(Joined(peer, role_of(process), 1))
+    def _finished(self, outcome: str) -> None:
+        if outcome == "stopped" and self.injector.resumes:
+            self.injector.resumes = False
+            assert self.master is not None
+            self.master.on_exit = lambda process, status: None
+            self.world.after(0.0, self.master.end, 0)
+            self.world.after(0.1, self._resume)
+        else:
+            self.outcome = outcome
 
-        return join
+    def _spawn(self, host: Host, order: StartProcess, epoch: int) -> Worker:
+        self._num_born += 1
+        agent = host.agent
+        assert agent is not None
+        make: Callable[..., Worker] = {
+            Role.ROLLOUT: Rollout,
+            Role.SERVER: Server,
+            Role.MANAGER: Manager,
+            Role.MODEL: self._new_rank,
+        }[order.role]
+        worker = make(
+            self.network,
+            self.world,
+            name=order.process,
+            role=order.role,
+            host=host.name,
+            incarnation=order.incarnation,
+            key=f"key {self._num_born}".encode(),
+            epoch=epoch,
+            master=agent.endpoint.directory.peers["master-0"],
+            pid=self._num_born,
+        )
+        worker.endpoint.accepted = self.invariants.watch_messages(worker.name, worker.incarnation)
+        worker.boot(self.world.random.uniform(*IMPORT_S))
+        return worker
 
-    def _after(self, delay_s: float, action: Callable[[], None]) -> None:
-        self._number += 1
-        heapq.heappush(self._queue, (self._clock.monotonic() + delay_s, self._number, action))
+    def _new_rank(self, *arguments: object, **names: object) -> Rank:
+        memory = self.hosts[str(names["host"])].memory
+        return Rank(*arguments, rendezvous=self._rendezvous, memory=memory, flow=self._flow, **names)
+
+
+def undisturbed(config: Config, *, flow: Flow = Flow.ROLLBACK, num_rows: int = 1000) -> Reference:
+    """The run of a configuration that nothing befalls."""
+    outcome = Cluster(config, seed=0, flow=flow, num_rows=num_rows).run()
+    assert outcome.outcome == "finished" and not outcome.violations, outcome.violations
+    return outcome.reference

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from kintsugi.errors import RefusedError
 from kintsugi.messages import Body, FetchState, FetchWeights, StateFetched
-from kintsugi.training.state import Counters, TrainingState
+from kintsugi.training.copies import Counters
+from kintsugi.training.state import TrainingState
 from kintsugi.transport import Blob, Reply
 from kintsugi.types import StreamSource
 from kintsugi.weights.fetch import fetch
@@ -40,14 +41,14 @@ class StateSource:
         self._publisher.close()
 
 
-def fetch_state(step: int, *, replica: str, ask: Ask) -> tuple[dict[str, Tensor], Counters]:
-    """The committed state of `step` as a replica holds it, verified piece by piece."""
-    reply = ask(replica, FetchState(step)).expect(StateFetched)
+def fetch_state(step: int, *, replica: str, ask: Ask, owner: str = "") -> tuple[dict[str, Tensor], Counters]:
+    """The committed state of `step` as a replica holds it, or as an agent keeps it for `owner`; verified by piece."""
+    reply = ask(replica, FetchState(step, owner=owner)).expect(StateFetched)
     fetched = fetch(
         reply.manifest,
         [StreamSource(replica)],
         host="",
         segments=None,
-        fetch_stream=lambda process, request: ask(process, FetchState(step, request.pieces)),
+        fetch_stream=lambda process, request: ask(process, FetchState(step, request.pieces, owner)),
     )
-    return fetched.tensors(), Counters(step, reply.stage, reply.updates, reply.skipped)
+    return fetched.tensors(), Counters(reply.manifest.step, reply.stage, reply.updates, reply.skipped)

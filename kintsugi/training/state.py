@@ -5,7 +5,8 @@ hashing) is then one operation over one tensor, in one fixed order. Parameters a
 first, then norms and biases.
 
 A step moves the state from *committed* to *prepared* and, by `commit`, to committed again; `rollback` returns to the
-committed state exactly. Between `begin_update` and `end_update` the state is neither, which `half_updated` shows.
+committed state exactly. Between `begin_update` and `end_update` the state is neither, which `half_updated` shows. The
+committed step and the prepared one lie outside of this process as well (`copies.py`), where a replacement finds them.
 """
 
 from __future__ import annotations
@@ -15,25 +16,15 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
-import xxhash
 from torch import Tensor
 
+from kintsugi.checkpoint.snapshot import HeldSnapshots, Segments, Snapshots
 from kintsugi.config import ActorSection, Stage
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.model.transformer import Transformer
+from kintsugi.training.buddy import StateCopy
+from kintsugi.training.copies import Counters, StateCopies
 from kintsugi.training.schedule import learning_rate
-
-
-class Counters(msgspec.Struct, frozen=True):
-    """What counts as state: it is hashed, saved and rolled back with the tensors."""
-
-    step: int = 0
-    """The last finished step of the run."""
-    stage: str = ""
-    updates: int = 0
-    """Optimizer updates applied in this stage; drives the schedule and Adam's bias correction."""
-    skipped: int = 0
-    """Updates left out in this stage because their gradient was not finite."""
 
 
 @dataclass(frozen=True)
@@ -58,24 +49,27 @@ class Update:
     applied: bool
 
 
-@dataclass
-class _Snapshot:
-    """A copy of everything that a rollback restores."""
-
-    weights: Tensor
-    moments: Tensor
-    counters: Counters
-
-
 class TrainingState:
     """One rank's replica of the trained model and its optimizer."""
 
-    def __init__(self, model: Transformer, *, compute_dtype: torch.dtype = torch.float32) -> None:
-        """Takes `model` (fp32) over: its parameters become views of the flat weights."""
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        compute_dtype: torch.dtype = torch.float32,
+        process: str = "model-0",
+        segments: Segments | None = None,
+    ) -> None:
+        """Takes `model` (fp32) over: its parameters become views of the flat weights. Snapshots of the state lie
+        under the name of `process` in the host's `segments`, or in private memory."""
         assert model.dtype == torch.float32, f"master weights are float32, got {model.dtype}"
         self._slots, self._num_decayed = _lay_out(model)
-        self._weights = _flatten(model, self._slots)
-        self._moments = torch.zeros(2, self._weights.numel(), device=model.device)
+        self._live = _flatten(model, self._slots)
+        self._weights, self._moments = self._live[0], self._live[1:]
+        self._process = process
+        self._segments = segments
+        self._snapshots = Snapshots(process, size=self._live.nbytes, segments=segments)
+        self._copies = StateCopies(self._live, snapshots=self._snapshots)
         self.gradient = torch.zeros_like(self._weights)
         self.model = model
         if compute_dtype != torch.float32:
@@ -83,16 +77,33 @@ class TrainingState:
         self._compute_weights = self._weights.to(compute_dtype)
         self._compute_gradient = self.gradient.to(compute_dtype)
         _point_at(self.model, self._slots, weights=self._compute_weights, gradient=self._compute_gradient)
-        self._counters = Counters()
+        self._counters = self._committed = Counters()
+        self._committed_digest = self._prepared_digest = ""
         self._updating = False
         self._stage: Stage | None = None
         self._reference: Tensor | None = None
         self._reference_model: Transformer | None = None
-        self._committed = _Snapshot(self._weights.clone(), self._moments.clone(), self._counters)
 
     @property
     def committed_step(self) -> int:
-        return self._committed.counters.step
+        return self._committed.step
+
+    @property
+    def committed_digest(self) -> str:
+        """Of the committed state, as it was taken when the state was copied."""
+        if not self._committed_digest:
+            self._committed_digest = self.digest()  # Of a fresh rank, whose live state has never changed.
+        return self._committed_digest
+
+    @property
+    def prepared_digest(self) -> str:
+        """Of the prepared state, or of the committed one where nothing is prepared."""
+        return self.committed_digest if self.prepared_step is None else self._prepared_digest
+
+    @property
+    def why_private(self) -> str:
+        """Why snapshots of this state end with its process; empty where the host's agent holds them."""
+        return self._snapshots.why_private
 
     @property
     def prepared_step(self) -> int | None:
@@ -111,7 +122,7 @@ class TrainingState:
 
     @property
     def committed_counters(self) -> Counters:
-        return self._committed.counters
+        return self._committed
 
     @property
     def stage(self) -> Stage:
@@ -130,13 +141,13 @@ class TrainingState:
             self._reference_model = model
         return self._reference_model
 
-    def start_stage(self, stage: Stage) -> None:
+    def start_stage(self, stage: Stage, *, step: int) -> None:
         """A fresh optimizer and schedule on the committed weights. Starting the current stage again does nothing.
 
-        A fresh rank of a run that is further on only takes note: it stays at step 0, where it can run no call,
-        until it is repaired.
+        A fresh rank of a run that is further on (at `step`) only takes note: it stays at step 0, where it can run no
+        call, until it is repaired; what its predecessor left must not be overwritten.
         """
-        begins_here = self.committed_step == stage.first_step - 1
+        begins_here = self.committed_step == step == stage.first_step - 1
         fresh = self._counters == Counters()
         if self._counters.stage == stage.name or (fresh and not begins_here):
             self._stage = stage
@@ -148,10 +159,13 @@ class TrainingState:
                 f"stage {stage.name!r} begins at step {stage.first_step}, this rank stands at {self.committed_step}"
             )
         self._stage = stage
+        self._copies.settle()
         self._moments.zero_()
         self._counters = Counters(step=self.committed_step, stage=stage.name)
         self._set_reference(self._compute_weights.clone() if stage.algorithm.beta > 0 else None)
-        self._committed = _Snapshot(self._committed.weights, self._moments.clone(), self._counters)
+        self._keep_reference()
+        self._prepared_digest = self._copies.prepare(self._counters)
+        self._adopt_prepared()
 
     def zero_gradient(self) -> None:
         self.gradient.zero_()
@@ -165,12 +179,16 @@ class TrainingState:
     def begin_update(self) -> None:
         """The first update of a step follows; until `end_update` the state belongs to no step."""
         assert self.prepared_step is None, f"step {self.prepared_step} is prepared and waits for its commit"
+        assert self._copies.committed is not None, "a stage was started"
+        self._copies.settle()
         self._updating = True
 
     def end_update(self, step: int) -> None:
-        """All updates of `step` are made: the rank is prepared."""
+        """All updates of `step` are made: the rank is prepared, and a copy of it under way."""
         assert self._updating and step == self.committed_step + 1
-        self._counters = msgspec.structs.replace(self._counters, step=step)
+        counters = msgspec.structs.replace(self._counters, step=step)
+        self._prepared_digest = self._copies.prepare(counters)
+        self._counters = counters
         self._updating = False
 
     def update(self, gradient: Tensor) -> Update:
@@ -199,46 +217,60 @@ class TrainingState:
                 f"step {step} cannot be committed: this rank committed {self.committed_step} and prepared "
                 f"{self.prepared_step}"
             )
-        self._committed.weights.copy_(self._weights)
-        self._committed.moments.copy_(self._moments)
-        self._committed.counters = self._counters
+        self._adopt_prepared()
 
     def rollback(self, step: int) -> None:
-        """Return to the committed state of `step`; a rank that prepared it but missed its commit adopts it now."""
+        """Return to the committed state of `step`, verified; a rank that prepared it but missed its commit adopts it.
+
+        A rank that stands there already is verified as well: its digest is measured, not remembered.
+        """
         if step == self.prepared_step:
             self.commit(step)
-            return
         if step != self.committed_step:
             raise RefusedError(f"this rank can return to step {self.committed_step} only, not to {step}")
-        self._weights.copy_(self._committed.weights)
-        self._moments.copy_(self._committed.moments)
-        self._counters = self._committed.counters
-        self._updating = False
-        if self._compute_weights is not self._weights:
-            self._compute_weights.copy_(self._weights)
+        expected = self.committed_digest
+        if self._updating or self.prepared_step is not None:
+            self._load_committed()
+        found = self.digest()
+        if found != expected and self._copies.committed is not None:
+            self._load_committed()
+            found = self.digest()
+        if found != expected:
+            raise IntegrityError(f"step {step} hashes to {found} after the rollback, expected {expected}")
 
     def digest(self) -> str:
-        """xxh3-64 over weights, moments and counters; equal on all ranks after the same steps."""
-        digest = xxhash.xxh3_64(msgspec.msgpack.encode(self._counters))
-        for tensor in (self._weights, self._moments):
-            digest.update(tensor.cpu().numpy().data)
-        return digest.hexdigest()
+        """Of the live state as it is now; equal on all ranks after the same steps."""
+        return self._copies.digest(self._counters)
 
     def weights(self) -> dict[str, Tensor]:
         """The committed weights by Hugging Face name, in the type they are used in: what is published and exported."""
-        weights = self._committed.weights.to(self.model.dtype)
+        weights = self._committed_tensor()[0].to(self.model.dtype)
         return {slot.name: slot.view(weights) for slot in self._slots}
 
     def tensors(self) -> dict[str, Tensor]:
         """The committed state, all but `committed_counters`, as views: "weights/…", "moment1/…", "moment2/…", …."""
-        return self._by_name(self._committed.weights, self._committed.moments, self._reference)
+        return self._by_name(self._committed_tensor(), self._reference)
 
-    def restore(self, tensors: Mapping[str, Tensor], *, counters: Counters, stage: Stage | None) -> None:
-        """Become exactly the state that `tensors` and `counters` were taken from, committed."""
+    def latest_copy(self) -> StateCopy | None:
+        """The prepared state, or else the committed one, where a thread can read it while training goes on; None
+        before the first copy."""
+        latest = self._copies.latest()
+        if latest is None:
+            return None
+        view, header = latest
+        return StateCopy(self._counters, self.prepared_digest, self._by_name(view, self._reference), header)
+
+    def restore(
+        self, tensors: Mapping[str, Tensor], *, counters: Counters, stage: Stage | None, digest: str = ""
+    ) -> None:
+        """Become exactly the state that `tensors` and `counters` were taken from, committed.
+
+        What does not fit, or does not hash to `digest`, changes nothing.
+        """
         assert counters.stage == ("" if stage is None else stage.name)
         with_reference = any(name.startswith("reference/") for name in tensors)
         reference = torch.empty_like(self._compute_weights) if with_reference else None
-        mine = self._by_name(self._weights, self._moments, reference)
+        mine = self._by_name(self._live, reference)
         if mine.keys() != tensors.keys():
             odd = ", ".join(sorted(mine.keys() ^ tensors.keys())[:4])
             raise IntegrityError(f"expected the saved state of this model, got one that differs in {odd}")
@@ -249,17 +281,73 @@ class TrainingState:
                     f"expected {name} as {tensor.dtype} {tuple(tensor.shape)}, "
                     f"got {saved.dtype} {tuple(saved.shape)}"
                 )
-        self._updating = True
-        for name, tensor in mine.items():
-            tensor.copy_(tensors[name])
+
+        def write(into: Tensor) -> None:
+            for name, tensor in self._by_name(into, reference).items():
+                tensor.copy_(tensors[name])
+
+        found = self._copies.fill(counters, write, digest=digest)
+        self._become(counters, digest=found, stage=stage, reference=reference)
+        self._keep_reference()
+
+    def restore_snapshot(
+        self, step: int, *, process: str, stages: Mapping[str, Stage], digest: str = ""
+    ) -> None:
+        """Become what a process of this host (this one's predecessor, or another rank) left of `step`, verified."""
+        held = None
+        if process != self._process:
+            if self._segments is None:
+                raise RefusedError(f"this host has no segment service that could hold snapshots of {process}")
+            held = HeldSnapshots(process, segments=self._segments)
+        header = (held or self._snapshots).expect(step, digest=digest)
+        stage = stages.get(header.stage)
+        if stage is None and header.stage:
+            raise IntegrityError(f"the snapshot belongs to stage {header.stage!r}, which is not ours")
+        reference = None
+        if stage is not None and stage.algorithm.beta > 0:
+            reference = torch.empty_like(self._compute_weights)
+            self._copies.load_reference(stage.name, into=reference, held=held)
+        if held is None:
+            counters = self._copies.adopt(step, digest=header.digest)
+        else:
+            counters = self._copies.copy_from(held, step, digest=header.digest)
+        self._become(counters, digest=header.digest, stage=stage, reference=reference)
+        if held is not None:
+            self._keep_reference()
+
+    def _become(
+        self, counters: Counters, *, digest: str, stage: Stage | None, reference: Tensor | None
+    ) -> None:
+        """The live tensor has been replaced; this is what it is."""
+        self._counters = self._committed = counters
+        self._committed_digest, self._prepared_digest = digest, ""
+        self._stage, self._updating = stage, False
         self._compute_weights.copy_(self._weights)
         self._set_reference(reference)
-        self._counters, self._stage = counters, stage
-        self._updating = False
-        self._committed = _Snapshot(self._weights.clone(), self._moments.clone(), counters)
 
-    def _by_name(self, weights: Tensor, moments: Tensor, reference: Tensor | None) -> dict[str, Tensor]:
-        flat_tensors = {"weights": weights, "moment1": moments[0], "moment2": moments[1]}
+    def _adopt_prepared(self) -> None:
+        self._copies.commit()
+        self._committed, self._committed_digest = self._counters, self._prepared_digest
+        self._prepared_digest = ""
+
+    def _load_committed(self) -> None:
+        self._copies.load()
+        self._counters, self._updating = self._committed, False
+        if self._compute_weights is not self._weights:
+            self._compute_weights.copy_(self._weights)
+
+    def _committed_tensor(self) -> Tensor:
+        """The live one where that is committed: it lies where it can be converted fastest."""
+        is_live = not self._updating and self.prepared_step is None
+        committed = self._copies.committed
+        return self._live if is_live or committed is None else committed
+
+    def _keep_reference(self) -> None:
+        if self._reference is not None:
+            self._copies.keep_reference(self._counters.stage, self._reference)
+
+    def _by_name(self, state: Tensor, reference: Tensor | None) -> dict[str, Tensor]:
+        flat_tensors = {"weights": state[0], "moment1": state[1], "moment2": state[2]}
         if reference is not None:
             flat_tensors["reference"] = reference
         return {
@@ -320,8 +408,12 @@ def _lay_out(model: Transformer) -> tuple[list[Slot], int]:
 
 
 def _flatten(model: Transformer, slots: list[Slot]) -> Tensor:
+    """Three rows: the weights, and moments that are still zero."""
     by_name = dict(model.named_parameters())
-    return torch.cat([by_name[slot.name].detach().flatten() for slot in slots])
+    flat = torch.zeros(3, sum(slot.shape.numel() for slot in slots), device=model.device)
+    for slot in slots:
+        slot.view(flat[0]).copy_(by_name[slot.name].detach())
+    return flat
 
 
 def _point_at(model: Transformer, slots: list[Slot], *, weights: Tensor, gradient: Tensor | None) -> None:

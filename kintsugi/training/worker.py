@@ -6,9 +6,10 @@ of that can wait; that the group's generation is over can not, and ends what run
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -22,23 +23,22 @@ from kintsugi.buffer.packing import shards_of_rank
 from kintsugi.checkpoint.store import load_checkpoint, save_checkpoint
 from kintsugi.cluster.segments import SegmentClient
 from kintsugi.config import Config, stages
-from kintsugi.errors import GroupBroken, RefusedError
+from kintsugi.errors import DeviceError, DeviceOutOfMemory, GroupBroken, RefusedError
 from kintsugi.messages import (
     Body,
     CallDone,
     CommitStep,
-    DeviceClean,
     DeviceStop,
     FetchState,
     FetchWeights,
     HashWeights,
+    KeepState,
     Ok,
     PreLock,
     Publish,
     Published,
+    RankReady,
     RebuildGroup,
-    Repair,
-    Rollback,
     RunCall,
     Save,
     Saved,
@@ -52,19 +52,25 @@ from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.observe.events import Note
 from kintsugi.recipe import load_config
+from kintsugi.recovery.processor import Operation, Processor
+from kintsugi.runtime import COUNTERS, wait
+from kintsugi.training.adapter import TorchAdapter
+from kintsugi.training.buddy import KEEP_TIMEOUT_S, BuddyCopy, buddy_of
+from kintsugi.training.copies import Counters
+from kintsugi.training.faults import as_world_error
 from kintsugi.training.group import StoreServer
 from kintsugi.training.interfaces import ModelCalls
-from kintsugi.training.processor import RankProcessor
 from kintsugi.training.replica import StateSource, fetch_state
-from kintsugi.training.samples import Answer, StepSamples
-from kintsugi.training.state import Counters, TrainingState
+from kintsugi.training.samples import POLL_S, Answer, StepSamples
+from kintsugi.training.state import TrainingState
 from kintsugi.transport import Blob, Delivery, Reply
-from kintsugi.types import Peer
+from kintsugi.types import Peer, Role, process_id, role_of
 from kintsugi.weights.manifest import weights_sha256
 from kintsugi.weights.publish import Publisher
 from kintsugi.worker import Shell, ShuttingDown, run_worker
 
-IDLE_WAIT_S = 5.0
+IDLE_WAIT_S = 1.0
+"""Between two looks whether the agent that holds the snapshots is still the same."""
 STATE_TIMEOUT_S = 60.0
 """Of one request to a replica."""
 
@@ -85,9 +91,9 @@ class Speaker(Protocol):
 
     def fail(self, delivery: Delivery, error: BaseException) -> None: ...
 
-    def submit(self, process: str, body: Body, *, deadline_s: float) -> Answer: ...
-
-    def call(self, process: str, body: Body, *, deadline_s: float) -> Reply: ...
+    def submit(
+        self, process: str, body: Body, *, deadline_s: float, blobs: Sequence[Blob] = ()
+    ) -> Answer: ...
 
 
 class ModelWorker:
@@ -104,21 +110,25 @@ class ModelWorker:
         publisher: Publisher,
         host: str,
         note: Callable[[str], None] = lambda message: None,
+        renew: Callable[[], object] = lambda: None,
     ) -> None:
-        """`note` is told what the group's collectives run on."""
+        """`note` is told what the group's collectives run on; `renew` offers the snapshots to a new agent."""
         self._shell = shell
         self._state = state
         self._config = config
         self._tokenizer = tokenizer
         self._publisher = publisher
         self._note = note
+        self._renew = renew
+        self._host = host
         self._stages = {stage.name: stage for stage in stages(config)}
         self._backlog: deque[Delivery] = deque()
         self._prepared: CallDone | None = None
         self._calls = ModelCalls(state, deterministic=config.deterministic, check=self._check)
         self._samples = StepSamples(shell.submit, check=self._check)
         self._source = StateSource(state, process=shell.process, host=host)
-        self._processor = RankProcessor(
+        self._buddy = BuddyCopy(self._send_copy, process=shell.process)
+        self._adapter = TorchAdapter(
             state,
             process=shell.process,
             stages=self._stages,
@@ -126,6 +136,7 @@ class ModelWorker:
             forget=self._forget,
             interruption=self._interruption,
         )
+        self._processor = Processor(self._adapter)
 
     def serve(self) -> NoReturn:
         """Until the shell raises ShuttingDown."""
@@ -134,6 +145,7 @@ class ModelWorker:
 
     def turn(self, idle_wait_s: float) -> None:
         """Handle the next request, those first that arrived while another was being handled."""
+        self._renew()
         delivery = self._backlog.popleft() if self._backlog else self._shell.next_request(idle_wait_s)
         if delivery is not None:
             self._handle(delivery)
@@ -145,21 +157,29 @@ class ModelWorker:
 
     def close(self) -> None:
         """Leave the group and withdraw what was published."""
-        self._processor.leave()
+        self._adapter.leave()
         self._source.forget()
         self._publisher.close()
 
     def _handle(self, delivery: Delivery) -> None:
+        """Answer, if only with what went wrong. A device that failed ends the process: another one has to go on."""
         if not delivery.wants_reply:
             return
+        fault: Exception | None = None
         try:
             body, blobs = self._answer(delivery.body)
         except ShuttingDown:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a request ends in is its answer, with the cause.
-            self._shell.fail(delivery, error)
-        else:
+            fault = as_world_error(error)
+        if fault is None:
             self._shell.reply(delivery, body, blobs=blobs)
+            return
+        self._shell.fail(delivery, fault)
+        if isinstance(fault, DeviceError):
+            raise fault
+        if isinstance(fault, DeviceOutOfMemory):
+            torch.cuda.empty_cache()
 
     def _answer(self, body: Body) -> tuple[Body, Sequence[Blob]]:
         match body:
@@ -167,10 +187,11 @@ class ModelWorker:
                 return self._run_call(body), ()
             case StartStage():
                 self._start_stage(body)
-                return Ok(), ()
+                return self._adapter.standing(), ()
             case CommitStep():
                 self._state.commit(body.step)
                 self._forget()
+                self._offer_copy()
                 return Ok(), ()
             case Publish():
                 return self._publish(body), ()
@@ -181,40 +202,30 @@ class ModelWorker:
             case HashWeights():
                 return WeightsHashed(weights_sha256(self._state.weights())), ()
             case Save():
-                return self._save(body) if self._processor.rank == 0 else Ok(), ()
-            case _:
-                return self._recover(body), ()
-
-    def _recover(self, body: Body) -> Body:
-        """Recovery's operations; each is answered with where the rank stands afterwards."""
-        match body:
-            case PreLock():
-                self._processor.pre_lock(body.step)
-            case DeviceStop():
-                self._processor.stop(body.generation)
-            case DeviceClean():
-                self._processor.clean()
+                return self._save(body) if self._adapter.rank == 0 else Ok(), ()
             case RebuildGroup():
-                self._rebuild(body)
-            case Repair():
-                self._processor.repair(body.step, body.source)
-            case Rollback():
-                self._processor.rollback(body.step)
+                return self._rebuild(body), ()
+            case _ if isinstance(body, Operation):
+                return self._carry_out(body), ()
             case _:
                 raise RefusedError(f"a model worker does not answer {type(body).__name__}")
-        return self._processor.ready()
 
-    def _rebuild(self, request: RebuildGroup) -> None:
-        self._processor.rebuild(request)
-        group = self._processor.group(request.generation)
+    def _carry_out(self, operation: Operation) -> RankReady:
+        COUNTERS.add("recovery_operations")
+        return self._processor.carry_out(operation)
+
+    def _rebuild(self, request: RebuildGroup) -> RankReady:
+        ready = self._carry_out(request)
+        group = self._adapter.group(request.generation)
         if group.size > 1:
             self._note(f"generation {group.generation} of {group.size} ranks exchanges by {group.route}")
+        return ready
 
     def _run_call(self, call: RunCall) -> CallDone:
         if self._prepared is not None and self._state.prepared_step == call.step:
             return self._prepared
         self._processor.admit(call.step)
-        group = self._processor.group(call.generation)
+        group = self._adapter.group(call.generation)
         if call.stage != self._state.counters.stage:
             raise RefusedError(
                 f"step {call.step} belongs to stage {call.stage!r}, this rank is in {self._state.counters.stage!r}"
@@ -231,20 +242,21 @@ class ModelWorker:
         result = self._calls.run(call, samples, group=group)
         done = CallDone(
             call.step,
-            self._state.digest(),
+            self._state.prepared_digest,
             result.metrics,
             {"fetch": fetch_s, **result.timing},
             result.outputs,
         )
         if self._state.prepared_step == call.step:
             self._prepared = done
+            self._offer_copy()
         return done
 
     def _start_stage(self, request: StartStage) -> None:
         if request.stage not in self._stages:
             known = ", ".join(self._stages)
             raise RefusedError(f"expected a stage of this run ({known}), got {request.stage!r}")
-        self._state.start_stage(self._stages[request.stage])
+        self._state.start_stage(self._stages[request.stage], step=request.step)
 
     def _publish(self, request: Publish) -> Published:
         if request.step != self._state.committed_step:
@@ -266,31 +278,65 @@ class ModelWorker:
             stage=counters.stage,
             state=self._state.tensors(),
             extra=msgspec.to_builtins(counters),
-            write_model=self._write_model,
+            model_files=self._model_files(),
             keep=self._config.checkpoint.keep,
         )
         return Saved(checkpoint.step, str(checkpoint.path), checkpoint.digest)
 
-    def _write_model(self, folder: Path) -> None:
+    def _model_files(self) -> Iterator[tuple[str, bytes]]:
         """A Hugging Face folder of the committed weights, with the tokenizer they were trained with."""
         origin = self._config.model.path
-        huggingface.save(
+        yield from huggingface.files(
             self._state.weights(),
             config=self._state.model.config,
-            folder=folder,
             tokenizer_folder=Path(origin) if origin is not None else None,
         )
         if origin is None:
-            self._tokenizer.save(folder)
+            yield from self._tokenizer.files().items()
 
     def _load_state(self, step: int, source: str) -> tuple[Mapping[str, Tensor], Counters]:
-        if self._shell.peer(source) is not None:
-            return fetch_state(step, replica=source, ask=self._ask)
-        tensors, counters = load_checkpoint(Path(source))
-        return tensors, msgspec.convert(counters, Counters)
+        if self._shell.peer(source) is None:
+            tensors, counters = load_checkpoint(Path(source))
+            return tensors, msgspec.convert(counters, Counters)
+        owner = self._shell.process if role_of(source) is Role.AGENT else ""
+        return fetch_state(step, replica=source, ask=self._ask, owner=owner)
 
     def _ask(self, process: str, body: Body) -> Reply:
-        return self._shell.call(process, body, deadline_s=STATE_TIMEOUT_S)
+        """Ask and wait; others are answered meanwhile, who may be waiting for this rank."""
+        pending = self._shell.submit(process, body, deadline_s=STATE_TIMEOUT_S)
+        idle = threading.Event()
+
+        def attempt(remaining_s: float) -> bool | None:
+            self._check()
+            if pending.done:
+                return True
+            idle.wait(min(POLL_S, remaining_s))
+            return None
+
+        wait(attempt, whom=process, what=type(body).__name__, timeout_s=STATE_TIMEOUT_S)
+        return pending.result()
+
+    def _offer_copy(self) -> None:
+        """Give the latest step to another host's agent, where no rank lives that has it."""
+        agents = [process_id(Role.AGENT, index) for index in range(self._config.cluster.hosts)]
+        if len(agents) == 1:
+            return
+        buddy = buddy_of(
+            rank=self._adapter.rank,
+            host=self._host,
+            others=self._peers(self._adapter.ranks),
+            agents=self._peers(agents),
+        )
+        copy = self._state.latest_copy()
+        if buddy is not None and copy is not None:
+            self._buddy.offer(copy, buddy=buddy)
+
+    def _peers(self, processes: Sequence[str]) -> list[Peer]:
+        """As the address book has them, in which this process itself is not."""
+        return [peer for name in processes if (peer := self._shell.peer(name)) is not None]
+
+    def _send_copy(self, agent: str, body: KeepState, blobs: Sequence[Blob]) -> Answer:
+        return self._shell.submit(agent, body, deadline_s=KEEP_TIMEOUT_S, blobs=blobs)
 
     def _forget(self) -> None:
         """Drop what belongs to the step that has ended."""
@@ -302,13 +348,14 @@ class ModelWorker:
     def _interruption(self) -> str | None:
         """Look at what arrived meanwhile: some is answered at once, the rest waits its turn in the backlog."""
         for delivery in self._shell.take_all():
-            if isinstance(delivery.body, FetchWeights | PreLock):
+            if isinstance(delivery.body, FetchWeights | FetchState | PreLock):
                 self._handle(delivery)
             else:
                 self._backlog.append(delivery)
         for delivery in self._backlog:
-            if isinstance(delivery.body, DeviceStop | RebuildGroup):
-                return f"{type(delivery.body).__name__} of generation {delivery.body.generation} has arrived"
+            body = delivery.body
+            if isinstance(body, DeviceStop | RebuildGroup) and self._processor.interrupts(body):
+                return f"{type(body).__name__} of generation {body.generation} has arrived"
         return None
 
     def _check(self) -> None:
@@ -336,12 +383,18 @@ def main(bootstrap: Bootstrap) -> int:
     if device.type == "cuda" and config.deterministic:
         use_deterministic_kernels()
     _, tokenizer = plan_model(config)
-    state = TrainingState(load_model(config, device=device), compute_dtype=getattr(torch, config.actor.dtype))
+    model = load_model(config, device=device)
     with ExitStack() as resources:
         server = resources.enter_context(closing(StoreServer(_interface(bootstrap.bind))))
         segments = SegmentClient(bootstrap.segments) if bootstrap.segments else None
         if segments is not None:
             resources.enter_context(closing(segments))
+        state = TrainingState(
+            model,
+            compute_dtype=getattr(torch, config.actor.dtype),
+            process=bootstrap.process,
+            segments=segments,
+        )
 
         def body(shell: Shell) -> None:
             publisher = Publisher(process=shell.process, host=bootstrap.host, segments=segments)
@@ -353,11 +406,15 @@ def main(bootstrap: Bootstrap) -> int:
                 publisher=publisher,
                 host=bootstrap.host,
                 note=lambda message: shell.events.emit(Note(message)),
+                renew=segments.renew if segments is not None else lambda: None,
             )
+            if state.why_private:
+                shell.events.emit(Note(f"snapshots of the state end with this process: {state.why_private}"))
             with closing(worker):
                 worker.serve()
 
-        return run_worker(bootstrap, body, capabilities={"device": str(device), "store": server.address})
+        capabilities = {"device": str(device), "store": server.address, "flow": TorchAdapter.flow.value}
+        return run_worker(bootstrap, body, capabilities=capabilities)
 
 
 def _interface(bind: str) -> str:

@@ -10,9 +10,9 @@ import msgspec
 from zmq.utils import z85
 
 from kintsugi.errors import Fault, KintsugiError, ProcessDied, RefusedError
-from kintsugi.messages import Envelope, MessageKind
 from kintsugi.transport.exchange import Delivery
 from kintsugi.types import Peer, Role, role_of
+from kintsugi.wire import Envelope, MessageKind
 
 MAX_WAITING = 1024
 """So many unknown keys may wait to be introduced; the one that waits longest makes room."""
@@ -97,12 +97,37 @@ class Directory:
         if envelope.kind is MessageKind.REPLY:
             return "a reply that was not asked for"
         if envelope.incarnation != peer.incarnation:
-            took_over = role_of(peer.process) is Role.MASTER and envelope.epoch > epoch
-            if not took_over:
+            if not _took_over(peer, envelope, epoch=epoch):
                 return f"{envelope.sender} {envelope.incarnation} is not {peer.incarnation}"
-            # A master that took over keeps its predecessor's key pair; the newer epoch shows which one is alive.
             self.add(msgspec.structs.replace(peer, incarnation=envelope.incarnation))
         return ""
+
+    def newest_epoch(self, seen: int, *, by: str, of: Envelope) -> int:
+        """The newest epoch that we may believe in: the master begins them, everybody else only follows.
+
+        Who speaks in it is the master from now on, also when it only answered: the next it says is of this epoch too.
+        """
+        if of.epoch <= seen or role_of(by) is not Role.MASTER:
+            return seen
+        peer = self.peers.get(by)
+        if peer is not None and peer.incarnation != of.incarnation:
+            self.add(msgspec.structs.replace(peer, incarnation=of.incarnation))
+        return of.epoch
+
+
+def _took_over(peer: Peer, envelope: Envelope, *, epoch: int) -> bool:
+    """Whether this is the successor of a master or an agent, which keeps its predecessor's key pair.
+
+    Of two masters the one of the newer epoch is alive; of two agents the one that was started later: they are counted.
+    """
+    match role_of(peer.process):
+        case Role.MASTER:
+            return envelope.epoch > epoch
+        case Role.AGENT:
+            ours, theirs = peer.incarnation, envelope.incarnation
+            return ours.isdecimal() and theirs.isdecimal() and int(theirs) > int(ours)
+        case _:
+            return False
 
 
 def _zap_answer(question: list[bytes], *, status: bytes, key: bytes) -> list[bytes]:

@@ -17,14 +17,21 @@ import heapq
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from uuid import uuid4
 
 import msgspec
 import zmq
 
-from kintsugi import messages
-from kintsugi.errors import DeadlineExceeded, Fault, ProcessDied, RefusedError, RemoteError, fault_of
-from kintsugi.messages import AddressBook, Body, Envelope, Failed, MessageKind, Register
+from kintsugi import wire
+from kintsugi.errors import (
+    DeadlineExceeded,
+    EpochOver,
+    Fault,
+    ProcessDied,
+    RefusedError,
+    RemoteError,
+    fault_of,
+)
+from kintsugi.messages import AddressBook, Body, Failed, Register
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, Clock, wait
 from kintsugi.transport.directory import Caller, Directory
 from kintsugi.transport.exchange import (
@@ -51,6 +58,7 @@ from kintsugi.transport.sockets import (
     send_frames,
 )
 from kintsugi.types import Peer
+from kintsugi.wire import Envelope, MessageKind
 
 FIRST_RESEND_S = 0.25
 LONGEST_RESEND_S = 2.0
@@ -64,8 +72,8 @@ class Endpoint:
     """The sockets of one process and the loop that serves them.
 
     Only keys that were admitted (`admit`, `set_book`) can connect. An envelope of an older epoch than `epoch` is
-    refused, except `Register`; a newer one is noted in `seen_epoch`, and whoever owns the endpoint decides what that
-    means: a worker adopts it and registers again, a master knows that it was replaced.
+    refused, except `Register`; a newer one of a master is noted in `seen_epoch`, and whoever owns the endpoint decides
+    what that means: a worker adopts it and registers again, a master knows that it was replaced.
     """
 
     def __init__(
@@ -160,8 +168,7 @@ class Endpoint:
         self._close_link(process, fault)
 
     def _close_link(self, process: str, fault: Fault) -> None:
-        link = self._links.pop(process, None)
-        if link is None:
+        if (link := self._links.pop(process, None)) is None:
             return
         # The numbers go on where they stopped: the peer may still hold replies to the earlier ones.
         self._sequences[process] = link.sequence
@@ -172,7 +179,7 @@ class Endpoint:
             pending.settle(None, ProcessDied(f"{process}: {fault.message}", cause=fault))
 
     def _fault(self, message: str) -> Fault:
-        return Fault(uuid4().hex[:12], "ProcessDied", self.process, message, self._clock.wall())
+        return fault_of(ProcessDied(message), process=self.process, time=self._clock.wall())
 
     # Speaking.
 
@@ -192,9 +199,7 @@ class Endpoint:
         until the request is done.
         """
         now = self._clock.monotonic()
-        interval_s = FIRST_RESEND_S
-        if blobs:
-            interval_s += bulk_size(blobs) / SLOWEST_BULK_BYTES_PER_S
+        interval_s = FIRST_RESEND_S + bulk_size(blobs) / SLOWEST_BULK_BYTES_PER_S
         pending = PendingReply(
             self, process, body, blobs, cause_id, on_done, now, now + deadline_s, interval_s
         )
@@ -247,7 +252,7 @@ class Endpoint:
         socket = open_dealer(
             self._context, peer=peer, public_key=self._public_key, secret_key=self._secret_key
         )
-        link = Link(socket, self._sequences.get(process, 0))
+        link = Link(process, socket, self._sequences.get(process, 0))
         self._links[process] = self._by_socket[socket] = link
         self._poller.register(socket, zmq.POLLIN)
         return link
@@ -263,7 +268,7 @@ class Endpoint:
     ) -> bool:
         envelope = Envelope(self.job, self.epoch, self.process, self.incarnation, sequence, kind, cause_id)
         try:
-            send_frames(link.socket, messages.encode(envelope, body), blobs)
+            send_frames(link.socket, wire.encode(envelope, body), blobs)
         except zmq.Again:
             COUNTERS.add("transport.queue_full")
             return False
@@ -271,7 +276,7 @@ class Endpoint:
 
     def _transmit_reply(self, route: bytes, sequence: int, body: Body, blobs: Sequence[Blob] = ()) -> int:
         envelope = Envelope(self.job, self.epoch, self.process, self.incarnation, sequence, _REPLY)
-        frame = messages.encode(envelope, body)
+        frame = wire.encode(envelope, body)
         self._router.send(route, MORE)
         send_frames(self._router, frame, blobs)
         return len(frame) + bulk_size(blobs) if blobs else len(frame)
@@ -402,22 +407,21 @@ class Endpoint:
     def _receive(self, route: bytes, key: str, frame: memoryview, blobs: tuple[memoryview, ...]) -> None:
         """Check and sort in one message that was sent to us. Whatever it holds, it can not raise out of here."""
         try:
-            message = messages.decode(frame)
+            message = wire.decode(frame)
         except msgspec.MsgspecError as error:
             self._receive_malformed(route, key, frame, str(error))
             return
         envelope, body = message.envelope, message.body
         if why := self._directory.why_refused(key, envelope, epoch=self.epoch):
-            self._refuse(route, envelope, why)
+            self._refuse(route, envelope, RefusedError(why))
             return
         caller = self._directory.callers[key]
         if envelope.kind is _REQUEST and self._is_repeated(caller, envelope, route):
             return
         if envelope.epoch < self.epoch and type(body) is not Register:
-            self._refuse(route, envelope, f"epoch {envelope.epoch} is over, this is epoch {self.epoch}")
+            self._refuse(route, envelope, EpochOver(f"epoch {envelope.epoch} is over, it is {self.epoch}"))
             return
-        if envelope.epoch > self.seen_epoch:
-            self.seen_epoch = envelope.epoch
+        self.seen_epoch = self._directory.newest_epoch(self.seen_epoch, by=envelope.sender, of=envelope)
         if len(self._inbox) >= QUEUED_MESSAGES or len(caller.running) >= QUEUED_MESSAGES:
             # A request will come again; a one-way message is lost, as its sender must expect.
             COUNTERS.add("transport.inbox_full")
@@ -431,19 +435,17 @@ class Endpoint:
         """Tell a sender whose body we can not read; a frame without an envelope is only counted."""
         COUNTERS.add("transport.malformed")
         try:
-            envelope = messages.decode_envelope(frame)
+            envelope = wire.decode_envelope(frame)
         except msgspec.MsgspecError:
             return
         why = self._directory.why_refused(key, envelope, epoch=self.epoch)
-        self._refuse(route, envelope, why or f"malformed body: {error}")
+        self._refuse(route, envelope, RefusedError(why or f"malformed body: {error}"))
 
     def _is_repeated(self, caller: Caller, envelope: Envelope, route: bytes) -> bool:
-        running = caller.running.get(envelope.sequence)
-        if running is not None:
+        if (running := caller.running.get(envelope.sequence)) is not None:
             running.route = route
             return True
-        saved = self._saved.get(envelope)
-        if saved is None:
+        if (saved := self._saved.get(envelope)) is None:
             return False
         if saved.body is not None:
             COUNTERS.add("transport.answered_again")
@@ -454,11 +456,11 @@ class Endpoint:
         self._saved.drop(envelope)
         return False
 
-    def _refuse(self, route: bytes, envelope: Envelope, why: str) -> None:
+    def _refuse(self, route: bytes, envelope: Envelope, error: RefusedError) -> None:
         """Answer with the reason. A one-way message is answered too, so that its sender learns of a newer epoch."""
         COUNTERS.add("transport.refused")
         if envelope.kind is not _REPLY:
-            fault = fault_of(RefusedError(why), process=self.process, time=self._clock.wall())
+            fault = fault_of(error, process=self.process, time=self._clock.wall())
             self._transmit_reply(route, envelope.sequence, Failed(fault))
 
     def _drain_link(self, link: Link) -> None:
@@ -477,7 +479,7 @@ class Endpoint:
     def _receive_reply(self, link: Link, frame: memoryview, blobs: tuple[memoryview, ...]) -> None:
         """Settle the request that this answers. The connection proves the sender, the number names the request."""
         try:
-            message = messages.decode(frame)
+            message = wire.decode(frame)
         except msgspec.MsgspecError:
             COUNTERS.add("transport.malformed")
             return
@@ -485,16 +487,13 @@ class Endpoint:
         if envelope.kind is not _REPLY:
             COUNTERS.add("transport.refused")
             return
-        if envelope.epoch > self.seen_epoch:
-            self.seen_epoch = envelope.epoch
-        fault = body.fault if isinstance(body, Failed) else None
-        if fault is not None and fault.kind == "RefusedError" and envelope.epoch > self.epoch:
-            # Refused for our old epoch: the request goes out again under the new one, once that is adopted.
+        self.seen_epoch = self._directory.newest_epoch(self.seen_epoch, by=link.process, of=envelope)
+        if isinstance(body, Failed) and body.fault.kind == EpochOver.__name__:
+            # Not an answer: the request goes out again under the new epoch, once that is adopted.
             return
-        pending = link.pending.pop(envelope.sequence, None)
-        if pending is None:
+        if (pending := link.pending.pop(envelope.sequence, None)) is None:
             return
-        if fault is not None:
-            pending.settle(None, RemoteError(fault))
+        if isinstance(body, Failed):
+            pending.settle(None, RemoteError(body.fault))
         else:
             pending.settle(Reply(body, blobs), None)

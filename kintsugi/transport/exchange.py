@@ -13,8 +13,9 @@ import msgspec
 import xxhash
 
 from kintsugi.errors import IntegrityError, KintsugiError, RefusedError
-from kintsugi.messages import Body, Envelope, MessageKind
+from kintsugi.messages import Body
 from kintsugi.types import Peer
+from kintsugi.wire import Envelope, MessageKind
 
 Blob = bytes | memoryview
 BodyType = TypeVar("BodyType", bound=Body)

@@ -30,9 +30,10 @@ def new_key_pair() -> tuple[bytes, bytes]:
 class Link:
     """Our connection to one process, and our requests on it that are not answered yet."""
 
-    __slots__ = ("pending", "sequence", "socket")
+    __slots__ = ("pending", "process", "sequence", "socket")
 
-    def __init__(self, socket: zmq.Socket[bytes], sequence: int) -> None:
+    def __init__(self, process: str, socket: zmq.Socket[bytes], sequence: int) -> None:
+        self.process = process
         self.socket = socket
         self.sequence = sequence
         self.pending: dict[int, PendingReply] = {}

@@ -1,12 +1,14 @@
-"""The run that nothing happened to: what every other one is compared with."""
+"""Runs that tests share: the undisturbed one, with which others are compared, and runs of tiny programs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.cluster.real_runs import Run
+from tests.cluster.tiny_runs import TinyRun, until
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +22,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         yield run
     finally:
         run.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[TinyRun]:
+    """A run of tiny programs that is not started yet."""
+    run = TinyRun(tmp_path)
+    yield run
+    until(lambda: not run.kill_all(), "the end of whatever a failed test has left")
+    if run.launcher is not None:
+        run.launcher.communicate(timeout=10)

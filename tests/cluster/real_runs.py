@@ -19,6 +19,7 @@ from kintsugi.control.journal import read_facts
 from kintsugi.control.protocol import Began
 from kintsugi.facts import Fact, ProcessJoined
 from kintsugi.runs import Summary, read_journal, read_summary
+from kintsugi.types import Peer
 
 RECIPE = Path(__file__).with_name("recipe.yaml")
 PROGRAMS = Path(__file__).with_name("programs")
@@ -137,6 +138,10 @@ class Run:
             if isinstance(fact, ProcessJoined):
                 joined.setdefault(fact.peer.process, []).append(fact.pid)
         return joined
+
+    def peers_joined(self) -> list[Peer]:
+        """Everybody who registered, every incarnation."""
+        return [fact.peer for fact in self.facts if isinstance(fact, ProcessJoined)]
 
     def pids(self) -> dict[int, str]:
         """Every living process of this run, with its command line."""

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
 import errno
+import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from kintsugi.disk import Crashed, Disk, MemoryDisk, SystemDisk
+from kintsugi.control.journal import Journal, read_facts
+from kintsugi.disk import Crashed, Disk, MemoryDisk, SystemDisk, storage_errors
+from kintsugi.errors import StorageError, StorageFull
+from kintsugi.facts import Fact, StepCommitted
+from kintsugi.observe.events import EventLog, Note, events_path
+from tests.unit.conftest import SmallDisk
 
 FOLDER = Path("/run")
 JOURNAL = FOLDER / "journal"
@@ -115,3 +122,77 @@ def test_a_power_cut_loses_a_name_whose_folder_was_not_synced() -> None:
     assert disk.restarted(power_cut=True).exists(FOLDER / "new")
     disk.sync_folder(FOLDER)
     assert disk.restarted(power_cut=True).list(FOLDER) == ["journal"]
+
+
+def test_a_power_cut_loses_names_below_a_folder_that_was_synced_when_their_own_was_not() -> None:
+    disk = memory_disk()
+    disk.mkdir(FOLDER / "unfinished")
+    disk.open(FOLDER / "unfinished" / "file", create=True).sync()
+    disk.rename(FOLDER / "unfinished", FOLDER / "whole")
+    disk.sync_folder(FOLDER)
+    assert disk.restarted(power_cut=True).list(FOLDER / "whole") == []
+    assert disk.restarted(power_cut=True, keep_names=lambda _: True).list(FOLDER / "whole") == ["file"]
+
+
+def test_a_write_that_fails_may_have_stored_a_part() -> None:
+    disk = memory_disk()
+    file = disk.open(JOURNAL, create=True)
+    disk.fail_at(len(disk.operations) + 1, keep=0.5)
+    with pytest.raises(OSError, match="Input/output"):
+        file.pwrite(b"record", offset=0)
+    assert disk.read(JOURNAL) == b"rec"
+
+
+def test_a_full_disk_takes_what_fits_into_space_allocated_before() -> None:
+    disk = memory_disk()
+    file = disk.open(JOURNAL, create=True)
+    file.preallocate(4)
+    disk.full = True
+    file.pwrite(b"four", offset=0)
+    for refused in (
+        lambda: file.pwrite(b"more", offset=2),
+        lambda: file.preallocate(5),
+        lambda: disk.open(FOLDER / "new", create=True),
+        lambda: disk.mkdir(FOLDER / "new"),
+    ):
+        with pytest.raises(OSError, match="No space left"):
+            refused()
+    assert disk.read(JOURNAL) == b"fomo" and disk.list(FOLDER) == ["journal"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS])
+def test_an_error_of_the_disk_says_what_failed_and_whether_room_would_help(code: int) -> None:
+    with pytest.raises(StorageError, match="could not read a on disk: ") as caught:
+        with storage_errors("could not read a"):
+            raise OSError(code, os.strerror(code))
+    assert os.strerror(code) in str(caught.value)
+    assert isinstance(caught.value, StorageFull) == (code not in (errno.EIO, errno.EROFS))
+
+
+def test_on_a_real_full_disk_journal_and_events_go_on_and_a_journal_at_its_end_goes_on_when_there_is_room(
+    small_disk: SmallDisk,
+) -> None:
+    journal = Journal.create(small_disk.folder / "journal", owner="master-0")
+    log = EventLog(events_path(small_disk.folder, "master-0"), process="master-0")
+    assert log.try_emit(Note("begin"))
+    small_disk.fill()
+    with pytest.raises(OSError, match="No space left"):
+        (small_disk.folder / "other").write_bytes(bytes(8192))
+    facts: list[Fact] = [StepCommitted(number, "d" * 2_000) for number in range(600)]
+    for number, fact in enumerate(facts):
+        journal.append([fact])
+        journal.sync()
+        if number % 10 == 0:
+            assert log.try_emit(Note("the disk is full"))
+    with suppress(StorageFull):
+        for _ in range(100):
+            journal.append(facts[:100])
+            facts += facts[:100]
+    with pytest.raises(StorageFull, match="No space left"):
+        journal.append(facts[:100])
+    small_disk.clear()
+    journal.append([facts[0]])
+    journal.sync()
+    journal.close()
+    log.close()
+    assert list(read_facts(small_disk.folder / "journal")) == [*facts, facts[0]]

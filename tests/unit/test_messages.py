@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kintsugi import messages
+from kintsugi import wire
 from kintsugi.errors import Fault
-from kintsugi.messages import Body, Envelope, Failed, Message, MessageKind, Ok
+from kintsugi.messages import Body, Failed, Ok
+from kintsugi.wire import Envelope, Message, MessageKind
 
 BODIES = typing.get_args(Body)
 
@@ -50,7 +51,7 @@ ENVELOPE = Envelope("job", 1, "model-0", "a", 7, MessageKind.REQUEST)
 def test_every_message_survives_the_wire(kind: type[Body]) -> None:
     body = sample(kind)
     assert isinstance(body, kind)
-    assert messages.decode(messages.encode(ENVELOPE, body)) == Message(ENVELOPE, body)
+    assert wire.decode(wire.encode(ENVELOPE, body)) == Message(ENVELOPE, body)
 
 
 @given(
@@ -66,25 +67,25 @@ def test_every_message_survives_the_wire(kind: type[Body]) -> None:
     )
 )
 def test_every_envelope_survives_the_wire(envelope: Envelope) -> None:
-    frame = messages.encode(envelope, Ok())
-    assert messages.decode(frame).envelope == messages.decode_envelope(frame) == envelope
+    frame = wire.encode(envelope, Ok())
+    assert wire.decode(frame).envelope == wire.decode_envelope(frame) == envelope
 
 
 def test_a_wrong_field_is_named_in_the_error_and_the_sender_still_known() -> None:
     frame = msgspec.msgpack.encode([ENVELOPE, {"type": "CommitStep", "step": "three"}])
     with pytest.raises(msgspec.ValidationError, match=r"Expected `int`, got `str` - at `\$\[1\]\.step`"):
-        messages.decode(frame)
-    assert messages.decode_envelope(frame) == ENVELOPE
+        wire.decode(frame)
+    assert wire.decode_envelope(frame) == ENVELOPE
 
 
 def test_an_unknown_message_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError, match="Invalid value 'Evil'"):
-        messages.decode(msgspec.msgpack.encode([ENVELOPE, {"type": "Evil"}]))
+        wire.decode(msgspec.msgpack.encode([ENVELOPE, {"type": "Evil"}]))
 
 
 @given(st.binary(max_size=200))
 def test_decoding_nonsense_raises_nothing_but_a_decode_error(frame: bytes) -> None:
-    for decode in (messages.decode, messages.decode_envelope):
+    for decode in (wire.decode, wire.decode_envelope):
         try:
             decode(frame)
         except msgspec.MsgspecError:
@@ -93,4 +94,4 @@ def test_decoding_nonsense_raises_nothing_but_a_decode_error(frame: bytes) -> No
 
 def test_defaults_take_no_room_on_the_wire() -> None:
     fault = Fault("f1", "StorageError", "model-0", "disk full", 0.0)
-    assert b"cause" not in messages.encode(ENVELOPE, Failed(fault))
+    assert b"cause" not in wire.encode(ENVELOPE, Failed(fault))

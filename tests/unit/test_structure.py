@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "kintsugi"
 
 GROUND = frozenset(
-    {"types", "messages", "errors", "config", "recipe", "facts", "bootstrap"}
+    {"types", "messages", "wire", "errors", "config", "recipe", "facts", "bootstrap"}
     | {"runtime", "disk", "transport", "worker", "patience"}
 )
 SHARED = GROUND | {"model", "observe"}
@@ -27,12 +27,14 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rollout": SHARED | {"data"},
     "buffer": SHARED,
     "graph": SHARED | {"buffer.packing"},
-    "training": SHARED | {"weights", "checkpoint", "buffer.packing", "cluster.segments"},
+    "training": SHARED | {"weights", "checkpoint", "recovery", "buffer.packing", "cluster.segments"},
     "weights": SHARED,
     "checkpoint": SHARED,
-    "control": SHARED | {"buffer", "graph", "data.source", "checkpoint.store", "runs"},
+    "control": SHARED | {"buffer", "graph", "data.source", "checkpoint.store", "recovery", "runs"},
+    "recovery": SHARED,
     "cluster": SHARED | {"runs"},
-    "simulation": SHARED | {"control"},
+    "simulation": SHARED | {"control", "recovery", "buffer"},
+    "lab": SHARED | {"control", "simulation", "runs", "cluster"},
     "model": frozenset({"types", "errors", "config"}),
     "observe": GROUND,
     "transport": GROUND,
@@ -51,7 +53,7 @@ WITH_TORCH = frozenset(
 """What computes. Everything else is the control plane and must start without torch, a new module too."""
 
 TOUCHES_THE_WORLD = frozenset(
-    {"kintsugi.control.shell", "kintsugi.control.journal", "kintsugi.control.inputs"}
+    {f"kintsugi.control.{name}" for name in ("shell", "journal", "inputs", "records")}
 )
 """The master's edge; the rest of `control` decides, and is replayed and simulated."""
 WORLD = frozenset(

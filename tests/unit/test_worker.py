@@ -32,9 +32,9 @@ from kintsugi.messages import (
 from kintsugi.observe.events import FaultSeen, Note, ProcessBegan, ProcessEnded, read_events
 from kintsugi.runtime import COUNTERS, Child, SystemProcesses, wait
 from kintsugi.transport import Delivery, Endpoint, new_key_pair
-from kintsugi.types import Peer, Role
+from kintsugi.types import ChildReport, Peer, Role
 from kintsugi.worker import EXIT_ORPHANED, MAINS, Membership, Shell, ShuttingDown, open_endpoint, run_process
-from tests.unit.transport.harness import make_endpoint, pump, receive
+from tests.unit.transport.harness import ask, make_endpoint, pump, receive
 
 MASTER_KEYS = new_key_pair()
 BODY = """
@@ -260,20 +260,71 @@ def test_the_end_of_the_lifeline_ends_the_worker(master: Master, shell: Shell, l
         shell.next_request(10)
 
 
-def test_a_worker_registers_again_with_a_master_that_took_over(tmp_path: Path, lifeline: list[int]) -> None:
+def test_a_worker_registers_again_with_a_master_that_took_over_and_does_what_it_asks(
+    tmp_path: Path, lifeline: list[int]
+) -> None:
+    children = [ChildReport("model-1", "1.0", 7, b"key"), ChildReport("model-2", "1.0", 8, b"key")]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        dead = Master(epoch=1, listener=listening.fileno())
+        bootstrap = bootstrap_of(dead, tmp_path, lifeline[0])
+        endpoint = open_endpoint(bootstrap)
+        membership = Membership(endpoint, bootstrap, capabilities={}, children=lambda: tuple(children))
+        known = work_together(dead, endpoint, membership)
+        assert known.children == tuple(children)
+        assert ask(dead.endpoint, endpoint, CommitStep(1)).body == Ok()
+        dead.endpoint.close()
+        lost = children.pop()
+        living = Master(epoch=2, listener=listening.fileno())
+        living.endpoint.admit(known.peer)
+        again = work_together(living, endpoint, membership)
+        assert lost not in again.children, "the list is that of the moment"
+        assert (endpoint.epoch, membership.registered) == (2, True)
+        fresh = Registered(2)
+        assert ask(living.endpoint, endpoint, CommitStep(1), answer=fresh).body == fresh, (
+            "not the saved answer"
+        )
+        endpoint.close()
+        living.endpoint.close()
+
+
+def test_a_master_that_dies_with_a_registration_in_its_hands_is_succeeded_by_one_that_answers(
+    tmp_path: Path, lifeline: list[int]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         dead = Master(epoch=1, listener=listening.fileno())
         bootstrap = bootstrap_of(dead, tmp_path, lifeline[0])
         endpoint = open_endpoint(bootstrap)
         membership = Membership(endpoint, bootstrap, capabilities={})
-        known = work_together(dead, endpoint, membership)
+        membership.tick(0.0)
+        receive(dead.endpoint, endpoint)
         dead.endpoint.close()
         living = Master(epoch=2, listener=listening.fileno())
-        living.endpoint.admit(known.peer)
+        living.endpoint.admit(Peer("model-0", "a", "host-0", "", bootstrap.public_key))
         work_together(living, endpoint, membership)
         assert (endpoint.epoch, membership.registered) == (2, True)
         endpoint.close()
         living.endpoint.close()
+
+
+def test_the_answer_of_a_master_that_has_been_replaced_is_no_registration_with_its_successor(
+    master: Master, tmp_path: Path, lifeline: list[int]
+) -> None:
+    bootstrap = bootstrap_of(master, tmp_path, lifeline[0])
+    endpoint = open_endpoint(bootstrap)
+    membership = Membership(endpoint, bootstrap, capabilities={})
+    membership.tick(0.0)
+    (register,) = receive(master.endpoint, endpoint)
+    endpoint.seen_epoch = 2
+    master.endpoint.reply(register, Registered(1))
+
+    def asked_again() -> list[Delivery]:
+        endpoint.turn(0.005)
+        membership.tick(0.0)
+        return master.endpoint.poll(0.005)
+
+    wait(lambda _: asked_again() or None, whom="the worker", what="another Register", timeout_s=15)
+    assert (membership.registered, endpoint.epoch) == (False, 2)
+    endpoint.close()
 
 
 def work_together(master: Master, endpoint: Endpoint, membership: Membership) -> Register:

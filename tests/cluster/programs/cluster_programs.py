@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -25,7 +26,6 @@ from kintsugi.messages import (
     StartProcess,
 )
 from kintsugi.transport import PendingReply
-from kintsugi.types import Role
 from kintsugi.worker import open_endpoint
 
 
@@ -58,6 +58,16 @@ def segment_writer(bootstrap: Bootstrap) -> int:
     os.pwrite(client.create("snapshot", 4096), b"state of step 7", 0)
     _write(bootstrap, "written", True)
     return idle(bootstrap)
+
+
+def segment_keeper(bootstrap: Bootstrap) -> int:
+    """Writes a segment and offers it to whoever comes after the agent, until the lifeline ends."""
+    client = SegmentClient(bootstrap.segments)
+    os.pwrite(client.create("snapshot", 4096), b"state of step 7", 0)
+    _write(bootstrap, "written", True)
+    while not select.select([bootstrap.lifeline], [], [], 0.02)[0]:
+        client.renew()
+    return 0
 
 
 def describe_itself(bootstrap: Bootstrap) -> int:
@@ -103,8 +113,19 @@ class Orders(msgspec.Struct):
     kill_itself: bool = False
 
 
+def _next_epoch(bootstrap: Bootstrap) -> int:
+    path = Path(bootstrap.run_dir) / "epoch"
+    epoch = int(path.read_text()) + 1 if path.exists() else 1
+    path.write_text(str(epoch))
+    return epoch
+
+
 def master(bootstrap: Bootstrap) -> int:
-    """Starts what it was ordered to, writes down what happened, ends on SIGTERM or as ordered."""
+    """Starts what it was ordered to, writes down what happened, ends on SIGTERM or as ordered.
+
+    One that takes over begins a new epoch and orders the same again: whoever lives is answered for.
+    """
+    bootstrap = msgspec.structs.replace(bootstrap, epoch=_next_epoch(bootstrap))
     told_to_stop = threading.Event()
     endpoint = open_endpoint(bootstrap)
 
@@ -130,16 +151,16 @@ def master(bootstrap: Bootstrap) -> int:
         except KintsugiError as error:
             note(["failed", str(error)])
 
-    note(["master", bootstrap.process, os.getpid()])
+    note(["master", os.getpid(), bootstrap.adopting, endpoint.address])
     while not told_to_stop.is_set():
         for delivery in endpoint.poll(1.0):
             match delivery.body:
-                case Register(peer=peer, role=role):
+                case Register(peer=peer, children=children):
                     endpoint.admit(peer)
                     endpoint.reply(delivery, Registered(bootstrap.epoch))
-                    if role is Role.AGENT and peer.process not in registered:
+                    note(["registered", peer.process, peer.incarnation, sorted(one.pid for one in children)])
+                    if peer.process not in registered:
                         registered.add(peer.process)
-                        note(["registered", peer.process])
                         pending += [
                             endpoint.request(peer.process, start, deadline_s=60.0, on_done=answered)
                             for start in orders.starts.get(peer.process, [])

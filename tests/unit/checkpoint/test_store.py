@@ -6,19 +6,18 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save
 
 from kintsugi.checkpoint.manifest import Contents, decode_manifest
 from kintsugi.checkpoint.store import Checkpoint, latest, load_checkpoint, save_checkpoint, verify
 from kintsugi.disk import Crashed, Disk, MemoryDisk, SystemDisk
-from kintsugi.errors import StorageError
+from kintsugi.errors import StorageError, StorageFull
 
 FOLDER = Path("/run/checkpoints")
 EXTRA = {"updates": 7, "random": [1, 2, 3], "nested": {"lr": 0.5}}
@@ -34,21 +33,27 @@ def write_file(path: Path, data: bytes, *, disk: Disk) -> None:
     file.close()
 
 
-def save_step(step: int, *, disk: Disk, folder: Path = FOLDER, keep: int = 2, salt: int = 0) -> Checkpoint:
-    def write_model(target: Path) -> None:
-        write_file(target / "config.json", b'{"model_type": "llama"}', disk=disk)
-        write_file(target / "model.safetensors", save({"w": torch.full((4,), step + salt)}), disk=disk)
+def model_files(step: int) -> Iterator[tuple[str, bytes]]:
+    yield "config.json", b'{"model_type": "llama"}'
+    yield "model.safetensors", save({"w": torch.full((4,), step)})
 
+
+def save_step(step: int, *, disk: Disk, folder: Path = FOLDER, keep: int = 2, salt: int = 0) -> Checkpoint:
     return save_checkpoint(
         folder,
         step=step,
         stage="grpo",
         state=state_of(step + salt),
         extra=EXTRA,
-        write_model=write_model,
+        model_files=model_files(step + salt),
         keep=keep,
         disk=disk,
     )
+
+
+def names(folder: Path = FOLDER, *, disk: Disk) -> list[str]:
+    """What is in the folder, besides its lock."""
+    return [name for name in disk.list(folder) if name != ".lock"]
 
 
 def loads_as(checkpoint: Checkpoint | None, step: int, *, disk: Disk) -> bool:
@@ -75,17 +80,12 @@ def test_a_checkpoint_is_loaded_as_it_was_saved(place: tuple[Disk, Path]) -> Non
     assert saved.path == folder / "step-000003" and saved.stage == "grpo"
     assert latest(folder, disk=disk) == saved == verify(saved.path, disk=disk)
     assert loads_as(saved, 3, disk=disk)
-    assert disk.list(folder) == ["step-000003"]
+    assert names(folder, disk=disk) == ["step-000003"]
 
 
 def test_the_folder_is_a_hugging_face_folder_with_the_trainers_state_beside(tmp_path: Path) -> None:
-    def write_model(target: Path) -> None:
-        save_file({"w": torch.ones(3)}, target / "model.safetensors")
-
-    saved = save_checkpoint(
-        tmp_path, step=1, stage="s", state=state_of(1), extra={}, write_model=write_model, keep=1
-    )
-    assert torch.equal(load_file(saved.path / "model.safetensors")["w"], torch.ones(3))
+    saved = save_step(1, disk=SystemDisk(), folder=tmp_path)
+    assert torch.equal(load_file(saved.path / "model.safetensors")["w"], torch.full((4,), 1))
     assert torch.equal(load_file(saved.path / "trainer.safetensors")["weights"], state_of(1)["weights"])
 
 
@@ -106,15 +106,15 @@ def test_only_as_many_as_asked_for_are_kept(place: tuple[Disk, Path]) -> None:
     disk, folder = place
     for step in range(1, 6):
         save_step(step, disk=disk, folder=folder, keep=2)
-    assert disk.list(folder) == ["step-000004", "step-000005"]
+    assert names(folder, disk=disk) == ["step-000004", "step-000005"]
     save_step(6, disk=disk, folder=folder, keep=1)
-    assert disk.list(folder) == ["step-000006"]
+    assert names(folder, disk=disk) == ["step-000006"]
 
 
 def test_the_same_contents_have_the_same_digest_and_are_kept_once() -> None:
     disk = MemoryDisk()
     first, second = save_step(3, disk=disk), save_step(3, disk=disk)
-    assert first == second and disk.list(FOLDER) == ["step-000003"]
+    assert first == second and names(FOLDER, disk=disk) == ["step-000003"]
 
 
 def test_a_step_that_was_repeated_with_another_result_replaces_the_first(place: tuple[Disk, Path]) -> None:
@@ -122,7 +122,7 @@ def test_a_step_that_was_repeated_with_another_result_replaces_the_first(place: 
     save_step(2, disk=disk, folder=folder)
     save_step(3, disk=disk, folder=folder, salt=5)
     again = save_step(3, disk=disk, folder=folder)
-    assert disk.list(folder) == ["step-000002", "step-000003.1"]
+    assert names(folder, disk=disk) == ["step-000002", "step-000003.1"]
     assert latest(folder, disk=disk) == again and loads_as(again, 3, disk=disk)
 
 
@@ -131,7 +131,7 @@ def test_checkpoints_of_a_history_that_was_rolled_back_are_not_chosen() -> None:
     for step in (2, 4, 6):
         save_step(step, disk=disk, keep=3)
     save_step(3, disk=disk, keep=3)
-    assert disk.list(FOLDER) == ["step-000002", "step-000003"]
+    assert names(FOLDER, disk=disk) == ["step-000002", "step-000003"]
 
 
 def test_no_folder_and_an_empty_folder_have_no_latest() -> None:
@@ -199,7 +199,7 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced() -> None:
     disk = MemoryDisk()
     flip(save_step(3, disk=disk).path / "config.json", 0, disk=disk)
     assert loads_as(save_step(3, disk=disk), 3, disk=disk)
-    assert disk.list(FOLDER) == ["step-000003"]
+    assert names(FOLDER, disk=disk) == ["step-000003"]
 
 
 def prepared() -> MemoryDisk:
@@ -221,37 +221,50 @@ def each_operation() -> range:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_an_error_at_any_operation_is_loud_and_leaves_a_good_checkpoint(code: int) -> None:
+@pytest.mark.parametrize("keep", [0.0, 0.5])
+def test_an_error_at_any_operation_is_loud_and_leaves_a_good_checkpoint(code: int, keep: float) -> None:
     for operation in each_operation():
         disk = prepared()
-        disk.fail_at(operation, code=code)
-        with pytest.raises(StorageError, match="on disk") as caught:
+        disk.fail_at(operation, code=code, keep=keep)
+        with pytest.raises(StorageError, match=f"on disk: {os.strerror(code)}") as caught:
             save_step(3, disk=disk)
         name = disk.operations[operation - 1]
         assert str(FOLDER) in str(caught.value), name
+        assert isinstance(caught.value, StorageFull) == (code == errno.ENOSPC), name
         found = latest(FOLDER, disk=disk)
         assert found is not None and loads_as(found, found.step, disk=disk) and found.step in (2, 3), name
-        kept = [entry for entry in disk.list(FOLDER) if not entry.startswith(".")]
-        assert "step-000002" in kept, name
+        assert "step-000002" in names(disk=disk), name
+        again = save_step(3, disk=disk)
+        assert again.step == 3 and loads_as(again, 3, disk=disk), name
         assert loads_as(save_step(4, disk=disk), 4, disk=disk)
-        assert not [entry for entry in disk.list(FOLDER) if entry.startswith(".")], name
+        assert names(disk=disk) == ["step-000003", "step-000004"], name
 
 
+@pytest.mark.parametrize(
+    "keep_names",
+    [lambda _: False, lambda _: True, lambda folder: folder == FOLDER, lambda folder: folder != FOLDER],
+    ids=["no names", "all names", "names of checkpoints", "names in checkpoints"],
+)
 @pytest.mark.parametrize(("power_cut", "torn_bytes"), [(False, 0), (True, 0), (True, 20), (True, 1 << 30)])
-def test_a_crash_at_any_operation_leaves_a_good_checkpoint(power_cut: bool, torn_bytes: int) -> None:
+def test_a_crash_at_any_operation_leaves_a_good_checkpoint(
+    power_cut: bool, torn_bytes: int, keep_names: Callable[[Path], bool]
+) -> None:
     for operation in each_operation():
         disk = prepared()
         disk.crash_at(operation, keep=0.5)
         with pytest.raises(Crashed):
             save_step(3, disk=disk)
         name = disk.operations[operation - 1]
-        disk = disk.restarted(power_cut=power_cut, torn_bytes=torn_bytes)
-        damaged: list[Path] = []
-        found = latest(FOLDER, disk=disk, report=lambda path, _, to=damaged: to.append(path))  # type: ignore[misc]
+        disk = disk.restarted(power_cut=power_cut, torn_bytes=torn_bytes, keep_names=keep_names)
+        found = latest(FOLDER, disk=disk)
         assert found is not None and loads_as(found, found.step, disk=disk) and found.step in (2, 3), name
-        assert not damaged, f"{name} left a checkpoint that looks finished and is not"
+        for entry in names(disk=disk):
+            if entry.startswith("step-"):
+                verify(FOLDER / entry, disk=disk)
+        again = save_step(3, disk=disk)
+        assert again.step == 3 and loads_as(again, 3, disk=disk), name
         assert loads_as(save_step(4, disk=disk), 4, disk=disk)
-        assert not [entry for entry in disk.list(FOLDER) if entry.startswith(".")], name
+        assert names(disk=disk) == ["step-000003", "step-000004"], name
 
 
 @pytest.mark.parametrize("num_saves", [1, 3])
@@ -263,52 +276,34 @@ def test_a_saved_checkpoint_survives_a_power_cut(num_saves: int) -> None:
     assert loads_as(latest(FOLDER, disk=disk), num_saves, disk=disk)
 
 
-def failing(error: Exception) -> Callable[[Path], None]:
-    def write_model(target: Path) -> None:
-        (target / "config.json").write_text("{}")
-        raise error
+def test_our_own_mistake_while_the_model_is_written_leaves_nothing_and_stays_what_it_is() -> None:
+    def broken() -> Iterator[tuple[str, bytes]]:
+        yield from model_files(2)
+        raise ZeroDivisionError
 
-    return write_model
-
-
-@pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), SafetensorError("No space left on device")]
-)
-def test_a_full_disk_while_the_model_is_written_is_the_disks_error_and_leaves_nothing(
-    tmp_path: Path, error: Exception
-) -> None:
-    before = save_step(1, disk=SystemDisk(), folder=tmp_path)
-    with pytest.raises(StorageError, match=r"step-000002 on disk: .*No space left"):
-        save_checkpoint(tmp_path, step=2, stage="s", state={}, extra={}, write_model=failing(error), keep=2)
-    assert os.listdir(tmp_path) == ["step-000001"]
-    assert latest(tmp_path) == before
-
-
-def test_our_own_mistake_while_the_model_is_written_leaves_nothing_and_stays_what_it_is(
-    tmp_path: Path,
-) -> None:
+    disk = MemoryDisk()
     with pytest.raises(ZeroDivisionError):
         save_checkpoint(
-            tmp_path, step=2, stage="s", state={}, extra={}, write_model=failing(ZeroDivisionError()), keep=2
+            FOLDER, step=2, stage="s", state={}, extra={}, model_files=broken(), keep=2, disk=disk
         )
-    assert os.listdir(tmp_path) == []
+    assert names(disk=disk) == []
 
 
 class LyingDisk(MemoryDisk):
-    """Loses a byte of what it reads back from a finished checkpoint of step 3."""
+    """Loses a byte of what it reads back from the checkpoint of step 3."""
 
     def read(self, path: Path) -> bytes:
         data = super().read(path)
-        return data[:-1] if path.parent.name == "step-000003" and path.name == "model.safetensors" else data
+        return data[:-1] if "step-000003" in path.parent.name and path.name == "model.safetensors" else data
 
 
-def test_a_checkpoint_that_does_not_read_back_is_withdrawn_and_the_previous_stay() -> None:
+def test_a_checkpoint_that_does_not_read_back_gets_no_name_and_the_previous_stay() -> None:
     disk = LyingDisk()
     save_step(1, disk=disk)
     save_step(2, disk=disk)
     with pytest.raises(StorageError, match=r"model\.safetensors is damaged"):
         save_step(3, disk=disk)
-    assert disk.list(FOLDER) == ["step-000001", "step-000002"]
+    assert names(FOLDER, disk=disk) == ["step-000001", "step-000002"]
 
 
 def test_foreign_names_in_the_folder_are_left_alone(tmp_path: Path) -> None:

@@ -15,19 +15,19 @@ import msgspec
 import pytest
 
 from kintsugi.bootstrap import Bootstrap
-from kintsugi.cluster.agent import descriptors_of
 from kintsugi.cluster.handover import AgentHandover, Programs
 from kintsugi.cluster.placement import execute, in_memory
 from kintsugi.messages import (
     Body,
     ProcessExited,
     ProcessStarted,
+    ProcessSuspected,
     Register,
     Registered,
     StartProcess,
     StopProcess,
 )
-from kintsugi.runtime import SystemProcesses
+from kintsugi.runtime import Child, SystemProcesses
 from kintsugi.transport import Endpoint, new_key_pair
 from kintsugi.types import Peer, Placement, Role, role_of
 
@@ -44,32 +44,34 @@ def until(condition: Callable[[], T | None], what: str, *, timeout_s: float = 20
 
 
 class Host:
-    """One agent and what it says. Call `turn` to let messages flow; `exits` and `registered` are what came in."""
+    """One agent and what it says. Call `turn` to let messages flow; `exits` and `registrations` are what came in."""
 
     def __init__(
         self, run_dir: Path, *, index: int, preload: tuple[str, ...], programs: dict[Role, str]
     ) -> None:
+        job = uuid4().hex[:8]
         public_key, secret_key = new_key_pair()
         self.master = Endpoint(
-            job="test", process="master-0", incarnation="m", public_key=public_key, secret_key=secret_key
+            job=job, process="master-0", incarnation="m", public_key=public_key, secret_key=secret_key
         )
         own_public, own_secret = new_key_pair()
         self.name = f"agent-{index}"
         self.run_dir = run_dir
         self.exits: list[ProcessExited] = []
-        self.registered = False
-        self.master.admit(Peer(self.name, "a", f"host-{index}", "", own_public))
+        self.suspicions: list[ProcessSuspected] = []
+        self.registrations: list[Register] = []
+        self.master.admit(Peer(self.name, "0", f"host-{index}", "", own_public))
         lifeline_read, self.lifeline = os.pipe2(os.O_CLOEXEC)
         children_read, self.children_lifeline = os.pipe2(os.O_CLOEXEC)
         self.report, report_write = os.pipe2(os.O_CLOEXEC)
-        handover = AgentHandover(
+        self._handover = AgentHandover(
             bootstrap=Bootstrap(
-                job="test",
+                job=job,
                 run_dir=str(run_dir),
                 process=self.name,
                 role=Role.AGENT,
                 host=f"host-{index}",
-                incarnation="a",
+                incarnation="",
                 public_key=own_public,
                 secret_key=own_secret,
                 master=self.master.peer(host="host-0"),
@@ -80,26 +82,42 @@ class Host:
             report=report_write,
             programs=Programs(entries=programs, preload=preload, forked=(Role.MODEL,)),
         )
+        self.agent = self._start_agent()
+
+    def _start_agent(self) -> Child:
+        incarnation = str(len(self.registrations))
+        own = msgspec.structs.replace(self._handover.bootstrap, incarnation=incarnation)
+        handover = msgspec.structs.replace(self._handover, bootstrap=own)
         handed_over = in_memory(msgspec.msgpack.encode(handover))
-        self.agent = execute(
+        agent = execute(
             SystemProcesses(),
             ["kintsugi.cluster.agent", self.name, str(handed_over)],
             placement=Placement(),
-            pass_fds=(handed_over, *descriptors_of(handover)),
+            pass_fds=(handed_over, *handover.descriptors),
         )
-        for descriptor in (handed_over, lifeline_read, children_read, report_write):
-            os.close(descriptor)
-        until(lambda: self.turn() and self.registered, "the agent to register")
+        os.close(handed_over)
+        until(lambda: self.turn() and len(self.registrations) > int(incarnation), "the agent to register")
+        return agent
+
+    def replace_agent(self) -> Register:
+        """Kill the agent and start its successor, as the launcher does; gives how that registered."""
+        self.agent.send_signal(signal.SIGKILL)
+        self.agent.wait_ended(whom="agent", timeout_s=10.0)
+        self.agent.close()
+        self.agent = self._start_agent()
+        return self.registrations[-1]
 
     def turn(self) -> bool:
         for delivery in self.master.poll(0.005):
             match delivery.body:
-                case Register(peer=peer):
+                case Register(peer=peer) as register:
                     self.master.admit(peer)
                     self.master.reply(delivery, Registered(0))
-                    self.registered = True
+                    self.registrations.append(register)
                 case ProcessExited() as exited:
                     self.exits.append(exited)
+                case ProcessSuspected() as suspected:
+                    self.suspicions.append(suspected)
                 case _:
                     pass
         return True
@@ -109,11 +127,13 @@ class Host:
         until(lambda: self.turn() and pending.done, f"an answer to {type(body).__name__}")
         return pending.result().body
 
-    def start(self, process: str, *, placement: Placement | None = None) -> ProcessStarted:
+    def start(
+        self, process: str, *, placement: Placement | None = None, incarnation: str | None = None
+    ) -> ProcessStarted:
         order = StartProcess(
             process=process,
             role=role_of(process),
-            incarnation=uuid4().hex[:8],
+            incarnation=incarnation or uuid4().hex[:8],
             placement=placement or Placement(),
         )
         started = self.ask(order)
@@ -140,7 +160,7 @@ class Host:
         self.agent.wait_ended(whom="agent", timeout_s=10.0)
         self.agent.close()
         self.master.close()
-        for descriptor in (self.lifeline, self.children_lifeline, self.report):
+        for descriptor in {self.lifeline, self.report, *self._handover.descriptors}:
             os.close(descriptor)
 
 

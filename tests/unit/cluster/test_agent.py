@@ -73,7 +73,8 @@ def test_every_child_belongs_to_the_agent_and_inherits_only_what_it_needs(
     assert placement["threads"] == "1"
     kinds = [target.split(":")[0] for target in placement["descriptors"].values()]
     assert kinds.count("pipe") == 1, placement["descriptors"]
-    assert kinds.count("socket") == 0, placement["descriptors"]
+    assert not {"socket", "anon_inode"} & {*kinds}, placement["descriptors"]
+    assert placement["num_threads"] == 1
 
 
 def test_limits_niceness_and_environment_hold_for_the_child_alone(make_host: MakeHost) -> None:
@@ -110,11 +111,18 @@ def test_a_bad_placement_fails_the_start_with_its_phase_and_leaves_nothing(
     assert not host.exits, "what never started has not exited"
 
 
-def test_a_process_is_not_started_twice(make_host: MakeHost) -> None:
+def test_a_process_that_runs_is_answered_for_and_not_started_twice(make_host: MakeHost) -> None:
     host = make_host(model="idle")
-    host.start("model-0")
-    with pytest.raises(RemoteError, match="model-0 runs already"):
-        host.start("model-0")
+    assert host.start("model-0", incarnation="1.0") == host.start("model-0", incarnation="1.0")
+
+
+def test_an_earlier_incarnation_ends_before_the_one_that_was_ordered_starts(make_host: MakeHost) -> None:
+    host = make_host(model="stubborn")
+    old = host.start("model-0", incarnation="1.0")
+    new = host.start("model-0", incarnation="1.1")
+    assert (process_start_time(old.pid), new.incarnation) == (None, "1.1")
+    assert process_start_time(new.pid) is not None
+    assert host.exit_of("model-0").incarnation == "1.0"
 
 
 def test_stopping_is_answered_once_the_process_is_gone(make_host: MakeHost) -> None:
@@ -206,7 +214,7 @@ def test_the_table_names_the_template_too(make_host: MakeHost) -> None:
 )
 def test_an_agent_takes_orders_from_nobody_but_the_master(make_host: MakeHost, order: Body) -> None:
     host = make_host(model="idle")
-    forger = make_endpoint("model-9", job="test")
+    forger = make_endpoint("model-9", job=host.master.job)
     forger.admit(next(iter(host.master.peers.values())))
     host.master.send("agent-0", AddressBook(1, (forger.peer(host="host-0"),)))
     host.start("model-0")

@@ -12,12 +12,12 @@ from kintsugi.cluster.children import (
     ChildRecord,
     ChildrenTable,
     boot_id,
-    children_of,
     end_orphans,
     find_alive,
     process_start_time,
     tail,
 )
+from kintsugi.cluster.orphans import children_of
 from kintsugi.runtime import SystemProcesses
 
 

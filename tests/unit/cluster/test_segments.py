@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from uuid import uuid4
 
+import msgspec
 import pytest
 
 from kintsugi.cluster import segments
-from kintsugi.cluster.segments import SegmentClient, SegmentServer
+from kintsugi.cluster.segments import Answer, Offer, SegmentClient, SegmentServer
 from kintsugi.errors import RefusedError, WorldError
 
 
@@ -44,17 +49,33 @@ class Loop:
         os.close(self._stop_write)
 
 
+class Agent:
+    """A segment service in a thread of its own, as an agent runs it."""
+
+    def __init__(self, job: str, *, capacity: int = 1 << 20) -> None:
+        self._loop = Loop()
+        self.server = SegmentServer(self._loop, job=job, host="host-0", capacity=capacity)
+        self._thread = threading.Thread(target=self._loop.run)
+        self._thread.start()
+
+    def die(self) -> None:
+        self._loop.stop()
+        self._thread.join(10)
+        self.server.close()
+        self._loop.close()
+
+
 @pytest.fixture
-def server() -> Iterator[SegmentServer]:
-    loop = Loop()
-    server = SegmentServer(loop, job="test", host="host-0", capacity=1 << 20)
-    thread = threading.Thread(target=loop.run)
-    thread.start()
-    yield server
-    loop.stop()
-    thread.join(10)
-    server.close()
-    loop.close()
+def job() -> str:
+    """The service's name is known from it, so every test has its own."""
+    return uuid4().hex[:12]
+
+
+@pytest.fixture
+def server(job: str) -> Iterator[SegmentServer]:
+    agent = Agent(job)
+    yield agent.server
+    agent.die()
 
 
 @pytest.fixture
@@ -141,9 +162,12 @@ def test_a_service_that_is_gone_is_named() -> None:
         SegmentClient("kintsugi-nobody")
 
 
-def test_a_segment_that_went_with_its_agent_can_be_removed_and_not_be_opened() -> None:
+def test_a_segment_that_went_with_its_agent_can_be_removed_and_not_be_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(segments, "_RECONNECT_TIMEOUT_S", 0.1)
     loop = Loop()
-    server = SegmentServer(loop, job="test", host="host-0", capacity=1 << 20)
+    server = SegmentServer(loop, job=uuid4().hex, host="host-0", capacity=1 << 20)
     client = SegmentClient(server.name)
     server.close()
     loop.close()
@@ -170,3 +194,121 @@ def test_a_service_that_takes_no_more_connections_is_waited_for_and_then_named(
         with pytest.raises(WorldError, match=r"waited .* for agent: a connection to the segment service"):
             SegmentClient("kintsugi-busy")
         first.close()
+
+
+@pytest.fixture
+def agents(job: str) -> Iterator[Callable[[], Agent]]:
+    """Starts an agent after the other, each under the same name."""
+    started: list[Agent] = []
+
+    def start() -> Agent:
+        if started:
+            started[-1].die()
+        started.append(Agent(job))
+        return started[-1]
+
+    yield start
+    started[-1].die()
+
+
+def test_what_a_client_created_survives_the_agent(agents: Callable[[], Agent]) -> None:
+    client = SegmentClient(agents().server.name)
+    descriptor = client.create("weights", 4096)
+    os.pwrite(descriptor, b"version 3", 0)
+    second = agents()
+    os.close(client.create("another", 4096))
+    reader = SegmentClient(second.server.name)
+    read = reader.open("weights")
+    assert os.pread(read, 9, 0) == b"version 3"
+    assert same_memory(descriptor, read)
+    for descriptor_left in (descriptor, read):
+        os.close(descriptor_left)
+    reader.close()
+    client.close()
+
+
+def test_what_a_client_created_is_offered_again_by_who_has_nothing_else_to_ask(
+    agents: Callable[[], Agent],
+) -> None:
+    client = SegmentClient(agents().server.name)
+    os.close(client.create("weights", 4096))
+    assert client.renew()
+    second = agents()
+    assert second.server.used == 0
+    assert client.renew()
+    assert second.server.used == 4096
+    client.close()
+
+
+def test_what_was_removed_is_not_offered_again(agents: Callable[[], Agent]) -> None:
+    client = SegmentClient(agents().server.name)
+    os.close(client.create("weights", 4096))
+    client.remove("weights")
+    second = agents()
+    assert client.renew()
+    assert second.server.used == 0
+    client.close()
+
+
+def test_a_segment_made_under_the_new_agent_is_not_replaced_by_an_older_one(
+    agents: Callable[[], Agent],
+) -> None:
+    old = SegmentClient(agents().server.name)
+    os.close(old.create("weights", 4096))
+    new = SegmentClient(agents().server.name)
+    made = new.create("weights", 8192)
+    assert old.renew()
+    found = old.open("weights")
+    assert same_memory(made, found)
+    for descriptor in (made, found):
+        os.close(descriptor)
+    old.close()
+    new.close()
+
+
+def test_an_agent_that_comes_a_moment_later_is_waited_for(job: str) -> None:
+    first = Agent(job)
+    client = SegmentClient(first.server.name)
+    first.die()
+    with ThreadPoolExecutor() as pool:
+        creating = pool.submit(client.create, "weights", 4096)
+        second = Agent(job)
+        os.close(creating.result(timeout=10))
+    assert second.server.used == 4096
+    client.close()
+    second.die()
+
+
+def test_an_agent_that_does_not_come_is_waited_for_once(monkeypatch: pytest.MonkeyPatch, job: str) -> None:
+    monkeypatch.setattr(segments, "_RECONNECT_TIMEOUT_S", 0.2)
+    agent = Agent(job)
+    client = SegmentClient(agent.server.name)
+    agent.die()
+    begun = time.monotonic()
+    for _ in range(10):
+        with pytest.raises(WorldError, match="the agent of this host is gone"):
+            client.open("weights")
+    assert 0.2 <= time.monotonic() - begun < 1.0
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("size", "seals", "why"),
+    [
+        (4096, 0, "a size that can still be changed"),
+        (8192, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW, "was offered with 8192 bytes and has 4096"),
+    ],
+    ids=["not sealed", "another size"],
+)
+def test_an_offer_that_is_not_what_it_claims_is_refused(
+    server: SegmentServer, size: int, seals: int, why: str
+) -> None:
+    memory = os.memfd_create("offered", os.MFD_ALLOW_SEALING)
+    os.ftruncate(memory, 4096)
+    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect(f"\0{server.name}")
+        socket.send_fds(stranger, [msgspec.msgpack.encode(Offer("weights", size))], [memory])
+        assert why in msgspec.msgpack.decode(stranger.recv(4096), type=Answer).refusal
+    os.close(memory)
+    assert server.used == 0

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from kintsugi.cluster.children import TEMPLATE, ChildrenTable, process_start_time
 from kintsugi.cluster.handover import PROGRAMS
+from kintsugi.cluster.orphans import children_of
+from tests.unit.cluster.conftest import until
 
 MakeHost = Callable[..., Any]
 
@@ -20,10 +25,57 @@ def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
 
 
-def test_a_role_of_the_template_is_forked_and_others_are_executed(make_host: MakeHost) -> None:
-    host = make_host(preload=("json",), model="idle", rollout="idle")
-    assert "kintsugi.cluster.template" in command_of(host.start("model-0").pid)
+def template_of(host: Any) -> int:
+    table = msgspec.json.decode((host.run_dir / "agents" / "agent-0.json").read_bytes(), type=ChildrenTable)
+    (record,) = [record for record in table.children if record.process == TEMPLATE]
+    return record.pid
+
+
+def test_other_roles_do_not_wait_for_a_template_that_imports_and_are_forked_once_it_is_ready(
+    make_host: MakeHost, tmp_path: Path
+) -> None:
+    folder, gate = tmp_path / "modules", tmp_path / "gate"
+    folder.mkdir()
+    os.mkfifo(gate)
+    (folder / "imports_slowly.py").write_text(f"open({str(gate)!r}).read()")
+    os.environ["PYTHONPATH"] += f":{folder}"
+    host = make_host(preload=("imports_slowly",), model="idle", rollout="idle")
     assert "kintsugi.cluster.placement rollout-0" in command_of(host.start("rollout-0").pid)
+    gate.open("w").close()
+    assert "kintsugi.cluster.template" in command_of(host.start("model-0").pid)
+    assert "kintsugi.cluster.template" in command_of(host.start("rollout-1").pid)
+
+
+def test_a_template_that_is_stopped_is_replaced(make_host: MakeHost) -> None:
+    host = make_host(preload=("json",), model="idle")
+    (template,) = children_of(host.agent.pid)
+    os.kill(template, signal.SIGSTOP)
+    until(lambda: host.turn() and template not in children_of(host.agent.pid), "the end of the template")
+    assert "kintsugi.cluster.template" in command_of(host.start("model-0").pid)
+
+
+def test_a_template_outlives_its_agent_and_forks_for_the_next(make_host: MakeHost) -> None:
+    host = make_host(preload=("json",), model="describe_itself")
+    host.start("model-0")
+    template = template_of(host)
+    host.replace_agent()
+    started = host.start("model-1")
+    assert "kintsugi.cluster.template" in command_of(started.pid)
+    assert process_start_time(template) is not None
+    assert not children_of(host.agent.pid), "there is no second template"
+    os.kill(started.pid, signal.SIGKILL)
+    assert host.exit_of("model-1").incarnation == started.incarnation
+
+
+def test_a_template_that_dies_after_its_agent_is_replaced(make_host: MakeHost) -> None:
+    host = make_host(preload=("json",), model="idle")
+    host.start("model-0")
+    template = template_of(host)
+    host.replace_agent()
+    host.start("model-1")
+    os.kill(template, signal.SIGKILL)
+    until(lambda: host.turn() and bool(children_of(host.agent.pid)), "another template")
+    assert "kintsugi.cluster.template" in command_of(host.start("model-2").pid)
 
 
 def test_a_template_with_more_than_one_thread_does_not_fork(make_host: MakeHost, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from kintsugi.config import (
     DataSection,
     EvaluationSection,
 )
+from kintsugi.control.agenda import carried_stage
 from kintsugi.control.layout import plan_layout
 from kintsugi.control.master import FAULT_GRACE_S, Master
 from kintsugi.control.phases import Phase
@@ -20,6 +21,7 @@ from kintsugi.control.protocol import (
     Decision,
     Effect,
     Event,
+    Exited,
     Joined,
     Replied,
     Request,
@@ -32,18 +34,27 @@ from kintsugi.facts import Fact
 from kintsugi.messages import (
     Body,
     CallDone,
+    DeviceClean,
+    DeviceStop,
     EpisodesDone,
     HashWeights,
     LoadWeights,
+    NotifyNormal,
     Ok,
+    PreLock,
     ProcessStarted,
     Publish,
     Published,
+    RankReady,
+    RebuildGroup,
+    Repair,
+    Rollback,
     RunCall,
     RunEpisodes,
     Save,
     Saved,
     StartProcess,
+    StartStage,
     WeightsHashed,
     WeightsLoaded,
 )
@@ -97,6 +108,8 @@ class Driven:
             checkpoint_folder="checkpoints",
         )
         self._hosts = {plan.process: plan.host for plan in plan_layout(config)}
+        self._stages: dict[str, str] = {}
+        self._generations: dict[str, int] = {}
         self.now = 0.0
         self.open: dict[str, Request] = {}
         self.facts: list[Fact] = []
@@ -155,6 +168,23 @@ class Driven:
             self.answer(next(iter(self.open.values())))
         raise AssertionError(f"still {self.master.phase} after a thousand answers")
 
+    def _ready(self, rank: str, body: Body) -> RankReady:
+        """A rank that stands where the journal says, or wherever it was repaired or rolled back to."""
+        if isinstance(body, Repair):
+            self._stages[rank] = carried_stage(self.master.config, step=body.step).name
+        if isinstance(body, RebuildGroup):
+            self._generations[rank] = body.generation
+        step = self.state.step
+        generation, stage = self._generations.get(rank, 0), self._stages.get(rank, "")
+        return RankReady(step, f"state {step}", generation=generation, stage=stage)
+
+    def lose(self, process: str) -> Decision:
+        """Its agent says that it ended."""
+        member = self.state.members.members[process]
+        self._stages.pop(process, None)
+        self._generations.pop(process, None)
+        return self.feed(Exited(process, member.incarnation, -9))
+
     def let_grace_pass(self) -> Decision:
         self.now += FAULT_GRACE_S
         return self.feed(Tick())
@@ -165,6 +195,19 @@ class Driven:
                 return ProcessStarted(process, incarnation, 1, b"key")
             case RunEpisodes(ticket=ticket, version=version):
                 return scored(ticket, version=version, holder=request.to)
+            case (
+                PreLock()
+                | DeviceStop()
+                | DeviceClean()
+                | RebuildGroup()
+                | Repair()
+                | Rollback()
+                | NotifyNormal()
+            ):
+                return self._ready(request.to, request.body)
+            case StartStage(stage=stage):
+                self._stages[request.to] = stage
+                return self._ready(request.to, request.body)
             case RunCall(step=step):
                 return CallDone(step, f"state {step}", {"loss": 0.5}, {"forward": 0.1})
             case Publish(version=version, step=step):

@@ -26,6 +26,7 @@ from kintsugi.messages import (
 )
 from kintsugi.model.plan import plan_model
 from kintsugi.model.transformer import Transformer, initialize
+from kintsugi.observe.events import Note, read_events
 from kintsugi.recipe import dump
 from kintsugi.transport import Delivery, Endpoint, PendingReply, new_key_pair
 from kintsugi.types import Peer, Role, Sampling, role_of
@@ -45,7 +46,7 @@ class _Run:
     def __init__(self, run_dir: Path) -> None:
         (run_dir / "events").mkdir(parents=True)
         dump(_CONFIG, run_dir / "config.yaml")
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self._threads: list[threading.Thread] = []
         self._lifeline, self._lifeline_writer = os.pipe()
         self._book_number = 0
@@ -56,21 +57,34 @@ class _Run:
             _endpoint(name) for name in ("master-0", "model-0", "rollout-0")
         )
         self._publisher = Publisher(process="model-0", host="host-0", segments=None)
-        for process in ("manager-0", "server-0", "server-1"):
-            self._start(process)
-        self.until(lambda: len(self.registered) == 3)
+        self.start("manager-0", "server-0", "server-1")
         self.publish_book(["manager-0", "server-0", "server-1"])
 
-    def _start(self, process: str) -> None:
+    def start(self, *processes: str, incarnation: str = "a") -> None:
+        for process in processes:
+            self._start(process, incarnation=incarnation)
+        self.until(
+            lambda: all(
+                process in self.registered and self.registered[process].incarnation == incarnation
+                for process in processes
+            )
+        )
+
+    def stop(self, process: str) -> None:
+        self.exit_codes.pop(process, None)
+        self.master.send(process, Shutdown("it is to be replaced"))
+        self.until(lambda: process in self.exit_codes)
+
+    def _start(self, process: str, *, incarnation: str) -> None:
         public_key, secret_key = new_key_pair()
-        self.master.admit(Peer(process, "a", "host-0", "", public_key))
+        self.master.admit(Peer(process, incarnation, "host-0", "", public_key))
         bootstrap = Bootstrap(
             job="job",
-            run_dir=str(self._run_dir),
+            run_dir=str(self.run_dir),
             process=process,
             role=role_of(process),
             host="host-0",
-            incarnation="a",
+            incarnation=incarnation,
             public_key=public_key,
             secret_key=secret_key,
             master=self.master.peer(host="host-0"),
@@ -159,7 +173,7 @@ def run(tmp_path: Path) -> Iterator[_Run]:
     run = _Run(tmp_path / "run")
     yield run
     run.close()
-    assert run.exit_codes == {"manager-0": 0, "server-0": 0, "server-1": 0}
+    assert run.exit_codes == dict.fromkeys(run.registered, 0)
 
 
 def test_weights_go_out_and_completions_come_back_the_same_whichever_servers_live(run: _Run) -> None:
@@ -176,3 +190,22 @@ def test_weights_go_out_and_completions_come_back_the_same_whichever_servers_liv
     assert [answer.completions for answer in again] == [answer.completions for answer in answers]
     assert run.load(2).servers == ("server-1",)
     run.until(lambda: run.heartbeats["server-1"].progress.counters.get("tokens", 0) > 0)
+
+
+def test_completions_are_the_same_after_manager_and_server_were_replaced(run: _Run) -> None:
+    run.load(1)
+    before = run.generate("ticket", num_samples=4)
+    run.until(lambda: before.done)
+    run.stop("manager-0")
+    run.start("manager-0", incarnation="b")
+    run.publish_book(["manager-0", "server-0", "server-1"])
+    assert run.load(1).servers == ("server-0", "server-1")
+    for process in ("server-0", "server-1"):
+        run.stop(process)
+    run.start("server-0", incarnation="b")
+    run.publish_book(["manager-0", "server-0"])
+    after = run.generate("ticket", num_samples=4)
+    run.until(lambda: after.done)
+    assert after.result().expect(Generated).completions == before.result().expect(Generated).completions
+    notes = [record.event for record in read_events(run.run_dir, process="manager-0")]
+    assert Note("server-0 b is admitted: it answered the probe of version 1") in notes

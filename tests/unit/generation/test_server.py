@@ -1,6 +1,7 @@
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -11,11 +12,9 @@ from kintsugi.generation.engine import Engine
 from kintsugi.generation.server import Server
 from kintsugi.messages import (
     Body,
-    Envelope,
     Generate,
     Generated,
     LoadWeights,
-    MessageKind,
     Ping,
     WeightsLoaded,
 )
@@ -23,6 +22,7 @@ from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.transport import Delivery
 from kintsugi.types import Finish, Peer, Sampling, WeightManifest, WeightSource
+from kintsugi.wire import Envelope, MessageKind
 
 _CONFIG = ModelConfig(
     family="qwen3",
@@ -86,8 +86,10 @@ class _Setup:
         self.engine = Engine(model, slots=4, max_length=24, end_token_ids=[13])
         self._weights = weights or _weights
         self.server = Server(self.shell, self.engine, fetch=self._fetch)
+        self.fetched: list[int] = []
 
     def _fetch(self, manifest: WeightManifest, sources: Sequence[WeightSource]) -> Mapping[str, Tensor]:
+        self.fetched.append(manifest.version)
         return self._weights(manifest.version)
 
     def load(self, version: int) -> int:
@@ -157,6 +159,46 @@ def test_loaded_weights_are_acknowledged_by_version_and_digest() -> None:
     setup.run()
     assert setup.shell.replies[asked] == WeightsLoaded(3, "digest-3", ("server-0",))
     assert setup.engine.version == 3
+
+
+def test_weights_that_it_holds_are_acknowledged_without_fetching_them_again() -> None:
+    setup = _Setup()
+    asked = [setup.load(version) for version in (3, 3, 4, 3)]
+    setup.run()
+    assert [setup.shell.replies[each] for each in asked] == [
+        WeightsLoaded(version, f"digest-{version}", ("server-0",)) for version in (3, 3, 4, 3)
+    ]
+    assert setup.fetched == [3, 4, 3]
+
+
+def test_a_request_that_is_asked_again_is_computed_once_and_both_are_answered() -> None:
+    setup = _Setup()
+    setup.load(1)
+    first = setup.shell.ask(_generate("a"))
+    setup.server.turn(0)
+    num_requests = setup.engine.num_requests
+    setup.load(1)
+    again = setup.shell.ask(msgspec.structs.replace(_generate("a"), timeout_s=7.0))
+    setup.server.turn(0)
+    assert setup.engine.num_requests == num_requests
+    setup.run()
+    assert isinstance(setup.shell.replies[first], Generated)
+    assert setup.shell.replies[again] == setup.shell.replies[first]
+
+
+def test_a_request_that_is_asked_again_with_other_weights_starts_over() -> None:
+    setup = _Setup()
+    setup.load(1)
+    first = setup.shell.ask(_generate("a"))
+    for _ in range(len(_PROMPT) // 4 + 1):
+        setup.server.turn(0)
+    setup.load(2)
+    again = setup.shell.ask(_generate("a"))
+    setup.run()
+    before, after = setup.shell.replies[first], setup.shell.replies[again]
+    assert isinstance(before, Generated) and isinstance(after, Generated)
+    assert any(np.frombuffer(each.versions, dtype="<i4")[0] == 1 for each in before.completions)
+    assert all(set(np.frombuffer(each.versions, dtype="<i4")) == {2} for each in after.completions)
 
 
 def test_weights_that_do_not_arrive_as_sent_leave_the_old_version_in_place() -> None:

@@ -4,6 +4,8 @@ import json
 import resource
 from pathlib import Path
 
+import pytest
+
 from kintsugi.errors import Fault
 from kintsugi.observe.events import (
     Alert,
@@ -19,6 +21,7 @@ from kintsugi.observe.events import (
     read_events,
 )
 from kintsugi.runtime import COUNTERS, VirtualClock
+from tests.unit.conftest import SmallDisk
 
 EVENTS: list[Event] = [
     ProcessBegan("model", "a", 17),
@@ -65,6 +68,45 @@ def test_a_torn_last_line_is_skipped_and_does_not_swallow_the_next(tmp_path: Pat
     assert [record.event for record in read_events(tmp_path)] == [Note("whole"), Note("next")]
 
 
+@pytest.mark.parametrize("torn", [b'{"time": 1.0, "mess', b'{"message": "caf\xc3"}', bytes(40), b"\xff\xfe"])
+def test_whatever_a_crash_left_at_the_end_is_skipped(tmp_path: Path, torn: bytes) -> None:
+    path = events_path(tmp_path, "model-0")
+    for note in ("before", "after"):
+        log = EventLog(path, process="model-0")
+        log.emit(Note(note))
+        log.close()
+        path.write_bytes(path.read_bytes() + torn)
+    assert [record.event for record in read_events(tmp_path)] == [Note("before"), Note("after")]
+
+
+def test_a_log_is_as_long_as_what_it_says_though_it_owns_more(tmp_path: Path) -> None:
+    log = EventLog(events_path(tmp_path, "model-0"), process="model-0")
+    log.emit(Note("hello"))
+    log.close()
+    stat = events_path(tmp_path, "model-0").stat()
+    assert stat.st_size < 200 and stat.st_blocks * 512 >= 256 << 10
+
+
+def test_on_a_full_disk_there_is_room_for_hundreds_of_events_and_then_a_count_of_the_lost(
+    small_disk: SmallDisk,
+) -> None:
+    log = EventLog(events_path(small_disk.folder, "model-0"), process="model-0")
+    log.emit(Note("begin"))
+    small_disk.fill()
+    num_taken = 0
+    while log.try_emit(Note("the disk is full")):
+        num_taken += 1
+    for _ in range(4):
+        assert not log.try_emit(Note("lost"))
+    assert num_taken > 300
+    small_disk.clear()
+    log.emit(Note("room again"))
+    log.close()
+    (*_, last, lost, after) = [record.event for record in read_events(small_disk.folder)]
+    assert (last, after) == (Note("the disk is full"), Note("room again"))
+    assert isinstance(lost, Alert) and lost.values == {"events": 5}
+
+
 def test_events_of_several_processes_are_merged_by_time(tmp_path: Path) -> None:
     clock = VirtualClock()
     logs = [EventLog(events_path(tmp_path, name), process=name, clock=clock) for name in ("b-0", "a-0")]
@@ -93,7 +135,8 @@ def test_a_full_disk_drops_events_and_takes_the_next_when_it_has_room(tmp_path: 
     path.unlink()
     log.emit(Note("kept"))
     log.close()
-    assert [record.event for record in read_events(tmp_path)] == [Note("kept")]
+    lost = Alert("events before this one were lost: No space left on device", {"events": 1})
+    assert [record.event for record in read_events(tmp_path)] == [lost, Note("kept")]
 
 
 def test_a_folder_that_can_not_be_made_drops_events_instead_of_the_process(tmp_path: Path) -> None:
@@ -115,4 +158,5 @@ def test_a_line_that_the_disk_took_half_of_does_not_swallow_the_next(tmp_path: P
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     log.emit(Note("next"))
     log.close()
-    assert [record.event for record in read_events(tmp_path)] == [Note("whole"), Note("next")]
+    lost = Alert("events before this one were lost: only a part of a line was taken", {"events": 1})
+    assert [record.event for record in read_events(tmp_path)] == [Note("whole"), lost, Note("next")]

@@ -7,7 +7,8 @@ from torch import Tensor
 from kintsugi.config import ActorSection
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.model.transformer import Transformer, initialize
-from kintsugi.training.state import Counters, TrainingState
+from kintsugi.training.copies import Counters
+from kintsugi.training.state import TrainingState
 from tests.unit.training.world import TINY, new_stage, new_state
 
 ACTOR = ActorSection(learning_rate=0.01, weight_decay=0.1, schedule="linear", max_grad_norm=1e9)
@@ -157,13 +158,13 @@ def test_a_new_stage_keeps_the_weights_and_forgets_the_optimizer() -> None:
     advance(state, 1)
     state.commit(1)
     weights = {name: tensor.clone() for name, tensor in state.weights().items()}
-    state.start_stage(new_stage(first_step=2, actor=ACTOR))
+    state.start_stage(new_stage(first_step=2, actor=ACTOR), step=1)
     assert state.counters == Counters(step=1, stage="grpo", updates=0)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in state.weights().items())
     moments = [tensor for name, tensor in state.tensors().items() if name.startswith("moment")]
     assert all(not bool(tensor.any()) for tensor in moments)
     digest = state.digest()
-    state.start_stage(new_stage(first_step=2, actor=ACTOR))
+    state.start_stage(new_stage(first_step=2, actor=ACTOR), step=1)
     assert state.digest() == digest
 
 
@@ -171,10 +172,10 @@ def test_a_stage_starts_only_where_it_begins() -> None:
     state = new_state(new_stage(name="sft", steps=2))
     advance(state, 1)
     with pytest.raises(RefusedError, match="not committed"):
-        state.start_stage(new_stage(first_step=3))
+        state.start_stage(new_stage(first_step=3), step=1)
     state.commit(1)
     with pytest.raises(RefusedError, match="begins at step 3, this rank stands at 1"):
-        state.start_stage(new_stage(first_step=3))
+        state.start_stage(new_stage(first_step=3), step=1)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])

@@ -53,7 +53,7 @@ def new_state(
     model = Transformer(config, device=device)
     initialize(model, seed=3)
     state = TrainingState(model, compute_dtype=dtype)
-    state.start_stage(stage)
+    state.start_stage(stage, step=stage.first_step - 1)
     return state
 
 
@@ -179,7 +179,7 @@ def train(
         model = Transformer(TINY, device=device)
         initialize(model, seed=3)
         state = RecordingState(model)
-        state.start_stage(stage)
+        state.start_stage(stage, step=0)
         calls = ModelCalls(state, deterministic=deterministic)
         digests, result = [], CallResult()
         for step in range(1, num_steps + 1):

@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from kintsugi.messages import Envelope, MessageKind
 from kintsugi.transport.directory import Directory
 from kintsugi.types import Peer
+from kintsugi.wire import Envelope, MessageKind
 
 
 @pytest.mark.parametrize(
     ("process", "accepted"), [("master-0", True), ("model-0", False), ("agent-0", False)]
 )
-def test_only_a_master_may_show_up_as_another_incarnation_under_its_old_key(
+def test_only_a_master_may_show_up_as_another_incarnation_in_a_newer_epoch(
     process: str, accepted: bool
 ) -> None:
     directory = Directory(job="job", process="server-0")
@@ -25,3 +25,40 @@ def test_a_master_of_the_same_epoch_is_no_other_incarnation() -> None:
     directory.add(Peer("master-0", "a", "host-0", "", b"key"))
     same_epoch = Envelope("job", 1, "master-0", "b", 1, MessageKind.REQUEST)
     assert directory.why_refused("key", same_epoch, epoch=1) == "master-0 b is not a"
+
+
+@pytest.mark.parametrize(
+    ("process", "known", "shown", "accepted"),
+    [
+        ("agent-0", "0", "1", True),
+        ("agent-0", "9", "10", True),
+        ("agent-0", "1", "0", False),
+        ("agent-0", "1", "x", False),
+        ("model-0", "0", "1", False),
+    ],
+)
+def test_an_agent_that_was_started_later_takes_over_under_its_old_key(
+    process: str, known: str, shown: str, accepted: bool
+) -> None:
+    directory = Directory(job="job", process="master-0")
+    directory.add(Peer(process, known, "host-0", "", b"key"))
+    message = Envelope("job", 1, process, shown, 1, MessageKind.REQUEST)
+    assert (directory.why_refused("key", message, epoch=1) == "") is accepted
+    assert directory.peers[process].incarnation == (shown if accepted else known)
+
+
+def test_a_newer_epoch_is_the_masters_word_alone_and_names_the_master() -> None:
+    directory = Directory(job="job", process="server-0")
+    directory.add(Peer("master-0", "a", "host-0", "", b"key"))
+    directory.add(Peer("model-0", "a", "host-0", "", b"another key"))
+
+    def newest(process: str, *, epoch: int) -> int:
+        envelope = Envelope("job", epoch, process, "b", 1, MessageKind.REPLY)
+        return directory.newest_epoch(1, by=process, of=envelope)
+
+    assert newest("model-0", epoch=7) == 1
+    assert newest("master-0", epoch=1) == 1
+    assert directory.peers["master-0"].incarnation == "a"
+    assert newest("master-0", epoch=2) == 2
+    assert directory.peers["master-0"].incarnation == "b"
+    assert directory.peers["model-0"].incarnation == "a"

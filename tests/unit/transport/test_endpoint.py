@@ -13,7 +13,7 @@ import zmq
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kintsugi import messages
+from kintsugi import messages, wire
 from kintsugi.errors import (
     DeadlineExceeded,
     Fault,
@@ -27,10 +27,8 @@ from kintsugi.messages import (
     AddressBook,
     CommitStep,
     Drop,
-    Envelope,
     Failed,
     FetchWeights,
-    MessageKind,
     Ok,
     Ping,
     Register,
@@ -41,6 +39,7 @@ from kintsugi.runtime import COUNTERS, WAITS, VirtualClock
 from kintsugi.transport import Endpoint, PendingReply, bulk_digest, chunks, new_key_pair, verify_bulk
 from kintsugi.transport.exchange import CHUNK_BYTES, SAVED_BYTES
 from kintsugi.types import Role
+from kintsugi.wire import Envelope, MessageKind
 from tests.unit.transport.harness import ask, introduce, make_endpoint, pump, receive
 
 Make = Callable[..., Endpoint]
@@ -65,7 +64,7 @@ def raw_dealer(
 
 
 def frame_of(body: messages.Body, **changes: object) -> bytes:
-    return messages.encode(envelope(**changes), body)
+    return wire.encode(envelope(**changes), body)
 
 
 def envelope(**changes: object) -> Envelope:
@@ -403,7 +402,7 @@ def test_a_request_with_a_malformed_body_is_answered_with_what_is_wrong(
     server, dealer = nonsense
     dealer.send(msgspec.msgpack.encode([envelope(), {"type": "CommitStep", "step": "three"}]))
     pump(server, until=lambda: bool(dealer.poll(0)))
-    reply = messages.decode(dealer.recv()).body
+    reply = wire.decode(dealer.recv()).body
     assert isinstance(reply, Failed)
     assert "Expected `int`, got `str`" in reply.fault.message
 

@@ -1,0 +1,97 @@
+"""The buddy copy: what ranks of another host gave this agent, so that the loss of their whole host loses no step.
+
+The latest two states of each rank are kept, in the agent's own memory: one that is prepared may never be committed.
+They are given back piece by piece, as a replica would give them; who fetches one verifies it again.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import xxhash
+
+from kintsugi.errors import IntegrityError, RefusedError
+from kintsugi.messages import Body, FetchState, KeepState, Ok, StateFetched, WeightsFetched
+from kintsugi.transport import Blob, Delivery, Endpoint, chunks
+
+
+class Keeper:
+    """`keep` what a rank sends, `answer` who asks for it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, list[tuple[StateFetched, memoryview]]] = {}
+
+    def handle(self, delivery: Delivery, *, endpoint: Endpoint) -> None:
+        """Carry out a request of a rank, and answer it. A rank gives nobody's state but its own."""
+        request, sender = delivery.body, delivery.envelope.sender
+        try:
+            if isinstance(request, KeepState):
+                if request.owner != sender:
+                    raise RefusedError(f"{sender} can not give the state of {request.owner}")
+                self.keep(request, delivery.blobs)
+                endpoint.reply(delivery, Ok())
+            else:
+                assert isinstance(request, FetchState)
+                body, blobs = self.answer(request)
+                endpoint.reply(delivery, body, blobs=blobs)
+        except (IntegrityError, RefusedError) as error:
+            endpoint.fail(delivery, error)
+
+    def keep(self, request: KeepState, blobs: Sequence[Blob]) -> None:
+        """Take over a rank's latest state; one that was damaged on the way leaves what is there.
+
+        It may be of an earlier step than the last: a run that went back trains those steps again.
+        """
+        manifest = request.state.manifest
+        size = sum(piece.size for piece in manifest.pieces)
+        buffer = memoryview(mmap.mmap(-1, max(1, size)))
+        whole = xxhash.xxh3_64()
+        end = 0
+        for blob in blobs:
+            data = memoryview(blob).cast("B")
+            if end + data.nbytes > size:
+                raise IntegrityError(f"state of {request.owner}: expected {size} bytes, got more")
+            buffer[end : end + data.nbytes] = data
+            whole.update(data)
+            end += data.nbytes
+        if end != size or whole.hexdigest() != manifest.digest:
+            raise IntegrityError(
+                f"state of {request.owner}: expected {size} bytes with xxh3 {manifest.digest}, "
+                f"got {end} with {whole.hexdigest()}"
+            )
+        earlier = [
+            kept for kept in self._kept.get(request.owner, []) if kept[0].manifest.step < manifest.step
+        ]
+        self._kept[request.owner] = [*earlier[-1:], (request.state, buffer)]
+
+    def answer(self, request: FetchState) -> tuple[Body, Sequence[Blob]]:
+        """The manifest, or the bytes of the pieces asked for. All ranks hold the same: a sibling's state will do."""
+        state, buffer = self._find(request)
+        if not request.pieces:
+            return state, ()
+        offsets = _packed_offsets(state)
+        frames: list[memoryview] = []
+        for index in request.pieces:
+            if not 0 <= index < len(offsets):
+                raise RefusedError(f"the state has {len(offsets)} pieces, not one {index}")
+            start = offsets[index]
+            frames += chunks(buffer[start : start + state.manifest.pieces[index].size])
+        return WeightsFetched(request.step), frames
+
+    def _find(self, request: FetchState) -> tuple[StateFetched, memoryview]:
+        for owner in (request.owner, *sorted(self._kept)):
+            for state, buffer in self._kept.get(owner, []):
+                if state.manifest.step == request.step:
+                    return state, buffer
+        steps = {owner: [state.manifest.step for state, _ in kept] for owner, kept in self._kept.items()}
+        raise RefusedError(f"no state of step {request.step} is kept for {request.owner}, only {steps}")
+
+
+def _packed_offsets(state: StateFetched) -> list[int]:
+    """Where each piece begins in the stream, which has no gaps; the manifest's own offsets have."""
+    offsets, end = [], 0
+    for piece in state.manifest.pieces:
+        offsets.append(end)
+        end += piece.size
+    return offsets

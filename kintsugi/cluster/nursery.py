@@ -1,0 +1,244 @@
+"""Births of an agent's children: forked from the template where there is one, executed where there is none.
+
+A role that needs what the template imports waits for it; the others are executed until it has said that it is ready.
+From then on every child is forked, so a replacement runs a tenth of a second after it was ordered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections import deque
+from typing import Protocol
+
+import msgspec
+
+from kintsugi.cluster.children import TEMPLATE, ChildRecord, Kept, record_of
+from kintsugi.cluster.handover import Programs
+from kintsugi.cluster.orphans import kill_children
+from kintsugi.cluster.placement import Start, spawn
+from kintsugi.cluster.restarts import RestartLimit
+from kintsugi.cluster.segments import Loop
+from kintsugi.cluster.template import Imported, Template
+from kintsugi.errors import DeadlineExceeded, StartFailed
+from kintsugi.runtime import Child, Clock, Processes
+from kintsugi.types import Role, role_of
+
+END_TIMEOUT_S = 2.0
+"""For something that was killed to be gone."""
+EXIT_S = 0.5
+"""For a template whose connection has ended to end itself, so that its status tells why."""
+
+
+class Parent(Protocol):
+    """Who answers for the children, once they are born."""
+
+    def known_pids(self) -> set[int]:
+        """Of every child that was born; whatever else descends from this process is a stranger."""
+
+    def template_changed(self) -> None:
+        """There is another template, or none."""
+
+    def born(self, kept: Kept) -> None:
+        """`kept.child` is a process now."""
+
+    def started(self, kept: Kept) -> None:
+        """It is born, and its program has begun."""
+
+    def start_failed(self, kept: Kept, error: StartFailed) -> None:
+        """It was not born, and will not be."""
+
+
+class Nursery:
+    """Brings children to life, one after the other; keeps the template that they are forked from."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        *,
+        parent: Parent,
+        programs: Programs,
+        processes: Processes,
+        template_name: str,
+        lifeline: int,
+        clock: Clock,
+    ) -> None:
+        self._loop = loop
+        self._parent = parent
+        self._programs = programs
+        self._processes = processes
+        self._template_name, self._lifeline = template_name, lifeline
+        self._clock = clock
+        self._template: Template | None = None
+        self._template_ready = False
+        self._template_limit = RestartLimit()
+        self._forking: deque[Kept] = deque()
+        """Asked of the template and not yet born, in order."""
+        self._closed = False
+
+    @property
+    def is_forking(self) -> bool:
+        """Whether a process may have been born that the template has not told us of."""
+        return bool(self._forking)
+
+    @property
+    def template_pid(self) -> int | None:
+        return self._template.child.pid if self._template is not None else None
+
+    def template_record(self) -> ChildRecord | None:
+        """The template's line of the table."""
+        return record_of(self._template.child if self._template is not None else None, process=TEMPLATE)
+
+    def start_template(self) -> None:
+        """Unless there is one, or the programs need none."""
+        if self._template is not None or self._closed or not self._programs.preload:
+            return
+        template = Template.start(
+            self._processes,
+            preload=self._programs.preload,
+            name=self._template_name,
+            lifeline=self._lifeline,
+        )
+        self._use(template)
+        self._parent.template_changed()
+
+    def adopt_template(self, child: Child) -> None:
+        """Go on with that of an earlier agent; one that does not listen is killed."""
+        try:
+            self._use(Template.adopt(child, name=self._template_name))
+        except OSError:
+            child.send_signal(signal.SIGKILL)
+            child.wait_ended(whom=TEMPLATE, timeout_s=END_TIMEOUT_S)
+            child.close()
+
+    def _use(self, template: Template) -> None:
+        self._template, self._template_ready = template, False
+        self._loop.watch(template.fileno(), self._template_spoke)
+
+    def bring_up(self, kept: Kept) -> None:
+        """Begin a birth. The child tells how its start went on a pipe of its own."""
+        start = self._with_report(kept)
+        if self._is_forked(kept) and self._template is not None and self._template.request(start):
+            self._forking.append(kept)
+        else:
+            self._execute(kept)
+        os.close(start.report)
+
+    def _with_report(self, kept: Kept) -> Start:
+        assert kept.start is not None
+        kept.report, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        kept.start = msgspec.structs.replace(kept.start, report=writer)
+        self._loop.watch(kept.report, lambda: self.take_report(kept))
+        return kept.start
+
+    def _is_forked(self, kept: Kept) -> bool:
+        assert kept.start is not None
+        role = role_of(kept.process)
+        if role is Role.MASTER and self._template is not None and self._template.is_adopted:
+            # Its status is the run's exit code, so it has to be a child of ours.
+            return False
+        awaits_template = role in self._programs.forked
+        return (awaits_template or self._template_ready) and not kept.start.placement.environment
+
+    def _execute(self, kept: Kept) -> None:
+        assert kept.start is not None
+        try:
+            kept.child = spawn(self._processes, kept.start)
+        except StartFailed as error:
+            self._parent.start_failed(kept, error)
+            return
+        self._parent.born(kept)
+
+    def take_report(self, kept: Kept) -> None:
+        """Read how the start went, if that has been told."""
+        reader = kept.report
+        if reader < 0 or not kept.read_report():
+            return
+        self._loop.unwatch(reader)
+        os.close(reader)
+        if kept.started and kept.child is not None:
+            self._parent.started(kept)
+
+    def let_go(self, kept: Kept) -> None:
+        """Expect no report any more."""
+        if kept.report >= 0:
+            self._loop.unwatch(kept.report)
+            os.close(kept.report)
+            kept.report = -1
+
+    # The template.
+
+    def _template_spoke(self) -> None:
+        assert self._template is not None
+        answer = self._template.receive()
+        if answer is None:
+            self._template_gone()
+        elif isinstance(answer, Imported):
+            self._template_ready = True
+        elif answer.pid < 0:
+            self._execute_instead(self._forking.popleft())
+        else:
+            kept = self._forking.popleft()
+            kept.child = self._processes.adopt(answer.pid)
+            self._parent.born(kept)
+            if kept.started:
+                self._parent.started(kept)
+
+    def _template_gone(self) -> None:
+        """Replaced if it was killed; one that could not import, or not fork, is done without: its log says why.
+
+        What it had not forked is executed; what it forked unnoticed is a stranger, and killed.
+        """
+        was_ready = self._template_ready
+        status = self._close_template(grace_s=EXIT_S)
+        kill_children(
+            self._processes, but=self._parent.known_pids(), timeout_s=END_TIMEOUT_S, clock=self._clock
+        )
+        waiting = tuple(self._forking)
+        self._forking.clear()
+        was_killed = status is not None and status < 0
+        if (was_ready or was_killed) and self._template_limit.allows(self._clock.monotonic()):
+            self.start_template()
+        for kept in waiting:
+            self._execute_instead(kept)
+
+    def _execute_instead(self, kept: Kept) -> None:
+        """Start what the template did not, through a pipe of its own: the first one may have another holder."""
+        self.let_go(kept)
+        if self._closed or kept.stopping:
+            error = StartFailed(process=kept.process, phase="starting", why="it was stopped")
+            self._parent.start_failed(kept, error)
+            return
+        start = self._with_report(kept)
+        self._execute(kept)
+        os.close(start.report)
+
+    def replace_template(self) -> None:
+        """Kill it: its end is seen, and another one is started."""
+        if self._template is not None:
+            self._template.child.send_signal(signal.SIGKILL)
+
+    def _close_template(self, *, grace_s: float) -> int | None:
+        """Gives its status, if it ended by itself or was killed by somebody else."""
+        if self._template is None:
+            return None
+        template, self._template = self._template, None
+        self._template_ready = False
+        self._loop.unwatch(template.fileno())
+        template.close()
+        if grace_s > 0:
+            with contextlib.suppress(DeadlineExceeded):
+                template.child.wait_ended(whom=TEMPLATE, timeout_s=grace_s)
+        status = template.child.status()
+        template.child.send_signal(signal.SIGKILL)
+        template.child.wait_ended(whom=TEMPLATE, timeout_s=END_TIMEOUT_S)
+        template.child.close()
+        return status
+
+    def close(self) -> None:
+        """Nobody is born any more."""
+        self._closed = True
+        self._close_template(grace_s=0.0)
+        while self._forking:
+            self._execute_instead(self._forking.popleft())

@@ -1,0 +1,273 @@
+"""What the master does when something breaks: keeps the incident's book and carries out the recovery of the ranks.
+
+The protocol itself is `recovery.controller`, the choice of a strategy `recovery.policy`; both know nothing of journals,
+requests or samples. Here they meet the run: who is lost, what was committed, where its state can be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kintsugi.config import Config, next_stage
+from kintsugi.control.agenda import carried_stage
+from kintsugi.control.draft import Conversation, Draft
+from kintsugi.control.protocol import Raise
+from kintsugi.control.staff import Staff
+from kintsugi.errors import DeadlineExceeded, Fault, root_first
+from kintsugi.facts import IncidentClosed, IncidentOpened, RolledBack, StrategyChosen
+from kintsugi.messages import Body, Save
+from kintsugi.recovery.controller import Controller, Orders, Ranks
+from kintsugi.recovery.incidents import Incidents
+from kintsugi.recovery.policy import FaultClass, Situation, Strategy, classify, hopeless, impact, plan
+from kintsugi.recovery.processor import Flow
+from kintsugi.recovery.states import RecoveryState
+from kintsugi.types import Role
+
+OPERATION = "rank"
+DUMP = "dump"
+LONGEST_WAIT_S = 15.0
+"""For a replacement that neither comes nor fails; longer where starts were seen to take longer."""
+START_FACTOR = 10.0
+
+_S = RecoveryState
+
+
+class Mending:
+    """One recovery at a time, and the incident that it belongs to."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        draft: Draft,
+        talk: Conversation,
+        staff: Staff,
+        checkpoint_folder: str,
+        mended: Callable[[float], None],
+        give_up: Callable[[Fault, float], None],
+        rolled_back: Callable[[], None],
+    ) -> None:
+        """`mended`: the ranks are one group at the agreed step. `give_up`: no strategy is left; this is the cause.
+        `rolled_back`: steps were undone, so whatever ran for them is void."""
+        self._config, self._draft, self._talk, self._staff = config, draft, talk, staff
+        self._folder = checkpoint_folder
+        self._mended, self._give_up, self._rolled_back = mended, give_up, rolled_back
+        self._incidents = Incidents()
+        self.controller = Controller()
+        self.restore_paths: dict[int, str] = {}
+        """Step → checkpoint that the run was resumed from; those of this session are in the journal."""
+        self.step_s = 1.0
+        """What a step takes, as last measured."""
+
+    @property
+    def active(self) -> bool:
+        return self.controller.active
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        """Of the current group, in rank order."""
+        return self.controller.ranks
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether the group went on smaller and could now be whole again."""
+        return set(self._draft.state.members.live(Role.MODEL)) > set(self.ranks)
+
+    # The book.
+
+    def note(self, fault: Fault, now: float, *, phase: str, lost: str = "") -> None:
+        """A fault, of a process that is lost or of one that lives, becomes part of the open incident or opens one."""
+        state = self._draft.state
+        number = state.open_incident or state.num_incidents + 1
+        self._incidents.fault(fault, number=number, now=now, lost=lost)
+        if not state.open_incident:
+            self._draft.fact(IncidentOpened(number, state.step, phase, fault))
+        if lost:
+            self._draft.do(Raise(f"{fault.message}. {impact([lost])}"))
+
+    def beyond_help(self) -> str:
+        """Why the incident can not be mended by replacing and repeating; empty while it can."""
+        return hopeless(self._situation(replacements_fail=False))
+
+    def close(self, now: float) -> None:
+        """A step was committed, or the run ends: the incident is over unless something is still missing."""
+        incident = self._incidents.current
+        smaller = incident is not None and incident.strategy is Strategy.ELASTIC
+        if incident is None or self.active or (self._staff.missing() and not smaller):
+            return
+        self._incidents.close()
+        timing = incident.timing(self.controller.since, now)
+        processes = tuple(incident.deaths)
+        self._draft.fact(
+            IncidentClosed(incident.number, incident.strategy, self._draft.state.step, processes, timing)
+        )
+        cause = root_first(incident.faults)[0]
+        self._draft.do(Raise(f"mended by {incident.strategy}: {cause.message}", timing))
+
+    @property
+    def first_fault(self) -> Fault | None:
+        current = self._incidents.current
+        return root_first(current.faults)[0] if current is not None else None
+
+    # The recovery.
+
+    def begin(self, now: float) -> None:
+        """Bring all ranks to the last committed step: at the start, after a fault, under a new master."""
+        self._talk.withdraw_all(f"{OPERATION}:")
+        if self.controller.state is _S.DUMPING:
+            self._end(now)
+            return
+        self._choose(now, replacements_fail=False)
+        if self.controller.state in (_S.DUMPING, _S.GIVEN_UP):
+            return
+        self._follow(self.controller.begin(self._view(), now, epoch=self._draft.state.epoch), now)
+
+    def answered(self, process: str, body: Body, now: float) -> None:
+        """A rank answered the operation that was asked of it."""
+        orders = self.controller.answered(process, body, self._view(), now)
+        if orders is not None:
+            self._follow(orders, now)
+
+    def joined(self, now: float) -> None:
+        """Somebody came; perhaps it was the last one."""
+        if not self._staff.missing():
+            self._incidents.staffed(now)
+        orders = self.controller.check(self._view(), now)
+        if orders is not None:
+            self._follow(orders, now)
+
+    def tick(self, now: float) -> None:
+        """A replacement that does not come must not be waited for without end."""
+        if self.controller.state is not _S.WAITING:
+            return
+        waited_s = now - self.controller.since[_S.WAITING]
+        late = waited_s > max(LONGEST_WAIT_S, START_FACTOR * self._incidents.start_s)
+        starting = self._incidents.current is None and waited_s <= self._config.cluster.start_timeout_s
+        if starting or not (late or self._staff.do_not_come(Role.MODEL)):
+            return
+        if self._choose(now, replacements_fail=True) is Strategy.ELASTIC:
+            self.controller.smaller = True
+            orders = self.controller.check(self._view(), now)
+            assert orders is not None, "somebody lives, and nobody is waited for"
+            self._follow(orders, now)
+
+    def failed(self, process: str, fault: Fault, now: float, *, phase: str) -> None:
+        """An operation, or a call of training, failed at a rank that lives: repeat, or replace the rank first."""
+        self.note(fault, now, phase=phase)
+        incident = self._incidents.current
+        assert incident is not None
+        incident.attempts += 1
+        kind = classify(fault)
+        if self.controller.state is _S.REPAIRING and fault.kind != DeadlineExceeded.__name__:
+            self._fall_back(fault)
+        elif kind is not FaultClass.CONSEQUENCE:
+            incident.blamed[process] += 1
+            again = incident.blamed[process] > 1
+            if again or kind is FaultClass.LINK or fault.kind == "DeviceError":
+                self._staff.condemn(process, fault, now)
+        self.controller.fail(now)
+        self.begin(now)
+
+    def dumped(self, now: float) -> None:
+        """The last checkpoint is written, or can not be."""
+        self.controller.dumped(now)
+        self._end(now)
+
+    def _follow(self, orders: Orders, now: float) -> None:
+        self._draft.because(orders.reason)
+        if orders.problem:
+            fault = self._fault("IntegrityError", orders.problem)
+            for culprit in orders.culprits[: max(0, len(self.ranks) - 1)]:
+                self._staff.condemn(culprit, fault, now)
+            self.failed(self.ranks[0], fault, now, phase="recovering")
+        elif orders.bodies:
+            self._talk.ask_each(OPERATION, orders.bodies, now)
+        elif not self.active:
+            self._mended(now)
+
+    def _choose(self, now: float, *, replacements_fail: bool) -> Strategy | None:
+        """The fault centre's choice for the open incident; None when nothing is wrong."""
+        incident = self._incidents.current
+        if incident is None:
+            return None
+        chosen = plan(self._situation(replacements_fail=replacements_fail))
+        incident.strategy = chosen.strategy
+        options = tuple(str(option) for option in chosen.options)
+        self._draft.fact(StrategyChosen(incident.number, chosen.strategy, chosen.reason, options))
+        self._draft.because(f"{chosen.strategy}: {chosen.reason}")
+        if chosen.strategy in (Strategy.DUMP, Strategy.EXIT):
+            self._dump(now, dump=chosen.strategy is Strategy.DUMP)
+        return chosen.strategy
+
+    def _dump(self, now: float, *, dump: bool) -> None:
+        """Write what there is, then end with the cause."""
+        state = self._draft.state
+        self.controller.give_up(self._view(), now)
+        if not dump or state.step in (0, *state.saved_steps):
+            self._end(now)
+            return
+        stage = carried_stage(self._config, step=state.step).name
+        writer = state.members.live(Role.MODEL)[0]
+        self._talk.ask_each(DUMP, {writer: Save(state.step, stage, self._folder)}, now)
+
+    def _end(self, now: float) -> None:
+        fault = self.first_fault
+        assert fault is not None, "only an incident is given up"
+        self.controller.state = _S.GIVEN_UP
+        self._give_up(fault, now)
+
+    def _fall_back(self, fault: Fault) -> None:
+        """Nobody holds the agreed step any more: the run returns to the step before, which a snapshot or a keeper may
+        still have, else to its last checkpoint, else to its beginning."""
+        state, incident = self._draft.state, self._incidents.current
+        assert incident is not None
+        step = max((saved for saved in state.saved_steps if saved < state.step), default=0)
+        if not incident.fell_back and state.step - 1 in state.digests:
+            step = max(step, state.step - 1)
+        incident.fell_back = True
+        self._draft.fact(RolledBack(step, f"the state of step {state.step} is lost: {fault.message}"))
+        self._draft.do(Raise(f"back to step {step}: the state of later steps is lost"))
+        self._rolled_back()
+
+    def _fault(self, kind: str, message: str) -> Fault:
+        state = self._draft.state
+        return Fault(f"{state.epoch}.{state.num_incarnations}.{kind}", kind, "master-0", message, 0.0)
+
+    def _situation(self, *, replacements_fail: bool) -> Situation:
+        return self._incidents.situation(
+            missing=tuple(self._staff.missing(Role.MODEL)),
+            living=tuple(self._draft.state.members.live(Role.MODEL)),
+            replacements_fail=replacements_fail,
+            step_s=self.step_s,
+        )
+
+    def _view(self) -> Ranks:
+        state = self._draft.state
+        members, step = state.members.members, state.step
+        living = tuple(state.members.live(Role.MODEL))
+        return Ranks(
+            living=living,
+            missing=tuple(self._staff.missing(Role.MODEL)),
+            stores={name: members[name].capabilities.get("store", "") for name in living},
+            sources={name: self._sources(name) for name in living},
+            step=step,
+            digest=state.digests.get(step, ""),
+            stage=carried_stage(self._config, step=step).name,
+            next_stage=next_stage(self._config, step=step).name,
+            flow=members[living[0]].capabilities.get("flow", Flow.ROLLBACK) if living else Flow.ROLLBACK,
+        )
+
+    def _sources(self, rank: str) -> tuple[str, ...]:
+        """Its host's snapshots (its own first), then other hosts' agents, then the checkpoint."""
+        members = self._draft.state.members
+        host = members.members[rank].host
+        here = [
+            name
+            for name, member in members.members.items()
+            if member.role is Role.MODEL and member.host == host and name != rank
+        ]
+        snapshots = [f"snapshot:{name}" for name in (rank, *sorted(here))]
+        keepers = [name for name in members.live(Role.AGENT) if members.members[name].host != host]
+        state = self._draft.state
+        path = state.checkpoint_paths.get(state.step) or self.restore_paths.get(state.step)
+        return (*snapshots, *keepers, *([path] if path is not None else []))

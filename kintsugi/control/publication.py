@@ -1,0 +1,99 @@
+"""New weights on their way to the servers: laid out by one rank per host, loaded through the manager, then current."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kintsugi.control.draft import Conversation, Draft
+from kintsugi.control.staff import Staff
+from kintsugi.errors import Fault, root_first
+from kintsugi.facts import VersionCurrent
+from kintsugi.messages import LoadWeights, Publish, Published, WeightsLoaded
+from kintsugi.types import Role
+
+AGAIN = "weights"
+
+
+class Publication:
+    """One version at a time; a manager that was replaced is given the current one again."""
+
+    def __init__(
+        self,
+        *,
+        draft: Draft,
+        talk: Conversation,
+        staff: Staff,
+        current: Callable[[float], None],
+        wrong: Callable[[str, float], None],
+    ) -> None:
+        """`current`: every live server has acknowledged the version. `wrong`: what does not agree."""
+        self._draft, self._talk, self._staff = draft, talk, staff
+        self._current, self._wrong = current, wrong
+        self._published: Published | None = None
+        self._loading = False
+
+    def begin(self, ranks: Sequence[str], now: float) -> None:
+        """Have the lowest rank of each host lay the committed weights out."""
+        state, self._loading, self._published = self._draft.state, False, None
+        hosts: dict[str, str] = {}
+        for rank in ranks:
+            hosts.setdefault(state.members.members[rank].host, rank)
+        body = Publish(state.step, state.step)
+        self._talk.ask_all(dict.fromkeys(hosts.values(), body), now, then=self._laid_out)
+
+    def manager_joined(self, now: float) -> None:
+        """It knows nothing yet: neither what it was asked to load, nor what the servers have."""
+        if self._published is None:
+            return
+        if self._loading:
+            self._load(now)
+        else:
+            manager = self._draft.state.members.live(Role.MANAGER)[0]
+            self._talk.ask_each(AGAIN, {manager: self._body(self._published)}, now)
+
+    def _laid_out(self, now: float) -> None:
+        published = [answer for answer in self._talk.answers.values() if isinstance(answer, Published)]
+        digests = sorted({answer.manifest.digest for answer in published})
+        if len(digests) != 1:
+            self._wrong(f"ranks published different weights: {digests}", now)
+            return
+        sources = tuple(source for answer in published for source in answer.sources)
+        self._published = Published(published[0].manifest, sources)
+        self._load(now)
+
+    def _load(self, now: float) -> None:
+        """While there is no manager, nothing is asked: it will be when one joins."""
+        assert self._published is not None
+        self._loading = True
+        bodies = dict.fromkeys(self._draft.state.members.live(Role.MANAGER), self._body(self._published))
+        if bodies:
+            self._talk.ask_all(bodies, now, then=self._loaded)
+
+    @staticmethod
+    def _body(published: Published) -> LoadWeights:
+        return LoadWeights(published.manifest, published.sources)
+
+    def _loaded(self, now: float) -> None:
+        (loaded,) = self._talk.answers.values()
+        assert isinstance(loaded, WeightsLoaded) and self._published is not None
+        manifest, self._loading = self._published.manifest, False
+        if (loaded.version, loaded.digest) != (manifest.version, manifest.digest):
+            held = f"servers hold version {loaded.version} with digest {loaded.digest}"
+            self._wrong(f"{held}, published was {manifest.version} with {manifest.digest}", now)
+            return
+        self._draft.fact(
+            VersionCurrent(loaded.version, manifest.digest, self._published.sources, loaded.servers)
+        )
+        self._current(now)
+
+    def survives(self, fault: Fault, now: float) -> bool:
+        """Whether a failed load is repeated: with the next manager, or without the server that could not load."""
+        if self._loading and fault.kind == "ProcessDied":
+            return True
+        culprit = root_first([fault])[0].process
+        if not self._loading or not culprit.startswith(f"{Role.SERVER}-"):
+            return False
+        if self._draft.state.members.is_live(culprit):
+            self._staff.condemn(culprit, fault, now)
+        self._load(now)
+        return True

@@ -1,0 +1,100 @@
+"""What the master writes for people beside its journal: metrics, samples, inputs, process reports, the summary.
+
+The run does not depend on any of it: that a file can not be written is told once, and so is its return.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from kintsugi.control.inputs import InputRecorder
+from kintsugi.control.protocol import Event, RecordStep
+from kintsugi.control.summary import stage_seconds
+from kintsugi.errors import StorageError
+from kintsugi.observe.events import Alert, EventLog, Note, Span
+from kintsugi.observe.metrics import MetricsWriter, SamplesWriter, step_metrics
+from kintsugi.observe.processes import ProcessReports, write_processes
+from kintsugi.runs import SUMMARY_FILE
+from kintsugi.runtime import COUNTERS
+
+STEP_PARTS = ("data", "generate", "reward", "train", "commit", "weights")
+"""What a step's time consists of; evaluations and saves come beside it."""
+
+
+class Records:
+    """The files of the run folder that nothing is decided by."""
+
+    def __init__(self, run_dir: Path, log: EventLog, *, wandb_id: str | None) -> None:
+        self._run_dir, self._log = run_dir, log
+        self._inputs = InputRecorder(run_dir / "inputs")
+        self._metrics = MetricsWriter(run_dir, wandb_id=wandb_id)
+        self._samples = SamplesWriter(run_dir)
+        self._unwritable: dict[str, str] = {}
+        """Files that the disk does not take, and why."""
+
+    def truncate_after(self, step: int) -> None:
+        """Later steps are undone, or were written down by a master that died before they were facts."""
+        self._metrics.truncate_after(step)
+        self._samples.truncate_after(step)
+
+    def input(self, event: Event, now: float) -> None:
+        self.attempt("inputs", lambda: self._inputs.write(event, now))
+
+    def processes(self, reports: ProcessReports) -> None:
+        self.attempt("processes.json", lambda: write_processes(self._run_dir, reports))
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        self.attempt("metrics", lambda: self._metrics.write(step, metrics))
+
+    def summary(self, summary: object) -> None:
+        text = json.dumps(summary, indent=2) + "\n"
+        self.attempt("summary.json", lambda: _write_atomically(self._run_dir / SUMMARY_FILE, text))
+
+    def step(self, record: RecordStep, now: float) -> None:
+        """A step's metrics, samples and spans."""
+        advantages = {
+            key: values["advantage"] for key, values in record.values.items() if "advantage" in values
+        }
+        timing = stage_seconds(record.timing)
+        timing["step"] = sum(timing.get(name, 0.0) for name in STEP_PARTS)
+        values = step_metrics(
+            record.metas, advantages=advantages, call_metrics=record.call_metrics, timing=timing
+        )
+        self.attempt("metrics", lambda: self._metrics.write(record.step, values))
+        self.attempt(
+            "samples.jsonl",
+            lambda: self._samples.write(record.step, record.metas, texts=record.texts, advantages=advantages),
+        )
+        attributes = {"step": str(record.step), "stage": record.stage}
+        self._log.emit(Span("step", now - timing["step"], timing["step"], attributes))
+        for span in record.spans:
+            workers = ",".join(span.workers)
+            self._log.emit(Span(span.call, span.start, span.duration_s, {**attributes, "workers": workers}))
+        COUNTERS.add("steps")
+
+    def attempt(self, what: str, write: Callable[[], None]) -> None:
+        """The run does not depend on it: that it fails, or fails differently, is told once, and so is its return."""
+        try:
+            write()
+        except (StorageError, OSError) as error:
+            message = str(error)
+            alert = Alert(f"{what} can not be written, the run goes on without it: {message}")
+            if self._unwritable.get(what) != message and self._log.try_emit(alert):
+                self._unwritable[what] = message
+        else:
+            if self._unwritable.pop(what, None) is not None:
+                self._log.emit(Note(f"{what} is written again"))
+
+    def close(self) -> None:
+        self.attempt("the end of metrics", self._metrics.close)
+        self.attempt("the end of samples.jsonl", self._samples.close)
+        self.attempt("the end of inputs", self._inputs.close)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)

@@ -1,0 +1,85 @@
+"""From a suspicion to a verdict: what seems to stand still is looked at from outside before it is replaced."""
+
+from __future__ import annotations
+
+from kintsugi.control.draft import Conversation, Draft
+from kintsugi.control.protocol import Raise, Suspected
+from kintsugi.control.staff import Staff
+from kintsugi.errors import Fault
+from kintsugi.messages import Inspect, Inspected
+from kintsugi.recovery.detection import Resolution, SuspicionKind, confirm
+from kintsugi.types import Role
+
+INSPECT = "inspect"
+HOST_LOST_S = 15.0
+"""A host whose agent and processes are all silent is given this long to come back: its agent may be restarting."""
+
+_FAULTS = {"stopped": "Stopped", "dead": "ProcessDied", "link": "Unreachable", "hung": "Hung"}
+
+
+class Suspicions:
+    """Suspect → confirm → decide. Suspicions come again while they last, so each one is only a look."""
+
+    def __init__(self, *, draft: Draft, talk: Conversation, staff: Staff) -> None:
+        self._draft, self._talk, self._staff = draft, talk, staff
+        self._looks: dict[str, tuple[Suspected, Inspected | None]] = {}
+        """Incarnation → the latest suspicion and the look before."""
+
+    def suspected(self, event: Suspected, now: float) -> list[tuple[str, Fault]]:
+        """Look, or decide at once where the agent has looked; gives the processes of a host that is lost."""
+        members = self._draft.state.members
+        if not members.is_live(event.process, event.incarnation):
+            self._draft.because(f"{event.process} {event.incarnation} is not a current process")
+            return []
+        member = members.members[event.process]
+        self._draft.because(f"{event.process} is suspected: {event.evidence}")
+        if member.role is Role.AGENT:
+            lost = event.kind == SuspicionKind.HOST and event.lasting_s >= HOST_LOST_S
+            return self._lose_host(member.host, event) if lost else []
+        if event.kind == SuspicionKind.SLOW:
+            self._draft.do(Raise(f"{event.process} is slow: {event.evidence}"))
+        elif event.certain:
+            self._condemn(event.process, "Stopped", event.evidence, now)
+        else:
+            before, look = self._looks.get(event.incarnation, (event, None))
+            self._looks[event.incarnation] = (event, look if event.lasting_s >= before.lasting_s else None)
+            agent, token = members.agent_of(member.host), f"{INSPECT}:{event.incarnation}"
+            if agent is not None and not self._talk.is_open(token):
+                self._talk.ask(token, agent, Inspect(event.process, event.incarnation), now)
+        return []
+
+    def inspected(self, token: str, inspected: Inspected, now: float) -> None:
+        """The agent has looked: clear it, wait, or end the process so that it is replaced."""
+        incarnation = token.removeprefix(f"{INSPECT}:")
+        event, earlier = self._looks.pop(incarnation)
+        if not self._draft.state.members.is_live(event.process, incarnation):
+            return
+        speaks = event.kind == SuspicionKind.STUCK
+        verdict = confirm(inspected, earlier, event.lasting_s, speaks=speaks)
+        self._draft.because(f"{event.process}: {verdict.decision}, {verdict.reason}")
+        if verdict.decision is Resolution.WAIT:
+            self._looks[incarnation] = (event, inspected)
+        elif verdict.decision is Resolution.REPLACE:
+            evidence = f"{event.evidence}; seen from outside: {verdict.reason}"
+            self._condemn(event.process, _FAULTS[verdict.fault], evidence, now)
+
+    def not_inspected(self, token: str) -> None:
+        """Its agent can not be asked: what that means shows when the agent comes back or its host is given up."""
+        self._looks.pop(token.removeprefix(f"{INSPECT}:"), None)
+
+    def _condemn(self, process: str, kind: str, evidence: str, now: float) -> None:
+        member = self._draft.state.members.members[process]
+        fault = Fault(f"{process}@{member.incarnation}.{kind}", kind, process, f"{process}: {evidence}", 0.0)
+        self._staff.condemn(process, fault, now)
+
+    def _lose_host(self, host: str, event: Suspected) -> list[tuple[str, Fault]]:
+        """Nobody there answers: its processes are replaced elsewhere, and refused should they come back."""
+        members = self._draft.state.members
+        here = [m.process for m in members.members.values() if m.host == host and m.process != event.process]
+        why = f"{host} is lost: {event.evidence}"
+        self._staff.lose(event.process, why, kind="HostLost")
+        return [
+            (process, fault)
+            for process in here
+            if members.is_live(process) and (fault := self._staff.lose(process, why, kind="HostLost"))
+        ]

@@ -1,0 +1,122 @@
+"""One batch on its way through the model calls of a step, until every rank is prepared and the step is a fact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kintsugi.config import Config, Stage
+from kintsugi.control.agenda import alerts, commit_record, slowest
+from kintsugi.control.draft import Conversation, Draft
+from kintsugi.control.episodes import Episodes
+from kintsugi.control.protocol import RecordStep
+from kintsugi.facts import BatchFormed, StepCommitted
+from kintsugi.graph.algorithms import batch_totals, build_graph, sample_values
+from kintsugi.graph.executor import Walk
+from kintsugi.messages import CallDone, RunCall
+from kintsugi.types import Role, SampleMeta, ShardItem
+
+CALL = "call"
+
+
+class Training:
+    """The walk of the current batch; `abandon` forgets it, and the same batch can be begun again."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        draft: Draft,
+        talk: Conversation,
+        episodes: Episodes,
+        prepared: Callable[[float], None],
+        wrong: Callable[[str, str, float], None],
+    ) -> None:
+        """`prepared`: every rank finished the step. `wrong`: a process answered what can not be right."""
+        self._config, self._draft, self._talk, self._episodes = config, draft, talk, episodes
+        self._prepared, self._wrong = prepared, wrong
+        self._walk: Walk | None = None
+        self._stage: Stage | None = None
+        self._generation = 0
+        self._values: dict[str, dict[str, float]] = {}
+        self.batch: tuple[SampleMeta, ...] = ()
+
+    def begin(
+        self, tickets: tuple[str, ...], now: float, *, stage: Stage, ranks: Sequence[str], generation: int
+    ) -> str:
+        """Form the batch, unless it was formed before a fault, and send out its first calls; says what it is."""
+        state = self._draft.state
+        step = state.step + 1
+        if not state.ledger.in_batch(step):
+            self._draft.fact(BatchFormed(step, tickets))
+        self._stage, self._generation = stage, generation
+        self.batch = tuple(meta for ticket in tickets for meta in state.ledger.metas(ticket))
+        self._values = sample_values(stage, self.batch)
+        items = [
+            ShardItem(m.key, m.holder, m.digest, m.num_tokens, m.num_loss_tokens, self._values[m.key])
+            for m in self.batch
+        ]
+        workers = {Role.MODEL: list(ranks)}
+        self._walk = Walk(build_graph(stage), items, workers=workers, num_shards=stage.actor.logical_shards)
+        self._dispatch(now)
+        return f"step {step}: {len(items)} samples of {len(tickets)} groups"
+
+    def answered(self, token: str, sender: str, done: CallDone, now: float) -> None:
+        """A rank finished its part of a call."""
+        if self._walk is None:
+            return
+        problem = self._walk.answered(token.split(":")[1], sender, done, now=now)
+        if problem:
+            self._wrong(sender, problem, now)
+            return
+        self._dispatch(now)
+        if self._walk.finished:
+            self._prepared(now)
+
+    def abandon(self) -> None:
+        """The step is given up; late answers to its calls change nothing."""
+        self._walk = None
+        self._talk.withdraw_all(f"{CALL}:")
+
+    def commit(self, timing: dict[str, float]) -> None:
+        """Every rank is prepared and stands at the same state: the step becomes a fact."""
+        assert self._walk is not None and self._stage is not None
+        answers, step = self._walk.answers["actor_train"], self._draft.state.step + 1
+        first = next(iter(answers.values()))
+        for alert in alerts(first.metrics):
+            self._draft.do(alert)
+        episodes = {f"episode_{name}": seconds for name, seconds in self._episodes.timing.items()}
+        timing = {**timing, **episodes, **slowest(answers)}
+        self._draft.do(
+            RecordStep(
+                step,
+                self._stage.name,
+                self.batch,
+                self._episodes.take_texts(self.batch),
+                self._values,
+                first.metrics,
+                timing,
+                tuple(self._walk.spans),
+            )
+        )
+        self._draft.fact(StepCommitted(step, first.state_digest, commit_record(self.batch, answers, timing)))
+        self._episodes.timing.clear()
+        self._walk = None
+
+    def _dispatch(self, now: float) -> None:
+        assert self._walk is not None and self._stage is not None
+        stage, step = self._stage, self._draft.state.step + 1
+        totals = batch_totals(stage, self.batch, max_new_tokens=self._config.sampling.max_new_tokens)
+        for dispatch in self._walk.ready(now=now):
+            body = RunCall(
+                call=dispatch.call.name,
+                interface=dispatch.call.interface,
+                step=step,
+                shards=dispatch.shards,
+                num_shards=stage.actor.logical_shards,
+                totals=totals,
+                generation=self._generation,
+                arguments={"temperature": self._config.sampling.temperature},
+                stage=stage.name,
+            )
+            name = f"{CALL}:{dispatch.call.name}:{step}.{self._generation}:{dispatch.worker}"
+            self._talk.ask(name, dispatch.worker, body, now)

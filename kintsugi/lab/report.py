@@ -1,0 +1,255 @@
+"""What a soak found, as JSON for machines and as tables for people."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Group
+from rich.table import Table
+
+from kintsugi.errors import StorageError
+from kintsugi.lab.faults import Kind, Target
+
+PARTS = ("detect", "start", "rebuild", "repair", "replay")
+MIN_HITS = 2
+
+
+class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault that struck. Faults of one incident overlap: they are recovered together, timed from the last."""
+
+    incident: int
+    role: str
+    kind: str
+    phase: str
+    processes: tuple[str, ...]
+    step: int
+    """The last one committed before."""
+    detected_ms: float | None
+    """Until somebody recorded it; None if nobody did."""
+    recovered_ms: float | None
+    """From the incident's last fault until a step was committed with every process back; None if that never came."""
+    next_step_ms: float | None
+    """Until the next committed step, whoever was still missing."""
+    steps_lost: int
+    healthy_pids_unchanged: bool
+    split: dict[str, float]
+    """Milliseconds per part of the recovery: detect, start, rebuild, repair, replay."""
+
+
+class Percentiles(msgspec.Struct, frozen=True):
+    count: int
+    p50_ms: float | None
+    p99_ms: float | None
+
+
+class FullRestart(msgspec.Struct, frozen=True):
+    """Kill everything, resume from the last checkpoint, until a step beyond the one that was reached is committed."""
+
+    seconds: tuple[float, ...]
+    mean_s: float
+    recovery_mean_s: float | None
+    """Of one killed process, in the same session."""
+    ratio: float | None
+
+
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    weights_sha256: str
+    """Of the disturbed runs; several, if they differ, and none if none was finished."""
+    weights_sha256_undisturbed: str
+    steps: int
+    """Of one run."""
+    runs: int
+    step_hashes_equal: bool
+    """State, samples, cursor and ledger of every step of every disturbed run, compared with the undisturbed one."""
+    first_different_step: int | None
+    states_distinct: bool
+    """Every step left another state than all before it: equal hashes are not those of a run that stood still."""
+    samples_trained: int
+    samples_lost: int
+    samples_duplicated: int
+    processes_left: int
+    fd_growth: int
+    rss_growth_mb: float
+    long_lived_processes: int
+    """Over which growth was measured."""
+    ettr: float
+    """Undisturbed time of the steps, divided by the time that they took."""
+    step_s: float
+    """Median of the undisturbed run."""
+    wall_s: float
+    detected: dict[str, Percentiles]
+    """`kill server` → percentiles; also `kill` and `stop` over all roles."""
+    recovered: dict[str, Percentiles]
+    coverage: dict[str, dict[str, int]]
+    """Role → phase → hits."""
+    uncovered: tuple[tuple[str, str], ...]
+    missed: int
+    """Faults that hit nothing or came too late; they are not among the faults."""
+    full_restart: FullRestart | None
+    failures: tuple[str, ...]
+    """What ended a run, or kept it from going on."""
+    cold: bool
+    seed: int
+
+    @property
+    def wrong(self) -> list[str]:
+        """What no soak may find."""
+        found = list(self.failures)
+        if not self.weights_sha256:
+            found.append("no disturbed run came to its end")
+        elif self.weights_sha256 != self.weights_sha256_undisturbed:
+            found.append("the weights differ from those of the undisturbed run")
+        if not self.step_hashes_equal:
+            found.append(f"step {self.first_different_step} differs from the undisturbed run's")
+        if not self.states_distinct:
+            found.append("some step left the state as it was")
+        if self.samples_lost or self.samples_duplicated:
+            found.append(f"{self.samples_lost} samples lost, {self.samples_duplicated} trained twice")
+        if self.processes_left:
+            found.append(f"{self.processes_left} processes left")
+        return found
+
+
+class Report(msgspec.Struct, frozen=True):
+    faults: tuple[FaultReport, ...]
+    totals: Totals
+
+
+def write(report: Report, path: Path) -> None:
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    except OSError as error:
+        raise StorageError(f"could not write {path}: {error.strerror or error}") from error
+
+
+def percentile(values: Sequence[float], fraction: float) -> float | None:
+    """The smallest value that so large a part of all values does not exceed.
+
+    >>> percentile([1.0, 2.0, 3.0, 4.0], 0.5)
+    2.0
+    """
+    if not values:
+        return None
+    return sorted(values)[max(0, math.ceil(fraction * len(values)) - 1)]
+
+
+def percentiles(values: Sequence[float]) -> Percentiles:
+    return Percentiles(len(values), percentile(values, 0.5), percentile(values, 0.99))
+
+
+def single(faults: Iterable[FaultReport]) -> list[FaultReport]:
+    """Faults that were an incident by themselves."""
+    faults = list(faults)
+    incidents = [fault.incident for fault in faults]
+    return [fault for fault in faults if incidents.count(fault.incident) == 1]
+
+
+def detection(faults: Sequence[FaultReport]) -> dict[str, Percentiles]:
+    return {
+        name: percentiles([fault.detected_ms for fault in group if fault.detected_ms is not None])
+        for name, group in _groups(faults)
+    }
+
+
+def recovery(faults: Sequence[FaultReport]) -> dict[str, Percentiles]:
+    """Over incidents of one fault: those of several take as long as the worst of them."""
+    return {
+        name: percentiles([fault.recovered_ms for fault in group if fault.recovered_ms is not None])
+        for name, group in _groups(single(faults))
+    }
+
+
+def _groups(faults: Sequence[FaultReport]) -> Iterator[tuple[str, list[FaultReport]]]:
+    for kind in Kind:
+        of_kind = [fault for fault in faults if fault.kind == kind.value]
+        yield f"{kind.value} of one process", [f for f in of_kind if f.role != Target.HOST.value]
+        for target in Target:
+            yield f"{kind.value} {target.value}", [f for f in of_kind if f.role == target.value]
+
+
+def full_restart(seconds: Sequence[float], faults: Sequence[FaultReport]) -> FullRestart | None:
+    """Against kills of one process."""
+    if not seconds:
+        return None
+    recovered = [
+        fault.recovered_ms / 1000
+        for fault in single(faults)
+        if fault.recovered_ms is not None and (fault.kind, fault.role) != ("kill", Target.HOST.value)
+        if fault.kind == Kind.KILL.value
+    ]
+    mean_s, recovery_s = statistics.fmean(seconds), statistics.fmean(recovered) if recovered else None
+    return FullRestart(tuple(seconds), mean_s, recovery_s, mean_s / recovery_s if recovery_s else None)
+
+
+def shown(report: Report) -> Group:
+    """Coverage, times and totals."""
+    return Group(_coverage_table(report.totals), _times_table(report), _totals_table(report))
+
+
+def _coverage_table(totals: Totals) -> Table:
+    table = Table(title="faults that struck", title_justify="left", box=None, pad_edge=False)
+    phases = list(next(iter(totals.coverage.values()), {}))
+    for name in ("role", *phases):
+        table.add_column(name, justify="left" if name == "role" else "right")
+    for role, hits in totals.coverage.items():
+        table.add_row(role, *(str(hits[phase]) for phase in phases))
+    return table
+
+
+def _times_table(report: Report) -> Table:
+    table = Table(title="milliseconds", title_justify="left", box=None, pad_edge=False)
+    table.add_column("fault")
+    for name in ("count", "detected p50", "p99", "recovered p50", "p99", *PARTS):
+        table.add_column(name, justify="right")
+    totals = report.totals
+    for name, group in _groups(report.faults):
+        if not group:
+            continue
+        detected, recovered = totals.detected[name], totals.recovered[name]
+        parts = ([fault.split[part] for fault in group if part in fault.split] for part in PARTS)
+        table.add_row(
+            name,
+            str(len(group)),
+            *map(_number, (detected.p50_ms, detected.p99_ms, recovered.p50_ms, recovered.p99_ms)),
+            *(_number(statistics.median(values) if values else None) for values in parts),
+        )
+    return table
+
+
+def _totals_table(report: Report) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    totals = report.totals
+    unchanged = sum(fault.healthy_pids_unchanged for fault in report.faults)
+    lost = sum(fault.steps_lost for fault in report.faults)
+    table.add_row("faults", f"{len(report.faults)} struck, {totals.missed} missed")
+    table.add_row(
+        "weights", f"{totals.weights_sha256[:16]}…, undisturbed {totals.weights_sha256_undisturbed[:16]}…"
+    )
+    table.add_row("steps", f"{totals.steps}, hashes {'equal' if totals.step_hashes_equal else 'DIFFERENT'}")
+    table.add_row("steps lost", str(lost))
+    table.add_row("samples", f"{totals.samples_lost} lost, {totals.samples_duplicated} trained twice")
+    table.add_row("healthy pids unchanged", f"{unchanged} of {len(report.faults)}")
+    table.add_row("processes left", str(totals.processes_left))
+    table.add_row(
+        "growth",
+        f"{totals.fd_growth} descriptors, {totals.rss_growth_mb:.1f} MB in {totals.long_lived_processes}",
+    )
+    table.add_row(
+        "productive share of time", f"{totals.ettr:.1%}, a step takes {totals.step_s:.2f} s undisturbed"
+    )
+    if (restart := totals.full_restart) is not None:
+        ratio = f", {restart.ratio:.1f}× the recovery" if restart.ratio is not None else ""
+        table.add_row("full restart", f"{restart.mean_s:.1f} s{ratio}")
+    for problem in totals.wrong:
+        table.add_row("wrong", problem)
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"

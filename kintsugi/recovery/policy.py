@@ -1,0 +1,197 @@
+"""The fault centre's judgement: what kind of fault it is, what it touches, what can be done, and what is done. Pure.
+
+Strategies in their order, each cheaper or less complete than the next, each tried when the one before can not help:
+
+    retry      nobody is lost: every rank returns to the agreed step and repeats it
+    recover    what is lost is replaced, its state comes from a snapshot or a replica
+    elastic    no replacement comes: the ranks that live go on, and grow back when one does
+    dump       nothing helps: the last good state is written as a checkpoint
+    exit       the run ends with the first fault as its cause
+
+A plan names every strategy with whether it is possible, what it would cost, and why the chosen one was chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+import msgspec
+
+from kintsugi.errors import Fault
+from kintsugi.types import Role, role_of
+
+MAX_ATTEMPTS = 6
+"""Recoveries of one incident that may fail by themselves; after that the same thing fails again and again."""
+MAX_FAULTS = 64
+"""Faults that one incident may collect: whoever breaks faster than it is mended is not mended for ever."""
+
+
+MAX_DEATHS = 6
+"""Losses of one and the same process before a step is committed again: it dies of what it does."""
+
+
+class Strategy(StrEnum):
+    RETRY = "retry"
+    RECOVER = "recover"
+    ELASTIC = "elastic"
+    DUMP = "dump"
+    EXIT = "exit"
+
+
+class FaultClass(StrEnum):
+    """Where a fault lies; decides whether repeating, replacing or neither can help."""
+
+    USER = "user"
+    """The user's mistake: it would be made again."""
+    SOFTWARE = "software"
+    DEVICE = "device"
+    NODE = "node"
+    LINK = "link"
+    STORAGE = "storage"
+    CONSEQUENCE = "consequence"
+    """Somebody else broke and this one noticed."""
+
+
+_CLASSES: dict[str, FaultClass] = {
+    "UserError": FaultClass.USER,
+    "ConfigError": FaultClass.USER,
+    "DataError": FaultClass.USER,
+    "ModelError": FaultClass.USER,
+    "GroupBroken": FaultClass.CONSEQUENCE,
+    "RemoteError": FaultClass.CONSEQUENCE,
+    "DeadlineExceeded": FaultClass.LINK,
+    "Unreachable": FaultClass.LINK,
+    "HostLost": FaultClass.NODE,
+    "DeviceOutOfMemory": FaultClass.DEVICE,
+    "DeviceError": FaultClass.DEVICE,
+    "StorageError": FaultClass.STORAGE,
+    "StorageFull": FaultClass.STORAGE,
+}
+
+
+def classify(fault: Fault) -> FaultClass:
+    """By its kind; a death is the software's unless something else is known.
+
+    >>> classify(Fault("f", "GroupBroken", "model-0", "a rank is gone", 0.0)).value
+    'consequence'
+    """
+    return _CLASSES.get(fault.kind, FaultClass.SOFTWARE)
+
+
+_IMPACT: dict[Role, str] = {
+    Role.MODEL: "training stops until it is replaced; its state is in a snapshot and in its replicas",
+    Role.ROLLOUT: "the groups that it ran or kept are run again under the same tickets",
+    Role.SERVER: "its requests go to the other servers until it is replaced",
+    Role.MANAGER: "generation waits until it is restarted",
+    Role.AGENT: "processes of its host go on; none can be started there until it is back",
+    Role.MASTER: "everybody finishes what was asked and waits for the next master",
+}
+
+
+def impact(processes: Sequence[str]) -> str:
+    """What the loss of these processes means, one sentence per role."""
+    roles = dict.fromkeys(role_of(process) for process in processes)
+    return "; ".join(f"{role.value}: {_IMPACT[role]}" for role in roles if role in _IMPACT)
+
+
+class Situation(msgspec.Struct, frozen=True):
+    """What the fault centre knows when it has to choose."""
+
+    faults: tuple[Fault, ...]
+    """Of this incident, in the order of their arrival."""
+    missing: tuple[str, ...] = ()
+    """Ranks that are lost and not back."""
+    living: tuple[str, ...] = ()
+    """Ranks that live."""
+    attempts: int = 0
+    """Recoveries of this incident that failed by themselves, without a new fault."""
+    most_deaths: int = 0
+    """How often one and the same process was lost in this incident."""
+    replacements_fail: bool = False
+    """Replacements were ordered and do not come."""
+    start_s: float = 2.0
+    """What the start of a replacement took so far, or a guess."""
+    step_s: float = 1.0
+    """What a step takes."""
+
+
+class Option(msgspec.Struct, frozen=True):
+    """One thing that could be done: its price in seconds of training, or why it can not."""
+
+    strategy: Strategy
+    cost_s: float = 0.0
+    impossible: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.strategy}: {self.impossible or f'about {self.cost_s:.1f} s'}"
+
+
+class Plan(msgspec.Struct, frozen=True):
+    strategy: Strategy
+    reason: str
+    options: tuple[Option, ...]
+
+
+def plan(situation: Situation) -> Plan:
+    """The first strategy of the ladder that is possible; the options say what the others would have meant."""
+    options = (_retry(situation), _recover(situation), _elastic(situation), _dump(situation), Option(_EXIT))
+    chosen = next(option for option in options if not option.impossible)
+    refused = [str(option) for option in options[: options.index(chosen)]]
+    return Plan(chosen.strategy, "; ".join([_why(situation, chosen), *refused]), options)
+
+
+_EXIT = Strategy.EXIT
+
+
+def hopeless(situation: Situation) -> str:
+    """Why nothing that repeats or replaces can help; empty while something may."""
+    if any(classify(fault) is FaultClass.USER for fault in situation.faults):
+        return "it is the user's mistake and would be made again"
+    if situation.attempts >= MAX_ATTEMPTS:
+        return f"{situation.attempts} recoveries of this incident failed"
+    if situation.most_deaths >= MAX_DEATHS:
+        return f"the same process was lost {situation.most_deaths} times"
+    if len(situation.faults) >= MAX_FAULTS:
+        return f"{len(situation.faults)} faults came before one recovery was through"
+    return ""
+
+
+def _retry(situation: Situation) -> Option:
+    why = hopeless(situation)
+    if not why and situation.missing:
+        why = f"{', '.join(situation.missing)} lost"
+    if not why and any(classify(fault) is FaultClass.DEVICE for fault in situation.faults):
+        why = "a device fault stays with its process"
+    return Option(Strategy.RETRY, situation.step_s, why)
+
+
+def _recover(situation: Situation) -> Option:
+    why = hopeless(situation)
+    if not why and situation.replacements_fail:
+        why = "no replacement comes"
+    return Option(Strategy.RECOVER, situation.start_s + situation.step_s, why)
+
+
+def _elastic(situation: Situation) -> Option:
+    why = hopeless(situation)
+    if not why and not situation.living:
+        why = "no rank lives"
+    share = len(situation.missing) / max(1, len(situation.missing) + len(situation.living))
+    return Option(Strategy.ELASTIC, situation.step_s * (1.0 + share), why)
+
+
+def _dump(situation: Situation) -> Option:
+    return Option(Strategy.DUMP, 0.0, "" if situation.living else "no rank lives")
+
+
+def _why(situation: Situation, chosen: Option) -> str:
+    match chosen.strategy:
+        case Strategy.RETRY:
+            return f"all {len(situation.living)} ranks live: they return to the agreed step"
+        case Strategy.RECOVER:
+            return f"{', '.join(situation.missing) or 'the broken process'} replaced, the rest stays"
+        case Strategy.ELASTIC:
+            return f"{len(situation.living)} ranks go on without {', '.join(situation.missing)}"
+        case _:
+            return hopeless(situation)

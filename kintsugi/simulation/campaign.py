@@ -1,0 +1,261 @@
+"""Many seeds, over all processor cores: what was run, what was violated, what was covered, how fast.
+
+A part of a campaign runs in a process of its own (`python -m kintsugi.simulation.campaign`) and leaves its figures in a
+file; parts share nothing, so a seed gives the same whoever runs it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from kintsugi.config import (
+    ActorSection,
+    AlgorithmSection,
+    CheckpointSection,
+    ClusterSection,
+    Config,
+    DataSection,
+    EvaluationSection,
+    GenerationSection,
+    RolloutSection,
+    WarmupSection,
+)
+from kintsugi.control.master import Master
+from kintsugi.errors import WorldError
+from kintsugi.recovery.processor import Flow
+from kintsugi.runtime import SystemProcesses
+from kintsugi.simulation.cluster import Cluster, Outcome, undisturbed
+from kintsugi.simulation.coverage import Coverage, Pair
+from kintsugi.simulation.faults import draw_plan
+from kintsugi.simulation.invariants import Reference
+from kintsugi.simulation.master import NewMaster
+
+PART_TIMEOUT_S = 24 * 3600.0
+VIOLATIONS_KEPT = 100
+
+
+class Violation(msgspec.Struct, frozen=True):
+    """A seed that broke an invariant, and the command that shows it again."""
+
+    seed: int
+    what: str
+    trace_hash: str
+    command: str
+
+
+class Figures(msgspec.Struct):
+    """What a part of a campaign came to."""
+
+    seeds: int = 0
+    counted: int = 0
+    """Seeds with at least 9 processes, 10 committed steps and 3 faults, one of them during a recovery."""
+    events: int = 0
+    faults: int = 0
+    rollbacks: int = 0
+    seconds: float = 0.0
+    """Processor time."""
+    virtual_s: float = 0.0
+    num_violations: int = 0
+    violations: list[Violation] = []
+    covered_events: list[tuple[Pair, int]] = []
+    covered_effects: list[tuple[Pair, int]] = []
+    covered_crashes: list[tuple[Pair, int]] = []
+
+    def add(self, other: Figures) -> None:
+        for name in (
+            "seeds",
+            "counted",
+            "events",
+            "faults",
+            "rollbacks",
+            "seconds",
+            "virtual_s",
+            "num_violations",
+        ):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.violations = [*self.violations, *other.violations][:VIOLATIONS_KEPT]
+
+    def coverage(self) -> Coverage:
+        found = Coverage()
+        for pairs, counter in (
+            (self.covered_events, found.events),
+            (self.covered_effects, found.effects),
+            (self.covered_crashes, found.crashes),
+        ):
+            counter.update(dict(pairs))
+        return found
+
+
+def simulated_config(num_workers: int = 6) -> Config:
+    """A run of ten steps of eight samples on two hosts; more workers are spread over more hosts."""
+    ranks = max(2, min(num_workers // 3, 64))
+    servers = max(2, min(num_workers // 3, 64 + num_workers // 100))
+    rollouts = max(2, num_workers - ranks - servers)
+    groups = max(4, rollouts // 16)
+    return Config(
+        name="simulated",
+        algorithm=AlgorithmSection(steps=8, batch_size=groups, group_size=2),
+        warmup=WarmupSection(steps=2, batch_size=2 * groups),
+        data=DataSection(num_eval=2),
+        eval=EvaluationSection(num_samples=2),
+        checkpoint=CheckpointSection(every=4),
+        actor=ActorSection(workers=ranks, logical_shards=max(4, ranks)),
+        rollout=RolloutSection(workers=rollouts),
+        generation=GenerationSection(servers=servers),
+        cluster=ClusterSection(hosts=max(2, num_workers // 100), start_timeout_s=20.0),
+    )
+
+
+def flow_of(seed: int) -> Flow:
+    """Every fourth run has a framework without a rollback step."""
+    return Flow.RESTORE if seed % 4 == 3 else Flow.ROLLBACK
+
+
+class Runner:
+    """Runs seeds of one configuration; the undisturbed run is made once."""
+
+    def __init__(self, *, num_workers: int = 6) -> None:
+        self.config = simulated_config(num_workers)
+        self._num_workers = num_workers
+        self._references: dict[Flow, Reference] = {}
+
+    def run(
+        self,
+        seed: int,
+        *,
+        coverage: Coverage | None = None,
+        keep_trace: bool = False,
+        new_master: NewMaster = Master,
+    ) -> Outcome:
+        """One seed, with another master where somebody wants to see one fail."""
+        flow = flow_of(seed)
+        if flow not in self._references:
+            self._references[flow] = undisturbed(self.config, flow=flow)
+        cluster = Cluster(
+            self.config,
+            seed=seed,
+            reference=self._references[flow],
+            coverage=coverage,
+            flow=flow,
+            keep_trace=keep_trace,
+            new_master=new_master,
+        )
+        cluster.injector.take(draw_plan(seed, cluster.layout, num_steps=10))
+        return cluster.run()
+
+    def run_all(self, first: int, count: int) -> Figures:
+        """Seeds `first` to `first + count - 1`, in this process."""
+        figures, coverage = Figures(), Coverage()
+        since = time.process_time()
+        for seed in range(first, first + count):
+            outcome = self.run(seed, coverage=coverage)
+            figures.seeds += 1
+            figures.counted += outcome.counts
+            figures.events += outcome.num_events
+            figures.faults += len(outcome.faults)
+            figures.rollbacks += outcome.num_rollbacks
+            figures.virtual_s += outcome.virtual_s
+            if outcome.violations:
+                figures.num_violations += 1
+                figures.violations.append(
+                    Violation(seed, outcome.violations[0], outcome.trace_hash, self.replay_command(seed))
+                )
+        figures.seconds = time.process_time() - since
+        figures.covered_events = list(coverage.events.items())
+        figures.covered_effects = list(coverage.effects.items())
+        figures.covered_crashes = list(coverage.crashes.items())
+        return figures
+
+    def replay_command(self, seed: int) -> str:
+        workers = f" --workers {self._num_workers}" if self._num_workers != 6 else ""
+        return f"kintsugi simulate --replay {seed}{workers} --trace"
+
+
+def summary_of(seed: int, outcome: Outcome) -> str:
+    """One run in a few lines."""
+    faults = [f"{fault.kind} {fault.target} {fault.other} in {fault.fired_in}" for fault in outcome.faults]
+    return "\n".join(
+        [
+            f"seed {seed}: {outcome.outcome}, {outcome.num_steps} steps, {outcome.num_events} events",
+            f"  {outcome.virtual_s:.1f} virtual s, trace {outcome.trace_hash}",
+            *(f"  fault: {fault}" for fault in faults),
+            *(f"  violation: {violation}" for violation in outcome.violations),
+        ]
+    )
+
+
+def run_campaign(
+    *, first: int, count: int, num_workers: int = 6, num_processes: int = 0
+) -> dict[str, object]:
+    """Run seeds over several processes and give the report."""
+    num_processes = min(num_processes or os.cpu_count() or 1, max(1, count))
+    since = time.monotonic()
+    if num_processes == 1:
+        parts = [Runner(num_workers=num_workers).run_all(first, count)]
+    else:
+        parts = _run_parts(first, count, num_workers=num_workers, num_processes=num_processes)
+    wall_s = time.monotonic() - since
+    total, coverage = Figures(), Coverage()
+    for part in parts:
+        total.add(part)
+        coverage.add(part.coverage())
+    return {
+        "first_seed": first,
+        "seeds": total.seeds,
+        "counted_seeds": total.counted,
+        "violations": total.num_violations,
+        "violating": msgspec.to_builtins(total.violations),
+        "faults": total.faults,
+        "rollbacks": total.rollbacks,
+        "events": total.events,
+        "events_per_run": total.events / max(1, total.seeds),
+        "events_per_s_per_core": total.events / max(1e-9, total.seconds),
+        "runs_per_s": total.seeds / max(1e-9, wall_s),
+        "virtual_s": total.virtual_s,
+        "wall_s": wall_s,
+        "processes": num_processes,
+        "simulated_processes": len(Cluster(simulated_config(num_workers), seed=0).layout) + 1,
+        "coverage": coverage.report(),
+    }
+
+
+def _run_parts(first: int, count: int, *, num_workers: int, num_processes: int) -> list[Figures]:
+    """One process per part. Seeds take turns, so that no part has only the slow ones."""
+    with tempfile.TemporaryDirectory() as folder:
+        share, rest = divmod(count, num_processes)
+        children, begin = [], first
+        for number in range(num_processes):
+            size = share + (number < rest)
+            path = Path(folder) / f"{number}.json"
+            arguments = [str(begin), str(size), str(num_workers), str(path)]
+            child = SystemProcesses().spawn(
+                [sys.executable, "-m", "kintsugi.simulation.campaign", *arguments]
+            )
+            children.append((child, path))
+            begin += size
+        parts = []
+        for child, path in children:
+            status = child.wait_ended(whom=f"simulating process {child.pid}", timeout_s=PART_TIMEOUT_S)
+            child.close()
+            if status != 0:
+                raise WorldError(f"a simulating process ended with {status}")
+            parts.append(msgspec.json.decode(path.read_bytes(), type=Figures))
+        return parts
+
+
+def main(arguments: list[str]) -> int:
+    """Body of a part: first seed, number of seeds, workers, where the figures go."""
+    first, count, num_workers, path = arguments
+    figures = Runner(num_workers=int(num_workers)).run_all(int(first), int(count))
+    Path(path).write_bytes(msgspec.json.encode(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

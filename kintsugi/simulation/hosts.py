@@ -1,0 +1,178 @@
+"""Simulated hosts: their agents, the processes that agents start and watch, and the launcher that restarts agents.
+
+What an agent knows of its children is on the host, not in the agent: a restarted one finds them again. Memory that it
+holds for ranks survives it as well, and is lost only with the host.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from kintsugi.messages import (
+    Body,
+    FetchState,
+    Inspect,
+    Inspected,
+    KeepState,
+    Ok,
+    ProcessExited,
+    ProcessStarted,
+    ProcessSuspected,
+    StartProcess,
+    StopProcess,
+)
+from kintsugi.simulation.network import Process
+from kintsugi.simulation.ranks import HostMemory, state_message, state_of
+from kintsugi.simulation.workers import Worker
+from kintsugi.transport.exchange import Delivery
+from kintsugi.types import ChildReport, Role
+
+FORK_S = (0.01, 0.05)
+"""From the order to the child's birth."""
+KERNEL_S = 0.002
+"""From a process's end to its agent's knowledge."""
+STOPPED_S = 1.0
+"""A child that stays stopped so long is reported."""
+
+Spawn = Callable[["Host", StartProcess, int], Worker]
+"""Bring a process of a role into being on a host, under the epoch that its agent is in."""
+
+
+class Host:
+    """One machine: an agent (while it lives), its children, and the memory that outlives both."""
+
+    def __init__(self, name: str, *, memory: HostMemory, spawn: Spawn) -> None:
+        self.name, self.memory, self.spawn = name, memory, spawn
+        self.agent: Agent | None = None
+        self.children: dict[str, Process] = {}
+        """Living children by name, the master left out."""
+        self.master: Process | None = None
+
+    def adopt(self, child: Process) -> None:
+        if child.role is Role.MASTER:
+            self.master = child
+        else:
+            self.children[child.name] = child
+        child.on_exit = self._child_ended
+
+    def _child_ended(self, child: Process, status: int) -> None:
+        if self.children.get(child.name) is child:
+            del self.children[child.name]
+        if self.master is child:
+            self.master = None
+        if self.agent is not None:
+            self.agent.after(KERNEL_S, self.agent.child_ended, child, status)
+
+
+class Agent(Worker):
+    """Starts, stops and watches the processes of its host for the master."""
+
+    def __init__(self, *arguments: Any, home: Host, restart_master: Callable[[], None], **names: Any) -> None:
+        super().__init__(*arguments, **names)
+        self.home, self._restart_master = home, restart_master
+        self._stopped: set[tuple[str, str]] = set()
+        self._untold: deque[Body] = deque()
+        self._successors: dict[str, tuple[Delivery, StartProcess]] = {}
+        home.agent = self
+
+    def children(self) -> tuple[ChildReport, ...]:
+        living = self.home.children.values()
+        return tuple(
+            ChildReport(child.name, child.incarnation, getattr(child, "pid", 0), child.key)
+            for child in living
+        )
+
+    def tick(self) -> None:
+        super().tick()
+        while self._untold and self.registered:
+            self.endpoint.send("master-0", self._untold.popleft())
+        watched = list(self.home.children.values())
+        if self.home.master is not None:
+            watched.append(self.home.master)
+        stopped = {(child.name, child.incarnation): child for child in watched if child.stopped}
+        for name in stopped.keys() - self._stopped:
+            self.after(STOPPED_S, self._still_stopped, stopped[name])
+        self._stopped = set(stopped)
+
+    def _still_stopped(self, child: Process) -> None:
+        """A master that stays stopped is replaced; of the others the master is told, once per stop."""
+        if not (child.stopped and child.alive):
+            return
+        if child.role is Role.MASTER:
+            child.end(-9)
+        else:
+            self._tell_master(ProcessSuspected(child.name, child.incarnation, "it is stopped (state T)"))
+
+    def _tell_master(self, body: Body) -> None:
+        """Now, or when it knows us."""
+        if self.registered:
+            self.endpoint.send("master-0", body)
+        else:
+            self._untold.append(body)
+
+    def child_ended(self, child: Process, status: int) -> None:
+        """The kernel says that a child has ended."""
+        if child.role is Role.MASTER:
+            if status < 0:
+                self._restart_master()
+            return
+        self._tell_master(ProcessExited(child.name, child.incarnation, status))
+        order = self._successors.pop(child.name, None)
+        if order is not None:
+            self._start(*order)
+
+    def serve(self, delivery: Delivery, body: Body) -> None:
+        match body:
+            case StartProcess():
+                self._start(delivery, body)
+            case StopProcess():
+                child = self._child(body.process, body.incarnation)
+                if child is not None:
+                    child.end(-9)
+                self.after(KERNEL_S, self.endpoint.reply, delivery, Ok())
+            case Inspect():
+                self.endpoint.reply(delivery, self._inspect(self._child(body.process, body.incarnation)))
+            case KeepState():
+                self.home.memory.buddies[body.owner] = state_of(body.state)
+                self.endpoint.reply(delivery, Ok())
+            case FetchState():
+                kept = self.home.memory.buddies.get(body.owner)
+                if kept is not None and kept.step == body.step:
+                    self.endpoint.reply(delivery, state_message(kept))
+                else:
+                    self.endpoint.fail(delivery, "RefusedError", f"no copy of step {body.step}")
+            case _:
+                self.endpoint.fail(delivery, "RefusedError", f"an agent does not do {type(body).__name__}")
+
+    def _child(self, process: str, incarnation: str) -> Process | None:
+        child = self.home.children.get(process)
+        return child if child is not None and child.incarnation == incarnation else None
+
+    def _start(self, delivery: Delivery, order: StartProcess) -> None:
+        """Start a process; one that runs under this incarnation is reported again, any other ends first."""
+        running = self.home.children.get(order.process)
+        if running is not None and running.incarnation != order.incarnation:
+            self._successors[order.process] = (delivery, order)
+            running.end(-9)
+        else:
+            self.after(self.world.random.uniform(*FORK_S), self._fork, delivery, order)
+
+    def _fork(self, delivery: Delivery, order: StartProcess) -> None:
+        child = self._child(order.process, order.incarnation)
+        if child is None and order.process in self.home.children:
+            self.endpoint.fail(delivery, "RefusedError", f"{order.process} runs already")
+            return
+        if child is None:
+            child = self.home.spawn(self.home, order, self.endpoint.epoch)
+            self.home.adopt(child)
+        pid = getattr(child, "pid", 0)
+        self.endpoint.reply(delivery, ProcessStarted(order.process, order.incarnation, pid, child.key))
+
+    @staticmethod
+    def _inspect(child: Process | None) -> Inspected:
+        """As the kernel shows it: a simulated process always has something to compute."""
+        if child is None or not child.alive:
+            return Inspected("")
+        return Inspected("T" if child.stopped else "S", child.world.now)

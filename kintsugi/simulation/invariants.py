@@ -1,0 +1,188 @@
+"""What must hold at every step of every simulated run, and what was covered.
+
+Each fact is compared with the undisturbed run: a step has one batch and one state, whatever broke. A violation is kept
+with the moment it happened; the first one is what counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from kintsugi.control.protocol import Decision, Event
+from kintsugi.control.shell import DURABLE
+from kintsugi.facts import (
+    BatchFormed,
+    CheckpointSaved,
+    EpochStarted,
+    Fact,
+    ProcessLost,
+    RolledBack,
+    RunEnded,
+    StepCommitted,
+)
+from kintsugi.messages import Body, Register
+from kintsugi.simulation.coverage import Coverage
+from kintsugi.simulation.master import SimulatedMaster
+from kintsugi.types import Role, role_of
+from kintsugi.wire import Envelope
+
+
+class Reference(msgspec.Struct):
+    """The undisturbed run of a configuration: per step the batch and the state that it leaves."""
+
+    digests: dict[int, str] = {}
+    batches: dict[int, tuple[str, ...]] = {}
+    weights_sha256: str = ""
+
+
+class Invariants:
+    """The observer of a run's masters and messages."""
+
+    def __init__(
+        self,
+        *,
+        reference: Reference | None,
+        coverage: Coverage,
+        touched: Callable[[str], bool],
+        survives: Callable[[int], str],
+    ) -> None:
+        """`touched`: whether a fault hit this process. `survives`: who still holds the state of a step, if anybody."""
+        self.violations: list[str] = []
+        self.found = Reference({}, {})
+        """What this run came to."""
+        self.step = 0
+        self.num_rollbacks = 0
+        self.facts: list[Fact] = []
+        self._reference, self._coverage = reference, coverage
+        self._touched, self._survives = touched, survives
+        self._epoch = 0
+        self._owners: dict[int, str] = {}
+        self._trained: dict[str, int] = {}
+        self._saved: set[int] = {0}
+        self._heard: dict[tuple[str, str], int] = {}
+        self._on_decision: list[Callable[[SimulatedMaster], None]] = []
+
+    def violated(self, what: str) -> None:
+        self.violations.append(what)
+
+    # The master.
+
+    def follow(self, action: Callable[[SimulatedMaster], None]) -> None:
+        """Call after every decision: faults wait for the master to come to a state."""
+        self._on_decision.append(action)
+
+    def decided(self, master: SimulatedMaster, state: str, event: Event, decision: Decision) -> None:
+        coverage = self._coverage
+        coverage.events[state, type(event).__name__] += 1
+        after = master.state
+        for effect in decision.effects:
+            coverage.effects[after, type(effect).__name__] += 1
+        if decision.facts:
+            coverage.effects[after, "append"] += 1
+            if any(isinstance(fact, DURABLE) for fact in decision.facts):
+                coverage.effects[after, "sync"] += 1
+        for action in self._on_decision:
+            action(master)
+
+    def crashed(self, state: str, what: str) -> None:
+        self._coverage.crashes[state, what] += 1
+
+    def journaled(self, master: SimulatedMaster, facts: tuple[Fact, ...]) -> None:
+        self.facts.extend(facts)
+        for fact in facts:
+            self._check(fact)
+        if self._owners.get(self._epoch) != master.incarnation:
+            owner = self._owners.get(self._epoch)
+            self.violated(f"master {master.incarnation} journals in epoch {self._epoch}, which {owner} owns")
+
+    def _check(self, fact: Fact) -> None:
+        match fact:
+            case StepCommitted():
+                self._committed(fact)
+            case BatchFormed():
+                self._batch_formed(fact)
+            case ProcessLost():
+                self._lost(fact)
+            case RolledBack():
+                self._rolled_back(fact)
+            case EpochStarted():
+                self._epoch_started(fact)
+            case CheckpointSaved():
+                self._saved.add(fact.step)
+            case RunEnded():
+                self.found.weights_sha256 = fact.weights_sha256
+            case _:
+                pass
+
+    def _epoch_started(self, fact: EpochStarted) -> None:
+        if fact.epoch <= self._epoch:
+            self.violated(f"epoch {fact.epoch} begins after epoch {self._epoch}")
+        self._epoch = fact.epoch
+        self._owners[fact.epoch] = fact.incarnation
+
+    def _batch_formed(self, fact: BatchFormed) -> None:
+        self.found.batches[fact.step] = fact.tickets
+        if self._reference is not None and self._reference.batches.get(fact.step) != fact.tickets:
+            self.violated(f"the batch of step {fact.step} is not that of the undisturbed run: {fact.tickets}")
+
+    def _committed(self, fact: StepCommitted) -> None:
+        if fact.step != self.step + 1:
+            self.violated(f"step {fact.step} is committed after step {self.step}")
+        self.step = fact.step
+        for ticket in self.found.batches.get(fact.step, ()):
+            if ticket in self._trained:
+                self.violated(f"{ticket} is trained in step {fact.step} and was in {self._trained[ticket]}")
+            self._trained[ticket] = fact.step
+        before = self.found.digests.setdefault(fact.step, fact.state_digest)
+        expected = before if self._reference is None else self._reference.digests.get(fact.step)
+        if fact.state_digest != expected:
+            self.violated(f"step {fact.step} ends in state {fact.state_digest}, undisturbed in {expected}")
+
+    def _rolled_back(self, fact: RolledBack) -> None:
+        self.num_rollbacks += 1
+        if fact.step not in self._saved:
+            self.violated(f"rolled back to step {fact.step}, of which no checkpoint was written")
+        holder = self._survives(self.step) if fact.step < self.step else ""
+        if holder and not fact.reason.startswith("resumed"):
+            self.violated(f"rolled back to step {fact.step} though {holder} holds step {self.step}")
+        self.step = fact.step
+        self._trained = {ticket: step for ticket, step in self._trained.items() if step <= fact.step}
+
+    def _lost(self, fact: ProcessLost) -> None:
+        if fact.fault.kind != "Stopped" and not self._touched(fact.process):
+            self.violated(
+                f"{fact.process} {fact.incarnation}, which no fault hit, was given up: {fact.fault.message}"
+            )
+
+    def compare_ends(self) -> None:
+        """A run that says it has finished has done all that the undisturbed one did."""
+        reference = self._reference
+        if reference is None:
+            return
+        if self.step != len(reference.digests):
+            self.violated(
+                f"finished with {self.step} committed steps in the journal, not {len(reference.digests)}"
+            )
+        if self.found.weights_sha256 != reference.weights_sha256:
+            self.violated(
+                f"finished with weights {self.found.weights_sha256}, not {reference.weights_sha256}"
+            )
+
+    # Messages.
+
+    def watch_messages(self, process: str, incarnation: str) -> Callable[[Envelope, Body], None]:
+        """An observer of what a process lets in: after a master of one epoch was heard, none of an older one is."""
+
+        def accepted(envelope: Envelope, body: Body) -> None:
+            if role_of(envelope.sender) is not Role.MASTER or isinstance(body, Register):
+                return
+            newest = self._heard.get((process, incarnation), 0)
+            if envelope.epoch < newest:
+                self.violated(
+                    f"{process} accepted {type(body).__name__} of epoch {envelope.epoch} after {newest}"
+                )
+            self._heard[process, incarnation] = max(newest, envelope.epoch)
+
+        return accepted

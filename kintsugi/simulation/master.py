@@ -1,0 +1,368 @@
+"""The master's process in a simulated run: the real journal and the real decisions, with a shell that can die anywhere.
+
+It does what `control/shell.py` does, in the same order: decide, append the facts, sync what must be durable, carry out
+the effects one by one. A planned crash ends it at any boundary between these.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from kintsugi.config import Config
+from kintsugi.control.journal import Journal
+from kintsugi.control.layout import ProcessPlan
+from kintsugi.control.master import Master
+from kintsugi.control.membership import MemberStatus
+from kintsugi.control.phases import Phase
+from kintsugi.control.protocol import (
+    Admit,
+    Began,
+    Decision,
+    Effect,
+    Event,
+    Exited,
+    Finish,
+    Forget,
+    Joined,
+    Replied,
+    Request,
+    RequestFailed,
+    ShareBook,
+    StopRequested,
+    Suspected,
+    Tell,
+    Tick,
+)
+from kintsugi.control.shell import DURABLE, TICK_S, new_state
+from kintsugi.errors import Fault, FencedError
+from kintsugi.facts import Fact
+from kintsugi.messages import (
+    AddressBook,
+    Body,
+    Heartbeat,
+    Ping,
+    ProcessExited,
+    ProcessSuspected,
+    Register,
+    Registered,
+    Shutdown,
+)
+from kintsugi.messages import Ok as OkBody
+from kintsugi.recovery.detection import STUCK_S, OpenRequest, Watch
+from kintsugi.simulation.disk import JournalDisk
+from kintsugi.simulation.network import Process
+from kintsugi.transport.exchange import Delivery
+from kintsugi.types import Peer, Role, role_of
+
+JOURNAL = Path("run/journal")
+CHECKPOINTS = "checkpoints"
+LARGE = 200
+"""Processes from which on the address book is shared once for many changes: it costs the square of their number."""
+SHARE_S = 0.05
+
+NewMaster = Callable[..., Master]
+Gate = Callable[["SimulatedMaster", str, Callable[..., None], tuple[Any, ...]], bool]
+"""(master, kind of event, action, its arguments) → whether it is held back, to be done later."""
+
+_GIVES: dict[type, str] = {Register: "Joined", ProcessExited: "Exited", ProcessSuspected: "Suspected"}
+"""Which event a message becomes."""
+
+
+class Crash(msgspec.Struct):
+    """End the master at a boundary: when it stands in `state` and is about to do, or has just done, `what`."""
+
+    state: str
+    what: str
+    """"append", "sync", or the kind of an effect."""
+    after: bool
+    happened: Callable[[], None]
+
+
+class Observer(Protocol):
+    """Who is told what the master does: coverage and invariants."""
+
+    def decided(self, master: SimulatedMaster, state: str, event: Event, decision: Decision) -> None: ...
+
+    def journaled(self, master: SimulatedMaster, facts: tuple[Fact, ...]) -> None: ...
+
+    def crashed(self, state: str, what: str) -> None: ...
+
+    def violated(self, what: str) -> None: ...
+
+
+def described(error: Exception) -> str:
+    """What went wrong, and where."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+
+
+class Killed(Exception):
+    """The planned end of this process has come."""
+
+
+class SimulatedMaster(Process):
+    """One incarnation of the master."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        config: Config,
+        layout: tuple[ProcessPlan, ...],
+        disk: JournalDisk,
+        observer: Observer,
+        num_rows: int,
+        new_master: NewMaster = Master,
+        on_finish: Callable[[str], None],
+        **names: Any,
+    ) -> None:
+        super().__init__(*arguments, **names)
+        self._config, self._disk, self._observer = config, disk, observer
+        self._on_finish = on_finish
+        self._is_large = len(layout) > LARGE
+        self.finished = False
+        self.crash: Crash | None = None
+        self.gate: Gate | None = None
+        self.watch = Watch()
+        self._current_book: AddressBook | None = None
+        self._sharing = False
+        self._events: deque[Event] = deque()
+        state = new_state(config)
+        owner = f"master-0 {self.incarnation}"
+        if disk.exists(JOURNAL):
+            self.journal, facts = Journal.open(JOURNAL, owner=owner, take_over=True, disk=disk)
+            for fact in facts:
+                state.apply(fact)
+        else:
+            self.journal = Journal.create(JOURNAL, owner=owner, disk=disk)
+        self.master = new_master(
+            config,
+            state=state,
+            layout=layout,
+            num_rows=num_rows,
+            num_eval_rows=config.data.num_eval,
+            checkpoint_folder=CHECKPOINTS,
+        )
+
+    @property
+    def state(self) -> str:
+        """Where it stands, for coverage: the phase, and inside a recovery the state of that."""
+        if self.master.phase is not Phase.RECOVERING:
+            return self.master.phase.value
+        return f"recovering: {self.master.recovery_state}"
+
+    def begin(self, began: Began) -> None:
+        """Take the run over; whoever the journal knows may speak."""
+        state = self.master.state
+        self.endpoint.epoch = self.endpoint.seen_epoch = state.epoch + 1
+        self.feed(began)
+        for member in state.members.members.values():
+            if member.status is MemberStatus.LIVE:
+                self.watch.joined(member.process, member.incarnation, self.world.now, host=member.host)
+        self.after(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        for suspicion in self.watch.check(self.world.now, asked=self._asked()):
+            self.feed(
+                Suspected(
+                    suspicion.process,
+                    suspicion.incarnation,
+                    suspicion.evidence,
+                    suspicion.kind,
+                    suspicion.lasting_s,
+                )
+            )
+        self.feed(Tick())
+        if not self.finished:
+            self.after(TICK_S, self._tick)
+
+    def _asked(self) -> dict[str, list[OpenRequest]]:
+        asked: dict[str, list[OpenRequest]] = {}
+        talk, now = self.master.talk, self.world.now
+        for token, process, kind, since in talk.open_requests():
+            if now - since > STUCK_S:
+                request = OpenRequest(token, kind, since, talk.longest_s(kind))
+                asked.setdefault(process, []).append(request)
+        return asked
+
+    def request_stop(self) -> None:
+        self.feed(StopRequested("asked to"))
+
+    # What arrives.
+
+    def handle(self, delivery: Delivery) -> None:
+        kind = _GIVES.get(type(delivery.body))
+        if self.gate is None or kind is None or not self.gate(self, kind, self._handle, (delivery,)):
+            self._handle(delivery)
+
+    def _handle(self, delivery: Delivery) -> None:
+        sender, body = delivery.envelope.sender, delivery.body
+        match body:
+            case Heartbeat():
+                self.world.note(self.name, f"Heartbeat from {sender}")
+                self._heard(sender, delivery.envelope.incarnation, body)
+            case Register() if delivery.wants_reply:
+                self._take_in(delivery, body)
+            case ProcessExited() if role_of(sender) is Role.AGENT:
+                self.feed(Exited(body.process, body.incarnation, body.status, body.last_output))
+            case ProcessSuspected() if role_of(sender) is Role.AGENT:
+                self.feed(Suspected(body.process, body.incarnation, body.evidence, certain=True))
+            case Ping():
+                self.endpoint.reply(delivery, OkBody())
+            case _ if delivery.wants_reply:
+                self.endpoint.fail(
+                    delivery, "RefusedError", f"the master does not answer {type(body).__name__}"
+                )
+
+    def _heard(self, sender: str, incarnation: str, heartbeat: Heartbeat) -> None:
+        now = self.world.now
+        self.master.state.members.heard(sender, heartbeat, now)
+        self.watch.heard(sender, incarnation, heartbeat, now)
+        if heartbeat.book < self._book().number:
+            self.endpoint.send(sender, self._book())
+
+    def _take_in(self, delivery: Delivery, register: Register) -> None:
+        peer = register.peer
+        if self._is_replaced(peer, register.role):
+            self.endpoint.fail(delivery, "RefusedError", f"{peer.process} {peer.incarnation} was replaced")
+            return
+        self.endpoint.admit(peer)
+        self.watch.joined(peer.process, peer.incarnation, self.world.now, host=peer.host)
+        self.feed(Joined(peer, register.role, register.pid, register.capabilities, register.children))
+        if self.alive and not self.finished:
+            self.endpoint.reply(delivery, Registered(self.master.state.epoch))
+
+    def _is_replaced(self, peer: Peer, role: Role) -> bool:
+        """A late registration must not put a dead process back in the place of the one that replaced it."""
+        member = self.master.state.members.members.get(peer.process)
+        if member is None or member.incarnation == peer.incarnation:
+            return member is not None and member.status is MemberStatus.LOST and role is not Role.AGENT
+        return role is not Role.AGENT or int(peer.incarnation) < int(member.incarnation)
+
+    def _answered(self, request: Request, body: Body | None, fault: Fault | None) -> None:
+        kind = "Replied" if fault is None else "RequestFailed"
+        if self.gate is None or not self.gate(self, kind, self._take_answer, (request, body, fault)):
+            self._take_answer(request, body, fault)
+
+    def _take_answer(self, request: Request, body: Body | None, fault: Fault | None) -> None:
+        if fault is None:
+            assert body is not None
+            self.feed(Replied(request.token, request.to, body))
+        else:
+            self.feed(RequestFailed(request.token, request.to, fault))
+
+    # Decide, journal, act.
+
+    def feed(self, event: Event) -> None:
+        """Take an event in turn; one that an effect gives at once waits for the present one."""
+        if self.finished or not self.alive:
+            return
+        self._events.append(event)
+        if len(self._events) > 1:
+            return
+        try:
+            while self._events and not self.finished:
+                self._take(self._events[0])
+                self._events.popleft()
+        except Killed:
+            self.end(-9)
+        except FencedError:
+            self.end(1)  # Another master has the journal: this one has nothing to say any more.
+
+    def _take(self, event: Event) -> None:
+        before = self.state
+        self.world.note(self.name, f"{type(event).__name__} in {before}")
+        try:
+            decision = self.master.decide(event, self.world.now)
+            if self.world.trace is not None and decision.reason:
+                self.world.remark(self.name, f"{decision.reason} → {self.state}")
+            self._observer.decided(self, before, event, decision)
+            self._carry_out(decision)
+        except (Killed, FencedError):
+            raise
+        except Exception as error:  # Any error of the code under test is what is looked for.
+            self._observer.violated(f"{type(event).__name__} in {before} is not defined: {described(error)}")
+            raise Killed from error
+
+    def _carry_out(self, decision: Decision) -> None:
+        if decision.facts:
+            self._boundary("append", after=False)
+            self.journal.append(decision.facts)
+            self._current_book = None
+            self._observer.journaled(self, decision.facts)
+            self._boundary("append", after=True)
+            if any(isinstance(fact, DURABLE) for fact in decision.facts):
+                self._boundary("sync", after=False)
+                self.journal.sync()
+                self._boundary("sync", after=True)
+        for effect in decision.effects:
+            if self.crash is None:
+                self._act(effect)
+            else:
+                self._boundary(type(effect).__name__, after=False)
+                self._act(effect)
+                self._boundary(type(effect).__name__, after=True)
+
+    def _boundary(self, what: str, *, after: bool) -> None:
+        crash = self.crash
+        if crash is not None and crash.what == what and crash.after == after and crash.state == self.state:
+            self._observer.crashed(crash.state, what)
+            self.crash = None
+            crash.happened()
+            raise Killed
+
+    def _act(self, effect: Effect) -> None:
+        match effect:
+            case Request():
+                self.endpoint.request(
+                    effect.to,
+                    effect.body,
+                    deadline_s=effect.deadline_s,
+                    on_done=lambda body, fault: self._answered(effect, body, fault),
+                )
+            case Tell(to=to, body=body):
+                self.endpoint.send(to, body)
+            case Admit(peer=peer):
+                self.endpoint.admit(peer)
+            case Forget(process=process, fault=fault):
+                self.watch.forget(process)
+                self.endpoint.forget(process, fault)
+            case ShareBook() if self._is_large:
+                if not self._sharing:
+                    self._sharing = True
+                    self.after(SHARE_S, self._share_book)
+            case ShareBook():
+                self._share_book()
+            case Finish():
+                self._finish(effect)
+            case _:
+                pass  # Records for people: nobody in the run depends on them.
+
+    def _book(self) -> AddressBook:
+        """Made once per change: with thousands of processes it is long."""
+        if self._current_book is None:
+            self._current_book = self.master.state.members.address_book(self.peer)
+        return self._current_book
+
+    def _share_book(self) -> None:
+        self._sharing = False
+        book = self._book()
+        for peer in book.peers:
+            if peer.process != self.name:
+                self.endpoint.send(peer.process, book)
+
+    def _finish(self, finish: Finish) -> None:
+        self.finished = True
+        for process in list(self.endpoint.directory.peers):
+            self.endpoint.send(process, Shutdown(f"the run {finish.outcome}"))
+        self._on_finish(finish.outcome)
+
+    def end(self, status: int) -> None:
+        if self.alive:
+            self.journal.close()
+        super().end(status)

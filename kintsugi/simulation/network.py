@@ -1,0 +1,325 @@
+"""Simulated processes and the network between them: a small, faithful model of `transport/endpoint.py`.
+
+A request keeps its number when it is sent again, and its answer is kept for that. Keys, incarnations and epochs are
+judged by the same `Directory` as in real processes. What the wire does to a message (loss, repetition, delay, cuts in
+one direction) is the network's business; that messages overtake each other follows from delays of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kintsugi.errors import Fault
+from kintsugi.messages import AddressBook, Body, Failed, Register
+from kintsugi.simulation.world import Action, World
+from kintsugi.transport.directory import Caller, Directory
+from kintsugi.transport.endpoint import FIRST_RESEND_S, LONGEST_RESEND_S
+from kintsugi.transport.exchange import Delivery, SavedReplies
+from kintsugi.types import Peer, Role
+from kintsugi.wire import Envelope, MessageKind
+
+JOB = "simulated"
+_REQUEST, _REPLY, _ONE_WAY = MessageKind.REQUEST, MessageKind.REPLY, MessageKind.ONE_WAY
+
+OnDone = Callable[[Body | None, Fault | None], None]
+"""What a request ended in: an answer, or a fault."""
+
+
+class Weather:
+    """What the wire does to messages, for everybody and between any two processes."""
+
+    def __init__(self) -> None:
+        self.loss = 0.0
+        self.repetition = 0.0
+        self.spike = 0.0
+        """Share of messages that take `spike_s` longer."""
+        self.spike_s = 0.5
+        self.cuts: dict[tuple[str, str], int] = {}
+        """(from, to) → how many cuts hold: nothing arrives in this direction."""
+
+    @property
+    def is_clear(self) -> bool:
+        return not (self.loss or self.repetition or self.spike or self.cuts)
+
+    def cut(self, source: str, target: str) -> None:
+        self.cuts[source, target] = self.cuts.get((source, target), 0) + 1
+
+    def mend(self, source: str, target: str) -> None:
+        self.cuts[source, target] -= 1
+        if not self.cuts[source, target]:
+            del self.cuts[source, target]
+
+
+class Network:
+    """Carries messages to the process that listens at an address."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.weather = Weather()
+        self.listening: dict[str, Process] = {}
+        self.num_lost = 0
+
+    def carry(self, source: Process, target: Process | None, action: Action, *arguments: Any) -> None:
+        """Let `action` happen in the target process after a while, or not, or twice."""
+        if target is None or not target.alive:
+            return
+        weather, draw = self.weather, self._world.random.random
+        delay_s = 0.0002 + 0.002 * draw()
+        if weather.cuts and (source.name, target.name) in weather.cuts:
+            self.num_lost += 1
+            return
+        if weather.loss and draw() < weather.loss:
+            self.num_lost += 1
+            return
+        if weather.spike and draw() < weather.spike:
+            delay_s += weather.spike_s * draw()
+        if weather.repetition and draw() < weather.repetition:
+            self._world.after(delay_s + 0.05 * draw(), target.enter, action, arguments)
+        self._world.after(delay_s + target.slowness_s, target.enter, action, arguments)
+
+
+class Process:
+    """One incarnation of a process: alive or not, stopped or not, and its endpoint.
+
+    Whatever happens in it goes through `enter`: a dead process does nothing, a stopped one does it once continued.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        world: World,
+        *,
+        name: str,
+        role: Role,
+        host: str,
+        incarnation: str,
+        key: bytes,
+        epoch: int = 0,
+        address: str = "",
+    ) -> None:
+        self.world, self.network = world, network
+        self.name, self.role, self.host, self.incarnation = name, role, host, incarnation
+        self.key, self.address = key, address or f"sim://{name}/{incarnation}"
+        self.alive, self.stopped = True, False
+        self.slowness_s = 0.0
+        """Added to everything that it receives and does."""
+        self.on_exit: Callable[[Process, int], None] = lambda process, status: None
+        self._held: list[tuple[Action, tuple[Any, ...]]] = []
+        self.endpoint = SimulatedEndpoint(self, epoch=epoch)
+        network.listening[self.address] = self
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(self.name, self.incarnation, self.host, self.address, self.key)
+
+    def enter(self, action: Action, arguments: tuple[Any, ...]) -> None:
+        if not self.alive:
+            return
+        if self.stopped:
+            self._held.append((action, arguments))
+        else:
+            action(*arguments)
+
+    def after(self, delay_s: float, action: Action, *arguments: Any) -> None:
+        """Plan something of this process's own."""
+        self.world.after(delay_s + self.slowness_s, self.enter, action, arguments)
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def go_on(self) -> None:
+        """Everything that came meanwhile is there at once."""
+        self.stopped = False
+        held, self._held = self._held, []
+        for action, arguments in held:
+            self.enter(action, arguments)
+
+    def end(self, status: int) -> None:
+        if self.alive:
+            self.alive = False
+            if self.network.listening.get(self.address) is self:
+                del self.network.listening[self.address]
+            self.on_exit(self, status)
+
+    def handle(self, delivery: Delivery) -> None:
+        """Take a request or a one-way message; each kind of process has its own."""
+        raise NotImplementedError
+
+
+class Pending:
+    """A request under way."""
+
+    __slots__ = ("body", "deadline", "done", "interval_s", "on_done", "process", "sequence")
+
+    def __init__(self, process: str, body: Body, *, sequence: int, deadline: float, on_done: OnDone) -> None:
+        self.process, self.body, self.sequence = process, body, sequence
+        self.deadline, self.interval_s, self.on_done, self.done = deadline, FIRST_RESEND_S, on_done, False
+
+
+class SimulatedEndpoint:
+    """How one process speaks and is spoken to; the rules are those of `transport.Endpoint`."""
+
+    def __init__(self, owner: Process, *, epoch: int) -> None:
+        self._owner, self._world = owner, owner.world
+        self.epoch = self.seen_epoch = epoch
+        self.directory = Directory(job=JOB, process=owner.name)
+        self._introduced: set[bytes] = set()
+        self._sequences: dict[str, int] = {}
+        self._pending: dict[str, dict[int, Pending]] = {}
+        self._saved = SavedReplies()
+        self.accepted: Callable[[Envelope, Body], None] | None = None
+        """Sees every message that was let in: for the invariants."""
+
+    # Who is who.
+
+    def admit(self, peer: Peer) -> None:
+        known = self.directory.peers.get(peer.process)
+        if known == peer:
+            return
+        if known is not None and known.public_key != peer.public_key:
+            self.forget(peer.process, self._fault(f"{peer.process} was replaced by {peer.incarnation}"))
+        elif known is not None and known.address != peer.address:
+            self._close_link(peer.process, self._fault(f"{peer.process} moved to {peer.address}"))
+        self.directory.add(peer)
+        self._introduced.add(peer.public_key)
+
+    def set_book(self, book: AddressBook) -> bool:
+        if book.number <= self.directory.number:
+            return False
+        self.directory.number = book.number
+        listed = {peer.process for peer in book.peers}
+        for process in [process for process in self.directory.peers if process not in listed]:
+            self.forget(process, self._fault(f"{process} is no longer in the address book"))
+        for peer in book.peers:
+            if peer.process != self._owner.name:
+                self.admit(peer)
+        return True
+
+    def forget(self, process: str, fault: Fault) -> None:
+        self.directory.remove(process, fault)
+        self._close_link(process, fault)
+
+    def _close_link(self, process: str, fault: Fault) -> None:
+        for pending in list(self._pending.pop(process, {}).values()):
+            self._settle(pending, None, fault)
+
+    def _fault(self, message: str) -> Fault:
+        return self._world.fault("ProcessDied", self._owner.name, message)
+
+    # Speaking.
+
+    def request(self, process: str, body: Body, *, deadline_s: float, on_done: OnDone) -> None:
+        peer = self.directory.peers.get(process)
+        if peer is None or not peer.address:
+            error = self.directory.why_unreachable(process)
+            on_done(None, error.cause or self._world.fault(type(error).__name__, process, str(error)))
+            return
+        sequence = self._sequences[process] = self._sequences.get(process, 0) + 1
+        deadline = self._world.now + deadline_s
+        pending = Pending(process, body, sequence=sequence, deadline=deadline, on_done=on_done)
+        self._pending.setdefault(process, {})[sequence] = pending
+        self._transmit(peer, sequence, _REQUEST, body)
+        self._owner.after(min(FIRST_RESEND_S, deadline_s), self._remind, pending)
+
+    def send(self, process: str, body: Body) -> bool:
+        peer = self.directory.peers.get(process)
+        if peer is None or not peer.address:
+            return False
+        sequence = self._sequences[process] = self._sequences.get(process, 0) + 1
+        self._transmit(peer, sequence, _ONE_WAY, body)
+        return True
+
+    def reply(self, delivery: Delivery, body: Body) -> None:
+        """Answer a request, once; the route of a delivery is the process that it came from."""
+        envelope = delivery.envelope
+        delivery.running.pop(envelope.sequence, None)
+        self._saved.put(envelope, body, (), size=1, now=self._world.now)
+        self._transmit_reply(delivery.route, envelope.sequence, body)
+
+    def fail(self, delivery: Delivery, kind: str, message: str, *, cause: Fault | None = None) -> None:
+        self.reply(delivery, Failed(self._world.fault(kind, self._owner.name, message, cause=cause)))
+
+    def _transmit(self, peer: Peer, sequence: int, kind: MessageKind, body: Body) -> None:
+        owner = self._owner
+        target = owner.network.listening.get(peer.address)
+        if target is None:
+            return
+        envelope = Envelope(JOB, self.epoch, owner.name, owner.incarnation, sequence, kind)
+        owner.network.carry(owner, target, target.endpoint.receive, owner, envelope, body)
+
+    def _transmit_reply(self, route: Any, sequence: int, body: Body) -> None:
+        owner, target = self._owner, route
+        envelope = Envelope(JOB, self.epoch, owner.name, owner.incarnation, sequence, _REPLY)
+        owner.network.carry(owner, target, target.endpoint.receive_reply, owner, envelope, body)
+
+    def _remind(self, pending: Pending) -> None:
+        if pending.done:
+            return
+        now = self._world.now
+        peer = self.directory.peers.get(pending.process)
+        if now >= pending.deadline or peer is None:
+            self._pending.get(pending.process, {}).pop(pending.sequence, None)
+            what = f"no answer to {type(pending.body).__name__} in time"
+            fault = self._world.fault("DeadlineExceeded", pending.process, what)
+            self._settle(pending, None, fault)
+            return
+        self._transmit(peer, pending.sequence, _REQUEST, pending.body)
+        pending.interval_s = min(2 * pending.interval_s, LONGEST_RESEND_S)
+        self._owner.after(min(pending.interval_s, pending.deadline - now), self._remind, pending)
+
+    @staticmethod
+    def _settle(pending: Pending, body: Body | None, fault: Fault | None) -> None:
+        assert not pending.done, f"{type(pending.body).__name__} to {pending.process} ended twice"
+        pending.done = True
+        pending.on_done(body, fault)
+
+    # What arrives.
+
+    def receive(self, source: Process, envelope: Envelope, body: Body) -> None:
+        if source.key not in self._introduced:
+            return  # It waits at the door until somebody introduces it; a request comes again.
+        why = self.directory.why_refused(source.key.decode(), envelope, epoch=self.epoch)
+        if why:
+            self._refuse(source, envelope, why)
+            return
+        caller = self.directory.callers[source.key.decode()]
+        if envelope.kind is _REQUEST and self._is_repeated(caller, envelope, source):
+            return
+        if envelope.epoch < self.epoch and type(body) is not Register:
+            why = f"epoch {envelope.epoch} is over, it is {self.epoch}"
+            self._refuse(source, envelope, why, kind="EpochOver")
+            return
+        self.seen_epoch = self.directory.newest_epoch(self.seen_epoch, by=envelope.sender, of=envelope)
+        if self.accepted is not None:
+            self.accepted(envelope, body)
+        delivery = Delivery(envelope, body, (), caller.peer, source, caller.running)  # type: ignore[arg-type]
+        if envelope.kind is _REQUEST:
+            caller.running[envelope.sequence] = delivery
+        self._owner.handle(delivery)
+
+    def _is_repeated(self, caller: Caller, envelope: Envelope, source: Process) -> bool:
+        if envelope.sequence in caller.running:
+            return True
+        saved = self._saved.get(envelope)
+        if saved is None:
+            return False
+        assert saved.body is not None
+        self._transmit_reply(source, envelope.sequence, saved.body)
+        return True
+
+    def _refuse(self, source: Process, envelope: Envelope, why: str, *, kind: str = "RefusedError") -> None:
+        fault = self._world.fault(kind, self._owner.name, why)
+        self._transmit_reply(source, envelope.sequence, Failed(fault))
+
+    def receive_reply(self, source: Process, envelope: Envelope, body: Body) -> None:
+        self.seen_epoch = self.directory.newest_epoch(self.seen_epoch, by=source.name, of=envelope)
+        fault = body.fault if isinstance(body, Failed) else None
+        if fault is not None and fault.kind == "EpochOver":
+            return  # Not an answer: it goes out again under the new epoch, once that is adopted.
+        pending = self._pending.get(source.name, {}).pop(envelope.sequence, None)
+        if pending is None:
+            return
+        if self._owner.role is not Role.MASTER:  # What the master is told is counted when it decides on it.
+            self._world.note(self._owner.name, f"{type(body).__name__} from {source.name}")
+        self._settle(pending, None if fault is not None else body, fault)

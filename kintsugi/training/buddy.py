@@ -1,0 +1,92 @@
+"""The buddy copy: when all ranks live on one host, another host's agent keeps their latest state in its memory."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kintsugi.checkpoint.snapshot import Header
+from kintsugi.messages import KeepState, StateFetched
+from kintsugi.runtime import COUNTERS
+from kintsugi.training.copies import Counters
+from kintsugi.training.samples import Answer
+from kintsugi.transport import Blob, chunks
+from kintsugi.types import Peer
+from kintsugi.weights.manifest import build_manifest, layout_size
+from kintsugi.weights.publish import WHOLE_MODEL
+from kintsugi.worker import ShuttingDown
+
+KEEP_TIMEOUT_S = 120.0
+
+Send = Callable[[str, KeepState, Sequence[Blob]], Answer]
+"""Asks a process to keep a state, without waiting; from any thread."""
+
+
+def buddy_of(*, rank: int, host: str, others: Sequence[Peer], agents: Sequence[Peer]) -> str | None:
+    """The agent that a rank on `host` has to send its state to; None where there is no need, or nobody.
+
+    Another rank on another host is a better copy than any; of the ranks of one host the first speaks for all.
+
+    >>> buddy_of(rank=0, host="host-0", others=[], agents=[Peer("agent-1", "0", "host-1", "", b"")])
+    'agent-1'
+    """
+    if rank != 0 or any(other.host != host for other in others):
+        return None
+    return min((agent.process for agent in agents if agent.host != host), default=None)
+
+
+@dataclass(frozen=True)
+class StateCopy:
+    """A prepared or committed state as it lies in its snapshot slot."""
+
+    counters: Counters
+    digest: str
+    tensors: Mapping[str, Tensor]
+    header: Callable[[], Header | None]
+    """Waits until the slot is whole and says what it holds; read slowly, it may be overtaken by a later step."""
+
+
+class BuddyCopy:
+    """Sends states off the critical path: one at a time, and the latest when the last has arrived.
+
+    A step is sent as soon as it is prepared, not when it is committed: it should be there when the master writes it
+    down. The agent keeps the step before it as well.
+    """
+
+    def __init__(self, send: Send, *, process: str) -> None:
+        self._send = send
+        self._process = process
+        self._thread: threading.Thread | None = None
+        self._answer: Answer | None = None
+        self._sent = ""
+
+    def offer(self, copy: StateCopy, *, buddy: str) -> bool:
+        """Send this state unless it was, or another is still on its way; says whether it will."""
+        is_reading = self._thread is not None and self._thread.is_alive()
+        is_travelling = self._answer is not None and not self._answer.done
+        if is_reading or is_travelling or copy.digest == self._sent:
+            return False
+        self._sent = copy.digest
+        self._thread = threading.Thread(target=self._run, args=(copy, buddy), name="buddy", daemon=True)
+        self._thread.start()
+        return True
+
+    def _run(self, copy: StateCopy, buddy: str) -> None:
+        before = copy.header()
+        step = copy.counters.step
+        buffer = memoryview(mmap.mmap(-1, layout_size(copy.tensors)))
+        manifest = build_manifest(copy.tensors, version=step, step=step, mesh=WHOLE_MODEL, into=buffer)
+        if before is None or before.digest != copy.digest or copy.header() != before:
+            COUNTERS.add("buddy_copies_overtaken")
+            return
+        state = StateFetched(manifest, copy.counters.stage, copy.counters.updates, copy.counters.skipped)
+        pieces = [buffer[piece.offset : piece.offset + piece.size] for piece in manifest.pieces]
+        frames = [frame for piece in pieces for frame in chunks(piece)]
+        with suppress(ShuttingDown):
+            self._answer = self._send(buddy, KeepState(self._process, state), frames)
+            COUNTERS.add("buddy_copies")

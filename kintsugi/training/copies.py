@@ -1,0 +1,307 @@
+"""Copies of a rank's state outside of it: made behind its back, verified when they are used.
+
+The live state is one tensor of three rows (weights and the two moments). A finished step is copied into the snapshot
+slot that does not hold the committed one, by a thread, while the digest is computed and the answer travels; who wants
+to change the live state, or the slot's status, waits for that thread first.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+from torch import Tensor
+
+from kintsugi.checkpoint.snapshot import Header, HeldSnapshots, Slot, Snapshots, find_slot
+from kintsugi.errors import IntegrityError, RefusedError
+from kintsugi.runtime import wait
+
+INLINE_BYTES = 4 << 20
+"""Less is copied faster than a thread is started."""
+HASHED_AT_ONCE_BYTES = 16 << 20
+"""The interpreter is held meanwhile, and heartbeats with it."""
+COPY_TIMEOUT_S = 600.0
+
+
+class Counters(msgspec.Struct, frozen=True):
+    """What counts as state: it is hashed, saved and rolled back with the tensors."""
+
+    step: int = 0
+    """The last finished step of the run."""
+    stage: str = ""
+    updates: int = 0
+    """Optimizer updates applied in this stage; drives the schedule and Adam's bias correction."""
+    skipped: int = 0
+    """Updates left out in this stage because their gradient was not finite."""
+
+
+def digest_of(counters: Counters, tensor: Tensor) -> str:
+    """xxh3-64 over counters, weights and moments; equal on all ranks after the same steps."""
+    digest = xxhash.xxh3_64(msgspec.msgpack.encode(counters))
+    content = memoryview(tensor.cpu().numpy().data).cast("B")
+    for start in range(0, len(content), HASHED_AT_ONCE_BYTES):
+        digest.update(content[start : start + HASHED_AT_ONCE_BYTES])
+    return digest.hexdigest()
+
+
+class StateCopies:
+    """The committed state of one rank and, while there is one, the prepared next."""
+
+    def __init__(self, live: Tensor, *, snapshots: Snapshots) -> None:
+        self._live = live
+        self._snapshots = snapshots
+        self._views = tuple(_view(slot, like=live) for slot in snapshots.slots)
+        self._committed: int | None = None
+        self._prepared: int | None = None
+        self._copy: _Copy | None = None
+        self._pinning: threading.Thread | None = None
+        if live.is_cuda:
+            # Takes seconds for a large state, in which the rank has better things to do.
+            self._pinning = threading.Thread(target=self._pin, name="pin-snapshots", daemon=True)
+            self._pinning.start()
+
+    @property
+    def committed(self) -> Tensor | None:
+        """The committed state; None while nothing was copied, because the live state has never changed."""
+        return None if self._committed is None else self._views[self._committed]
+
+    def prepare(self, counters: Counters) -> str:
+        """Copy the live state, which `counters` describe, and give its digest. The copy may still be under way."""
+        self.settle()
+        if self._pinning is not None:
+            _join(self._pinning, what="pinned memory for its snapshots")
+        index = self._spare()
+        slot, view = self._snapshots.slots[index], self._views[index]
+        serial = self._snapshots.next_serial
+        slot.begin()
+        self._prepared = index
+        copy = self._copy = _Copy(self._live, into=view)
+        if self._live.is_cuda:
+            self.settle()
+        digest = digest_of(counters, view if self._live.is_cuda else self._live)
+        copy.then(lambda: slot.prepare(_header(counters, digest=digest, serial=serial)))
+        return digest
+
+    def commit(self) -> None:
+        """The prepared copy is the committed one."""
+        assert self._prepared is not None
+        self.settle()
+        self._snapshots.slots[self._prepared].commit()
+        self._committed, self._prepared = self._prepared, None
+
+    def latest(self) -> tuple[Tensor, Callable[[], Header | None]] | None:
+        """The newest copy, prepared or committed, for a thread that reads it while training goes on; None before the
+        first. The function waits until the copy is whole and says what the slot holds; a reader asks before and
+        after, because the step after the next overwrites the slot."""
+        index = self._committed if self._prepared is None else self._prepared
+        if index is None:
+            return None
+        slot, copy = self._snapshots.slots[index], self._copy if self._prepared is not None else None
+
+        def header() -> Header | None:
+            if copy is not None:
+                copy.finish()
+            return slot.header
+
+        return self._views[index], header
+
+    def drop_prepared(self) -> None:
+        """What was prepared will not be committed; nobody must find it and take it for what comes instead."""
+        self.settle()
+        if self._prepared is not None:
+            self._snapshots.slots[self._prepared].clear()
+            self._prepared = None
+
+    def load(self) -> None:
+        """Make the live state the committed one again."""
+        assert self._committed is not None
+        self.drop_prepared()
+        self._live.copy_(self._views[self._committed])
+
+    def digest(self, counters: Counters) -> str:
+        """Of the live state as it is now."""
+        self.settle()
+        if not self._live.is_cuda or self._prepared is not None or self._committed is None:
+            return digest_of(counters, self._live)
+        index = self._spare()
+        slot, view = self._snapshots.slots[index], self._views[index]
+        slot.begin()
+        view.copy_(self._live)
+        slot.clear()
+        return digest_of(counters, view)
+
+    def adopt(self, step: int, *, digest: str) -> Counters:
+        """Become what the last incarnation of this process left of `step`."""
+        self.settle()
+        slot, header = find_slot(self._snapshots.slots, step, digest=digest)
+        index = self._snapshots.slots.index(slot)
+        counters, found = _counters(header), digest_of(_counters(header), self._views[index])
+        if found != header.digest:
+            raise IntegrityError(f"the snapshot of step {step} hashes to {found}, expected {header.digest}")
+        self._keep(index)
+        return counters
+
+    def copy_from(self, held: HeldSnapshots, step: int, *, digest: str) -> Counters:
+        """Become what another process of this host has, or had, of `step`; it may be writing meanwhile."""
+        slot, header = find_slot(held.slots, step, digest=digest)
+        if slot.payload.nbytes != self._live.nbytes:
+            raise IntegrityError(
+                f"expected a snapshot of {self._live.nbytes} bytes, got one of {slot.payload.nbytes}"
+            )
+        counters, theirs = _counters(header), _view(slot, like=self._live)
+        self.fill(counters, lambda view: view.copy_(theirs), digest=header.digest)
+        return counters
+
+    def fill(self, counters: Counters, write: Callable[[Tensor], object], *, digest: str = "") -> str:
+        """Become the state that `write` writes into a tensor of the live one's shape. A wrong one changes nothing."""
+        self.drop_prepared()
+        index = self._spare()
+        slot, view = self._snapshots.slots[index], self._views[index]
+        serial = self._snapshots.next_serial
+        slot.begin()
+        write(view)
+        found = digest_of(counters, view)
+        if digest not in ("", found):
+            slot.clear()
+            raise IntegrityError(f"the state of step {counters.step} hashes to {found}, expected {digest}")
+        slot.prepare(_header(counters, digest=found, serial=serial))
+        self._keep(index)
+        return found
+
+    def keep_reference(self, stage: str, reference: Tensor) -> None:
+        """Put a stage's reference weights beside the snapshots, once."""
+        slot = self._snapshots.reference(stage, size=reference.nbytes)
+        slot.begin()
+        view = _view(slot, like=reference)
+        view.copy_(reference)
+        slot.prepare(Header(0, stage, 0, 0, _bytes_digest(view), 0))
+        slot.commit()
+        self._snapshots.keep_references({stage})
+
+    def load_reference(self, stage: str, *, into: Tensor, held: HeldSnapshots | None = None) -> None:
+        """Take a stage's reference weights from beside the snapshots, own or others'."""
+        slot = held.reference(stage) if held else self._snapshots.reference(stage, size=into.nbytes)
+        header = slot.header
+        if header is None or header.stage != stage or slot.payload.nbytes != into.nbytes:
+            raise RefusedError(f"there are no reference weights of stage {stage!r}")
+        copied = _view(slot, like=into).clone()
+        if _bytes_digest(copied) != header.digest:
+            raise IntegrityError(f"the reference weights of stage {stage!r} are damaged")
+        into.copy_(copied)
+
+    def settle(self) -> None:
+        """Wait until the copy that is under way has ended."""
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy.finish()
+
+    def _pin(self) -> None:
+        """Let the device write into the slots by itself. Where it refuses, copies are slower and nothing else."""
+        runtime: Any = torch.cuda.cudart()
+        for view in self._views:
+            address = view.data_ptr()
+            if int(runtime.cudaHostRegister(address, view.nbytes, 0)) == 0:
+                weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
+            else:
+                with suppress(RuntimeError):  # A refusal is kept for the next who starts something there.
+                    torch.zeros(1, device=self._live.device)
+
+    def _spare(self) -> int:
+        """The slot that may be overwritten: not the committed one, else the older one."""
+        if self._committed is not None:
+            return 1 - self._committed
+        serials = [-1 if (header := slot.header) is None else header.serial for slot in self._snapshots.slots]
+        return serials.index(min(serials))
+
+    def _keep(self, index: int) -> None:
+        """This slot is the committed state, and so is the live one."""
+        slots = self._snapshots.slots
+        slots[index].commit()
+        slots[1 - index].clear()
+        self._committed, self._prepared = index, None
+        self._live.copy_(self._views[index])
+
+
+class _Copy:
+    """A tensor on its way into host memory, in a thread of its own where that is worth it."""
+
+    def __init__(self, tensor: Tensor, *, into: Tensor) -> None:
+        self._tensor = tensor
+        self._into = into
+        self._lock = threading.Lock()
+        self._afterwards: Callable[[], None] | None = None
+        self._copied = False
+        self._error: RuntimeError | None = None
+        self._thread: threading.Thread | None = None
+        self._ready = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+        if tensor.nbytes < INLINE_BYTES:
+            self._run()
+        else:
+            self._thread = threading.Thread(target=self._run, name="snapshot", daemon=True)
+            self._thread.start()
+
+    def then(self, afterwards: Callable[[], None]) -> None:
+        """Do this once the bytes are there, whoever is first."""
+        with self._lock:
+            self._afterwards = afterwards
+            if self._copied:
+                afterwards()
+
+    def finish(self) -> None:
+        """Wait until the copy has ended; raises what it ended in."""
+        if self._thread is not None:
+            _join(self._thread, what="the copy of its state")
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._transfer()
+        except RuntimeError as error:  # What a device error is; it belongs to whoever waits.
+            self._error = error
+            return
+        with self._lock:
+            self._copied = True
+            if self._afterwards is not None:
+                self._afterwards()
+
+    def _transfer(self) -> None:
+        if self._ready is None:
+            self._into.copy_(self._tensor)
+            return
+        stream = torch.cuda.Stream(self._tensor.device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(self._ready)
+            self._into.copy_(self._tensor, non_blocking=True)
+        stream.synchronize()
+
+
+def _view(slot: Slot, *, like: Tensor) -> Tensor:
+    """A slot's payload as a tensor in host memory."""
+    return torch.frombuffer(slot.payload, dtype=like.dtype, count=like.numel()).view(like.shape)
+
+
+def _join(thread: threading.Thread, *, what: str) -> None:
+    def attempt(remaining_s: float) -> bool | None:
+        thread.join(remaining_s)
+        return None if thread.is_alive() else True
+
+    wait(attempt, whom="this process", what=what, timeout_s=COPY_TIMEOUT_S)
+
+
+def _bytes_digest(tensor: Tensor) -> str:
+    return xxhash.xxh3_64_hexdigest(tensor.view(torch.uint8).numpy().data)
+
+
+def _header(counters: Counters, *, digest: str, serial: int) -> Header:
+    return Header(counters.step, counters.stage, counters.updates, counters.skipped, digest, serial)
+
+
+def _counters(header: Header) -> Counters:
+    return Counters(header.step, header.stage, header.updates, header.skipped)

@@ -1,0 +1,29 @@
+"""What torch raises when a device fails, under the names that the rest of the system knows."""
+
+from __future__ import annotations
+
+import torch
+
+from kintsugi.errors import DeviceError, DeviceOutOfMemory
+
+
+def as_world_error(error: Exception) -> Exception:
+    """The device's own fault where there is one behind this error; else the error as it is.
+
+    An illegal access is reported by whatever looks at the device next, perhaps a collective, which must not be blamed.
+    The result holds no trace: with it go the frames that keep the memory of what failed.
+
+    >>> as_world_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."))
+    DeviceOutOfMemory('CUDA out of memory. Tried to allocate 2 GiB.')
+    """
+    link: BaseException | None = error
+    while link is not None:
+        text = str(link).partition("\n")[0]
+        if isinstance(link, torch.OutOfMemoryError):
+            return DeviceOutOfMemory(text)
+        if isinstance(link, torch.AcceleratorError) or (
+            isinstance(link, RuntimeError) and text.startswith("CUDA error")
+        ):
+            return DeviceError(text)
+        link = link.__cause__
+    return error

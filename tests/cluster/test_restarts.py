@@ -1,0 +1,131 @@
+"""Agents and masters that are killed or stopped come back, and the processes of the run do not notice."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from kintsugi.cluster.children import process_start_time
+from kintsugi.types import Role
+from tests.cluster.tiny_runs import TinyRun, start_of, until
+
+pytestmark = pytest.mark.cluster
+
+KILLED_OR_STOPPED = pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)],
+    ids=["killed", "stopped"],
+)
+
+
+def end(run: TinyRun) -> None:
+    """Stop the run and see that it ends as if nothing had happened."""
+    run.note_sockets()
+    assert run.launcher is not None
+    run.launcher.send_signal(signal.SIGTERM)
+    assert run.result() == (0, "")
+    run.assert_nothing_left()
+
+
+@KILLED_OR_STOPPED
+def test_an_agent_comes_back_and_its_processes_keep_their_pids(run: TinyRun, number: int) -> None:
+    run.start_and_wait(start_of("model-0"), start_of("rollout-0"), preload=("json",))
+    first, started, master = run.agent_pid(), run.started(), run.master()
+    os.kill(first, number)
+    until(lambda: run.registrations("agent-0") == 2, "the second agent")
+    assert run.happened()[-1] == ["registered", "agent-0", "1", sorted(started.values())]
+    assert run.agent_pid() != first
+    assert run.master() == master, "it does not notice"
+    assert all(process_start_time(pid) for pid in started.values())
+    os.kill(started["model-0"], signal.SIGKILL)
+    until(lambda: ["exited", "model-0", None] in run.happened(), "the end of an adopted process to be told")
+    remains = Path(f"/proc/{started['model-0']}")
+    until(lambda: not remains.exists(), "the launcher to take its remains away")
+    end(run)
+
+
+@KILLED_OR_STOPPED
+@pytest.mark.parametrize(
+    "preload", [pytest.param((), marks=pytest.mark.slow), ("json",)], ids=["executed", "forked"]
+)
+def test_a_master_comes_back_on_the_same_socket_and_its_processes_keep_their_pids(
+    run: TinyRun, number: int, preload: tuple[str, ...]
+) -> None:
+    run.start_and_wait(start_of("model-0"), start_of("rollout-0"), preload=preload)
+    agent, started, (first, adopting, address) = run.agent_pid(), run.started(), run.master()
+    assert not adopting
+    os.kill(first, number)
+    until(lambda: run.master()[0] != first and ["complete"] in run.happened(), "the second master")
+    assert run.master()[1:] == (True, address)
+    assert ["registered", "agent-0", "0", sorted(started.values())] in run.happened()
+    assert run.started() == started
+    assert run.agent_pid() == agent
+    end(run)
+
+
+def test_master_and_agent_killed_together_come_back_both(run: TinyRun) -> None:
+    run.start_and_wait(start_of("model-0"), start_of("model-1"), hosts=2)
+    started, (first, _, address) = run.started(), run.master()
+    agent = run.agent_pid("agent-0")
+    os.kill(agent, signal.SIGSTOP)
+    os.kill(first, signal.SIGKILL)
+    os.kill(agent, signal.SIGKILL)
+    until(lambda: run.master()[0] != first and ["complete"] in run.happened(), "the second master")
+    assert run.master()[1:] == (True, address)
+    assert run.started() == started
+    end(run)
+
+
+@pytest.mark.slow
+def test_a_host_that_is_lost_as_a_whole_comes_back_with_an_empty_list(run: TinyRun) -> None:
+    run.start_and_wait(start_of("model-0"), start_of("model-1"), hosts=2)
+    started = run.started()
+    agent = run.agent_pid("agent-1")
+    os.kill(agent, signal.SIGSTOP)
+    os.kill(started["model-1"], signal.SIGKILL)
+    os.kill(agent, signal.SIGKILL)
+    until(lambda: ["registered", "agent-1", "1", []] in run.happened(), "the second agent")
+    assert process_start_time(started["model-0"]) is not None
+    end(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["agent", "master"])
+def test_a_stop_reaches_a_master_that_nobody_could_ask_at_that_moment(run: TinyRun, victim: str) -> None:
+    launcher = run.start_and_wait(start_of("model-0"))
+    run.note_sockets()
+    agent, (master, _, _) = run.agent_pid(), run.master()
+    os.kill(agent, signal.SIGSTOP)
+    os.kill(agent if victim == "agent" else master, signal.SIGKILL)
+    launcher.send_signal(signal.SIGTERM)
+    if victim == "master":
+        os.kill(agent, signal.SIGCONT)
+    assert run.result() == (0, "")
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_second_stop_ends_a_stubborn_run_whose_agent_was_killed(run: TinyRun) -> None:
+    launcher = run.start(programs={Role.MASTER: "cluster_programs:stubborn"})
+    until((run.run_dir / "events" / "master-0.jsonl").exists, "the master's first event")
+    run.note_sockets()
+    launcher.send_signal(signal.SIGINT)
+    until((run.run_dir / "master-0.asked_to_end.json").exists, "the first signal to reach the master")
+    os.kill(run.agent_pid(), signal.SIGKILL)
+    launcher.send_signal(signal.SIGINT)
+    code, _ = run.result()
+    assert code == 1
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_kill_9_of_the_launcher_leaves_nothing_of_a_run_whose_agent_came_back(run: TinyRun) -> None:
+    launcher = run.start_and_wait(start_of("model-0"), start_of("rollout-0"))
+    os.kill(run.agent_pid(), signal.SIGKILL)
+    until(lambda: run.registrations("agent-0") == 2, "the second agent")
+    run.note_sockets()
+    launcher.kill()
+    run.assert_nothing_left(timeout_s=5.0)

@@ -1,0 +1,160 @@
+"""Snapshot slots: what a killed process leaves behind is recognised for what it is."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import xxhash
+
+from kintsugi.checkpoint.snapshot import (
+    HEADER_BYTES,
+    Header,
+    HeldSnapshots,
+    Slot,
+    Snapshots,
+    Status,
+    find_slot,
+)
+from kintsugi.errors import RefusedError
+from kintsugi.runtime import random_stream
+from tests.unit.training.fakes import FakeSegments
+
+SIZE = 64
+
+
+def header(step: int, *, serial: int, stage: str = "grpo", digest: str = "") -> Header:
+    return Header(step, stage, updates=step, skipped=0, digest=digest or f"d{step}", serial=serial)
+
+
+@pytest.fixture
+def segments() -> Iterator[FakeSegments]:
+    held = FakeSegments()
+    yield held
+    held.close()
+
+
+def write(slot: Slot, step: int, *, serial: int, digest: str = "", stage: str = "grpo") -> None:
+    slot.begin()
+    slot.payload[:4] = step.to_bytes(4, "little")
+    slot.prepare(header(step, serial=serial, digest=digest, stage=stage))
+
+
+def test_a_successor_finds_the_committed_step_and_the_prepared_one(segments: FakeSegments) -> None:
+    mine = Snapshots("model-0", size=SIZE, segments=segments)
+    write(mine.slots[0], 3, serial=1)
+    mine.slots[0].commit()
+    write(mine.slots[1], 4, serial=2)
+    successor = Snapshots("model-0", size=SIZE, segments=segments)
+    assert [slot.status for slot in successor.slots] == [Status.COMMITTED, Status.PREPARED]
+    for step, slot in zip((3, 4), successor.slots, strict=True):
+        found, found_header = find_slot(successor.slots, step)
+        assert found is slot and found_header.step == step
+        assert bytes(slot.payload[:4]) == step.to_bytes(4, "little")
+    assert successor.next_serial == 3
+
+
+def test_a_slot_that_was_being_written_is_not_used(segments: FakeSegments) -> None:
+    mine = Snapshots("model-0", size=SIZE, segments=segments)
+    write(mine.slots[0], 3, serial=1)
+    mine.slots[0].begin()
+    with pytest.raises(RefusedError, match="no snapshot of step 3"):
+        find_slot(Snapshots("model-0", size=SIZE, segments=segments).slots, 3)
+
+
+def test_a_header_that_was_cut_short_is_not_used() -> None:
+    memory = memoryview(bytearray(HEADER_BYTES + SIZE))
+    slot = Slot(memory)
+    write(slot, 3, serial=1)
+    memory[20] ^= 0xFF
+    assert slot.header is None
+
+
+def test_a_slot_whose_status_means_nothing_is_empty() -> None:
+    memory = memoryview(bytearray(HEADER_BYTES + SIZE))
+    memory[0] = 77
+    slot = Slot(memory)
+    assert (slot.status, slot.header) == (Status.EMPTY, None)
+
+
+def test_of_two_states_of_one_step_the_later_is_meant_unless_the_digest_says_otherwise() -> None:
+    slots = Snapshots("model-0", size=SIZE, segments=None).slots
+    write(slots[0], 3, serial=2, stage="grpo", digest="new")
+    write(slots[1], 3, serial=1, stage="sft", digest="old")
+    assert find_slot(slots, 3)[1].stage == "grpo"
+    assert find_slot(slots, 3, digest="old")[1].stage == "sft"
+    with pytest.raises(RefusedError, match=r"no snapshot of step 3 other; there are: 3 \(new\), 3 \(old\)"):
+        find_slot(slots, 3, digest="other")
+
+
+@pytest.mark.parametrize("agent", ["gone", "none"])
+def test_without_an_agent_the_slots_are_private_and_say_why(segments: FakeSegments, agent: str) -> None:
+    segments.gone = agent == "gone"
+    snapshots = Snapshots("model-0", size=SIZE, segments=segments if agent == "gone" else None)
+    write(snapshots.slots[0], 1, serial=1)
+    assert find_slot(snapshots.slots, 1)[1].step == 1
+    assert (
+        "agent of this host is gone" if agent == "gone" else "no segment service"
+    ) in snapshots.why_private
+
+
+def test_any_process_of_the_host_can_look_at_anothers_snapshots(segments: FakeSegments) -> None:
+    mine = Snapshots("model-0", size=SIZE, segments=segments)
+    write(mine.slots[1], 5, serial=1)
+    assert HeldSnapshots("model-0", segments=segments).expect(5).digest == "d5"
+    with pytest.raises(RefusedError, match="no segment snapshot/model-7/0"):
+        HeldSnapshots("model-7", segments=segments)
+
+
+def test_reference_weights_of_earlier_stages_are_forgotten(segments: FakeSegments) -> None:
+    mine = Snapshots("model-0", size=SIZE, segments=segments)
+    for stage in ("first", "second"):
+        mine.reference(stage, size=8)
+    mine.keep_references({"second"})
+    assert [name for name in segments.names() if "reference" in name] == ["snapshot/model-0/reference-second"]
+
+
+WRITER = """
+import mmap, sys, xxhash
+from kintsugi.checkpoint.snapshot import Header, Slot
+slots = [Slot(memoryview(mmap.mmap(int(fd), 0))) for fd in sys.argv[1:]]
+for step in range(1, 1 << 30):
+    slot = slots[step % 2]
+    slot.begin()
+    for start in range(0, len(slot.payload), 4096):
+        slot.payload[start : start + 4096] = (step % 251).to_bytes(1, "little") * 4096
+    slot.prepare(Header(step, "grpo", step, 0, xxhash.xxh3_64_hexdigest(slot.payload), step))
+    slot.commit()
+    if step == 2:
+        print("going", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_whenever_the_writer_is_killed_a_whole_step_is_there_and_nothing_half_written_passes_for_one() -> (
+    None
+):
+    random = random_stream(5, "kills")
+    found_writing = 0
+    for _ in range(20):
+        descriptors = [os.memfd_create("snapshot") for _ in range(2)]
+        for descriptor in descriptors:
+            os.ftruncate(descriptor, HEADER_BYTES + (1 << 20))
+        command = [sys.executable, "-c", WRITER, *map(str, descriptors)]
+        with subprocess.Popen(command, pass_fds=descriptors, stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None and writer.stdout.readline() == b"going\n"
+            with pytest.raises(subprocess.TimeoutExpired):
+                writer.wait(random.uniform(0.0, 0.02))
+            writer.kill()
+        slots = [Slot(memoryview(mmap.mmap(descriptor, 0))) for descriptor in descriptors]
+        whole = [(slot, header) for slot in slots if (header := slot.header)]
+        assert whole
+        assert all(xxhash.xxh3_64_hexdigest(slot.payload) == header.digest for slot, header in whole)
+        found_writing += any(slot.status is Status.WRITING for slot in slots)
+        for descriptor in descriptors:
+            os.close(descriptor)
+    assert found_writing > 0, "no kill came in the middle of a write"

@@ -1,0 +1,233 @@
+"""A model worker whose shell, segments and peers are of the test's making."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kintsugi.checkpoint.snapshot import Segments
+from kintsugi.config import AlgorithmSection, Config, ModelSection, NewModel, WarmupSection, stages
+from kintsugi.errors import RefusedError, WorldError, fault_of
+from kintsugi.messages import (
+    Body,
+    CallDone,
+    CommitStep,
+    Failed,
+    FetchSamples,
+    Ok,
+    RebuildGroup,
+    RunCall,
+    SamplesFetched,
+    StartStage,
+)
+from kintsugi.model.plan import plan_model
+from kintsugi.model.tokenizer import Tokenizer
+from kintsugi.training.samples import Answer
+from kintsugi.training.state import TrainingState
+from kintsugi.training.worker import ModelWorker, load_model
+from kintsugi.transport import Blob, Delivery, Reply
+from kintsugi.types import Peer
+from kintsugi.weights.publish import Publisher
+from kintsugi.wire import Envelope, MessageKind
+from kintsugi.worker import ShuttingDown
+from tests.unit.training.world import CPU, Batch, new_batch
+
+CONFIG = Config(
+    name="test",
+    seed=7,
+    model=ModelSection(new=NewModel(hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=2)),
+    algorithm=AlgorithmSection(steps=5),
+    warmup=WarmupSection(steps=2),
+)
+BETA_CONFIG = msgspec.structs.replace(CONFIG, algorithm=AlgorithmSection(steps=5, beta=0.1))
+GRPO = stages(CONFIG)[1]
+BATCH = new_batch([(8, 3), (12, 7), (5, 1), (9, 0)])
+
+
+class Done:
+    """An answer that is there already, or an error."""
+
+    done = True
+
+    def __init__(self, answer: Callable[[], Reply]) -> None:
+        self._answer = answer
+
+    def result(self) -> Reply:
+        return self._answer()
+
+
+class FakeShell:
+    """Requests are put in by the test, replies are taken out; other processes are functions."""
+
+    def __init__(self, process: str) -> None:
+        self.process = process
+        self.arrivals: deque[Delivery] = deque()
+        self.replies: list[tuple[Body, Sequence[Blob]]] = []
+        self.peers: dict[str, Callable[[Body], Reply]] = {}
+        self.hosts: dict[str, str] = {}
+        self.asked: list[tuple[str, Body]] = []
+        self.on_send: Callable[[Body], object] = lambda body: None
+        self.shutting_down = False
+
+    def arrive(self, *bodies: Body) -> None:
+        envelope = Envelope("job", 1, "master-0", "a", 1, MessageKind.REQUEST)
+        peer = self.peer("master-0") or Peer("master-0", "a", "host-0", "", b"")
+        self.arrivals.extend(Delivery(envelope, body, (), peer, b"") for body in bodies)
+
+    def peer(self, process: str) -> Peer | None:
+        known = process in self.peers or process in self.hosts
+        return Peer(process, "a", self.hosts.get(process, "host-0"), "", b"") if known else None
+
+    def next_request(self, timeout_s: float) -> Delivery | None:
+        return self.arrivals.popleft() if self.arrivals else None
+
+    def take_all(self) -> list[Delivery]:
+        if self.shutting_down:
+            raise ShuttingDown("the test says so")
+        taken = list(self.arrivals)
+        self.arrivals.clear()
+        return taken
+
+    def reply(self, delivery: Delivery, body: Body, *, blobs: Sequence[Blob] = ()) -> None:
+        self.replies.append((body, blobs))
+
+    def fail(self, delivery: Delivery, error: BaseException) -> None:
+        self.replies.append((Failed(fault_of(error, process=self.process, time=0.0)), ()))
+
+    def submit(self, process: str, body: Body, *, deadline_s: float, blobs: Sequence[Blob] = ()) -> Answer:
+        self.asked.append((process, body))
+        self.on_send(body)
+        return Done(lambda: self.peers[process](body))
+
+
+class Rank:
+    """A worker with its fake shell."""
+
+    def __init__(
+        self,
+        process: str = "model-0",
+        *,
+        batch: Batch = BATCH,
+        seed: int = 7,
+        segments: Segments | None = None,
+        config: Config = CONFIG,
+    ) -> None:
+        """`seed` is that of the initial weights."""
+        assert config.model.new is not None
+        new = msgspec.structs.replace(config.model.new, seed=seed)
+        model = load_model(
+            msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, new=new)), device=CPU
+        )
+        self.config = config
+        self.shell = FakeShell(process)
+        self.shell.peers["rollout-0"] = lambda body: holder(body, batch)
+        self.state = TrainingState(model, process=process, segments=segments)
+        self.worker = ModelWorker(
+            self.shell,
+            self.state,
+            config=config,
+            tokenizer=tokenizer(),
+            publisher=Publisher(process=process, host="host-0", segments=None),
+            host="host-0",
+        )
+
+    def ask(self, *bodies: Body) -> Body:
+        """Put requests in, let the worker handle everything, give the last reply."""
+        self.shell.arrive(*bodies)
+        while self.shell.arrivals or self.worker.has_backlog:
+            self.worker.turn(0.0)
+        return self.shell.replies[-1][0]
+
+    def start(self) -> Rank:
+        """Stand before the first step of the main stage: both warm-up steps are skipped over."""
+        self.ask(rebuild(1), StartStage("warmup", 0))
+        for step in (1, 2):
+            self.ask(sft_call(step), CommitStep(step))
+        assert self.ask(StartStage("grpo", 2)) == Ok()
+        return self
+
+    def train(self, step: int) -> str:
+        """Train and commit a step of the main stage; its digest."""
+        if self.config.algorithm.beta > 0:
+            call = BATCH.call(
+                GRPO, step=step, rank=0, world_size=1, num_shards=4, interface="reference_inference"
+            )
+            assert isinstance(self.ask(call), CallDone)
+        done = self.ask(grpo_call(step))
+        assert isinstance(done, CallDone), done
+        assert self.ask(CommitStep(step)) == Ok()
+        return done.state_digest
+
+    def refusal(self, body: Body) -> str:
+        answer = self.ask(body)
+        assert isinstance(answer, Failed), answer
+        return f"{answer.fault.kind}: {answer.fault.message}"
+
+
+def tokenizer() -> Tokenizer:
+    return plan_model(CONFIG)[1]
+
+
+def holder(body: Body, batch: Batch) -> Reply:
+    assert isinstance(body, FetchSamples)
+    return Reply(SamplesFetched(tuple(batch.trajectories[key] for key in body.keys)))
+
+
+def rebuild(generation: int) -> RebuildGroup:
+    return RebuildGroup(generation, ("model-0",), "", sequence=generation)
+
+
+def sft_call(step: int) -> RunCall:
+    stage = stages(CONFIG)[0]
+    return BATCH.call(stage, step=step, rank=0, world_size=1, num_shards=4)
+
+
+def grpo_call(step: int = 3, *, generation: int = 1) -> RunCall:
+    call = BATCH.call(GRPO, step=step, rank=0, world_size=1, num_shards=4)
+    return msgspec.structs.replace(call, generation=generation)
+
+
+def half_call(step: int) -> RunCall:
+    return BATCH.call(GRPO, step=step, rank=0, world_size=2, num_shards=4)
+
+
+class FakeSegments:
+    """The agent's memory of one host, without an agent: it outlives every rank of the test."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[int, int]] = {}
+        self.gone = False
+
+    def create(self, name: str, size: int) -> int:
+        self._check()
+        if name not in self._held or self._held[name][1] != size:
+            self.remove(name)
+            descriptor = os.memfd_create(name.replace("/", "-"))
+            os.ftruncate(descriptor, size)
+            self._held[name] = descriptor, size
+        return os.dup(self._held[name][0])
+
+    def open(self, name: str) -> int:
+        self._check()
+        if name not in self._held:
+            raise RefusedError(f"no segment {name}")
+        return os.dup(self._held[name][0])
+
+    def remove(self, name: str) -> None:
+        descriptor, _ = self._held.pop(name, (-1, 0))
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def names(self) -> list[str]:
+        return sorted(self._held)
+
+    def close(self) -> None:
+        for name in self.names():
+            self.remove(name)
+
+    def _check(self) -> None:
+        if self.gone:
+            raise WorldError("the agent of this host is gone")

@@ -1,0 +1,369 @@
+"""How a model worker comes back to an agreed state: from every source, with equal bits."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from kintsugi.checkpoint.snapshot import Snapshots
+from kintsugi.cluster.keeper import Keeper
+from kintsugi.config import ClusterSection
+from kintsugi.errors import DeviceError, IntegrityError
+from kintsugi.messages import (
+    Body,
+    CallDone,
+    DeviceClean,
+    DeviceStop,
+    Failed,
+    FetchState,
+    KeepState,
+    NotifyNormal,
+    Ok,
+    PreLock,
+    RankReady,
+    RebuildGroup,
+    Repair,
+    Rollback,
+    Save,
+    Saved,
+    StartStage,
+    StateFetched,
+)
+from kintsugi.training.adapter import probe
+from kintsugi.training.buddy import BuddyCopy
+from kintsugi.training.group import ProcessGroup, StoreServer
+from kintsugi.transport import Blob, Reply
+from tests.unit.training.fakes import BETA_CONFIG, CONFIG, Done, FakeSegments, Rank, grpo_call, rebuild
+from tests.unit.training.world import CPU, in_world
+
+
+@pytest.fixture
+def segments() -> Iterator[FakeSegments]:
+    held = FakeSegments()
+    yield held
+    held.close()
+
+
+def ready(rank: Rank, *, step: int, source: str = "", generation: int = 1) -> RankReady:
+    """Where a rank should stand, by its own measure of itself."""
+    return RankReady(step, rank.state.digest(), generation=generation, stage="grpo", source=source)
+
+
+def replica_of(rank: Rank, into: Rank) -> None:
+    """Let `into` reach the other rank, as it would over a socket."""
+
+    def ask(body: Body) -> Reply:
+        answer = rank.ask(body)
+        assert not isinstance(answer, Failed), answer
+        return Reply(*copied(rank.shell.replies[-1]))
+
+    into.shell.peers["model-0"] = ask
+
+
+def copied(reply: tuple[Body, Sequence[Blob]]) -> tuple[Body, tuple[memoryview, ...]]:
+    body, blobs = reply
+    return body, tuple(memoryview(bytes(blob)) for blob in blobs)
+
+
+def go_on(rank: Rank, *, step: int, generation: int = 1) -> CallDone:
+    done = rank.ask(grpo_call(step, generation=generation))
+    assert isinstance(done, CallDone), done
+    return done
+
+
+def test_a_stop_that_arrives_during_a_call_ends_it_before_the_update() -> None:
+    rank = Rank().start()
+    rank.shell.replies.clear()
+    rank.ask(grpo_call(), DeviceStop(1, 2))
+    (failed, _), (stopped, _) = rank.shell.replies
+    assert isinstance(failed, Failed) and failed.fault.kind == "GroupBroken"
+    assert stopped == ready(rank, step=2)
+
+
+def test_a_stop_of_an_earlier_round_ends_nothing_and_is_refused() -> None:
+    rank = Rank().start()
+    rank.ask(PreLock(2, 5), NotifyNormal(2, 6))
+    rank.shell.replies.clear()
+    rank.ask(grpo_call(), DeviceStop(1, 4))
+    (done, _), (late, _) = rank.shell.replies
+    assert isinstance(done, CallDone)
+    assert isinstance(late, Failed) and "comes late" in late.fault.message
+
+
+def test_a_rank_answers_a_pre_lock_and_its_peers_in_the_middle_of_a_call() -> None:
+    rank = Rank().start()
+    rank.shell.replies.clear()
+    rank.ask(grpo_call(), PreLock(3, 2), FetchState(2))
+    assert [type(body) for body, _ in rank.shell.replies] == [RankReady, StateFetched, CallDone]
+
+
+def test_a_locked_rank_runs_nothing_until_it_is_told_that_all_is_normal() -> None:
+    rank = Rank().start()
+    assert isinstance(rank.ask(PreLock(2, 2)), RankReady)
+    assert "locked after step 2" in rank.refusal(grpo_call())
+    rank.ask(Rollback(2, 3))
+    assert "locked after step 2" in rank.refusal(grpo_call())
+    rank.ask(NotifyNormal(2, 4))
+    assert isinstance(rank.ask(grpo_call()), CallDone)
+
+
+def test_the_whole_protocol_brings_a_rank_back_to_the_agreed_step_with_equal_bits() -> None:
+    undisturbed = Rank().start()
+    expected = go_on(undisturbed, step=3)
+    rank = Rank().start()
+    before = rank.state.digest()
+    go_on(rank, step=3)
+    bodies: list[Body] = [PreLock(2, 2), DeviceStop(1, 3), DeviceClean(4)]
+    bodies += [RebuildGroup(2, ("model-0",), "", sequence=5), Rollback(2, 6), NotifyNormal(2, 7)]
+    answers = [rank.ask(body) for body in bodies]
+    assert all(isinstance(answer, RankReady) and answer.state_digest == before for answer in answers)
+    assert answers[-1] == ready(rank, step=2, generation=2)
+    again = go_on(rank, step=3, generation=2)
+    assert (again.state_digest, again.metrics) == (expected.state_digest, expected.metrics)
+
+
+def test_a_prepared_step_shows_and_is_adopted_by_the_rollback_to_it() -> None:
+    rank = Rank().start()
+    done = go_on(rank, step=3)
+    locked = rank.ask(PreLock(3, 2))
+    assert isinstance(locked, RankReady)
+    assert (locked.step, locked.prepared_step) == (2, 3)
+    adopted = rank.ask(Rollback(3, 3))
+    assert isinstance(adopted, RankReady)
+    assert (adopted.step, adopted.prepared_step, adopted.state_digest) == (3, -1, done.state_digest)
+
+
+def test_an_old_generation_cannot_be_joined_and_the_present_one_only_once() -> None:
+    rank = Rank()
+    rank.ask(rebuild(3))
+    assert "generation 2 is over: this rank is in 3" in rank.refusal(
+        RebuildGroup(2, ("model-0",), "", sequence=4)
+    )
+    assert isinstance(rank.ask(RebuildGroup(3, ("model-0",), "", sequence=5)), RankReady)
+
+
+def test_a_generation_that_was_stopped_is_not_joined_again() -> None:
+    rank = Rank()
+    rank.ask(rebuild(3))
+    stopped = rank.ask(DeviceStop(3, 4))
+    assert isinstance(stopped, RankReady) and stopped.generation == 3
+    assert "generation 3 is over" in rank.refusal(RebuildGroup(3, ("model-0",), "", sequence=5))
+    assert "expected a call of group generation none" in rank.refusal(grpo_call(1, generation=3))
+
+
+def test_a_rebuilt_group_adds_up() -> None:
+    def rank_main(rank: int, group: ProcessGroup) -> bool:
+        probe(group, device=CPU)
+        return True
+
+    assert in_world(2, rank_main) == [True, True]
+
+
+def test_a_group_that_does_not_add_up_is_not_used() -> None:
+    def rank_main(rank: int, group: ProcessGroup) -> str:
+        if rank == 0:
+            group.generation = 7
+        with pytest.raises(IntegrityError) as caught:
+            probe(group, device=CPU)
+        return str(caught.value)
+
+    for message in in_world(2, rank_main):
+        assert "does not add up" in message and "[3.0, 8.0]" in message
+
+
+SOURCES = ("snapshot:model-0", "snapshot of another rank", "model-0", "agent-1", "checkpoint")
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_replacement_repaired_from_any_source_goes_on_with_equal_bits(
+    source: str, beta: float, segments: FakeSegments, tmp_path: Path
+) -> None:
+    config = BETA_CONFIG if beta else CONFIG
+    rank = Rank(segments=segments, config=config).start()
+    rank.train(3)
+    newcomer = Rank(
+        "model-1" if "another" in source else "model-0", seed=99, segments=segments, config=config
+    )
+    name = source
+    match source:
+        case "snapshot of another rank":
+            name = "snapshot:model-0"
+        case "model-0":
+            replica_of(rank, newcomer)
+        case "agent-1":
+            keep_and_offer(rank, newcomer)
+        case "checkpoint":
+            saved = rank.ask(Save(3, "grpo", str(tmp_path)))
+            assert isinstance(saved, Saved)
+            name = saved.path
+    digest = rank.state.digest()
+    sources = ("model-9", "snapshot:model-7", name)
+    answer = newcomer.ask(Repair(3, sources, 1, digest))
+    assert answer == ready(rank, step=3, source=name, generation=0)
+    assert newcomer.state.digest() == digest
+    newcomer.ask(RebuildGroup(1, (newcomer.shell.process,), "", sequence=2))
+    assert newcomer.train(4) == rank.train(4)
+
+
+def keep_and_offer(rank: Rank, newcomer: Rank) -> None:
+    """An agent of another host keeps what the rank sends, and gives it to the newcomer."""
+    keeper = Keeper()
+    copy = rank.state.latest_copy()
+    assert copy is not None
+    kept = threading.Event()
+
+    def send(agent: str, body: KeepState, blobs: Sequence[Blob]) -> Done:
+        keeper.keep(body, [bytes(blob) for blob in blobs])
+        kept.set()
+        return Done(lambda: Reply(Ok()))
+
+    assert BuddyCopy(send, process="model-0").offer(copy, buddy="agent-1")
+    assert kept.wait(10)
+
+    def agent(body: Body) -> Reply:
+        assert isinstance(body, FetchState) and body.owner == "model-0"
+        return Reply(*copied(keeper.answer(body)))
+
+    newcomer.shell.peers["agent-1"] = agent
+
+
+def test_the_prepared_step_of_a_dead_rank_is_used_when_it_was_committed(segments: FakeSegments) -> None:
+    rank = Rank(segments=segments).start()
+    done = go_on(rank, step=3)
+    newcomer = Rank(seed=99, segments=segments)
+    answer = newcomer.ask(Repair(3, ("snapshot:model-0",), 1, done.state_digest))
+    assert isinstance(answer, RankReady)
+    assert (answer.step, answer.state_digest) == (3, done.state_digest)
+
+
+def test_the_committed_step_of_a_dead_rank_is_used_when_the_prepared_one_was_not_committed(
+    segments: FakeSegments,
+) -> None:
+    rank = Rank(segments=segments).start()
+    before = rank.state.digest()
+    go_on(rank, step=3)
+    newcomer = Rank(seed=99, segments=segments)
+    newcomer.ask(StartStage("grpo", 2), Repair(2, ("snapshot:model-0",), 1, before))
+    assert newcomer.state.digest() == before
+    assert "no snapshot of step 3" in newcomer.refusal(Repair(3, ("snapshot:model-0",), 2))
+
+
+def test_a_half_written_or_damaged_slot_is_never_used(segments: FakeSegments) -> None:
+    rank = Rank(segments=segments).start()
+    rank.train(3)
+    slots = Snapshots("model-0", size=3 * rank.state.gradient.nbytes, segments=segments).slots
+    newest = max(slots, key=lambda slot: slot.header.serial if slot.header else -1)
+    newest.payload[100] ^= 0xFF
+    newcomer = Rank(seed=99, segments=segments)
+    fresh = newcomer.state.digest()
+    assert "hashes to" in newcomer.refusal(Repair(3, ("snapshot:model-0",), 1))
+    newest.payload[100] ^= 0xFF
+    newest.begin()
+    assert "no snapshot of step 3" in newcomer.refusal(Repair(3, ("snapshot:model-0",), 2))
+    assert newcomer.state.digest() == fresh
+
+
+def test_a_repair_with_the_wrong_digest_changes_nothing(segments: FakeSegments) -> None:
+    rank, newcomer = Rank(segments=segments).start(), Rank("model-1", seed=99)
+    fresh = newcomer.state.digest()
+    replica_of(rank, newcomer)
+    refusal = newcomer.refusal(Repair(2, ("model-0",), 1, "feed"))
+    assert "hashes to" in refusal and "expected feed" in refusal
+    assert (newcomer.state.digest(), newcomer.state.committed_step) == (fresh, 0)
+
+
+def test_a_rank_that_waits_for_a_group_to_form_still_answers_its_peers() -> None:
+    rank = Rank().start()
+    rank.shell.replies.clear()
+    with closing(StoreServer()) as server:
+        alone = RebuildGroup(2, ("model-0", "model-1"), server.address, sequence=2, timeout_s=0.1)
+        rank.ask(alone, FetchState(2))
+    (fetched, _), (failed, _) = rank.shell.replies
+    assert isinstance(fetched, StateFetched)
+    assert isinstance(failed, Failed) and failed.fault.kind == "GroupBroken"
+
+
+def test_a_rank_that_waits_for_its_own_repair_still_answers_its_peers(segments: FakeSegments) -> None:
+    rank, newcomer = Rank(segments=segments).start(), Rank("model-1", seed=99)
+    replica_of(rank, newcomer)
+    answer_of_replica = newcomer.shell.peers["model-0"]
+
+    def ask(body: Body) -> Reply:
+        newcomer.shell.arrive(FetchState(0))
+        return answer_of_replica(body)
+
+    newcomer.shell.peers["model-0"] = ask
+    newcomer.ask(Repair(2, ("model-0",), 1))
+    kinds = [type(body) for body, _ in newcomer.shell.replies]
+    assert StateFetched in kinds and kinds.index(StateFetched) < kinds.index(RankReady)
+
+
+def test_a_half_updated_rank_rolls_back_from_its_slot() -> None:
+    rank = Rank().start()
+    before = rank.state.digest()
+    rank.state.begin_update()
+    rank.state.update(torch.ones_like(rank.state.gradient))
+    half = rank.ask(PreLock(2, 2))
+    assert isinstance(half, RankReady) and half.half_updated and half.state_digest == before
+    assert rank.ask(Rollback(2, 3)) == ready(rank, step=2)
+    assert rank.state.digest() == before
+
+
+def test_a_rollback_measures_the_state_and_mends_what_nobody_noticed() -> None:
+    rank = Rank().start()
+    before = rank.state.digest()
+    with torch.no_grad():
+        next(iter(rank.state.model.parameters())).add_(1.0)
+    assert rank.state.digest() != before
+    rank.ask(Rollback(2, 2))
+    assert rank.state.digest() == before
+
+
+def test_a_buddy_gets_a_prepared_step_when_all_ranks_are_on_one_host() -> None:
+    config = msgspec.structs.replace(CONFIG, cluster=ClusterSection(hosts=2))
+    rank = Rank(config=config).start()
+    rank.shell.hosts = {"agent-0": "host-0", "agent-1": "host-1"}
+    arrived: queue.SimpleQueue[KeepState] = queue.SimpleQueue()
+
+    def agent(body: Body) -> Reply:
+        return Reply(Ok())
+
+    rank.shell.peers["agent-1"] = agent
+    rank.shell.on_send = lambda body: arrived.put(body) if isinstance(body, KeepState) else None
+    rank.ask(grpo_call())
+    kept = arrived.get(timeout=10)
+    assert (kept.owner, kept.state.manifest.step) == ("model-0", 3)
+
+
+def test_a_device_that_failed_is_named_and_ends_the_process() -> None:
+    rank = Rank().start()
+
+    def illegal(body: Body) -> Reply:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nfor debugging")
+
+    rank.shell.peers["rollout-0"] = illegal
+    with pytest.raises(DeviceError, match="illegal memory access"):
+        rank.ask(grpo_call())
+    failed = rank.shell.replies[-1][0]
+    assert isinstance(failed, Failed) and failed.fault.kind == "DeviceError"
+
+
+def test_a_device_without_memory_is_named_and_the_rank_goes_on() -> None:
+    rank = Rank().start()
+    good = rank.shell.peers["rollout-0"]
+
+    def full(body: Body) -> Reply:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    rank.shell.peers["rollout-0"] = full
+    assert rank.refusal(grpo_call()).startswith("DeviceOutOfMemory: CUDA out of memory")
+    rank.shell.peers["rollout-0"] = good
+    assert isinstance(rank.ask(grpo_call()), CallDone)
