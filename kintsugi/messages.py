@@ -60,7 +60,7 @@ class _Body(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Ok(_Body, frozen=True):
-    """Done; nothing to report."""
+    """Done."""
 
 
 class Failed(_Body, frozen=True):
@@ -180,11 +180,10 @@ class Inspected(_Body, frozen=True):
 
 
 class RunEpisodes(_Body, frozen=True):
-    """Run one group: all samples of one ticket, or one evaluation problem."""
+    """Run one group: all samples of one ticket, or one evaluation problem (`split` "train" or "eval")."""
 
     ticket: Ticket
     split: str
-    """"train" or "eval": which of the stage's data sources."""
     sampling: Sampling
     version: int
     """Generate with weights at least this new."""
@@ -200,7 +199,7 @@ class EpisodesDone(_Body, frozen=True):
     texts: dict[str, SampleText] = {}
     """Sample key → what it says; only of samples that will be trained."""
     timing: dict[str, float] = {}
-    """Seconds per call: {"actor_generate": 0.2, "reward": 0.01}."""
+    """Seconds per call."""
 
 
 class FetchSamples(_Body, frozen=True):
@@ -253,9 +252,9 @@ class RunCall(_Body, frozen=True):
     """One model function call on this worker's share of the batch."""
 
     call: str
-    """MFC name, e.g. "actor_train"."""
+    """Of the graph: "actor_train"."""
     interface: str
-    """Which model interface carries it out, e.g. "grpo_train", "sft_train", "inference"."""
+    """Of the model that carries it out: "grpo_train"."""
     step: int
     shards: tuple[LogicalShard, ...]
     num_shards: int
@@ -265,7 +264,6 @@ class RunCall(_Body, frozen=True):
     generation: int
     """Of the process group that this call must use."""
     arguments: dict[str, float] = {}
-    """{"temperature": 1.0, "clip_low": 0.2, …}"""
     stage: str = ""
 
 
@@ -339,8 +337,6 @@ class HashWeights(_Body, frozen=True):
 
 
 class WeightsHashed(_Body, frozen=True):
-    """Over the names and bytes of all weights, in the order of their names."""
-
     sha256: str
 
 
@@ -370,7 +366,7 @@ class DeviceStop(_Body, frozen=True):
 
 
 class DeviceClean(_Body, frozen=True):
-    """Drop what the aborted step left behind."""
+    """Drop what the aborted step left."""
 
     sequence: int
 

@@ -125,7 +125,7 @@ class _AgentHandle:
         return self._child
 
     def start(self, processes: Processes, *, stop_requested: bool, deadline: float) -> None:
-        """Start the first incarnation, or the next: they are counted, so that everybody knows which one is the later."""
+        """Start the first incarnation, or the next; they are counted: everybody knows which one is the later."""
         number = int(self._handover.bootstrap.incarnation) + self._num_starts
         own = msgspec.structs.replace(self._handover.bootstrap, incarnation=str(number))
         self.close()

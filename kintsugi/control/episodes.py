@@ -111,9 +111,12 @@ class Episodes:
         may pass: it is tried again, and after the last attempt the run ends with that fault. Setting it aside would
         make the batch depend on the world.
         """
+        is_evaluation = self.evaluation is not None and name in self.evaluation.tasks
+        if not is_evaluation and not self._is_running(name):
+            self._scheduler.complete(name)  # Asked for again by a new master, though it was scored.
+            return None
         if fault.kind != ProcessDied.__name__:  # Not the group's doing.
             self._failures[name] += 1
-        is_evaluation = self.evaluation is not None and name in self.evaluation.tasks
         if fault.kind == DataError.__name__ and not is_evaluation:
             self._set_aside(name, fault)
             return None
@@ -123,6 +126,10 @@ class Episodes:
             self._draft.fact(TicketReturned(name, fault.message))
         self._scheduler.put_back(name)
         return None
+
+    def _is_running(self, name: str) -> bool:
+        ledger = self._draft.state.ledger
+        return name in ledger.running_on(ledger.worker_of(name)[0])
 
     def _set_aside(self, name: str, fault: Fault) -> None:
         ledger = self._draft.state.ledger
@@ -144,7 +151,9 @@ class Episodes:
         ledger = self._draft.state.ledger
         training = ledger.in_batch(self._draft.state.step + 1)
         for ticket in ledger.assigned_to(worker):
-            if ticket not in training:
+            if ticket in training:
+                self._scheduler.cancel(ticket)  # Asked for again by a new master, though it was scored.
+            else:
                 self._draft.fact(TicketReturned(ticket, f"{worker} was lost"))
         self._scheduler.lost(worker)
 

@@ -9,9 +9,9 @@ A step goes through these phases:
     EVALUATING   held-out problems at this version, when due              → every answer is in
     SAVING       a durable checkpoint, when due                           → saved, or failed loudly
 
-Before the first step: STARTING (processes join), PREPARING (the ranks form a group at the agreed step). At the end:
-ENDING (one last number for people to compare), ENDED. A rank that is lost or fails, and a master that takes over, lead
-to RECOVERING from anywhere, and from there to PUBLISHING; every other process is replaced beside the loop.
+Before: STARTING (processes join), PREPARING (ranks form a group). After: ENDING (one last number to compare), ENDED. A
+rank that is lost or fails, and a master that takes over, lead to RECOVERING from anywhere, and from there to PUBLISHING;
+every other process is replaced beside the loop.
 """
 
 from __future__ import annotations
@@ -63,10 +63,11 @@ from kintsugi.messages import (
     StartStage,
     WeightsHashed,
 )
+from kintsugi.recovery.states import RecoveryState
 from kintsugi.types import Role
 
 FAULT_GRACE_S = 1.0
-"""After the run was called failed, how long to listen for the death that explains it."""
+"""How long to listen, after the run was called failed, for what explains it."""
 ROLLING = frozenset({Phase.COLLECTING, Phase.EVALUATING, Phase.RECOVERING})
 """Phases in which groups are handed out."""
 
@@ -90,19 +91,13 @@ class Master:
         talk = self.talk = Conversation(draft, first_s=config.cluster.start_timeout_s)
         talk.num_tokens = most_tokens(config, num_eval_rows=num_eval_rows)
         self._staff = staff = Staff(layout, draft=draft, talk=talk)
-        self._episodes = Episodes(config, draft=draft, talk=talk, num_rows=num_rows)
+        self._episodes = episodes = Episodes(config, draft=draft, talk=talk, num_rows=num_rows)
+        disagree = self._disagree
         self._publication = Publication(
-            draft=draft, talk=talk, staff=staff, current=self._continue, wrong=self._disagree
+            draft=draft, talk=talk, staff=staff, current=self._continue, wrong=disagree
         )
         self._training = Training(
-            config,
-            draft=draft,
-            talk=talk,
-            episodes=self._episodes,
-            prepared=self._commit,
-            wrong=lambda process, problem, now: self._rank_failed(
-                process, self._fault("IntegrityError", problem, process=process), now
-            ),
+            config, draft=draft, talk=talk, episodes=episodes, prepared=self._commit, wrong=disagree
         )
         self._mending = Mending(
             config,
@@ -112,7 +107,7 @@ class Master:
             checkpoint_folder=checkpoint_folder,
             mended=self._begin_publishing,
             give_up=self._fail,
-            rolled_back=self._episodes.void,
+            rolled_back=episodes.void,
         )
         self._saving = Saving(checkpoint_folder, draft=draft, talk=talk, done=self._continue)
         self._suspicions = Suspicions(draft=draft, talk=talk, staff=staff)
@@ -158,8 +153,7 @@ class Master:
         return dict(self._timing)
 
     @property
-    def recovery_state(self) -> str:
-        """Where the recovery of the ranks stands."""
+    def recovery_state(self) -> RecoveryState:
         return self._mending.controller.state
 
     # The phases, in their order.
@@ -226,13 +220,12 @@ class Master:
         batch = ledger.in_batch(self.state.step + 1) or ledger.next_batch(stage.algorithm.batch_size)
         if batch:
             ranks, generation = self._mending.ranks, self._mending.controller.generation
-            self._enter(Phase.TRAINING, now, f"{len(ranks)} ranks")
-            reason = self._training.begin(batch, now, stage=stage, ranks=ranks, generation=generation)
-            self._draft.because(reason)
+            self._enter(Phase.TRAINING, now, f"step {self.state.step + 1} on {len(ranks)} ranks")
+            self._training.begin(batch, now, stage=stage, ranks=ranks, generation=generation)
 
     def _commit(self, now: float) -> None:
         """Every rank is prepared and stands at the same state: the step becomes a fact, then the ranks adopt it."""
-        self._enter(Phase.COMMITTING, now, f"{len(self._mending.ranks)} ranks prepared")
+        self._enter(Phase.COMMITTING, now, "every rank is prepared")
         self._training.commit(self._timing)
         self._mending.step_s = sum(self._timing.values())
         self._timing = {}
@@ -241,19 +234,19 @@ class Master:
         self.talk.ask_all(dict.fromkeys(self._mending.ranks, body), now, then=self._after_commit)
 
     def _after_commit(self, now: float) -> None:
-        tickets = self.state.ledger.trained_in(self.state.step)
+        trained = Drop(self.state.ledger.trained_in(self.state.step))
         for worker in self.state.members.live(Role.ROLLOUT):
-            self._draft.do(Tell(worker, Drop(tickets)))
+            self._draft.do(Tell(worker, trained))
         self._begin_publishing(now)
 
     def _begin_evaluating(self, now: float) -> None:
         """One that a fault interrupted goes on with the answers it has."""
-        state, count = self.state, self._num_eval_rows
-        evaluation = self._episodes.evaluation
-        if evaluation is None:
-            evaluation = Evaluation(self.config, step=state.step, version=state.version, num_problems=count)
+        step, version = self.state.step, self.state.version
+        self._enter(Phase.EVALUATING, now, f"evaluating version {version}")
+        if self._episodes.evaluation is None:
+            count = self._num_eval_rows
+            evaluation = Evaluation(self.config, step=step, version=version, num_problems=count)
             self._episodes.evaluate(evaluation, now)
-        self._enter(Phase.EVALUATING, now, f"{len(evaluation.tasks)} questions at version {state.version}")
         self._finish_evaluation(now)
 
     def _finish_evaluation(self, now: float) -> None:
@@ -280,8 +273,8 @@ class Master:
     def _end(self, outcome: str, now: float) -> None:
         faults = tuple(root_first(self._faults.values()))
         outcome = "failed" if faults else outcome
-        hashes = [a.sha256 for a in self.talk.answers.values() if isinstance(a, WeightsHashed)]
-        fault, sha256 = faults[0] if faults else None, hashes[0] if hashes else ""
+        hashes = (a.sha256 for a in self.talk.answers.values() if isinstance(a, WeightsHashed))
+        fault, sha256 = faults[0] if faults else None, next(hashes, "")
         self._mending.close(now)
         self._draft.fact(RunEnded(outcome, fault, sha256, now - self._began))
         self._enter(Phase.ENDED, now, f"{outcome} at step {self.state.step}")
@@ -290,22 +283,22 @@ class Master:
     # When something breaks.
 
     def _recover(self, now: float, why: str) -> None:
-        """Whatever the ranks were doing is given up; groups that run elsewhere go on."""
+        self._give_up_step(now, why)
+        self._mending.begin(now)
+
+    def _give_up_step(self, now: float, why: str) -> None:
+        """Whatever the ranks were doing ends; groups that run elsewhere go on."""
         self.talk.abandon_round()
         self._training.abandon()
         if self.phase is not Phase.PREPARING:
             self._enter(Phase.RECOVERING, now, why)
-        self._mending.begin(now)
 
     def _rank_failed(self, process: str, fault: Fault, now: float) -> None:
         """A rank that lives could not do what was asked of it."""
         if self._fail_at is not None:
             self._faults[fault.id] = fault
             return
-        self.talk.abandon_round()
-        self._training.abandon()
-        if self.phase is not Phase.PREPARING:
-            self._enter(Phase.RECOVERING, now, f"{process}: {fault.message}")
+        self._give_up_step(now, f"{process}: {fault.message}")
         self._mending.failed(process, fault, now, phase=self.phase)
 
     def _lost(self, process: str, fault: Fault, now: float) -> None:
@@ -324,9 +317,9 @@ class Master:
         elif self.phase in ROLLING:
             self._episodes.hand_out(now)
 
-    def _disagree(self, problem: str, now: float) -> None:
-        """Weights that should be equal are not: the ranks have to agree again before anything goes on."""
-        self._rank_failed(self._mending.ranks[0], self._fault("IntegrityError", problem), now)
+    def _disagree(self, process: str, problem: str, now: float) -> None:
+        """What should be equal is not: the ranks have to agree again before anything goes on."""
+        self._rank_failed(process, self._fault("IntegrityError", problem, process=process), now)
 
     # The events.
 
@@ -340,17 +333,17 @@ class Master:
             self._draft.because("the last master died when the run had ended")
             return
         begin_epoch(event, self._draft)
-        if event.adopting:
-            self._adopt(now)
-            return
-        clear_the_past(event, self._draft)
         if event.restore_path is not None:
             self._mending.restore_paths[event.restore_step] = event.restore_path
+        if event.adopting:
+            self._adopt(event, now)
+        else:
+            clear_the_past(event, self._draft)
 
-    def _adopt(self, now: float) -> None:
+    def _adopt(self, event: Began, now: float) -> None:
         """Whoever the journal says is there is believed to be, until its agent or its silence says otherwise; the
         ranks come together at the last committed step, and the run goes on."""
-        fault = predecessor_lost(self.state.epoch - 1)
+        fault = predecessor_lost(self.state.epoch - 1, time=event.time)
         self._mending.note(fault, now, phase=Phase.RECOVERING, lost=fault.process)
         greet_the_living(self._draft)
         self._staff.order_missing(now)
@@ -364,7 +357,7 @@ class Master:
         if arrival is Arrival.REFUSED:
             return
         if event.role is Role.AGENT:
-            for process, fault in self._staff.reconcile(event.peer.host, event.children, now):
+            for process, fault in self._staff.reconcile(event, now):
                 self._lost(process, fault, now)
             self._staff.order_missing(now)
         if arrival is Arrival.AGAIN:
@@ -381,22 +374,20 @@ class Master:
         """A process that never came up is the start's failure; before the first step that ends the run."""
         was_live = self.state.members.is_live(event.process)
         fault = self._staff.exited(event)
-        if fault is None:
-            return
-        if was_live:
+        if fault is not None and was_live:
             self._lost(event.process, fault, now)
-        else:
+        elif fault is not None:
             self._start_failed(event.process, fault, now)
 
     def _start_failed(self, process: str, fault: Fault, now: float) -> None:
         if self.phase is Phase.STARTING and self.state.step == 0:
             self._fail(fault, now)
             return
-        self._mending.note(fault, now, phase=self.phase)
+        if self.state.open_incident:
+            self._mending.note(fault, now, phase=self.phase)
         self._staff.order_later(process, now)
         role = self._staff.plans[process].role
-        alone = not self.state.members.live(role)
-        if alone and role is not Role.MODEL and self._staff.do_not_come(role):
+        if role is not Role.MODEL and not self.state.members.live(role) and self._staff.do_not_come(role):
             self._fail(fault, now)
 
     def _on_replied(self, event: Replied, now: float) -> None:
@@ -427,8 +418,6 @@ class Master:
             case Saved() if event.token.startswith(f"{DUMP}:"):
                 self._saving.note(event.body)
                 self._mending.dumped(now)
-            case _:
-                self._draft.because(f"{event.token} is done")
 
     def _on_request_failed(self, event: RequestFailed, now: float) -> None:
         if self.talk.close(event.token, event.sender) is None:
@@ -488,10 +477,10 @@ class Master:
             return
         self._staff.tick(now)
         self._mending.tick(now)
-        if self.phase is Phase.STARTING and now - self._since > self.config.cluster.start_timeout_s:
-            missing = ", ".join(self._staff.missing())
-            waited = f"after {now - self._since:.0f} s (cluster.start_timeout_s)"
-            self._fail(self._fault("StartFailed", f"not registered {waited}: {missing}"), now)
+        waited_s = now - self._since
+        if self.phase is Phase.STARTING and waited_s > self.config.cluster.start_timeout_s:
+            who = f"{', '.join(self._staff.missing())} after {waited_s:.0f} s (cluster.start_timeout_s)"
+            self._fail(self._fault("StartFailed", f"not registered: {who}"), now)
 
     # What the phases have in common.
 

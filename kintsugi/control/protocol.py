@@ -30,6 +30,7 @@ class Began(_Event, frozen=True):
     restore_path: str | None = None
     adopting: bool = False
     """The last master died in mid-run; its workers live and report to this one."""
+    time: float = 0.0
 
 
 class Joined(_Event, frozen=True):
@@ -40,6 +41,8 @@ class Joined(_Event, frozen=True):
     pid: int
     capabilities: dict[str, str] = {}
     children: tuple[ChildReport, ...] = ()
+    time: float = 0.0
+    """Wall clock, for people: what the event tells of is stamped with it."""
 
 
 class Exited(_Event, frozen=True):
@@ -77,6 +80,7 @@ class Suspected(_Event, frozen=True):
     kind: str = "silent"
     lasting_s: float = 0.0
     certain: bool = False
+    time: float = 0.0
 
 
 class StopRequested(_Event, frozen=True):

@@ -24,22 +24,27 @@ class Publication:
         talk: Conversation,
         staff: Staff,
         current: Callable[[float], None],
-        wrong: Callable[[str, float], None],
+        wrong: Callable[[str, str, float], None],
     ) -> None:
-        """`current`: every live server has acknowledged the version. `wrong`: what does not agree."""
+        """`current`: every live server has acknowledged the version. `wrong`: a rank's weights are not the others'."""
         self._draft, self._talk, self._staff = draft, talk, staff
         self._current, self._wrong = current, wrong
         self._published: Published | None = None
         self._loading = False
+        self._ranks: Sequence[str] = ()
 
     def begin(self, ranks: Sequence[str], now: float) -> None:
         """Have the lowest rank of each host lay the committed weights out."""
-        state, self._loading, self._published = self._draft.state, False, None
+        state, self._loading, self._published, self._ranks = self._draft.state, False, None, ranks
         hosts: dict[str, str] = {}
         for rank in ranks:
             hosts.setdefault(state.members.members[rank].host, rank)
         body = Publish(state.step, state.step)
         self._talk.ask_all(dict.fromkeys(hosts.values(), body), now, then=self._laid_out)
+
+    def abandon(self) -> None:
+        """The ranks come together again, and publish again when they have; until then nothing follows from a load."""
+        self._loading = False
 
     def manager_joined(self, now: float) -> None:
         """It knows nothing yet: neither what it was asked to load, nor what the servers have."""
@@ -55,7 +60,7 @@ class Publication:
         published = [answer for answer in self._talk.answers.values() if isinstance(answer, Published)]
         digests = sorted({answer.manifest.digest for answer in published})
         if len(digests) != 1:
-            self._wrong(f"ranks published different weights: {digests}", now)
+            self._wrong(next(iter(self._talk.answers)), f"ranks published different weights: {digests}", now)
             return
         sources = tuple(source for answer in published for source in answer.sources)
         self._published = Published(published[0].manifest, sources)
@@ -79,7 +84,8 @@ class Publication:
         manifest, self._loading = self._published.manifest, False
         if (loaded.version, loaded.digest) != (manifest.version, manifest.digest):
             held = f"servers hold version {loaded.version} with digest {loaded.digest}"
-            self._wrong(f"{held}, published was {manifest.version} with {manifest.digest}", now)
+            problem = f"{held}, published was {manifest.version} with {manifest.digest}"
+            self._wrong(self._ranks[0], problem, now)
             return
         self._draft.fact(
             VersionCurrent(loaded.version, manifest.digest, self._published.sources, loaded.servers)

@@ -21,8 +21,8 @@ from kintsugi.checkpoint.store import latest
 from kintsugi.config import Config
 from kintsugi.control.journal import Journal, read_facts
 from kintsugi.control.layout import plan_layout
+from kintsugi.control.lookout import Lookout
 from kintsugi.control.master import Master
-from kintsugi.control.membership import MemberStatus
 from kintsugi.control.protocol import (
     Admit,
     Began,
@@ -52,9 +52,9 @@ from kintsugi.data.source import open_source
 from kintsugi.disk import SYSTEM_DISK, Disk
 from kintsugi.errors import (
     DeadlineExceeded,
-    Fault,
     FencedError,
     KintsugiError,
+    ProcessDied,
     RefusedError,
     StorageError,
     StorageFull,
@@ -77,7 +77,6 @@ from kintsugi.messages import (
 from kintsugi.observe.events import Alert, EventLog, FaultSeen, Note, Transition, events_path
 from kintsugi.observe.processes import ProcessReport, ProcessReports
 from kintsugi.recipe import load_config
-from kintsugi.recovery.detection import OpenRequest, Watch
 from kintsugi.runs import living_launcher
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, WAITS, wait
 from kintsugi.transport import Delivery, PendingReply
@@ -111,7 +110,7 @@ class MasterShell:
         self._journal, self._master, self._first = self._open_run()
         job = self._master.state.job or bootstrap.job
         self._records = Records(self._run_dir, self._log, wandb_id=job if config.logging.wandb else None)
-        self._watch = Watch()
+        self._lookout = Lookout()
         self._endpoint = open_endpoint(bootstrap)
         self._processes: dict[str, list[int]] = {}
         self._events: deque[Event] = deque()
@@ -122,7 +121,12 @@ class MasterShell:
         """A new journal, or the state that an old one and the newest good checkpoint leave us with."""
         path, owner = self._run_dir / "journal", f"{self._bootstrap.process} pid {os.getpid()}"
         state = new_state(self._config)
-        began = Began(self._bootstrap.job, config_digest(self._config), self._bootstrap.incarnation)
+        began = Began(
+            self._bootstrap.job,
+            config_digest(self._config),
+            self._bootstrap.incarnation,
+            time=self._clock.wall(),
+        )
         if self._disk.exists(path):
             adopting = self._bootstrap.adopting
             journal, facts = Journal.open(path, owner=owner, take_over=adopting, disk=self._disk)
@@ -161,9 +165,7 @@ class MasterShell:
         self._records.truncate_after(self._first.restore_step)
         self._endpoint.epoch = self._endpoint.seen_epoch = self._master.state.epoch + 1
         self._feed(self._first)
-        members = self._master.state.members.members.values()
-        for member in (member for member in members if member.status is MemberStatus.LIVE):
-            self._watch.joined(member.process, member.incarnation, self._clock.monotonic(), host=member.host)
+        self._lookout.adopt(self._master.state.members, self._clock.monotonic())
         assert self._endpoint.epoch == self._master.state.epoch or self._exit_code is not None
 
     def turn(self) -> None:
@@ -174,20 +176,11 @@ class MasterShell:
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
             self._feed(Tick())
-            self._look_around(now)
+            for found in self._lookout.check(now, self._master.talk):
+                self._feed(msgspec.structs.replace(found, time=self._clock.wall()))
         if now >= self._next_report:
             self._next_report = now + REPORT_S
             self._records.processes(self._reports())
-
-    def _look_around(self, now: float) -> None:
-        """Who is silent or stands still becomes an event, so that a recorded run can be replayed."""
-        asked: dict[str, list[OpenRequest]] = {}
-        for token, process, kind, since in self._master.talk.open_requests():
-            request = OpenRequest(token, kind, since, self._master.talk.longest_s(kind))
-            asked.setdefault(process, []).append(request)
-        for found in self._watch.check(now, asked=asked):
-            event = Suspected(found.process, found.incarnation, found.evidence, found.kind, found.lasting_s)
-            self._feed(event)
 
     def _poll(self) -> list[Delivery]:
         try:
@@ -206,21 +199,18 @@ class MasterShell:
             case Heartbeat() as heartbeat:
                 now, incarnation = self._clock.monotonic(), delivery.envelope.incarnation
                 self._master.state.members.heard(sender, heartbeat, now)
-                self._watch.heard(sender, incarnation, heartbeat, now)
+                self._lookout.heard(sender, incarnation, heartbeat, now)
             case Register() as register if delivery.wants_reply:
                 self._take_in(delivery, register)
             case ProcessExited() as exited if role_of(sender) is Role.AGENT:
+                name, status, said = exited.process, exited.status, exited.last_output
+                self._feed(Exited(name, exited.incarnation, status, said, self._clock.wall()))
+            case ProcessSuspected() as seen if role_of(sender) is Role.AGENT:
                 self._feed(
-                    Exited(
-                        exited.process,
-                        exited.incarnation,
-                        exited.status,
-                        exited.last_output,
-                        self._clock.wall(),
+                    Suspected(
+                        seen.process, seen.incarnation, seen.evidence, certain=True, time=self._clock.wall()
                     )
                 )
-            case ProcessSuspected() as seen if role_of(sender) is Role.AGENT:
-                self._feed(Suspected(seen.process, seen.incarnation, seen.evidence, certain=True))
             case Ping() if delivery.wants_reply:
                 self._endpoint.reply(delivery, Ok())
             case other if delivery.wants_reply:
@@ -239,8 +229,11 @@ class MasterShell:
             self._endpoint.fail(delivery, RefusedError(why))
             return
         self._endpoint.admit(peer)
-        self._watch.joined(peer.process, peer.incarnation, self._clock.monotonic(), host=peer.host)
-        self._feed(Joined(peer, register.role, register.pid, register.capabilities, register.children))
+        self._lookout.joined(peer.process, peer.incarnation, self._clock.monotonic(), host=peer.host)
+        joined = Joined(
+            peer, register.role, register.pid, register.capabilities, register.children, self._clock.wall()
+        )
+        self._feed(joined)
         self._endpoint.reply(delivery, Registered(self._master.state.epoch))
         self._processes = self._master.state.members.pids()
 
@@ -326,7 +319,7 @@ class MasterShell:
                 self._endpoint.admit(peer)
             case Forget(process=process, fault=fault):
                 self._log.emit(FaultSeen(fault))
-                self._watch.forget(process)
+                self._lookout.forget(process)
                 self._endpoint.forget(process, fault)
             case ShareBook():
                 self._share_book()
@@ -349,7 +342,10 @@ class MasterShell:
 
     def _answered(self, request: Request, pending: PendingReply) -> None:
         if pending.error is None:
-            self._feed(Replied(request.token, request.to, pending.result().body))
+            body, peer = pending.result().body, self._endpoint.peers.get(request.to)
+            if peer is not None:
+                self._lookout.answered(request.to, peer.incarnation, body, self._clock.monotonic())
+            self._feed(Replied(request.token, request.to, body))
             return
         error = pending.error
         fault = error.cause or fault_of(error, process=request.to, time=self._clock.wall())
@@ -467,13 +463,8 @@ class MasterShell:
     def _orphaned(self) -> None:
         """Agent and launcher are gone: nobody is left to start or stop a process, so the run can not go on."""
         self._endpoint.unwatch(self._bootstrap.lifeline)
-        fault = Fault(
-            "orphaned",
-            "ProcessDied",
-            self._bootstrap.process,
-            "agent and launcher are gone",
-            self._clock.wall(),
-        )
+        gone = ProcessDied("agent and launcher are gone")
+        fault = fault_of(gone, process=self._bootstrap.process, time=self._clock.wall())
         self._log.emit(FaultSeen(fault))
         self._exit_code = 1
 

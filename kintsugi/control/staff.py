@@ -14,7 +14,7 @@ from kintsugi.errors import Fault
 from kintsugi.facts import ProcessJoined, ProcessLost, ProcessRequested
 from kintsugi.messages import ProcessStarted, StartProcess, StopProcess
 from kintsugi.runtime import describe_status
-from kintsugi.types import ChildReport, Peer, Role
+from kintsugi.types import Peer, Role
 
 START = "start"
 STOP = "stop"
@@ -63,7 +63,7 @@ class Staff:
         """A process registered: it is new, or reports to a new master, or was replaced meanwhile."""
         members, process = self._draft.state.members, event.peer.process
         if event.role is Role.AGENT:
-            self._retire_predecessor(event.peer)
+            self._retire_predecessor(event)
         if members.is_live(process, event.peer.incarnation):
             self._draft.because(f"{process} reports again")
             return Arrival.AGAIN
@@ -78,19 +78,20 @@ class Staff:
         self._failed_starts.pop(process, None)
         return Arrival.NEW
 
-    def _retire_predecessor(self, peer: Peer) -> None:
+    def _retire_predecessor(self, event: Joined) -> None:
+        peer = event.peer
         member = self._draft.state.members.members.get(peer.process)
         if member is None or member.status is not MemberStatus.LIVE or member.incarnation == peer.incarnation:
             return
         name = f"{peer.process}@{member.incarnation}"
         message = f"{peer.process} (pid {member.pid}) was lost and restarted as {peer.incarnation}"
-        fault = Fault(name, "ProcessDied", peer.process, message, 0.0)
+        fault = Fault(name, "ProcessDied", peer.process, message, event.time)
         self._draft.fact(ProcessLost(peer.process, member.incarnation, fault))
         self._draft.because(message)
 
-    def reconcile(self, host: str, children: Sequence[ChildReport], now: float) -> list[tuple[str, Fault]]:
+    def reconcile(self, event: Joined, now: float) -> list[tuple[str, Fault]]:
         """An agent says who lives on its host: order what is missing there, and give those that are gone."""
-        living = {child.process: child for child in children}
+        host, living = event.peer.host, {child.process: child for child in event.children}
         lost: list[tuple[str, Fault]] = []
         for member in list(self._draft.state.members.members.values()):
             if member.host != host or member.role is Role.AGENT or member.status is MemberStatus.LOST:
@@ -102,7 +103,8 @@ class Staff:
             elif member.status is MemberStatus.REQUESTED:
                 self._ask_start(member, now)
             else:
-                fault = self._fault_of(member, "it is not among the processes of its agent")
+                why = "it is not among the processes of its agent"
+                fault = self._fault_of(member, why, time=event.time)
                 if self._lose(member, fault):
                     lost.append((member.process, fault))
         for child in living.values():
@@ -230,10 +232,10 @@ class Staff:
         fault = self._fault_of(member, message, time=event.time)
         return fault if self._lose(member, fault) else None
 
-    def lose(self, process: str, message: str, *, kind: str = "ProcessDied") -> Fault | None:
+    def lose(self, process: str, message: str, *, kind: str, time: float) -> Fault | None:
         """Declare a process lost that nobody can reach; None if it is lost already."""
         member = self._draft.state.members.members[process]
-        fault = self._fault_of(member, message, kind=kind)
+        fault = self._fault_of(member, message, kind=kind, time=time)
         return fault if self._lose(member, fault) else None
 
     def _fault_of(self, member: Member, why: str, *, kind: str = "ProcessDied", time: float = 0.0) -> Fault:

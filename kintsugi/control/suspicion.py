@@ -39,7 +39,7 @@ class Suspicions:
         if event.kind == SuspicionKind.SLOW:
             self._draft.do(Raise(f"{event.process} is slow: {event.evidence}"))
         elif event.certain:
-            self._condemn(event.process, "Stopped", event.evidence, now)
+            self._condemn(event, "Stopped", event.evidence, now)
         else:
             before, look = self._looks.get(event.incarnation, (event, None))
             self._looks[event.incarnation] = (event, look if event.lasting_s >= before.lasting_s else None)
@@ -61,25 +61,22 @@ class Suspicions:
             self._looks[incarnation] = (event, inspected)
         elif verdict.decision is Resolution.REPLACE:
             evidence = f"{event.evidence}; seen from outside: {verdict.reason}"
-            self._condemn(event.process, _FAULTS[verdict.fault], evidence, now)
+            self._condemn(event, _FAULTS[verdict.fault], evidence, now)
 
     def not_inspected(self, token: str) -> None:
         """Its agent can not be asked: what that means shows when the agent comes back or its host is given up."""
         self._looks.pop(token.removeprefix(f"{INSPECT}:"), None)
 
-    def _condemn(self, process: str, kind: str, evidence: str, now: float) -> None:
-        member = self._draft.state.members.members[process]
-        fault = Fault(f"{process}@{member.incarnation}.{kind}", kind, process, f"{process}: {evidence}", 0.0)
+    def _condemn(self, event: Suspected, kind: str, evidence: str, now: float) -> None:
+        process, name = event.process, f"{event.process}@{event.incarnation}.{kind}"
+        fault = Fault(name, kind, process, f"{process}: {evidence}", event.time)
         self._staff.condemn(process, fault, now)
 
     def _lose_host(self, host: str, event: Suspected) -> list[tuple[str, Fault]]:
         """Nobody there answers: its processes are replaced elsewhere, and refused should they come back."""
         members = self._draft.state.members
-        here = [m.process for m in members.members.values() if m.host == host and m.process != event.process]
+        everyone = members.members.values()
+        here = [m.process for m in everyone if m.host == host and m.process != event.process]
         why = f"{host} is lost: {event.evidence}"
-        self._staff.lose(event.process, why, kind="HostLost")
-        return [
-            (process, fault)
-            for process in here
-            if members.is_live(process) and (fault := self._staff.lose(process, why, kind="HostLost"))
-        ]
+        lost = [self._staff.lose(p, why, kind="HostLost", time=event.time) for p in (event.process, *here)]
+        return [(fault.process, fault) for fault in lost[1:] if fault is not None]

@@ -38,7 +38,7 @@ def greet_the_living(draft: Draft) -> None:
     draft.do(ShareBook())
 
 
-def predecessor_lost(epoch: int) -> Fault:
+def predecessor_lost(epoch: int, *, time: float) -> Fault:
     """The fault that a take-over in mid-run begins with."""
     message = f"the master of epoch {epoch} is gone, its agent started another"
-    return Fault(f"master-0@{epoch}", "ProcessDied", "master-0", message, 0.0)
+    return Fault(f"master-0@{epoch}", "ProcessDied", "master-0", message, time)

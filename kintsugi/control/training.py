@@ -42,8 +42,8 @@ class Training:
 
     def begin(
         self, tickets: tuple[str, ...], now: float, *, stage: Stage, ranks: Sequence[str], generation: int
-    ) -> str:
-        """Form the batch, unless it was formed before a fault, and send out its first calls; says what it is."""
+    ) -> None:
+        """Form the batch, unless it was formed before a fault, and send out its first calls."""
         state = self._draft.state
         step = state.step + 1
         if not state.ledger.in_batch(step):
@@ -57,8 +57,8 @@ class Training:
         ]
         workers = {Role.MODEL: list(ranks)}
         self._walk = Walk(build_graph(stage), items, workers=workers, num_shards=stage.actor.logical_shards)
+        self._draft.because(f"{len(items)} samples of {len(tickets)} groups")
         self._dispatch(now)
-        return f"step {step}: {len(items)} samples of {len(tickets)} groups"
 
     def answered(self, token: str, sender: str, done: CallDone, now: float) -> None:
         """A rank finished its part of a call."""

@@ -71,7 +71,8 @@ class Disturbance:
 
         def holds() -> bool:
             if self._watch.step >= SETTLED_STEPS:
-                self._growth.sample([launcher.pid, *(one.pid for one in self._watch.staff.values())])
+                staff = {process: presence.pid for process, presence in self._watch.staff.items()}
+                self._growth.sample({"launcher": launcher.pid, **staff})
             return condition() or not self._run.running
 
         self._watch.until(holds, what=what, timeout_s=timeout_s)

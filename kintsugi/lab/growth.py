@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import msgspec
 import psutil
@@ -25,43 +25,43 @@ class Growth:
     """Samples processes about once a second; a process counts when it was there for half of all samples or more."""
 
     def __init__(self) -> None:
-        self._samples: dict[int, list[Sample]] = {}
+        self._samples: dict[tuple[str, int], list[Sample]] = {}
         self._num_samples = 0
         self._next = 0.0
 
-    def sample(self, pids: Iterable[int]) -> None:
+    def sample(self, pids: Mapping[str, int]) -> None:
+        """Look at processes, given by name, if it is time to."""
         now = SYSTEM_CLOCK.monotonic()
         if now < self._next:
             return
         self._next = now + SAMPLE_S
         self._num_samples += 1
-        for pid in pids:
+        for name, pid in pids.items():
             try:
                 process = psutil.Process(pid)
                 sample = Sample(process.num_fds(), process.memory_info().rss / MIB)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-            self._samples.setdefault(pid, []).append(sample)
+            self._samples.setdefault((name, pid), []).append(sample)
+
+    @property
+    def by_process(self) -> dict[str, tuple[int, float]]:
+        """Descriptors and MB that each process gained from its first quarter to its last."""
+        least = max(MIN_SAMPLES, self._num_samples / 2)
+        return {
+            name: (round(fd_growth_of(samples)), round(rss_growth_of(samples), 1))
+            for (name, _), samples in self._samples.items()
+            if len(samples) >= least
+        }
 
     @property
     def fd_growth(self) -> int:
-        """Of the process that grew most, from its first quarter to its last."""
-        return round(max(map(fd_growth_of, self._long_lived()), default=0.0))
+        """Of the process that gained most."""
+        return max((fds for fds, _ in self.by_process.values()), default=0)
 
     @property
     def rss_growth_mb(self) -> float:
-        return max(map(rss_growth_of, self._long_lived()), default=0.0)
-
-    @property
-    def num_processes(self) -> int:
-        return len(self._long_lived())
-
-    def _long_lived(self) -> list[list[Sample]]:
-        return [
-            samples
-            for samples in self._samples.values()
-            if len(samples) >= max(MIN_SAMPLES, self._num_samples / 2)
-        ]
+        return max((mb for _, mb in self.by_process.values()), default=0.0)
 
 
 def fd_growth_of(samples: list[Sample]) -> float:

@@ -74,8 +74,8 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     processes_left: int
     fd_growth: int
     rss_growth_mb: float
-    long_lived_processes: int
-    """Over which growth was measured."""
+    growth: dict[str, tuple[int, float]]
+    """Descriptors and MB of each process that lived for at least half of the time; the totals are of the worst."""
     ettr: float
     """Undisturbed time of the steps, divided by the time that they took."""
     step_s: float
@@ -238,7 +238,7 @@ def _totals_table(report: Report) -> Table:
     table.add_row("processes left", str(totals.processes_left))
     table.add_row(
         "growth",
-        f"{totals.fd_growth} descriptors, {totals.rss_growth_mb:.1f} MB in {totals.long_lived_processes}",
+        f"{totals.fd_growth} descriptors, {totals.rss_growth_mb:.1f} MB in the worst of {len(totals.growth)}",
     )
     table.add_row(
         "productive share of time", f"{totals.ettr:.1%}, a step takes {totals.step_s:.2f} s undisturbed"

@@ -30,6 +30,8 @@ from kintsugi.runtime import SYSTEM_CLOCK, random_stream
 
 STEPS_PER_FAULT = 3
 """Mended by the next step or two, and then up to `checkpoint.every` more until the phase that is aimed at."""
+STEPS_PER_COLD_FAULT = 7
+"""While a server imports its libraries, the others go on."""
 EXTRA_STEPS = 12
 MOST_RUNS = 6
 START_TIMEOUT_S = 60.0
@@ -58,7 +60,8 @@ class Soak:
         num_restarts: int = len(RESTARTS),
         say: Say = lambda line: None,
     ) -> None:
-        self._config = with_steps(config, steps=STEPS_PER_FAULT * num_faults + EXTRA_STEPS)
+        steps_per_fault = STEPS_PER_COLD_FAULT if cold else STEPS_PER_FAULT
+        self._config = with_steps(config, steps=steps_per_fault * num_faults + EXTRA_STEPS)
         self._folder = folder
         self._num_faults = num_faults
         self._seed = seed
@@ -236,7 +239,7 @@ class Soak:
             (
                 known.timing
                 for known in reversed(account.incidents)
-                if first.step <= known.step <= upper and known.processes & struck
+                if first.step <= known.step < max(upper, first.step + 1) and known.processes & struck
             ),
             {},
         )
@@ -298,7 +301,7 @@ class Soak:
             processes_left=self._processes_left,
             fd_growth=self._growth.fd_growth,
             rss_growth_mb=self._growth.rss_growth_mb,
-            long_lived_processes=self._growth.num_processes,
+            growth=self._growth.by_process,
             ettr=undisturbed_s * len(accounts) / disturbed_s if disturbed_s else 0.0,
             step_s=statistics.median(after.at - before.at for before, after in pairwise(commits)),
             wall_s=wall_s,

@@ -35,9 +35,9 @@ from kintsugi.observe.events import EventLog, FaultSeen, Note, events_path
 from kintsugi.recipe import load_config
 from kintsugi.rollout.episode import demonstrated_trajectory, describe, int32, sampled_trajectory
 from kintsugi.rollout.scoring import RewardFailed, RewardThread, load_rewards
-from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, wait
+from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, WAITS, wait
 from kintsugi.transport import Delivery, PendingReply
-from kintsugi.types import Completion, Finish, Role, Row, SampleText, Trajectory, process_id, sample_key
+from kintsugi.types import Completion, Finish, Role, Row, SampleText, Trajectory, Wait, process_id, sample_key
 from kintsugi.worker import Membership, open_endpoint
 
 IDLE_S = 0.25
@@ -95,6 +95,9 @@ class RolloutWorker:
         """To be asked of the manager, as soon as there is one."""
         self._finished: dict[str, Finished] = {}
         self._evaluated_version = -1
+        self._awaited: Group | None = None
+        """Whose generation is declared as a wait."""
+        self._wait = 0
         self._clock = SYSTEM_CLOCK
         self.endpoint = open_endpoint(bootstrap)
         self.membership = Membership(self.endpoint, bootstrap, capabilities={})
@@ -116,7 +119,19 @@ class RolloutWorker:
         self._ask_manager()
         self._collect_scores()
         self.membership.load = float(len(self._scoring))
+        self._declare()
         self.membership.tick(self._clock.monotonic())
+
+    def _declare(self) -> None:
+        """Say that this process waits for the manager while a group is being generated: the heartbeats carry it."""
+        oldest = next((group for group in self._running.values() if not group.completions), None)
+        if oldest is self._awaited:
+            return
+        if self._awaited is not None:
+            WAITS.end(self._wait)
+        if oldest is not None:
+            self._wait = WAITS.begin(Wait(MANAGER, "Generated", oldest.since, oldest.deadline))
+        self._awaited = oldest
 
     def close(self) -> None:
         self._reward_thread.abandon()

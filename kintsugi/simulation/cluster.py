@@ -20,7 +20,7 @@ from kintsugi.simulation.faults import Plan, Planned
 from kintsugi.simulation.hosts import Agent, Host
 from kintsugi.simulation.injection import Injector
 from kintsugi.simulation.invariants import Invariants, Reference
-from kintsugi.simulation.master import NewMaster, SimulatedMaster, described
+from kintsugi.simulation.master import LARGE, NewMaster, SimulatedMaster, described
 from kintsugi.simulation.network import Network, Process
 from kintsugi.simulation.ranks import HostMemory, Rank, Rendezvous
 from kintsugi.simulation.workers import Manager, Rollout, Server, Worker
@@ -80,7 +80,7 @@ class Cluster:
     ) -> None:
         self.config, self.layout = config, plan_layout(config)
         self.world = World(seed, keep_trace=keep_trace)
-        self.network = Network(self.world)
+        self.network = Network(self.world, is_large=len(self.layout) > LARGE)
         self.disk = JournalDisk()
         self.checkpoints: dict[str, Snapshot] = {}
         self.master: SimulatedMaster | None = None
@@ -99,6 +99,7 @@ class Cluster:
             coverage=coverage or Coverage(),
             touched=self._is_touched,
             survives=self._survives,
+            is_saved=lambda step: any(saved.step == step for saved in self.checkpoints.values()),
         )
         self.injector = Injector(self, plan or Plan([]))
         self.invariants.follow(self.injector.follow)

@@ -14,7 +14,6 @@ from kintsugi.control.protocol import Decision, Event
 from kintsugi.control.shell import DURABLE
 from kintsugi.facts import (
     BatchFormed,
-    CheckpointSaved,
     EpochStarted,
     Fact,
     ProcessLost,
@@ -47,8 +46,10 @@ class Invariants:
         coverage: Coverage,
         touched: Callable[[str], bool],
         survives: Callable[[int], str],
+        is_saved: Callable[[int], bool],
     ) -> None:
-        """`touched`: whether a fault hit this process. `survives`: who still holds the state of a step, if anybody."""
+        """`touched`: whether a fault hit this process. `survives`: who still holds the state of a step, if anybody.
+        `is_saved`: whether a checkpoint of it is on disk."""
         self.violations: list[str] = []
         self.found = Reference({}, {})
         """What this run came to."""
@@ -56,11 +57,10 @@ class Invariants:
         self.num_rollbacks = 0
         self.facts: list[Fact] = []
         self._reference, self._coverage = reference, coverage
-        self._touched, self._survives = touched, survives
+        self._touched, self._survives, self._is_saved = touched, survives, is_saved
         self._epoch = 0
         self._owners: dict[int, str] = {}
         self._trained: dict[str, int] = {}
-        self._saved: set[int] = {0}
         self._heard: dict[tuple[str, str], int] = {}
         self._on_decision: list[Callable[[SimulatedMaster], None]] = []
 
@@ -109,8 +109,6 @@ class Invariants:
                 self._rolled_back(fact)
             case EpochStarted():
                 self._epoch_started(fact)
-            case CheckpointSaved():
-                self._saved.add(fact.step)
             case RunEnded():
                 self.found.weights_sha256 = fact.weights_sha256
             case _:
@@ -142,8 +140,8 @@ class Invariants:
 
     def _rolled_back(self, fact: RolledBack) -> None:
         self.num_rollbacks += 1
-        if fact.step not in self._saved:
-            self.violated(f"rolled back to step {fact.step}, of which no checkpoint was written")
+        if fact.step not in (0, self.step - 1) and not self._is_saved(fact.step):
+            self.violated(f"rolled back to step {fact.step}, of which nobody has the state")
         holder = self._survives(self.step) if fact.step < self.step else ""
         if holder and not fact.reason.startswith("resumed"):
             self.violated(f"rolled back to step {fact.step} though {holder} holds step {self.step}")

@@ -17,6 +17,7 @@ import msgspec
 from kintsugi.config import Config
 from kintsugi.control.journal import Journal
 from kintsugi.control.layout import ProcessPlan
+from kintsugi.control.lookout import Lookout
 from kintsugi.control.master import Master
 from kintsugi.control.membership import MemberStatus
 from kintsugi.control.phases import Phase
@@ -54,7 +55,6 @@ from kintsugi.messages import (
     Shutdown,
 )
 from kintsugi.messages import Ok as OkBody
-from kintsugi.recovery.detection import STUCK_S, OpenRequest, Watch
 from kintsugi.simulation.disk import JournalDisk
 from kintsugi.simulation.network import Process
 from kintsugi.transport.exchange import Delivery
@@ -128,7 +128,7 @@ class SimulatedMaster(Process):
         self.finished = False
         self.crash: Crash | None = None
         self.gate: Gate | None = None
-        self.watch = Watch()
+        self.lookout = Lookout()
         self._current_book: AddressBook | None = None
         self._sharing = False
         self._events: deque[Event] = deque()
@@ -161,34 +161,15 @@ class SimulatedMaster(Process):
         state = self.master.state
         self.endpoint.epoch = self.endpoint.seen_epoch = state.epoch + 1
         self.feed(began)
-        for member in state.members.members.values():
-            if member.status is MemberStatus.LIVE:
-                self.watch.joined(member.process, member.incarnation, self.world.now, host=member.host)
+        self.lookout.adopt(state.members, self.world.now)
         self.after(TICK_S, self._tick)
 
     def _tick(self) -> None:
-        for suspicion in self.watch.check(self.world.now, asked=self._asked()):
-            self.feed(
-                Suspected(
-                    suspicion.process,
-                    suspicion.incarnation,
-                    suspicion.evidence,
-                    suspicion.kind,
-                    suspicion.lasting_s,
-                )
-            )
+        for suspected in self.lookout.check(self.world.now, self.master.talk):
+            self.feed(suspected)
         self.feed(Tick())
         if not self.finished:
             self.after(TICK_S, self._tick)
-
-    def _asked(self) -> dict[str, list[OpenRequest]]:
-        asked: dict[str, list[OpenRequest]] = {}
-        talk, now = self.master.talk, self.world.now
-        for token, process, kind, since in talk.open_requests():
-            if now - since > STUCK_S:
-                request = OpenRequest(token, kind, since, talk.longest_s(kind))
-                asked.setdefault(process, []).append(request)
-        return asked
 
     def request_stop(self) -> None:
         self.feed(StopRequested("asked to"))
@@ -222,7 +203,7 @@ class SimulatedMaster(Process):
     def _heard(self, sender: str, incarnation: str, heartbeat: Heartbeat) -> None:
         now = self.world.now
         self.master.state.members.heard(sender, heartbeat, now)
-        self.watch.heard(sender, incarnation, heartbeat, now)
+        self.lookout.heard(sender, incarnation, heartbeat, now)
         if heartbeat.book < self._book().number:
             self.endpoint.send(sender, self._book())
 
@@ -232,7 +213,7 @@ class SimulatedMaster(Process):
             self.endpoint.fail(delivery, "RefusedError", f"{peer.process} {peer.incarnation} was replaced")
             return
         self.endpoint.admit(peer)
-        self.watch.joined(peer.process, peer.incarnation, self.world.now, host=peer.host)
+        self.lookout.joined(peer.process, peer.incarnation, self.world.now, host=peer.host)
         self.feed(Joined(peer, register.role, register.pid, register.capabilities, register.children))
         if self.alive and not self.finished:
             self.endpoint.reply(delivery, Registered(self.master.state.epoch))
@@ -252,6 +233,9 @@ class SimulatedMaster(Process):
     def _take_answer(self, request: Request, body: Body | None, fault: Fault | None) -> None:
         if fault is None:
             assert body is not None
+            peer = self.endpoint.directory.peers.get(request.to)
+            if peer is not None:
+                self.lookout.answered(request.to, peer.incarnation, body, self.world.now)
             self.feed(Replied(request.token, request.to, body))
         else:
             self.feed(RequestFailed(request.token, request.to, fault))
@@ -330,7 +314,7 @@ class SimulatedMaster(Process):
             case Admit(peer=peer):
                 self.endpoint.admit(peer)
             case Forget(process=process, fault=fault):
-                self.watch.forget(process)
+                self.lookout.forget(process)
                 self.endpoint.forget(process, fault)
             case ShareBook() if self._is_large:
                 if not self._sharing:

@@ -12,6 +12,7 @@ from typing import Any
 
 from kintsugi.errors import Fault
 from kintsugi.messages import AddressBook, Body, Failed, Register
+from kintsugi.simulation.directory import BookIndex, SharedDirectory
 from kintsugi.simulation.world import Action, World
 from kintsugi.transport.directory import Caller, Directory
 from kintsugi.transport.endpoint import FIRST_RESEND_S, LONGEST_RESEND_S
@@ -54,11 +55,19 @@ class Weather:
 class Network:
     """Carries messages to the process that listens at an address."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, is_large: bool = False) -> None:
+        """`is_large`: so many processes that they look into one shared address book."""
         self._world = world
+        self.is_large = is_large
+        self._index: BookIndex | None = None
         self.weather = Weather()
         self.listening: dict[str, Process] = {}
         self.num_lost = 0
+
+    def index_of(self, book: AddressBook) -> BookIndex:
+        if self._index is None or self._index.number != book.number:
+            self._index = BookIndex(book)
+        return self._index
 
     def carry(self, source: Process, target: Process | None, action: Action, *arguments: Any) -> None:
         """Let `action` happen in the target process after a while, or not, or twice."""
@@ -163,7 +172,8 @@ class SimulatedEndpoint:
     def __init__(self, owner: Process, *, epoch: int) -> None:
         self._owner, self._world = owner, owner.world
         self.epoch = self.seen_epoch = epoch
-        self.directory = Directory(job=JOB, process=owner.name)
+        kind = SharedDirectory if owner.network.is_large else Directory
+        self.directory = kind(job=JOB, process=owner.name)
         self._introduced: set[bytes] = set()
         self._sequences: dict[str, int] = {}
         self._pending: dict[str, dict[int, Pending]] = {}
@@ -187,6 +197,9 @@ class SimulatedEndpoint:
     def set_book(self, book: AddressBook) -> bool:
         if book.number <= self.directory.number:
             return False
+        if isinstance(self.directory, SharedDirectory):
+            self._share_book(self.directory, self._owner.network.index_of(book))
+            return True
         self.directory.number = book.number
         listed = {peer.process for peer in book.peers}
         for process in [process for process in self.directory.peers if process not in listed]:
@@ -195,6 +208,16 @@ class SimulatedEndpoint:
             if peer.process != self._owner.name:
                 self.admit(peer)
         return True
+
+    def _share_book(self, directory: SharedDirectory, index: BookIndex) -> None:
+        """As `set_book`; who is not spoken to need not be looked at."""
+        for process in list(self._pending):
+            known, listed = directory.peers.get(process), index.by_name.get(process)
+            if listed is None or (known is not None and known.public_key != listed.public_key):
+                self.forget(process, self._fault(f"{process} is no longer in the address book"))
+            elif known is not None and known.address != listed.address:
+                self._close_link(process, self._fault(f"{process} moved to {listed.address}"))
+        directory.look_into(index)
 
     def forget(self, process: str, fault: Fault) -> None:
         self.directory.remove(process, fault)
@@ -277,7 +300,7 @@ class SimulatedEndpoint:
     # What arrives.
 
     def receive(self, source: Process, envelope: Envelope, body: Body) -> None:
-        if source.key not in self._introduced:
+        if source.key not in self._introduced and source.key.decode() not in self.directory.callers:
             return  # It waits at the door until somebody introduces it; a request comes again.
         why = self.directory.why_refused(source.key.decode(), envelope, epoch=self.epoch)
         if why:

@@ -78,7 +78,7 @@ def test_an_agent_that_is_killed_again_and_again_ends_the_run_with_its_name_and_
     run.start_and_wait(start_of("model-0"), programs={Role.MODEL: "cluster_programs:stubborn"})
     run.note_sockets()
     for incarnation in range(6):
-        until(lambda: run.registrations("agent-0") > incarnation, f"agent {incarnation}")  # noqa: B023
+        until(lambda: len(run.registrations("agent-0")) > incarnation, f"agent {incarnation}")  # noqa: B023
         os.kill(run.agent_pid(), signal.SIGKILL)
     code, errors = run.result()
     assert code == 99

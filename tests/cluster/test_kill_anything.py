@@ -61,7 +61,7 @@ def stop_rank_in_a_collective(run: Run) -> None:
     run.wait_at(5)
     run.kill("model-1", signal.SIGSTOP)
     run.let_through(5)
-    run.wait_for_line("step 6: 32 samples", file="events/master-0.jsonl")
+    run.wait_for_line("step 6 on 2 ranks", file="events/master-0.jsonl")
     until(lambda: len(pids_of(run, "model-1")) == 2, "another model-1")
     code, errors = run.end()
     assert code == 0, errors

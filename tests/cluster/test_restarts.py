@@ -35,8 +35,9 @@ def test_an_agent_comes_back_and_its_processes_keep_their_pids(run: TinyRun, num
     run.start_and_wait(start_of("model-0"), start_of("rollout-0"), preload=("json",))
     first, started, master = run.agent_pid(), run.started(), run.master()
     os.kill(first, number)
-    until(lambda: run.registrations("agent-0") == 2, "the second agent")
-    assert run.happened()[-1] == ["registered", "agent-0", "1", sorted(started.values())]
+    until(lambda: len(run.registrations("agent-0")) == 2, "the second agent")
+    (incarnation, _), again = run.registrations("agent-0")
+    assert again == (incarnation + 1, sorted(started.values()))
     assert run.agent_pid() != first
     assert run.master() == master, "it does not notice"
     assert all(process_start_time(pid) for pid in started.values())
@@ -60,7 +61,7 @@ def test_a_master_comes_back_on_the_same_socket_and_its_processes_keep_their_pid
     os.kill(first, number)
     until(lambda: run.master()[0] != first and ["complete"] in run.happened(), "the second master")
     assert run.master()[1:] == (True, address)
-    assert ["registered", "agent-0", "0", sorted(started.values())] in run.happened()
+    assert [children for _, children in run.registrations("agent-0")] == [sorted(started.values())]
     assert run.started() == started
     assert run.agent_pid() == agent
     end(run)
@@ -87,7 +88,8 @@ def test_a_host_that_is_lost_as_a_whole_comes_back_with_an_empty_list(run: TinyR
     os.kill(agent, signal.SIGSTOP)
     os.kill(started["model-1"], signal.SIGKILL)
     os.kill(agent, signal.SIGKILL)
-    until(lambda: ["registered", "agent-1", "1", []] in run.happened(), "the second agent")
+    until(lambda: len(run.registrations("agent-1")) == 2, "the second agent")
+    assert run.registrations("agent-1")[1][1] == []
     assert process_start_time(started["model-0"]) is not None
     end(run)
 
@@ -125,7 +127,7 @@ def test_a_second_stop_ends_a_stubborn_run_whose_agent_was_killed(run: TinyRun) 
 def test_kill_9_of_the_launcher_leaves_nothing_of_a_run_whose_agent_came_back(run: TinyRun) -> None:
     launcher = run.start_and_wait(start_of("model-0"), start_of("rollout-0"))
     os.kill(run.agent_pid(), signal.SIGKILL)
-    until(lambda: run.registrations("agent-0") == 2, "the second agent")
+    until(lambda: len(run.registrations("agent-0")) == 2, "the second agent")
     run.note_sockets()
     launcher.kill()
     run.assert_nothing_left(timeout_s=5.0)

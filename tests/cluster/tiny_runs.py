@@ -121,9 +121,9 @@ class TinyRun:
         """Process → pid, as the master was told."""
         return {event[1]: event[2] for event in self.happened() if event[0] == "started"}
 
-    def registrations(self, agent: str) -> int:
-        """How many agents of this name the present master has seen."""
-        return len([event for event in self.happened() if event[:2] == ["registered", agent]])
+    def registrations(self, agent: str) -> list[tuple[int, list[int]]]:
+        """Incarnation and living children of every agent of this name that the present master has seen."""
+        return [(int(event[2]), event[3]) for event in self.happened() if event[:2] == ["registered", agent]]
 
     def result(self) -> tuple[int, str]:
         assert self.launcher is not None

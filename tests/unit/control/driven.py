@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 
 from kintsugi.config import (
     ActorSection,
@@ -12,7 +13,6 @@ from kintsugi.config import (
     DataSection,
     EvaluationSection,
 )
-from kintsugi.control.agenda import carried_stage
 from kintsugi.control.layout import plan_layout
 from kintsugi.control.master import FAULT_GRACE_S, Master
 from kintsugi.control.phases import Phase
@@ -22,53 +22,23 @@ from kintsugi.control.protocol import (
     Effect,
     Event,
     Exited,
+    Forget,
     Joined,
     Replied,
     Request,
     RequestFailed,
+    Tell,
     Tick,
 )
 from kintsugi.control.state import MasterState
-from kintsugi.errors import Fault
+from kintsugi.errors import Fault, KintsugiError, fault_of
 from kintsugi.facts import Fact
-from kintsugi.messages import (
-    Body,
-    CallDone,
-    DeviceClean,
-    DeviceStop,
-    EpisodesDone,
-    HashWeights,
-    LoadWeights,
-    NotifyNormal,
-    Ok,
-    PreLock,
-    ProcessStarted,
-    Publish,
-    Published,
-    RankReady,
-    RebuildGroup,
-    Repair,
-    Rollback,
-    RunCall,
-    RunEpisodes,
-    Save,
-    Saved,
-    StartProcess,
-    StartStage,
-    WeightsHashed,
-    WeightsLoaded,
-)
-from kintsugi.types import (
-    Finish,
-    Peer,
-    Role,
-    SampleMeta,
-    StreamSource,
-    Ticket,
-    WeightManifest,
-    role_of,
-    sample_key,
-)
+from kintsugi.messages import Body, Drop, StartProcess, StopProcess
+from kintsugi.recovery.processor import Flow
+from kintsugi.types import Peer, Role, role_of
+from tests.unit.control.world import World, scored
+
+__all__ = ["CONFIG", "Driven", "fold", "new_state", "scored"]
 
 CONFIG = Config(
     name="driven",
@@ -78,86 +48,156 @@ CONFIG = Config(
     eval=EvaluationSection(num_samples=0),
     checkpoint=CheckpointSection(every=1),
 )
+STEP_S = 0.01
 
 
 def new_state(config: Config = CONFIG) -> MasterState:
     return MasterState(min_valid=2, keep_checkpoints=config.checkpoint.keep)
 
 
-def scored(ticket: Ticket, *, version: int, holder: str = "rollout-0") -> EpisodesDone:
-    """Every second sample is right."""
-    metas = []
-    for index in range(ticket.num_samples):
-        reward, key = float(index % 2), sample_key(ticket.id, index)
-        metas.append(
-            SampleMeta(key, ticket.id, 8, 4, reward, {"exact": reward}, Finish.EOS, version, holder, key)
-        )
-    return EpisodesDone(ticket.id, tuple(metas))
+def fold(facts: Sequence[Fact], config: Config = CONFIG) -> MasterState:
+    """Where a master stands that has read these facts."""
+    state = new_state(config)
+    for fact in facts:
+        state.apply(fact)
+    return state
 
 
 class Driven:
     """`until` answers what is open in the order of asking, with what a healthy worker would say."""
 
-    def __init__(self, config: Config = CONFIG, *, state: MasterState | None = None, num_eval_rows: int = 0):
+    def __init__(
+        self,
+        config: Config = CONFIG,
+        *,
+        state: MasterState | None = None,
+        num_eval_rows: int = 0,
+        flow: Flow = Flow.ROLLBACK,
+        world: World | None = None,
+    ) -> None:
+        layout = plan_layout(config)
         self.master = Master(
             config,
             state=state or new_state(config),
-            layout=plan_layout(config),
+            layout=layout,
             num_rows=10,
             num_eval_rows=num_eval_rows,
             checkpoint_folder="checkpoints",
         )
-        self._hosts = {plan.process: plan.host for plan in plan_layout(config)}
-        self._stages: dict[str, str] = {}
-        self._generations: dict[str, int] = {}
+        self._num_eval_rows = num_eval_rows
+        self.world = world or World({plan.process: plan.host for plan in layout}, flow=flow)
         self.now = 0.0
         self.open: dict[str, Request] = {}
         self.facts: list[Fact] = []
         self.effects: list[Effect] = []
+        self.unstartable: set[str] = set()
+        """Processes whose start fails."""
 
     @property
     def state(self) -> MasterState:
         return self.master.state
 
     def feed(self, event: Event) -> Decision:
-        self.now += 0.01
+        self.now += STEP_S
         decision = self.master.decide(event, self.now)
         self.facts += decision.facts
         self.effects += decision.effects
-        self.open |= {effect.token: effect for effect in decision.effects if isinstance(effect, Request)}
+        for effect in decision.effects:
+            match effect:
+                case Request(token=token, body=body):
+                    self.open[token] = effect
+                    self.world.asked(body)
+                case Tell(to=to, body=Drop(tickets=tickets)):
+                    kept = self.world.kept.get(to, set())
+                    kept -= {key for key in kept if key.partition("/")[0] in tickets}
+                case _:
+                    pass
+        for effect in decision.effects:
+            if isinstance(effect, Forget):
+                self._give_up(effect.process, effect.fault)
         return decision
+
+    def _give_up(self, process: str, fault: Fault) -> None:
+        """The transport fails what is still asked of somebody who is gone."""
+        for request in [request for request in self.open.values() if request.to == process]:
+            del self.open[request.token]
+            self.feed(RequestFailed(request.token, request.to, fault))
 
     def begin(self, *, restore_step: int | None = None) -> None:
         """The agents are there and everything else is ordered; a given step means a run that is resumed from it."""
         path = f"checkpoints/step-{restore_step}" if restore_step else None
         resumed = restore_step is not None
         self.feed(Began("job", "digest", str(self.state.epoch + 1), resumed, restore_step or 0, path))
-        for process in self._hosts:
-            if role_of(process) is Role.AGENT:
-                self._join(process, f"{self.state.epoch}.0")
+        for agent in self.world.agents:
+            self.join(agent, f"{self.state.epoch}.0", self.world.hosts[agent])
 
-    def _join(self, process: str, incarnation: str) -> None:
-        peer = Peer(process, incarnation, self._hosts[process], f"tcp://{process}", b"key")
-        self.feed(Joined(peer, role_of(process), 1))
+    def succeed(self, *, carried_out: bool, facts: Sequence[Fact] | None = None) -> Driven:
+        """The master dies after these facts (all, unless given), and its agent starts another, which this gives.
+
+        `carried_out`: what was asked had been done, only the answers are lost; else it was never received.
+        """
+        facts = self.facts if facts is None else facts
+        config, world = self.master.config, deepcopy(self.world)
+        state = fold(facts, config)
+        successor = Driven(config, state=state, num_eval_rows=self._num_eval_rows, world=world)
+        successor.facts, successor.now = list(facts), self.now
+        if carried_out:
+            for request in self.open.values():
+                successor.serve(request)
+        return successor
+
+    def take_over(self, *, agents_first: bool = True) -> None:
+        """Begin as the successor of a master that died; everybody who lives reports."""
+        members, living = self.state.members.members, self.world.living()
+        agents = [(name, members[name].incarnation, self.world.hosts[name]) for name in self.world.agents]
+        incarnation = str(self.state.epoch + 1)
+        self.feed(Began("job", "digest", incarnation, restore_step=self.state.step, adopting=True))
+        for process, incarnation, host in agents + living if agents_first else living + agents:
+            self.join(process, incarnation, host)
+
+    def join(self, process: str, incarnation: str, host: str) -> None:
+        role = role_of(process)
+        children = self.world.reports(host) if role is Role.AGENT else ()
+        capabilities = {"store": process, "flow": self.world.flow.value} if role is Role.MODEL else {}
+        peer = Peer(process, incarnation, host, f"tcp://{process}", b"key")
+        self.feed(Joined(peer, role, 1, capabilities, children))
 
     def asked(self, kind: type[Body]) -> list[Request]:
         """Open requests of a kind."""
         return [request for request in self.open.values() if isinstance(request.body, kind)]
 
+    def serve(self, request: Request) -> Body | Fault:
+        """What the process that was asked says."""
+        try:
+            if isinstance(request.body, StartProcess) and request.body.process in self.unstartable:
+                raise KintsugiError(f"{request.body.process} does not start")
+            return self.world.serve(request.to, request.body)
+        except KintsugiError as error:
+            return fault_of(error, process=request.to, time=0.0)
+
     def answer(self, request: Request, body: Body | None = None) -> Decision:
+        """Let the process answer, or this body be its answer."""
         del self.open[request.token]
-        decision = self.feed(Replied(request.token, request.to, body or self._healthy(request)))
-        if isinstance(request.body, StartProcess):
-            self._join(request.body.process, request.body.incarnation)
+        before = self.world.living()
+        said = body or self.serve(request)
+        if isinstance(request.body, StopProcess):
+            for process, incarnation, _ in set(before) - set(self.world.living()):
+                self.feed(Exited(process, incarnation, -9))
+        if isinstance(said, Fault):
+            return self.feed(RequestFailed(request.token, request.to, said))
+        decision = self.feed(Replied(request.token, request.to, said))
+        for process, incarnation, host in self.world.living():
+            if (process, incarnation, host) not in before:
+                self.join(process, incarnation, host)
         return decision
 
-    def fail(self, request: Request, message: str) -> Decision:
+    def fail(self, request: Request, message: str, *, kind: str = "StorageError") -> Decision:
         del self.open[request.token]
-        fault = Fault(request.token, "StorageError", request.to, message, 0.0)
+        fault = Fault(request.token, kind, request.to, message, 0.0)
         return self.feed(RequestFailed(request.token, request.to, fault))
 
     def until(self, reached: Phase | Callable[[], bool]) -> None:
-        """Answer everything until the master has entered a phase, or a condition holds."""
+        """Answer everything, and let time pass when nothing is asked, until a phase is entered or a condition holds."""
 
         def is_reached() -> bool:
             return reached() if not isinstance(reached, Phase) else self.master.phase is reached
@@ -165,59 +205,29 @@ class Driven:
         for _ in range(1000):
             if is_reached():
                 return
-            self.answer(next(iter(self.open.values())))
+            self.go_on()
         raise AssertionError(f"still {self.master.phase} after a thousand answers")
 
-    def _ready(self, rank: str, body: Body) -> RankReady:
-        """A rank that stands where the journal says, or wherever it was repaired or rolled back to."""
-        if isinstance(body, Repair):
-            self._stages[rank] = carried_stage(self.master.config, step=body.step).name
-        if isinstance(body, RebuildGroup):
-            self._generations[rank] = body.generation
-        step = self.state.step
-        generation, stage = self._generations.get(rank, 0), self._stages.get(rank, "")
-        return RankReady(step, f"state {step}", generation=generation, stage=stage)
+    def go_on(self) -> None:
+        """One more answer of somebody who lives, or some time."""
+        living = {*self.world.agents, *(process for process, _, _ in self.world.living())}
+        request = next((request for request in self.open.values() if request.to in living), None)
+        if request is not None:
+            self.answer(request)
+        else:
+            self.pass_time(0.2)
 
-    def lose(self, process: str) -> Decision:
-        """Its agent says that it ended."""
-        member = self.state.members.members[process]
-        self._stages.pop(process, None)
-        self._generations.pop(process, None)
-        return self.feed(Exited(process, member.incarnation, -9))
+    def lose(self, process: str, *, after: int = 0) -> Decision:
+        """It dies, and its agent says so after this many answers of others."""
+        incarnation = self.world.kill(process)
+        assert incarnation is not None, f"{process} does not live"
+        for _ in range(after):
+            self.go_on()
+        return self.feed(Exited(process, incarnation, -9))
 
-    def let_grace_pass(self) -> Decision:
-        self.now += FAULT_GRACE_S
+    def pass_time(self, seconds: float) -> Decision:
+        self.now += seconds
         return self.feed(Tick())
 
-    def _healthy(self, request: Request) -> Body:
-        match request.body:
-            case StartProcess(process=process, incarnation=incarnation):
-                return ProcessStarted(process, incarnation, 1, b"key")
-            case RunEpisodes(ticket=ticket, version=version):
-                return scored(ticket, version=version, holder=request.to)
-            case (
-                PreLock()
-                | DeviceStop()
-                | DeviceClean()
-                | RebuildGroup()
-                | Repair()
-                | Rollback()
-                | NotifyNormal()
-            ):
-                return self._ready(request.to, request.body)
-            case StartStage(stage=stage):
-                self._stages[request.to] = stage
-                return self._ready(request.to, request.body)
-            case RunCall(step=step):
-                return CallDone(step, f"state {step}", {"loss": 0.5}, {"forward": 0.1})
-            case Publish(version=version, step=step):
-                manifest = WeightManifest(version, step, (), 0, f"weights {step}")
-                return Published(manifest, (StreamSource(request.to),))
-            case LoadWeights(manifest=manifest):
-                return WeightsLoaded(manifest.version, manifest.digest, ("server-0", "server-1"))
-            case Save(step=step, folder=folder):
-                return Saved(step, f"{folder}/step-{step}", "digest")
-            case HashWeights():
-                return WeightsHashed("sha256")
-            case _:
-                return Ok()
+    def let_grace_pass(self) -> Decision:
+        return self.pass_time(FAULT_GRACE_S)

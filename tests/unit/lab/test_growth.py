@@ -13,5 +13,5 @@ def test_growth_is_from_the_first_quarter_to_the_last() -> None:
 
 def test_a_process_that_was_there_for_a_moment_does_not_count() -> None:
     growth = Growth()
-    growth.sample([os.getpid()])
-    assert (growth.num_processes, growth.fd_growth, growth.rss_growth_mb) == (0, 0, 0.0)
+    growth.sample({"server-0": os.getpid()})
+    assert (growth.by_process, growth.fd_growth, growth.rss_growth_mb) == ({}, 0, 0.0)

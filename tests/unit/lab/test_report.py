@@ -45,7 +45,7 @@ def report(faults: list[FaultReport], **changes: object) -> Report:
         processes_left=0,
         fd_growth=0,
         rss_growth_mb=0.0,
-        long_lived_processes=1,
+        growth={"launcher": (0, 0.0)},
         ettr=0.8,
         step_s=0.2,
         wall_s=60.0,
