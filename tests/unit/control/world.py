@@ -1,0 +1,217 @@
+"""The processes that a driven master speaks with: agents, and healthy workers that do what they are asked at once.
+
+Ranks are real as far as recovery goes: the `Processor` and `ReplayAdapter` of the recovery package, whose digests say
+which samples were trained in which steps. What a process held is gone when it is killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from kintsugi.errors import GroupBroken, RefusedError
+from kintsugi.messages import (
+    Body,
+    CallDone,
+    CommitStep,
+    EpisodesDone,
+    HashWeights,
+    Inspect,
+    Inspected,
+    LoadWeights,
+    Ok,
+    ProcessStarted,
+    Publish,
+    Published,
+    RebuildGroup,
+    RunCall,
+    RunEpisodes,
+    Save,
+    Saved,
+    StartProcess,
+    StartStage,
+    StopProcess,
+    WeightsHashed,
+    WeightsLoaded,
+)
+from kintsugi.recovery.adapters import ReplayAdapter, Snapshot, Snapshots
+from kintsugi.recovery.processor import Flow, Operation, Processor
+from kintsugi.types import (
+    ChildReport,
+    Finish,
+    Role,
+    SampleMeta,
+    StreamSource,
+    Ticket,
+    WeightManifest,
+    role_of,
+    sample_key,
+)
+
+
+def scored(ticket: Ticket, *, version: int, holder: str = "rollout-0") -> EpisodesDone:
+    """Every second sample is right."""
+    metas = []
+    for index in range(ticket.num_samples):
+        reward, key = float(index % 2), sample_key(ticket.id, index)
+        metas.append(
+            SampleMeta(key, ticket.id, 8, 4, reward, {"exact": reward}, Finish.EOS, version, holder, key)
+        )
+    return EpisodesDone(ticket.id, tuple(metas))
+
+
+class Rank:
+    """A model worker of one incarnation."""
+
+    def __init__(self, name: str, world: World, *, host: str) -> None:
+        self.name, self._world = name, world
+        snapshots = world.snapshots.setdefault(host, {})
+        self.adapter = ReplayAdapter(name, snapshots, flow=world.flow, fetch=self._fetch, probe=self._probe)
+        self._processor = Processor(self.adapter)
+        self._group: dict[str, Rank] = {}
+        self._done: CallDone | None = None
+        self.operations: list[Operation] = []
+        """That were carried out, in their order."""
+
+    def serve(self, body: Body) -> Body:
+        match body:
+            case RunCall():
+                return self._run(body)
+            case CommitStep(step=step):
+                self.adapter.commit(step)
+                return Ok()
+            case StartStage(stage=stage):
+                self.adapter.start_stage(stage)
+                return self.adapter.standing()
+            case Publish(version=version, step=step):
+                manifest = WeightManifest(version, step, (), 0, self._weights(step))
+                return Published(manifest, (StreamSource(self.name),))
+            case Save(step=step, folder=folder):
+                self._weights(step)
+                self._world.checkpoints[f"{folder}/step-{step}"] = self.adapter.committed
+                return Saved(step, f"{folder}/step-{step}", self.adapter.committed.digest)
+            case HashWeights():
+                return WeightsHashed(self._weights(self.adapter.committed.step))
+            case _:
+                assert isinstance(body, Operation), body
+                ready = self._processor.carry_out(body)
+                self.operations.append(body)
+                return ready
+
+    def _run(self, call: RunCall) -> CallDone:
+        standing = self.adapter.standing()
+        if self._done is not None and standing.prepared_step == call.step:
+            return self._done
+        self._processor.admit(call.step)
+        if call.generation != self.adapter.generation or call.stage != standing.stage:
+            raise RefusedError(f"expected {self.adapter.generation} {standing.stage}, got {call.generation}")
+        self._check_group()
+        for shard in call.shards:
+            for item in shard.items:
+                if item.key not in self._world.kept.get(item.holder, ()):
+                    raise GroupBroken(f"{item.holder} has no {item.key}")
+        digest = self.adapter.train(call.step, self._world.batches[call.step, call.generation])
+        self._done = CallDone(call.step, digest, {"loss": 0.5}, {"forward": 0.1})
+        return self._done
+
+    def _check_group(self) -> None:
+        gone = [name for name, rank in self._group.items() if self._world.ranks.get(name) is not rank]
+        if gone:
+            raise GroupBroken(f"{', '.join(gone)} is gone")
+
+    def _probe(self, request: RebuildGroup) -> None:
+        if not set(request.ranks) <= set(self._world.ranks):
+            raise GroupBroken(f"not every rank of {request.ranks} is there")
+        self._group = {name: self._world.ranks[name] for name in request.ranks}
+
+    def _weights(self, step: int) -> str:
+        """Of the weights alone: a new optimizer does not change them."""
+        committed = self.adapter.committed
+        if committed.step != step:
+            raise RefusedError(f"stands at step {committed.step}, not at {step}")
+        return hashlib.sha256(repr(committed.vector).encode()).hexdigest()[:12]
+
+    def _fetch(self, source: str, step: int) -> Snapshot:
+        """A checkpoint by its path, a replica by its name; nobody else keeps anything here."""
+        if source in self._world.checkpoints:
+            return self._world.checkpoints[source]
+        rank = self._world.ranks.get(source)
+        if rank is None:
+            raise RefusedError(f"{source} has nothing")
+        if rank.adapter.standing().prepared_step == step:
+            rank.adapter.commit(step)  # Nobody asks for a step that is not committed.
+        if rank.adapter.committed.step != step or not rank.adapter.committed.stage:
+            raise RefusedError(f"{source} stands at step {rank.adapter.committed.step}, not at {step}")
+        return rank.adapter.committed
+
+
+class World:
+    """Who lives where, and what each one holds."""
+
+    def __init__(self, hosts: dict[str, str], *, flow: Flow) -> None:
+        """`hosts`: process → where it is planned."""
+        self.hosts, self.flow = hosts, flow
+        self.children: dict[str, dict[str, str]] = {host: {} for host in hosts.values()}
+        """Host → living process → incarnation."""
+        self.ranks: dict[str, Rank] = {}
+        self.snapshots: dict[str, Snapshots] = {}
+        """Host → what its agent holds."""
+        self.checkpoints: dict[str, Snapshot] = {}
+        self.kept: dict[str, set[str]] = {}
+        """Rollout worker → keys of the samples that it keeps."""
+        self.batches: dict[tuple[int, int], set[str]] = {}
+        """(step, generation) → the samples of all its calls."""
+        self.looks: dict[str, Inspected] = {}
+        """Process → what its agent sees from outside."""
+
+    @property
+    def agents(self) -> list[str]:
+        return [process for process in self.hosts if role_of(process) is Role.AGENT]
+
+    def living(self) -> list[tuple[str, str, str]]:
+        """(process, incarnation, host) of every worker that lives."""
+        return [(p, i, host) for host, here in self.children.items() for p, i in here.items()]
+
+    def reports(self, host: str) -> tuple[ChildReport, ...]:
+        return tuple(ChildReport(p, i, 1, b"key") for p, i in self.children[host].items())
+
+    def asked(self, body: Body) -> None:
+        """A request is on its way; what a collective sums over is known from all its calls."""
+        if isinstance(body, RunCall):
+            keys = {item.key for shard in body.shards for item in shard.items}
+            self.batches.setdefault((body.step, body.generation), set()).update(keys)
+
+    def kill(self, process: str) -> str | None:
+        """End a process with all that it held; gives its incarnation, if it lived."""
+        self.ranks.pop(process, None)
+        self.kept.pop(process, None)
+        return next((here.pop(process) for here in self.children.values() if process in here), None)
+
+    def serve(self, to: str, body: Body) -> Body:
+        """What the process answers; a KintsugiError when it can not."""
+        if to in self.ranks:
+            return self.ranks[to].serve(body)
+        match body:
+            case StartProcess(process=process, incarnation=incarnation):
+                return self._start(process, incarnation, host=self.hosts[to])
+            case StopProcess(process=process, incarnation=incarnation):
+                if self.children[self.hosts[to]].get(process) == incarnation:
+                    self.kill(process)
+                return Ok()
+            case Inspect(process=process):
+                return self.looks.get(process, Inspected("S"))
+            case RunEpisodes(ticket=ticket, version=version):
+                done = scored(ticket, version=version, holder=to)
+                self.kept.setdefault(to, set()).update(meta.key for meta in done.samples)
+                return done
+            case LoadWeights(manifest=manifest):
+                return WeightsLoaded(manifest.version, manifest.digest, ("server-0", "server-1"))
+            case _:
+                raise AssertionError(f"{to} was asked {body}")
+
+    def _start(self, process: str, incarnation: str, *, host: str) -> ProcessStarted:
+        here = self.children[host]
+        if here.get(process) != incarnation:
+            here[process] = incarnation
+            if role_of(process) is Role.MODEL:
+                self.ranks[process] = Rank(process, self, host=host)
+        return ProcessStarted(process, incarnation, 1, b"key")
