@@ -164,11 +164,32 @@ def status(run: Run) -> None:
     console = Console()
     console.print(tables.status_table(current, runs.read_journal(folder)))
     if current.state is runs.RunState.RUNNING and (reports := read_processes(folder)) is not None:
+        if (recovery := tables.recovery_line(reports)) is not None:
+            console.print(recovery, highlight=False, markup=False)
         console.print(tables.processes_table(reports))
     for alert in runs.read_alerts(folder, count=ALERTS_SHOWN):
         console.print(tables.alert_line(alert), highlight=False, markup=False, soft_wrap=True)
     if current.state is runs.RunState.FAILED and (summary := runs.read_summary(folder)) is not None:
         _complain_faults(summary.faults)
+
+
+@app.command()
+def incidents(
+    run: Run,
+    json: Annotated[bool, typer.Option("--json", help="The same as JSON, with every word of it.")] = False,
+) -> None:
+    """Show what broke in a run, living or dead: why, what was done about it, how long it took, what it cost."""
+    import msgspec
+
+    from kintsugi import runs, tables
+
+    folder = runs.find_run(run)
+    report = runs.read_incidents(folder)
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
+        return
+    running = any(each.is_open for each in report.incidents) and runs.living_launcher(folder) is not None
+    typer.echo(tables.incidents_text(report, run=str(folder), running=running))
 
 
 @app.command("runs")

@@ -17,7 +17,9 @@ from rich.text import Text
 
 from kintsugi import runs
 from kintsugi.config import Config, next_stage, stages
+from kintsugi.incidents import headline
 from kintsugi.observe.evaluation import wilson_interval
+from kintsugi.observe.events import Alert, Record
 from kintsugi.runs import MetricLine, Summary
 from kintsugi.runtime import SYSTEM_CLOCK, Clock
 
@@ -104,7 +106,8 @@ class Display:
         self._console = console or Console()
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         self._offset = 0
-        self._started = self._shown_at = clock.monotonic()
+        _, self._alerts_offset = runs.read_new_alerts(run_dir, offset=0)
+        self._started = self._looked_at = self._shown_at = clock.monotonic()
         self._shown = ("", -1)
 
     def __enter__(self) -> Self:
@@ -116,6 +119,7 @@ class Display:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._tell_alerts()
         self._read()
         if self._live is not None:
             self._live.update(self._panel(), refresh=True)
@@ -126,10 +130,11 @@ class Display:
     def tick(self) -> None:
         """Read what is new and show it if it is time; cheap enough to be called at any rate."""
         now = self._clock.monotonic()
-        if now - self._shown_at < LIVE_INTERVAL_S:
+        if now - self._looked_at < LIVE_INTERVAL_S:
             return
+        self._looked_at = now
+        self._tell_alerts()
         if self._live is not None:
-            self._shown_at = now
             self._read()
             self._live.update(self._panel(), refresh=True)
         elif now - self._shown_at >= PLAIN_INTERVAL_S:
@@ -142,6 +147,14 @@ class Display:
         lines, self._offset = runs.read_metrics(self._run_dir, offset=self._offset)
         for line in lines:
             self._progress.take(line)
+
+    def _tell_alerts(self) -> None:
+        """What a person should know of at once, one line each: something was lost, or it is mended."""
+        alerts, self._alerts_offset = runs.read_new_alerts(self._run_dir, offset=self._alerts_offset)
+        for alert in alerts:
+            elapsed = duration(self._clock.monotonic() - self._started)
+            text = f"{elapsed:>6}  {alert_text(alert)}"
+            self._console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def _print_line(self) -> None:
         self._shown = (self._progress.stage, self._progress.step)
@@ -174,6 +187,10 @@ class Display:
 def print_closing(console: Console, summary: Summary, *, config: Config, folder: Path) -> None:
     """What came out of a run, and what to try next in lines that can be copied."""
     console.print(closing_table(summary, config=config, folder=folder))
+    if summary.incidents:
+        see = f"{program()} incidents {folder}"
+        text = f"incidents: {incidents_text(summary)}; what broke and why: {see}"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     console.print("try next:", highlight=False)
     for command in suggestions(summary, folder=folder):
         console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
@@ -202,6 +219,21 @@ def closing_table(summary: Summary, *, config: Config, folder: Path) -> Table:
         table.add_row("weights", f"version {summary.weight_version}, sha256 {summary.weights_sha256[:16]}…")
     table.add_row("run folder", str(folder))
     return table
+
+
+def incidents_text(summary: Summary) -> str:
+    """`2 mended, 1 not, 1.3 s lost`."""
+    mended = len(summary.incidents) - summary.incidents_open
+    lost_s = sum(incident.seconds or 0.0 for incident in summary.incidents)
+    still = f", {summary.incidents_open} not" if summary.incidents_open else ""
+    return f"{mended} mended{still}, {seconds_text(lost_s)} lost"
+
+
+def alert_text(alert: Record) -> str:
+    """One line; of what was measured only how long it took."""
+    assert isinstance(alert.event, Alert)
+    seconds = alert.event.values.get("total")
+    return headline(alert.event.message) + ("" if seconds is None else f" ({seconds_text(seconds)})")
 
 
 def suggestions(summary: Summary, *, folder: Path) -> list[str]:
@@ -238,3 +270,10 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def seconds_text(seconds: float) -> str:
+    """`240 ms`, `1.3 s`, `1:05`."""
+    if round(seconds) >= 60:
+        return duration(seconds)
+    return f"{seconds * 1000:.0f} ms" if seconds < 1.0 else f"{seconds:.1f} s"

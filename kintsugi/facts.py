@@ -207,6 +207,13 @@ class IncidentOpened(_Fact, frozen=True):
     fault: Fault
 
 
+class FaultNoted(_Fact, frozen=True):
+    """Another fault of an incident that is open, of a process that is lost or of one that lives."""
+
+    incident: int
+    fault: Fault
+
+
 class StrategyChosen(_Fact, frozen=True):
     """What is done about an incident, why, and what else could have been done."""
 
@@ -226,7 +233,9 @@ class IncidentClosed(_Fact, frozen=True):
     processes: tuple[str, ...]
     """That were lost."""
     timing: dict[str, float] = {}
-    """Seconds per part: {"start": 0.2, "rebuild": 0.03, "repair": 0.01, "replay": 0.4, "total": 0.7}."""
+    """Seconds per part: {"start": 0.2, "rebuild": 0.03, "repair": 0.01, "replay": 0.4, "total": 0.7, "outage": 0.9}.
+
+    `total` is counted from the last fault, `outage` from the first one."""
 
 
 Fact = (
@@ -253,6 +262,7 @@ Fact = (
     | CheckpointSaved
     | CheckpointFailed
     | IncidentOpened
+    | FaultNoted
     | StrategyChosen
     | IncidentClosed
 )

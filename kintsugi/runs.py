@@ -25,7 +25,8 @@ from kintsugi.cluster.children import boot_id, process_start_time
 from kintsugi.config import Config, next_stage, stages
 from kintsugi.errors import ConfigError, Fault, KintsugiError, StorageError, UserError, root_first
 from kintsugi.facts import CheckpointSaved, Fact, ProcessJoined, ProcessLost, RunEnded
-from kintsugi.observe.events import Alert, FaultSeen, Record, read_events
+from kintsugi.incidents import Incident, IncidentBook, IncidentReport, report_of
+from kintsugi.observe.events import Alert, FaultSeen, Record, events_path, read_events, records_in
 from kintsugi.observe.metrics import METRICS_FILE, SAMPLES_FILE, SampleRecord
 from kintsugi.recipe import load_config
 from kintsugi.types import Role, process_id
@@ -60,6 +61,21 @@ class FaultLine(msgspec.Struct, frozen=True):
     message: str
 
 
+class IncidentLine(msgspec.Struct, frozen=True):
+    """An incident as the summary tells it; `kintsugi incidents` tells all of it."""
+
+    incident: int
+    cause: str
+    process: str
+    """Where it began."""
+    strategy: str
+    step: int
+    processes: tuple[str, ...]
+    """That were lost."""
+    seconds: float | None
+    """From the first fault until it was over; None if it never was."""
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """`summary.json`, written once when a run ends."""
 
@@ -87,6 +103,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Step, version and figures of every evaluation, in order."""
     faults: tuple[FaultLine, ...] = ()
     """Why it failed, the first cause first."""
+    incidents: tuple[IncidentLine, ...] = ()
+    incidents_open: int = 0
+    """How many of them were not mended when the run ended."""
 
 
 class Launcher(msgspec.Struct, frozen=True):
@@ -121,6 +140,8 @@ class JournalStatus(msgspec.Struct, frozen=True):
     processes: dict[str, int]
     """Process → pid of those that joined and were not lost."""
     saved_steps: tuple[int, ...]
+    incident: Incident | None = None
+    """The last one, if it is not over."""
 
 
 def find_run(name: str, *, folder: Path = Path("runs")) -> Path:
@@ -196,10 +217,20 @@ def read_journal(folder: Path) -> JournalStatus:
     return summarize_facts(read_facts(path) if path.exists() else ())
 
 
+def read_incidents(folder: Path) -> IncidentReport:
+    """What broke so far; a run that has no journal yet had no incident."""
+    from kintsugi.control.journal import read_facts
+
+    path = folder / JOURNAL_FILE
+    return report_of(read_facts(path) if path.exists() else ())
+
+
 def summarize_facts(facts: Iterable[Fact]) -> JournalStatus:
     processes: dict[str, int] = {}
     saved: list[int] = []
+    book = IncidentBook()
     for fact in facts:
+        book.take(fact)
         match fact:
             case ProcessJoined():
                 processes[fact.peer.process] = fact.pid
@@ -209,12 +240,20 @@ def summarize_facts(facts: Iterable[Fact]) -> JournalStatus:
                 saved.append(fact.step)
             case _:
                 pass
-    return JournalStatus(processes, tuple(saved))
+    last = book.report().incidents[-1:]
+    return JournalStatus(processes, tuple(saved), next((each for each in last if each.is_open), None))
 
 
 def read_metrics(folder: Path, *, offset: int = 0) -> tuple[list[MetricLine], int]:
     """The whole lines of `metrics.jsonl` from a byte offset on, and the offset to go on from."""
     path = folder / METRICS_FILE
+    lines, offset = _whole_lines(path, offset=offset)
+    decoder = msgspec.json.Decoder(MetricLine)
+    return [_decoded(decoder, line, path=path) for line in lines], offset
+
+
+def _whole_lines(path: Path, *, offset: int) -> tuple[list[bytes], int]:
+    """A file that became shorter is read from its beginning."""
     try:
         with path.open("rb") as file:
             if offset > file.seek(0, 2):
@@ -224,8 +263,7 @@ def read_metrics(folder: Path, *, offset: int = 0) -> tuple[list[MetricLine], in
     except FileNotFoundError:
         return [], 0
     whole = contents[: contents.rfind(b"\n") + 1]
-    decoder = msgspec.json.Decoder(MetricLine)
-    return [_decoded(decoder, line, path=path) for line in whole.splitlines()], offset + len(whole)
+    return whole.splitlines(), offset + len(whole)
 
 
 def _decoded(decoder: msgspec.json.Decoder[Any], line: bytes, *, path: Path) -> Any:
@@ -320,6 +358,13 @@ def read_alerts(folder: Path, *, count: int) -> list[Record]:
     """The last alerts of a run."""
     records = read_events(folder, process=process_id(Role.MASTER, 0))
     return [record for record in records if isinstance(record.event, Alert)][-count:]
+
+
+def read_new_alerts(folder: Path, *, offset: int) -> tuple[list[Record], int]:
+    """The master's alerts from a byte offset of its events on, and the offset to go on from."""
+    path = events_path(folder, process_id(Role.MASTER, 0))
+    lines, offset = _whole_lines(path, offset=offset)
+    return [record for record in records_in(lines) if isinstance(record.event, Alert)], offset
 
 
 def write_launcher(folder: Path, *, pid: int) -> None:

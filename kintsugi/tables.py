@@ -1,15 +1,28 @@
-"""What `status`, `runs`, `samples` and `eval` print."""
+"""What `status`, `incidents`, `runs`, `samples` and `eval` print."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
 from rich.table import Table
 
-from kintsugi.display import accuracy_text
+from kintsugi.control.phases import Phase
+from kintsugi.display import accuracy_text, seconds_text
 from kintsugi.errors import KintsugiError
+from kintsugi.incidents import (
+    INTERRUPTED,
+    Choice,
+    Incident,
+    IncidentReport,
+    Loss,
+    ToldFault,
+    headline,
+)
 from kintsugi.observe.events import Alert, Record
 from kintsugi.observe.metrics import SampleRecord
 from kintsugi.observe.processes import ProcessReports
@@ -29,7 +42,20 @@ def status_table(status: RunStatus, journal: JournalStatus) -> Table:
         table.add_row(f"accuracy after step {line['step']:.0f}", _accuracy(line))
     if journal.saved_steps:
         table.add_row("checkpoints written", ", ".join(map(str, journal.saved_steps)))
+    if journal.incident is not None:
+        table.add_row(
+            f"incident {journal.incident.incident}, not over", headline(journal.incident.cause.message)
+        )
+        for choice in journal.incident.choices[-1:]:
+            table.add_row("what is done about it", f"{choice.strategy}: {choice.reason}")
     return table
+
+
+def recovery_line(reports: ProcessReports) -> str | None:
+    """`recovering: wait for replacements, as of 12:00:03`; None in normal running and while everybody starts."""
+    if reports.phase != Phase.RECOVERING:
+        return None
+    return f"recovering: {reports.recovery}, as of {datetime.fromtimestamp(reports.time):%H:%M:%S}"
 
 
 def processes_table(reports: ProcessReports) -> Table:
@@ -57,9 +83,119 @@ def alert_line(record: Record) -> str:
     """`alert 2026-05-01 12:00:03: disk full`."""
     assert isinstance(record.event, Alert)
     values = "".join(f" {name}={value:g}" for name, value in record.event.values.items())
-    return (
-        f"alert {datetime.fromtimestamp(record.stamp.time):%Y-%m-%d %H:%M:%S}: {record.event.message}{values}"
-    )
+    return f"alert {_moment(record.stamp.time)}: {headline(record.event.message)}{values}"
+
+
+WIDTH = 80
+_LABEL = 10
+_PARTS = ("start", "lock", "rebuild", "repair", "replay", "total")
+"""Of an incident's time, in their order."""
+
+
+def incidents_text(report: IncidentReport, *, run: str, running: bool) -> str:
+    """One block per incident, the newest last; a healthy run is one sentence."""
+    blocks = [incident_text(incident, running=running) for incident in report.incidents]
+    if report.other_losses:
+        told = [_row("lost", _loss_text(loss)) for loss in report.other_losses]
+        blocks.append("\n".join(["lost and replaced while the run went on undisturbed", *told]))
+    return "\n\n".join(blocks) or f"{run}: nothing broke"
+
+
+def incident_text(incident: Incident, *, running: bool) -> str:
+    """The cause first, then what followed, what was done, how it ended and what it cost."""
+    return "\n".join(_incident_lines(incident, running=running))
+
+
+def _incident_lines(incident: Incident, *, running: bool) -> Iterator[str]:
+    yield f"incident {incident.incident}: {_verdict(incident, running=running)}"
+    for (relation, text), times in Counter((f.relation, _fault_text(f)) for f in incident.faults).items():
+        yield _row(relation, text + _repeated(times))
+    yield _row("when", _when(incident))
+    for loss in incident.losses:
+        yield _row("lost", _loss_text(loss))
+    for choice in incident.choices:
+        yield from _choice_lines(choice)
+    if incident.losses and not incident.choices:
+        yield _row("done", "replaced, and the ranks were not disturbed")
+    if incident.timing:
+        parts = (
+            f"{name} {seconds_text(incident.timing[name])}" for name in _PARTS if name in incident.timing
+        )
+        yield _row("took", ", ".join(parts))
+    yield _row("cost", _cost(incident))
+    words = [fault for fault in incident.faults if "\n" in fault.message]
+    for process in dict.fromkeys(fault.process for fault in words):
+        yield _row("see", f"logs/{process}.log in the run folder, for all that {process} said")
+
+
+def _row(label: str, text: str) -> str:
+    """A label and its text, wrapped; a number and its unit stay together."""
+    glued = re.sub(r"(\d) (m?s)\b", "\\1\u00a0\\2", text)
+    return textwrap.fill(
+        glued,
+        WIDTH,
+        initial_indent=f"  {label:{_LABEL}}",
+        subsequent_indent=" " * (2 + _LABEL),
+        break_on_hyphens=False,
+    ).replace("\u00a0", " ")
+
+
+def _fault_text(fault: ToldFault) -> str:
+    """Most messages name the process themselves."""
+    message = headline(fault.message)
+    whose = "" if message.startswith(fault.process) else f"{fault.process}: "
+    return f"{whose}{message} ({fault.kind})"
+
+
+def _verdict(incident: Incident, *, running: bool) -> str:
+    if incident.is_open:
+        return "being mended" if running else "not mended, the run died with it"
+    if incident.mended_step is None:
+        ended = "was interrupted" if incident.run_ended == INTERRUPTED else incident.run_ended
+        return f"not mended, the run {ended}"
+    return f"mended by {incident.strategy} in {seconds_text(incident.seconds or 0.0)}"
+
+
+def _when(incident: Incident) -> str:
+    """Who was recovering already, or took over, does not say what was being done before."""
+    moment = f"{_moment(incident.time)}, " if incident.time else ""
+    phase = "" if incident.phase == Phase.RECOVERING else f", {incident.phase}"
+    return f"{moment}after step {incident.step}{phase}"
+
+
+def _loss_text(loss: Loss) -> str:
+    was = f"{loss.process}, {_incarnation(loss.incarnation, loss.pid)}"
+    if not loss.replacement:
+        return f"{was}, not replaced"
+    return f"{was}, replaced by {_incarnation(loss.replacement, loss.replacement_pid)}"
+
+
+def _incarnation(name: str, pid: int) -> str:
+    return f"{name} (pid {pid})" if pid else name
+
+
+def _choice_lines(choice: Choice) -> Iterator[str]:
+    yield _row("done", f"{choice.strategy}: {choice.reason}{_repeated(choice.times)}")
+    if choice.alternatives:
+        yield _row("instead", "; ".join(choice.alternatives))
+
+
+def _cost(incident: Incident) -> str:
+    seconds = "" if incident.seconds is None else f"{seconds_text(incident.seconds)}, "
+    undone = _counted(incident.steps_undone, "step")
+    return f"{seconds}{undone} undone, {_counted(incident.groups_again, 'group')} given out again"
+
+
+def _repeated(times: int) -> str:
+    return f" ({times} times)" if times > 1 else ""
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
+
+
+def _moment(time: float) -> str:
+    return f"{datetime.fromtimestamp(time):%Y-%m-%d %H:%M:%S}"
 
 
 _FIGURES = (

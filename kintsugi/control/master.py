@@ -9,9 +9,9 @@ A step goes through these phases:
     EVALUATING   held-out problems at this version, when due              → every answer is in
     SAVING       a durable checkpoint, when due                           → saved, or failed loudly
 
-Before: STARTING (processes join), PREPARING (ranks form a group). After: ENDING (one last number to compare), ENDED. A
-rank that is lost or fails, and a master that takes over, lead to RECOVERING from anywhere, and from there to PUBLISHING;
-every other process is replaced beside the loop.
+Before: STARTING (processes join), PREPARING (ranks form a group). After: ENDING (one last number to compare), ENDED.
+A rank that is lost or fails, and a master that takes over, lead to RECOVERING from anywhere, and from there to
+PUBLISHING; every other process is replaced beside the loop.
 """
 
 from __future__ import annotations
@@ -290,6 +290,7 @@ class Master:
         """Whatever the ranks were doing ends; groups that run elsewhere go on."""
         self.talk.abandon_round()
         self._training.abandon()
+        self._publication.abandon()
         if self.phase is not Phase.PREPARING:
             self._enter(Phase.RECOVERING, now, why)
 
@@ -357,8 +358,8 @@ class Master:
         if arrival is Arrival.REFUSED:
             return
         if event.role is Role.AGENT:
-            for process, fault in self._staff.reconcile(event, now):
-                self._lost(process, fault, now)
+            for process in self._staff.reconcile(event, now):
+                self._suspicions.missed(process, now, time=event.time)
             self._staff.order_missing(now)
         if arrival is Arrival.AGAIN:
             return
@@ -409,7 +410,8 @@ class Master:
             case ProcessStarted():
                 self._staff.started(event.body)
             case Inspected():
-                self._suspicions.inspected(event.token, event.body, now)
+                for process, fault in self._suspicions.inspected(event.token, event.body, now):
+                    self._lost(process, fault, now)
             case body if event.token.startswith(f"{OPERATION}:"):
                 self._mending.answered(event.sender, body, now)
             case Ok() if event.token.startswith(f"{STOP}:"):
@@ -463,9 +465,8 @@ class Master:
 
     def _on_stop_requested(self, event: StopRequested, now: float) -> None:
         self._draft.because(f"stop requested: {event.reason}")
-        if (
-            self.state.version < 0 and self.state.open_incident == 0
-        ):  # Nothing of this session is trained yet.
+        nothing_is_trained = self.state.version < 0 and self.state.open_incident == 0
+        if nothing_is_trained:
             self._end("stopped", now)
         elif self.state.stop_reason is None:
             self._draft.fact(StopAccepted(event.reason))

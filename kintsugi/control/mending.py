@@ -6,6 +6,7 @@ requests or samples. Here they meet the run: who is lost, what was committed, wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from kintsugi.config import Config, next_stage
@@ -14,7 +15,7 @@ from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.protocol import Raise
 from kintsugi.control.staff import Staff
 from kintsugi.errors import DeadlineExceeded, Fault, root_first
-from kintsugi.facts import IncidentClosed, IncidentOpened, RolledBack, StrategyChosen
+from kintsugi.facts import FaultNoted, IncidentClosed, IncidentOpened, RolledBack, StrategyChosen
 from kintsugi.messages import Body, Save
 from kintsugi.recovery.controller import Controller, Orders, Ranks
 from kintsugi.recovery.incidents import Incidents
@@ -28,6 +29,8 @@ DUMP = "dump"
 LONGEST_WAIT_S = 15.0
 """For a replacement that neither comes nor fails; longer where starts were seen to take longer."""
 START_FACTOR = 10.0
+FIRST_PAUSE_S = 0.2
+"""Before the third try; each further one waits twice as long."""
 
 _S = RecoveryState
 
@@ -56,12 +59,14 @@ class Mending:
         self.controller = Controller()
         self.restore_paths: dict[int, str] = {}
         """Step → checkpoint that the run was resumed from; those of this session are in the journal."""
+        self._begin_at = math.inf
+        """When a recovery that failed is tried again."""
         self.step_s = 1.0
         """What a step takes, as last measured."""
 
     @property
     def active(self) -> bool:
-        return self.controller.active
+        return self.controller.active or self._begin_at < math.inf
 
     @property
     def ranks(self) -> tuple[str, ...]:
@@ -80,10 +85,12 @@ class Mending:
         state = self._draft.state
         number = state.open_incident or state.num_incidents + 1
         self._incidents.fault(fault, number=number, now=now, lost=lost)
-        if not state.open_incident:
+        if state.open_incident:
+            self._draft.fact(FaultNoted(number, fault))
+        else:
             self._draft.fact(IncidentOpened(number, state.step, phase, fault))
         if lost:
-            self._draft.do(Raise(f"{fault.message}. {impact([lost])}"))
+            self._draft.do(Raise(f"{root_first([fault])[0].message}. {impact([lost])}"))
 
     def beyond_help(self) -> str:
         """Why the incident can not be mended by replacing and repeating; empty while it can."""
@@ -114,6 +121,7 @@ class Mending:
     def begin(self, now: float) -> None:
         """Bring all ranks to the last committed step: at the start, after a fault, under a new master."""
         self._talk.withdraw_all(f"{OPERATION}:")
+        self._begin_at = math.inf
         if self.controller.state is _S.DUMPING:
             self._end(now)
             return
@@ -137,7 +145,9 @@ class Mending:
             self._follow(orders, now)
 
     def tick(self, now: float) -> None:
-        """A replacement that does not come must not be waited for without end."""
+        """Try again what failed, when its pause is over; wait for no replacement without end."""
+        if now >= self._begin_at:
+            self.begin(now)
         if self.controller.state is not _S.WAITING:
             return
         waited_s = now - self.controller.since[_S.WAITING]
@@ -159,13 +169,18 @@ class Mending:
         incident.attempts += 1
         kind = classify(fault)
         if self.controller.state is _S.REPAIRING and fault.kind != DeadlineExceeded.__name__:
-            self._fall_back(fault)
+            self._fall_back(fault, now)
         elif kind is not FaultClass.CONSEQUENCE:
             incident.blamed[process] += 1
             again = incident.blamed[process] > 1
-            if again or kind is FaultClass.LINK or fault.kind == "DeviceError":
+            if again or kind in (FaultClass.LINK, FaultClass.DEVICE):
                 self._staff.condemn(process, fault, now)
         self.controller.fail(now)
+        if incident.attempts > 1 and not self.beyond_help():
+            # What fails again at once may need a moment: an agent that is being restarted, say.
+            self._talk.withdraw_all(f"{OPERATION}:")
+            self._begin_at = now + FIRST_PAUSE_S * 2.0 ** (incident.attempts - 2)
+            return
         self.begin(now)
 
     def dumped(self, now: float) -> None:
@@ -207,7 +222,8 @@ class Mending:
             self._end(now)
             return
         stage = carried_stage(self._config, step=state.step).name
-        writer = state.members.live(Role.MODEL)[0]
+        living = state.members.live(Role.MODEL)
+        writer = min(living, key=self._staff.is_condemned)
         self._talk.ask_each(DUMP, {writer: Save(state.step, stage, self._folder)}, now)
 
     def _end(self, now: float) -> None:
@@ -216,9 +232,9 @@ class Mending:
         self.controller.state = _S.GIVEN_UP
         self._give_up(fault, now)
 
-    def _fall_back(self, fault: Fault) -> None:
+    def _fall_back(self, fault: Fault, now: float) -> None:
         """Nobody holds the agreed step any more: the run returns to the step before, which a snapshot or a keeper may
-        still have, else to its last checkpoint, else to its beginning."""
+        still have, else to its last checkpoint, else to its beginning, where only a fresh rank stands."""
         state, incident = self._draft.state, self._incidents.current
         assert incident is not None
         step = max((saved for saved in state.saved_steps if saved < state.step), default=0)
@@ -227,6 +243,8 @@ class Mending:
         incident.fell_back = True
         self._draft.fact(RolledBack(step, f"the state of step {state.step} is lost: {fault.message}"))
         self._draft.do(Raise(f"back to step {step}: the state of later steps is lost"))
+        for rank in self.controller.begun if step == 0 else ():
+            self._staff.condemn(rank, fault, now)
         self._rolled_back()
 
     def _fault(self, kind: str, message: str) -> Fault:

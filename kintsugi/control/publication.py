@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.staff import Staff
-from kintsugi.errors import Fault, root_first
+from kintsugi.errors import Fault, ProcessDied, root_first
 from kintsugi.facts import VersionCurrent
 from kintsugi.messages import LoadWeights, Publish, Published, WeightsLoaded
-from kintsugi.types import Role
+from kintsugi.types import Role, role_of
 
 AGAIN = "weights"
+MAX_FAILURES = 3
+"""Loads of one version that may fail before the manager is replaced."""
 
 
 class Publication:
@@ -31,6 +33,7 @@ class Publication:
         self._current, self._wrong = current, wrong
         self._published: Published | None = None
         self._loading = False
+        self._failures = 0
         self._ranks: Sequence[str] = ()
 
     def begin(self, ranks: Sequence[str], now: float) -> None:
@@ -81,7 +84,7 @@ class Publication:
     def _loaded(self, now: float) -> None:
         (loaded,) = self._talk.answers.values()
         assert isinstance(loaded, WeightsLoaded) and self._published is not None
-        manifest, self._loading = self._published.manifest, False
+        manifest, self._loading, self._failures = self._published.manifest, False, 0
         if (loaded.version, loaded.digest) != (manifest.version, manifest.digest):
             held = f"servers hold version {loaded.version} with digest {loaded.digest}"
             problem = f"{held}, published was {manifest.version} with {manifest.digest}"
@@ -93,13 +96,19 @@ class Publication:
         self._current(now)
 
     def survives(self, fault: Fault, now: float) -> bool:
-        """Whether a failed load is repeated: with the next manager, or without the server that could not load."""
-        if self._loading and fault.kind == "ProcessDied":
-            return True
-        culprit = root_first([fault])[0].process
-        if not self._loading or not culprit.startswith(f"{Role.SERVER}-"):
+        """Whether a failed load is repeated: with the next manager, or without the server that could not load.
+
+        A manager that fails again and again is replaced as well; what fails with the next one too is beyond that.
+        """
+        if not self._loading:
             return False
-        if self._draft.state.members.is_live(culprit):
+        if fault.kind == ProcessDied.__name__:
+            return True
+        self._failures += 1
+        culprit = root_first([fault])[0].process
+        if not culprit.startswith(f"{Role.SERVER}-") and self._failures % MAX_FAILURES == 0:
+            culprit = self._draft.state.members.live(Role.MANAGER)[0]
+        if role_of(culprit) in (Role.SERVER, Role.MANAGER) and self._draft.state.members.is_live(culprit):
             self._staff.condemn(culprit, fault, now)
         self._load(now)
-        return True
+        return self._failures < 2 * MAX_FAILURES

@@ -387,7 +387,10 @@ class MasterShell:
             )
             for member in self._master.state.members.members.values()
         )
-        return ProcessReports(self._clock.wall(), (own, *others))
+        master = self._master
+        return ProcessReports(
+            self._clock.wall(), (own, *others), master.phase.value, master.recovery_state.value
+        )
 
     def _break_off(self, error: Exception) -> None:
         """End the run because of an error of this process: journal, summary and workers learn of it as far as possible.

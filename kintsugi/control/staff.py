@@ -89,10 +89,13 @@ class Staff:
         self._draft.fact(ProcessLost(peer.process, member.incarnation, fault))
         self._draft.because(message)
 
-    def reconcile(self, event: Joined, now: float) -> list[tuple[str, Fault]]:
-        """An agent says who lives on its host: order what is missing there, and give those that are gone."""
+    def reconcile(self, event: Joined, now: float) -> list[str]:
+        """An agent says who lives on its host: order what never came there, and give whom we miss.
+
+        The list may be older than what we know, for a registration may be long on its way.
+        """
         host, living = event.peer.host, {child.process: child for child in event.children}
-        lost: list[tuple[str, Fault]] = []
+        missed: list[str] = []
         for member in list(self._draft.state.members.members.values()):
             if member.host != host or member.role is Role.AGENT or member.status is MemberStatus.LOST:
                 continue
@@ -103,14 +106,11 @@ class Staff:
             elif member.status is MemberStatus.REQUESTED:
                 self._ask_start(member, now)
             else:
-                why = "it is not among the processes of its agent"
-                fault = self._fault_of(member, why, time=event.time)
-                if self._lose(member, fault):
-                    lost.append((member.process, fault))
+                missed.append(member.process)
         for child in living.values():
             if child.process in self.plans:
                 self.stop(child.process, child.incarnation, now, host=host)
-        return lost
+        return missed
 
     def order_missing(self, now: float) -> None:
         """Order everything that is planned and neither there nor on its way, once all agents have come."""
@@ -154,9 +154,12 @@ class Staff:
         self._talk.ask(token, agent, StartProcess(member.process, member.role, member.incarnation), now)
 
     def started(self, answer: ProcessStarted) -> None:
-        """It runs; from now on its key may speak."""
+        """It runs; from now on its key may speak. It may have done so before this answer came: then it is known better
+        than the agent knows it, with its address."""
         member = self._draft.state.members.members.get(answer.process)
-        if member is not None and member.incarnation == answer.incarnation:
+        if member is None or member.incarnation != answer.incarnation:
+            return
+        if member.status is MemberStatus.REQUESTED:
             self._admit(answer.process, answer.incarnation, member.host, answer.public_key)
 
     def _admit(self, process: str, incarnation: str, host: str, public_key: bytes) -> None:
@@ -220,6 +223,10 @@ class Staff:
         self._draft.because(f"ending {process}: {fault.message}")
         self.stop(process, member.incarnation, now)
 
+    def is_condemned(self, process: str) -> bool:
+        """Whether a living process is about to be ended by us."""
+        return self._draft.state.members.members[process].incarnation in self._verdicts
+
     def exited(self, event: Exited) -> Fault | None:
         """The fault of a current process that ended; None if it is not current, or its loss is known."""
         member = self._draft.state.members.members.get(event.process)
@@ -240,7 +247,12 @@ class Staff:
 
     def _fault_of(self, member: Member, why: str, *, kind: str = "ProcessDied", time: float = 0.0) -> Fault:
         verdict = self._verdicts.pop(member.incarnation, None)
-        message = f"{member.process} (pid {member.pid}) was lost: {why}"
+        what = (
+            f"{member.process} (pid {member.pid}) was lost"
+            if member.pid
+            else f"{member.process} did not start"
+        )
+        message = f"{what}: {why}"
         name = f"{member.process}@{member.incarnation}"
         return Fault(name, kind, member.process, message, time, verdict)
 

@@ -10,6 +10,7 @@ from kintsugi.facts import (
     EpochStarted,
     EvaluationDone,
     Fact,
+    FaultNoted,
     IncidentClosed,
     IncidentOpened,
     LedgerFact,
@@ -25,6 +26,7 @@ from kintsugi.facts import (
     StrategyChosen,
     VersionCurrent,
 )
+from kintsugi.incidents import IncidentBook
 
 
 class Tally:
@@ -101,11 +103,13 @@ class MasterState:
         """Of the trainers' state, by step that a rollback can reach."""
         self.stop_reason: str | None = None
         """Someone asked for a stop."""
+        self.incidents = IncidentBook()
         self.num_incidents = 0
         self.open_incident = 0
         """Number of the incident that is not over; 0 for none."""
 
     def apply(self, fact: Fact) -> None:
+        self.incidents.take(fact)
         if isinstance(fact, LedgerFact):
             self.ledger.apply(fact)
         match fact:
@@ -128,7 +132,7 @@ class MasterState:
                 self.num_incidents = self.open_incident = fact.incident
             case IncidentClosed():
                 self.open_incident = 0
-            case _ if not isinstance(fact, LedgerFact | StrategyChosen):
+            case _ if not isinstance(fact, LedgerFact | FaultNoted | StrategyChosen):
                 self._apply_to_run(fact)
 
     def _apply_to_run(self, fact: RunStarted | EpochStarted | StageStarted | StopAccepted | RunEnded) -> None:

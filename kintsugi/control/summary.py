@@ -7,6 +7,7 @@ from typing import Any
 from kintsugi.config import Config, stages
 from kintsugi.control.state import MasterState
 from kintsugi.errors import Fault
+from kintsugi.incidents import Incident, headline
 
 TIMING_NAMES = {
     "starting": "start",
@@ -16,6 +17,7 @@ TIMING_NAMES = {
     "publishing": "weights",
     "evaluating": "evaluate",
     "saving": "save",
+    "recovering": "recover",
 }
 """Phase → stage of the step, as people call it; COLLECTING is divided by what the workers did in it."""
 EPISODE_NAMES = {"demonstrate": "data", "actor_generate": "generate", "reward": "reward"}
@@ -59,6 +61,7 @@ def summarize_run(
     sums, counts = rewarded.totals() if rewarded is not None else ({}, {})
     accuracy = [done.metrics["eval/accuracy"] for done in state.evaluations]
     agreement = "logprob_abs_diff_mean"
+    incidents = state.incidents.report().incidents
     return {
         "name": config.name,
         "seed": config.seed,
@@ -82,6 +85,20 @@ def summarize_run(
         "timing": timing,
         "logprob_abs_diff_mean": sums[agreement] / counts[agreement] if agreement in counts else None,
         "faults": [{"kind": f.kind, "process": f.process, "message": f.message} for f in faults],
+        "incidents": [_incident_line(incident) for incident in incidents],
+        "incidents_open": sum(incident.mended_step is None for incident in incidents),
+    }
+
+
+def _incident_line(incident: Incident) -> dict[str, Any]:
+    return {
+        "incident": incident.incident,
+        "cause": headline(incident.cause.message),
+        "process": incident.cause.process,
+        "strategy": incident.strategy,
+        "step": incident.step,
+        "processes": list(dict.fromkeys(loss.process for loss in incident.losses)),
+        "seconds": incident.seconds,
     }
 
 

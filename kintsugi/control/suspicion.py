@@ -14,7 +14,7 @@ INSPECT = "inspect"
 HOST_LOST_S = 15.0
 """A host whose agent and processes are all silent is given this long to come back: its agent may be restarting."""
 
-_FAULTS = {"stopped": "Stopped", "dead": "ProcessDied", "link": "Unreachable", "hung": "Hung"}
+_FAULTS = {"stopped": "Stopped", "link": "Unreachable", "hung": "Hung"}
 
 
 class Suspicions:
@@ -48,12 +48,18 @@ class Suspicions:
                 self._talk.ask(token, agent, Inspect(event.process, event.incarnation), now)
         return []
 
-    def inspected(self, token: str, inspected: Inspected, now: float) -> None:
-        """The agent has looked: clear it, wait, or end the process so that it is replaced."""
+    def missed(self, process: str, now: float, *, time: float) -> None:
+        """Its agent did not list it: ask whether it is really not there, since the list may be old."""
+        member = self._draft.state.members.members[process]
+        evidence = f"{process} is not among the processes that its agent listed"
+        self.suspected(Suspected(process, member.incarnation, evidence, time=time), now)
+
+    def inspected(self, token: str, inspected: Inspected, now: float) -> list[tuple[str, Fault]]:
+        """The agent has looked: clear it, wait, or end it so that it is replaced; gives it if it has ended already."""
         incarnation = token.removeprefix(f"{INSPECT}:")
         event, earlier = self._looks.pop(incarnation)
         if not self._draft.state.members.is_live(event.process, incarnation):
-            return
+            return []
         speaks = event.kind == SuspicionKind.STUCK
         verdict = confirm(inspected, earlier, event.lasting_s, speaks=speaks)
         self._draft.because(f"{event.process}: {verdict.decision}, {verdict.reason}")
@@ -61,7 +67,11 @@ class Suspicions:
             self._looks[incarnation] = (event, inspected)
         elif verdict.decision is Resolution.REPLACE:
             evidence = f"{event.evidence}; seen from outside: {verdict.reason}"
+            if verdict.fault == "dead":
+                fault = self._staff.lose(event.process, evidence, kind="ProcessDied", time=event.time)
+                return [] if fault is None else [(event.process, fault)]
             self._condemn(event, _FAULTS[verdict.fault], evidence, now)
+        return []
 
     def not_inspected(self, token: str) -> None:
         """Its agent can not be asked: what that means shows when the agent comes back or its host is given up."""

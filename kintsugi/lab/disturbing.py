@@ -21,8 +21,6 @@ AIM_TIMEOUT_S = 60.0
 MEND_TIMEOUT_S = 30.0
 RESERVE_STEPS = 8
 """Left at the end of a run, so that the last fault is mended before it."""
-SETTLED_STEPS = 5
-"""After which a process that nothing happens to has all the memory it needs."""
 FIRST_BLOWS = (Moment.COLLECTING, Moment.TRAINING)
 """When to kill the rank whose recovery the next fault disturbs."""
 
@@ -70,9 +68,8 @@ class Disturbance:
         assert launcher is not None
 
         def holds() -> bool:
-            if self._watch.step >= SETTLED_STEPS:
-                staff = {process: presence.pid for process, presence in self._watch.staff.items()}
-                self._growth.sample({"launcher": launcher.pid, **staff})
+            staff = {process: presence.pid for process, presence in self._watch.staff.items()}
+            self._growth.sample({"launcher": launcher.pid, **staff})
             return condition() or not self._run.running
 
         self._watch.until(holds, what=what, timeout_s=timeout_s)

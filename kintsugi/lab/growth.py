@@ -13,7 +13,9 @@ from kintsugi.runtime import SYSTEM_CLOCK
 SAMPLE_S = 1.0
 MIB = 1 << 20
 MIN_SAMPLES = 20
-"""Of a process that counts: one that has just started still grows."""
+"""Of a process that counts."""
+SETTLED_S = 10.0
+"""A process that was started later than so long ago still imports, connects and allocates."""
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -39,6 +41,8 @@ class Growth:
         for name, pid in pids.items():
             try:
                 process = psutil.Process(pid)
+                if SYSTEM_CLOCK.wall() - process.create_time() < SETTLED_S:
+                    continue
                 sample = Sample(process.num_fds(), process.memory_info().rss / MIB)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue

@@ -11,7 +11,7 @@ is tried again, and the first that is taken is preceded by an alert that says ho
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -199,6 +199,11 @@ def _read_file(path: Path) -> Iterator[Record]:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return
+    yield from records_in(lines)
+
+
+def records_in(lines: Iterable[bytes]) -> Iterator[Record]:
+    """The events that these lines hold; torn ones are skipped."""
     for line in filter(None, lines):
         try:
             yield Record(_stamp_decoder.decode(line), _event_decoder.decode(line))

@@ -40,6 +40,10 @@ class ProcessReports(msgspec.Struct, frozen=True):
     time: float
     """Wall clock of the master."""
     processes: tuple[ProcessReport, ...]
+    phase: str = ""
+    """Of the master."""
+    recovery: str = ""
+    """How far the ranks are on their way back to normal running, in the protocol's words."""
 
 
 def write_processes(run_dir: Path, reports: ProcessReports) -> None:

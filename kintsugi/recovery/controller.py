@@ -87,6 +87,7 @@ class Controller:
         self._sequence = 0
         self._ready: dict[str, RankReady] = {}
         self._open: set[str] = set()
+        self._repaired: set[str] = set()
 
     @property
     def active(self) -> bool:
@@ -97,10 +98,16 @@ class Controller:
         """Ranks that have not answered the current operation."""
         return frozenset(self._open)
 
+    @property
+    def begun(self) -> tuple[str, ...]:
+        """Ranks that have begun a stage, so that they are not at the beginning of the run any more."""
+        return tuple(name for name, answer in self._ready.items() if answer.stage)
+
     def begin(self, ranks: Ranks, now: float, *, epoch: int) -> Orders:
         """A fault, a start, or a new master: lock whoever lives. What was under way is forgotten."""
         self._sequence = max(self._sequence, epoch * SEQUENCES_PER_EPOCH)
         self._ready, self.repaired_from, self.smaller = {}, {}, False
+        self._repaired = set()
         self.since = {}
         self._enter(_E.FAULT, now)
         return self._order(ranks, now)
@@ -138,7 +145,8 @@ class Controller:
     # One round after the other.
 
     def _finish_round(self, ranks: Ranks, now: float) -> Orders:
-        self._enter(_ENDS[self.state], now)
+        if self.state is not _S.REPAIRING:  # Which may take two rounds.
+            self._enter(_ENDS[self.state], now)
         return self._order(ranks, now)
 
     def _order(self, ranks: Ranks, now: float) -> Orders:
@@ -196,16 +204,21 @@ class Controller:
         )
 
     def _repair(self, ranks: Ranks) -> dict[str, Body]:
-        """Whoever does not stand at the agreed step; where there is no rollback, everybody.
+        """Whoever does not stand at the agreed step; where there is no rollback, everybody, and those first who hold
+        it and can then give it to the others.
 
         At step 0 a fresh rank already has the state: it is what the configuration says.
         """
         holders = tuple(name for name in self.ranks if self._holds(name, ranks.step))
+        lacking = [name for name in self.ranks if name not in self._repaired]
+        if ranks.flow != Flow.RESTORE:
+            lacking = [name for name in lacking if name not in holders]
+        if ranks.step == 0:
+            lacking = [name for name in lacking if name in self._ready and self._ready[name].stage != ""]
+        chosen = [name for name in lacking if name in holders] or lacking
+        self._repaired.update(chosen)
         bodies: dict[str, Body] = {}
-        for name in self.ranks:
-            fresh = name not in self._ready or self._ready[name].stage == ""
-            if (name in holders and ranks.flow != Flow.RESTORE) or (fresh and ranks.step == 0):
-                continue
+        for name in chosen:
             own = [source for source in ranks.sources.get(name, ()) if source.startswith("snapshot:")]
             rest = [source for source in ranks.sources.get(name, ()) if source not in own]
             replicas = [other for other in holders if other != name]
@@ -249,11 +262,11 @@ class Controller:
         return ready is not None and ready.stage != "" and step in (ready.step, ready.prepared_step)
 
     def _expected(self, ranks: Ranks) -> str:
-        """The hash that a repaired state must have; unknown once somebody has begun the next stage."""
-        begun = ranks.next_stage != ranks.stage and any(
-            answer.stage == ranks.next_stage for answer in self._ready.values()
-        )
-        return "" if begun else ranks.digest
+        """The hash that a repaired state must have; unknown once somebody may have begun the next stage."""
+        if ranks.next_stage == ranks.stage:
+            return ranks.digest
+        stages = {self._ready[name].stage for name in self.ranks if self._holds(name, ranks.step)}
+        return ranks.digest if stages == {ranks.stage} else ""
 
     def _enter(self, event: RecoveryEvent, now: float) -> None:
         self.state = following(self.state, event)

@@ -31,12 +31,13 @@ class Incident:
         self.fell_back = False
         """The run has returned to an earlier step already."""
         self.strategy = Strategy.RECOVER
+        self.first_fault_at = now
         self.last_fault_at = now
         self.staffed_at = now
 
     def timing(self, since: Mapping[RecoveryState, float], now: float) -> dict[str, float]:
         """Seconds from the last fault to now, in parts; parts that did not occur are left out."""
-        parts = {"total": now - self.last_fault_at}
+        parts = {"total": now - self.last_fault_at, "outage": now - self.first_fault_at}
         if self.deaths:
             parts["start"] = self.staffed_at - self.last_fault_at
         for name, begin, end in (

@@ -124,7 +124,10 @@ class Option(msgspec.Struct, frozen=True):
     impossible: str = ""
 
     def __str__(self) -> str:
-        return f"{self.strategy}: {self.impossible or f'about {self.cost_s:.1f} s'}"
+        if self.impossible:
+            return f"{self.strategy}: not possible, {self.impossible}"
+        ends = self.strategy in (Strategy.DUMP, Strategy.EXIT)
+        return f"{self.strategy}: {'ends the run' if ends else f'about {self.cost_s:.1f} s'}"
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -192,6 +195,7 @@ def _why(situation: Situation, chosen: Option) -> str:
         case Strategy.RECOVER:
             return f"{', '.join(situation.missing) or 'the broken process'} replaced, the rest stays"
         case Strategy.ELASTIC:
-            return f"{len(situation.living)} ranks go on without {', '.join(situation.missing)}"
+            whole = len(situation.living) + len(situation.missing)
+            return f"{len(situation.living)} of {whole} ranks go on without {', '.join(situation.missing)}"
         case _:
             return hopeless(situation)

@@ -26,6 +26,8 @@ from kintsugi.simulation.coverage import (
 from kintsugi.types import Role
 
 AIMS, BOUNDARIES = possible_events(), possible_boundaries()
+STEP_STATES = ("collecting", "training", "committing", "publishing")
+"""What every step goes through."""
 
 
 class Kind(StrEnum):
@@ -98,8 +100,9 @@ def draw_plan(seed: int, layout: Sequence[ProcessPlan], *, num_steps: int) -> Pl
     in_recovery = draw.choice([state for state in RECOVERY_STATES if state not in HOPELESS_STATES])
     faults.append(_any(draw, layout, state=in_recovery, step=0))
     for _ in range(draw.choice((1, 1, 2, 3))):
-        step = draw.randint(0, num_steps - 1)
-        faults.append(_any(draw, layout, state=draw.choice(NORMAL_STATES[2:]), step=step))
+        step, often = draw.randint(0, num_steps - 1), draw.random() < 0.7
+        state = draw.choice(STEP_STATES if often else NORMAL_STATES[2:])
+        faults.append(_any(draw, layout, state=state, step=step))
     plan = Plan(faults)
     if seed % 3 == 0:
         _aim(draw, plan, AIMS[(seed // 3) % len(AIMS)], layout, num_steps)
@@ -166,7 +169,7 @@ def _first(draw: random.Random, layout: Sequence[ProcessPlan], num_steps: int) -
     target = draw.choice([*_named(layout, Role.MODEL), "master-0"])
     if kind is Kind.KILL_HOST:
         target = next(plan.host for plan in layout if plan.process == target)
-    state = draw.choice(("collecting", "training", "committing", "publishing"))
+    state = draw.choice(STEP_STATES)
     return Planned(
         kind, target, state=state, step=draw.randint(0, num_steps - 2), delay_s=draw.choice((0.0, 0.01, 0.05))
     )

@@ -162,7 +162,7 @@ class Agent(Worker):
     def _fork(self, delivery: Delivery, order: StartProcess) -> None:
         child = self._child(order.process, order.incarnation)
         if child is None and order.process in self.home.children:
-            self.endpoint.fail(delivery, "RefusedError", f"{order.process} runs already")
+            self._start(delivery, order)  # Another one was born meanwhile, and ends first.
             return
         if child is None:
             child = self.home.spawn(self.home, order, self.endpoint.epoch)

@@ -53,6 +53,8 @@ class Injector:
     def _calm(self) -> None:
         """From here on nothing new breaks."""
         self._waiting.clear()
+        if self._cluster.master is not None:
+            self._cluster.master.crash = None
         self.release()
         self._holding = False
         weather = self._network.weather

@@ -302,7 +302,7 @@ class SimulatedEndpoint:
     def receive(self, source: Process, envelope: Envelope, body: Body) -> None:
         if source.key not in self._introduced and source.key.decode() not in self.directory.callers:
             return  # It waits at the door until somebody introduces it; a request comes again.
-        why = self.directory.why_refused(source.key.decode(), envelope, epoch=self.epoch)
+        why = self.directory.why_refused(source.key.decode(), envelope, epoch=self.seen_epoch)
         if why:
             self._refuse(source, envelope, why)
             return

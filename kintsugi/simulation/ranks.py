@@ -213,7 +213,8 @@ class Rank(Worker):
                 raise RefusedError(f"a model worker does not answer {type(body).__name__}")
 
     def _answer_now(self, delivery: Delivery, body: FetchWeights | FetchState) -> None:
-        if isinstance(body, FetchState) and self.adapter.standing().prepared_step == body.step:
+        standing = self.adapter.standing()
+        if isinstance(body, FetchState) and standing.prepared_step == body.step and not standing.half_updated:
             self.adapter.commit(body.step)  # Nobody asks for a step that is not committed.
         state = self.adapter.committed
         if isinstance(body, FetchWeights):
@@ -222,10 +223,14 @@ class Rank(Worker):
             else:
                 why = f"version {body.version} is not published here, {self._published} is"
                 self.endpoint.fail(delivery, "RefusedError", why)
-        elif state.step == body.step and state.stage and not self.adapter.standing().half_updated:
+        elif state.step == body.step and state.stage and self._has_committed_state():
             self.endpoint.reply(delivery, state_message(state))
         else:
             self.endpoint.fail(delivery, "RefusedError", f"stands at step {state.step}, not at {body.step}")
+
+    def _has_committed_state(self) -> bool:
+        """A half-made update leaves the committed copy alone, unless the device that held it was reset."""
+        return self.adapter.flow is Flow.ROLLBACK or not self.adapter.standing().half_updated
 
     # A step.
 

@@ -1,8 +1,9 @@
 """Copies of a rank's state outside of it: made behind its back, verified when they are used.
 
 The live state is one tensor of three rows (weights and the two moments). A finished step is copied into the snapshot
-slot that does not hold the committed one, by a thread, while the digest is computed and the answer travels; who wants
-to change the live state, or the slot's status, waits for that thread first.
+slot that does not hold the committed one, by a thread, while the digest is computed, the answer travels, the step is
+committed and the next one begins; who wants to change the live state waits for that thread first. A process killed
+meanwhile leaves the step before, and its replicas the step itself.
 """
 
 from __future__ import annotations
@@ -15,17 +16,15 @@ from typing import Any
 
 import msgspec
 import torch
-import xxhash
 from torch import Tensor
 
 from kintsugi.checkpoint.snapshot import Header, HeldSnapshots, Slot, Snapshots, find_slot
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.runtime import wait
+from kintsugi.training.digests import digest as digest_bytes
 
 INLINE_BYTES = 4 << 20
 """Less is copied faster than a thread is started."""
-HASHED_AT_ONCE_BYTES = 16 << 20
-"""The interpreter is held meanwhile, and heartbeats with it."""
 COPY_TIMEOUT_S = 600.0
 
 
@@ -42,12 +41,8 @@ class Counters(msgspec.Struct, frozen=True):
 
 
 def digest_of(counters: Counters, tensor: Tensor) -> str:
-    """xxh3-64 over counters, weights and moments; equal on all ranks after the same steps."""
-    digest = xxhash.xxh3_64(msgspec.msgpack.encode(counters))
-    content = memoryview(tensor.cpu().numpy().data).cast("B")
-    for start in range(0, len(content), HASHED_AT_ONCE_BYTES):
-        digest.update(content[start : start + HASHED_AT_ONCE_BYTES])
-    return digest.hexdigest()
+    """Over counters, weights and moments; equal on all ranks after the same steps."""
+    return digest_bytes(msgspec.msgpack.encode(counters), tensor)
 
 
 class StateCopies:
@@ -82,17 +77,18 @@ class StateCopies:
         slot.begin()
         self._prepared = index
         copy = self._copy = _Copy(self._live, into=view)
-        if self._live.is_cuda:
-            self.settle()
-        digest = digest_of(counters, view if self._live.is_cuda else self._live)
+        digest = digest_of(counters, self._live)
         copy.then(lambda: slot.prepare(_header(counters, digest=digest, serial=serial)))
         return digest
 
     def commit(self) -> None:
-        """The prepared copy is the committed one."""
+        """The prepared copy is the committed one, now or as soon as it is whole."""
         assert self._prepared is not None
-        self.settle()
-        self._snapshots.slots[self._prepared].commit()
+        slot = self._snapshots.slots[self._prepared]
+        if self._copy is None:
+            slot.commit()
+        else:
+            self._copy.then(slot.commit)
         self._committed, self._prepared = self._prepared, None
 
     def latest(self) -> tuple[Tensor, Callable[[], Header | None]] | None:
@@ -102,7 +98,7 @@ class StateCopies:
         index = self._committed if self._prepared is None else self._prepared
         if index is None:
             return None
-        slot, copy = self._snapshots.slots[index], self._copy if self._prepared is not None else None
+        slot, copy = self._snapshots.slots[index], self._copy
 
         def header() -> Header | None:
             if copy is not None:
@@ -126,15 +122,7 @@ class StateCopies:
 
     def digest(self, counters: Counters) -> str:
         """Of the live state as it is now."""
-        self.settle()
-        if not self._live.is_cuda or self._prepared is not None or self._committed is None:
-            return digest_of(counters, self._live)
-        index = self._spare()
-        slot, view = self._snapshots.slots[index], self._views[index]
-        slot.begin()
-        view.copy_(self._live)
-        slot.clear()
-        return digest_of(counters, view)
+        return digest_of(counters, self._live)
 
     def adopt(self, step: int, *, digest: str) -> Counters:
         """Become what the last incarnation of this process left of `step`."""
@@ -180,7 +168,7 @@ class StateCopies:
         slot.begin()
         view = _view(slot, like=reference)
         view.copy_(reference)
-        slot.prepare(Header(0, stage, 0, 0, _bytes_digest(view), 0))
+        slot.prepare(Header(0, stage, 0, 0, digest_bytes(b"", view), 0))
         slot.commit()
         self._snapshots.keep_references({stage})
 
@@ -191,7 +179,7 @@ class StateCopies:
         if header is None or header.stage != stage or slot.payload.nbytes != into.nbytes:
             raise RefusedError(f"there are no reference weights of stage {stage!r}")
         copied = _view(slot, like=into).clone()
-        if _bytes_digest(copied) != header.digest:
+        if digest_bytes(b"", copied) != header.digest:
             raise IntegrityError(f"the reference weights of stage {stage!r} are damaged")
         into.copy_(copied)
 
@@ -235,7 +223,7 @@ class _Copy:
         self._tensor = tensor
         self._into = into
         self._lock = threading.Lock()
-        self._afterwards: Callable[[], None] | None = None
+        self._afterwards: list[Callable[[], None]] = []
         self._copied = False
         self._error: RuntimeError | None = None
         self._thread: threading.Thread | None = None
@@ -247,11 +235,12 @@ class _Copy:
             self._thread.start()
 
     def then(self, afterwards: Callable[[], None]) -> None:
-        """Do this once the bytes are there, whoever is first."""
+        """Do this once the bytes are there, perhaps now; in the order in which it was asked for."""
         with self._lock:
-            self._afterwards = afterwards
             if self._copied:
                 afterwards()
+            else:
+                self._afterwards.append(afterwards)
 
     def finish(self) -> None:
         """Wait until the copy has ended; raises what it ended in."""
@@ -268,8 +257,8 @@ class _Copy:
             return
         with self._lock:
             self._copied = True
-            if self._afterwards is not None:
-                self._afterwards()
+            for afterwards in self._afterwards:
+                afterwards()
 
     def _transfer(self) -> None:
         if self._ready is None:
@@ -293,10 +282,6 @@ def _join(thread: threading.Thread, *, what: str) -> None:
         return None if thread.is_alive() else True
 
     wait(attempt, whom="this process", what=what, timeout_s=COPY_TIMEOUT_S)
-
-
-def _bytes_digest(tensor: Tensor) -> str:
-    return xxhash.xxh3_64_hexdigest(tensor.view(torch.uint8).numpy().data)
 
 
 def _header(counters: Counters, *, digest: str, serial: int) -> Header:

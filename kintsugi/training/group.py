@@ -298,6 +298,8 @@ class _Meeting:
 
     The library connects in one go that nobody can interrupt. So ranks first meet here: each reaches the store and
     announces itself there, and only when all have done so is the library called, which then has nobody to wait for.
+    A store whose process is stopped answers nobody, and the library waits for it too: all of it happens in a thread
+    that is left behind when the generation is over.
     """
 
     def __init__(
@@ -319,29 +321,38 @@ class _Meeting:
         self._interruption = interruption
         self._others = ", ".join(name for name in ranks if name != me)
         self._what = f"joining generation {generation} of the process group"
-        self._idle = threading.Event()
+        self._over = threading.Event()
+        """Set when nobody waits for the group any more."""
 
     def connect(self, device: torch.device) -> tuple[_Backend, Route]:
+        joining = _in_background(lambda: self._join(device), name=self._prefix)
+
+        def attempt(remaining_s: float) -> tuple[_Backend, Route] | None:
+            why = self._interruption()
+            if why is not None:
+                raise GroupBroken(f"{self._what} with {self._others}: {why}")
+            if not joining.done():
+                self._over.wait(min(LONGEST_POLL_S, remaining_s))
+            return joining.result() if joining.done() else None
+
         try:
-            interface = self._poll(self._reach, whom=self._ranks[0])
-            store = self._poll(lambda: self._announce(identity(device)), whom=self._ranks[0])
-            here = [f"here-{rank}" for rank in range(len(self._ranks))]
-            self._poll(lambda: store.check(here) or None, whom=self._others)
-            route = self._poll(
-                lambda: choose_route([store.get(key).decode() for key in here]), whom=self._ranks[0]
-            )
-            connecting = _in_background(
-                lambda: self._backend(store, interface=interface, route=route), name=self._prefix
-            )
-            backend = self._poll(
-                lambda: connecting.result() if connecting.done() else None, whom=self._others
-            )
-            return backend, route
+            return wait(attempt, whom=self._others, what=self._what, timeout_s=self._remaining_s())
         except (RuntimeError, DeadlineExceeded) as error:
             host, port = self._address
             raise GroupBroken(
                 f"{self._what} with {self._others} at {host}:{port} failed: {_plain(error)}"
             ) from error
+        finally:
+            self._over.set()
+
+    def _join(self, device: torch.device) -> tuple[_Backend, Route]:
+        """In the thread."""
+        interface = self._poll(self._reach, whom=self._ranks[0])
+        store = self._announce(identity(device))
+        here = [f"here-{rank}" for rank in range(len(self._ranks))]
+        self._poll(lambda: store.check(here) or None, whom=self._others)
+        route = choose_route([store.get(key).decode() for key in here])
+        return self._backend(store, interface=interface, route=route), route
 
     def _reach(self) -> str | None:
         """Whether somebody listens at the store's address; gives the address by which this rank got there."""
@@ -353,7 +364,7 @@ class _Meeting:
             return None
 
     def _announce(self, identity: str) -> Any:
-        """Say in the store that this rank is here. Only a store that stopped since it was reached can hold this up."""
+        """Say in the store that this rank is here."""
         store = _distributed.PrefixStore(
             self._prefix,
             _distributed.TCPStore(
@@ -375,19 +386,20 @@ class _Meeting:
         return cast(_Backend, _distributed.ProcessGroupGloo(store, self._rank, len(self._ranks), options))
 
     def _poll(self, look: Callable[[], T | None], *, whom: str) -> T:
-        """Look again and again until there is something, the time is over, or the generation is."""
+        """Look again and again until there is something, the time is over, or nobody waits for it any more."""
 
         def attempt(remaining_s: float) -> T | None:
-            why = self._interruption()
-            if why is not None:
-                raise GroupBroken(f"{self._what} with {self._others}: {why}")
+            if self._over.is_set():
+                raise RuntimeError("nobody waits for this generation any more")
             found = look()
             if found is None:
-                self._idle.wait(min(LONGEST_POLL_S, remaining_s))
+                self._over.wait(min(LONGEST_POLL_S, remaining_s))
             return found
 
-        remaining_s = max(0.0, self._deadline - SYSTEM_CLOCK.monotonic())
-        return wait(attempt, whom=whom, what=self._what, timeout_s=remaining_s)
+        return wait(attempt, whom=whom, what=self._what, timeout_s=self._remaining_s())
+
+    def _remaining_s(self) -> float:
+        return max(0.0, self._deadline - SYSTEM_CLOCK.monotonic())
 
 
 def _drop(backends: list[_Backend]) -> None:
@@ -397,14 +409,14 @@ def _drop(backends: list[_Backend]) -> None:
     backends.clear()
 
 
-def _in_background(function: Callable[[], _Backend], *, name: str) -> Future[_Backend]:
+def _in_background(function: Callable[[], T], *, name: str) -> Future[T]:
     """Run in a daemon thread: one that hangs must not keep the process alive, as an executor's would."""
-    future: Future[_Backend] = Future()
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(function())
-        except RuntimeError as error:
+        except (RuntimeError, DeadlineExceeded) as error:
             future.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()

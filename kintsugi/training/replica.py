@@ -30,6 +30,8 @@ class StateSource:
         """The manifest, or the bytes of the pieces asked for."""
         if request.pieces:
             return self._publisher.answer(FetchWeights(request.step, request.pieces))
+        if request.step == self._state.prepared_step:
+            self._state.commit(request.step)  # Nobody asks for a step that is not a fact.
         counters = self._state.committed_counters
         if request.step != counters.step:
             raise RefusedError(f"this replica has committed step {counters.step}, not {request.step}")

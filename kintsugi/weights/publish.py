@@ -5,9 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
-from kintsugi.errors import RefusedError
+from kintsugi.errors import RefusedError, WorldError
 from kintsugi.messages import FetchWeights, WeightsFetched
 from kintsugi.transport import chunks
 from kintsugi.types import SegmentSource, StreamSource, WeightManifest, WeightSource
@@ -44,6 +45,8 @@ class Publisher:
         self._host = host
         self._segments = segments
         self._versions: dict[int, tuple[WeightManifest, memoryview]] = {}
+        self._shared: set[int] = set()
+        """Versions that lie in memory of the agent."""
 
     def publish(
         self, named: Mapping[str, Tensor], *, version: int, step: int, mesh: Mapping[str, int] = WHOLE_MODEL
@@ -84,22 +87,27 @@ class Publisher:
 
     def _sources(self, version: int) -> tuple[WeightSource, ...]:
         stream = StreamSource(self._process)
-        if self._segments is None:
+        if version not in self._shared:
             return (stream,)
         return SegmentSource(self._host, self._segment(version)), stream
 
     def _memory(self, version: int, *, size: int) -> memoryview:
-        if self._segments is None:
-            return memoryview(mmap.mmap(-1, size))
-        descriptor = self._segments.create(self._segment(version), size)
-        try:
-            return memoryview(mmap.mmap(descriptor, size))
-        finally:
-            os.close(descriptor)
+        """Of the agent; while it is gone or has none left, our own, from which the weights go out by stream."""
+        if self._segments is not None:
+            with suppress(WorldError):
+                descriptor = self._segments.create(self._segment(version), size)
+                try:
+                    buffer = memoryview(mmap.mmap(descriptor, size))
+                finally:
+                    os.close(descriptor)
+                self._shared.add(version)
+                return buffer
+        return memoryview(mmap.mmap(-1, size))
 
     def _withdraw(self, version: int) -> None:
         """Forget a version, also one that a previous incarnation of this process left with the agent."""
         self._versions.pop(version, None)
+        self._shared.discard(version)
         if self._segments is not None and version >= 0:
             self._segments.remove(self._segment(version))
 

@@ -6,7 +6,7 @@ from kintsugi.facts import BatchFormed, RolledBack, StepCommitted, TicketsIssued
 from tests.cluster.real_runs import LAST_STEP, Run
 
 
-def assert_trained_exactly_once(run: Run) -> None:
+def assert_trained_exactly_once(run: Run, *, last_step: int = LAST_STEP) -> None:
     """Every issued ticket is in one committed batch and no other; every sample of it stands once in samples.jsonl."""
     formed: dict[int, tuple[str, ...]] = {}
     committed: dict[int, tuple[str, ...]] = {}
@@ -24,7 +24,7 @@ def assert_trained_exactly_once(run: Run) -> None:
                 committed = {step: batch for step, batch in committed.items() if step <= last}
             case _:
                 pass
-    assert list(committed) == list(range(1, LAST_STEP + 1))
+    assert list(committed) == list(range(1, last_step + 1))
     trained = [ticket for batch in committed.values() for ticket in batch]
     assert sorted(trained) == sorted(num_samples)
     written = [(line["step"], line["ticket"], line["sample"]) for line in run.lines("samples.jsonl")]
@@ -36,4 +36,4 @@ def assert_trained_exactly_once(run: Run) -> None:
     ]
     assert written == expected
     steps = [line["step"] for line in run.lines("metrics.jsonl") if "eval/accuracy" not in line]
-    assert steps == list(range(1, LAST_STEP + 1))
+    assert steps == list(range(1, last_step + 1))

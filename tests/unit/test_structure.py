@@ -30,7 +30,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "training": SHARED | {"weights", "checkpoint", "recovery", "buffer.packing", "cluster.segments"},
     "weights": SHARED,
     "checkpoint": SHARED,
-    "control": SHARED | {"buffer", "graph", "data.source", "checkpoint.store", "recovery", "runs"},
+    "control": SHARED
+    | {"buffer", "graph", "data.source", "checkpoint.store", "recovery", "runs", "incidents"},
     "recovery": SHARED,
     "cluster": SHARED | {"runs"},
     "simulation": SHARED | {"control", "recovery", "buffer"},

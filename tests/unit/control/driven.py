@@ -163,8 +163,9 @@ class Driven:
         self.feed(Joined(peer, role, 1, capabilities, children))
 
     def asked(self, kind: type[Body]) -> list[Request]:
-        """Open requests of a kind."""
-        return [request for request in self.open.values() if isinstance(request.body, kind)]
+        """Requests of a kind whose answers the master waits for."""
+        awaited = [request for request in self.open.values() if self.master.talk.is_open(request.token)]
+        return [request for request in awaited if isinstance(request.body, kind)]
 
     def serve(self, request: Request) -> Body | Fault:
         """What the process that was asked says."""

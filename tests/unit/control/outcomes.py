@@ -16,9 +16,9 @@ from tests.unit.control.driven import CONFIG, Driven
 TWO_STAGES = msgspec.structs.replace(
     CONFIG,
     warmup=WarmupSection(steps=1, batch_size=2),
-    algorithm=msgspec.structs.replace(CONFIG.algorithm, steps=2),
+    algorithm=msgspec.structs.replace(CONFIG.algorithm, steps=1),
 )
-"""A warm-up step, then two of the main stage; every step is saved, and evaluated before and after the main stage."""
+"""A warm-up step, then one of the main stage; each is evaluated and saved."""
 
 
 class Outcome(NamedTuple):
@@ -60,13 +60,15 @@ def outcome(facts: Sequence[Fact]) -> Outcome:
     return Outcome(steps, evaluations, ended)
 
 
-def begun(config: Config = TWO_STAGES, *, flow: Flow = Flow.ROLLBACK) -> Driven:
-    driven = Driven(config, num_eval_rows=2, flow=flow)
+def begun(
+    config: Config = TWO_STAGES, *, flow: Flow = Flow.ROLLBACK, num_eval_rows: int = 2
+) -> Driven:
+    driven = Driven(config, num_eval_rows=num_eval_rows, flow=flow)
     driven.begin()
     return driven
 
 
-def undisturbed(config: Config = TWO_STAGES) -> Outcome:
-    driven = begun(config)
+def undisturbed(config: Config = TWO_STAGES, *, num_eval_rows: int = 2) -> Outcome:
+    driven = begun(config, num_eval_rows=num_eval_rows)
     driven.until(Phase.ENDED)
     return outcome(driven.facts)

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-from kintsugi.control.draft import Conversation, Draft
+from kintsugi.control.draft import OPERATION_FLOOR_S, Conversation, Draft
 from kintsugi.control.protocol import Raise, Request
-from kintsugi.facts import RunStarted
-from kintsugi.messages import Body, CommitStep, HashWeights, Ok, Ping
+from kintsugi.facts import EpochStarted, RunStarted
+from kintsugi.messages import Body, CommitStep, HashWeights, Ok, Ping, PreLock
+from kintsugi.patience import FLOOR_S
 from tests.unit.control.driven import new_state
 
 RANKS = ("model-0", "model-1")
@@ -92,16 +93,42 @@ def test_an_abandoned_round_never_goes_on() -> None:
     assert talk.over == []
 
 
-def test_bodies_in_turn_make_one_round_each() -> None:
+def test_a_new_round_gives_up_the_one_before() -> None:
     talk = Talk()
-    talk.conversation.ask_in_turn(RANKS, [Ping(), CommitStep(1)], 0.0, then=talk.over.append)
-    for body in (Ping(), CommitStep(1)):
-        requests = talk.taken()
-        assert [(request.to, request.body) for request in requests] == [(rank, body) for rank in RANKS]
-        assert talk.over == []
-        for request in requests:
-            talk.answer(request, Ok(), now=1.0)
-    assert talk.over == [1.0]
+    talk.ask_all(Ping())
+    first, second = talk.ask_all(CommitStep(1), now=1.0)
+    talk.answer(first, Ok(), now=2.0)
+    talk.answer(second, Ok(), now=2.0)
+    assert talk.over == [2.0]
+    assert list(talk.conversation.open_requests()) == []
+
+
+def test_tokens_are_never_used_twice_not_even_by_the_next_master() -> None:
+    talk, successor = Talk(), Talk()
+    for epoch, one in ((1, talk), (2, successor)):
+        one.draft.fact(EpochStarted(epoch, str(epoch)))
+        one.draft.take()
+    tokens = [request.token for one in (talk, talk, successor) for request in one.ask_all(Ping())]
+    assert len(set(tokens)) == len(tokens) == 6
+
+
+def test_everything_of_one_purpose_can_be_withdrawn_at_once() -> None:
+    talk = Talk()
+    talk.conversation.ask_each("rank", dict.fromkeys(RANKS, Ping()), 0.0)
+    talk.conversation.ask("call:1", "model-0", Ping(), 0.0)
+    talk.conversation.withdraw_all("rank:")
+    assert [token for token, *_ in talk.conversation.open_requests()] == ["call:1"]
+
+
+def test_operations_of_recovery_are_waited_for_less_long_once_they_are_known() -> None:
+    talk = Talk()
+    talk.conversation.num_tokens = 1000
+    assert talk.conversation.deadline_s(PreLock) == 60.0
+    assert talk.conversation.deadline_s(HashWeights) > 60.0
+    for kind in ("PreLock", "HashWeights"):
+        talk.conversation.observed(kind, 0.01)
+    assert talk.conversation.deadline_s(PreLock) == OPERATION_FLOOR_S < FLOOR_S
+    assert talk.conversation.deadline_s(HashWeights) == FLOOR_S
 
 
 def test_what_was_asked_of_a_lost_process_or_withdrawn_is_not_waited_for() -> None:

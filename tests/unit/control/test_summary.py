@@ -56,7 +56,7 @@ def test_a_finished_run_is_summed_up_over_its_stages() -> None:
         "reward_last": 0.5,
         "eval_accuracy_before": 0.0,
         "eval_accuracy_after": 0.0,
-        "weights_sha256": "sha256",
+        "weights_sha256": driven.state.weights_sha256,
         "weight_version": 5,
         "processes": {"model": [1, 2]},
         "faults": [],

@@ -18,6 +18,7 @@ from kintsugi.messages import (
     Failed,
     FetchSamples,
     Ok,
+    RankReady,
     RebuildGroup,
     RunCall,
     SamplesFetched,
@@ -146,7 +147,7 @@ class Rank:
         self.ask(rebuild(1), StartStage("warmup", 0))
         for step in (1, 2):
             self.ask(sft_call(step), CommitStep(step))
-        assert self.ask(StartStage("grpo", 2)) == Ok()
+        assert isinstance(self.ask(StartStage("grpo", 2)), RankReady)
         return self
 
     def train(self, step: int) -> str:

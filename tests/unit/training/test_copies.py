@@ -63,6 +63,29 @@ def test_the_slot_says_writing_until_copy_and_digest_are_both_there(monkeypatch:
     assert seen == [Status.WRITING, Status.PREPARED]
 
 
+def test_a_commit_does_not_wait_for_the_copy_and_counts_when_it_is_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    live, snapshots, copies = new_copies(LARGE)
+    go_on, seen = threading.Event(), []
+    transfer = module._Copy._transfer
+
+    def slow(copy: module._Copy) -> None:
+        assert go_on.wait(10)
+        transfer(copy)
+
+    monkeypatch.setattr(module._Copy, "_transfer", slow)
+    digest = copies.prepare(Counters(1))
+    copies.commit()
+    seen.append(snapshots.slots[0].status)
+    go_on.set()
+    copies.settle()
+    seen.append(snapshots.slots[0].status)
+    assert seen == [Status.WRITING, Status.COMMITTED]
+    assert snapshots.expect(1).digest == digest
+    assert copies.committed is not None and torch.equal(copies.committed, live)
+
+
 def test_a_copy_that_fails_raises_where_it_is_waited_for_and_leaves_no_snapshot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -73,8 +96,9 @@ def test_a_copy_that_fails_raises_where_it_is_waited_for_and_leaves_no_snapshot(
 
     monkeypatch.setattr(module._Copy, "_transfer", broken)
     copies.prepare(Counters(1))
+    copies.commit()
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        copies.commit()
+        copies.settle()
     assert snapshots.slots[0].header is None
 
 
