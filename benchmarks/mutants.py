@@ -5,10 +5,11 @@ is dropped; the branches of a conditional expression are exchanged; an integer i
 assignment to an attribute or element, raise, return without value, continue, break) is deleted; a function returns
 None or the empty value of its annotation (a negated truth value); a container is empty.
 
-Not eligible: texts for people (f-strings, docstrings, errors that are raised, arguments of `because` and `Raise` and
-those named `reason` or `evidence`, `__str__` and `__repr__`); annotations and imports; assertions; constants of time
-(module constants with a unit of seconds, floats); what the interpreter itself refuses (a local name or an initial
-attribute that is never assigned); and what compiles to the same code as the original or an earlier mutant.
+Not eligible: texts for people (f-strings and the choice between two of them, docstrings, errors that are raised,
+arguments of `because` and `Raise` and those named `reason` or `evidence`, `__str__` and `__repr__`); annotations and
+imports; assertions; constants of time (module constants with a unit of seconds, floats); what the interpreter itself
+refuses (a local name or an initial attribute that is never assigned); and what compiles to the same code as the
+original or an earlier mutant.
 """
 
 from __future__ import annotations
@@ -246,6 +247,8 @@ class Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_IfExp(self, node: ast.IfExp) -> None:
+        if _is_text(node.body) and _is_text(node.orelse):
+            return
         self._add(node, "swap branches", ast.IfExp(node.test, node.orelse, node.body))
         self.generic_visit(node)
 
@@ -276,6 +279,12 @@ class Finder(ast.NodeVisitor):
 def _name(node: ast.expr) -> str:
     """`because` of `self._draft.because`."""
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _is_text(node: ast.expr) -> bool:
+    """A sentence for people: an f-string, or words with a space between them."""
+    is_sentence = isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value
+    return isinstance(node, ast.JoinedStr) or is_sentence
 
 
 def _is_constant_of_time(target: ast.expr, value: ast.expr) -> bool:

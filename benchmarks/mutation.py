@@ -58,6 +58,7 @@ RUNNER = Runner()
 def test_seed(seed: int) -> None:
     assert RUNNER.run(seed).violations == []
 """
+IMPORT = "import"
 COLLECTION = "collection"
 NOTHING_COLLECTED = 5
 """Exit status of pytest."""
@@ -84,7 +85,7 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     """Of the tests that passed."""
     functions: dict[str, set[tuple[str, int]]] = field(default_factory=dict)
-    """Test → (file, first line) of the functions that it called; under `COLLECTION` those called at import."""
+    """Test, or file of tests → (file, first line) of the functions that it called."""
     failed: dict[str, str] = field(default_factory=dict)
     running: str = ""
     """The test that never ended."""
@@ -99,6 +100,8 @@ class Report:
                 case {"ended": test, "seconds": seconds, "functions": functions}:
                     report.seconds[test], report.running = seconds, ""
                     report.functions[test] = {(file, number) for file, number in functions}
+                case {"collected": file, "functions": functions}:
+                    report.functions[file] = {(called, number) for called, number in functions}
                 case {"failed": test, "how": how}:
                     report.failed.setdefault(test, how)
         if report.running:
@@ -220,16 +223,18 @@ class Survey:
         for report in reports:
             self.left_out.update(report.failed)
         seconds = reports[0].seconds
-        passed = seconds.keys() - self.left_out.keys() - {COLLECTION}
+        passed = seconds.keys() - self.left_out.keys() - {IMPORT, COLLECTION}
         self.tests = sorted(passed, key=lambda test: seconds[test])
         self.limits = {test: LEAST_LIMIT_S + LIMIT_FACTOR * seconds[test] for test in self.tests}
         self._functions = reports[0].functions
 
     def reaching(self, mutant: Mutant) -> list[str]:
-        """Quickest first; what runs at import is reached by all."""
-        if mutant.function is None or (mutant.file, mutant.function) in self._functions[COLLECTION]:
+        """Quickest first; what runs when the package is imported is reached by all."""
+        function = (mutant.file, mutant.function)
+        if mutant.function is None or function in self._functions[IMPORT]:
             return self.tests
-        return [t for t in self.tests if (mutant.file, mutant.function) in self._functions[t]]
+        reached = {name for name, called in self._functions.items() if function in called}
+        return [test for test in self.tests if test in reached or test.partition("::")[0] in reached]
 
 
 def short(text: str, width: int = 60) -> str:

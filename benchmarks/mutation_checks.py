@@ -10,6 +10,7 @@ line). Without `follow` the first failure ends it.
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
 import re
 import resource
@@ -27,6 +28,7 @@ MEMORY_BYTES = 6 << 30
 """A mutant that fills memory is stopped before the machine is."""
 LONGEST_TEST_S = 60.0
 """Of a test, or of importing all of them, whose usual time is not known."""
+IMPORT = "import"
 COLLECTION = "collection"
 
 
@@ -43,6 +45,10 @@ class Checks:
         if plan["follow"]:
             sys.settrace(self._trace)
             threading.settrace(self._trace)
+            self._begin(IMPORT)
+            for file in plan["targets"]:
+                importlib.import_module(file.removesuffix(".py").replace("/", "."))
+            self._end(IMPORT)
         self._begin(COLLECTION)
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> None:
@@ -64,6 +70,15 @@ class Checks:
         faulthandler.cancel_dump_traceback_later()
         seconds = time.perf_counter() - self._since
         self._write(ended=name, seconds=seconds, functions=sorted(self._called))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(self, collector: pytest.Collector) -> Iterator[None]:
+        """A module of tests may do something when it is imported, too."""
+        self._called.clear()
+        try:
+            return (yield)
+        finally:
+            self._write(collected=collector.nodeid, functions=sorted(self._called))
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -99,7 +114,7 @@ def main(plan_file: Path) -> int:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     plan = json.loads(plan_file.read_text())
     checks = Checks(plan, Path(plan["out"]))
-    options = "-q --color=no -p no:cacheprovider -p no:faulthandler".split()
+    options = ["-q", "--color=no", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
     first = [] if plan["follow"] else ["-x"]
     status = pytest.main([*options, "-m", "not slow and not gpu", *first, *plan["files"]], plugins=[checks])
     import kintsugi

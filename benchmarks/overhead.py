@@ -128,7 +128,7 @@ def switched_off(method: Callable[..., Any], switch: Switch, *, instead: object)
     return lambda *arguments, **named: method(*arguments, **named) if switch.on else instead
 
 
-def stop_snapshots() -> None:
+def stop_snapshots(on: Callable[[int], bool] = is_on) -> None:
     """Without a copy the live state is the committed one, which is right as long as nothing is rolled back."""
     from torch import Tensor
 
@@ -138,7 +138,7 @@ def stop_snapshots() -> None:
     uncopied: set[StateCopies] = set()
 
     def switched_prepare(self: StateCopies, counters: Counters) -> str:
-        if is_on(counters.step):
+        if on(counters.step):
             return prepare(self, counters)
         self.settle()
         return f"step {counters.step}"

@@ -11,6 +11,7 @@ The type says which boundary was crossed; our own mistakes are `assert`s and hav
         ├── DeadlineExceeded               a declared wait reached its deadline
         ├── ProcessDied                    a process of ours ended when it should not have
         ├── StartFailed                    a process did not come up: which, in which phase, why
+        │   └── StartKilled                it was killed from outside before it was up
         ├── StorageError                   I/O error, damaged file
         │   └── StorageFull                no space left: the same works again once there is room
         ├── DeviceOutOfMemory              the accelerator has no memory left; the process can go on
@@ -93,6 +94,10 @@ class StartFailed(WorldError):
     def __init__(self, *, process: str, phase: str, why: str, cause: Fault | None = None) -> None:
         super().__init__(f"{process} failed to start while {phase}: {why}", cause=cause)
         self.process, self.phase, self.why = process, phase, why
+
+
+class StartKilled(StartFailed):
+    """A process was killed before it was up: tried again, it may come up."""
 
 
 class StorageError(WorldError):

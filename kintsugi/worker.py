@@ -106,7 +106,7 @@ class Membership:
             self._try_register()
         elif now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_S
-            heartbeat = Heartbeat(COUNTERS.snapshot(), self.load, WAITS.declared())
+            heartbeat = Heartbeat(COUNTERS.snapshot(), self.load, WAITS.declared(), endpoint.book_number)
             endpoint.send(self._master, heartbeat)
 
     def _try_register(self) -> None:

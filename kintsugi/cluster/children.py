@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from kintsugi.cluster.placement import Start, StartReport
-from kintsugi.errors import StartFailed
+from kintsugi.errors import StartFailed, StartKilled
 from kintsugi.messages import StartProcess
 from kintsugi.runtime import Child, Processes, describe_status
 from kintsugi.transport import Delivery
@@ -141,7 +141,9 @@ class Kept:
         if self.failure is not None:
             return self.failure.error()
         why = f"{describe_status(status)}; its log ends: {self.last_output() or '(empty)'}"
-        return StartFailed(process=self.process, phase="starting the interpreter", why=why)
+        killed = status is None or status < 0
+        error = StartKilled if killed else StartFailed
+        return error(process=self.process, phase="starting the interpreter", why=why)
 
     def record(self) -> ChildRecord | None:
         """Its line of the table; None when it is not born or has ended."""

@@ -155,7 +155,13 @@ class Episodes:
                 self._scheduler.cancel(ticket)  # Asked for again by a new master, though it was scored.
             else:
                 self._draft.fact(TicketReturned(ticket, f"{worker} was lost"))
-        self._scheduler.lost(worker)
+        waiting = {ticket.id for ticket in ledger.issued_unassigned()}
+        for task in self._scheduler.lost(worker):
+            is_evaluation = self.evaluation is not None and task in self.evaluation.tasks
+            if (
+                task not in waiting and not is_evaluation
+            ):  # In a batch, or trained: only its text was asked for again.
+                self._scheduler.cancel(task)
 
     def reclaim(self) -> None:
         """Before a batch is trained (again): what is kept by somebody who is gone has to be run again."""

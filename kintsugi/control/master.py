@@ -22,7 +22,7 @@ from kintsugi.config import Config, Stage, next_stage
 from kintsugi.control.agenda import carried_stage, evaluation_is_due, is_last, most_tokens, save_is_due
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.episodes import Episodes, episode_of
-from kintsugi.control.evaluation import Evaluation
+from kintsugi.control.evaluating import Evaluating
 from kintsugi.control.layout import ProcessPlan
 from kintsugi.control.mending import DUMP, OPERATION, Mending
 from kintsugi.control.phases import Phase
@@ -33,7 +33,6 @@ from kintsugi.control.protocol import (
     Exited,
     Finish,
     Joined,
-    RecordEvaluation,
     Replied,
     RequestFailed,
     StopRequested,
@@ -48,8 +47,8 @@ from kintsugi.control.state import MasterState
 from kintsugi.control.suspicion import INSPECT, Suspicions
 from kintsugi.control.takeover import begin_epoch, clear_the_past, greet_the_living, predecessor_lost
 from kintsugi.control.training import CALL, Training
-from kintsugi.errors import Fault, root_first
-from kintsugi.facts import EvaluationDone, RunEnded, StageStarted, StopAccepted, TicketFiltered
+from kintsugi.errors import Fault, StartKilled, root_first
+from kintsugi.facts import RunEnded, StageStarted, StopAccepted, TicketFiltered
 from kintsugi.messages import (
     CallDone,
     CommitStep,
@@ -90,7 +89,8 @@ class Master:
         draft = self._draft = Draft(state)
         talk = self.talk = Conversation(draft, first_s=config.cluster.start_timeout_s)
         talk.num_tokens = most_tokens(config, num_eval_rows=num_eval_rows)
-        self._staff = staff = Staff(layout, draft=draft, talk=talk)
+        limit_s = config.cluster.start_timeout_s
+        self._staff = staff = Staff(layout, draft=draft, talk=talk, start_timeout_s=limit_s)
         self._episodes = episodes = Episodes(config, draft=draft, talk=talk, num_rows=num_rows)
         disagree = self._disagree
         self._publication = Publication(
@@ -109,7 +109,9 @@ class Master:
             give_up=self._fail,
             rolled_back=episodes.void,
         )
-        self._saving = Saving(checkpoint_folder, draft=draft, talk=talk, done=self._continue)
+        go_on = self._continue
+        self._evaluating = Evaluating(config, num_eval_rows, draft=draft, episodes=episodes, done=go_on)
+        self._saving = Saving(checkpoint_folder, draft=draft, talk=talk, done=go_on)
         self._suspicions = Suspicions(draft=draft, talk=talk, staff=staff)
         self._dropped_before = 0
         self._ready_stage = ""
@@ -155,6 +157,11 @@ class Master:
     @property
     def recovery_state(self) -> RecoveryState:
         return self._mending.controller.state
+
+    @property
+    def _begins(self) -> bool:
+        """Nothing of the run has happened yet: what does not start now would not start again."""
+        return self.phase is Phase.STARTING and self.state.step == 0
 
     # The phases, in their order.
 
@@ -240,26 +247,8 @@ class Master:
         self._begin_publishing(now)
 
     def _begin_evaluating(self, now: float) -> None:
-        """One that a fault interrupted goes on with the answers it has."""
-        step, version = self.state.step, self.state.version
-        self._enter(Phase.EVALUATING, now, f"evaluating version {version}")
-        if self._episodes.evaluation is None:
-            count = self._num_eval_rows
-            evaluation = Evaluation(self.config, step=step, version=version, num_problems=count)
-            self._episodes.evaluate(evaluation, now)
-        self._finish_evaluation(now)
-
-    def _finish_evaluation(self, now: float) -> None:
-        evaluation = self._episodes.evaluation
-        if evaluation is None or not evaluation.finished:
-            self._episodes.hand_out(now)
-            return
-        self._episodes.evaluation = None
-        self._episodes.timing.clear()
-        metrics = evaluation.metrics()
-        self._draft.fact(EvaluationDone(self.state.step, self.state.version, self.stage.name, metrics))
-        self._draft.do(RecordEvaluation(self.state.step, metrics))
-        self._continue(now)
+        self._enter(Phase.EVALUATING, now, f"evaluating version {self.state.version}")
+        self._evaluating.begin(now)
 
     def _begin_saving(self, now: float) -> None:
         self._enter(Phase.SAVING, now, f"saving step {self.state.step}")
@@ -287,7 +276,7 @@ class Master:
         self._mending.begin(now)
 
     def _give_up_step(self, now: float, why: str) -> None:
-        """Whatever the ranks were doing ends; groups that run elsewhere go on."""
+        """What the ranks were doing ends; groups that run elsewhere go on."""
         self.talk.abandon_round()
         self._training.abandon()
         self._publication.abandon()
@@ -348,9 +337,9 @@ class Master:
         self._mending.note(fault, now, phase=Phase.RECOVERING, lost=fault.process)
         greet_the_living(self._draft)
         self._staff.order_missing(now)
+        self._episodes.adopt(now)
         if self.state.step == 0 and self._staff.missing():
             return  # As at the start: the ranks come together when everybody is there.
-        self._episodes.adopt(now)
         self._recover(now, fault.message)
 
     def _on_joined(self, event: Joined, now: float) -> None:
@@ -372,23 +361,33 @@ class Master:
             self._episodes.rebalance(now)
 
     def _on_exited(self, event: Exited, now: float) -> None:
-        """A process that never came up is the start's failure; before the first step that ends the run."""
+        """What a process says with its exit code before the run begins, it would say again: that ends the run."""
         was_live = self.state.members.is_live(event.process)
         fault = self._staff.exited(event)
-        if fault is not None and was_live:
+        if fault is None:
+            return
+        by_itself = event.status is not None and event.status > 0
+        if was_live:
             self._lost(event.process, fault, now)
-        elif fault is not None:
+        elif by_itself and self._begins:
+            self._fail(fault, now)
+        else:
             self._start_failed(event.process, fault, now)
 
+    def _on_stopped(self, event: Replied, now: float) -> None:
+        for process, fault, was_live in self._staff.stopped(event.token):
+            (self._lost if was_live else self._start_failed)(process, fault, now)
+
     def _start_failed(self, process: str, fault: Fault, now: float) -> None:
-        if self.phase is Phase.STARTING and self.state.step == 0:
-            self._fail(fault, now)
-            return
         if self.state.open_incident:
             self._mending.note(fault, now, phase=self.phase)
         self._staff.order_later(process, now)
         role = self._staff.plans[process].role
-        if role is not Role.MODEL and not self.state.members.live(role) and self._staff.do_not_come(role):
+        if (
+            (self._begins or role is not Role.MODEL)
+            and not self.state.members.live(role)
+            and self._staff.do_not_come(role)
+        ):
             self._fail(fault, now)
 
     def _on_replied(self, event: Replied, now: float) -> None:
@@ -415,8 +414,7 @@ class Master:
             case body if event.token.startswith(f"{OPERATION}:"):
                 self._mending.answered(event.sender, body, now)
             case Ok() if event.token.startswith(f"{STOP}:"):
-                for process, fault in self._staff.stopped(event.token):
-                    self._lost(process, fault, now)
+                self._on_stopped(event, now)
             case Saved() if event.token.startswith(f"{DUMP}:"):
                 self._saving.note(event.body)
                 self._mending.dumped(now)
@@ -434,7 +432,9 @@ class Master:
             self._after_episodes(now)
         elif purpose == START:
             process = self._staff.start_failed(event.token, fault, now)
-            if process is not None:
+            if process is not None and self._begins and fault.kind != StartKilled.__name__:
+                self._fail(fault, now)
+            elif process is not None:
                 self._start_failed(process, fault, now)
         elif purpose == DUMP:
             self._mending.dumped(now)
@@ -461,12 +461,11 @@ class Master:
         if self.phase is Phase.COLLECTING:
             self._collect(now)
         elif self.phase is Phase.EVALUATING:
-            self._finish_evaluation(now)
+            self._evaluating.go_on(now)
 
     def _on_stop_requested(self, event: StopRequested, now: float) -> None:
         self._draft.because(f"stop requested: {event.reason}")
-        nothing_is_trained = self.state.version < 0 and self.state.open_incident == 0
-        if nothing_is_trained:
+        if self.state.version < 0 and not self.state.open_incident:  # Nothing of this session is trained.
             self._end("stopped", now)
         elif self.state.stop_reason is None:
             self._draft.fact(StopAccepted(event.reason))

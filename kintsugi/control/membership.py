@@ -52,10 +52,13 @@ class Membership:
 
     def __init__(self) -> None:
         self.members: dict[str, Member] = {}
-        self._book_number = 0
+        self.book_number = 0
+        self._live: dict[Role, list[str]] = {}
+        """Living processes by role, until somebody comes or goes."""
 
     def apply(self, fact: ProcessRequested | ProcessJoined | ProcessLost) -> None:
         process = fact.peer.process if isinstance(fact, ProcessJoined) else fact.process
+        self._live.clear()
         member = self.members.get(process)
         after = TRANSITIONS[(member.status if member else None, type(fact))]
         if isinstance(fact, ProcessRequested):
@@ -68,7 +71,7 @@ class Membership:
         else:
             assert member is not None
             member.status = after
-        self._book_number += 1
+        self.book_number += 1
 
     def accepts(self, fact: ProcessRequested | ProcessJoined | ProcessLost) -> str | None:
         """Why a fact does not apply (late, repeated, of an older incarnation), or None if it does."""
@@ -80,11 +83,24 @@ class Membership:
         if member is None or isinstance(fact, ProcessRequested):
             return None
         if member.status is MemberStatus.LOST:
-            anew = member.role is Role.AGENT and incarnation != member.incarnation
+            key = fact.peer.public_key if isinstance(fact, ProcessJoined) else b""
+            known = member.peer.public_key if member.peer is not None else b""
+            # Agents are counted per session, and each session has its own keys.
+            anew = member.role is Role.AGENT and (incarnation, key) != (member.incarnation, known)
             return None if anew else f"{process} {incarnation} is lost"
         if member.incarnation != incarnation:
             return f"{process} is incarnation {member.incarnation}, not {incarnation}"
         return None
+
+    def replaced(self, peer: Peer, role: Role) -> bool:
+        """Whether a registration is that of a process that was lost or replaced meanwhile, and is only late."""
+        member = self.members.get(peer.process)
+        if member is None:
+            return False
+        if role is Role.AGENT:
+            same_key = member.peer is not None and member.peer.public_key == peer.public_key
+            return same_key and int(peer.incarnation) < int(member.incarnation)
+        return member.incarnation != peer.incarnation or member.status is MemberStatus.LOST
 
     def heard(self, process: str, heartbeat: Heartbeat, now: float) -> None:
         """Note a sign of life."""
@@ -95,8 +111,12 @@ class Membership:
 
     def live(self, role: Role) -> list[str]:
         """Living processes of a role, in index order."""
-        names = [m.process for m in self.members.values() if m.role is role and m.status is MemberStatus.LIVE]
-        return sorted(names, key=lambda name: int(name.rsplit("-", 1)[1]))
+        if role not in self._live:
+            names = [
+                m.process for m in self.members.values() if m.role is role and m.status is MemberStatus.LIVE
+            ]
+            self._live[role] = sorted(names, key=lambda name: int(name.rsplit("-", 1)[1]))
+        return list(self._live[role])
 
     def first_per_host(self, role: Role) -> list[str]:
         """The living process of a role with the lowest index on each host."""
@@ -115,12 +135,16 @@ class Membership:
         """The agent to order processes from on a host."""
         return next((name for name in self.live(Role.AGENT) if self.members[name].host == host), None)
 
+    def begin_epoch(self, epoch: int) -> None:
+        """A new master's books are newer than all of its predecessor's, even if the journal lost the last of them."""
+        self.book_number = epoch << 32
+
     def address_book(self, master: Peer) -> AddressBook:
         """Everyone alive, the master included."""
         peers = [
             m.peer for m in self.members.values() if m.status is MemberStatus.LIVE and m.peer is not None
         ]
-        return AddressBook(self._book_number, (master, *peers))
+        return AddressBook(self.book_number, (master, *peers))
 
     def pids(self) -> dict[str, list[int]]:
         """Role → pids of the living, for the summary."""

@@ -29,6 +29,8 @@ DUMP = "dump"
 LONGEST_WAIT_S = 15.0
 """For a replacement that neither comes nor fails; longer where starts were seen to take longer."""
 START_FACTOR = 10.0
+REPAIR_ATTEMPTS = 3
+"""Repairs that may fail before steps are given up: who holds the state may be out of reach for a moment only."""
 FIRST_PAUSE_S = 0.2
 """Before the third try; each further one waits twice as long."""
 
@@ -169,7 +171,9 @@ class Mending:
         incident.attempts += 1
         kind = classify(fault)
         if self.controller.state is _S.REPAIRING and fault.kind != DeadlineExceeded.__name__:
-            self._fall_back(fault, now)
+            incident.repairs += 1
+            if incident.repairs >= REPAIR_ATTEMPTS:
+                self._fall_back(fault, now)
         elif kind is not FaultClass.CONSEQUENCE:
             incident.blamed[process] += 1
             again = incident.blamed[process] > 1
@@ -240,7 +244,7 @@ class Mending:
         step = max((saved for saved in state.saved_steps if saved < state.step), default=0)
         if not incident.fell_back and state.step - 1 in state.digests:
             step = max(step, state.step - 1)
-        incident.fell_back = True
+        incident.fell_back, incident.attempts, incident.repairs = True, 0, 0
         self._draft.fact(RolledBack(step, f"the state of step {state.step} is lost: {fault.message}"))
         self._draft.do(Raise(f"back to step {step}: the state of later steps is lost"))
         for rank in self.controller.begun if step == 0 else ():
@@ -263,11 +267,15 @@ class Mending:
         state = self._draft.state
         members, step = state.members.members, state.step
         living = tuple(state.members.live(Role.MODEL))
+        may_repair = self.controller.state in (
+            _S.REBUILDING,
+            _S.REPAIRING,
+        )  # There are ranks × processes of them.
         return Ranks(
             living=living,
             missing=tuple(self._staff.missing(Role.MODEL)),
             stores={name: members[name].capabilities.get("store", "") for name in living},
-            sources={name: self._sources(name) for name in living},
+            sources={name: self._sources(name) for name in living} if may_repair else {},
             step=step,
             digest=state.digests.get(step, ""),
             stage=carried_stage(self._config, step=step).name,

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kintsugi.control.inputs import InputRecorder
+from kintsugi.control.membership import Member
 from kintsugi.control.protocol import Event, RecordStep
 from kintsugi.control.summary import stage_seconds
 from kintsugi.errors import StorageError
 from kintsugi.observe.events import Alert, EventLog, Note, Span
 from kintsugi.observe.metrics import MetricsWriter, SamplesWriter, step_metrics
-from kintsugi.observe.processes import ProcessReports, write_processes
+from kintsugi.observe.processes import ProcessReport, ProcessReports, write_processes
 from kintsugi.runs import SUMMARY_FILE
 from kintsugi.runtime import COUNTERS
 
@@ -92,6 +93,22 @@ class Records:
         self.attempt("the end of metrics", self._metrics.close)
         self.attempt("the end of samples.jsonl", self._samples.close)
         self.attempt("the end of inputs", self._inputs.close)
+
+
+def report_of(member: Member, now: float) -> ProcessReport:
+    """What a process said last."""
+    return ProcessReport(
+        process=member.process,
+        role=member.role.value,
+        host=member.host,
+        pid=member.pid,
+        incarnation=member.incarnation,
+        status=member.status.value,
+        load=member.load,
+        silent_s=now - member.last_heartbeat if member.last_heartbeat else None,
+        counters=member.progress.counters,
+        waits=member.waits,
+    )
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -45,7 +45,7 @@ from kintsugi.control.protocol import (
     Tell,
     Tick,
 )
-from kintsugi.control.records import Records
+from kintsugi.control.records import Records, report_of
 from kintsugi.control.state import MasterState
 from kintsugi.control.summary import summarize_run
 from kintsugi.data.source import open_source
@@ -65,6 +65,7 @@ from kintsugi.errors import (
 )
 from kintsugi.facts import CheckpointSaved, EpochStarted, Fact, RolledBack, RunEnded, StepCommitted
 from kintsugi.messages import (
+    AddressBook,
     Heartbeat,
     Ok,
     Ping,
@@ -200,6 +201,8 @@ class MasterShell:
                 now, incarnation = self._clock.monotonic(), delivery.envelope.incarnation
                 self._master.state.members.heard(sender, heartbeat, now)
                 self._lookout.heard(sender, incarnation, heartbeat, now)
+                if heartbeat.book < self._master.state.members.book_number:
+                    self._endpoint.send(sender, self._book())
             case Register() as register if delivery.wants_reply:
                 self._take_in(delivery, register)
             case ProcessExited() as exited if role_of(sender) is Role.AGENT:
@@ -226,6 +229,10 @@ class MasterShell:
         claim = (peer.process, peer.incarnation, peer.public_key, register.role)
         if claim != (proven.process, proven.incarnation, proven.public_key, role_of(proven.process)):
             why = f"{proven.process} can not register as {register.role.value} {peer.process} {peer.incarnation}"
+            self._endpoint.fail(delivery, RefusedError(why))
+            return
+        if self._master.state.members.replaced(peer, register.role):
+            why = f"{peer.process} {peer.incarnation} was replaced"
             self._endpoint.fail(delivery, RefusedError(why))
             return
         self._endpoint.admit(peer)
@@ -351,9 +358,12 @@ class MasterShell:
         fault = error.cause or fault_of(error, process=request.to, time=self._clock.wall())
         self._feed(RequestFailed(request.token, request.to, fault))
 
-    def _share_book(self) -> None:
+    def _book(self) -> AddressBook:
         master = self._endpoint.peer(host=self._bootstrap.host)
-        book = self._master.state.members.address_book(master)
+        return self._master.state.members.address_book(master)
+
+    def _share_book(self) -> None:
+        book = self._book()
         for peer in book.peers:
             if peer.process != self._bootstrap.process:
                 self._endpoint.send(peer.process, book)
@@ -372,21 +382,7 @@ class MasterShell:
             counters=COUNTERS.snapshot().counters,
             waits=WAITS.declared(),
         )
-        others = (
-            ProcessReport(
-                process=member.process,
-                role=member.role.value,
-                host=member.host,
-                pid=member.pid,
-                incarnation=member.incarnation,
-                status=member.status.value,
-                load=member.load,
-                silent_s=now - member.last_heartbeat if member.last_heartbeat else None,
-                counters=member.progress.counters,
-                waits=member.waits,
-            )
-            for member in self._master.state.members.members.values()
-        )
+        others = (report_of(member, now) for member in self._master.state.members.members.values())
         master = self._master
         return ProcessReports(
             self._clock.wall(), (own, *others), master.phase.value, master.recovery_state.value

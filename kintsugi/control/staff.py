@@ -35,13 +35,18 @@ class Arrival(StrEnum):
 class Staff:
     """The processes of a run, as planned and as they are."""
 
-    def __init__(self, layout: Sequence[ProcessPlan], *, draft: Draft, talk: Conversation) -> None:
+    def __init__(
+        self, layout: Sequence[ProcessPlan], *, draft: Draft, talk: Conversation, start_timeout_s: float
+    ) -> None:
+        self._start_timeout_s = start_timeout_s
         self.plans = {plan.process: plan for plan in layout if plan.role not in (Role.AGENT, Role.MASTER)}
         self._num_hosts = sum(plan.role is Role.AGENT for plan in layout)
         self._draft, self._talk = draft, talk
         self._failed_starts: Counter[str] = Counter()
         self._order_at: dict[str, float] = {}
         """Processes that are to be ordered (again), and when."""
+        self._requested_at: dict[str, float] = {}
+        """Incarnation → since when it is awaited."""
         self._verdicts: dict[str, Fault] = {}
         """Incarnation → why it was ended by us."""
 
@@ -76,6 +81,7 @@ class Staff:
         self._draft.do(ShareBook())
         self._draft.because(f"{process} joined")
         self._failed_starts.pop(process, None)
+        self._requested_at.pop(event.peer.incarnation, None)
         return Arrival.NEW
 
     def _retire_predecessor(self, event: Joined) -> None:
@@ -188,13 +194,18 @@ class Staff:
 
     def tick(self, now: float) -> None:
         """Order what is due."""
+        for member in self._draft.state.members.members.values():
+            if member.status is MemberStatus.REQUESTED:
+                since = self._requested_at.setdefault(member.incarnation, now)
+                if now - since > self._start_timeout_s:
+                    self.stop(member.process, member.incarnation, now)
         for process in [name for name, due in self._order_at.items() if now >= due]:
             del self._order_at[process]
-            member = self._draft.state.members.members.get(process)
-            if member is None or member.status is MemberStatus.LOST:
+            known = self._draft.state.members.members.get(process)
+            if known is None or known.status is MemberStatus.LOST:
                 self.order(process, now)
-            elif member.status is MemberStatus.REQUESTED:
-                self._ask_start(member, now)
+            elif known.status is MemberStatus.REQUESTED:
+                self._ask_start(known, now)
 
     # Departures.
 
@@ -207,13 +218,15 @@ class Staff:
         if agent is not None and not self._talk.is_open(token):
             self._talk.ask(token, agent, StopProcess(process, incarnation, 0.0), now)
 
-    def stopped(self, token: str) -> list[tuple[str, Fault]]:
-        """A process that was to end has ended; its exit has been reported, unless the report was lost."""
+    def stopped(self, token: str) -> list[tuple[str, Fault, bool]]:
+        """A process that was to end has ended; its exit has been reported, unless the report was lost. Gives it then,
+        with its fault and whether it had registered."""
         incarnation = token.removeprefix(f"{STOP}:")
         for member in self._draft.state.members.members.values():
-            if member.incarnation == incarnation and member.status is MemberStatus.LIVE:
+            if member.incarnation == incarnation and member.status is not MemberStatus.LOST:
+                was_live = member.status is MemberStatus.LIVE
                 fault = self._fault_of(member, "it has ended, seen by its agent when it was to be stopped")
-                return [(member.process, fault)] if self._lose(member, fault) else []
+                return [(member.process, fault, was_live)] if self._lose(member, fault) else []
         return []
 
     def condemn(self, process: str, fault: Fault, now: float) -> None:
@@ -263,6 +276,7 @@ class Staff:
         self._draft.fact(fact)
         self._talk.abandon(member.process)
         self._talk.withdraw(f"{START}:{member.incarnation}")
+        self._requested_at.pop(member.incarnation, None)
         self._draft.do(Forget(member.process, fault))
         self._draft.do(ShareBook())
         self._draft.because(f"lost {member.process}: {fault.message}")

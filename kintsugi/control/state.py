@@ -141,6 +141,7 @@ class MasterState:
                 self.job = fact.job
             case EpochStarted():
                 self.epoch, self.outcome, self.version = fact.epoch, None, -1
+                self.members.begin_epoch(fact.epoch)
                 if not fact.adopting:
                     self.stop_reason, self.open_incident = None, 0
             case StageStarted():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kintsugi.control.draft import Conversation, Draft
+from kintsugi.control.membership import MemberStatus
 from kintsugi.control.protocol import Raise, Suspected
 from kintsugi.control.staff import Staff
 from kintsugi.errors import Fault
@@ -28,6 +29,11 @@ class Suspicions:
     def suspected(self, event: Suspected, now: float) -> list[tuple[str, Fault]]:
         """Look, or decide at once where the agent has looked; gives the processes of a host that is lost."""
         members = self._draft.state.members
+        known = members.members.get(event.process)
+        starting = MemberStatus.REQUESTED
+        if event.certain and known and (known.status, known.incarnation) == (starting, event.incarnation):
+            self._condemn(event, "Stopped", event.evidence, now)
+            return []
         if not members.is_live(event.process, event.incarnation):
             self._draft.because(f"{event.process} {event.incarnation} is not a current process")
             return []

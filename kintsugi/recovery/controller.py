@@ -262,11 +262,8 @@ class Controller:
         return ready is not None and ready.stage != "" and step in (ready.step, ready.prepared_step)
 
     def _expected(self, ranks: Ranks) -> str:
-        """The hash that a repaired state must have; unknown once somebody may have begun the next stage."""
-        if ranks.next_stage == ranks.stage:
-            return ranks.digest
-        stages = {self._ready[name].stage for name in self.ranks if self._holds(name, ranks.step)}
-        return ranks.digest if stages == {ranks.stage} else ""
+        """The hash that a repaired state must have; at the end of a stage the only copy may have begun the next."""
+        return "" if ranks.next_stage != ranks.stage else ranks.digest
 
     def _enter(self, event: RecoveryEvent, now: float) -> None:
         self.state = following(self.state, event)

@@ -28,6 +28,8 @@ class Incident:
         """Recoveries that failed by themselves."""
         self.blamed: Counter[str] = Counter()
         """Living process → how often an operation failed there."""
+        self.repairs = 0
+        """Repairs that failed since the run last fell back."""
         self.fell_back = False
         """The run has returned to an earlier step already."""
         self.strategy = Strategy.RECOVER

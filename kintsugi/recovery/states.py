@@ -67,6 +67,7 @@ STEPS: tuple[tuple[RecoveryState, RecoveryEvent], ...] = (
 
 def _table() -> dict[tuple[RecoveryState, RecoveryEvent], RecoveryState]:
     table = {(_S.NORMAL, _E.FAULT): _S.PRE_LOCKING, (_S.NORMAL, _E.HOPELESS): _S.DUMPING}
+    table[_S.NORMAL, _E.FAILED] = _S.PRE_LOCKING
     after = [state for state, _ in STEPS[1:]] + [_S.NORMAL]
     for (state, event), following in zip(STEPS, after, strict=True):
         table[state, event] = following

@@ -19,7 +19,6 @@ from kintsugi.control.journal import Journal
 from kintsugi.control.layout import ProcessPlan
 from kintsugi.control.lookout import Lookout
 from kintsugi.control.master import Master
-from kintsugi.control.membership import MemberStatus
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import (
     Admit,
@@ -58,7 +57,7 @@ from kintsugi.messages import Ok as OkBody
 from kintsugi.simulation.disk import JournalDisk
 from kintsugi.simulation.network import Process
 from kintsugi.transport.exchange import Delivery
-from kintsugi.types import Peer, Role, role_of
+from kintsugi.types import Role, role_of
 
 JOURNAL = Path("run/journal")
 CHECKPOINTS = "checkpoints"
@@ -209,7 +208,7 @@ class SimulatedMaster(Process):
 
     def _take_in(self, delivery: Delivery, register: Register) -> None:
         peer = register.peer
-        if self._is_replaced(peer, register.role):
+        if self.master.state.members.replaced(peer, register.role):
             self.endpoint.fail(delivery, "RefusedError", f"{peer.process} {peer.incarnation} was replaced")
             return
         self.endpoint.admit(peer)
@@ -217,13 +216,6 @@ class SimulatedMaster(Process):
         self.feed(Joined(peer, register.role, register.pid, register.capabilities, register.children))
         if self.alive and not self.finished:
             self.endpoint.reply(delivery, Registered(self.master.state.epoch))
-
-    def _is_replaced(self, peer: Peer, role: Role) -> bool:
-        """A late registration must not put a dead process back in the place of the one that replaced it."""
-        member = self.master.state.members.members.get(peer.process)
-        if member is None or member.incarnation == peer.incarnation:
-            return member is not None and member.status is MemberStatus.LOST and role is not Role.AGENT
-        return role is not Role.AGENT or int(peer.incarnation) < int(member.incarnation)
 
     def _answered(self, request: Request, body: Body | None, fault: Fault | None) -> None:
         kind = "Replied" if fault is None else "RequestFailed"

@@ -23,7 +23,15 @@ from kintsugi.buffer.packing import shards_of_rank
 from kintsugi.checkpoint.store import load_checkpoint, save_checkpoint
 from kintsugi.cluster.segments import SegmentClient
 from kintsugi.config import Config, stages
-from kintsugi.errors import DeviceError, DeviceOutOfMemory, GroupBroken, RefusedError
+from kintsugi.errors import (
+    DeadlineExceeded,
+    DeviceError,
+    DeviceOutOfMemory,
+    GroupBroken,
+    ProcessDied,
+    RefusedError,
+    RemoteError,
+)
 from kintsugi.messages import (
     Body,
     CallDone,
@@ -237,7 +245,10 @@ class ModelWorker:
                 f"{call.num_shards}, got {[shard.index for shard in call.shards]}"
             )
         start = time.perf_counter()
-        samples = self._samples.of_shards(call.shards)
+        try:
+            samples = self._samples.of_shards(call.shards)
+        except (ProcessDied, RemoteError, DeadlineExceeded) as error:  # The fault of who keeps them.
+            raise GroupBroken(f"samples could not be fetched: {error}", cause=error.cause) from error
         fetch_s = time.perf_counter() - start
         result = self._calls.run(call, samples, group=group)
         done = CallDone(

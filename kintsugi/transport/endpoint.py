@@ -412,7 +412,7 @@ class Endpoint:
             self._receive_malformed(route, key, frame, str(error))
             return
         envelope, body = message.envelope, message.body
-        if why := self._directory.why_refused(key, envelope, epoch=self.epoch):
+        if why := self._directory.why_refused(key, envelope, epoch=self.seen_epoch):
             self._refuse(route, envelope, RefusedError(why))
             return
         caller = self._directory.callers[key]
@@ -438,7 +438,7 @@ class Endpoint:
             envelope = wire.decode_envelope(frame)
         except msgspec.MsgspecError:
             return
-        why = self._directory.why_refused(key, envelope, epoch=self.epoch)
+        why = self._directory.why_refused(key, envelope, epoch=self.seen_epoch)
         self._refuse(route, envelope, RefusedError(why or f"malformed body: {error}"))
 
     def _is_repeated(self, caller: Caller, envelope: Envelope, route: bytes) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from kintsugi.errors import DeviceOutOfMemory
 from kintsugi.model.transformer import Transformer, initialize
+from kintsugi.training.digests import ON_DEVICE_BYTES, SLICE_BYTES, digest
 from kintsugi.training.faults import as_world_error
 from kintsugi.training.state import TrainingState
 from tests.unit.training.fakes import FakeSegments
@@ -83,6 +84,17 @@ def test_a_half_updated_rank_returns_to_the_committed_bits(segments: FakeSegment
     assert rank.half_updated and rank.digest() != digest
     rank.rollback(1)
     assert (rank.digest(), rank.half_updated) == (digest, False)
+
+
+@pytest.mark.parametrize("odd_bytes", [0, 4, SLICE_BYTES - 4])
+def test_a_digest_is_the_same_on_the_card_and_in_host_memory(odd_bytes: int) -> None:
+    words = (ON_DEVICE_BYTES + 3 * SLICE_BYTES + odd_bytes) // 4
+    content = torch.randn(words, generator=torch.Generator().manual_seed(odd_bytes))
+    on_card = content.to(CUDA)
+    before = digest(b"step 1", content)
+    assert digest(b"step 1", on_card) == before
+    on_card[words // 2] += 1.0
+    assert digest(b"step 1", on_card) != before
 
 
 def test_memory_that_ran_out_is_named_and_comes_back() -> None:

@@ -131,16 +131,15 @@ class Driven:
         for agent in self.world.agents:
             self.join(agent, f"{self.state.epoch}.0", self.world.hosts[agent])
 
-    def succeed(self, *, carried_out: bool, facts: Sequence[Fact] | None = None) -> Driven:
-        """The master dies after these facts (all, unless given), and its agent starts another, which this gives.
+    def succeed(self, *, carried_out: bool) -> Driven:
+        """The master dies after its latest decision, and its agent starts another, which this gives.
 
         `carried_out`: what was asked had been done, only the answers are lost; else it was never received.
         """
-        facts = self.facts if facts is None else facts
         config, world = self.master.config, deepcopy(self.world)
-        state = fold(facts, config)
+        state = fold(self.facts, config)
         successor = Driven(config, state=state, num_eval_rows=self._num_eval_rows, world=world)
-        successor.facts, successor.now = list(facts), self.now
+        successor.facts, successor.now = list(self.facts), self.now
         if carried_out:
             for request in self.open.values():
                 successor.serve(request)

@@ -14,20 +14,26 @@ import pytest
 
 from kintsugi.bootstrap import Bootstrap
 from kintsugi.config import Config
+from kintsugi.control.draft import Conversation
+from kintsugi.control.inputs import read_inputs
 from kintsugi.control.journal import read_facts
-from kintsugi.control.protocol import RecordEvaluation
+from kintsugi.control.lookout import Lookout
+from kintsugi.control.protocol import Decision, RecordEvaluation, RecordStep, StopRequested, Suspected
 from kintsugi.control.shell import MasterShell
+from kintsugi.control.suspicion import HOST_LOST_S
 from kintsugi.disk import SystemDisk, SystemFile
-from kintsugi.errors import DataError, Fault, KintsugiError, RemoteError, StorageError
-from kintsugi.facts import ProcessJoined, RunEnded
-from kintsugi.messages import Body, ProcessExited, Register
+from kintsugi.errors import DataError, Fault, FencedError, KintsugiError, RemoteError, StorageError
+from kintsugi.facts import EpochStarted, ProcessJoined, ProcessLost, RunEnded, StepCommitted
+from kintsugi.messages import AddressBook, Body, ProcessExited, Register
 from kintsugi.observe.events import Alert, Note, read_events
 from kintsugi.observe.processes import read_processes
 from kintsugi.recipe import dump, load
 from kintsugi.runs import read_faults, read_summary
 from kintsugi.runtime import wait
-from kintsugi.transport import Endpoint, PendingReply, new_key_pair
-from kintsugi.types import Peer, Role
+from kintsugi.simulation.replay import replay
+from kintsugi.transport import Delivery, Endpoint, PendingReply, new_key_pair
+from kintsugi.types import Peer, Role, Ticket
+from tests.unit.control.driven import scored
 from tests.unit.transport.harness import make_endpoint
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "grpo_arithmetic.yaml"
@@ -48,14 +54,19 @@ class FailingFile(SystemFile):
 
 
 class FailingDisk(SystemDisk):
-    """The machine's, until it is full."""
+    """The machine's, except that some of the next writes fail."""
 
     def __init__(self) -> None:
-        self.full = False
+        self.num_failures = 0
+        self.code = errno.ENOSPC
+
+    def fail(self, *, code: int, times: int = 1 << 30) -> None:
+        self.num_failures, self.code = times, code
 
     def check(self) -> None:
-        if self.full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self.num_failures:
+            self.num_failures -= 1
+            raise OSError(self.code, os.strerror(self.code))
 
     def open(self, path: Path, *, create: bool = False) -> FailingFile:
         descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o644)
@@ -63,15 +74,17 @@ class FailingDisk(SystemDisk):
 
 
 class Run:
-    """A master of a new run, and the one agent that it knows."""
+    """A master of a run, and the one agent that it knows."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, predecessor: Run | None = None) -> None:
+        """With a predecessor: the master that takes the run over from that one."""
         self.run_dir = run_dir
         self.disk = FailingDisk()
         self.config: Config = load(RECIPE, [f"run_dir={run_dir}"]).config
         dump(self.config, run_dir / "config.yaml")
-        self.agent = make_endpoint("agent-0", epoch=1)
+        self.agent = predecessor.agent if predecessor else make_endpoint("agent-0", epoch=1)
         public_key, secret_key = new_key_pair()
+        incarnation = "2" if predecessor else "1"
         self._lifeline = list(os.pipe())
         bootstrap = Bootstrap(
             job="job",
@@ -79,12 +92,13 @@ class Run:
             process="master-0",
             role=Role.MASTER,
             host="host-0",
-            incarnation="m",
+            incarnation=incarnation,
             public_key=public_key,
             secret_key=secret_key,
-            master=Peer("master-0", "m", "host-0", "", public_key),
+            master=Peer("master-0", incarnation, "host-0", "", public_key),
             lifeline=self._lifeline[0],
             peers=(msgspec.structs.replace(self.agent.peer(host="host-0"), address=""),),
+            adopting=predecessor is not None,
         )
         self.shell = MasterShell(bootstrap, self.config, disk=self.disk)
         self.endpoint: Endpoint = self.shell._endpoint
@@ -138,14 +152,19 @@ def run(tmp_path: Path) -> Iterator[Run]:
         signal.signal(number, handler)
 
 
-@pytest.fixture
-def begun(run: Run) -> Iterator[Run]:
-    run.shell.begin()
-    yield run
+def finish(run: Run) -> None:
+    """Let a master that was begun by hand see that nobody is left, and go."""
     run.end()
     run.turn_until(lambda: run.shell._exit_code is not None)
     run.shell.close()
     run.endpoint.close()
+
+
+@pytest.fixture
+def begun(run: Run) -> Iterator[Run]:
+    run.shell.begin()
+    yield run
+    finish(run)
 
 
 def test_a_process_registers_under_its_own_name_and_key(begun: Run) -> None:
@@ -186,13 +205,35 @@ def test_a_death_is_the_agents_to_tell(begun: Run) -> None:
     worker.close()
 
 
-def test_a_journal_that_can_not_be_written_ends_the_run_with_a_summary_that_names_the_disk(run: Run) -> None:
-    run.disk.full = True
+def test_a_journal_on_a_broken_disk_ends_the_run_with_a_summary_that_names_it(run: Run) -> None:
+    run.disk.fail(code=errno.EIO)
     assert run.shell.run() == 1
     summary = read_summary(run.run_dir)
     assert summary is not None and summary.outcome == "failed"
     assert [(fault.process, fault.kind) for fault in summary.faults] == [("master-0", "StorageError")]
-    assert "journal on disk" in summary.faults[0].message and "No space left" in summary.faults[0].message
+    assert "journal on disk" in summary.faults[0].message and "error" in summary.faults[0].message
+
+
+def test_a_full_disk_pauses_the_run_with_one_alert_and_it_goes_on_by_itself(
+    begun: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kintsugi.control.shell.PAUSE_S", 0.01)
+    begun.disk.fail(code=errno.ENOSPC, times=7)
+    assert begun.ask(begun.register()).error is None
+    assert begun.disk.num_failures == 0
+    assert begun.joined() == ["agent-0"]
+    (alert,) = begun.events(Alert)
+    assert alert.startswith("paused, cause disk:") and "No space left" in alert
+    assert begun.events(Note) == ["the journal has space again, the run goes on"]
+
+
+def test_a_paused_run_ends_when_nobody_is_left_who_could_end_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kintsugi.control.shell.PAUSE_S", 0.01)
+    run.disk.fail(code=errno.ENOSPC)
+    run.end()
+    assert run.shell.run() == 1
 
 
 def break_with(run: Run, error: Exception) -> None:
@@ -243,7 +284,7 @@ def test_files_for_people_that_can_not_be_written_are_an_alert_once_and_the_run_
         raise StorageError("metrics.jsonl: No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr(begun.shell._metrics, "write", refuse)
+        full.setattr(begun.shell._records._metrics, "write", refuse)
         for step in (1, 2):
             begun.shell._act(RecordEvaluation(step, {"eval/accuracy": 0.5}))
     told = "metrics.jsonl: No space left on device"
@@ -267,3 +308,101 @@ def test_processes_that_can_not_be_written_do_not_end_the_run(begun: Run) -> Non
     begun.turn_until(lambda: begun.events(Alert))
     assert begun.ask(begun.register()).error is None
     assert read_processes(begun.run_dir) is None
+
+
+@pytest.fixture
+def succession(run: Run) -> Iterator[tuple[Run, Run]]:
+    """A master that was stopped after its agent had come, and the one that takes over from it."""
+    run.shell.begin()
+    run.ask(run.register())
+    successor = Run(run.run_dir, predecessor=run)
+    yield run, successor
+    finish(successor)
+    run.end()
+    run.shell.close()
+    run.endpoint.close()
+
+
+def test_a_new_master_greets_everybody_of_its_journal_who_learns_that_there_is_one(
+    succession: tuple[Run, Run],
+) -> None:
+    _, successor = succession
+    successor.shell.begin()
+    heard: list[Delivery] = []
+
+    def attempt(_: float) -> object | None:
+        successor.shell.turn()
+        heard.extend(successor.agent.poll(0.005))
+        return [one for one in heard if isinstance(one.body, AddressBook)] or None
+
+    wait(attempt, whom="the new master", what="its address book", timeout_s=10.0)
+    book = next(one for one in heard if isinstance(one.body, AddressBook) and one.envelope.epoch == 2)
+    assert isinstance(book.body, AddressBook)
+    assert {peer.process for peer in book.body.peers} >= {"master-0", "agent-0"}
+    epochs = [fact for fact in read_facts(successor.run_dir / "journal") if isinstance(fact, EpochStarted)]
+    assert [(fact.epoch, fact.adopting) for fact in epochs] == [(1, False), (2, True)]
+
+
+def test_a_master_that_was_replaced_while_it_did_not_run_ends_without_a_word(
+    succession: tuple[Run, Run],
+) -> None:
+    stopped, successor = succession
+    successor.shell.begin()
+    known = read_facts(successor.run_dir / "journal")
+
+    def go_on() -> None:
+        stopped.shell._feed(StopRequested("SIGTERM"))
+
+    stopped.shell.begin = lambda: None  # type: ignore[method-assign]
+    stopped.shell.turn = go_on  # type: ignore[method-assign]
+    assert stopped.shell.run() == 1
+    assert read_summary(stopped.run_dir) is None
+    assert read_facts(successor.run_dir / "journal") == known
+    assert any("replaced while it did not run" in note for note in stopped.events(Note))
+
+
+def step_taken() -> Decision:
+    ticket = Ticket("grpo:0:0:0", "grpo", 0, 0, 0, 2)
+    metas = scored(ticket, version=0).samples
+    record = RecordStep(1, "grpo", metas, {}, {}, {"loss": 0.5}, {}, ())
+    return Decision((StepCommitted(1, "state 1"),), (record,), "")
+
+
+def test_what_people_read_about_a_step_is_written_before_its_fact_and_cut_off_if_the_fact_never_came(
+    succession: tuple[Run, Run],
+) -> None:
+    stopped, successor = succession
+    with pytest.raises(FencedError):
+        stopped.shell._carry_out(step_taken())
+    written = [stopped.run_dir / name for name in ("metrics.jsonl", "samples.jsonl")]
+    assert all(path.read_text() for path in written)
+    assert not any(isinstance(fact, StepCommitted) for fact in read_facts(successor.run_dir / "journal"))
+    successor.shell.begin()
+    assert [path.read_text() for path in written] == ["", ""]
+
+
+class OneSuspicion(Lookout):
+    """A watch that finds something once."""
+
+    def __init__(self, suspected: Suspected) -> None:
+        super().__init__()
+        self._suspected = [suspected]
+
+    def check(self, now: float, talk: Conversation) -> list[Suspected]:
+        found, self._suspected = self._suspected, []
+        return found
+
+
+def test_what_the_watch_suspects_is_an_input_like_any_other_and_a_recorded_run_gives_the_same_facts(
+    begun: Run,
+) -> None:
+    begun.ask(begun.register())
+    gone = Suspected("agent-0", "a", "nobody there speaks", "host", HOST_LOST_S)
+    begun.shell._lookout = OneSuspicion(gone)
+    lost = lambda: [f for f in read_facts(begun.run_dir / "journal") if isinstance(f, ProcessLost)]  # noqa: E731
+    begun.turn_until(lost)
+    recorded = [one.event for one in read_inputs(begun.run_dir / "inputs")]
+    (event,) = [event for event in recorded if isinstance(event, Suspected)]
+    assert msgspec.structs.replace(event, time=0.0) == gone and event.time > 0.0
+    again, journaled = replay(begun.run_dir)
+    assert again == journaled and lost()

@@ -45,22 +45,6 @@ def test_whenever_a_master_dies_the_next_one_ends_the_run_with_the_same_steps(
     assert number > 40
 
 
-def test_a_master_that_dies_while_it_journals_a_decision_is_followed_from_any_part_of_it() -> None:
-    num_cuts = 0
-    driven = begun()
-    while driven.master.phase is not Phase.ENDED:
-        request, known = next(iter(driven.open.values())), len(driven.facts)
-        before = driven.succeed(carried_out=False)
-        before.serve(request)
-        driven.answer(request)
-        for cut in range(known + 1, len(driven.facts)):
-            successor = before.succeed(carried_out=False, facts=driven.facts[:cut])
-            finish(successor)
-            assert outcome(successor.facts) == EXPECTED, driven.facts[cut - 1]
-            num_cuts += 1
-    assert num_cuts > 5
-
-
 def test_a_successor_that_dies_at_any_moment_of_its_recovery_is_followed_as_well() -> None:
     seen: set[Phase] = set()
     for _, driven in moments(begun()):

@@ -160,8 +160,6 @@ class World:
         """Rollout worker → keys of the samples that it keeps."""
         self.batches: dict[tuple[int, int], set[str]] = {}
         """(step, generation) → the samples of all its calls."""
-        self.looks: dict[str, Inspected] = {}
-        """Process → what its agent sees from outside."""
 
     @property
     def agents(self) -> list[str]:
@@ -197,8 +195,9 @@ class World:
                 if self.children[self.hosts[to]].get(process) == incarnation:
                     self.kill(process)
                 return Ok()
-            case Inspect(process=process):
-                return self.looks.get(process, Inspected("S"))
+            case Inspect(process=process, incarnation=incarnation):
+                lives = self.children[self.hosts[to]].get(process) == incarnation
+                return Inspected("S" if lives else "")
             case RunEpisodes(ticket=ticket, version=version):
                 done = scored(ticket, version=version, holder=to)
                 self.kept.setdefault(to, set()).update(meta.key for meta in done.samples)

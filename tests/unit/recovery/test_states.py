@@ -49,5 +49,6 @@ def test_a_dump_ends_whatever_comes_of_it_and_nothing_leads_out_of_the_end(event
     assert {following(_S.GIVEN_UP, any_event) for any_event in RecoveryEvent} == {_S.GIVEN_UP}
 
 
-def test_only_a_fault_leads_out_of_normal() -> None:
-    assert {event for event in RecoveryEvent if following(_S.NORMAL, event) is not _S.NORMAL} == {_E.FAULT}
+def test_only_what_is_wrong_leads_out_of_normal() -> None:
+    out = {event for event in RecoveryEvent if following(_S.NORMAL, event) is not _S.NORMAL}
+    assert out == {_E.FAULT, _E.FAILED, _E.HOPELESS}

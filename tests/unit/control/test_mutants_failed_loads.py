@@ -1,0 +1,82 @@
+"""A load of new weights that fails is repeated; who keeps failing is replaced: the server, then the manager."""
+
+from __future__ import annotations
+
+import pytest
+
+from kintsugi.control.phases import Phase
+from kintsugi.control.protocol import RequestFailed
+from kintsugi.control.publication import MAX_FAILURES
+from kintsugi.errors import Fault
+from kintsugi.facts import VersionCurrent
+from kintsugi.messages import LoadWeights, StopProcess
+from tests.unit.control.driven import Driven
+
+
+@pytest.fixture
+def driven() -> Driven:
+    """At the first load of the run."""
+    driven = Driven()
+    driven.begin()
+    driven.until(lambda: bool(driven.asked(LoadWeights)))
+    return driven
+
+
+def fail_load(driven: Driven, *, culprit: str, kind: str = "StorageError") -> None:
+    (request,) = driven.asked(LoadWeights)
+    del driven.open[request.token]
+    fault = Fault(f"{request.token} failed", kind, culprit, "it could not load", 0.0)
+    driven.feed(RequestFailed(request.token, request.to, fault))
+
+
+def condemned(driven: Driven) -> list[str]:
+    bodies = [request.body for request in driven.asked(StopProcess)]
+    return [body.process for body in bodies if isinstance(body, StopProcess)]
+
+
+def versions(driven: Driven) -> list[int]:
+    return [fact.version for fact in driven.facts if isinstance(fact, VersionCurrent)]
+
+
+def test_a_server_that_can_not_load_is_replaced_and_the_load_repeated_at_once(driven: Driven) -> None:
+    fail_load(driven, culprit="server-0")
+    assert condemned(driven) == ["server-0"]
+    assert [request.to for request in driven.asked(LoadWeights)] == ["manager-0"]
+    driven.until(Phase.COLLECTING)
+    assert versions(driven) == [0]
+
+
+def test_a_manager_is_replaced_when_it_has_failed_several_times_not_before(driven: Driven) -> None:
+    for _ in range(MAX_FAILURES - 1):
+        fail_load(driven, culprit="manager-0")
+        assert condemned(driven) == []
+    fail_load(driven, culprit="manager-0")
+    assert condemned(driven) == ["manager-0"]
+    driven.until(Phase.COLLECTING)
+    assert versions(driven) == [0]
+
+
+def test_a_load_that_fails_with_the_next_manager_too_ends_the_run(driven: Driven) -> None:
+    for _ in range(2 * MAX_FAILURES - 1):
+        fail_load(driven, culprit="manager-0")
+        driven.let_grace_pass()
+        assert driven.master.phase is Phase.PUBLISHING
+    fail_load(driven, culprit="manager-0")
+    driven.let_grace_pass()
+    assert (driven.master.phase, driven.state.outcome) == (Phase.ENDED, "failed")
+
+
+def test_a_manager_that_died_is_not_asked_until_the_next_one_has_come(driven: Driven) -> None:
+    driven.lose("manager-0")
+    assert driven.asked(LoadWeights) == []
+    driven.until(Phase.COLLECTING)
+    assert versions(driven) == [0]
+
+
+def test_failures_of_one_version_are_not_held_against_the_next(driven: Driven) -> None:
+    for version in range(3):
+        for _ in range(MAX_FAILURES - 1):
+            fail_load(driven, culprit="manager-0")
+            assert condemned(driven) == []
+        driven.until(lambda version=version: versions(driven) == list(range(version + 1)))
+        driven.until(lambda: bool(driven.asked(LoadWeights)))
