@@ -7,7 +7,7 @@ None or the empty value of its annotation (a negated truth value); a container i
 
 Not eligible: texts for people (f-strings and the choice between two of them, docstrings, errors that are raised,
 arguments of `because` and `Raise` and those named `reason` or `evidence`, `__str__` and `__repr__`); annotations and
-imports; assertions; constants of time (module constants with a unit of seconds, floats); what the interpreter itself
+imports; assertions; values that are a choice (named limits and times of a module, floats); what the interpreter itself
 refuses (a local name or an initial attribute that is never assigned); and what compiles to the same code as the
 original or an earlier mutant.
 """
@@ -139,7 +139,7 @@ class Finder(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        if not self._functions and any(_is_constant_of_time(target, node.value) for target in node.targets):
+        if not self._functions and any(_is_choice(target, node.value) for target in node.targets):
             return
         if self._changes_state(node.targets):
             self._add(node, "delete assignment", "pass")
@@ -154,7 +154,7 @@ class Finder(ast.NodeVisitor):
         self._each(node.target, node.value)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None and not _is_constant_of_time(node.target, node.value):
+        if node.value is not None and not _is_choice(node.target, node.value):
             self.visit(node.value)
 
     def visit_Delete(self, node: ast.Delete) -> None:
@@ -287,10 +287,11 @@ def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.JoinedStr) or is_sentence
 
 
-def _is_constant_of_time(target: ast.expr, value: ast.expr) -> bool:
-    name = _name(target)
+def _is_choice(target: ast.expr, value: ast.expr) -> bool:
+    """A named limit or time of a module, or a float: another value would be another choice, not a bug."""
     is_float = isinstance(value, ast.Constant) and isinstance(value.value, float)
-    return is_float or (name.isupper() and name.endswith("_S"))
+    is_number = all(isinstance(part, ast.Constant | ast.BinOp | ast.operator) for part in ast.walk(value))
+    return is_float or (_name(target).isupper() and is_number)
 
 
 def _empty_result(annotation: ast.expr | None, value: ast.expr) -> str | ast.expr | None:

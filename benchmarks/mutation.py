@@ -5,8 +5,8 @@
 Mutants are drawn from a seed, uniformly over all eligible sites of the shipped decision code; `mutants.py` says which
 these are. Each one is put into a scratch copy of the project and judged by the tests of the control plane and by K
 simulated seeds: those that reach the mutated function, quickest first, until one fails. A test that hangs counts as
-failed. Which tests reach which function is measured once, on the unchanged code; a test that fails there is left out
-and listed, so that it can not take credit.
+failed. Which tests reach which function is measured once, on the unchanged code; a test that fails there, or takes
+long, is left out and listed, so that it can not take credit.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ COLLECTION = "collection"
 NOTHING_COLLECTED = 5
 """Exit status of pytest."""
 PARALLEL = 2
+SLOWEST_S = 10.0
+"""Tests that take longer are left out; those that simulate many seeds do what the seeds do here, one by one."""
 LEAST_LIMIT_S = 10.0
 LIMIT_FACTOR = 10.0
 """A test hangs when it takes this many times as long as on the unchanged code, and not less than the above."""
@@ -222,9 +224,9 @@ class Survey:
         self.left_out: dict[str, str] = {}
         for report in reports:
             self.left_out.update(report.failed)
-        seconds = reports[0].seconds
-        passed = seconds.keys() - self.left_out.keys() - {IMPORT, COLLECTION}
-        self.tests = sorted(passed, key=lambda test: seconds[test])
+        seconds = {t: s for t, s in reports[0].seconds.items() if t not in (IMPORT, COLLECTION)}
+        self.left_out |= {test: f"takes {s:.0f} s" for test, s in seconds.items() if s > SLOWEST_S}
+        self.tests = sorted(seconds.keys() - self.left_out.keys(), key=lambda test: seconds[test])
         self.limits = {test: LEAST_LIMIT_S + LIMIT_FACTOR * seconds[test] for test in self.tests}
         self._functions = reports[0].functions
 
@@ -262,12 +264,15 @@ def judge_all(mutants: Sequence[Mutant], survey: Survey, scratches: Sequence[Scr
         finally:
             free.put(scratch)
 
+    verdicts = []
     with ThreadPoolExecutor(len(scratches)) as pool:
-        verdicts = []
-        for number, verdict in enumerate(pool.map(judge, mutants), start=1):
-            print(f"{number:4} {line_of(verdict)}", flush=True)
-            verdicts.append(verdict)
-        return verdicts
+        try:
+            for number, verdict in enumerate(pool.map(judge, mutants), start=1):
+                print(f"{number:4} {line_of(verdict)}", flush=True)
+                verdicts.append(verdict)
+        finally:  # Whoever interrupts this does not want to wait for the rest.
+            pool.shutdown(cancel_futures=True)
+    return verdicts
 
 
 def report_of(
@@ -317,7 +322,7 @@ def main() -> None:
         scratches = [Scratch(copy, num_seeds=arguments.seeds) for copy in copies]
         survey = Survey(list(pool.map(Scratch.survey, scratches)))
         for test, why in survey.left_out.items():
-            print(f"left out, it fails without a mutation: {test}: {why}")
+            print(f"left out on the unchanged code: {test}: {why}")
         mutants, num_sites = draw(scratches[0].sources(), count=arguments.mutants, seed=arguments.seed)
         print(f"{len(survey.tests)} checks, {len(mutants)} mutants of {num_sites} sites\n", flush=True)
         verdicts = judge_all(mutants, survey, scratches)

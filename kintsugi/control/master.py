@@ -159,8 +159,7 @@ class Master:
         return self._mending.controller.state
 
     @property
-    def _begins(self) -> bool:
-        """Nothing of the run has happened yet: what does not start now would not start again."""
+    def _begins(self) -> bool:  # What does not start now would not start again.
         return self.phase is Phase.STARTING and self.state.step == 0
 
     # The phases, in their order.
@@ -288,8 +287,9 @@ class Master:
         if self._fail_at is not None:
             self._faults[fault.id] = fault
             return
+        phase = self.phase
         self._give_up_step(now, f"{process}: {fault.message}")
-        self._mending.failed(process, fault, now, phase=self.phase)
+        self._mending.failed(process, fault, now, phase=phase)
 
     def _lost(self, process: str, fault: Fault, now: float) -> None:
         """A process that was there is gone: note it, order it anew, and mend what it was part of."""

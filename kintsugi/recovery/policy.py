@@ -122,12 +122,15 @@ class Option(msgspec.Struct, frozen=True):
     strategy: Strategy
     cost_s: float = 0.0
     impossible: str = ""
+    lasting: str = ""
+    """What it would cost beyond that, for as long as it lasts."""
 
     def __str__(self) -> str:
         if self.impossible:
             return f"{self.strategy}: not possible, {self.impossible}"
         ends = self.strategy in (Strategy.DUMP, Strategy.EXIT)
-        return f"{self.strategy}: {'ends the run' if ends else f'about {self.cost_s:.1f} s'}"
+        price = f"about {self.cost_s:.1f} s" + (f", {self.lasting}" if self.lasting else "")
+        return f"{self.strategy}: {'ends the run' if ends else price}"
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -180,8 +183,9 @@ def _elastic(situation: Situation) -> Option:
     why = hopeless(situation)
     if not why and not situation.living:
         why = "no rank lives"
-    share = len(situation.missing) / max(1, len(situation.missing) + len(situation.living))
-    return Option(Strategy.ELASTIC, situation.step_s * (1.0 + share), why)
+    more = len(situation.missing) / max(1, len(situation.living))
+    lasting = f"then every step up to {more:.0%} longer" if situation.missing else ""
+    return Option(Strategy.ELASTIC, situation.step_s, why, lasting)
 
 
 def _dump(situation: Situation) -> Option:

@@ -1,9 +1,9 @@
 """Copies of a rank's state outside of it: made behind its back, verified when they are used.
 
 The live state is one tensor of three rows (weights and the two moments). A finished step is copied into the snapshot
-slot that does not hold the committed one, by a thread, while the digest is computed, the answer travels, the step is
-committed and the next one begins; who wants to change the live state waits for that thread first. A process killed
-meanwhile leaves the step before, and its replicas the step itself.
+slot that does not hold the committed one, by a thread, while the answer travels, the step is committed and the next one
+begins; who wants to change the live state waits for that thread first. A process killed meanwhile leaves the step
+before, and its replicas the step itself.
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ class StateCopies:
         serial = self._snapshots.next_serial
         slot.begin()
         self._prepared = index
-        copy = self._copy = _Copy(self._live, into=view)
+        # Before the copy begins, behind which a device's answer would have to queue on its way to the host.
         digest = digest_of(counters, self._live)
-        copy.then(lambda: slot.prepare(_header(counters, digest=digest, serial=serial)))
+        self._copy = _Copy(self._live, into=view)
+        self._copy.then(lambda: slot.prepare(_header(counters, digest=digest, serial=serial)))
         return digest
 
     def commit(self) -> None:

@@ -16,12 +16,14 @@ import pytest
 from kintsugi import cli, runs
 from kintsugi.cluster import launcher
 from kintsugi.config import Config
+from kintsugi.control.journal import Journal
 from kintsugi.errors import Fault, ProcessDied, UserError
 from kintsugi.model.plan import plan_model
 from kintsugi.observe.events import Alert, EventLog, FaultSeen, events_path
 from kintsugi.observe.processes import write_processes
 from kintsugi.recipe import load, load_config
 from tests.unit.observe.test_processes import REPORTS
+from tests.unit.test_incidents import OPENED
 
 ROOT = Path(__file__).parents[2]
 GRPO = str(ROOT / "recipes" / "grpo_arithmetic.yaml")
@@ -334,6 +336,21 @@ def test_status_and_runs_and_samples_tell_of_a_run(kintsugi: Kintsugi, cluster: 
     assert "1 of 250" in kintsugi("status", "grpo_arithmetic-1").output
     assert "finished" in kintsugi("runs").output
     assert kintsugi("samples", "grpo_arithmetic-1").output == "no such samples\n"
+
+
+def test_incidents_of_a_living_run_are_told_to_people_and_as_json(
+    kintsugi: Kintsugi, cluster: FakeCluster
+) -> None:
+    kintsugi("train", GRPO)
+    folder = Path("runs/grpo_arithmetic-1")
+    assert kintsugi("incidents", str(folder)).output == f"{folder}: nothing broke\n"
+    with Journal.create(folder / "journal", owner="test") as journal:
+        journal.append(OPENED)
+    runs.write_launcher(folder, pid=os.getpid())
+    assert "incident 1: being mended\n  cause     model-1" in kintsugi("incidents", str(folder)).output
+    assert "incident 1, not over" in kintsugi("status", str(folder)).output
+    told = json.loads(kintsugi("incidents", str(folder), "--json").output)
+    assert told["incidents"][0]["faults"][0]["process"] == "model-1"
 
 
 @pytest.mark.parametrize("command", ["check", "train"])

@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 from kintsugi.config import AlgorithmSection, Config, WarmupSection
-from kintsugi.display import Display, Progress, accuracy_text, duration, print_closing
-from kintsugi.runs import Summary
+from kintsugi.display import Display, Progress, accuracy_text, duration, print_closing, seconds_text
+from kintsugi.observe.events import Alert, EventLog, Note, events_path
+from kintsugi.runs import IncidentLine, Summary
 from kintsugi.runtime import VirtualClock
 
 CONFIG = Config(name="mine", warmup=WarmupSection(steps=2), algorithm=AlgorithmSection(steps=8))
@@ -97,6 +98,25 @@ def test_on_a_terminal_progress_is_redrawn_in_place(tmp_path: Path) -> None:
     assert "\x1b[" in text and "10/10" in text and "tokens/s" in text
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_loss_and_its_mending_are_told_at_once_and_old_ones_are_not(tmp_path: Path, terminal: bool) -> None:
+    clock, output = VirtualClock(), io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=80)
+    log = EventLog(events_path(tmp_path, "master-0"), process="master-0")
+    log.emit(Alert("of an earlier session"))
+    with Display(CONFIG, run_dir=tmp_path, console=console, clock=clock) as display:
+        log.emit(Alert("model-1 was lost; its last words: Traceback:\n  f()\nKeyError: 'x'"))
+        log.emit(Note("nothing to look at"))
+        clock.advance(0.3)
+        display.tick()
+        assert "model-1 was lost: KeyError: 'x'\n" in output.getvalue()
+        log.emit(Alert("mended by recover: model-1 was lost", {"total": 0.25, "start": 0.1}))
+    log.close()
+    text = output.getvalue()
+    assert text.count("mended by recover: model-1 was lost (250 ms)") == 1
+    assert "earlier session" not in text and "nothing to look at" not in text
+
+
 def printed(summary: Summary) -> str:
     console = Console(file=io.StringIO(), width=100)
     with console.capture() as capture:
@@ -118,6 +138,16 @@ def test_the_closing_says_what_came_out_and_what_to_try_next() -> None:
         assert part in text
 
 
+def test_the_closing_says_how_many_incidents_were_mended_and_how_to_see_them() -> None:
+    mended = IncidentLine(1, "killed by SIGKILL", "model-1", "recover", 7, ("model-1",), 1.25)
+    open_one = msgspec.structs.replace(mended, incident=2, seconds=None)
+    assert "incidents" not in printed(SUMMARY)
+    text = printed(msgspec.structs.replace(SUMMARY, incidents=(mended,)))
+    assert "incidents: 1 mended, 1.2 s lost; " in text and "kintsugi incidents runs/mine-1\n" in text
+    text = printed(msgspec.structs.replace(SUMMARY, incidents=(mended, open_one), incidents_open=1))
+    assert "1 mended, 1 not, 1.2 s lost" in text
+
+
 def test_a_run_that_did_not_finish_can_be_resumed() -> None:
     unfinished = msgspec.structs.replace(
         SUMMARY, outcome="stopped", eval_accuracy_after=None, reward_last=None
@@ -135,3 +165,8 @@ def test_durations_read_like_a_clock(seconds: float, text: str) -> None:
 
 def test_an_accuracy_comes_with_its_interval() -> None:
     assert accuracy_text(0.9, count=500) == "90.0% (87.1% – 92.3% at 95 %, 500 problems)"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.24, "240 ms"), (1.26, "1.3 s"), (65.4, "1:05")])
+def test_short_times_keep_their_precision(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text

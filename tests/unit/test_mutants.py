@@ -56,6 +56,7 @@ def test_every_operator_changes_what_it_is_named_for(text: str, operator: str, m
         "text = f'state {a}' if a else 'no such process'",
         "self.draft.because(why or 3)",
         "TIMEOUT_S = 3",
+        "MOST_WORKERS = 1 << 4",
         "share = 0.5",
         "def __str__(self) -> str: return a or b",
         "def f(a: Literal[3]) -> Literal[3]: ...",
@@ -64,7 +65,7 @@ def test_every_operator_changes_what_it_is_named_for(text: str, operator: str, m
         "if __name__ == '__main__': main()",
     ],
 )
-def test_texts_annotations_assertions_and_times_are_left_alone(text: str) -> None:
+def test_texts_annotations_assertions_and_choices_are_left_alone(text: str) -> None:
     assert changes_of(text) == []
 
 

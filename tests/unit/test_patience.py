@@ -24,3 +24,20 @@ def test_kinds_are_measured_apart() -> None:
     patience = Patience(first_s=120.0)
     patience.observed("Ping", 50.0)
     assert (patience.deadline_s("Ping"), patience.deadline_s("Save")) == (500.0, 120.0)
+
+
+def test_where_silence_is_part_of_the_trouble_the_floor_is_lower_but_not_before_the_first_answer() -> None:
+    patience = Patience(first_s=120.0)
+    assert patience.deadline_s("PreLock", floor_s=10.0) == 120.0
+    patience.observed("PreLock", 0.01)
+    assert patience.deadline_s("PreLock", floor_s=10.0) == 10.0
+    patience.observed("PreLock", 4.0)
+    assert patience.deadline_s("PreLock", floor_s=10.0) == 40.0
+
+
+def test_the_longest_answer_is_told_and_unknown_before_the_first() -> None:
+    patience = Patience(first_s=120.0)
+    assert patience.longest_s("RunCall") is None
+    for duration_s in (2.0, 9.0, 1.0):
+        patience.observed("RunCall", duration_s)
+    assert patience.longest_s("RunCall") == 9.0

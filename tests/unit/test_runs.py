@@ -16,11 +16,13 @@ from kintsugi.config import AlgorithmSection, Config, WarmupSection
 from kintsugi.control.journal import Journal
 from kintsugi.errors import ConfigError, Fault, KintsugiError, StorageError, UserError
 from kintsugi.facts import CheckpointSaved, ProcessJoined, ProcessLost, RunEnded
-from kintsugi.observe.events import EventLog, FaultSeen, events_path
+from kintsugi.incidents import report_of
+from kintsugi.observe.events import Alert, EventLog, FaultSeen, events_path
 from kintsugi.recipe import dump
 from kintsugi.runs import RunState
 from kintsugi.runtime import VirtualClock
 from kintsugi.types import Peer, Role
+from tests.unit.test_incidents import MENDED, OPENED
 
 CONFIG = Config(name="mine", warmup=WarmupSection(steps=2), algorithm=AlgorithmSection(steps=3))
 
@@ -294,3 +296,23 @@ def test_a_session_without_a_summary_still_says_why_it_failed(
     leave_word(folder)
     assert runs.read_faults(folder, since=49.0) == (runs.FaultLine("StorageError", "master-0", "disk full"),)
     assert runs.read_faults(folder, since=51.0) == (), "that was an earlier session's"
+
+
+def test_an_incident_that_is_not_over_is_part_of_the_status() -> None:
+    assert runs.summarize_facts(OPENED).incident == report_of(OPENED).incidents[0]
+    assert runs.summarize_facts(MENDED).incident is None
+
+
+def test_a_run_without_a_journal_had_no_incident(folder: Path) -> None:
+    assert runs.read_incidents(folder).incidents == ()
+
+
+def test_alerts_are_read_from_where_the_last_reading_ended(folder: Path) -> None:
+    log = EventLog(events_path(folder, "master-0"), process="master-0")
+    log.emit(Alert("first"))
+    first, offset = runs.read_new_alerts(folder, offset=0)
+    log.emit(Alert("second"))
+    log.close()
+    second, _ = runs.read_new_alerts(folder, offset=offset)
+    assert [record.event for record in first] == [Alert("first")]
+    assert [record.event for record in second] == [Alert("second")]

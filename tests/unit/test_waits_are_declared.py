@@ -44,7 +44,6 @@ ALLOWED = {
         "training/group.py",
         "socket.create_connection(self._address, timeout=LONGEST_CONNECT_S)",
     ): "`_poll` declares it",
-    ("training/group.py", "connecting.result()"): "asked only once it is done",
     ("training/group.py", "meeting.connect(device)"): "our own method; it waits through runtime.wait",
     (
         "training/group.py",

@@ -140,8 +140,8 @@ class Driven:
         state = fold(self.facts, config)
         successor = Driven(config, state=state, num_eval_rows=self._num_eval_rows, world=world)
         successor.facts, successor.now = list(self.facts), self.now
-        if carried_out:
-            for request in self.open.values():
+        for request in self.open.values() if carried_out else ():
+            if world.is_alive(request.to):
                 successor.serve(request)
         return successor
 
@@ -210,8 +210,7 @@ class Driven:
 
     def go_on(self) -> None:
         """One more answer of somebody who lives, or some time."""
-        living = {*self.world.agents, *(process for process, _, _ in self.world.living())}
-        request = next((request for request in self.open.values() if request.to in living), None)
+        request = next((one for one in self.open.values() if self.world.is_alive(one.to)), None)
         if request is not None:
             self.answer(request)
         else:

@@ -60,9 +60,7 @@ def outcome(facts: Sequence[Fact]) -> Outcome:
     return Outcome(steps, evaluations, ended)
 
 
-def begun(
-    config: Config = TWO_STAGES, *, flow: Flow = Flow.ROLLBACK, num_eval_rows: int = 2
-) -> Driven:
+def begun(config: Config = TWO_STAGES, *, flow: Flow = Flow.ROLLBACK, num_eval_rows: int = 2) -> Driven:
     driven = Driven(config, num_eval_rows=num_eval_rows, flow=flow)
     driven.begin()
     return driven

@@ -11,11 +11,12 @@ from kintsugi.control.protocol import (
     Replied,
     RequestFailed,
     StopRequested,
+    Suspected,
     Tick,
 )
 from kintsugi.errors import Fault
 from kintsugi.messages import EpisodesDone, Ok
-from kintsugi.types import Peer, Role, SampleText, Ticket
+from kintsugi.types import ChildReport, Peer, Role, SampleText, Ticket
 from tests.unit.control.driven import scored
 
 EVENTS: tuple[Event, ...] = (
@@ -25,6 +26,14 @@ EVENTS: tuple[Event, ...] = (
     Replied("a", "model-0", Ok()),
     RequestFailed("b", "model-0", Fault("f", "StorageError", "model-0", "full", 1.0)),
     StopRequested("SIGTERM"),
+    Suspected("model-0", "1.1", "it does not move", "stuck", 4.0, time=9.0),
+    Began("job", "digest", "2", restore_step=4, adopting=True),
+    Joined(
+        Peer("agent-0", "2", "host-0", "tcp://b", b"key"),
+        Role.AGENT,
+        8,
+        children=(ChildReport("model-0", "1.1", 7, b"key"),),
+    ),
     Tick(),
 )
 

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from kintsugi.config import CheckpointSection
+from kintsugi.control.mending import REPAIR_ATTEMPTS
 from kintsugi.control.phases import Phase
 from kintsugi.control.staff import LONGEST_RETRY_S
 from kintsugi.facts import (
@@ -101,7 +102,8 @@ def test_a_loss_at_any_moment_of_a_recovery_is_part_of_the_same_incident(process
         driven.lose(process)
         driven.until(Phase.ENDED)
         assert outcome(driven.facts) == EXPECTED, f"lost after answer {number} of the recovery"
-        (opened,), (closed,) = incidents(driven)
+        opened, (closed,) = incidents(driven)
+        assert len(opened) == 1
         assert set(closed.processes) == {"model-1", process}
         number += 1
     assert number > 10
@@ -245,9 +247,10 @@ def test_back_at_the_beginning_ranks_that_have_gone_further_are_replaced() -> No
     driven = begun(config)
     driven.until(lambda: driven.state.step == 1 and driven.master.phase is Phase.TRAINING)
     driven.lose("model-1")
-    driven.until(lambda: bool(driven.asked(Repair)))
-    (repair,) = driven.asked(Repair)
-    driven.fail(repair, "nobody has it", kind="RefusedError")
+    for _ in range(REPAIR_ATTEMPTS):
+        driven.until(lambda: bool(driven.asked(Repair)))
+        (repair,) = driven.asked(Repair)
+        driven.fail(repair, "nobody has it", kind="RefusedError")
     driven.until(Phase.ENDED)
     assert [fact.step for fact in driven.facts if isinstance(fact, RolledBack)] == [0]
     assert {fact.process for fact in driven.facts if isinstance(fact, ProcessLost)} == {"model-0", "model-1"}
@@ -263,3 +266,14 @@ def test_ranks_that_all_die_in_the_first_step_of_a_stage_find_its_beginning_in_t
     driven.until(Phase.ENDED)
     assert not any(isinstance(fact, RolledBack) for fact in driven.facts)
     assert outcome(driven.facts) == undisturbed(config)
+
+
+def test_a_repair_that_fails_once_is_tried_again_before_any_step_is_given_up() -> None:
+    driven = begun()
+    driven.until(lambda: driven.state.step == 1 and driven.master.phase is Phase.TRAINING)
+    driven.lose("model-1")
+    driven.until(lambda: bool(driven.asked(Repair)))
+    driven.fail(driven.asked(Repair)[0], "the agent is restarting", kind="RefusedError")
+    driven.until(Phase.ENDED)
+    assert not any(isinstance(fact, RolledBack) for fact in driven.facts)
+    assert outcome(driven.facts) == EXPECTED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -133,9 +134,9 @@ def test_starts_that_fail_are_repeated_after_pauses_that_grow_up_to_a_limit() ->
             times.append(driven.now)
             driven.answer(driven.asked(StartProcess)[0])
         driven.pass_time(0.1)
-    pauses = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    pauses = [later - earlier for earlier, later in pairwise(times)]
     assert len(pauses) > 6 and max(pauses) < LONGEST_RETRY_S + 0.5
-    assert all(later > earlier * 1.3 for earlier, later in zip(pauses[:4], pauses[1:5], strict=True))
+    assert all(later > earlier * 1.3 for earlier, later in pairwise(pauses[:5]))
     driven.unstartable = set()
     driven.until(Phase.ENDED)
     assert outcome(driven.facts) == EXPECTED

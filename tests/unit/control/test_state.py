@@ -12,12 +12,15 @@ from kintsugi.facts import (
     EpochStarted,
     EvaluationDone,
     Fact,
+    IncidentClosed,
+    IncidentOpened,
     RolledBack,
     RunEnded,
     RunStarted,
     SamplesScored,
     StageStarted,
     StepCommitted,
+    StopAccepted,
     TicketAssigned,
     TicketsIssued,
     VersionCurrent,
@@ -100,6 +103,35 @@ def test_a_new_epoch_opens_a_run_that_had_ended_and_no_version_is_current_in_it(
     assert (state.outcome, state.epoch, state.version, state.step) == (None, 2, -1, 1)
     state.apply(RunEnded("finished", None, "sha", 7.0))
     assert state.wall_s == 12.0
+
+
+FAULT = Fault("a", "ProcessDied", "model-0", "it died", 0.0)
+
+
+def test_a_master_that_adopts_a_run_still_knows_that_it_is_to_stop_and_what_is_being_mended() -> None:
+    before = (*run_to(1), StopAccepted("SIGTERM"), IncidentOpened(3, 1, "training", FAULT))
+    adopted = fold(*before, EpochStarted(2, "2", adopting=True))
+    assert (adopted.stop_reason, adopted.open_incident, adopted.version) == ("SIGTERM", 3, -1)
+    resumed = fold(*before, EpochStarted(2, "2"))
+    assert (resumed.stop_reason, resumed.open_incident) == (None, 0)
+
+
+def test_incidents_are_numbered_through_and_one_is_open_until_it_is_closed() -> None:
+    state = fold(*run_to(1), IncidentOpened(1, 1, "training", FAULT))
+    assert (state.num_incidents, state.open_incident) == (1, 1)
+    state.apply(IncidentClosed(1, "recover", 2, ("model-0",)))
+    assert (state.num_incidents, state.open_incident) == (1, 0)
+
+
+def test_the_states_and_checkpoints_that_a_rollback_can_reach_are_known_and_no_others() -> None:
+    saved = [CheckpointSaved(step, f"step-{step}", "digest") for step in (1, 3)]
+    state = fold(*run_to(4), *saved)
+    assert state.digests == {step: f"state {step}" for step in (1, 2, 3, 4)}
+    assert state.checkpoint_paths == {1: "step-1", 3: "step-3"}
+    state.apply(CheckpointSaved(4, "step-4", "digest"))
+    assert (sorted(state.digests), sorted(state.checkpoint_paths)) == ([3, 4], [3, 4])
+    state.apply(RolledBack(3, "lost"))
+    assert (sorted(state.digests), sorted(state.checkpoint_paths)) == ([3], [3])
 
 
 def test_old_steps_are_forgotten_but_for_their_totals_so_memory_is_bounded() -> None:

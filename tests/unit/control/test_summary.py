@@ -8,6 +8,8 @@ from kintsugi.control.phases import Phase
 from kintsugi.control.state import Tally
 from kintsugi.control.summary import stage_seconds, summarize_run
 from kintsugi.errors import Fault
+from kintsugi.incidents import report_of
+from kintsugi.runs import IncidentLine
 from tests.unit.control.driven import CONFIG, Driven
 
 
@@ -98,3 +100,42 @@ def test_a_run_that_failed_before_its_first_step_has_faults_and_no_figures() -> 
     empty = ("reward_first", "reward_last", "eval_accuracy_before", "eval_accuracy_after")
     assert [summary[name] for name in empty] == [None] * 4
     assert (summary["steps"], summary["samples_trained"]) == (0, 0)
+
+
+def test_a_mended_incident_is_one_line_of_the_summary() -> None:
+    driven = Driven()
+    driven.begin()
+    driven.until(Phase.TRAINING)
+    driven.lose("model-1")
+    assert summary_of(driven)["incidents_open"] == 1
+    driven.until(Phase.ENDED)
+    summary = summary_of(driven)
+    assert summary["incidents_open"] == 0
+    (line,) = msgspec.convert(summary["incidents"], type=list[IncidentLine])
+    assert (line.incident, line.process, line.strategy, line.step) == (1, "model-1", "recover", 0)
+    assert line.processes == ("model-1",)
+    assert "killed by SIGKILL" in line.cause and line.seconds is not None and line.seconds > 0.0
+
+
+def test_a_run_that_an_incident_ended_did_not_mend_it() -> None:
+    driven = Driven()
+    driven.begin()
+    driven.until(Phase.TRAINING)
+    while driven.master.phase is not Phase.ENDED:
+        if any(process == "model-1" for process, _, _ in driven.world.living()):
+            driven.lose("model-1")
+        driven.go_on()
+    summary = summary_of(driven)
+    assert (summary["outcome"], summary["incidents_open"]) == ("failed", 1)
+
+
+def test_every_fault_of_an_incident_is_in_the_journal() -> None:
+    driven = Driven()
+    driven.begin()
+    driven.until(Phase.TRAINING)
+    driven.lose("model-1")
+    driven.lose("rollout-0")
+    driven.until(Phase.ENDED)
+    (incident,) = report_of(driven.facts).incidents
+    assert {fault.process for fault in incident.faults} == {"model-1", "rollout-0"}
+    assert incident == driven.state.incidents.report().incidents[0]

@@ -10,10 +10,10 @@ import pytest
 from kintsugi.config import ClusterSection
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Admit, Finish, ShareBook, StopRequested
-from kintsugi.facts import EpochStarted, IncidentClosed, IncidentOpened, StepCommitted, StopAccepted
+from kintsugi.facts import EpochStarted, IncidentClosed, IncidentOpened, StopAccepted
 from kintsugi.messages import StartProcess
 from kintsugi.recovery.processor import Flow
-from tests.unit.control.driven import CONFIG, Driven
+from tests.unit.control.driven import Driven
 from tests.unit.control.outcomes import TWO_STAGES, begun, outcome, undisturbed
 
 EXPECTED = undisturbed()

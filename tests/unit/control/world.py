@@ -169,6 +169,10 @@ class World:
         """(process, incarnation, host) of every worker that lives."""
         return [(p, i, host) for host, here in self.children.items() for p, i in here.items()]
 
+    def is_alive(self, process: str) -> bool:
+        """Agents live as long as they are known."""
+        return process in self.agents or any(process in here for here in self.children.values())
+
     def reports(self, host: str) -> tuple[ChildReport, ...]:
         return tuple(ChildReport(p, i, 1, b"key") for p, i in self.children[host].items())
 

@@ -18,7 +18,6 @@ from kintsugi.messages import (
     RankReady,
     RebuildGroup,
     Repair,
-    Rollback,
     StartStage,
 )
 from kintsugi.recovery.adapters import ReplayAdapter, Snapshot, Snapshots
@@ -122,6 +121,9 @@ class Cluster:
         for name in commit:
             self.ranks[name].adapter.commit(step)
 
+    def state(self) -> RecoveryState:
+        return self.controller.state
+
     def kinds(self, name: str = "") -> list[type]:
         return [type(body) for to, body in self.asked if name in ("", to)]
 
@@ -141,7 +143,7 @@ def test_at_the_start_fresh_ranks_begin_the_first_stage_and_need_no_repair() -> 
     cluster = Cluster()
     cluster.begin()
     cluster.run()
-    assert cluster.controller.state is _S.NORMAL
+    assert cluster.state() is _S.NORMAL
     assert Repair not in cluster.kinds() and cluster.kinds().count(StartStage) == len(RANKS)
 
 
@@ -152,7 +154,7 @@ def test_survivors_go_through_the_operations_of_their_flow_in_order(flow: Flow) 
     cluster.run()
     cluster.replace("model-1")
     cluster.run()
-    assert cluster.controller.state is _S.NORMAL
+    assert cluster.state() is _S.NORMAL
     expected = [kind for kind in FLOWS[flow] if flow is Flow.RESTORE or kind is not Repair]
     assert cluster.kinds("model-0") == cluster.kinds("model-2") == expected
     newcomer = [PreLock, DeviceStop, DeviceClean]
@@ -187,10 +189,10 @@ def test_nothing_is_rebuilt_until_every_rank_is_there() -> None:
     cluster = started()
     cluster.lose("model-0")
     cluster.run()
-    assert cluster.controller.state is _S.WAITING and not cluster.open
+    assert cluster.state() is _S.WAITING and not cluster.open
     assert cluster.controller.check(cluster.view(), cluster.now) is None
     cluster.replace("model-0")
-    assert cluster.controller.state is _S.REBUILDING and set(cluster.open) == set(RANKS)
+    assert cluster.state() is _S.REBUILDING and set(cluster.open) == set(RANKS)
 
 
 def test_an_operation_follows_only_when_every_rank_has_answered_the_one_before() -> None:
@@ -198,10 +200,10 @@ def test_an_operation_follows_only_when_every_rank_has_answered_the_one_before()
     cluster.begin()
     for name in RANKS[:-1]:
         assert cluster.answer(name) is None
-        assert cluster.controller.state is _S.PRE_LOCKING
+        assert cluster.state() is _S.PRE_LOCKING
     assert cluster.controller.waits_for == {RANKS[-1]}
     assert cluster.answer(RANKS[-1]) is not None
-    assert cluster.controller.state is _S.DEVICE_STOPPING
+    assert cluster.state() is _S.DEVICE_STOPPING
 
 
 @pytest.mark.parametrize("state", [state for state, _ in STEPS if state is not _S.STAGING])
@@ -211,17 +213,17 @@ def test_a_fault_in_any_state_begins_again_with_higher_sequences(state: Recovery
     if state not in (_S.PRE_LOCKING, _S.DEVICE_STOPPING, _S.DEVICE_CLEANING, _S.WAITING):
         cluster.run()
         cluster.replace("model-1")
-    while cluster.controller.state is not state:
+    while cluster.state() is not state:
         cluster.answer(next(iter(cluster.open)))
     before = max(body.sequence for _, body in cluster.asked if isinstance(body, Operation))
     cluster.lose("model-2")
-    assert cluster.controller.state is _S.PRE_LOCKING
+    assert cluster.state() is _S.PRE_LOCKING
     assert all(isinstance(body, PreLock) and body.sequence > before for body in cluster.open.values())
     cluster.run()
     for name in cluster.view().missing:
         cluster.replace(name)
     cluster.run()
-    assert cluster.controller.state is _S.NORMAL
+    assert cluster.state() is _S.NORMAL
 
 
 def test_sequences_grow_with_every_round_and_over_epochs() -> None:
@@ -231,7 +233,7 @@ def test_sequences_grow_with_every_round_and_over_epochs() -> None:
     cluster.controller = Controller()
     cluster.begin(epoch=2)
     cluster.run()
-    assert cluster.controller.state is _S.NORMAL
+    assert cluster.state() is _S.NORMAL
     rounds = list(dict.fromkeys(b.sequence for _, b in cluster.asked if isinstance(b, Operation)))
     assert rounds == sorted(rounds) and rounds[-1] > 2 * SEQUENCES_PER_EPOCH
 
@@ -244,9 +246,9 @@ def test_late_answers_change_nothing() -> None:
     cluster.answer("model-0")
     assert cluster.controller.answered("model-0", late, cluster.view(), 0.0) is None
     cluster.run()
-    assert cluster.controller.state is _S.NORMAL and cluster.controller.generation < 99
+    assert cluster.state() is _S.NORMAL and cluster.controller.generation < 99
     assert cluster.controller.answered("model-0", late, cluster.view(), 0.0) is None
-    assert cluster.controller.state is _S.NORMAL
+    assert cluster.state() is _S.NORMAL
 
 
 def test_a_newcomer_is_repaired_from_its_snapshot_then_replicas_then_keepers_then_the_checkpoint() -> None:
@@ -303,12 +305,12 @@ def test_going_on_smaller_leaves_out_who_is_missing_and_the_next_recovery_takes_
     cluster.controller.smaller = True
     cluster.follow(cluster.controller.check(cluster.view(), cluster.now))
     cluster.run()
-    assert (cluster.controller.state, cluster.controller.ranks) == (_S.NORMAL, ("model-0", "model-2"))
+    assert (cluster.state(), cluster.controller.ranks) == (_S.NORMAL, ("model-0", "model-2"))
     cluster.replace("model-1")
     assert not cluster.open, "a group that trains is not disturbed"
     cluster.begin()
     cluster.run()
-    assert (cluster.controller.state, cluster.controller.ranks) == (_S.NORMAL, RANKS)
+    assert (cluster.state(), cluster.controller.ranks) == (_S.NORMAL, RANKS)
 
 
 def test_without_any_living_rank_even_a_smaller_group_waits() -> None:
@@ -317,13 +319,13 @@ def test_without_any_living_rank_even_a_smaller_group_waits() -> None:
         cluster.lose(name)
     cluster.controller.smaller = True
     assert cluster.controller.check(cluster.view(), cluster.now) is None
-    assert cluster.controller.state is _S.WAITING
+    assert cluster.state() is _S.WAITING
 
 
 def damaged(cluster: Cluster, name: str, **changes: object) -> Orders | None:
     """Go through a recovery in which one rank says something else after the rollback."""
     cluster.begin()
-    while cluster.controller.state is not _S.ROLLING_BACK:
+    while cluster.state() is not _S.ROLLING_BACK:
         cluster.answer(next(iter(cluster.open)))
     orders = None
     for other in list(cluster.open):
@@ -345,7 +347,7 @@ def test_a_rank_that_does_not_hold_the_agreed_state_is_found_before_training_goe
     orders = damaged(cluster, name, **changes)
     assert orders is not None and orders.problem and orders.bodies == {}
     assert orders.culprits == (name,)
-    assert NotifyNormal not in cluster.kinds() and cluster.controller.state is _S.NOTIFYING
+    assert NotifyNormal not in cluster.kinds() and cluster.state() is _S.NOTIFYING
 
 
 def test_ranks_that_agree_with_each_other_but_not_with_the_journal_are_all_wrong() -> None:
@@ -363,7 +365,7 @@ def test_a_stage_that_one_rank_has_begun_is_begun_by_all_who_have_not() -> None:
     cluster.ranks["model-1"].adapter.start_stage("grpo")
     cluster.begin()
     cluster.run()
-    assert cluster.controller.state is _S.NORMAL
+    assert cluster.state() is _S.NORMAL
     begun = [to for to, body in cluster.asked if isinstance(body, StartStage)]
     assert begun == ["model-0", "model-2"]
     assert {rank.adapter.committed.stage for rank in cluster.ranks.values()} == {"grpo"}
@@ -376,7 +378,7 @@ def test_a_stage_that_nobody_has_begun_is_not_begun_by_a_recovery() -> None:
     cluster.run()
     cluster.replace("model-0")
     cluster.run()
-    assert cluster.controller.state is _S.NORMAL and StartStage not in cluster.kinds()
+    assert cluster.state() is _S.NORMAL and StartStage not in cluster.kinds()
     assert {rank.adapter.committed.stage for rank in cluster.ranks.values()} == {"sft"}
 
 
@@ -384,11 +386,11 @@ def test_given_up_it_asks_nobody_and_stays_so() -> None:
     cluster = started()
     cluster.begin()
     cluster.controller.give_up(cluster.view(), cluster.now)
-    assert cluster.controller.state is _S.DUMPING and not cluster.controller.waits_for
+    assert cluster.state() is _S.DUMPING and not cluster.controller.waits_for
     cluster.controller.dumped(cluster.now)
-    assert cluster.controller.state is _S.GIVEN_UP and not cluster.controller.active
+    assert cluster.state() is _S.GIVEN_UP and not cluster.controller.active
     assert cluster.begin().bodies == {}
-    assert cluster.controller.state is _S.GIVEN_UP
+    assert cluster.state() is _S.GIVEN_UP
 
 
 ORDERS_OF_A_RECOVERY = len(STEPS) * len(RANKS)
@@ -399,7 +401,9 @@ ORDERS_OF_A_RECOVERY = len(STEPS) * len(RANKS)
     flow=st.sampled_from(Flow),
     committed=st.sets(st.sampled_from(RANKS)),
     begun=st.sets(st.sampled_from(RANKS)),
-    happenings=st.lists(st.tuples(st.sampled_from(["answer", "lose", "replace", "begin"]), st.integers(0, 2))),
+    happenings=st.lists(
+        st.tuples(st.sampled_from(["answer", "lose", "replace", "begin"]), st.integers(0, 2))
+    ),
 )
 def test_once_faults_stop_any_recovery_ends_normal_in_a_bounded_number_of_orders(
     flow: Flow, committed: set[str], begun: set[str], happenings: list[tuple[str, int]]
@@ -425,7 +429,7 @@ def test_once_faults_stop_any_recovery_ends_normal_in_a_bounded_number_of_orders
     for name in cluster.view().missing:
         cluster.replace(name)
     cluster.run()
-    assert cluster.controller.state is _S.NORMAL
+    assert cluster.state() is _S.NORMAL
     assert len(cluster.asked) <= ORDERS_OF_A_RECOVERY
     assert cluster.controller.ranks == RANKS
     assert {rank.adapter.committed.step for rank in cluster.ranks.values()} == {cluster.step}

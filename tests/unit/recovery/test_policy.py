@@ -66,7 +66,11 @@ def test_a_plan_names_every_strategy_in_the_order_of_the_ladder() -> None:
         (situation(**LOST, replacements_fail=True), Strategy.RECOVER, "no replacement comes"),
         (situation(missing=("model-0",), living=()), Strategy.ELASTIC, "no rank lives"),
         (situation(missing=("model-0",), living=()), Strategy.DUMP, "no rank lives"),
-        (situation(attempts=MAX_ATTEMPTS), Strategy.RECOVER, f"{MAX_ATTEMPTS} recoveries of this incident failed"),
+        (
+            situation(attempts=MAX_ATTEMPTS),
+            Strategy.RECOVER,
+            f"{MAX_ATTEMPTS} recoveries of this incident failed",
+        ),
     ],
 )
 def test_a_strategy_that_can_not_help_says_why(given: Situation, refused: Strategy, why: str) -> None:
@@ -80,12 +84,14 @@ def test_the_reason_of_a_plan_says_why_it_was_chosen_and_why_the_ones_before_wer
     assert "model-1 lost" in refused[0] and "no replacement comes" in refused[1]
 
 
-def test_costs_are_the_step_that_is_repeated_the_start_that_is_waited_for_and_the_share_that_is_missing() -> None:
+def test_costs_are_the_step_that_is_repeated_the_start_that_is_waited_for_and_the_share_that_is_missing() -> (
+    None
+):
     given = situation(**LOST, start_s=3.0, step_s=2.0)
     costs = {option.strategy: option.cost_s for option in plan(given).options}
     assert costs[Strategy.RETRY] == 2.0
     assert costs[Strategy.RECOVER] == 5.0
-    assert costs[Strategy.ELASTIC] == 3.0
+    assert costs[Strategy.ELASTIC] == 2.0
     assert costs[Strategy.DUMP] == costs[Strategy.EXIT] == 0.0
 
 

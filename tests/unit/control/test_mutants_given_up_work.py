@@ -1,0 +1,106 @@
+"""What is given up leaves nothing behind: late answers change nothing, and the same work can be begun anew."""
+
+from __future__ import annotations
+
+from kintsugi.config import stages
+from kintsugi.control.draft import Conversation, Draft
+from kintsugi.control.episodes import Episodes
+from kintsugi.control.evaluation import Evaluation
+from kintsugi.control.protocol import Request
+from kintsugi.control.training import Training
+from kintsugi.facts import (
+    BatchFormed,
+    ProcessJoined,
+    ProcessRequested,
+    SamplesScored,
+    TicketAssigned,
+    TicketsIssued,
+)
+from kintsugi.messages import CallDone, EpisodesDone
+from kintsugi.types import Peer, Role, SampleText, Ticket
+from tests.unit.control.driven import CONFIG, new_state, scored
+
+(STAGE,) = stages(CONFIG)
+TICKET = Ticket("grpo:0:0:0", "grpo", 0, 0, 0, 2)
+RANKS = ("model-0", "model-1")
+
+
+class Desk:
+    """The parts of a master that run groups and steps, with one rollout worker."""
+
+    def __init__(self) -> None:
+        self.draft = Draft(new_state())
+        self.talk = Conversation(self.draft, first_s=60.0)
+        self.episodes = Episodes(CONFIG, draft=self.draft, talk=self.talk, num_rows=10)
+        self.prepared: list[float] = []
+        self.training = Training(
+            CONFIG,
+            draft=self.draft,
+            talk=self.talk,
+            episodes=self.episodes,
+            prepared=self.prepared.append,
+            wrong=lambda process, problem, now: self.draft.because(problem),
+        )
+        self.draft.fact(ProcessRequested("rollout-0", Role.ROLLOUT, "host-0", "1.1"))
+        peer = Peer("rollout-0", "1.1", "host-0", "", b"")
+        self.draft.fact(ProcessJoined(peer, Role.ROLLOUT, 1, {}))
+
+    def taken(self) -> list[Request]:
+        return [effect for effect in self.draft.take().effects if isinstance(effect, Request)]
+
+    def begin_step(self) -> list[Request]:
+        self.training.begin((TICKET.id,), 0.0, stage=STAGE, ranks=RANKS, generation=1)
+        return self.taken()
+
+
+def test_an_answer_to_a_step_that_was_given_up_neither_goes_on_nor_prepares_it() -> None:
+    desk = Desk()
+    desk.draft.fact(TicketsIssued((TICKET,)))
+    desk.draft.fact(TicketAssigned(TICKET.id, "rollout-0", "1.1"))
+    desk.draft.fact(SamplesScored(TICKET.id, scored(TICKET, version=0).samples))
+    first = desk.begin_step()
+    desk.training.abandon()
+    for request in first:
+        desk.training.answered(request.token, request.to, CallDone(1, "state", {}), 1.0)
+    assert (desk.taken(), desk.prepared) == ([], [])
+    assert not any(desk.talk.is_open(request.token) for request in first)
+
+
+def test_a_step_that_was_given_up_is_begun_again_with_the_batch_that_it_had() -> None:
+    desk = Desk()
+    desk.draft.fact(TicketsIssued((TICKET,)))
+    desk.draft.fact(TicketAssigned(TICKET.id, "rollout-0", "1.1"))
+    desk.draft.fact(SamplesScored(TICKET.id, scored(TICKET, version=0).samples))
+    first = desk.begin_step()
+    desk.training.abandon()
+    desk.training.begin((TICKET.id,), 1.0, stage=STAGE, ranks=RANKS, generation=2)
+    decision = desk.draft.take()
+    assert not any(isinstance(fact, BatchFormed) for fact in decision.facts)
+    again = [effect for effect in decision.effects if isinstance(effect, Request)]
+    assert {request.to for request in again} == {request.to for request in first} == set(RANKS)
+    assert not {request.token for request in again} & {request.token for request in first}
+
+
+def test_after_steps_were_undone_an_evaluation_is_asked_from_its_beginning_under_new_tokens() -> None:
+    desk = Desk()
+    desk.episodes.evaluate(Evaluation(CONFIG, step=0, version=0, num_problems=2), 0.0)
+    first = desk.taken()
+    assert len(first) == 2
+    desk.episodes.void()
+    assert desk.episodes.evaluation is None
+    assert not any(desk.talk.is_open(request.token) for request in first)
+    desk.episodes.evaluate(Evaluation(CONFIG, step=0, version=0, num_problems=2), 1.0)
+    again = desk.taken()
+    assert [request.body for request in again] == [request.body for request in first]
+    assert not {request.token for request in again} & {request.token for request in first}
+
+
+def test_after_steps_were_undone_the_texts_of_their_samples_are_forgotten() -> None:
+    desk = Desk()
+    desk.draft.fact(TicketsIssued((TICKET,)))
+    desk.draft.fact(TicketAssigned(TICKET.id, "rollout-0", "1.1"))
+    samples = scored(TICKET, version=0).samples
+    texts = {meta.key: SampleText("question", "answer") for meta in samples}
+    desk.episodes.done(EpisodesDone(TICKET.id, samples, texts=texts), "rollout-0")
+    desk.episodes.void()
+    assert desk.episodes.take_texts(samples) == {}
