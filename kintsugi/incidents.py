@@ -189,6 +189,12 @@ class IncidentBook:
             tuple(account.told() for account in self._accounts), (*self._other_losses, *recent)
         )
 
+    def unfinished(self) -> tuple[list[Fault], list[str]]:
+        """Faults and lost processes of the incident that is open, for a master that has to finish it."""
+        if self._open is None:
+            return [], []
+        return list(self._open.faults), [loss.process for loss in self._open.losses]
+
     def take(self, fact: Fact) -> None:
         match fact:
             case TicketReturned(ticket=ticket):

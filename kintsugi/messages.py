@@ -60,7 +60,7 @@ class _Body(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Ok(_Body, frozen=True):
-    """Done."""
+    pass
 
 
 class Failed(_Body, frozen=True):
@@ -359,10 +359,11 @@ class PreLock(_Body, frozen=True):
 
 
 class DeviceStop(_Body, frozen=True):
-    """Abort device work and leave the group's collective, if one is running."""
+    """Abort device work and leave the group's collective; `lost` are the ranks that are gone."""
 
     generation: int
     sequence: int
+    lost: tuple[str, ...] = ()
 
 
 class DeviceClean(_Body, frozen=True):
@@ -416,7 +417,6 @@ class RankReady(_Body, frozen=True):
     state_digest: str
     half_updated: bool = False
     prepared_step: int = -1
-    """Finished but not committed; -1 for none."""
     generation: int = 0
     stage: str = ""
     source: str = ""

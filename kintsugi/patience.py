@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 FLOOR_S = 30.0
 FACTOR = 10.0
+REMEMBERED = 256
+"""Answers of a kind; one that took absurdly long is forgotten after as many."""
 SLOWEST_TOKENS_PER_S = 20.0
 """Slower than this, sampling or training counts as stuck while nothing better is known."""
 
@@ -17,17 +21,19 @@ class Patience:
 
     def __init__(self, *, first_s: float) -> None:
         self._first_s = first_s
-        self._longest: dict[str, float] = {}
+        self._recent: dict[str, deque[float]] = {}
 
     def deadline_s(self, kind: str, *, num_tokens: int = 0, floor_s: float = FLOOR_S) -> float:
-        if kind not in self._longest:
+        longest_s = self.longest_s(kind)
+        if longest_s is None:
             return self._first_s + num_tokens / SLOWEST_TOKENS_PER_S
-        return max(floor_s, FACTOR * self._longest[kind])
+        return max(floor_s, FACTOR * longest_s)
 
     def longest_s(self, kind: str) -> float | None:
-        """The longest answer of a kind; None before the first."""
-        return self._longest.get(kind)
+        """The longest recent answer of a kind; None before the first."""
+        recent = self._recent.get(kind)
+        return None if recent is None else max(recent)
 
     def observed(self, kind: str, duration_s: float) -> None:
         """An answer took this long. A failure is no answer: it must not teach patience."""
-        self._longest[kind] = max(duration_s, self._longest.get(kind, 0.0))
+        self._recent.setdefault(kind, deque(maxlen=REMEMBERED)).append(duration_s)

@@ -43,6 +43,24 @@ class SystemClock:
         return time.time()
 
 
+class WorkingClock:
+    """A clock on which time does not pass that this process did not work through: waiting for a full disk, stopped by a
+    signal, on a host that was suspended. What others owe it is measured by this one."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._skipped_s = 0.0
+
+    def monotonic(self) -> float:
+        return self._clock.monotonic() - self._skipped_s
+
+    def wall(self) -> float:
+        return self._clock.wall()
+
+    def skip(self, seconds: float) -> None:
+        self._skipped_s += max(0.0, seconds)
+
+
 class VirtualClock:
     """Stands still until it is advanced: for the simulator and for tests of deadlines."""
 
@@ -187,6 +205,14 @@ class Child:
                 by_itself = result.si_code == os.CLD_EXITED
                 self._status = result.si_status if by_itself else -result.si_status
         return self._status
+
+    def is_ours(self) -> bool:
+        """Whether this process is its parent, whose it is to take its remains away."""
+        try:
+            os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return False
+        return True
 
     def send_signal(self, number: int) -> None:
         """Signal exactly this process; one that has ended is left alone."""

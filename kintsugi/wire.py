@@ -6,7 +6,9 @@ from enum import StrEnum
 
 import msgspec
 
+from kintsugi import messages
 from kintsugi.messages import Body
+from kintsugi.types import Role
 
 
 class MessageKind(StrEnum):
@@ -41,6 +43,65 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 class _Sealed(msgspec.Struct, frozen=True, array_like=True):
     envelope: Envelope
     body: msgspec.Raw
+
+
+_NOBODY: frozenset[Role] = frozenset()
+_ANYONE = frozenset(Role)
+_MASTER = frozenset({Role.MASTER})
+_AGENT = frozenset({Role.AGENT})
+_MODEL = frozenset({Role.MODEL})
+
+SPOKEN_BY: dict[type[Body], frozenset[Role]] = {
+    messages.Ping: _ANYONE,
+    messages.Register: _ANYONE,
+    messages.Heartbeat: _ANYONE,
+    messages.AddressBook: _MASTER,
+    messages.Shutdown: _MASTER,
+    messages.StartProcess: _MASTER,
+    messages.StopProcess: _MASTER,
+    messages.Inspect: _MASTER,
+    messages.ProcessExited: _AGENT,
+    messages.ProcessSuspected: _AGENT,
+    messages.RunEpisodes: _MASTER,
+    messages.Drop: _MASTER,
+    messages.FetchSamples: _MODEL,
+    messages.Generate: frozenset({Role.ROLLOUT, Role.MANAGER}),
+    messages.RunCall: _MASTER,
+    messages.StartStage: _MASTER,
+    messages.CommitStep: _MASTER,
+    messages.Publish: _MASTER,
+    messages.Save: _MASTER,
+    messages.HashWeights: _MASTER,
+    messages.LoadWeights: frozenset({Role.MASTER, Role.MANAGER}),
+    messages.FetchWeights: frozenset({Role.SERVER}),
+    messages.PreLock: _MASTER,
+    messages.DeviceStop: _MASTER,
+    messages.DeviceClean: _MASTER,
+    messages.RebuildGroup: _MASTER,
+    messages.Repair: _MASTER,
+    messages.Rollback: _MASTER,
+    messages.NotifyNormal: _MASTER,
+    messages.FetchState: _MODEL,
+    messages.KeepState: _MODEL,
+    # Replies: nobody says them unasked.
+    messages.Ok: _NOBODY,
+    messages.Failed: _NOBODY,
+    messages.Registered: _NOBODY,
+    messages.ProcessStarted: _NOBODY,
+    messages.Inspected: _NOBODY,
+    messages.EpisodesDone: _NOBODY,
+    messages.SamplesFetched: _NOBODY,
+    messages.Generated: _NOBODY,
+    messages.CallDone: _NOBODY,
+    messages.Published: _NOBODY,
+    messages.Saved: _NOBODY,
+    messages.WeightsHashed: _NOBODY,
+    messages.WeightsLoaded: _NOBODY,
+    messages.WeightsFetched: _NOBODY,
+    messages.RankReady: _NOBODY,
+    messages.StateFetched: _NOBODY,
+}
+"""Whose word a request or one-way message is: a worker does not order another about, whatever its key is."""
 
 
 _encoder = msgspec.msgpack.Encoder()

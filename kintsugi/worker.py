@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kintsugi.bootstrap import Bootstrap
-from kintsugi.errors import DeadlineExceeded, RefusedError, UserError, fault_of
+from kintsugi.errors import DeadlineExceeded, UserError, fault_of
 from kintsugi.messages import AddressBook, Body, Failed, Heartbeat, Ok, Ping, Register, Registered, Shutdown
 from kintsugi.observe.events import EventLog, FaultSeen, Note, ProcessBegan, ProcessEnded, events_path
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, WAITS, Clock, wait
@@ -126,15 +126,10 @@ class Membership:
             self.registered = True
 
     def handle(self, delivery: Delivery) -> bool:
-        """Take a message that concerns membership; False if it is someone else's business.
-
-        Who is who and when to end is the master's word alone.
-        """
+        """Take a message that concerns membership; False if it is someone else's business."""
         body = delivery.body
         if isinstance(body, Ping) and delivery.wants_reply:
             self._endpoint.reply(delivery, Ok())
-        elif isinstance(body, AddressBook | Shutdown) and self.refuse_unless_master(delivery):
-            pass
         elif isinstance(body, AddressBook):
             # The master stays known even if the book leaves it out: it is whom we report to.
             listed = any(peer.process == self._master for peer in body.peers)
@@ -144,17 +139,6 @@ class Membership:
             self.shutdown_reason, self.shutdown_exit_code = body.reason, body.exit_code
         else:
             return False
-        return True
-
-    def refuse_unless_master(self, delivery: Delivery) -> bool:
-        """True if it came from anybody but the master, who is then told so: a worker does not order another about."""
-        sender = delivery.envelope.sender
-        if sender == self._master:
-            return False
-        COUNTERS.add("refused_orders")
-        if delivery.wants_reply:
-            why = f"{type(delivery.body).__name__} is the master's to say, not that of {sender}"
-            self._endpoint.fail(delivery, RefusedError(why))
         return True
 
 

@@ -40,13 +40,12 @@ from kintsugi.cluster.handover import (
     Ready,
     child_bootstrap,
 )
-from kintsugi.cluster.keeper import Keeper
+from kintsugi.cluster.keeper import NUM_STEPS, Keeper
 from kintsugi.cluster.nursery import Nursery
 from kintsugi.cluster.orphans import hold_descendants, kill_children, kill_group, reap_orphans, subreaper
 from kintsugi.cluster.placement import Start, log_path, own_session_and_log
 from kintsugi.cluster.restarts import STOPPED_S, RestartLimit, StoppedWatch
 from kintsugi.cluster.segments import SegmentServer
-from kintsugi.cluster.signals import Signals
 from kintsugi.errors import RefusedError, StartFailed
 from kintsugi.messages import (
     Body,
@@ -62,6 +61,7 @@ from kintsugi.messages import (
     StopProcess,
 )
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, Child, Clock, Processes, SystemProcesses, describe_status
+from kintsugi.signals import Signals
 from kintsugi.transport import Delivery
 from kintsugi.types import ChildReport, Placement
 from kintsugi.worker import HEARTBEAT_S, Membership, open_endpoint, run_process
@@ -103,12 +103,12 @@ class Agent:
         self._tick_at = 0.0
         self._untold: deque[Body] = deque(maxlen=MOST_UNTOLD)
         self._stopped = StoppedWatch()
-        self._keeper = Keeper()
         self._endpoint = open_endpoint(own, clock=clock)
         self._membership = Membership(self._endpoint, own, capabilities={}, children=self._children)
         self._signals = Signals(signal.SIGTERM, signal.SIGINT)
         capacity = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
         self._segments = SegmentServer(self._endpoint, job=own.job, host=own.host, capacity=capacity)
+        self._keeper = Keeper(capacity=capacity // NUM_STEPS)
         self._nursery = Nursery(
             self._endpoint,
             parent=self,
@@ -175,10 +175,6 @@ class Agent:
             case _ if self._membership.handle(delivery):
                 if self._membership.shutdown_reason is not None:
                     self._end(grace_s=END_GRACE_S, keep_master=True)
-            case StartProcess() | StopProcess() | Inspect() if self._membership.refuse_unless_master(
-                delivery
-            ):
-                pass
             case StartProcess() as order:
                 self._start_for(delivery, order)
             case StopProcess() as order:
@@ -335,7 +331,8 @@ class Agent:
         assert kept.child is not None
         if not kept.child.ended():
             return
-        kill_group(kept.child.pid)
+        if kept.child.is_ours():
+            kill_group(kept.child.pid)
         status = kept.child.status()
         self._nursery.take_report(kept)
         self._let_go(kept)
@@ -456,7 +453,7 @@ class Agent:
     def _look_after(self, now: float) -> None:
         """Find who is stopped: template and master are replaced, of the others the master is told."""
         stopped = self._stopped.sample(self.known_pids(), now=now)
-        if self._nursery.template_pid in stopped:
+        if self._nursery.template_pid in stopped or self._nursery.template_is_late(now):
             self._nursery.replace_template()
         for kept in self._kept.values():
             if kept.child is None or kept.child.pid not in stopped:

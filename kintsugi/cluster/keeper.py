@@ -1,7 +1,9 @@
 """The buddy copy: what ranks of another host gave this agent, so that the loss of their whole host loses no step.
 
-The latest two states of each rank are kept, in the agent's own memory: one that is prepared may never be committed.
-They are given back piece by piece, as a replica would give them; who fetches one verifies it again.
+The states of the latest two steps are kept, in the agent's own memory: one that is prepared may never be committed. All
+ranks hold the same state, so it does not matter whose it was. They are given back piece by piece, as a replica would
+give them; who fetches one verifies it again. Copying and hashing take place in the agent's own loop, which answers
+nobody else meanwhile.
 """
 
 from __future__ import annotations
@@ -14,20 +16,25 @@ import xxhash
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.messages import Body, FetchState, KeepState, Ok, StateFetched, WeightsFetched
 from kintsugi.transport import Blob, Delivery, Endpoint, chunks
+from kintsugi.types import Role, role_of
+
+NUM_STEPS = 2
 
 
 class Keeper:
     """`keep` what a rank sends, `answer` who asks for it."""
 
-    def __init__(self) -> None:
-        self._kept: dict[str, list[tuple[StateFetched, memoryview]]] = {}
+    def __init__(self, *, capacity: int) -> None:
+        """`capacity` is the most bytes of one state; a larger one is refused before memory is taken for it."""
+        self._capacity = capacity
+        self._kept: dict[int, tuple[StateFetched, memoryview]] = {}
 
     def handle(self, delivery: Delivery, *, endpoint: Endpoint) -> None:
         """Carry out a request of a rank, and answer it. A rank gives nobody's state but its own."""
         request, sender = delivery.body, delivery.envelope.sender
         try:
             if isinstance(request, KeepState):
-                if request.owner != sender:
+                if request.owner != sender or role_of(sender) is not Role.MODEL:
                     raise RefusedError(f"{sender} can not give the state of {request.owner}")
                 self.keep(request, delivery.blobs)
                 endpoint.reply(delivery, Ok())
@@ -41,11 +48,16 @@ class Keeper:
     def keep(self, request: KeepState, blobs: Sequence[Blob]) -> None:
         """Take over a rank's latest state; one that was damaged on the way leaves what is there.
 
-        It may be of an earlier step than the last: a run that went back trains those steps again.
+        It may be of an earlier step than the last: a run that went back trains those steps again, and those that were
+        later are worth nothing.
         """
         manifest = request.state.manifest
         size = sum(piece.size for piece in manifest.pieces)
-        buffer = memoryview(mmap.mmap(-1, max(1, size)))
+        if not 0 < size <= self._capacity or any(piece.size < 0 for piece in manifest.pieces):
+            raise RefusedError(
+                f"state of {request.owner}: expected 1 to {self._capacity} bytes, got a manifest of {size}"
+            )
+        buffer = memoryview(mmap.mmap(-1, size))
         whole = xxhash.xxh3_64()
         end = 0
         for blob in blobs:
@@ -60,13 +72,12 @@ class Keeper:
                 f"state of {request.owner}: expected {size} bytes with xxh3 {manifest.digest}, "
                 f"got {end} with {whole.hexdigest()}"
             )
-        earlier = [
-            kept for kept in self._kept.get(request.owner, []) if kept[0].manifest.step < manifest.step
-        ]
-        self._kept[request.owner] = [*earlier[-1:], (request.state, buffer)]
+        earlier = sorted(step for step in self._kept if step < manifest.step)[1 - NUM_STEPS :]
+        self._kept = {step: self._kept[step] for step in earlier}
+        self._kept[manifest.step] = (request.state, buffer)
 
     def answer(self, request: FetchState) -> tuple[Body, Sequence[Blob]]:
-        """The manifest, or the bytes of the pieces asked for. All ranks hold the same: a sibling's state will do."""
+        """The manifest, or the bytes of the pieces asked for."""
         state, buffer = self._find(request)
         if not request.pieces:
             return state, ()
@@ -80,12 +91,10 @@ class Keeper:
         return WeightsFetched(request.step), frames
 
     def _find(self, request: FetchState) -> tuple[StateFetched, memoryview]:
-        for owner in (request.owner, *sorted(self._kept)):
-            for state, buffer in self._kept.get(owner, []):
-                if state.manifest.step == request.step:
-                    return state, buffer
-        steps = {owner: [state.manifest.step for state, _ in kept] for owner, kept in self._kept.items()}
-        raise RefusedError(f"no state of step {request.step} is kept for {request.owner}, only {steps}")
+        if request.step not in self._kept:
+            there = ", ".join(str(step) for step in self._kept) or "none"
+            raise RefusedError(f"no state of step {request.step} is kept; there are: {there}")
+        return self._kept[request.step]
 
 
 def _packed_offsets(state: StateFetched) -> list[int]:

@@ -38,11 +38,11 @@ from kintsugi.cluster.handover import (
 from kintsugi.cluster.orphans import children_of, kill_children, reap_orphans, subreaper
 from kintsugi.cluster.placement import execute, in_memory, log_path
 from kintsugi.cluster.restarts import MOST_RESTARTS, WITHIN_S, RestartLimit, StoppedWatch
-from kintsugi.cluster.signals import Signals
 from kintsugi.config import Config
 from kintsugi.errors import ConfigError, KintsugiError, ProcessDied, StartFailed, UserError
 from kintsugi.runs import JOURNAL_FILE, LAUNCHER_FILE, living_launcher, write_launcher
 from kintsugi.runtime import SYSTEM_CLOCK, Child, Clock, Processes, SystemProcesses, describe_status, wait
+from kintsugi.signals import Signals
 from kintsugi.transport import new_key_pair
 from kintsugi.types import Peer, Placement, Role, process_id
 

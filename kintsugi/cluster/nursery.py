@@ -27,6 +27,10 @@ from kintsugi.types import Role, role_of
 
 END_TIMEOUT_S = 2.0
 """For something that was killed to be gone."""
+IMPORT_S = 60.0
+"""For a template to import all that its children need."""
+FORK_S = 5.0
+"""For a template that is ready to fork one child."""
 EXIT_S = 0.5
 """For a template whose connection has ended to end itself, so that its status tells why."""
 
@@ -75,6 +79,8 @@ class Nursery:
         self._template_limit = RestartLimit()
         self._forking: deque[Kept] = deque()
         """Asked of the template and not yet born, in order."""
+        self._heard_at = 0.0
+        """When the template last gave a sign of life, or the first of those was asked of it."""
         self._closed = False
 
     @property
@@ -120,6 +126,8 @@ class Nursery:
         """Begin a birth. The child tells how its start went on a pipe of its own."""
         start = self._with_report(kept)
         if self._is_forked(kept) and self._template is not None and self._template.request(start):
+            if not self._forking:
+                self._heard_at = self._clock.monotonic()
             self._forking.append(kept)
         else:
             self._execute(kept)
@@ -171,6 +179,7 @@ class Nursery:
 
     def _template_spoke(self) -> None:
         assert self._template is not None
+        self._heard_at = self._clock.monotonic()
         answer = self._template.receive()
         if answer is None:
             self._template_gone()
@@ -179,11 +188,19 @@ class Nursery:
         elif answer.pid < 0:
             self._execute_instead(self._forking.popleft())
         else:
-            kept = self._forking.popleft()
-            kept.child = self._processes.adopt(answer.pid)
-            self._parent.born(kept)
-            if kept.started:
-                self._parent.started(kept)
+            self._forked(self._forking.popleft(), answer.pid)
+
+    def _forked(self, kept: Kept, pid: int) -> None:
+        try:
+            kept.child = self._processes.adopt(pid)
+        except ProcessLookupError:
+            # It has ended already, and its remains were the launcher's to take away.
+            self.take_report(kept)
+            self._parent.start_failed(kept, kept.start_error(None))
+            return
+        self._parent.born(kept)
+        if kept.started:
+            self._parent.started(kept)
 
     def _template_gone(self) -> None:
         """Replaced if it was killed; one that could not import, or not fork, is done without: its log says why.
@@ -213,6 +230,11 @@ class Nursery:
         start = self._with_report(kept)
         self._execute(kept)
         os.close(start.report)
+
+    def template_is_late(self, now: float) -> bool:
+        """Whether it hangs: it is asked for a child, and has said nothing for longer than that can take."""
+        most_s = FORK_S if self._template_ready else IMPORT_S
+        return self.is_forking and now - self._heard_at > most_s
 
     def replace_template(self) -> None:
         """Kill it: its end is seen, and another one is started."""

@@ -57,7 +57,7 @@ def reap_orphans(*, but: Collection[int]) -> None:
 def kill_group(pid: int) -> None:
     """Kill what a process that has just ended left in the group it led.
 
-    Its number is still taken: by its remains until its parent takes them away, and by the group until nobody is in it.
+    For its parent alone: the number is still taken by its remains, until the parent takes them away.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)

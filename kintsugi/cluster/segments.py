@@ -243,6 +243,8 @@ class SegmentClient:
         self._name = socket_name
         self._created: dict[str, tuple[int, int]] = {}
         self._socket: socket.socket | None = None
+        self._all_held = True
+        """Whether the agent took everything that was offered to it."""
         self._patience_s = _RECONNECT_TIMEOUT_S
         try:
             wait(
@@ -273,12 +275,18 @@ class SegmentClient:
     def renew(self) -> bool:
         """Offer what this client created to a new agent, if there is one; waits for nobody.
 
-        For who has nothing else to ask: until it is offered again, only this process holds it. True when it is held.
+        For who has nothing else to ask: until it is offered again, only this process holds it. True when all of it is
+        held; what was refused, or not answered in time, is offered again by the next call.
         """
         if self._socket is not None and _attempt_readable(self._socket, 0.0):
             # Nothing was asked, so nothing can have come but the end of the connection.
             self._disconnect()
-        return self._socket is not None or self._reconnect(timeout_s=0.0)
+        try:
+            if self._socket is None:
+                return self._reconnect(timeout_s=0.0)
+            return self._all_held or self._offer_all()
+        except DeadlineExceeded:
+            return False
 
     def close(self) -> None:
         self._disconnect()
@@ -340,10 +348,17 @@ class SegmentClient:
             wait(attempt, whom="agent", what="its successor's segment service", timeout_s=timeout_s)
         except (OSError, DeadlineExceeded):
             return False
-        return all(
-            self._exchange(Offer(name, size), offered=descriptor)[0] is not None
+        self._offer_all()
+        return self._socket is not None
+
+    def _offer_all(self) -> bool:
+        """Whether all of it was taken; one that is refused does not keep the others from being offered."""
+        answers = [
+            self._exchange(Offer(name, size), offered=descriptor)[0]
             for name, (descriptor, size) in self._created.items()
-        )
+        ]
+        self._all_held = all(answer is not None and not answer.refusal for answer in answers)
+        return self._all_held
 
     def _disconnect(self) -> None:
         if self._socket is not None:

@@ -123,7 +123,11 @@ def serve(connection: socket.socket) -> Start | None:
         return None
     while True:
         _await_readable(connection, what="the next start")
-        content, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, 8)
+        try:
+            content, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, 8)
+        except ConnectionResetError:
+            # An agent that was killed before it had read our last answer.
+            return None
         if not content:
             return None
         start = msgspec.msgpack.decode(content, type=Start)

@@ -21,10 +21,10 @@ from kintsugi.messages import (
 )
 from kintsugi.patience import Patience
 
-OPERATIONS = frozenset(
-    {PreLock, DeviceStop, DeviceClean, RebuildGroup, Repair, Rollback, NotifyNormal, StopProcess, Inspect}
-)
-"""What recovery asks: whoever does not answer soon is part of the trouble."""
+OPERATIONS = frozenset({PreLock, DeviceStop, DeviceClean, RebuildGroup, Repair, Rollback, NotifyNormal})
+"""What recovery asks of a rank: who does not answer soon is part of the trouble."""
+LOOKS = frozenset({StopProcess, Inspect})
+"""What an agent can always do at once."""
 OPERATION_FLOOR_S = 10.0
 
 
@@ -90,6 +90,8 @@ class Conversation:
 
     def deadline_s(self, kind: type[Body]) -> float:
         """How long to wait for an answer to a request of this kind."""
+        if kind in LOOKS:
+            return OPERATION_FLOOR_S
         if kind in OPERATIONS:
             return self._patience.deadline_s(kind.__name__, floor_s=OPERATION_FLOOR_S)
         return self._patience.deadline_s(kind.__name__, num_tokens=self.num_tokens)
@@ -116,6 +118,10 @@ class Conversation:
     def longest_s(self, kind: str) -> float | None:
         """The longest answer to a kind of request so far."""
         return self._patience.longest_s(kind)
+
+    def is_asked(self, purpose: str) -> bool:
+        """Whether any request of this purpose is under way."""
+        return any(token.startswith(purpose) for token in self._open)
 
     def is_open(self, token: str) -> bool:
         return token in self._open

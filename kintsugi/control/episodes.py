@@ -12,7 +12,14 @@ from kintsugi.control.evaluation import Evaluation
 from kintsugi.control.protocol import Raise, Tell
 from kintsugi.control.scheduler import TaskScheduler, TaskStatus
 from kintsugi.errors import DataError, Fault, ProcessDied
-from kintsugi.facts import SampleQuarantined, SamplesScored, TicketAssigned, TicketReturned, TicketsIssued
+from kintsugi.facts import (
+    SampleQuarantined,
+    SamplesScored,
+    TicketAssigned,
+    TicketFiltered,
+    TicketReturned,
+    TicketsIssued,
+)
 from kintsugi.messages import Drop, EpisodesDone, RunEpisodes
 from kintsugi.types import Role, SampleMeta, SampleText, Sampling, Ticket, sample_key, ticket_id
 
@@ -60,6 +67,23 @@ class Episodes:
             if self._scheduler.status(ticket.id) is TaskStatus.UNKNOWN:
                 self._scheduler.submit(ticket.id)
         self.hand_out(now)
+
+    def drop_unusable(self, stage: Stage, *, before: int) -> str | None:
+        """Set aside groups that can not be trained; gives what is wrong when there are too many, `before` not counted.
+
+        A group that was set aside is replaced by the next prompt, but not for ever: a step that loses more groups than
+        it needs will not get better by taking more.
+        """
+        ledger = self._draft.state.ledger
+        for ticket in ledger.unusable_tickets():
+            self._draft.fact(TicketFiltered(ticket, "too few of its samples could be scored"))
+        dropped = ledger.num_dropped(stage.name) - before
+        if dropped <= stage.algorithm.batch_size:
+            return None
+        why = (
+            f"{dropped} groups of step {self._draft.state.step + 1} were set aside, more than its batch_size"
+        )
+        return f"{why}; the last: {self.last_reason}"
 
     def evaluate(self, evaluation: Evaluation, now: float) -> None:
         self.evaluation = evaluation

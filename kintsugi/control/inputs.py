@@ -35,7 +35,7 @@ class InputRecorder:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
-        os.truncate(path, _whole_records(path.read_bytes()))
+        os.truncate(path, _end_of_whole_records(path))
         self._gap = ""
         """Why an input is missing: what came after it would not lead to the same facts, so it is not recorded."""
 
@@ -56,22 +56,22 @@ class InputRecorder:
         self._file.close()
 
 
-def _whole_records(data: bytes) -> int:
-    """Bytes up to the end of the last whole record; what a killed master left behind it is cut off."""
-    offset = 0
-    while offset + _LENGTH.size <= len(data):
-        end = offset + _LENGTH.size + _LENGTH.unpack_from(data, offset)[0]
-        if end > len(data):
-            break
-        offset = end
-    return offset
+def _end_of_whole_records(path: Path) -> int:
+    """Where the last whole record ends; what a killed master left behind it is cut off."""
+    size, end = path.stat().st_size, 0
+    with path.open("rb") as file:
+        while end + _LENGTH.size <= size:
+            after = end + _LENGTH.size + _LENGTH.unpack(file.read(_LENGTH.size))[0]
+            if after > size:
+                break
+            end = file.seek(after)
+    return end
 
 
 def read_inputs(path: Path) -> Iterator[Input]:
     """All complete records; a torn tail is left out."""
-    data = path.read_bytes()
-    end, offset = _whole_records(data), 0
-    while offset < end:
-        (length,) = _LENGTH.unpack_from(data, offset)
-        offset += _LENGTH.size + length
-        yield _decoder.decode(data[offset - length : offset])
+    end = _end_of_whole_records(path)
+    with path.open("rb") as file:
+        while file.tell() < end:
+            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            yield _decoder.decode(file.read(length))

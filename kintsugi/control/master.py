@@ -40,7 +40,7 @@ from kintsugi.control.protocol import (
     Tell,
     Tick,
 )
-from kintsugi.control.publication import Publication
+from kintsugi.control.publication import AGAIN, Publication
 from kintsugi.control.saving import Saving
 from kintsugi.control.staff import START, STOP, Arrival, Staff
 from kintsugi.control.state import MasterState
@@ -48,7 +48,7 @@ from kintsugi.control.suspicion import INSPECT, Suspicions
 from kintsugi.control.takeover import begin_epoch, clear_the_past, greet_the_living, predecessor_lost
 from kintsugi.control.training import CALL, Training
 from kintsugi.errors import Fault, StartKilled, root_first
-from kintsugi.facts import RunEnded, StageStarted, StopAccepted, TicketFiltered
+from kintsugi.facts import RunEnded, StageStarted, StopAccepted
 from kintsugi.messages import (
     CallDone,
     CommitStep,
@@ -166,6 +166,7 @@ class Master:
 
     def _begin_preparing(self, now: float) -> None:
         """The ranks form a group, take over a checkpoint if there is one, and begin the stage that it belongs to."""
+        self._mending.started_in(now - self._since)
         self._enter(Phase.PREPARING, now, f"{len(self._staff.plans)} processes are there")
         self._mending.begin(now)
 
@@ -195,9 +196,9 @@ class Master:
             self._begin_collecting(now)
 
     def _begin_stage(self, now: float) -> None:
-        self._ready_stage = self.stage.name
-        self._enter(Phase.PREPARING, now, f"stage {self.stage.name} begins after step {self.state.step}")
-        body = StartStage(self.stage.name, self.state.step)
+        self._ready_stage = name = self.stage.name
+        self._enter(Phase.PREPARING, now, f"stage {name} begins after step {self.state.step}")
+        body = StartStage(name, self.state.step)
         self.talk.ask_all(dict.fromkeys(self._mending.ranks, body), now, then=self._begin_collecting)
 
     def _begin_collecting(self, now: float) -> None:
@@ -209,18 +210,11 @@ class Master:
         self._collect(now)
 
     def _collect(self, now: float) -> None:
-        """Keep groups coming, and train when the oldest ones are complete.
-
-        A group that was set aside is replaced by the next prompt, but not for ever: a step that loses more groups
-        than it needs will not get better by taking more.
-        """
+        """Keep groups coming, and train when the oldest ones are complete."""
         ledger, stage = self.state.ledger, self.stage
-        for ticket in ledger.unusable_tickets():
-            self._draft.fact(TicketFiltered(ticket, "too few of its samples could be scored"))
-        dropped = ledger.num_dropped(stage.name) - self._dropped_before
-        if dropped > stage.algorithm.batch_size and self._fail_at is None:
-            why = f"{dropped} groups of step {self.state.step + 1} were set aside, more than its batch_size"
-            self._fail(self._fault("EpisodesFailed", f"{why}; the last: {self._episodes.last_reason}"), now)
+        problem = self._episodes.drop_unusable(stage, before=self._dropped_before)
+        if problem is not None and self._fail_at is None:
+            self._fail(self._fault("EpisodesFailed", problem), now)
             return
         self._episodes.collect(stage, now)
         batch = ledger.in_batch(self.state.step + 1) or ledger.next_batch(stage.algorithm.batch_size)
@@ -233,9 +227,9 @@ class Master:
         """Every rank is prepared and stands at the same state: the step becomes a fact, then the ranks adopt it."""
         self._enter(Phase.COMMITTING, now, "every rank is prepared")
         self._training.commit(self._timing)
-        self._mending.step_s = sum(self._timing.values())
+        training_s, step_s = self._timing.get(Phase.TRAINING, 0.0), sum(self._timing.values())
         self._timing = {}
-        self._mending.close(now)
+        self._mending.committed(now, training_s=training_s, step_s=step_s)
         body = CommitStep(self.state.step)
         self.talk.ask_all(dict.fromkeys(self._mending.ranks, body), now, then=self._after_commit)
 
@@ -255,8 +249,8 @@ class Master:
 
     def _begin_ending(self, outcome: str, now: float) -> None:
         self._enter(Phase.ENDING, now, f"{outcome} after step {self.state.step}")
-        rank = self._mending.ranks[0]
-        self.talk.ask_all({rank: HashWeights()}, now, then=lambda at: self._end(outcome, at))
+        bodies = {self._mending.ranks[0]: HashWeights()}
+        self.talk.ask_all(bodies, now, then=lambda at: self._end(outcome, at))
 
     def _end(self, outcome: str, now: float) -> None:
         faults = tuple(root_first(self._faults.values()))
@@ -316,11 +310,10 @@ class Master:
     def _on_began(self, event: Began, now: float) -> None:
         """Take the run over: nobody of an earlier session lives, unless the last master died in the middle of it."""
         self._since = self._began = now
-        if event.adopting and self.state.outcome is not None:
+        if event.adopting and self.state.outcome is not None:  # It died when the run had ended.
             greet_the_living(self._draft)
             self.phase = Phase.ENDED
-            self._draft.do(Finish(self.state.outcome))
-            self._draft.because("the last master died when the run had ended")
+            self._draft.do(Finish(self.state.outcome, self.state.faults))
             return
         begin_epoch(event, self._draft)
         if event.restore_path is not None:
@@ -334,9 +327,10 @@ class Master:
         """Whoever the journal says is there is believed to be, until its agent or its silence says otherwise; the
         ranks come together at the last committed step, and the run goes on."""
         fault = predecessor_lost(self.state.epoch - 1, time=event.time)
+        self._mending.adopt(now)
         self._mending.note(fault, now, phase=Phase.RECOVERING, lost=fault.process)
         greet_the_living(self._draft)
-        self._staff.order_missing(now)
+        self._staff.order_missing(now, first=self._begins)
         self._episodes.adopt(now)
         if self.state.step == 0 and self._staff.missing():
             return  # As at the start: the ranks come together when everybody is there.
@@ -349,7 +343,7 @@ class Master:
         if event.role is Role.AGENT:
             for process in self._staff.reconcile(event, now):
                 self._suspicions.missed(process, now, time=event.time)
-            self._staff.order_missing(now)
+            self._staff.order_missing(now, first=self._begins)
         if arrival is Arrival.AGAIN:
             return
         if event.role is Role.MANAGER:
@@ -415,8 +409,9 @@ class Master:
                 self._mending.answered(event.sender, body, now)
             case Ok() if event.token.startswith(f"{STOP}:"):
                 self._on_stopped(event, now)
-            case Saved() if event.token.startswith(f"{DUMP}:"):
-                self._saving.note(event.body)
+            case body if event.token.startswith(f"{DUMP}:"):
+                if isinstance(body, Saved):
+                    self._saving.note(body)
                 self._mending.dumped(now)
 
     def _on_request_failed(self, event: RequestFailed, now: float) -> None:
@@ -440,6 +435,10 @@ class Master:
             self._mending.dumped(now)
         elif purpose == INSPECT:
             self._suspicions.not_inspected(event.token)
+        elif purpose == STOP:
+            self._staff.stop_failed(event.token, now)
+        elif purpose == AGAIN and not self._publication.failed(fault, now):
+            self._fail(fault, now)
         elif purpose in (OPERATION, CALL):
             self._rank_failed(event.sender, fault, now)
         elif self.talk.in_round(event.token):
@@ -454,7 +453,7 @@ class Master:
                 self._continue(now)
         elif event.sender in self._mending.ranks:
             self._rank_failed(event.sender, event.fault, now)
-        elif not self._publication.survives(event.fault, now):
+        elif not self._publication.failed(event.fault, now):
             self._fail(event.fault, now)
 
     def _after_episodes(self, now: float) -> None:
@@ -475,8 +474,8 @@ class Master:
             if now >= self._fail_at:
                 self._end("failed", now)
             return
-        self._staff.tick(now)
-        self._mending.tick(now)
+        for part in (self._staff, self._mending, self._publication):
+            part.tick(now)
         waited_s = now - self._since
         if self.phase is Phase.STARTING and waited_s > self.config.cluster.start_timeout_s:
             who = f"{', '.join(self._staff.missing())} after {waited_s:.0f} s (cluster.start_timeout_s)"

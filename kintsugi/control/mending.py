@@ -7,7 +7,9 @@ requests or samples. Here they meet the run: who is lost, what was committed, wh
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
+from statistics import median
 
 from kintsugi.config import Config, next_stage
 from kintsugi.control.agenda import carried_stage
@@ -29,6 +31,11 @@ DUMP = "dump"
 LONGEST_WAIT_S = 15.0
 """For a replacement that neither comes nor fails; longer where starts were seen to take longer."""
 START_FACTOR = 10.0
+USUAL_STEPS = 20
+SLOW_FACTOR = 3.0
+SLOW_MARGIN_S = 0.5
+SLOW_STEPS = 5
+"""Steps that an incident stays open because they are slow; then it is closed, and people are told."""
 REPAIR_ATTEMPTS = 3
 """Repairs that may fail before steps are given up: who holds the state may be out of reach for a moment only."""
 FIRST_PAUSE_S = 0.2
@@ -65,6 +72,8 @@ class Mending:
         """When a recovery that failed is tried again."""
         self.step_s = 1.0
         """What a step takes, as last measured."""
+        self._usual_s: deque[float] = deque(maxlen=USUAL_STEPS)
+        """Seconds of training of the last undisturbed steps."""
 
     @property
     def active(self) -> bool:
@@ -94,19 +103,51 @@ class Mending:
         if lost:
             self._draft.do(Raise(f"{root_first([fault])[0].message}. {impact([lost])}"))
 
+    def adopt(self, now: float) -> None:
+        """A new master: what the journal says of the incident that was open when the last one died."""
+        number = self._draft.state.open_incident
+        faults, lost = self._draft.state.incidents.unfinished()
+        for fault in faults:
+            self._incidents.fault(fault, number=number, now=now)
+        if self._incidents.current is not None:
+            self._incidents.current.processes |= dict.fromkeys(lost)
+            self._incidents.current.progressed()
+
+    def started_in(self, seconds: float) -> None:
+        """The run's own start shows what a start may take."""
+        self._incidents.start_s = max(self._incidents.start_s, seconds)
+
     def beyond_help(self) -> str:
         """Why the incident can not be mended by replacing and repeating; empty while it can."""
         return hopeless(self._situation(replacements_fail=False))
 
+    def committed(self, now: float, *, training_s: float, step_s: float) -> None:
+        """A step was committed: the incident is over when nothing is missing and the ranks are as fast as before."""
+        incident, self.step_s = self._incidents.current, step_s
+        if incident is None:
+            self._usual_s.append(training_s)
+            return
+        incident.progressed()
+        incident.num_steps += 1
+        usual_s = median(self._usual_s) if self._usual_s else training_s
+        slow = training_s > max(SLOW_FACTOR * usual_s, usual_s + SLOW_MARGIN_S)
+        if slow and incident.num_steps < SLOW_STEPS:
+            self._draft.because(f"training took {training_s:.2f} s, {usual_s:.2f} s are usual")
+            return
+        if slow:
+            values = {"training_s": training_s, "usual_s": usual_s}
+            self._draft.do(Raise("the ranks are slower than before the incident", values))
+        self.close(now)
+
     def close(self, now: float) -> None:
-        """A step was committed, or the run ends: the incident is over unless something is still missing."""
+        """The incident is over, unless something is still missing."""
         incident = self._incidents.current
         smaller = incident is not None and incident.strategy is Strategy.ELASTIC
         if incident is None or self.active or (self._staff.missing() and not smaller):
             return
         self._incidents.close()
         timing = incident.timing(self.controller.since, now)
-        processes = tuple(incident.deaths)
+        processes = tuple(incident.processes)
         self._draft.fact(
             IncidentClosed(incident.number, incident.strategy, self._draft.state.step, processes, timing)
         )
@@ -125,18 +166,26 @@ class Mending:
         self._talk.withdraw_all(f"{OPERATION}:")
         self._begin_at = math.inf
         if self.controller.state is _S.DUMPING:
-            self._end(now)
+            if not self._talk.is_asked(f"{DUMP}:"):  # Its writer is lost as well.
+                self._end(now)
             return
-        self._choose(now, replacements_fail=False)
-        if self.controller.state in (_S.DUMPING, _S.GIVEN_UP):
+        if self.beyond_help():
+            self._choose(now, replacements_fail=False)
             return
-        self._follow(self.controller.begin(self._view(), now, epoch=self._draft.state.epoch), now)
+        orders = self.controller.begin(self._view(), now, epoch=self._draft.state.epoch)
+        if self.controller.state is not _S.PRE_LOCKING:  # Nobody lives whom one could lock.
+            self._choose(now, replacements_fail=False)
+        self._follow(orders, now)
 
     def answered(self, process: str, body: Body, now: float) -> None:
-        """A rank answered the operation that was asked of it."""
+        """A rank answered the operation that was asked of it. When all are locked, the strategy is chosen."""
+        before = self.controller.state
         orders = self.controller.answered(process, body, self._view(), now)
-        if orders is not None:
-            self._follow(orders, now)
+        if orders is None:
+            return
+        if before is _S.PRE_LOCKING:
+            self._choose(now, replacements_fail=False)
+        self._follow(orders, now)
 
     def joined(self, now: float) -> None:
         """Somebody came; perhaps it was the last one."""
@@ -153,7 +202,10 @@ class Mending:
         if self.controller.state is not _S.WAITING:
             return
         waited_s = now - self.controller.since[_S.WAITING]
-        late = waited_s > max(LONGEST_WAIT_S, START_FACTOR * self._incidents.start_s)
+        limit_s = max(LONGEST_WAIT_S, START_FACTOR * self._incidents.start_s)
+        if not self._draft.state.members.live(Role.MODEL):  # Nobody could go on without them.
+            limit_s = max(limit_s, self._config.cluster.start_timeout_s)
+        late = waited_s > limit_s
         starting = self._incidents.current is None and waited_s <= self._config.cluster.start_timeout_s
         if starting or not (late or self._staff.do_not_come(Role.MODEL)):
             return
@@ -174,7 +226,7 @@ class Mending:
             incident.repairs += 1
             if incident.repairs >= REPAIR_ATTEMPTS:
                 self._fall_back(fault, now)
-        elif kind is not FaultClass.CONSEQUENCE:
+        elif kind is not FaultClass.CONSEQUENCE and self._draft.state.members.is_live(process):
             incident.blamed[process] += 1
             again = incident.blamed[process] > 1
             if again or kind in (FaultClass.LINK, FaultClass.DEVICE):
@@ -189,7 +241,6 @@ class Mending:
 
     def dumped(self, now: float) -> None:
         """The last checkpoint is written, or can not be."""
-        self.controller.dumped(now)
         self._end(now)
 
     def _follow(self, orders: Orders, now: float) -> None:
@@ -221,19 +272,20 @@ class Mending:
     def _dump(self, now: float, *, dump: bool) -> None:
         """Write what there is, then end with the cause."""
         state = self._draft.state
-        self.controller.give_up(self._view(), now)
+        self.controller.give_up(now)
         if not dump or state.step in (0, *state.saved_steps):
             self._end(now)
             return
         stage = carried_stage(self._config, step=state.step).name
         living = state.members.live(Role.MODEL)
-        writer = min(living, key=self._staff.is_condemned)
+        holders = [rank for rank in living if self.controller.holds(rank, state.step)] or living
+        writer = min(holders, key=self._staff.is_condemned)
         self._talk.ask_each(DUMP, {writer: Save(state.step, stage, self._folder)}, now)
 
     def _end(self, now: float) -> None:
         fault = self.first_fault
         assert fault is not None, "only an incident is given up"
-        self.controller.state = _S.GIVEN_UP
+        self.controller.dumped(now)
         self._give_up(fault, now)
 
     def _fall_back(self, fault: Fault, now: float) -> None:
@@ -244,8 +296,12 @@ class Mending:
         step = max((saved for saved in state.saved_steps if saved < state.step), default=0)
         if not incident.fell_back and state.step - 1 in state.digests:
             step = max(step, state.step - 1)
+        back = RolledBack(step, f"the state of step {state.step} is lost: {fault.message}")
+        if state.ledger.accepts(back) is not None:
+            incident.beyond_help = "no readable state is left of any step that the run still knows"
+            return
         incident.fell_back, incident.attempts, incident.repairs = True, 0, 0
-        self._draft.fact(RolledBack(step, f"the state of step {state.step} is lost: {fault.message}"))
+        self._draft.fact(back)
         self._draft.do(Raise(f"back to step {step}: the state of later steps is lost"))
         for rank in self.controller.begun if step == 0 else ():
             self._staff.condemn(rank, fault, now)
@@ -267,10 +323,8 @@ class Mending:
         state = self._draft.state
         members, step = state.members.members, state.step
         living = tuple(state.members.live(Role.MODEL))
-        may_repair = self.controller.state in (
-            _S.REBUILDING,
-            _S.REPAIRING,
-        )  # There are ranks × processes of them.
+        # There are as many as ranks times processes.
+        may_repair = self.controller.state in (_S.REBUILDING, _S.REPAIRING)
         return Ranks(
             living=living,
             missing=tuple(self._staff.missing(Role.MODEL)),

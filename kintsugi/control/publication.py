@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from kintsugi.control.draft import Conversation, Draft
@@ -9,9 +10,10 @@ from kintsugi.control.staff import Staff
 from kintsugi.errors import Fault, ProcessDied, root_first
 from kintsugi.facts import VersionCurrent
 from kintsugi.messages import LoadWeights, Publish, Published, WeightsLoaded
-from kintsugi.types import Role, role_of
+from kintsugi.types import Role
 
 AGAIN = "weights"
+FIRST_PAUSE_S = 0.1
 MAX_FAILURES = 3
 """Loads of one version that may fail before the manager is replaced."""
 
@@ -34,11 +36,14 @@ class Publication:
         self._published: Published | None = None
         self._loading = False
         self._failures = 0
+        self._load_at = math.inf
+        """When a load that failed is repeated."""
         self._ranks: Sequence[str] = ()
 
     def begin(self, ranks: Sequence[str], now: float) -> None:
         """Have the lowest rank of each host lay the committed weights out."""
-        state, self._loading, self._published, self._ranks = self._draft.state, False, None, ranks
+        state, self._published, self._ranks = self._draft.state, None, ranks
+        self._loading, self._failures, self._load_at = False, 0, math.inf
         hosts: dict[str, str] = {}
         for rank in ranks:
             hosts.setdefault(state.members.members[rank].host, rank)
@@ -47,7 +52,7 @@ class Publication:
 
     def abandon(self) -> None:
         """The ranks come together again, and publish again when they have; until then nothing follows from a load."""
-        self._loading = False
+        self._loading, self._load_at = False, math.inf
 
     def manager_joined(self, now: float) -> None:
         """It knows nothing yet: neither what it was asked to load, nor what the servers have."""
@@ -56,8 +61,8 @@ class Publication:
         if self._loading:
             self._load(now)
         else:
-            manager = self._draft.state.members.live(Role.MANAGER)[0]
-            self._talk.ask_each(AGAIN, {manager: self._body(self._published)}, now)
+            managers = self._draft.state.members.live(Role.MANAGER)
+            self._talk.ask_each(AGAIN, dict.fromkeys(managers, self._body(self._published)), now)
 
     def _laid_out(self, now: float) -> None:
         published = [answer for answer in self._talk.answers.values() if isinstance(answer, Published)]
@@ -95,20 +100,23 @@ class Publication:
         )
         self._current(now)
 
-    def survives(self, fault: Fault, now: float) -> bool:
-        """Whether a failed load is repeated: with the next manager, or without the server that could not load.
-
-        A manager that fails again and again is replaced as well; what fails with the next one too is beyond that.
-        """
-        if not self._loading:
-            return False
+    def failed(self, fault: Fault, now: float) -> bool:
+        """A load failed: it is repeated after a pause, without the server that could not load, or with another manager
+        if this one fails again and again. False when that did not help either."""
         if fault.kind == ProcessDied.__name__:
-            return True
+            return True  # The next manager is asked when it joins.
         self._failures += 1
         culprit = root_first([fault])[0].process
-        if not culprit.startswith(f"{Role.SERVER}-") and self._failures % MAX_FAILURES == 0:
-            culprit = self._draft.state.members.live(Role.MANAGER)[0]
-        if role_of(culprit) in (Role.SERVER, Role.MANAGER) and self._draft.state.members.is_live(culprit):
+        if not culprit.startswith(f"{Role.SERVER}-"):
+            managers = self._draft.state.members.live(Role.MANAGER)
+            culprit = managers[0] if managers and self._failures % MAX_FAILURES == 0 else ""
+        if self._draft.state.members.is_live(culprit):
             self._staff.condemn(culprit, fault, now)
-        self._load(now)
+        self._load_at = now + FIRST_PAUSE_S * 2.0 ** (self._failures - 1)
         return self._failures < 2 * MAX_FAILURES
+
+    def tick(self, now: float) -> None:
+        """Repeat what failed, when its pause is over."""
+        if now >= self._load_at:
+            self._load_at = math.inf
+            self.manager_joined(now)

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.protocol import Raise
-from kintsugi.errors import Fault, StorageError, StorageFull
+from kintsugi.errors import DeadlineExceeded, Fault, StorageError, StorageFull
 from kintsugi.facts import CheckpointFailed, CheckpointSaved
 from kintsugi.messages import Save, Saved
 
-_OF_THE_DISK = (StorageError.__name__, StorageFull.__name__)
+_OF_THE_DISK = (StorageError.__name__, StorageFull.__name__, DeadlineExceeded.__name__)
+"""A save that takes absurdly long is the disk's fault too; a writer that hangs is found by its silence."""
 
 
 class Saving:

@@ -79,12 +79,15 @@ from kintsugi.observe.events import Alert, EventLog, FaultSeen, Note, Transition
 from kintsugi.observe.processes import ProcessReport, ProcessReports
 from kintsugi.recipe import load_config
 from kintsugi.runs import living_launcher
-from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, WAITS, wait
+from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, WAITS, WorkingClock, wait
+from kintsugi.signals import Signals
 from kintsugi.transport import Delivery, PendingReply
-from kintsugi.types import Role, role_of
+from kintsugi.types import role_of
 from kintsugi.worker import EXIT_ERROR, EXIT_USER_ERROR, open_endpoint
 
 TICK_S = 0.2
+LONGEST_TURN_S = 1.0
+"""Longer than this behind its tick, the master did not run, and nobody could reach it."""
 PAUSE_S = 0.5
 LONGEST_PAUSE_S = 7 * 24 * 3600.0
 """For a full disk: people may be asleep."""
@@ -105,7 +108,7 @@ class MasterShell:
     def __init__(self, bootstrap: Bootstrap, config: Config, *, disk: Disk = SYSTEM_DISK) -> None:
         self._disk = disk
         self._bootstrap, self._config, self._run_dir = bootstrap, config, Path(bootstrap.run_dir)
-        self._clock = SYSTEM_CLOCK
+        self._clock = WorkingClock(SYSTEM_CLOCK)
         self._began = self._clock.monotonic()
         self._log = EventLog(events_path(self._run_dir, bootstrap.process), process=bootstrap.process)
         self._journal, self._master, self._first = self._open_run()
@@ -115,7 +118,7 @@ class MasterShell:
         self._endpoint = open_endpoint(bootstrap)
         self._processes: dict[str, list[int]] = {}
         self._events: deque[Event] = deque()
-        self._next_tick = self._next_report = 0.0
+        self._next_tick = self._next_report = self._clock.monotonic()
         self._exit_code: int | None = None
 
     def _open_run(self) -> tuple[Journal, Master, Began]:
@@ -138,6 +141,9 @@ class MasterShell:
             else:
                 checkpoint = latest(self._run_dir / CHECKPOINTS)
                 step, source = (checkpoint.step, str(checkpoint.path)) if checkpoint else (0, None)
+                refusal = state.ledger.accepts(RolledBack(step, ""))
+                if refusal is not None:
+                    raise StorageError(f"no readable checkpoint of steps {state.saved_steps}: {refusal}")
                 began = msgspec.structs.replace(began, resumed=True, restore_step=step, restore_path=source)
         else:
             journal = Journal.create(path, owner=owner, disk=self._disk)
@@ -173,6 +179,7 @@ class MasterShell:
         """Wait for what comes, at most until the next tick, and act on it."""
         for delivery in self._poll():
             self._handle(delivery)
+        self._clock.skip(self._clock.monotonic() - self._next_tick - LONGEST_TURN_S)
         now = self._clock.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
@@ -205,10 +212,10 @@ class MasterShell:
                     self._endpoint.send(sender, self._book())
             case Register() as register if delivery.wants_reply:
                 self._take_in(delivery, register)
-            case ProcessExited() as exited if role_of(sender) is Role.AGENT:
+            case ProcessExited() as exited:
                 name, status, said = exited.process, exited.status, exited.last_output
                 self._feed(Exited(name, exited.incarnation, status, said, self._clock.wall()))
-            case ProcessSuspected() as seen if role_of(sender) is Role.AGENT:
+            case ProcessSuspected() as seen:
                 self._feed(
                     Suspected(
                         seen.process, seen.incarnation, seen.evidence, certain=True, time=self._clock.wall()
@@ -261,8 +268,11 @@ class MasterShell:
     def _take(self, event: Event) -> None:
         """One event through the pure core: decide, journal, act."""
         now, before = self._clock.monotonic(), self._master.phase
+        is_tick = isinstance(event, Tick)
+        if not is_tick:
+            self._records.input(event, now)
         decision = self._master.decide(event, now)
-        if decision.facts or decision.effects or not isinstance(event, Tick):
+        if is_tick and (decision.facts or decision.effects):
             self._records.input(event, now)
         if self._master.phase is not before:
             self._log.emit(Transition("master", "run", before, self._master.phase, decision.reason))
@@ -294,12 +304,14 @@ class MasterShell:
         except StorageFull as error:
             alert = Alert(f"paused, cause disk: {error}; the run goes on by itself when there is space")
             self._log.emit(alert)
+            since = self._clock.monotonic()
             wait(
                 lambda remaining_s: self._try_again(write, remaining_s),
                 whom="the disk",
                 what="space for the journal",
                 timeout_s=LONGEST_PAUSE_S,
             )
+            self._clock.skip(self._clock.monotonic() - since)
             self._log.emit(Note("the journal has space again, the run goes on"))
 
     def _try_again(self, write: Callable[[], None], remaining_s: float) -> bool | None:
@@ -446,18 +458,17 @@ class MasterShell:
         return {**own, **self._processes}
 
     def _watch_signals(self) -> None:
-        """SIGTERM asks for a clean stop: it arrives as a byte on a pipe that the loop watches."""
-        read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(write_end)
-        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        """SIGTERM asks for a clean stop: it arrives on a descriptor that the loop watches."""
+        signals = Signals(signal.SIGTERM)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
         def stop() -> None:
-            os.read(read_end, 64)
-            self._log.emit(Note("asked to stop after this step"))
-            self._feed(StopRequested("SIGTERM"))
+            # Whatever else the interpreter handles makes it readable too, and asks for nothing.
+            if signals.received():
+                self._log.emit(Note("asked to stop after this step"))
+                self._feed(StopRequested("SIGTERM"))
 
-        self._endpoint.watch(read_end, stop)
+        self._endpoint.watch(signals.fileno(), stop)
 
     def _orphaned(self) -> None:
         """Agent and launcher are gone: nobody is left to start or stop a process, so the run can not go on."""

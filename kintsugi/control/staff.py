@@ -20,6 +20,7 @@ START = "start"
 STOP = "stop"
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
+STOP_AGAIN_S = 1.0
 QUICK_RETRIES = 3
 """Starts of one process that may fail before others stop waiting for it; it is tried on, but seldom."""
 
@@ -45,8 +46,10 @@ class Staff:
         self._failed_starts: Counter[str] = Counter()
         self._order_at: dict[str, float] = {}
         """Processes that are to be ordered (again), and when."""
-        self._requested_at: dict[str, float] = {}
-        """Incarnation → since when it is awaited."""
+        self._requested_at: dict[str, tuple[str, float]] = {}
+        """Process → the incarnation that is awaited, and since when."""
+        self._stop_at: dict[str, float] = {}
+        """Processes that could not be stopped, and when it is tried again."""
         self._verdicts: dict[str, Fault] = {}
         """Incarnation → why it was ended by us."""
 
@@ -81,7 +84,7 @@ class Staff:
         self._draft.do(ShareBook())
         self._draft.because(f"{process} joined")
         self._failed_starts.pop(process, None)
-        self._requested_at.pop(event.peer.incarnation, None)
+        self._requested_at.pop(process, None)
         return Arrival.NEW
 
     def _retire_predecessor(self, event: Joined) -> None:
@@ -118,10 +121,10 @@ class Staff:
                 self.stop(child.process, child.incarnation, now, host=host)
         return missed
 
-    def order_missing(self, now: float) -> None:
-        """Order everything that is planned and neither there nor on its way, once all agents have come."""
+    def order_missing(self, now: float, *, first: bool) -> None:
+        """Order everything that is planned and neither there nor on its way; at `first`, once all agents have come."""
         members = self._draft.state.members
-        if len(members.live(Role.AGENT)) < self._num_hosts:
+        if first and len(members.live(Role.AGENT)) < self._num_hosts:
             return
         for name in self.plans:
             member = members.members.get(name)
@@ -157,6 +160,7 @@ class Staff:
         agent, token = self._draft.state.members.agent_of(member.host), f"{START}:{member.incarnation}"
         if agent is None or self._talk.is_open(token):
             return
+        self._requested_at.setdefault(member.process, (member.incarnation, now))
         self._talk.ask(token, agent, StartProcess(member.process, member.role, member.incarnation), now)
 
     def started(self, answer: ProcessStarted) -> None:
@@ -176,9 +180,7 @@ class Staff:
 
         An agent that died or was restarted in the middle is asked again when it reports.
         """
-        incarnation = token.removeprefix(f"{START}:")
-        members = self._draft.state.members.members.values()
-        member = next((m for m in members if m.incarnation == incarnation), None)
+        member = self._by_incarnation(token.removeprefix(f"{START}:"))
         if member is None or member.status is not MemberStatus.REQUESTED:
             return None
         if fault.kind in ("ProcessDied", "DeadlineExceeded"):
@@ -194,11 +196,12 @@ class Staff:
 
     def tick(self, now: float) -> None:
         """Order what is due."""
-        for member in self._draft.state.members.members.values():
-            if member.status is MemberStatus.REQUESTED:
-                since = self._requested_at.setdefault(member.incarnation, now)
-                if now - since > self._start_timeout_s:
-                    self.stop(member.process, member.incarnation, now)
+        for process, (incarnation, since) in self._requested_at.items():
+            if now - since > self._start_timeout_s:
+                self.stop(process, incarnation, now)
+        for process in [name for name, due in self._stop_at.items() if now >= due]:
+            del self._stop_at[process]
+            self.stop(process, self._draft.state.members.members[process].incarnation, now)
         for process in [name for name, due in self._order_at.items() if now >= due]:
             del self._order_at[process]
             known = self._draft.state.members.members.get(process)
@@ -218,16 +221,27 @@ class Staff:
         if agent is not None and not self._talk.is_open(token):
             self._talk.ask(token, agent, StopProcess(process, incarnation, 0.0), now)
 
+    def stop_failed(self, token: str, now: float) -> None:
+        """Its agent could not be asked: try again while the process is still ours."""
+        member = self._by_incarnation(token.removeprefix(f"{STOP}:"))
+        if member is not None:
+            self._stop_at[member.process] = now + STOP_AGAIN_S
+
+    def _by_incarnation(self, incarnation: str) -> Member | None:
+        """The member that is not lost under this incarnation."""
+        members = self._draft.state.members.members.values()
+        living = (member for member in members if member.status is not MemberStatus.LOST)
+        return next((member for member in living if member.incarnation == incarnation), None)
+
     def stopped(self, token: str) -> list[tuple[str, Fault, bool]]:
         """A process that was to end has ended; its exit has been reported, unless the report was lost. Gives it then,
         with its fault and whether it had registered."""
-        incarnation = token.removeprefix(f"{STOP}:")
-        for member in self._draft.state.members.members.values():
-            if member.incarnation == incarnation and member.status is not MemberStatus.LOST:
-                was_live = member.status is MemberStatus.LIVE
-                fault = self._fault_of(member, "it has ended, seen by its agent when it was to be stopped")
-                return [(member.process, fault, was_live)] if self._lose(member, fault) else []
-        return []
+        member = self._by_incarnation(token.removeprefix(f"{STOP}:"))
+        if member is None:
+            return []
+        was_live = member.status is MemberStatus.LIVE
+        fault = self._fault_of(member, "it has ended, seen by its agent when it was to be stopped")
+        return [(member.process, fault, was_live)] if self._lose(member, fault) else []
 
     def condemn(self, process: str, fault: Fault, now: float) -> None:
         """End a process of ours because of this fault, which is then the cause of its loss."""
@@ -276,7 +290,9 @@ class Staff:
         self._draft.fact(fact)
         self._talk.abandon(member.process)
         self._talk.withdraw(f"{START}:{member.incarnation}")
-        self._requested_at.pop(member.incarnation, None)
+        self._requested_at.pop(member.process, None)
+        self._stop_at.pop(member.process, None)
+        self._verdicts.pop(member.incarnation, None)
         self._draft.do(Forget(member.process, fault))
         self._draft.do(ShareBook())
         self._draft.because(f"lost {member.process}: {fault.message}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kintsugi.buffer.ledger import Ledger
 from kintsugi.control.membership import Membership
+from kintsugi.errors import Fault
 from kintsugi.facts import (
     CheckpointFailed,
     CheckpointSaved,
@@ -83,6 +84,8 @@ class MasterState:
         self.job = ""
         self.epoch = 0
         self.outcome: str | None = None
+        self.faults: tuple[Fault, ...] = ()
+        """That the run ended with."""
         self.weights_sha256 = ""
         self.wall_s = 0.0
         """Of all sessions that ended by themselves."""
@@ -150,6 +153,7 @@ class MasterState:
                 self.stop_reason = fact.reason
             case RunEnded():
                 self.outcome, self.weights_sha256 = fact.outcome, fact.weights_sha256
+                self.faults = () if fact.fault is None else (fact.fault,)
                 self.wall_s += fact.wall_s
                 self.stop_reason = None
 

@@ -66,7 +66,7 @@ class Training:
             return
         problem = self._walk.answered(token.split(":")[1], sender, done, now=now)
         if problem:
-            self._wrong(sender, problem, now)
+            self._wrong(self._walk.culprit, problem, now)
             return
         self._dispatch(now)
         if self._walk.finished:

@@ -22,6 +22,7 @@ from kintsugi.generation.engine import Engine, Output, Request
 from kintsugi.generation.noise import stream_key
 from kintsugi.messages import Body, FetchWeights, Generate, Generated, LoadWeights, WeightsLoaded
 from kintsugi.model.device import choose_device
+from kintsugi.model.faults import as_world_error
 from kintsugi.model.plan import plan_model
 from kintsugi.model.transformer import Transformer
 from kintsugi.observe.events import Note
@@ -95,13 +96,26 @@ class Server:
             self.turn(IDLE_WAIT_S)
 
     def turn(self, idle_wait_s: float) -> None:
-        """Take what has come in, then run one step of the engine."""
+        """Take what has come in, then run one step of the engine. A device that fails ends the server, by its own name:
+        what the engine was doing is lost with it, and the manager gives the requests to another one."""
+        try:
+            self._take_all(idle_wait_s)
+            self._advance()
+        except RuntimeError as error:
+            fault = as_world_error(error)
+            if fault is error:
+                raise
+            raise fault from error
+
+    def _take_all(self, idle_wait_s: float) -> None:
         if self._engine.idle:
             first = self._shell.next_request(idle_wait_s)
             if first is not None:
                 self._take(first)
         for delivery in self._shell.take_all():
             self._take(delivery)
+
+    def _advance(self) -> None:
         if self._engine.idle:
             return
         for output in self._engine.step():

@@ -7,6 +7,7 @@ and the answers were validated.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -61,6 +62,8 @@ class Walk:
         self._done = {name for name, call in graph.calls.items() if call.per is Per.GROUP}
         self._done |= {name for name, call in graph.calls.items() if call.role is Role.MASTER}
         self.answers: dict[str, dict[str, CallDone]] = {}
+        self.culprit = ""
+        """Who is to blame for the problem that `answered` gave; empty when nobody can be told."""
         self.spans: list[CallSpan] = []
 
     @property
@@ -92,10 +95,15 @@ class Walk:
             return None
         problem = self._validate(self._graph.calls[call], worker, answer)
         if problem:
+            self.culprit = worker
             return problem
         waiting[worker] = answer
         if all(waiting.values()):
-            self.answers[call] = {name: done for name, done in waiting.items() if done is not None}
+            answers = {name: done for name, done in waiting.items() if done is not None}
+            problem = self._disagreement(call, answers)
+            if problem:
+                return problem
+            self.answers[call] = answers
             del self._open[call]
             self._done.add(call)
             self.spans.append(CallSpan(call, self._started[call], now - self._started[call], tuple(waiting)))
@@ -109,10 +117,18 @@ class Walk:
             if found != mine:
                 some = sorted(found ^ mine)[:3]
                 return f"{worker} answered {call.name} with '{name}' for other samples than its own: {some}"
-        digests = {done.state_digest for done in self._open[call.name].values() if done is not None}
-        if digests and answer.state_digest not in digests:
-            return f"{worker} stands at state {answer.state_digest} after {call.name}, others at {sorted(digests)}"
         return None
+
+    def _disagreement(self, call: str, answers: Mapping[str, CallDone]) -> str | None:
+        """All workers must stand at the same state afterwards; whoever stands alone against the others is named."""
+        counts = Counter(done.state_digest for done in answers.values())
+        if len(counts) == 1:
+            return None
+        (right, most), (_, second), *_ = counts.most_common(2)
+        if most > second:
+            self.culprit = next(name for name, done in answers.items() if done.state_digest != right)
+        held = ", ".join(f"{name} {done.state_digest}" for name, done in answers.items())
+        return f"different states after {call}: {held}"
 
     def _take_outputs(self, call: str) -> None:
         """Per-sample scalars that a call gave travel with the samples to the calls that read them."""

@@ -13,7 +13,7 @@ from kintsugi.runtime import SYSTEM_CLOCK
 SAMPLE_S = 1.0
 MIB = 1 << 20
 MIN_SAMPLES = 20
-"""Of a process that counts."""
+"""Of a process that counts: each is compared with itself, over its own life, however short the others live."""
 SETTLED_S = 10.0
 """A process that was started later than so long ago still imports, connects and allocates."""
 
@@ -24,11 +24,11 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Growth:
-    """Samples processes about once a second; a process counts when it was there for half of all samples or more."""
+    """Samples processes about once a second. One of them serves many runs: a process is known by its name, its pid
+    and when it began."""
 
     def __init__(self) -> None:
-        self._samples: dict[tuple[str, int], list[Sample]] = {}
-        self._num_samples = 0
+        self._samples: dict[tuple[str, int, float], list[Sample]] = {}
         self._next = 0.0
 
     def sample(self, pids: Mapping[str, int]) -> None:
@@ -37,35 +37,48 @@ class Growth:
         if now < self._next:
             return
         self._next = now + SAMPLE_S
-        self._num_samples += 1
         for name, pid in pids.items():
             try:
                 process = psutil.Process(pid)
-                if SYSTEM_CLOCK.wall() - process.create_time() < SETTLED_S:
+                began = process.create_time()
+                if SYSTEM_CLOCK.wall() - began < SETTLED_S:
                     continue
                 sample = Sample(process.num_fds(), process.memory_info().rss / MIB)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-            self._samples.setdefault((name, pid), []).append(sample)
+            self._samples.setdefault((name, pid, began), []).append(sample)
+
+    @property
+    def num_processes(self) -> int:
+        """That lived long enough to be counted."""
+        return len(self._counted)
 
     @property
     def by_process(self) -> dict[str, tuple[int, float]]:
-        """Descriptors and MB that each process gained from its first quarter to its last."""
-        least = max(MIN_SAMPLES, self._num_samples / 2)
-        return {
-            name: (round(fd_growth_of(samples)), round(rss_growth_of(samples), 1))
-            for (name, _), samples in self._samples.items()
-            if len(samples) >= least
-        }
+        """Descriptors and MB gained from the first quarter of a life to its last; the most of all that had a name."""
+        worst: dict[str, tuple[int, float]] = {}
+        for name, samples in self._counted:
+            fds, mb = round(fd_growth_of(samples)), round(rss_growth_of(samples), 1)
+            most_fds, most_mb = worst.get(name, (fds, mb))
+            worst[name] = (max(fds, most_fds), max(mb, most_mb))
+        return worst
 
     @property
-    def fd_growth(self) -> int:
-        """Of the process that gained most."""
-        return max((fds for fds, _ in self.by_process.values()), default=0)
+    def fd_growth(self) -> int | None:
+        """Of the process that gained most; None when nothing lived long enough to say."""
+        return max((fds for fds, _ in self.by_process.values()), default=None)
 
     @property
-    def rss_growth_mb(self) -> float:
-        return max((mb for _, mb in self.by_process.values()), default=0.0)
+    def rss_growth_mb(self) -> float | None:
+        return max((mb for _, mb in self.by_process.values()), default=None)
+
+    @property
+    def _counted(self) -> list[tuple[str, list[Sample]]]:
+        return [
+            (name, samples)
+            for (name, _, _), samples in self._samples.items()
+            if len(samples) >= MIN_SAMPLES
+        ]
 
 
 def fd_growth_of(samples: list[Sample]) -> float:

@@ -72,10 +72,13 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     samples_lost: int
     samples_duplicated: int
     processes_left: int
-    fd_growth: int
-    rss_growth_mb: float
+    fd_growth: int | None
+    rss_growth_mb: float | None
+    """Of the worst process, over its own life; None when none lived long enough to say."""
+    num_processes: int
+    """That lived long enough."""
     growth: dict[str, tuple[int, float]]
-    """Descriptors and MB of each process that lived for at least half of the time; the totals are of the worst."""
+    """Descriptors and MB by name, of the worst process that had it."""
     ettr: float
     """Undisturbed time of the steps, divided by the time that they took."""
     step_s: float
@@ -111,6 +114,8 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
             found.append(f"{self.samples_lost} samples lost, {self.samples_duplicated} trained twice")
         if self.processes_left:
             found.append(f"{self.processes_left} processes left")
+        if not self.num_processes:
+            found.append("no process lived long enough to say whether it grows")
         return found
 
 
@@ -236,10 +241,7 @@ def _totals_table(report: Report) -> Table:
     table.add_row("samples", f"{totals.samples_lost} lost, {totals.samples_duplicated} trained twice")
     table.add_row("healthy pids unchanged", f"{unchanged} of {len(report.faults)}")
     table.add_row("processes left", str(totals.processes_left))
-    table.add_row(
-        "growth",
-        f"{totals.fd_growth} descriptors, {totals.rss_growth_mb:.1f} MB in the worst of {len(totals.growth)}",
-    )
+    table.add_row("growth", _growth(totals))
     table.add_row(
         "productive share of time", f"{totals.ettr:.1%}, a step takes {totals.step_s:.2f} s undisturbed"
     )
@@ -249,6 +251,13 @@ def _totals_table(report: Report) -> Table:
     for problem in totals.wrong:
         table.add_row("wrong", problem)
     return table
+
+
+def _growth(totals: Totals) -> str:
+    if totals.fd_growth is None or totals.rss_growth_mb is None:
+        return "not measured"
+    worst = f"{totals.fd_growth} descriptors, {totals.rss_growth_mb:.1f} MB"
+    return f"{worst} in the worst of {totals.num_processes} processes"
 
 
 def _number(value: float | None) -> str:

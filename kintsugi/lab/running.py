@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
@@ -28,6 +29,8 @@ from kintsugi.worker import EXIT_ERROR, EXIT_USER_ERROR
 MARK = "KINTSUGI_LAB_MARK"
 LAUNCHER = (sys.executable, "-m", "kintsugi.lab.running")
 PR_SET_PDEATHSIG = 1
+MARK_DEADLINE_S = 5.0
+MARK_POLL_S = 0.001
 END_DEADLINE_S = 20.0
 
 
@@ -64,6 +67,19 @@ class MarkedRun:
                 stderr=log,
                 new_session=True,
             )
+        self._wait_for_mark(self.launcher)
+
+    def _wait_for_mark(self, launcher: Child) -> None:
+        """The kernel shows a process's environment a moment after its program began; until then, nobody could tell
+        that it is ours."""
+
+        def attempt(remaining_s: float) -> bool | None:
+            if self.is_ours(launcher.pid) or launcher.ended():
+                return True
+            time.sleep(min(remaining_s, MARK_POLL_S))
+            return None
+
+        wait(attempt, whom="launcher", what="its mark", timeout_s=MARK_DEADLINE_S)
 
     @property
     def running(self) -> bool:

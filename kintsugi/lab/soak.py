@@ -301,6 +301,7 @@ class Soak:
             processes_left=self._processes_left,
             fd_growth=self._growth.fd_growth,
             rss_growth_mb=self._growth.rss_growth_mb,
+            num_processes=self._growth.num_processes,
             growth=self._growth.by_process,
             ettr=undisturbed_s * len(accounts) / disturbed_s if disturbed_s else 0.0,
             step_s=statistics.median(after.at - before.at for before, after in pairwise(commits)),

@@ -134,7 +134,7 @@ class Controller:
         self._open = set()
         self._enter(_E.FAILED, now)
 
-    def give_up(self, ranks: Ranks, now: float) -> None:
+    def give_up(self, now: float) -> None:
         """No strategy is left but to dump."""
         self._open = set()
         self._enter(_E.HOPELESS, now)
@@ -190,7 +190,7 @@ class Controller:
 
     def _device_stop(self, ranks: Ranks) -> dict[str, Body]:
         self.generation = max([self.generation, *(answer.generation for answer in self._ready.values())])
-        return dict.fromkeys(self._locked(ranks), DeviceStop(self.generation, self._sequence))
+        return dict.fromkeys(self._locked(ranks), DeviceStop(self.generation, self._sequence, ranks.missing))
 
     def _device_clean(self, ranks: Ranks) -> dict[str, Body]:
         return dict.fromkeys(self._locked(ranks), DeviceClean(self._sequence))
@@ -209,7 +209,7 @@ class Controller:
 
         At step 0 a fresh rank already has the state: it is what the configuration says.
         """
-        holders = tuple(name for name in self.ranks if self._holds(name, ranks.step))
+        holders = tuple(name for name in self.ranks if self.holds(name, ranks.step))
         lacking = [name for name in self.ranks if name not in self._repaired]
         if ranks.flow != Flow.RESTORE:
             lacking = [name for name in lacking if name not in holders]
@@ -256,7 +256,7 @@ class Controller:
     def _locked(self, ranks: Ranks) -> list[str]:
         return [name for name in ranks.living if name in self._ready]
 
-    def _holds(self, name: str, step: int) -> bool:
+    def holds(self, name: str, step: int) -> bool:
         """Whether a rank can return to a step by itself: it committed it, or prepared it and missed the commit."""
         ready = self._ready.get(name)
         return ready is not None and ready.stage != "" and step in (ready.step, ready.prepared_step)

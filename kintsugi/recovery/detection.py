@@ -329,9 +329,9 @@ def _awaited(waits: Sequence[Wait]) -> tuple[str, ...]:
 
 
 def _work(counters: Mapping[str, int]) -> dict[str, int]:
-    """The counters that the main thread moves. Those with a dot in their name, and what was refused, are counted by the
-    control thread, and grow too when the master asks a process again that hangs."""
-    return {name: count for name, count in counters.items() if "." not in name and name != "refused_orders"}
+    """The counters that the main thread moves. Those with a dot in their name are counted by the control
+    thread, and grow too when the master asks a process again that hangs."""
+    return {name: count for name, count in counters.items() if "." not in name}
 
 
 def _stands_still(watched: _Watched, clock: float, allowance_s: float) -> bool:

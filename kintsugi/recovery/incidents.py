@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Mapping
 
 from kintsugi.errors import Fault
-from kintsugi.recovery.policy import Situation, Strategy
+from kintsugi.recovery.policy import MAX_FAULTS, Situation, Strategy
 from kintsugi.recovery.states import RecoveryState
+from kintsugi.types import Role, role_of
 
 _S = RecoveryState
 
@@ -22,6 +23,22 @@ class Incident:
     def __init__(self, number: int, now: float) -> None:
         self.number = number
         self.faults: list[Fault] = []
+        """Those that a report begins with; the journal has all of them."""
+        self.processes: dict[str, None] = {}
+        """That were lost."""
+        self.strategy = Strategy.RECOVER
+        self.num_steps = 0
+        """Committed while it is open."""
+        self.beyond_help = ""
+        """Why nothing can help that repeats or replaces, where that is known."""
+        self.progressed()
+        self.first_fault_at = now
+        self.last_fault_at = now
+        self.staffed_at = now
+
+    def progressed(self) -> None:
+        """A step was committed: what the policy judges by counts from here."""
+        self.num_faults = 0
         self.deaths: Counter[str] = Counter()
         """Process → how often it was lost."""
         self.attempts = 0
@@ -32,15 +49,11 @@ class Incident:
         """Repairs that failed since the run last fell back."""
         self.fell_back = False
         """The run has returned to an earlier step already."""
-        self.strategy = Strategy.RECOVER
-        self.first_fault_at = now
-        self.last_fault_at = now
-        self.staffed_at = now
 
     def timing(self, since: Mapping[RecoveryState, float], now: float) -> dict[str, float]:
         """Seconds from the last fault to now, in parts; parts that did not occur are left out."""
         parts = {"total": now - self.last_fault_at, "outage": now - self.first_fault_at}
-        if self.deaths:
+        if self.processes:
             parts["start"] = self.staffed_at - self.last_fault_at
         for name, begin, end in (
             ("lock", _S.PRE_LOCKING, _S.WAITING),
@@ -62,20 +75,25 @@ class Incidents:
         self.start_s = 2.0
         """What the start of a replacement took last."""
 
-    def fault(self, fault: Fault, *, number: int, now: float, lost: str = "") -> bool:
-        """Note a fault, of a process that is lost or of one that lives; True if a new incident begins with it."""
-        new = self.current is None
-        if self.current is None:
-            self.current = Incident(number, now)
-        self.current.faults.append(fault)
-        self.current.last_fault_at = self.current.staffed_at = now
+    def fault(self, fault: Fault, *, number: int, now: float, lost: str = "") -> None:
+        """Note a fault, of a process that is lost or of one that lives; a new incident begins if none is open.
+
+        A loss explains failures before it, and is bounded by itself.
+        """
+        current = self.current = self.current or Incident(number, now)
+        if len(current.faults) < MAX_FAULTS:
+            current.faults.append(fault)
+        current.num_faults += 1
+        current.last_fault_at = current.staffed_at = now
         if lost:
-            self.current.deaths[lost] += 1
-        return new
+            current.processes[lost] = None
+            current.deaths[lost] += 1
+            if fault.cause is None:  # It was not us who ended it.
+                current.attempts = 0
 
     def staffed(self, now: float) -> None:
         """The last missing process is back."""
-        if self.current is not None and self.current.deaths:
+        if self.current is not None and self.current.processes:
             self.current.staffed_at = now
             self.start_s = max(0.01, now - self.current.last_fault_at)
 
@@ -86,6 +104,9 @@ class Incidents:
         current = self.current
         return Situation(
             faults=tuple(current.faults) if current else (),
+            num_faults=current.num_faults if current else 0,
+            beyond_help=current.beyond_help if current else "",
+            lost=tuple(name for name in current.deaths if role_of(name) is Role.MODEL) if current else (),
             missing=missing,
             living=living,
             attempts=current.attempts if current else 0,

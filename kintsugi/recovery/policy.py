@@ -100,6 +100,12 @@ class Situation(msgspec.Struct, frozen=True):
 
     faults: tuple[Fault, ...]
     """Of this incident, in the order of their arrival."""
+    num_faults: int = 0
+    """Since a step was last committed."""
+    beyond_help: str = ""
+    """Why nothing can help, where that is known already."""
+    lost: tuple[str, ...] = ()
+    """Ranks that were lost since a step was last committed, whether or not their replacements are there."""
     missing: tuple[str, ...] = ()
     """Ranks that are lost and not back."""
     living: tuple[str, ...] = ()
@@ -141,32 +147,33 @@ class Plan(msgspec.Struct, frozen=True):
 
 def plan(situation: Situation) -> Plan:
     """The first strategy of the ladder that is possible; the options say what the others would have meant."""
-    options = (_retry(situation), _recover(situation), _elastic(situation), _dump(situation), Option(_EXIT))
+    exit_run = Option(Strategy.EXIT)
+    options = (_retry(situation), _recover(situation), _elastic(situation), _dump(situation), exit_run)
     chosen = next(option for option in options if not option.impossible)
     refused = [str(option) for option in options[: options.index(chosen)]]
     return Plan(chosen.strategy, "; ".join([_why(situation, chosen), *refused]), options)
-
-
-_EXIT = Strategy.EXIT
 
 
 def hopeless(situation: Situation) -> str:
     """Why nothing that repeats or replaces can help; empty while something may."""
     if any(classify(fault) is FaultClass.USER for fault in situation.faults):
         return "it is the user's mistake and would be made again"
+    if situation.beyond_help:
+        return situation.beyond_help
     if situation.attempts >= MAX_ATTEMPTS:
         return f"{situation.attempts} recoveries of this incident failed"
     if situation.most_deaths >= MAX_DEATHS:
         return f"the same process was lost {situation.most_deaths} times"
-    if len(situation.faults) >= MAX_FAULTS:
-        return f"{len(situation.faults)} faults came before one recovery was through"
+    if situation.num_faults >= MAX_FAULTS:
+        return f"{situation.num_faults} faults came before a step was through"
     return ""
 
 
 def _retry(situation: Situation) -> Option:
     why = hopeless(situation)
-    if not why and situation.missing:
-        why = f"{', '.join(situation.missing)} lost"
+    gone = dict.fromkeys((*situation.lost, *situation.missing))
+    if not why and gone:
+        why = f"{', '.join(gone)} lost"
     if not why and any(classify(fault) is FaultClass.DEVICE for fault in situation.faults):
         why = "a device fault stays with its process"
     return Option(Strategy.RETRY, situation.step_s, why)
@@ -197,9 +204,10 @@ def _why(situation: Situation, chosen: Option) -> str:
         case Strategy.RETRY:
             return f"all {len(situation.living)} ranks live: they return to the agreed step"
         case Strategy.RECOVER:
-            return f"{', '.join(situation.missing) or 'the broken process'} replaced, the rest stays"
+            gone = dict.fromkeys((*situation.lost, *situation.missing))
+            return f"{', '.join(gone) or 'the broken process'} replaced, the rest stays"
         case Strategy.ELASTIC:
             whole = len(situation.living) + len(situation.missing)
             return f"{len(situation.living)} of {whole} ranks go on without {', '.join(situation.missing)}"
         case _:
-            return hopeless(situation)
+            return hopeless(situation) or "no rank lives and no replacement comes"

@@ -95,8 +95,8 @@ class RolloutWorker:
         """To be asked of the manager, as soon as there is one."""
         self._finished: dict[str, Finished] = {}
         self._evaluated_version = -1
-        self._awaited: Group | None = None
-        """Whose generation is declared as a wait."""
+        self._declared: Wait | None = None
+        """For the generation of the oldest group."""
         self._wait = 0
         self._clock = SYSTEM_CLOCK
         self.endpoint = open_endpoint(bootstrap)
@@ -125,13 +125,15 @@ class RolloutWorker:
     def _declare(self) -> None:
         """Say that this process waits for the manager while a group is being generated: the heartbeats carry it."""
         oldest = next((group for group in self._running.values() if not group.completions), None)
-        if oldest is self._awaited:
+        # Compared as a whole: a master that took over gives a group that runs more time.
+        awaited = None if oldest is None else Wait(MANAGER, "Generated", oldest.since, oldest.deadline)
+        if awaited == self._declared:
             return
-        if self._awaited is not None:
+        if self._declared is not None:
             WAITS.end(self._wait)
-        if oldest is not None:
-            self._wait = WAITS.begin(Wait(MANAGER, "Generated", oldest.since, oldest.deadline))
-        self._awaited = oldest
+        if awaited is not None:
+            self._wait = WAITS.begin(awaited)
+        self._declared = awaited
 
     def close(self) -> None:
         self._reward_thread.abandon()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kintsugi import wire
 from kintsugi.errors import Fault
 from kintsugi.messages import AddressBook, Body, Failed, Register
 from kintsugi.simulation.directory import BookIndex, SharedDirectory
@@ -257,8 +258,9 @@ class SimulatedEndpoint:
         """Answer a request, once; the route of a delivery is the process that it came from."""
         envelope = delivery.envelope
         delivery.running.pop(envelope.sequence, None)
-        self._saved.put(envelope, body, (), size=1, now=self._world.now)
-        self._transmit_reply(delivery.route, envelope.sequence, body)
+        answer = self._reply_envelope(envelope.sequence)
+        self._saved.put(envelope, wire.encode(answer, body), now=self._world.now)
+        self._transmit_reply(delivery.route, answer, body)
 
     def fail(self, delivery: Delivery, kind: str, message: str, *, cause: Fault | None = None) -> None:
         self.reply(delivery, Failed(self._world.fault(kind, self._owner.name, message, cause=cause)))
@@ -271,9 +273,11 @@ class SimulatedEndpoint:
         envelope = Envelope(JOB, self.epoch, owner.name, owner.incarnation, sequence, kind)
         owner.network.carry(owner, target, target.endpoint.receive, owner, envelope, body)
 
-    def _transmit_reply(self, route: Any, sequence: int, body: Body) -> None:
+    def _reply_envelope(self, sequence: int) -> Envelope:
+        return Envelope(JOB, self.epoch, self._owner.name, self._owner.incarnation, sequence, _REPLY)
+
+    def _transmit_reply(self, route: Any, envelope: Envelope, body: Body) -> None:
         owner, target = self._owner, route
-        envelope = Envelope(JOB, self.epoch, owner.name, owner.incarnation, sequence, _REPLY)
         owner.network.carry(owner, target, target.endpoint.receive_reply, owner, envelope, body)
 
     def _remind(self, pending: Pending) -> None:
@@ -302,7 +306,7 @@ class SimulatedEndpoint:
     def receive(self, source: Process, envelope: Envelope, body: Body) -> None:
         if source.key not in self._introduced and source.key.decode() not in self.directory.callers:
             return  # It waits at the door until somebody introduces it; a request comes again.
-        why = self.directory.why_refused(source.key.decode(), envelope, epoch=self.seen_epoch)
+        why = self.directory.why_refused(source.key.decode(), envelope, epoch=self.seen_epoch, body=body)
         if why:
             self._refuse(source, envelope, why)
             return
@@ -327,13 +331,14 @@ class SimulatedEndpoint:
         saved = self._saved.get(envelope)
         if saved is None:
             return False
-        assert saved.body is not None
-        self._transmit_reply(source, envelope.sequence, saved.body)
+        assert saved.frame is not None
+        answer = wire.decode(saved.frame)
+        self._transmit_reply(source, answer.envelope, answer.body)
         return True
 
     def _refuse(self, source: Process, envelope: Envelope, why: str, *, kind: str = "RefusedError") -> None:
         fault = self._world.fault(kind, self._owner.name, why)
-        self._transmit_reply(source, envelope.sequence, Failed(fault))
+        self._transmit_reply(source, self._reply_envelope(envelope.sequence), Failed(fault))
 
     def receive_reply(self, source: Process, envelope: Envelope, body: Body) -> None:
         self.seen_epoch = self.directory.newest_epoch(self.seen_epoch, by=source.name, of=envelope)

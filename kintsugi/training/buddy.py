@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kintsugi.checkpoint.snapshot import Header
-from kintsugi.messages import KeepState, StateFetched
+from kintsugi.errors import KintsugiError
+from kintsugi.messages import KeepState, Ok
 from kintsugi.runtime import COUNTERS
-from kintsugi.training.copies import Counters
+from kintsugi.training.copies import Counters, state_fetched
 from kintsugi.training.samples import Answer
 from kintsugi.transport import Blob, chunks
 from kintsugi.types import Peer
@@ -27,17 +28,18 @@ Send = Callable[[str, KeepState, Sequence[Blob]], Answer]
 """Asks a process to keep a state, without waiting; from any thread."""
 
 
-def buddy_of(*, rank: int, host: str, others: Sequence[Peer], agents: Sequence[Peer]) -> str | None:
+def buddy_of(*, rank: int, host: str, others: Sequence[Peer], agents: Sequence[Peer]) -> Peer | None:
     """The agent that a rank on `host` has to send its state to; None where there is no need, or nobody.
 
     Another rank on another host is a better copy than any; of the ranks of one host the first speaks for all.
 
-    >>> buddy_of(rank=0, host="host-0", others=[], agents=[Peer("agent-1", "0", "host-1", "", b"")])
+    >>> buddy_of(rank=0, host="host-0", others=[], agents=[Peer("agent-1", "0", "host-1", "", b"")]).process
     'agent-1'
     """
     if rank != 0 or any(other.host != host for other in others):
         return None
-    return min((agent.process for agent in agents if agent.host != host), default=None)
+    elsewhere = (agent for agent in agents if agent.host != host)
+    return min(elsewhere, key=lambda agent: agent.process, default=None)
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class BuddyCopy:
     """Sends states off the critical path: one at a time, and the latest when the last has arrived.
 
     A step is sent as soon as it is prepared, not when it is committed: it should be there when the master writes it
-    down. The agent keeps the step before it as well.
+    down. The agent keeps the step before it as well. It counts as kept once that agent has said so, and no longer than
+    that agent lives: its successor has nothing.
     """
 
     def __init__(self, send: Send, *, process: str) -> None:
@@ -63,17 +66,31 @@ class BuddyCopy:
         self._process = process
         self._thread: threading.Thread | None = None
         self._answer: Answer | None = None
-        self._sent = ""
+        self._sent: tuple[str, str, str] | None = None
+        """Digest, agent and the agent's incarnation."""
 
-    def offer(self, copy: StateCopy, *, buddy: str) -> bool:
-        """Send this state unless it was, or another is still on its way; says whether it will."""
+    def offer(self, copy: StateCopy, *, buddy: Peer) -> bool:
+        """Send this state unless it is kept, or another is still on its way; says whether it will."""
         is_reading = self._thread is not None and self._thread.is_alive()
         is_travelling = self._answer is not None and not self._answer.done
-        if is_reading or is_travelling or copy.digest == self._sent:
+        wanted = (copy.digest, buddy.process, buddy.incarnation)
+        if is_reading or is_travelling or (wanted == self._sent and self._is_kept()):
             return False
-        self._sent = copy.digest
-        self._thread = threading.Thread(target=self._run, args=(copy, buddy), name="buddy", daemon=True)
+        self._sent, self._answer = wanted, None
+        self._thread = threading.Thread(
+            target=self._run, args=(copy, buddy.process), name="buddy", daemon=True
+        )
         self._thread.start()
+        return True
+
+    def _is_kept(self) -> bool:
+        """Whether what was sent last has arrived; a copy that was overtaken was never sent."""
+        if self._answer is None:
+            return False
+        try:
+            self._answer.result().expect(Ok)
+        except KintsugiError:
+            return False
         return True
 
     def _run(self, copy: StateCopy, buddy: str) -> None:
@@ -84,7 +101,7 @@ class BuddyCopy:
         if before is None or before.digest != copy.digest or copy.header() != before:
             COUNTERS.add("buddy_copies_overtaken")
             return
-        state = StateFetched(manifest, copy.counters.stage, copy.counters.updates, copy.counters.skipped)
+        state = state_fetched(manifest, copy.counters)
         pieces = [buffer[piece.offset : piece.offset + piece.size] for piece in manifest.pieces]
         frames = [frame for piece in pieces for frame in chunks(piece)]
         with suppress(ShuttingDown):

@@ -25,6 +25,8 @@ from kintsugi.training.digests import digest as digest_bytes
 
 INLINE_BYTES = 4 << 20
 """Less is copied faster than a thread is started."""
+TRANSFER_BYTES = 32 << 20
+"""Moved to the host in one piece; between two of them others get their turn, who wait for a few numbers."""
 COPY_TIMEOUT_S = 600.0
 
 
@@ -268,7 +270,10 @@ class _Copy:
         stream = torch.cuda.Stream(self._tensor.device)
         with torch.cuda.stream(stream):
             stream.wait_event(self._ready)
-            self._into.copy_(self._tensor, non_blocking=True)
+            numel = TRANSFER_BYTES // self._tensor.element_size()
+            pieces = zip(self._tensor.view(-1).split(numel), self._into.view(-1).split(numel), strict=True)
+            for source, target in pieces:
+                target.copy_(source, non_blocking=True)
         stream.synchronize()
 
 

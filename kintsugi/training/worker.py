@@ -55,6 +55,7 @@ from kintsugi.messages import (
 )
 from kintsugi.model import huggingface
 from kintsugi.model.device import choose_device, use_deterministic_kernels
+from kintsugi.model.faults import as_world_error
 from kintsugi.model.plan import plan_model
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.model.transformer import Transformer, initialize
@@ -65,7 +66,6 @@ from kintsugi.runtime import COUNTERS, wait
 from kintsugi.training.adapter import TorchAdapter
 from kintsugi.training.buddy import KEEP_TIMEOUT_S, BuddyCopy, buddy_of
 from kintsugi.training.copies import Counters
-from kintsugi.training.faults import as_world_error
 from kintsugi.training.group import StoreServer
 from kintsugi.training.interfaces import ModelCalls
 from kintsugi.training.replica import StateSource, fetch_state
@@ -78,7 +78,7 @@ from kintsugi.weights.publish import Publisher
 from kintsugi.worker import Shell, ShuttingDown, run_worker
 
 IDLE_WAIT_S = 1.0
-"""Between two looks whether the agent that holds the snapshots is still the same."""
+"""Between two looks whether the agents that hold copies of the state are still the same, in a long call too."""
 STATE_TIMEOUT_S = 60.0
 """Of one request to a replica."""
 
@@ -128,6 +128,7 @@ class ModelWorker:
         self._publisher = publisher
         self._note = note
         self._renew = renew
+        self._renewed_at = 0.0
         self._host = host
         self._stages = {stage.name: stage for stage in stages(config)}
         self._backlog: deque[Delivery] = deque()
@@ -157,6 +158,8 @@ class ModelWorker:
         delivery = self._backlog.popleft() if self._backlog else self._shell.next_request(idle_wait_s)
         if delivery is not None:
             self._handle(delivery)
+        elif self._adapter.ranks:
+            self._offer_copy()  # What the other host's agent lost, or could not keep when it was sent.
 
     @property
     def has_backlog(self) -> bool:
@@ -210,7 +213,7 @@ class ModelWorker:
             case HashWeights():
                 return WeightsHashed(weights_sha256(self._state.weights())), ()
             case Save():
-                return self._save(body) if self._adapter.rank == 0 else Ok(), ()
+                return self._save(body), ()
             case RebuildGroup():
                 return self._rebuild(body), ()
             case _ if isinstance(body, Operation):
@@ -358,6 +361,10 @@ class ModelWorker:
 
     def _interruption(self) -> str | None:
         """Look at what arrived meanwhile: some is answered at once, the rest waits its turn in the backlog."""
+        now = time.monotonic()
+        if now >= self._renewed_at + IDLE_WAIT_S:
+            self._renewed_at = now
+            self._renew()
         for delivery in self._shell.take_all():
             if isinstance(delivery.body, FetchWeights | FetchState | PreLock):
                 self._handle(delivery)

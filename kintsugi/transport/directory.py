@@ -10,9 +10,10 @@ import msgspec
 from zmq.utils import z85
 
 from kintsugi.errors import Fault, KintsugiError, ProcessDied, RefusedError
+from kintsugi.messages import Body
 from kintsugi.transport.exchange import Delivery
 from kintsugi.types import Peer, Role, role_of
-from kintsugi.wire import Envelope, MessageKind
+from kintsugi.wire import SPOKEN_BY, Envelope, MessageKind
 
 MAX_WAITING = 1024
 """So many unknown keys may wait to be introduced; the one that waits longest makes room."""
@@ -21,10 +22,11 @@ MAX_WAITING = 1024
 class Caller:
     """A process that may speak to us, and its requests that we have not answered yet."""
 
-    __slots__ = ("peer", "running")
+    __slots__ = ("peer", "role", "running")
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
+        self.role = role_of(peer.process)
         self.running: dict[int, Delivery] = {}
 
 
@@ -43,10 +45,17 @@ class Directory:
         """By public key (Z85), as ZeroMQ names the user of a connection."""
 
     def add(self, peer: Peer) -> None:
-        """Let this key speak as this process. Whoever had the name before must have been removed."""
+        """Let this key speak as this process. Whoever had the name before must have been removed.
+
+        Who only moved to another address asks again under the same numbers for what is still being worked on.
+        """
         self._gone.pop(peer.process, None)
         self.peers[peer.process] = peer
-        self.callers[peer.public_key.decode()] = Caller(peer)
+        key, caller = peer.public_key.decode(), Caller(peer)
+        known = self.callers.get(key)
+        if known is not None and known.peer.incarnation == peer.incarnation:
+            caller.running = known.running
+        self.callers[key] = caller
 
     def remove(self, process: str, fault: Fault) -> None:
         """The process is gone for this reason; its key is nobody's from now on."""
@@ -84,8 +93,8 @@ class Directory:
         question = self._waiting.pop(key, None)
         return _zap_answer(question, status=b"200", key=key) if question else None
 
-    def why_refused(self, key: str, envelope: Envelope, *, epoch: int) -> str:
-        """Why a message that came with this key is refused; empty when it is not."""
+    def why_refused(self, key: str, envelope: Envelope, *, epoch: int, body: Body | None = None) -> str:
+        """Why a message that came with this key is refused; empty when it is not. Without a body: one not readable."""
         caller = self.callers.get(key)
         if caller is None:
             return f"{envelope.sender} {envelope.incarnation} is not in the address book"
@@ -96,6 +105,8 @@ class Directory:
             return f"expected job {self._job}, got {envelope.job}"
         if envelope.kind is MessageKind.REPLY:
             return "a reply that was not asked for"
+        if body is not None and caller.role not in SPOKEN_BY[type(body)]:
+            return f"{type(body).__name__} is not for {envelope.sender} to say"
         if envelope.incarnation != peer.incarnation:
             if not _took_over(peer, envelope, epoch=epoch):
                 return f"{envelope.sender} {envelope.incarnation} is not {peer.incarnation}"

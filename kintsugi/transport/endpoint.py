@@ -44,7 +44,6 @@ from kintsugi.transport.exchange import (
     bulk_size,
 )
 from kintsugi.transport.sockets import (
-    MORE,
     NOBLOCK,
     QUEUED_MESSAGES,
     Link,
@@ -236,8 +235,8 @@ class Endpoint:
         envelope = delivery.envelope
         assert envelope.kind is _REQUEST, f"{type(delivery.body).__name__} is one-way and has no reply"
         delivery.running.pop(envelope.sequence, None)
-        size = self._transmit_reply(delivery.route, envelope.sequence, body, blobs)
-        self._saved.put(envelope, body, blobs, size=size, now=self._clock.monotonic())
+        frame = self._transmit_reply(delivery.route, envelope.sequence, body, blobs)
+        self._saved.put(envelope, frame, blobs=blobs, now=self._clock.monotonic())
 
     def fail(self, delivery: Delivery, error: BaseException) -> Fault:
         """Answer a request with the error that it ended in; gives the fault as it was sent."""
@@ -274,12 +273,11 @@ class Endpoint:
             return False
         return True
 
-    def _transmit_reply(self, route: bytes, sequence: int, body: Body, blobs: Sequence[Blob] = ()) -> int:
+    def _transmit_reply(self, route: bytes, sequence: int, body: Body, blobs: Sequence[Blob] = ()) -> bytes:
         envelope = Envelope(self.job, self.epoch, self.process, self.incarnation, sequence, _REPLY)
         frame = wire.encode(envelope, body)
-        self._router.send(route, MORE)
-        send_frames(self._router, frame, blobs)
-        return len(frame) + bulk_size(blobs) if blobs else len(frame)
+        send_frames(self._router, frame, blobs, route=route)
+        return frame
 
     # The loop.
 
@@ -412,7 +410,7 @@ class Endpoint:
             self._receive_malformed(route, key, frame, str(error))
             return
         envelope, body = message.envelope, message.body
-        if why := self._directory.why_refused(key, envelope, epoch=self.seen_epoch):
+        if why := self._directory.why_refused(key, envelope, epoch=self.seen_epoch, body=body):
             self._refuse(route, envelope, RefusedError(why))
             return
         caller = self._directory.callers[key]
@@ -447,9 +445,9 @@ class Endpoint:
             return True
         if (saved := self._saved.get(envelope)) is None:
             return False
-        if saved.body is not None:
+        if saved.frame is not None:
             COUNTERS.add("transport.answered_again")
-            self._transmit_reply(route, envelope.sequence, saved.body, saved.blobs)
+            send_frames(self._router, saved.frame, saved.blobs, route=route)
             return True
         if self._clock.monotonic() < saved.until:
             return True

@@ -21,8 +21,8 @@ Blob = bytes | memoryview
 BodyType = TypeVar("BodyType", bound=Body)
 
 CHUNK_BYTES = 16 << 20
-SAVED_REPLIES = 4096
-SAVED_BYTES = 16 << 20
+SAVED_REPLIES = 512
+SAVED_BYTES = 2 << 20
 SLOWEST_BULK_BYTES_PER_S = 50e6
 """A bulk transfer is taken to be still on its way for as long as it would need at this rate."""
 
@@ -135,9 +135,13 @@ class PendingReply(msgspec.Struct, eq=False):
 
 
 class SavedReply(msgspec.Struct, frozen=True, eq=False):
-    """An answer that was given; without the answer itself when that was too large to keep."""
+    """An answer that was given, as it was sent; without the frame when it was too large to keep.
 
-    body: Body | None
+    Encoded, because the objects that it says take several times the memory. The epoch that it says is that of then:
+    who gets it again believes in newer ones only.
+    """
+
+    frame: bytes | None
     blobs: Sequence[Blob]
     size: int
     until: float = 0.0
@@ -162,12 +166,13 @@ class SavedReplies:
         saved = self._replies.pop((envelope.sender, envelope.incarnation, envelope.sequence))
         self._bytes -= saved.size
 
-    def put(self, envelope: Envelope, body: Body, blobs: Sequence[Blob], *, size: int, now: float) -> None:
-        """Remember an answer of `size` bytes."""
+    def put(self, envelope: Envelope, frame: bytes, *, blobs: Sequence[Blob] = (), now: float) -> None:
+        """Remember an answer."""
+        size = len(frame) + bulk_size(blobs)
         if size > SAVED_BYTES:
             saved = SavedReply(None, (), 0, now + 1.0 + size / SLOWEST_BULK_BYTES_PER_S)
         else:
-            saved = SavedReply(body, blobs, size)
+            saved = SavedReply(frame, blobs, size)
         self._replies[envelope.sender, envelope.incarnation, envelope.sequence] = saved
         self._bytes += saved.size
         while self._bytes > SAVED_BYTES or len(self._replies) > SAVED_REPLIES:

@@ -89,8 +89,15 @@ def _configure(handle: zmq.Socket[bytes]) -> None:
     handle.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
 
 
-def send_frames(handle: zmq.Socket[bytes], frame: bytes, blobs: Sequence[Blob]) -> None:
-    """A message's frame and the bulk frames after it; large ones are not copied. zmq.Again if the queue is full."""
+def send_frames(
+    handle: zmq.Socket[bytes], frame: bytes, blobs: Sequence[Blob], *, route: bytes = b""
+) -> None:
+    """A message's frame and the bulk frames after it; large ones are not copied. zmq.Again if the queue is full.
+
+    A ROUTER is told the connection, `route`.
+    """
+    if route:
+        handle.send(route, MORE)
     if not blobs:
         handle.send(frame, NOBLOCK)
         return

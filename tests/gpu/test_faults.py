@@ -3,6 +3,7 @@ comes back, and the weights are those of a run in which nothing happened."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections import Counter
@@ -108,6 +109,9 @@ def run_to_the_end(run_dir: Path, *, fault: str | None) -> Story:
 
 @pytest.fixture(scope="module")
 def environment() -> Iterator[None]:
+    """What other tests left in this process would otherwise go back to the card in the middle of a run."""
+    gc.collect()
+    torch.cuda.empty_cache()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
         yield

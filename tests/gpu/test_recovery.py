@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kintsugi.errors import DeviceOutOfMemory
+from kintsugi.model.faults import as_world_error
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.training.digests import ON_DEVICE_BYTES, SLICE_BYTES, digest
-from kintsugi.training.faults import as_world_error
 from kintsugi.training.state import TrainingState
 from tests.unit.training.fakes import FakeSegments
 from tests.unit.training.world import TINY, new_stage
@@ -115,7 +115,7 @@ def test_memory_that_ran_out_is_named_and_comes_back() -> None:
 
 ILLEGAL_ACCESS = """
 import torch
-from kintsugi.training.faults import as_world_error
+from kintsugi.model.faults import as_world_error
 try:
     torch.zeros(4, device="cuda")[torch.tensor([1 << 30], device="cuda")].sum().item()
 except Exception as error:

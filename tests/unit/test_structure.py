@@ -17,7 +17,7 @@ PACKAGE = ROOT / "kintsugi"
 
 GROUND = frozenset(
     {"types", "messages", "wire", "errors", "config", "recipe", "facts", "bootstrap"}
-    | {"runtime", "disk", "transport", "worker", "patience"}
+    | {"runtime", "signals", "disk", "transport", "worker", "patience"}
 )
 SHARED = GROUND | {"model", "observe"}
 
@@ -48,8 +48,8 @@ memory that the host's agent keeps (`cluster.segments`); how a batch is cut is s
 
 WITH_TORCH = frozenset(
     {"training", "generation.engine", "generation.noise", "generation.sampler", "generation.server"}
-    | {"model.attention", "model.device", "model.huggingface", "model.importing", "model.logprobs"}
-    | {"model.rotary", "model.transformer"}
+    | {"model.attention", "model.device", "model.faults", "model.huggingface", "model.importing"}
+    | {"model.logprobs", "model.rotary", "model.transformer"}
 )
 """What computes. Everything else is the control plane and must start without torch, a new module too."""
 

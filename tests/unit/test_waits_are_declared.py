@@ -21,8 +21,7 @@ NON_BLOCKING_PIPE = "the pipe is opened with O_NONBLOCK"
 ALLOWED = {
     ("cluster/children.py", "os.read(self.report, 65536)"): NON_BLOCKING_PIPE,
     ("cluster/launcher.py", "os.read(self.report, 65536)"): NON_BLOCKING_PIPE,
-    ("cluster/signals.py", "os.read(self._reader, 256)"): NON_BLOCKING_PIPE,
-    ("control/shell.py", "os.read(read_end, 64)"): NON_BLOCKING_PIPE,
+    ("signals.py", "os.read(self._reader, 256)"): NON_BLOCKING_PIPE,
     ("cluster/segments.py", "self._listener.accept()"): "a non-blocking socket, watched by the agent's loop",
     ("cluster/segments.py", "socket.recv_fds(connection, _MOST_BYTES, 1)"): "seen readable, by loop or wait",
     ("cluster/template.py", "listener.accept()"): "a non-blocking socket that runtime.wait saw readable",

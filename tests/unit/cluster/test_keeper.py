@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import xxhash
 
 from kintsugi.cluster.keeper import Keeper
 from kintsugi.errors import IntegrityError, RefusedError
-from kintsugi.messages import FetchState, KeepState, StateFetched, WeightsFetched
-from kintsugi.types import Piece, PieceKind, WeightManifest
+from kintsugi.messages import Body, FetchState, KeepState, Ok, StateFetched, WeightsFetched
+from kintsugi.transport import Blob, Delivery
+from kintsugi.types import Peer, Piece, PieceKind, WeightManifest
+from kintsugi.wire import Envelope, MessageKind
 
 PARTS = (b"abcd", b"efghij")
 
@@ -38,7 +43,7 @@ def kept(keeper: Keeper, step: int) -> bytes:
 
 
 def test_what_is_kept_is_given_back_by_piece() -> None:
-    keeper = Keeper()
+    keeper = Keeper(capacity=100)
     keeper.keep(KeepState("model-0", state(3)), [b"abcdef", b"ghij"])
     assert keeper.answer(FetchState(3, owner="model-0")) == (state(3), ())
     assert kept(keeper, 3) == b"efghijabcd"
@@ -48,27 +53,59 @@ def test_what_is_kept_is_given_back_by_piece() -> None:
 
 @pytest.mark.parametrize("blobs", [[b"abcdefghiX"], [b"abc"], [b"abcdefghij", b"k"], []])
 def test_a_state_that_was_damaged_on_the_way_leaves_what_is_there(blobs: list[bytes]) -> None:
-    keeper = Keeper()
+    keeper = Keeper(capacity=100)
     keeper.keep(KeepState("model-0", state(3)), list(PARTS))
     with pytest.raises(IntegrityError, match="state of model-0"):
         keeper.keep(KeepState("model-0", state(4)), blobs)
     assert kept(keeper, 3) == b"efghijabcd"
 
 
-def test_the_latest_two_states_of_a_rank_are_kept_and_a_sibling_may_have_them() -> None:
-    keeper = Keeper()
-    for step in (3, 4, 5):
-        keeper.keep(KeepState("model-1", state(step)), list(PARTS))
+def test_the_latest_two_steps_are_kept_whoever_sent_them_and_whoever_asks() -> None:
+    keeper = Keeper(capacity=100)
+    for owner, step in (("model-1", 3), ("model-1", 4), ("model-2", 5)):
+        keeper.keep(KeepState(owner, state(step)), list(PARTS))
     for step in (4, 5):
         assert keeper.answer(FetchState(step, owner="model-0"))[0] == state(step)
-    with pytest.raises(
-        RefusedError, match=r"no state of step 3 is kept for model-0, only \{'model-1': \[4, 5\]\}"
-    ):
+    with pytest.raises(RefusedError, match="no state of step 3 is kept; there are: 4, 5"):
         keeper.answer(FetchState(3, owner="model-0"))
 
 
+@pytest.mark.parametrize("parts", [(b"x" * 60, b"x" * 41), ()])
+def test_a_state_of_no_sensible_size_is_refused_before_memory_is_taken(parts: tuple[bytes, ...]) -> None:
+    with pytest.raises(RefusedError, match="expected 1 to 100 bytes"):
+        Keeper(capacity=100).keep(KeepState("model-0", state(3, parts)), list(parts))
+
+
+class Refusals:
+    """Stands in for an endpoint that answers."""
+
+    def __init__(self) -> None:
+        self.replies: list[Body] = []
+        self.errors: list[BaseException] = []
+
+    def reply(self, delivery: Delivery, body: Body, *, blobs: Sequence[Blob] = ()) -> None:
+        self.replies.append(body)
+
+    def fail(self, delivery: Delivery, error: BaseException) -> None:
+        self.errors.append(error)
+
+
+@pytest.mark.parametrize(
+    ("sender", "owner", "taken"),
+    [("model-0", "model-0", True), ("model-1", "model-0", False), ("rollout-0", "rollout-0", False)],
+)
+def test_only_a_rank_gives_a_state_and_only_its_own(sender: str, owner: str, taken: bool) -> None:
+    envelope = Envelope("job", 0, sender, "a", 1, MessageKind.REQUEST)
+    peer = Peer(sender, "a", "host-0", "", b"")
+    delivery = Delivery(envelope, KeepState(owner, state(3)), PARTS, peer, b"")
+    endpoint: Any = Refusals()
+    Keeper(capacity=100).handle(delivery, endpoint=endpoint)
+    assert endpoint.replies == ([Ok()] if taken else [])
+    assert [type(error) for error in endpoint.errors] == ([] if taken else [RefusedError])
+
+
 def test_a_run_that_went_back_leaves_no_later_step_behind() -> None:
-    keeper = Keeper()
+    keeper = Keeper(capacity=100)
     for step in (3, 4, 2):
         keeper.keep(KeepState("model-1", state(step)), list(PARTS))
     assert keeper.answer(FetchState(2, owner="model-1"))[0] == state(2)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from kintsugi.control.agenda import commit_record
+from kintsugi.control.membership import Membership
 from kintsugi.errors import Fault
-from kintsugi.facts import CheckpointFailed, RolledBack
+from kintsugi.facts import CheckpointFailed, ProcessJoined, ProcessLost, ProcessRequested, RolledBack
 from kintsugi.messages import CallDone
-from kintsugi.types import Ticket
+from kintsugi.types import Peer, Role, Ticket
 from tests.unit.control.driven import scored
+from tests.unit.control.test_agenda import configured, evaluated_steps, saved_steps
 from tests.unit.control.test_state import fold, run_to
 
 FAULT = Fault("a", "StorageError", "model-0", "disk full", 0.0)
@@ -22,3 +24,39 @@ def test_tokens_of_the_first_version_count_as_generated() -> None:
     batch = scored(Ticket("grpo:0:0:0", "grpo", 0, 0, 0, 2), version=0).samples
     record = commit_record(batch, {"model-0": CallDone(1, "a", {})}, {})
     assert record["tokens_generated"] == sum(meta.num_loss_tokens for meta in batch) > 0
+
+
+def test_before_anything_happened_no_version_is_current_and_no_save_has_failed() -> None:
+    state = fold()
+    assert (state.step, state.version, state.failed_save_step, state.epoch) == (0, -1, -1, 0)
+    assert (state.num_incarnations, state.open_incident, state.num_incidents) == (0, 0, 0)
+
+
+def test_the_address_book_has_only_those_who_live() -> None:
+    members = Membership()
+    master = Peer("master-0", "1", "host-0", "tcp://master", b"")
+    for name in ("model-0", "model-1", "model-2"):
+        members.apply(ProcessRequested(name, Role.MODEL, "host-0", "1.1"))
+    for name in ("model-0", "model-1"):
+        members.apply(ProcessJoined(Peer(name, "1.1", "host-0", "tcp://here", b""), Role.MODEL, 1))
+    members.apply(ProcessLost("model-0", "1.1", FAULT))
+    book = members.address_book(master)
+    assert [peer.process for peer in book.peers] == ["master-0", "model-1"]
+
+
+def test_an_agent_of_another_session_may_come_under_a_number_that_was_used_and_a_late_one_may_not() -> None:
+    members = Membership()
+
+    def joined(key: bytes) -> ProcessJoined:
+        return ProcessJoined(Peer("agent-0", "0", "host-0", "tcp://here", key), Role.AGENT, 1)
+
+    members.apply(joined(b"first"))
+    members.apply(ProcessLost("agent-0", "0", FAULT))
+    assert members.accepts(joined(b"first")) == "agent-0 0 is lost"
+    assert members.accepts(joined(b"second")) is None
+
+
+def test_every_step_means_the_first_one_too() -> None:
+    assert evaluated_steps(configured(steps=3, every=1)) == [0, 1, 2, 3]
+    assert evaluated_steps(configured(steps=3, warmup=2, every=1)) == [2, 3, 4, 5]
+    assert saved_steps(configured(steps=7, save_every=1)) == [1, 2, 3, 4, 5, 6, 7]

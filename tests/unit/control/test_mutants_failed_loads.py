@@ -6,7 +6,7 @@ import pytest
 
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import RequestFailed
-from kintsugi.control.publication import MAX_FAILURES
+from kintsugi.control.publication import FIRST_PAUSE_S, MAX_FAILURES
 from kintsugi.errors import Fault
 from kintsugi.facts import VersionCurrent
 from kintsugi.messages import LoadWeights, StopProcess
@@ -22,10 +22,12 @@ def driven() -> Driven:
     return driven
 
 
-def fail_load(driven: Driven, *, culprit: str, kind: str = "StorageError") -> None:
+def fail_load(driven: Driven, *, culprit: str) -> None:
+    """The load that is under way fails because of this process."""
+    driven.until(lambda: bool(driven.asked(LoadWeights)))
     (request,) = driven.asked(LoadWeights)
     del driven.open[request.token]
-    fault = Fault(f"{request.token} failed", kind, culprit, "it could not load", 0.0)
+    fault = Fault(f"{request.token} failed", "StorageError", culprit, "it could not load", 0.0)
     driven.feed(RequestFailed(request.token, request.to, fault))
 
 
@@ -38,19 +40,34 @@ def versions(driven: Driven) -> list[int]:
     return [fact.version for fact in driven.facts if isinstance(fact, VersionCurrent)]
 
 
-def test_a_server_that_can_not_load_is_replaced_and_the_load_repeated_at_once(driven: Driven) -> None:
+def test_a_server_that_can_not_load_is_replaced_and_the_load_repeated_after_a_pause(driven: Driven) -> None:
     fail_load(driven, culprit="server-0")
     assert condemned(driven) == ["server-0"]
+    assert driven.asked(LoadWeights) == []
+    driven.pass_time(FIRST_PAUSE_S / 2)
+    assert driven.asked(LoadWeights) == []
+    driven.pass_time(FIRST_PAUSE_S / 2)
     assert [request.to for request in driven.asked(LoadWeights)] == ["manager-0"]
     driven.until(Phase.COLLECTING)
     assert versions(driven) == [0]
 
 
-def test_a_manager_is_replaced_when_loads_have_failed_several_times_not_before(driven: Driven) -> None:
-    for _ in range(MAX_FAILURES - 1):
-        fail_load(driven, culprit="model-0")
-        assert condemned(driven) == []
+def test_a_load_that_failed_is_repeated_once(driven: Driven) -> None:
     fail_load(driven, culprit="model-0")
+    driven.pass_time(FIRST_PAUSE_S)
+    (request,) = driven.asked(LoadWeights)
+    driven.pass_time(FIRST_PAUSE_S)
+    assert driven.asked(LoadWeights) == [request]
+
+
+@pytest.mark.parametrize("culprit", ["model-0", "manager-0"])
+def test_a_manager_is_replaced_when_loads_have_failed_several_times_not_before(
+    driven: Driven, culprit: str
+) -> None:
+    for _ in range(MAX_FAILURES - 1):
+        fail_load(driven, culprit=culprit)
+        assert condemned(driven) == []
+    fail_load(driven, culprit=culprit)
     assert condemned(driven) == ["manager-0"]
     driven.until(Phase.COLLECTING)
     assert versions(driven) == [0]
@@ -80,4 +97,3 @@ def test_failures_of_one_version_are_not_held_against_the_next(driven: Driven) -
             assert condemned(driven) == []
         driven.until(Phase.COLLECTING)
         assert versions(driven) == list(range(num_versions))
-        driven.until(lambda: bool(driven.asked(LoadWeights)))

@@ -199,7 +199,7 @@ def test_a_death_is_the_agents_to_tell(begun: Run) -> None:
     worker.admit(begun.endpoint.peer(host="host-0"))
     told = worker.request("master-0", ProcessExited("agent-0", "a", -9), deadline_s=10.0)
     begun.turn_until(lambda: worker.poll(0.005) == [] and told.done)
-    assert isinstance(told.error, RemoteError) and "does not answer ProcessExited" in str(told.error)
+    assert isinstance(told.error, RemoteError) and "not for model-0 to say" in str(told.error)
     worker.close()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kintsugi.errors import IntegrityError, RefusedError, UserError
+from kintsugi.errors import DeviceError, DeviceOutOfMemory, IntegrityError, RefusedError, UserError
 from kintsugi.generation.engine import Engine
 from kintsugi.generation.server import Server
 from kintsugi.messages import (
@@ -259,3 +259,31 @@ def test_a_model_that_overflows_fails_the_request_and_not_the_server(num_samples
     asked = setup.shell.ask(_generate("a", num_samples=num_samples))
     setup.run()
     assert asked in setup.shell.replies and setup.shell.load == 0
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), DeviceOutOfMemory),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), DeviceError),
+        (RuntimeError("shapes do not match"), RuntimeError),
+    ],
+)
+@pytest.mark.parametrize("moment", ["loading", "stepping"])
+def test_a_device_that_fails_ends_the_server_by_its_own_name(
+    raised: RuntimeError, kind: type[Exception], moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise raised
+
+    setup = _Setup()
+    setup.load(1)
+    if moment == "loading":
+        monkeypatch.setattr(setup.engine, "load", fails)
+    else:
+        setup.server.turn(0)
+        setup.shell.ask(_generate("t"))
+        monkeypatch.setattr(setup.engine, "step", fails)
+    with pytest.raises(kind) as caught:
+        setup.server.turn(0)
+    assert type(caught.value) is kind and str(caught.value) == str(raised)

@@ -67,7 +67,8 @@ def test_ranks_that_end_in_different_states_are_reported() -> None:
     batch.ready(now=0.0)
     batch.answered("actor_train", "model-0", done("here"), now=1.0)
     problem = batch.answered("actor_train", "model-1", done("there"), now=1.0)
-    assert problem is not None and "model-1 stands at state there" in problem
+    assert problem is not None and "model-0 here, model-1 there" in problem
+    assert batch.culprit == ""
 
 
 def valued_walk() -> Walk:

@@ -45,6 +45,7 @@ def report(faults: list[FaultReport], **changes: object) -> Report:
         processes_left=0,
         fd_growth=0,
         rss_growth_mb=0.0,
+        num_processes=1,
         growth={"launcher": (0, 0.0)},
         ettr=0.8,
         step_s=0.2,
@@ -105,6 +106,7 @@ def test_nothing_is_wrong_with_equal_runs() -> None:
         ({"samples_lost": 2}, "2 samples lost"),
         ({"samples_duplicated": 3}, "3 trained twice"),
         ({"processes_left": 1}, "1 processes left"),
+        ({"num_processes": 0, "fd_growth": None}, "no process lived long enough"),
         ({"failures": ("it ended with code 1",)}, "it ended with code 1"),
     ],
 )

@@ -385,7 +385,7 @@ def test_a_stage_that_nobody_has_begun_is_not_begun_by_a_recovery() -> None:
 def test_given_up_it_asks_nobody_and_stays_so() -> None:
     cluster = started()
     cluster.begin()
-    cluster.controller.give_up(cluster.view(), cluster.now)
+    cluster.controller.give_up(cluster.now)
     assert cluster.state() is _S.DUMPING and not cluster.controller.waits_for
     cluster.controller.dumped(cluster.now)
     assert cluster.state() is _S.GIVEN_UP and not cluster.controller.active

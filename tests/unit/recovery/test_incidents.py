@@ -20,12 +20,21 @@ def opened(*losses: tuple[str, float]) -> Incidents:
 
 def test_faults_that_come_before_the_first_is_mended_are_one_incident() -> None:
     incidents = Incidents()
-    assert incidents.fault(fault("model-0"), number=1, now=1.0, lost="model-0")
-    assert not incidents.fault(fault("model-1"), number=1, now=2.0, lost="model-1")
+    incidents.fault(fault("model-0"), number=1, now=1.0, lost="model-0")
+    incidents.fault(fault("model-1"), number=1, now=2.0, lost="model-1")
     assert incidents.current is not None
     assert [one.process for one in incidents.current.faults] == ["model-0", "model-1"]
     incidents.close()
-    assert incidents.fault(fault("model-0"), number=2, now=3.0)
+    incidents.fault(fault("model-0"), number=2, now=3.0)
+    assert incidents.current.number == 2
+
+
+def test_a_committed_step_clears_what_is_counted_but_not_what_is_told() -> None:
+    incidents = opened(("model-0", 1.0), ("model-0", 2.0))
+    assert incidents.current is not None and incidents.current.deaths["model-0"] == 2
+    incidents.current.progressed()
+    assert incidents.current.deaths["model-0"] == incidents.current.num_faults == 0
+    assert len(incidents.current.faults) == 2 and list(incidents.current.processes) == ["model-0"]
 
 
 def test_an_incident_is_timed_from_its_last_fault_and_its_outage_from_its_first() -> None:

@@ -1,10 +1,12 @@
-"""What an incident and a rank begin with: nothing is held against them yet."""
+"""What an incident begins with, and a recovery that begins again: nothing is held against them yet."""
 
 from __future__ import annotations
 
 from kintsugi.errors import Fault
 from kintsugi.recovery.incidents import Incidents
 from kintsugi.recovery.policy import MAX_ATTEMPTS, Strategy, plan
+from kintsugi.recovery.states import RecoveryState
+from tests.unit.recovery.test_controller import started
 
 FAULT = Fault("a", "ProcessDied", "model-0", "killed", 0.0)
 
@@ -30,7 +32,18 @@ def test_without_an_incident_the_policy_is_told_of_no_fault_no_attempt_and_no_de
 
 def test_a_fault_of_a_process_that_lives_is_no_death() -> None:
     incidents = Incidents()
-    assert incidents.fault(FAULT, number=1, now=0.0)
-    assert not incidents.fault(FAULT, number=1, now=1.0)
+    for now in (0.0, 1.0):
+        incidents.fault(FAULT, number=1, now=now)
     given = incidents.situation(missing=(), living=("model-0",), replacements_fail=False, step_s=1.0)
     assert (given.faults, given.most_deaths) == ((FAULT, FAULT), 0)
+
+
+def test_a_recovery_that_fails_stands_at_its_beginning_until_it_is_begun_again() -> None:
+    cluster = started()
+    cluster.begin()
+    while cluster.state() is not RecoveryState.DEVICE_CLEANING:
+        cluster.answer(next(iter(cluster.open)))
+    cluster.controller.fail(7.0)
+    assert cluster.state() is RecoveryState.PRE_LOCKING
+    assert cluster.controller.since[RecoveryState.PRE_LOCKING] == 7.0
+    assert cluster.controller.waits_for == frozenset()

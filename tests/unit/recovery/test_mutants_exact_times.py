@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kintsugi.messages import Heartbeat
-from kintsugi.recovery.detection import ALL_SILENT_S, SILENT_S, Watch
+from kintsugi.recovery.detection import ALL_SILENT_S, SILENT_S, OpenRequest, SuspicionKind, Watch
 from kintsugi.types import Progress
 
 TICK_S = 0.25
@@ -39,10 +39,36 @@ def test_a_silence_of_all_that_has_just_lasted_long_enough_gives_everybody_a_fre
         watch.joined(process, "1.0", 0.0, host="host-0")
     assert first_suspicion(watch, until=ALL_SILENT_S) is None
     watch.heard("model-0", "1.0", ALIVE, ALL_SILENT_S)
-    for tick in range(1, int(SILENT_S / TICK_S)):
+    suspected: list[float] = []
+    for tick in range(1, 10):
         now = ALL_SILENT_S + tick * TICK_S
         watch.heard("model-0", "1.0", ALIVE, now)
-        assert watch.check(now, asked={}) == []
-    now = ALL_SILENT_S + SILENT_S + TICK_S
-    watch.heard("model-0", "1.0", ALIVE, now)
-    assert [suspicion.process for suspicion in watch.check(now, asked={})] == ["model-1"]
+        suspected += [now for suspicion in watch.check(now, asked={}) if suspicion.process == "model-1"]
+    assert suspected
+    assert suspected[0] >= ALL_SILENT_S + SILENT_S
+
+
+def test_an_agent_and_its_only_process_that_are_both_silent_are_a_host_that_is_lost() -> None:
+    watch = Watch()
+    watch.joined("agent-1", "0", 0.0, host="host-1")
+    watch.joined("model-1", "1.0", 0.0, host="host-1")
+    watch.joined("model-0", "1.0", 0.0, host="host-0")
+    kinds: list[tuple[str, SuspicionKind]] = []
+    for tick in range(1, 10):
+        watch.heard("model-0", "1.0", ALIVE, tick * TICK_S)
+        kinds += [(found.process, found.kind) for found in watch.check(tick * TICK_S, asked={})]
+    assert kinds == [("agent-1", SuspicionKind.HOST)]
+
+
+def test_a_lone_process_that_speaks_seldom_is_stuck_by_the_masters_clock() -> None:
+    watch = Watch()
+    watch.joined("model-0", "1.0", 0.0, host="host-0")
+    asked = {"model-0": [OpenRequest("call", "RunCall", since=0.0, usual_s=0.5)]}
+    for tick in range(1, 20):
+        if tick % 5 == 0:
+            watch.heard("model-0", "1.0", ALIVE, tick * TICK_S)
+        found = watch.check(tick * TICK_S, asked=asked)
+        if found:
+            break
+    assert [(suspicion.kind, suspicion.lasting_s) for suspicion in found] == [(SuspicionKind.STUCK, 3.75)]
+    assert tick * TICK_S == 3.75

@@ -107,7 +107,7 @@ def test_a_mistake_of_the_user_is_not_repeated_at_all(kind: str) -> None:
     [
         ("attempts", {"attempts": MAX_ATTEMPTS - 1}, {"attempts": MAX_ATTEMPTS}),
         ("deaths", {"most_deaths": MAX_DEATHS - 1}, {"most_deaths": MAX_DEATHS}),
-        ("faults", {"faults": (fault(),) * (MAX_FAULTS - 1)}, {"faults": (fault(),) * MAX_FAULTS}),
+        ("faults", {"num_faults": MAX_FAULTS - 1}, {"num_faults": MAX_FAULTS}),
     ],
 )
 def test_what_breaks_again_and_again_is_not_mended_for_ever(

@@ -38,8 +38,9 @@ from kintsugi.observe.events import EventLog
 from kintsugi.rollout import worker as worker_module
 from kintsugi.rollout.episode import int32, trajectory_digest
 from kintsugi.rollout.worker import RolloutWorker
+from kintsugi.runtime import WAITS
 from kintsugi.transport import Delivery, Endpoint, PendingReply, new_key_pair
-from kintsugi.types import Completion, Finish, Role, Sampling, Ticket
+from kintsugi.types import Completion, Finish, Role, Sampling, Ticket, Wait
 
 RELEASE = Event()
 CALLS: list[int] = []
@@ -198,6 +199,10 @@ class World:
         os.close(self._lifeline)
 
 
+def generation_waits() -> list[Wait]:
+    return [wait for wait in WAITS.declared() if wait.what == "Generated"]
+
+
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Config], World]]:
     monkeypatch.setattr(worker_module, "IDLE_S", 0.002)
@@ -322,6 +327,21 @@ def test_a_group_that_is_asked_for_again_has_the_time_of_the_later_order(
     here.holding = False
     here.until(lambda: again.done)
     assert len(again.result().expect(EpisodesDone).samples) == 2
+
+
+def test_a_group_that_is_given_more_time_is_declared_with_it(world: Callable[[Config], World]) -> None:
+    here = world(config())
+    here.answers, here.holding = ["12"], True
+    here.begin(run(timeout_s=20.0))
+    here.until(lambda: len(here.held) == 1)
+    (before,) = generation_waits()
+    again = here.begin(run(timeout_s=40.0))
+    here.ask(Ping())
+    (after,) = generation_waits()
+    assert after.since == before.since and after.until > before.until + 10.0
+    here.holding = False
+    here.until(lambda: again.done)
+    assert generation_waits() == []
 
 
 def test_a_master_that_took_over_gets_a_finished_group_as_it_was_answered_before(

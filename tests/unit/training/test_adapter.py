@@ -215,7 +215,7 @@ def test_a_replacement_repaired_from_any_source_goes_on_with_equal_bits(
 
 def keep_and_offer(rank: Rank, newcomer: Rank) -> None:
     """An agent of another host keeps what the rank sends, and gives it to the newcomer."""
-    keeper = Keeper()
+    keeper = Keeper(capacity=1 << 30)
     copy = rank.state.latest_copy()
     assert copy is not None
     kept = threading.Event()

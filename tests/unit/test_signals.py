@@ -4,7 +4,7 @@ import os
 import select
 import signal
 
-from kintsugi.cluster.signals import Signals
+from kintsugi.signals import Signals
 
 
 def test_signals_become_readable_events_and_none_is_lost() -> None:

@@ -1,0 +1,58 @@
+"""What fails every time ends the run with its cause: a group after its last attempt, a start before the first step."""
+
+from __future__ import annotations
+
+from kintsugi.control.phases import Phase
+from kintsugi.facts import RunEnded
+from kintsugi.messages import EpisodesDone, RunEpisodes, StartProcess
+from tests.unit.control.driven import CONFIG, Driven, scored
+
+
+def cause(driven: Driven) -> str:
+    driven.let_grace_pass()
+    ended = driven.facts[-1]
+    assert isinstance(ended, RunEnded) and ended.fault is not None
+    return ended.fault.message
+
+
+def test_a_group_that_fails_in_its_last_attempt_ends_the_run_and_not_in_the_one_before() -> None:
+    driven = Driven()
+    driven.begin()
+    driven.until(Phase.COLLECTING)
+    group = driven.asked(RunEpisodes)[0].token.rpartition(" ")[2]
+    for attempt in range(1, CONFIG.rollout.attempts + 1):
+        (request,) = [r for r in driven.asked(RunEpisodes) if r.token.endswith(f" {group}")]
+        driven.fail(request, f"attempt {attempt}", kind="RemoteError")
+    assert cause(driven) == f"attempt {CONFIG.rollout.attempts}"
+
+
+def test_a_group_whose_worker_died_has_lost_no_attempt() -> None:
+    driven = Driven()
+    driven.begin()
+    driven.until(Phase.COLLECTING)
+    group = driven.asked(RunEpisodes)[0].token.rpartition(" ")[2]
+    for _ in range(2 * CONFIG.rollout.attempts):
+        (request,) = [r for r in driven.asked(RunEpisodes) if r.token.endswith(f" {group}")]
+        driven.fail(request, "it died", kind="ProcessDied")
+    driven.let_grace_pass()
+    assert driven.master.phase is not Phase.ENDED
+
+
+def test_a_start_that_is_refused_before_the_first_step_ends_the_run() -> None:
+    driven = Driven()
+    driven.begin()
+    driven.fail(driven.asked(StartProcess)[0], "no such command", kind="WorldError")
+    assert "no such command" in cause(driven)
+
+
+def test_an_evaluation_that_another_version_answered_or_that_can_not_be_scored_ends_the_run() -> None:
+    for wrong in (True, False):
+        driven = Driven(num_eval_rows=2)
+        driven.begin()
+        driven.until(Phase.EVALUATING)
+        request = driven.asked(RunEpisodes)[0]
+        assert isinstance(request.body, RunEpisodes)
+        ticket = request.body.ticket
+        unscored = EpisodesDone(ticket.id, (), {f"{ticket.id}/0": "no answer in it"})
+        driven.answer(request, scored(ticket, version=7) if wrong else unscored)
+        assert ("answered by version [7]" if wrong else "no answer in it") in cause(driven)
