@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 
 from kintsugi import messages, wire
-from kintsugi.messages import Body, Ok, Ping, SamplesFetched, Shutdown
+from kintsugi.messages import Body, FetchSamples, Ok, Ping, SamplesFetched
 from kintsugi.runtime import SystemProcesses
 from kintsugi.transport import Endpoint, PendingReply, new_key_pair
 from kintsugi.types import Finish, Peer, Role, Trajectory
@@ -54,7 +54,8 @@ def endpoint_of(process: str, keys: tuple[bytes, bytes]) -> Endpoint:
 
 
 def serve(descriptor: int) -> None:
-    """The other process: answers every request at once."""
+    """The other process: answers every request at once, until it is killed."""
+    sample = SamplesFetched((trajectory(),))
     meeting = msgspec.msgpack.decode(os.read(descriptor, 1 << 16), type=Meeting)
     endpoint = endpoint_of("server-0", (meeting.public_key, meeting.secret_key))
     endpoint.admit(meeting.caller)
@@ -64,9 +65,7 @@ def serve(descriptor: int) -> None:
     )
     while True:
         for delivery in endpoint.poll(1.0):
-            if isinstance(delivery.body, Shutdown):
-                return
-            endpoint.reply(delivery, Ok())
+            endpoint.reply(delivery, sample if isinstance(delivery.body, FetchSamples) else Ok())
 
 
 @contextmanager
@@ -83,10 +82,9 @@ def our_server() -> Iterator[Endpoint]:
                 assert isinstance(delivery.body, messages.Register)
                 caller.admit(delivery.body.peer)
         yield caller
-        caller.send("server-0", Shutdown("done"))
-        child.wait_ended(whom="server-0", timeout_s=10)
     finally:
         child.send_signal(9)
+        child.wait_ended(whom="server-0", timeout_s=10)
         child.close()
         os.close(readable)
         os.close(writable)
@@ -210,11 +208,11 @@ def codec_row(rounds: int) -> dict[str, Any]:
 
 
 def ray_rows(python: Path, rounds: int) -> list[dict[str, Any]]:
-    ping, sample = Ping(), SamplesFetched((trajectory(),))
+    ping, fetch = Ping(), FetchSamples((trajectory().key,))
     cases: dict[str, tuple[int, int, Callable[..., None], Body]] = {
         "sequential": (3000, 600, sequential, ping),
         "outstanding": (12_800, 2560, outstanding, ping),
-        "hand_over": (3000, 600, sequential, sample),
+        "hand_over": (3000, 600, sequential, fetch),
     }
     ours: dict[str, list[float]] = {case: [] for case in cases}
     theirs: dict[str, list[float]] = {case: [] for case in cases}

@@ -424,13 +424,12 @@ class RankReady(_Body, frozen=True):
 
 
 class FetchState(_Body, frozen=True):
-    """A damaged or new rank asks a replica for its committed state: first without `pieces`, for the manifest."""
+    """A damaged or new rank asks a replica, or an agent for what it keeps: first without `pieces`, for the manifest."""
 
     step: int
     pieces: tuple[int, ...] = ()
     """Indices into the manifest; answered with WeightsFetched and their bytes, in order, as bulk frames."""
     owner: str = ""
-    """Whose state is meant, when an agent is asked, who keeps those of several."""
 
 
 class StateFetched(_Body, frozen=True):
@@ -440,6 +439,7 @@ class StateFetched(_Body, frozen=True):
     stage: str
     updates: int
     skipped: int
+    reference: str = ""
 
 
 class KeepState(_Body, frozen=True):

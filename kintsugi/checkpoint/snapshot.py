@@ -62,6 +62,7 @@ class Header(msgspec.Struct, frozen=True):
     digest: str
     serial: int
     """Grows with every write of either slot: a stage that begins changes the state, but not the step."""
+    reference: str = ""
 
 
 class Slot:

@@ -283,7 +283,7 @@ class SegmentClient:
             self._disconnect()
         try:
             if self._socket is None:
-                return self._reconnect(timeout_s=0.0)
+                return self._reconnect(timeout_s=0.0) and self._all_held
             return self._all_held or self._offer_all()
         except DeadlineExceeded:
             return False

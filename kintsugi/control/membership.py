@@ -118,13 +118,6 @@ class Membership:
             self._live[role] = sorted(names, key=lambda name: int(name.rsplit("-", 1)[1]))
         return list(self._live[role])
 
-    def first_per_host(self, role: Role) -> list[str]:
-        """The living process of a role with the lowest index on each host."""
-        hosts: dict[str, str] = {}
-        for process in self.live(role):
-            hosts.setdefault(self.members[process].host, process)
-        return list(hosts.values())
-
     def is_live(self, process: str, incarnation: str | None = None) -> bool:
         member = self.members.get(process)
         if member is None or member.status is not MemberStatus.LIVE:

@@ -46,26 +46,17 @@ class TaskScheduler:
         assert self.status(task) is TaskStatus.UNKNOWN, f"task {task} is known"
         self._start(task, worker)
 
-    def clear(self) -> list[str]:
-        """Forget everything; gives the tasks that were running."""
-        running = list(self._running)
+    def clear(self) -> None:
+        """Forget everything."""
         self._pending, self._running, self._by_worker = {}, {}, {}
-        return running
 
     def status(self, task: str) -> TaskStatus:
         if task in self._pending:
             return TaskStatus.PENDING
         return TaskStatus.RUNNING if task in self._running else TaskStatus.UNKNOWN
 
-    def worker_of(self, task: str) -> str | None:
-        return self._running.get(task)
-
     def load(self, worker: str) -> int:
         return len(self._by_worker.get(worker, ()))
-
-    @property
-    def num_open(self) -> int:
-        return len(self._pending) + len(self._running)
 
     def assign(self, workers: Iterable[str]) -> list[tuple[str, str]]:
         """Give pending tasks to the least loaded workers, in order, until all are full."""

@@ -123,16 +123,10 @@ class MasterShell:
 
     def _open_run(self) -> tuple[Journal, Master, Began]:
         """A new journal, or the state that an old one and the newest good checkpoint leave us with."""
-        path, owner = self._run_dir / "journal", f"{self._bootstrap.process} pid {os.getpid()}"
-        state = new_state(self._config)
-        began = Began(
-            self._bootstrap.job,
-            config_digest(self._config),
-            self._bootstrap.incarnation,
-            time=self._clock.wall(),
-        )
+        own, path, state = self._bootstrap, self._run_dir / "journal", new_state(self._config)
+        owner, adopting = f"{own.process} pid {os.getpid()}", own.adopting
+        began = Began(own.job, config_digest(self._config), own.incarnation, time=self._clock.wall())
         if self._disk.exists(path):
-            adopting = self._bootstrap.adopting
             journal, facts = Journal.open(path, owner=owner, take_over=adopting, disk=self._disk)
             for fact in facts:
                 state.apply(fact)

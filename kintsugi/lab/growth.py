@@ -75,9 +75,7 @@ class Growth:
     @property
     def _counted(self) -> list[tuple[str, list[Sample]]]:
         return [
-            (name, samples)
-            for (name, _, _), samples in self._samples.items()
-            if len(samples) >= MIN_SAMPLES
+            (name, samples) for (name, _, _), samples in self._samples.items() if len(samples) >= MIN_SAMPLES
         ]
 
 

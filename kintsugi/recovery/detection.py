@@ -48,8 +48,6 @@ FIRST_ANSWER_S = 60.0
 """Before the first answer nothing is known, and libraries warm up, kernels are compiled, files are read."""
 SAVE_S = 60.0
 """A save moves no counter while it writes and flushes, and a disk may hesitate for long."""
-SLOWEST_BYTES_PER_S = 20e6
-"""Of a disk or link that still works."""
 ANYONE = "anyone"
 """What an idle process declares that it waits for."""
 
@@ -90,15 +88,13 @@ class OpenRequest(msgspec.Struct, frozen=True):
     since: float
     usual_s: float | None = None
     """The longest answer of this kind so far; None before the first."""
-    num_bytes: int = 0
-    """What has to be written or moved to answer it, where that is known."""
 
     @property
     def allowance_s(self) -> float:
         """How long it may stay open without progress before something is wrong."""
         least_s = SAVE_S if self.kind == "Save" else STUCK_S
         known_s = FIRST_ANSWER_S if self.usual_s is None else STUCK_FACTOR * self.usual_s
-        return max(least_s, known_s) + self.num_bytes / SLOWEST_BYTES_PER_S
+        return max(least_s, known_s)
 
 
 CONTROL_THREAD = frozenset({Role.MODEL, Role.SERVER})

@@ -85,10 +85,11 @@ class BuddyCopy:
 
     def _is_kept(self) -> bool:
         """Whether what was sent last has arrived; a copy that was overtaken was never sent."""
-        if self._answer is None:
+        pending = self._answer
+        if pending is None:
             return False
         try:
-            self._answer.result().expect(Ok)
+            pending.result().expect(Ok)
         except KintsugiError:
             return False
         return True

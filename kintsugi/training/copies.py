@@ -20,8 +20,10 @@ from torch import Tensor
 
 from kintsugi.checkpoint.snapshot import Header, HeldSnapshots, Slot, Snapshots, find_slot
 from kintsugi.errors import IntegrityError, RefusedError
+from kintsugi.messages import StateFetched
 from kintsugi.runtime import wait
 from kintsugi.training.digests import digest as digest_bytes
+from kintsugi.types import WeightManifest
 
 INLINE_BYTES = 4 << 20
 """Less is copied faster than a thread is started."""
@@ -40,11 +42,24 @@ class Counters(msgspec.Struct, frozen=True):
     """Optimizer updates applied in this stage; drives the schedule and Adam's bias correction."""
     skipped: int = 0
     """Updates left out in this stage because their gradient was not finite."""
+    reference: str = ""
+    """Digest of the stage's reference weights, taken once, so that it is part of every state's; empty without them."""
 
 
 def digest_of(counters: Counters, tensor: Tensor) -> str:
-    """Over counters, weights and moments; equal on all ranks after the same steps."""
+    """Over counters, weights and moments, and by the counters over the reference weights; equal on all ranks after the
+    same steps."""
     return digest_bytes(msgspec.msgpack.encode(counters), tensor)
+
+
+def reference_digest(reference: Tensor | None) -> str:
+    """What `Counters.reference` says of these weights."""
+    return "" if reference is None else digest_bytes(b"", reference)
+
+
+def state_fetched(manifest: WeightManifest, counters: Counters) -> StateFetched:
+    """What is said of a state that is given to another process."""
+    return StateFetched(manifest, counters.stage, counters.updates, counters.skipped, counters.reference)
 
 
 class StateCopies:
@@ -138,7 +153,9 @@ class StateCopies:
         self._keep(index)
         return counters
 
-    def copy_from(self, held: HeldSnapshots, step: int, *, digest: str) -> Counters:
+    def copy_from(
+        self, held: HeldSnapshots, step: int, *, digest: str, reference: Tensor | None = None
+    ) -> Counters:
         """Become what another process of this host has, or had, of `step`; it may be writing meanwhile."""
         slot, header = find_slot(held.slots, step, digest=digest)
         if slot.payload.nbytes != self._live.nbytes:
@@ -146,11 +163,25 @@ class StateCopies:
                 f"expected a snapshot of {self._live.nbytes} bytes, got one of {slot.payload.nbytes}"
             )
         counters, theirs = _counters(header), _view(slot, like=self._live)
-        self.fill(counters, lambda view: view.copy_(theirs), digest=header.digest)
+        self.fill(counters, lambda view: view.copy_(theirs), digest=header.digest, reference=reference)
         return counters
 
-    def fill(self, counters: Counters, write: Callable[[Tensor], object], *, digest: str = "") -> str:
-        """Become the state that `write` writes into a tensor of the live one's shape. A wrong one changes nothing."""
+    def fill(
+        self,
+        counters: Counters,
+        write: Callable[[Tensor], object],
+        *,
+        digest: str = "",
+        reference: Tensor | None = None,
+    ) -> str:
+        """Become the state that `write` writes into a tensor of the live one's shape, with its stage's reference
+        weights beside it. A wrong one changes nothing."""
+        found = reference_digest(reference)
+        if found != counters.reference:
+            raise IntegrityError(
+                f"the reference weights of stage {counters.stage!r} hash to {found or 'none'}, "
+                f"expected {counters.reference or 'none'}"
+            )
         self.drop_prepared()
         index = self._spare()
         slot, view = self._snapshots.slots[index], self._views[index]
@@ -161,29 +192,45 @@ class StateCopies:
         if digest not in ("", found):
             slot.clear()
             raise IntegrityError(f"the state of step {counters.step} hashes to {found}, expected {digest}")
+        self.keep_reference(counters, reference)
         slot.prepare(_header(counters, digest=found, serial=serial))
         self._keep(index)
+        self.forget_references(counters.stage)
         return found
 
-    def keep_reference(self, stage: str, reference: Tensor) -> None:
-        """Put a stage's reference weights beside the snapshots, once."""
-        slot = self._snapshots.reference(stage, size=reference.nbytes)
-        slot.begin()
+    def keep_reference(self, counters: Counters, reference: Tensor | None) -> None:
+        """Put a stage's reference weights beside the snapshots, before the first that needs them; not again where they
+        are whole, because a process killed meanwhile would leave none."""
+        if reference is None:
+            return
+        slot = self._snapshots.reference(counters.stage, size=reference.nbytes)
         view = _view(slot, like=reference)
+        if slot.header is not None and digest_bytes(b"", view) == counters.reference:
+            return
+        slot.begin()
         view.copy_(reference)
-        slot.prepare(Header(0, stage, 0, 0, digest_bytes(b"", view), 0))
+        slot.prepare(Header(0, counters.stage, 0, 0, counters.reference, 0))
         slot.commit()
+
+    def forget_references(self, stage: str) -> None:
+        """Those of all other stages, once a snapshot of this stage is committed: until then another may be needed."""
+        self.settle()
         self._snapshots.keep_references({stage})
 
-    def load_reference(self, stage: str, *, into: Tensor, held: HeldSnapshots | None = None) -> None:
-        """Take a stage's reference weights from beside the snapshots, own or others'."""
+    def load_reference(
+        self, stage: str, *, into: Tensor, digest: str, held: HeldSnapshots | None = None
+    ) -> None:
+        """Take a stage's reference weights, which hash to `digest`, from beside the snapshots, own or others'."""
         slot = held.reference(stage) if held else self._snapshots.reference(stage, size=into.nbytes)
         header = slot.header
         if header is None or header.stage != stage or slot.payload.nbytes != into.nbytes:
             raise RefusedError(f"there are no reference weights of stage {stage!r}")
         copied = _view(slot, like=into).clone()
-        if digest_bytes(b"", copied) != header.digest:
-            raise IntegrityError(f"the reference weights of stage {stage!r} are damaged")
+        found = digest_bytes(b"", copied)
+        if found != digest:
+            raise IntegrityError(
+                f"the reference weights of stage {stage!r} hash to {found}, expected {digest}"
+            )
         into.copy_(copied)
 
     def settle(self) -> None:
@@ -291,8 +338,16 @@ def _join(thread: threading.Thread, *, what: str) -> None:
 
 
 def _header(counters: Counters, *, digest: str, serial: int) -> Header:
-    return Header(counters.step, counters.stage, counters.updates, counters.skipped, digest, serial)
+    return Header(
+        counters.step,
+        counters.stage,
+        counters.updates,
+        counters.skipped,
+        digest,
+        serial,
+        counters.reference,
+    )
 
 
 def _counters(header: Header) -> Counters:
-    return Counters(header.step, header.stage, header.updates, header.skipped)
+    return Counters(header.step, header.stage, header.updates, header.skipped, header.reference)

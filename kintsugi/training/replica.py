@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kintsugi.errors import RefusedError
 from kintsugi.messages import Body, FetchState, FetchWeights, StateFetched
-from kintsugi.training.copies import Counters
+from kintsugi.training.copies import Counters, state_fetched
 from kintsugi.training.state import TrainingState
 from kintsugi.transport import Blob, Reply
 from kintsugi.types import StreamSource
@@ -36,7 +36,7 @@ class StateSource:
         if request.step != counters.step:
             raise RefusedError(f"this replica has committed step {counters.step}, not {request.step}")
         manifest, _ = self._publisher.publish(self._state.tensors(), version=request.step, step=request.step)
-        return StateFetched(manifest, counters.stage, counters.updates, counters.skipped), ()
+        return state_fetched(manifest, counters), ()
 
     def forget(self) -> None:
         """Free the copy; whoever still fetches it is refused and starts again."""
@@ -53,4 +53,5 @@ def fetch_state(step: int, *, replica: str, ask: Ask, owner: str = "") -> tuple[
         segments=None,
         fetch_stream=lambda process, request: ask(process, FetchState(step, request.pieces, owner)),
     )
-    return fetched.tensors(), Counters(reply.manifest.step, reply.stage, reply.updates, reply.skipped)
+    counters = Counters(reply.manifest.step, reply.stage, reply.updates, reply.skipped, reply.reference)
+    return fetched.tensors(), counters

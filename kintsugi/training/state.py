@@ -23,7 +23,7 @@ from kintsugi.config import ActorSection, Stage
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.model.transformer import Transformer
 from kintsugi.training.buddy import StateCopy
-from kintsugi.training.copies import Counters, StateCopies
+from kintsugi.training.copies import Counters, StateCopies, reference_digest
 from kintsugi.training.schedule import learning_rate
 
 
@@ -161,11 +161,14 @@ class TrainingState:
         self._stage = stage
         self._copies.settle()
         self._moments.zero_()
-        self._counters = Counters(step=self.committed_step, stage=stage.name)
         self._set_reference(self._compute_weights.clone() if stage.algorithm.beta > 0 else None)
-        self._keep_reference()
+        self._counters = Counters(
+            step=self.committed_step, stage=stage.name, reference=reference_digest(self._reference)
+        )
+        self._copies.keep_reference(self._counters, self._reference)
         self._prepared_digest = self._copies.prepare(self._counters)
         self._adopt_prepared()
+        self._copies.forget_references(stage.name)
 
     def zero_gradient(self) -> None:
         self.gradient.zero_()
@@ -229,6 +232,7 @@ class TrainingState:
         if step != self.committed_step:
             raise RefusedError(f"this rank can return to step {self.committed_step} only, not to {step}")
         expected = self.committed_digest
+        self._check_reference()
         if self._updating or self.prepared_step is not None:
             self._load_committed()
         found = self.digest()
@@ -253,9 +257,9 @@ class TrainingState:
 
     def latest_copy(self) -> StateCopy | None:
         """The prepared state, or else the committed one, where a thread can read it while training goes on; None
-        before the first copy."""
+        before the first copy, and while the counters are those of neither."""
         latest = self._copies.latest()
-        if latest is None:
+        if latest is None or self._updating:
             return None
         view, header = latest
         return StateCopy(self._counters, self.prepared_digest, self._by_name(view, self._reference), header)
@@ -283,12 +287,16 @@ class TrainingState:
                 )
 
         def write(into: Tensor) -> None:
-            for name, tensor in self._by_name(into, reference).items():
+            for name, tensor in self._by_name(into, None).items():
                 tensor.copy_(tensors[name])
 
-        found = self._copies.fill(counters, write, digest=digest)
+        if reference is not None:
+            for slot in self._slots:
+                slot.view(reference).copy_(tensors[f"reference/{slot.name}"])
+            if not counters.reference:  # Saved before counters said what the reference is.
+                counters = msgspec.structs.replace(counters, reference=reference_digest(reference))
+        found = self._copies.fill(counters, write, digest=digest, reference=reference)
         self._become(counters, digest=found, stage=stage, reference=reference)
-        self._keep_reference()
 
     def restore_snapshot(
         self, step: int, *, process: str, stages: Mapping[str, Stage], digest: str = ""
@@ -306,14 +314,12 @@ class TrainingState:
         reference = None
         if stage is not None and stage.algorithm.beta > 0:
             reference = torch.empty_like(self._compute_weights)
-            self._copies.load_reference(stage.name, into=reference, held=held)
+            self._copies.load_reference(stage.name, into=reference, digest=header.reference, held=held)
         if held is None:
             counters = self._copies.adopt(step, digest=header.digest)
         else:
-            counters = self._copies.copy_from(held, step, digest=header.digest)
+            counters = self._copies.copy_from(held, step, digest=header.digest, reference=reference)
         self._become(counters, digest=header.digest, stage=stage, reference=reference)
-        if held is not None:
-            self._keep_reference()
 
     def _become(
         self, counters: Counters, *, digest: str, stage: Stage | None, reference: Tensor | None
@@ -342,9 +348,11 @@ class TrainingState:
         committed = self._copies.committed
         return self._live if is_live or committed is None else committed
 
-    def _keep_reference(self) -> None:
-        if self._reference is not None:
-            self._copies.keep_reference(self._counters.stage, self._reference)
+    def _check_reference(self) -> None:
+        """Measured like the rest of the state; what lies beside the snapshots replaces a damaged one."""
+        expected = self._committed.reference
+        if self._reference is not None and reference_digest(self._reference) != expected:
+            self._copies.load_reference(self._committed.stage, into=self._reference, digest=expected)
 
     def _by_name(self, state: Tensor, reference: Tensor | None) -> dict[str, Tensor]:
         flat_tensors = {"weights": state[0], "moment1": state[1], "moment2": state[2]}

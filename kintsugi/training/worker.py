@@ -154,7 +154,7 @@ class ModelWorker:
 
     def turn(self, idle_wait_s: float) -> None:
         """Handle the next request, those first that arrived while another was being handled."""
-        self._renew()
+        self._renew_snapshots()
         delivery = self._backlog.popleft() if self._backlog else self._shell.next_request(idle_wait_s)
         if delivery is not None:
             self._handle(delivery)
@@ -359,12 +359,14 @@ class ModelWorker:
         self._calls.forget()
         self._source.forget()
 
+    def _renew_snapshots(self) -> None:
+        self._renewed_at = time.monotonic()
+        self._renew()
+
     def _interruption(self) -> str | None:
         """Look at what arrived meanwhile: some is answered at once, the rest waits its turn in the backlog."""
-        now = time.monotonic()
-        if now >= self._renewed_at + IDLE_WAIT_S:
-            self._renewed_at = now
-            self._renew()
+        if time.monotonic() >= self._renewed_at + IDLE_WAIT_S:
+            self._renew_snapshots()
         for delivery in self._shell.take_all():
             if isinstance(delivery.body, FetchWeights | FetchState | PreLock):
                 self._handle(delivery)

@@ -1,4 +1,4 @@
-from kintsugi.patience import FLOOR_S, SLOWEST_TOKENS_PER_S, Patience
+from kintsugi.patience import FLOOR_S, REMEMBERED, SLOWEST_TOKENS_PER_S, Patience
 
 
 def test_before_the_first_answer_the_start_up_time_and_the_tokens_count() -> None:
@@ -41,3 +41,13 @@ def test_the_longest_answer_is_told_and_unknown_before_the_first() -> None:
     for duration_s in (2.0, 9.0, 1.0):
         patience.observed("RunCall", duration_s)
     assert patience.longest_s("RunCall") == 9.0
+
+
+def test_an_answer_that_took_absurdly_long_is_forgotten_in_the_end() -> None:
+    patience = Patience(first_s=5.0)
+    patience.observed("RunCall", 1000.0)
+    for _ in range(REMEMBERED - 1):
+        patience.observed("RunCall", 4.0)
+    assert patience.longest_s("RunCall") == 1000.0
+    patience.observed("RunCall", 4.0)
+    assert (patience.longest_s("RunCall"), patience.deadline_s("RunCall")) == (4.0, 40.0)

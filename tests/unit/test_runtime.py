@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ from kintsugi.runtime import (
     SystemProcesses,
     VirtualClock,
     WaitTable,
+    WorkingClock,
     describe_status,
     random_stream,
     wait,
@@ -136,3 +138,27 @@ def test_a_status_is_described_in_words() -> None:
     assert describe_status(-signal.SIGKILL) == "killed by SIGKILL"
     assert describe_status(3) == "exited with code 3"
     assert describe_status(None) == "ended, status unknown"
+
+
+def test_a_child_is_ours_if_we_started_it_also_when_it_has_ended() -> None:
+    child, parent = SystemProcesses().spawn(["true"]), SystemProcesses().adopt(os.getppid())
+    assert child.is_ours() and not parent.is_ours()
+    poller = select.poll()
+    poller.register(child.pidfd, select.POLLIN)
+    assert poller.poll(10_000)
+    assert child.is_ours(), "its remains are still to be taken away"
+    assert child.wait_ended(whom="true", timeout_s=10.0) == 0
+    assert not child.is_ours()
+    child.close()
+    parent.close()
+
+
+def test_on_a_working_clock_time_that_was_skipped_has_not_passed_and_the_wall_goes_on() -> None:
+    machine = VirtualClock(start=10.0, wall=100.0)
+    clock = WorkingClock(machine)
+    machine.advance(5.0)
+    clock.skip(3.0)
+    clock.skip(-7.0)
+    assert (clock.monotonic(), clock.wall()) == (12.0, 105.0)
+    machine.advance(1.0)
+    assert clock.monotonic() == 13.0

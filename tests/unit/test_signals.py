@@ -24,3 +24,17 @@ def test_closing_gives_signals_their_former_meaning_back() -> None:
     before = signal.getsignal(signal.SIGINT)
     Signals(signal.SIGINT).close()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_another_signal_that_is_handled_wakes_but_is_not_taken_for_one_of_these() -> None:
+    handled: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: handled.append(number))
+    signals = Signals(signal.SIGTERM)
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        readable, _, _ = select.select([signals], [], [], 5)
+        assert readable and handled == [signal.SIGUSR1]
+        assert signals.received() == []
+    finally:
+        signals.close()
+        signal.signal(signal.SIGUSR1, before)

@@ -262,3 +262,14 @@ def test_memory_stays_bounded_over_a_long_run() -> None:
         ledger.forget_before(step - 2)
         assert len(ledger._groups) <= 4
     assert ledger.counts()[SampleState.TRAINED] == 2 * 199
+
+
+def test_what_was_in_a_batch_that_was_dissolved_is_issued_again_by_a_rollback() -> None:
+    """It waits with tokens of weights that are undone."""
+    ledger = replay([*issued(3), *made_ready(0, 1, 2), BatchFormed(1, ("g:0:0:0",)), StepCommitted(1, "d")])
+    ledger.apply(BatchFormed(2, ("g:0:1:0", "g:0:2:0")))
+    ledger.apply(TicketReturned("g:0:1:0", "its holder died"))
+    assert ledger.ready_tickets() == ["g:0:2:0"]
+    ledger.apply(RolledBack(0, "the state is lost"))
+    assert ledger.ready_tickets() == []
+    assert [ticket.id for ticket in ledger.issued_unassigned()] == ["g:0:0:0", "g:0:1:0", "g:0:2:0"]

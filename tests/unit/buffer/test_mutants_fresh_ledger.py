@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from kintsugi.buffer.ledger import Ledger
-from kintsugi.facts import RolledBack, StepCommitted, TicketAssigned, TicketsIssued
+from kintsugi.facts import (
+    BatchFormed,
+    RolledBack,
+    SamplesScored,
+    StepCommitted,
+    TicketAssigned,
+    TicketsIssued,
+)
 from kintsugi.types import Ticket
+from tests.unit.control.driven import scored
 
 
 def test_step_0_is_there_and_nothing_before_it() -> None:
@@ -28,3 +36,23 @@ def test_what_was_never_issued_is_refused_in_these_words() -> None:
     for name in ("g:0:0:0", "g", "g:0:x:0"):
         refusal = Ledger().accepts(TicketAssigned(name, "rollout-0", "1"))
         assert refusal == f"ticket {name} was never issued"
+
+
+def test_a_ticket_beyond_those_that_were_issued_was_never_issued_and_one_before_is_forgotten() -> None:
+    ledger = Ledger()
+    tickets = tuple(Ticket(f"g:0:{position}:0", "g", 0, position, 0, 1) for position in range(2))
+    ledger.apply(TicketsIssued(tickets))
+    for ticket in tickets:
+        ledger.apply(TicketAssigned(ticket.id, "rollout-0", "1"))
+        ledger.apply(SamplesScored(ticket.id, scored(ticket, version=0).samples))
+    for step, ticket in enumerate(tickets, start=1):
+        ledger.apply(BatchFormed(step, (ticket.id,)))
+        ledger.apply(StepCommitted(step, "digest"))
+    ledger.forget_before(3)
+    words = {
+        "g:0:1:0": "is finished and forgotten",
+        "g:0:2:0": "was never issued",
+        "g:1:0:0": "was never issued",
+    }
+    for name, said in words.items():
+        assert ledger.accepts(TicketAssigned(name, "rollout-0", "1")) == f"ticket {name} {said}"

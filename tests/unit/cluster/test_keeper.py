@@ -97,7 +97,7 @@ class Refusals:
 def test_only_a_rank_gives_a_state_and_only_its_own(sender: str, owner: str, taken: bool) -> None:
     envelope = Envelope("job", 0, sender, "a", 1, MessageKind.REQUEST)
     peer = Peer(sender, "a", "host-0", "", b"")
-    delivery = Delivery(envelope, KeepState(owner, state(3)), PARTS, peer, b"")
+    delivery = Delivery(envelope, KeepState(owner, state(3)), tuple(map(memoryview, PARTS)), peer, b"")
     endpoint: Any = Refusals()
     Keeper(capacity=100).handle(delivery, endpoint=endpoint)
     assert endpoint.replies == ([Ok()] if taken else [])

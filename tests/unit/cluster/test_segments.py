@@ -240,6 +240,21 @@ def test_what_a_client_created_is_offered_again_by_who_has_nothing_else_to_ask(
     client.close()
 
 
+def test_what_a_new_agent_has_no_room_for_is_offered_again_and_the_rest_is_held(
+    agents: Callable[[], Agent],
+) -> None:
+    client = SegmentClient(agents().server.name)
+    for name, size in (("large", 8192), ("small", 4096)):
+        os.close(client.create(name, size))
+    second = agents()
+    capacity, second.server.capacity = second.server.capacity, 4096
+    assert not client.renew() and second.server.used == 4096
+    assert not client.renew(), "it is still not held"
+    second.server.capacity = capacity
+    assert client.renew() and second.server.used == 3 * 4096
+    client.close()
+
+
 def test_what_was_removed_is_not_offered_again(agents: Callable[[], Agent]) -> None:
     client = SegmentClient(agents().server.name)
     os.close(client.create("weights", 4096))

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import pytest
 from kintsugi.cluster.children import TEMPLATE, ChildrenTable, process_start_time
 from kintsugi.cluster.handover import PROGRAMS
 from kintsugi.cluster.orphans import children_of
+from kintsugi.cluster.template import serve
 from tests.unit.cluster.conftest import until
 
 MakeHost = Callable[..., Any]
@@ -87,6 +91,20 @@ def test_a_template_with_more_than_one_thread_does_not_fork(make_host: MakeHost,
     assert "kintsugi.cluster.placement model-0" in command_of(host.start("model-0").pid)
     log = (tmp_path / "logs" / "agent-0.log").read_text()
     assert "cannot fork: importing starts_a_thread started 1 threads" in log
+
+
+def test_a_template_outlives_an_agent_that_dies_before_it_has_read_what_it_was_told() -> None:
+    agent, template = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def die_with_unread_data() -> None:
+        select.select([agent], [], [], 10)
+        agent.close()
+
+    thread = threading.Thread(target=die_with_unread_data)
+    thread.start()
+    assert serve(template) is None
+    thread.join()
+    template.close()
 
 
 @pytest.mark.slow

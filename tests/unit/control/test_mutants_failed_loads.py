@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from kintsugi.control.phases import Phase
-from kintsugi.control.protocol import RequestFailed
+from kintsugi.control.protocol import Decision, Request, RequestFailed, Tick
 from kintsugi.control.publication import FIRST_PAUSE_S, MAX_FAILURES
 from kintsugi.errors import Fault
 from kintsugi.facts import VersionCurrent
@@ -97,3 +99,25 @@ def test_failures_of_one_version_are_not_held_against_the_next(driven: Driven) -
             assert condemned(driven) == []
         driven.until(Phase.COLLECTING)
         assert versions(driven) == list(range(num_versions))
+
+
+def test_the_pause_before_a_load_is_repeated_doubles_and_is_short_again_for_the_next_version(
+    driven: Driven,
+) -> None:
+    for num_failures in (4, 2):
+        for number in range(num_failures):
+            fail_load(driven, culprit="model-0")
+            due = driven.now + FIRST_PAUSE_S * 2**number
+            assert requests(driven.master.decide(Tick(), math.nextafter(due, 0.0))) == []
+            (again,) = requests(driven.master.decide(Tick(), due))
+            driven.now, driven.open[again.token] = due, again
+            for stop in driven.asked(StopProcess):
+                driven.answer(stop)
+        driven.until(Phase.COLLECTING)
+        driven.until(lambda: bool(driven.asked(LoadWeights)))
+
+
+def requests(decision: Decision) -> list[Request]:
+    """For a load."""
+    asked = [effect for effect in decision.effects if isinstance(effect, Request)]
+    return [request for request in asked if isinstance(request.body, LoadWeights)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kintsugi.control.phases import Phase
+from kintsugi.control.protocol import Exited
 from kintsugi.facts import RunEnded
 from kintsugi.messages import EpisodesDone, RunEpisodes, StartProcess
 from tests.unit.control.driven import CONFIG, Driven, scored
@@ -56,3 +59,45 @@ def test_an_evaluation_that_another_version_answered_or_that_can_not_be_scored_e
         unscored = EpisodesDone(ticket.id, (), {f"{ticket.id}/0": "no answer in it"})
         driven.answer(request, scored(ticket, version=7) if wrong else unscored)
         assert ("answered by version [7]" if wrong else "no answer in it") in cause(driven)
+
+
+@pytest.mark.parametrize("status", [-9, 0, None])
+def test_a_process_that_was_killed_before_it_came_is_started_again_even_before_the_first_step(
+    status: int | None,
+) -> None:
+    driven = Driven()
+    driven.begin()
+    start = driven.asked(StartProcess)[0].body
+    assert isinstance(start, StartProcess)
+    driven.feed(Exited(start.process, start.incarnation, status))
+    driven.let_grace_pass()
+    assert driven.master.phase is Phase.STARTING
+    driven.until(Phase.ENDED)
+    assert driven.state.outcome == "finished"
+
+
+def test_a_process_that_exits_by_itself_before_the_first_step_ends_the_run_and_later_does_not() -> None:
+    driven = Driven()
+    driven.begin()
+    start = driven.asked(StartProcess)[0].body
+    assert isinstance(start, StartProcess)
+    driven.feed(Exited(start.process, start.incarnation, 1, "no such module"))
+    assert "no such module" in cause(driven)
+    driven = Driven()
+    driven.begin()
+    driven.until(Phase.TRAINING)
+    driven.lose("server-0")
+    (request,) = driven.asked(StartProcess)
+    assert isinstance(request.body, StartProcess)
+    driven.feed(Exited("server-0", request.body.incarnation, 1, "no such module"))
+    driven.until(Phase.ENDED)
+    assert driven.state.outcome == "finished"
+
+
+def test_a_start_that_was_killed_before_the_first_step_is_repeated() -> None:
+    driven = Driven()
+    driven.begin()
+    driven.fail(driven.asked(StartProcess)[0], "killed by SIGKILL", kind="StartKilled")
+    driven.let_grace_pass()
+    driven.until(Phase.ENDED)
+    assert driven.state.outcome == "finished"

@@ -5,8 +5,17 @@ from __future__ import annotations
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import RequestFailed
 from kintsugi.errors import Fault
+from kintsugi.facts import (
+    SampleQuarantined,
+    SamplesScored,
+    TicketAssigned,
+    TicketFiltered,
+    TicketsIssued,
+)
 from kintsugi.messages import RunEpisodes
-from tests.unit.control.driven import CONFIG, Driven
+from kintsugi.types import Ticket, sample_key, ticket_id
+from tests.unit.control.driven import CONFIG, Driven, scored
+from tests.unit.control.test_mutants_given_up_work import STAGE, Desk
 
 
 def spoil_a_group(driven: Driven) -> None:
@@ -39,3 +48,22 @@ def test_groups_that_an_earlier_step_lost_are_not_held_against_the_next() -> Non
         driven.until(Phase.PUBLISHING)
     driven.until(Phase.ENDED)
     assert driven.state.outcome == "finished"
+
+
+def test_groups_without_enough_valid_samples_are_set_aside_and_counted_from_where_the_step_began() -> None:
+    desk = Desk()
+    batch_size = STAGE.algorithm.batch_size
+    for position in range(batch_size + 1):
+        ticket = Ticket(ticket_id("grpo", epoch=0, position=position), "grpo", 0, position, 0, 2)
+        desk.draft.fact(TicketsIssued((ticket,)))
+        desk.draft.fact(TicketAssigned(ticket.id, "rollout-0", "1.1"))
+        desk.draft.fact(SampleQuarantined(sample_key(ticket.id, 0), "no answer in it"))
+        desk.draft.fact(SamplesScored(ticket.id, scored(ticket, version=0).samples[1:]))
+        desk.draft.take()
+        problem = desk.episodes.drop_unusable(STAGE, before=0)
+        assert [fact.ticket for fact in desk.draft.take().facts if isinstance(fact, TicketFiltered)] == [
+            ticket.id
+        ]
+        assert (problem is None) == (position < batch_size)
+    assert desk.episodes.drop_unusable(STAGE, before=1) is None
+    assert desk.draft.take().facts == ()

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import math
+
+from kintsugi.control.draft import Conversation, Draft
+from kintsugi.control.layout import ProcessPlan
 from kintsugi.control.mending import LONGEST_WAIT_S, START_FACTOR
 from kintsugi.control.phases import Phase
-from kintsugi.control.staff import FIRST_RETRY_S
+from kintsugi.control.protocol import Exited, Joined, Request
+from kintsugi.control.staff import FIRST_RETRY_S, START, STOP, STOP_AGAIN_S, Arrival, Staff
+from kintsugi.errors import Fault
 from kintsugi.facts import ProcessRequested, StrategyChosen
-from kintsugi.messages import StartProcess
+from kintsugi.messages import Body, StartProcess, StopProcess
 from kintsugi.recovery.policy import Strategy
 from kintsugi.recovery.states import RecoveryState
-from tests.unit.control.driven import CONFIG, Driven
+from kintsugi.types import Peer, Role, role_of
+from tests.unit.control.driven import CONFIG, Driven, new_state
 
 FIRST_GUESS_S = 2.0
 """What a start is taken to need before one was seen."""
 
 
-def waiting_for_a_rank() -> Driven:
+def waiting_for_a_rank(*, first_start_s: float = 0.0) -> Driven:
     """A rank was lost in training; the others have stopped, its start is ordered and nobody answers."""
     driven = Driven()
     driven.begin()
+    driven.pass_time(first_start_s)
     driven.until(Phase.TRAINING)
     driven.lose("model-1")
     while driven.master.recovery_state != RecoveryState.WAITING:
@@ -42,6 +50,14 @@ def test_a_replacement_that_is_silent_is_waited_for_a_while_and_far_less_than_a_
     assert driven.master.recovery_state == RecoveryState.NORMAL
 
 
+def test_where_the_first_start_was_slow_a_replacement_is_given_more_time() -> None:
+    driven = waiting_for_a_rank(first_start_s=2 * FIRST_GUESS_S)
+    driven.pass_time(2 * START_FACTOR * FIRST_GUESS_S - 1.0)
+    assert strategies(driven) == [Strategy.RECOVER]
+    driven.pass_time(5.0)
+    assert strategies(driven) == [Strategy.RECOVER, Strategy.ELASTIC]
+
+
 def test_a_start_whose_agent_did_not_answer_is_asked_again_after_a_pause_under_the_same_incarnation() -> None:
     driven = waiting_for_a_rank()
     num_ordered = sum(isinstance(fact, ProcessRequested) for fact in driven.facts)
@@ -57,3 +73,92 @@ def test_a_start_whose_agent_did_not_answer_is_asked_again_after_a_pause_under_t
     assert sum(isinstance(fact, ProcessRequested) for fact in driven.facts) == num_ordered
     driven.until(Phase.ENDED)
     assert driven.state.outcome == "finished"
+
+
+def staff() -> tuple[Staff, Draft]:
+    """One rank is planned; its agent has come."""
+    draft = Draft(new_state())
+    plans = (ProcessPlan("agent-0", Role.AGENT, "host-0"), ProcessPlan("model-0", Role.MODEL, "host-0"))
+    staff = Staff(plans, draft=draft, talk=Conversation(draft, first_s=60.0), start_timeout_s=60.0)
+    assert staff.joined(registered("agent-0", "0")) is Arrival.NEW
+    draft.take()
+    return staff, draft
+
+
+def registered(process: str, incarnation: str) -> Joined:
+    return Joined(Peer(process, incarnation, "host-0", "tcp://here", b"key"), role_of(process), 1, {}, ())
+
+
+def asked(draft: Draft) -> list[Body]:
+    return [effect.body for effect in draft.take().effects if isinstance(effect, Request)]
+
+
+def test_a_registration_is_new_once_then_again_and_refused_when_it_is_of_somebody_else() -> None:
+    team, _ = staff()
+    team.order("model-0", 0.0)
+    assert team.joined(registered("model-0", "another")) is Arrival.REFUSED
+    assert team.joined(registered("model-0", "0.1")) is Arrival.NEW
+    assert team.joined(registered("model-0", "0.1")) is Arrival.AGAIN
+    assert team.missing() == []
+
+
+def test_what_is_due_is_ordered_at_the_very_moment_and_not_before() -> None:
+    team, draft = staff()
+    team.order_later("model-0", 1.0)
+    due = 1.0 + FIRST_RETRY_S
+    team.tick(math.nextafter(due, 0.0))
+    assert asked(draft) == []
+    team.tick(due)
+    assert asked(draft) == [StartProcess("model-0", Role.MODEL, "0.1")]
+    team.tick(due)
+    assert asked(draft) == []
+
+
+def test_a_process_that_could_not_be_stopped_is_stopped_at_the_very_moment_that_is_due() -> None:
+    team, draft = staff()
+    team.order("model-0", 0.0)
+    team.joined(registered("model-0", "0.1"))
+    draft.take()
+    team.stop_failed(f"{STOP}:0.1", 1.0)
+    team.tick(math.nextafter(1.0 + STOP_AGAIN_S, 0.0))
+    assert asked(draft) == []
+    team.tick(1.0 + STOP_AGAIN_S)
+    assert asked(draft) == [StopProcess("model-0", "0.1", 0.0)]
+
+
+def test_a_process_that_does_not_come_in_its_time_is_stopped_and_one_that_came_is_not() -> None:
+    team, draft = staff()
+    team.order("model-0", 1.0)
+    draft.take()
+    team.tick(61.0)
+    assert asked(draft) == []
+    team.tick(61.5)
+    assert asked(draft) == [StopProcess("model-0", "0.1", 0.0)]
+    team, draft = staff()
+    team.order("model-0", 1.0)
+    team.joined(registered("model-0", "0.1"))
+    draft.take()
+    team.tick(61.5)
+    assert asked(draft) == []
+
+
+def test_a_start_that_is_said_to_have_failed_when_the_process_is_there_costs_nothing() -> None:
+    team, draft = staff()
+    team.order("model-0", 0.0)
+    team.joined(registered("model-0", "0.1"))
+    draft.take()
+    fault = Fault("a", "WorldError", "agent-0", "no such command", 0.0)
+    assert team.start_failed(f"{START}:0.1", fault, 1.0) is None
+    assert team.start_failed(f"{START}:0.7", fault, 1.0) is None
+    assert (team.missing(), draft.take().facts) == ([], ())
+
+
+def test_who_never_came_did_not_start_and_who_came_was_lost() -> None:
+    team, _ = staff()
+    team.order("model-0", 0.0)
+    never = team.exited(Exited("model-0", "0.1", -9))
+    assert never is not None and never.message.startswith("model-0 did not start")
+    team.order("model-0", 1.0)
+    team.joined(registered("model-0", "0.2"))
+    came = team.exited(Exited("model-0", "0.2", -9))
+    assert came is not None and came.message.startswith("model-0 (pid 1) was lost")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kintsugi.control.phases import Phase
-from kintsugi.facts import ProcessLost, RolledBack, RunStarted, StepCommitted
+from kintsugi.control.protocol import Began
+from kintsugi.facts import CheckpointSaved, ProcessLost, RolledBack, RunStarted, StepCommitted
+from kintsugi.messages import Repair
 from tests.unit.control.driven import Driven, fold
 
 
@@ -36,3 +38,19 @@ def test_nobody_of_an_earlier_session_lives_and_the_run_keeps_its_name() -> None
     assert {fact.process for fact in resumed.facts if isinstance(fact, ProcessLost)} == living
     assert not any(isinstance(fact, RunStarted) for fact in resumed.facts)
     assert resumed.state.epoch == 2
+
+
+def test_a_checkpoint_that_the_journal_does_not_know_is_found_by_a_run_that_is_resumed_from_it() -> None:
+    path = "elsewhere/step-2"
+    first = Driven()
+    first.begin()
+    first.until(lambda: first.state.step == 2)
+    first.until(Phase.TRAINING)
+    resumed = Driven(state=fold([fact for fact in first.facts if not isinstance(fact, CheckpointSaved)]))
+    resumed.world.checkpoints = {path: first.world.checkpoints["checkpoints/step-2"]}
+    resumed.feed(Began("job", "digest", "2", resumed=True, restore_step=2, restore_path=path))
+    for agent in resumed.world.agents:
+        resumed.join(agent, "2.0", resumed.world.hosts[agent])
+    resumed.until(lambda: bool(resumed.asked(Repair)))
+    bodies = [request.body for request in resumed.asked(Repair)]
+    assert {body.sources[-1] for body in bodies if isinstance(body, Repair)} == {path}

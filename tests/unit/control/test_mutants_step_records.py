@@ -6,10 +6,11 @@ import msgspec
 
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import RecordStep
-from kintsugi.facts import StepCommitted
+from kintsugi.facts import StageStarted, StepCommitted
 from kintsugi.messages import EpisodesDone, RunEpisodes
 from kintsugi.types import SampleText
 from tests.unit.control.driven import CONFIG, Driven
+from tests.unit.control.outcomes import begun
 
 
 def test_seconds_of_the_episodes_are_added_up_per_step_and_begin_anew_with_the_next() -> None:
@@ -43,3 +44,10 @@ def test_what_the_samples_of_a_step_say_is_recorded_with_it() -> None:
     driven.until(Phase.PUBLISHING)
     (record,) = [effect for effect in driven.effects if isinstance(effect, RecordStep)]
     assert record.texts == said != {}
+
+
+def test_a_stage_is_known_by_its_first_step() -> None:
+    driven = begun()
+    driven.until(Phase.ENDED)
+    started = [(fact.stage, fact.step) for fact in driven.facts if isinstance(fact, StageStarted)]
+    assert started == [("warmup", 1), ("grpo", 2)]

@@ -192,6 +192,20 @@ def test_nobody_registers_as_somebody_else(begun: Run, forge: Callable[[Register
     assert begun.endpoint.peers == known
 
 
+def test_a_signal_stops_the_run_only_if_it_asks_for_that(begun: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    begun.shell._watch_signals()
+    fed: list[object] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(begun.shell, "_feed", fed.append)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        begun.shell.turn()
+        assert StopRequested("SIGTERM") not in fed
+        os.kill(os.getpid(), signal.SIGTERM)
+        begun.turn_until(lambda: StopRequested("SIGTERM") in fed)
+    signal.signal(signal.SIGUSR1, before)
+
+
 def test_a_death_is_the_agents_to_tell(begun: Run) -> None:
     begun.ask(begun.register())
     worker = make_endpoint("model-0", epoch=1)

@@ -179,3 +179,11 @@ def test_a_stage_that_is_undone_from_its_first_step_has_another_first_step_next_
     assert (tally.first, tally.totals()) == (None, ({}, {}))
     tally.add(3, {"loss": 2.0})
     assert tally.first == {"loss": 2.0}
+
+
+def test_a_run_that_failed_is_known_with_its_fault_and_one_that_did_not_has_none() -> None:
+    failed = fold(*run_to(1), RunEnded("failed", FAULT, "", 1.0))
+    assert (failed.outcome, failed.faults) == ("failed", (FAULT,))
+    failed.apply(EpochStarted(2, "2"))
+    failed.apply(RunEnded("finished", None, "sha", 1.0))
+    assert (failed.outcome, failed.faults, failed.weights_sha256) == ("finished", (), "sha")

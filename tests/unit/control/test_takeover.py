@@ -9,9 +9,9 @@ import pytest
 
 from kintsugi.config import ClusterSection
 from kintsugi.control.phases import Phase
-from kintsugi.control.protocol import Admit, Finish, ShareBook, StopRequested
+from kintsugi.control.protocol import Admit, Finish, ShareBook, StopRequested, Tell
 from kintsugi.facts import EpochStarted, IncidentClosed, IncidentOpened, StopAccepted
-from kintsugi.messages import StartProcess
+from kintsugi.messages import Drop, StartProcess
 from kintsugi.recovery.processor import Flow
 from tests.unit.control.driven import Driven
 from tests.unit.control.outcomes import TWO_STAGES, begun, outcome, undisturbed
@@ -150,3 +150,26 @@ def test_a_host_that_died_with_the_master_loses_no_step() -> None:
         successor.world.snapshots["host-1"] = {}
         finish(successor)
         assert outcome(successor.facts) == expected, f"after answer {number}, {driven.master.phase}"
+
+
+def test_an_heir_finishes_what_its_predecessor_was_mending_as_one_incident() -> None:
+    driven = begun()
+    driven.until(Phase.TRAINING)
+    driven.lose("model-1")
+    successor = driven.succeed(carried_out=True)
+    finish(successor)
+    (opened,) = [fact for fact in successor.facts if isinstance(fact, IncidentOpened)]
+    (closed,) = [fact for fact in successor.facts if isinstance(fact, IncidentClosed)]
+    assert opened.incident == closed.incident
+    assert set(closed.processes) == {"model-1", "master-0"}
+
+
+def test_an_heir_tells_the_workers_again_which_samples_are_trained() -> None:
+    driven = begun()
+    driven.until(lambda: driven.state.step == 1 and driven.master.phase is Phase.COMMITTING)
+    successor = driven.succeed(carried_out=True)
+    successor.take_over()
+    dropped = [(e.to, e.body) for e in successor.effects if isinstance(e, Tell) and isinstance(e.body, Drop)]
+    trained = Drop(driven.state.ledger.trained_in(1))
+    assert trained.tickets
+    assert dropped == [("rollout-0", trained), ("rollout-1", trained)]

@@ -102,3 +102,16 @@ def test_scalars_of_one_call_travel_with_the_samples_to_the_next() -> None:
     items = [item for d in batch.ready(now=1.0) for shard in d.shards for item in shard.items]
     assert len(items) == len(ITEMS)
     assert all(item.values["value"] == 0.5 for item in items)
+
+
+def test_whoever_stands_alone_against_the_others_is_to_blame_and_nobody_where_none_is_more() -> None:
+    for digests, culprit in (("aba", "model-1"), ("baa", "model-0"), ("abc", ""), ("aab", "model-2")):
+        ranks = ["model-0", "model-1", "model-2"]
+        batch = Walk(grpo(AlgorithmSection()), ITEMS, workers={Role.MODEL: ranks}, num_shards=4)
+        batch.ready(now=0.0)
+        answers = [
+            batch.answered("actor_train", rank, done(digest), now=1.0)
+            for rank, digest in zip(ranks, digests, strict=True)
+        ]
+        assert answers[:2] == [None, None] and answers[2] is not None
+        assert (batch.culprit, batch.finished) == (culprit, False)

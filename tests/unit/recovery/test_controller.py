@@ -434,3 +434,14 @@ def test_once_faults_stop_any_recovery_ends_normal_in_a_bounded_number_of_orders
     assert cluster.controller.ranks == RANKS
     assert {rank.adapter.committed.step for rank in cluster.ranks.values()} == {cluster.step}
     assert len({rank.adapter.committed.digest for rank in cluster.ranks.values()}) == 1
+
+
+def test_a_second_recovery_has_no_times_of_the_first() -> None:
+    cluster = started()
+    cluster.begin()
+    cluster.run()
+    assert set(cluster.controller.since) >= {state for state, _ in STEPS}
+    cluster.now += 5.0
+    cluster.begin()
+    assert cluster.controller.since == {_S.PRE_LOCKING: cluster.now}
+    assert cluster.controller.repaired_from == {}

@@ -264,10 +264,6 @@ def test_an_answer_is_given_the_time_it_usually_takes(
     assert drive.suspected == {("model-0", SuspicionKind.STUCK)}
 
 
-def test_what_moves_many_bytes_is_given_the_time_for_them() -> None:
-    assert OpenRequest("t", "Save", 0.0, 1.0, num_bytes=10**10).allowance_s == pytest.approx(SAVE_S + 500)
-
-
 def test_a_long_call_whose_counters_move_is_not_stuck(drive: Drive) -> None:
     drive.ask("model-0")
     drive.run(60, moving=["model-0"])

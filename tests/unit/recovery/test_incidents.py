@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import msgspec
+
 from kintsugi.errors import Fault
 from kintsugi.recovery.incidents import Incidents
 from kintsugi.recovery.states import RecoveryState
@@ -110,3 +112,15 @@ def test_the_policy_is_told_how_often_one_and_the_same_process_died() -> None:
         True,
         0.5,
     )
+
+
+def test_a_loss_that_was_not_our_doing_explains_the_attempts_before_it_and_one_of_ours_does_not() -> None:
+    incidents = opened(("model-0", 1.0))
+    assert incidents.current is not None
+    incidents.current.attempts = 3
+    ended_by_us = msgspec.structs.replace(fault("model-1"), cause=fault("model-0"))
+    incidents.fault(ended_by_us, number=1, now=2.0, lost="model-1")
+    incidents.fault(fault("model-0"), number=1, now=2.0)
+    assert incidents.current.attempts == 3
+    incidents.fault(fault("model-1"), number=1, now=3.0, lost="model-1")
+    assert incidents.current.attempts == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kintsugi.messages import Heartbeat
-from kintsugi.recovery.detection import ALL_SILENT_S, SILENT_S, OpenRequest, SuspicionKind, Watch
+from kintsugi.recovery.detection import ALL_SILENT_S, REPEAT_S, SILENT_S, OpenRequest, SuspicionKind, Watch
 from kintsugi.types import Progress
 
 TICK_S = 0.25
@@ -72,3 +72,10 @@ def test_a_lone_process_that_speaks_seldom_is_stuck_by_the_masters_clock() -> No
             break
     assert [(suspicion.kind, suspicion.lasting_s) for suspicion in found] == [(SuspicionKind.STUCK, 3.75)]
     assert tick * TICK_S == 3.75
+
+
+def test_a_suspicion_is_told_again_at_the_very_moment_that_it_is_due() -> None:
+    watch = Watch()
+    watch.joined("model-0", "1.0", 0.0, host="host-0")
+    told = [tick * TICK_S for tick in range(1, 20) if watch.check(tick * TICK_S, asked={})]
+    assert told == [SILENT_S, SILENT_S + REPEAT_S, SILENT_S + 2 * REPEAT_S, SILENT_S + 3 * REPEAT_S]

@@ -139,3 +139,10 @@ def test_the_impact_of_a_loss_is_one_sentence_per_role() -> None:
     said = impact(["model-0", "model-1", "manager-0"])
     assert said.count("training stops") == said.count("generation waits") == 1
     assert said.index("model") < said.index("manager")
+
+
+def test_what_is_known_to_be_beyond_help_is_neither_repeated_nor_replaced() -> None:
+    fault = Fault("a", "ProcessDied", "model-0", "killed", 0.0)
+    lost = Situation((fault,), beyond_help="no state is left", living=("model-0", "model-1"))
+    assert hopeless(lost) == "no state is left"
+    assert plan(lost).strategy is Strategy.DUMP

@@ -76,9 +76,10 @@ class World:
     def __init__(self, tmp_path: Path, settings: Config) -> None:
         CALLS.clear()
         RELEASE.clear()
-        self._keys = {name: new_key_pair() for name in ("master-0", "manager-0", "rollout-0")}
+        self._keys = {name: new_key_pair() for name in ("master-0", "manager-0", "model-0", "rollout-0")}
         self.master = self._endpoint("master-0")
         self.manager: Endpoint | None = self._endpoint("manager-0")
+        self.model = self._endpoint("model-0")
         read_end, self._lifeline = os.pipe()
         bootstrap = Bootstrap(
             job="j",
@@ -120,12 +121,13 @@ class World:
     def publish_book(self, *, manager_registered: bool = True) -> None:
         """Everybody learns who is there now."""
         self._book_number += 1
-        peers = [each.peer(host="host-0") for each in (self.master, self.worker.endpoint)]
+        peers = [each.peer(host="host-0") for each in (self.master, self.model, self.worker.endpoint)]
         if self.manager:
             peer = self.manager.peer(host="host-0")
             peers.append(peer if manager_registered else msgspec.structs.replace(peer, address=""))
         book = AddressBook(self._book_number, tuple(peers))
         self.master.set_book(book)
+        self.model.set_book(book)
         if self.manager:
             self.manager.set_book(book)
         self.master.send("rollout-0", book)
@@ -155,6 +157,7 @@ class World:
                 return
             self.master_turn()
             self.manager_turn()
+            self.model.poll(0)
             self.worker.turn()
         raise AssertionError("it did not happen")
 
@@ -183,7 +186,8 @@ class World:
         )
 
     def begin(self, body: Body) -> PendingReply:
-        return self.master.request("rollout-0", body, deadline_s=20.0)
+        asker = self.model if isinstance(body, FetchSamples) else self.master
+        return asker.request("rollout-0", body, deadline_s=20.0)
 
     def ask(self, body: Body) -> PendingReply:
         pending = self.begin(body)
@@ -194,6 +198,7 @@ class World:
         RELEASE.set()
         self.worker.close()
         self.master.close()
+        self.model.close()
         if self.manager:
             self.manager.close()
         os.close(self._lifeline)

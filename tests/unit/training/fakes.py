@@ -126,6 +126,7 @@ class Rank:
         self.shell = FakeShell(process)
         self.shell.peers["rollout-0"] = lambda body: holder(body, batch)
         self.state = TrainingState(model, process=process, segments=segments)
+        self.num_renewed = 0
         self.worker = ModelWorker(
             self.shell,
             self.state,
@@ -133,7 +134,11 @@ class Rank:
             tokenizer=tokenizer(),
             publisher=Publisher(process=process, host="host-0", segments=None),
             host="host-0",
+            renew=self._renew,
         )
+
+    def _renew(self) -> None:
+        self.num_renewed += 1
 
     def ask(self, *bodies: Body) -> Body:
         """Put requests in, let the worker handle everything, give the last reply."""

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from kintsugi.checkpoint.snapshot import Snapshots
+from kintsugi.checkpoint.snapshot import HeldSnapshots, Snapshots
 from kintsugi.cluster.keeper import Keeper
 from kintsugi.config import ClusterSection
 from kintsugi.errors import DeviceError, IntegrityError
@@ -40,6 +40,7 @@ from kintsugi.training.adapter import probe
 from kintsugi.training.buddy import BuddyCopy
 from kintsugi.training.group import ProcessGroup, StoreServer
 from kintsugi.transport import Blob, Reply
+from kintsugi.types import Peer
 from tests.unit.training.fakes import BETA_CONFIG, CONFIG, Done, FakeSegments, Rank, grpo_call, rebuild
 from tests.unit.training.world import CPU, in_world
 
@@ -225,7 +226,8 @@ def keep_and_offer(rank: Rank, newcomer: Rank) -> None:
         kept.set()
         return Done(lambda: Reply(Ok()))
 
-    assert BuddyCopy(send, process="model-0").offer(copy, buddy="agent-1")
+    buddy = Peer("agent-1", "a", "host-1", "", b"")
+    assert BuddyCopy(send, process="model-0").offer(copy, buddy=buddy)
     assert kept.wait(10)
 
     def agent(body: Body) -> Reply:
@@ -269,6 +271,20 @@ def test_a_half_written_or_damaged_slot_is_never_used(segments: FakeSegments) ->
     newest.begin()
     assert "no snapshot of step 3" in newcomer.refusal(Repair(3, ("snapshot:model-0",), 2))
     assert newcomer.state.digest() == fresh
+
+
+def test_a_snapshot_whose_reference_weights_are_damaged_is_never_used(segments: FakeSegments) -> None:
+    rank = Rank(segments=segments, config=BETA_CONFIG).start()
+    rank.train(3)
+    reference = HeldSnapshots("model-0", segments=segments).reference("grpo")
+    reference.payload[100] ^= 0xFF
+    newcomer = Rank(seed=99, segments=segments, config=BETA_CONFIG)
+    assert "the reference weights of stage 'grpo' hash to" in newcomer.refusal(
+        Repair(3, ("snapshot:model-0",), 1)
+    )
+    reference.payload[100] ^= 0xFF
+    newcomer.ask(Repair(3, ("snapshot:model-0",), 2))
+    assert newcomer.state.digest() == rank.state.digest()
 
 
 def test_a_repair_with_the_wrong_digest_changes_nothing(segments: FakeSegments) -> None:

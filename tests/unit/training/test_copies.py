@@ -10,7 +10,8 @@ import torch
 from kintsugi.checkpoint.snapshot import Snapshots, Status
 from kintsugi.errors import IntegrityError
 from kintsugi.training import copies as module
-from kintsugi.training.copies import Counters, StateCopies, digest_of
+from kintsugi.training.copies import Counters, StateCopies, digest_of, reference_digest
+from tests.unit.training.fakes import FakeSegments
 
 LARGE = module.INLINE_BYTES // 4
 
@@ -128,3 +129,22 @@ def test_who_reads_a_slot_learns_that_it_was_overtaken() -> None:
     assert header() == before
     copies.prepare(Counters(3))
     assert header() != before
+
+
+def test_the_reference_of_an_earlier_stage_stays_until_the_next_one_is_committed() -> None:
+    live, segments = torch.zeros(3, 4), FakeSegments()
+    copies = StateCopies(live, snapshots=Snapshots("model-0", size=live.nbytes, segments=segments))
+
+    def references() -> list[str]:
+        return sorted(name.rpartition("-")[2] for name in segments.names() if "reference" in name)
+
+    weights = torch.ones(4)
+    first, second = (Counters(1, stage, reference=reference_digest(weights)) for stage in ("a", "b"))
+    copies.fill(first, lambda view: view.zero_(), reference=weights)
+    copies.keep_reference(second, weights)
+    copies.prepare(second)
+    assert references() == ["a", "b"]
+    copies.commit()
+    copies.forget_references("b")
+    assert references() == ["b"]
+    segments.close()

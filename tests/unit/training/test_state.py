@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -216,3 +217,45 @@ def test_the_state_of_another_model_is_refused_by_name_and_changes_nothing() -> 
             stage=STAGE,
         )
     assert state.digest() == before
+
+
+def test_the_reference_weights_are_part_of_every_digest() -> None:
+    plain, penalised = new_state(new_stage(actor=ACTOR)), new_state(new_stage(actor=ACTOR, beta=0.1))
+    assert plain.counters.reference == "" and penalised.counters.reference != ""
+    assert plain.digest() != penalised.digest()
+    for state in (plain, penalised):
+        advance(state, 1)
+        state.commit(1)
+    assert plain.digest() != penalised.digest()
+
+
+def test_a_state_whose_reference_weights_were_changed_is_refused_and_changes_nothing() -> None:
+    stage = new_stage(actor=ACTOR, beta=0.1)
+    state, other = new_state(stage), new_state(stage)
+    advance(state, 1)
+    state.commit(1)
+    saved = {name: tensor.clone() for name, tensor in state.tensors().items()}
+    saved["reference/model.norm.weight"][0] += 1
+    before = other.digest()
+    with pytest.raises(IntegrityError, match="the reference weights of stage 'grpo' hash to"):
+        other.restore(saved, counters=state.committed_counters, stage=stage)
+    assert (other.digest(), other.committed_step) == (before, 0)
+
+
+def test_a_state_that_was_saved_without_its_references_digest_is_still_restored() -> None:
+    stage = new_stage(actor=ACTOR, beta=0.1)
+    state, other = new_state(stage), new_state(stage)
+    advance(state, 1)
+    state.commit(1)
+    counters = msgspec.structs.replace(state.committed_counters, reference="")
+    other.restore(state.tensors(), counters=counters, stage=stage)
+    assert other.digest() == state.digest()
+
+
+def test_a_rollback_measures_the_reference_weights_too() -> None:
+    state = new_state(new_stage(actor=ACTOR, beta=0.1))
+    weight = next(state.reference_model.parameters())
+    before = weight.clone()
+    weight[0] += 1
+    state.rollback(0)
+    assert torch.equal(weight, before)

@@ -31,6 +31,7 @@ from kintsugi.messages import (
 )
 from kintsugi.model import huggingface
 from kintsugi.model.tokenizer import Tokenizer
+from kintsugi.training import worker as worker_module
 from kintsugi.training.worker import load_model
 from kintsugi.transport import Reply
 from kintsugi.types import StreamSource
@@ -145,6 +146,17 @@ def test_weights_are_served_while_a_call_runs() -> None:
     rank.shell.replies.clear()
     rank.ask(grpo_call(), FetchWeights(2, (0,)))
     assert [type(body) for body, _ in rank.shell.replies] == [WeightsFetched, CallDone]
+
+
+@pytest.mark.parametrize(("interval_s", "during_the_call"), [(0.0, True), (1000.0, False)])
+def test_a_new_agent_gets_the_snapshots_during_a_long_call(
+    interval_s: float, during_the_call: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "IDLE_WAIT_S", interval_s)
+    rank = Rank().start()
+    before = rank.num_renewed
+    rank.ask(grpo_call())
+    assert (rank.num_renewed > before + 1) == during_the_call
 
 
 def test_a_saved_step_is_restored_exactly_and_loads_as_a_model_folder(tmp_path: Path) -> None:

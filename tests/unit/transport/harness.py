@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+import zmq
+
+from kintsugi import wire
 from kintsugi.messages import Body, Ok
 from kintsugi.runtime import wait
 from kintsugi.transport import Delivery, Endpoint, Reply, new_key_pair
+from kintsugi.wire import Envelope, MessageKind
 
 TIMEOUT_S = 10.0
 
@@ -71,3 +76,25 @@ def ask(sender: Endpoint, receiver: Endpoint, body: Body, *, answer: Body | None
 
     wait(attempt, whom=receiver.process, what="an answer", timeout_s=TIMEOUT_S)
     return pending.result()
+
+
+def raw_dealer(
+    to: Endpoint, keys: tuple[bytes, bytes]
+) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
+    """A connection that can send whatever it likes."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.linger = 0
+    dealer.curve_publickey, dealer.curve_secretkey = keys
+    dealer.curve_serverkey = to.peer(host="here").public_key
+    dealer.connect(to.address)
+    return context, dealer
+
+
+def frame_of(body: Body, **changes: object) -> bytes:
+    return wire.encode(envelope(**changes), body)
+
+
+def envelope(**changes: object) -> Envelope:
+    plain = Envelope("job", 0, "model-0", "a", 1, MessageKind.REQUEST)
+    return msgspec.structs.replace(plain, **changes)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from kintsugi.messages import CommitStep
 from kintsugi.transport.directory import Directory
 from kintsugi.types import Peer
 from kintsugi.wire import Envelope, MessageKind
@@ -62,3 +64,23 @@ def test_a_newer_epoch_is_the_masters_word_alone_and_names_the_master() -> None:
     assert newest("master-0", epoch=2) == 2
     assert directory.peers["master-0"].incarnation == "b"
     assert directory.peers["model-0"].incarnation == "a"
+
+
+def test_who_only_moves_keeps_the_requests_that_are_being_worked_on() -> None:
+    directory = Directory(job="job", process="server-0")
+    peer = Peer("agent-0", "1", "host-0", "", b"key")
+    directory.add(peer)
+    running = directory.callers["key"].running
+    directory.add(msgspec.structs.replace(peer, address="tcp://127.0.0.1:4001"))
+    assert directory.callers["key"].running is running
+    directory.add(msgspec.structs.replace(peer, incarnation="2"))
+    assert directory.callers["key"].running is not running, "a successor counts its requests anew"
+
+
+@pytest.mark.parametrize(("process", "accepted"), [("master-0", True), ("server-0", False)])
+def test_an_order_is_refused_from_who_may_not_give_it(process: str, accepted: bool) -> None:
+    directory = Directory(job="job", process="model-0")
+    directory.add(Peer(process, "a", "host-0", "", b"key"))
+    order = Envelope("job", 1, process, "a", 1, MessageKind.REQUEST)
+    why = directory.why_refused("key", order, epoch=1, body=CommitStep(1))
+    assert why == ("" if accepted else f"CommitStep is not for {process} to say")

@@ -13,7 +13,7 @@ import zmq
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kintsugi import messages, wire
+from kintsugi import wire
 from kintsugi.errors import (
     DeadlineExceeded,
     Fault,
@@ -25,8 +25,6 @@ from kintsugi.errors import (
 )
 from kintsugi.messages import (
     AddressBook,
-    CommitStep,
-    Drop,
     Failed,
     FetchWeights,
     Ok,
@@ -39,8 +37,17 @@ from kintsugi.runtime import COUNTERS, WAITS, VirtualClock
 from kintsugi.transport import Endpoint, PendingReply, bulk_digest, chunks, new_key_pair, verify_bulk
 from kintsugi.transport.exchange import CHUNK_BYTES, SAVED_BYTES
 from kintsugi.types import Role
-from kintsugi.wire import Envelope, MessageKind
-from tests.unit.transport.harness import ask, introduce, make_endpoint, pump, receive
+from kintsugi.wire import MessageKind
+from tests.unit.transport.harness import (
+    ask,
+    envelope,
+    frame_of,
+    introduce,
+    make_endpoint,
+    pump,
+    raw_dealer,
+    receive,
+)
 
 Make = Callable[..., Endpoint]
 FAULT = Fault("f1", "ProcessDied", "agent-0", "exit status -9", 0.0)
@@ -48,28 +55,6 @@ FAULT = Fault("f1", "ProcessDied", "agent-0", "exit status -9", 0.0)
 
 def counter(name: str) -> int:
     return COUNTERS.snapshot().counters.get(name, 0)
-
-
-def raw_dealer(
-    to: Endpoint, keys: tuple[bytes, bytes]
-) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
-    """A connection that can send whatever it likes."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.linger = 0
-    dealer.curve_publickey, dealer.curve_secretkey = keys
-    dealer.curve_serverkey = to.peer(host="here").public_key
-    dealer.connect(to.address)
-    return context, dealer
-
-
-def frame_of(body: messages.Body, **changes: object) -> bytes:
-    return wire.encode(envelope(**changes), body)
-
-
-def envelope(**changes: object) -> Envelope:
-    plain = Envelope("job", 0, "model-0", "a", 1, MessageKind.REQUEST)
-    return msgspec.structs.replace(plain, **changes)
 
 
 def test_a_request_is_answered(make: Make) -> None:
@@ -81,9 +66,9 @@ def test_a_request_is_answered(make: Make) -> None:
 def test_a_one_way_message_arrives_with_its_sender_and_cause(make: Make) -> None:
     model, server = make("model-0"), make("server-0")
     introduce(model, server)
-    assert model.send("server-0", Drop(("t",)), cause_id="f1")
+    assert model.send("server-0", Ping(b"t"), cause_id="f1")
     (delivery,) = receive(server, model)
-    assert (delivery.body, delivery.peer.process, delivery.wants_reply) == (Drop(("t",)), "model-0", False)
+    assert (delivery.body, delivery.peer.process, delivery.wants_reply) == (Ping(b"t"), "model-0", False)
     assert delivery.envelope.cause_id == "f1"
 
 
@@ -91,31 +76,31 @@ def test_a_key_that_was_not_admitted_can_not_speak(make: Make) -> None:
     stranger, model, server = make("model-1"), make("model-0"), make("server-0")
     introduce(model, server)
     stranger.admit(server.peer(host="here"))
-    stranger.send("server-0", Drop(("t",)))
+    stranger.send("server-0", Ping(b"t"))
     before = counter("transport.not_admitted_yet")
     assert pump(server, until=lambda: counter("transport.not_admitted_yet") > before) == []
-    model.send("server-0", Drop(("u",)))
-    assert [delivery.body for delivery in receive(server, model, stranger)] == [Drop(("u",))]
+    model.send("server-0", Ping(b"u"))
+    assert [delivery.body for delivery in receive(server, model, stranger)] == [Ping(b"u")]
 
 
 def test_a_replaced_process_can_not_connect(make: Make) -> None:
     old, model, server = make("model-0"), make("model-0", incarnation="b"), make("server-0")
     introduce(old, server)
     introduce(model, server)
-    old.send("server-0", Drop(("t",)))
+    old.send("server-0", Ping(b"t"))
     ask(model, server, Ping())
-    model.send("server-0", Drop(("u",)))
-    assert [delivery.body for delivery in receive(server, model, old)] == [Drop(("u",))]
+    model.send("server-0", Ping(b"u"))
+    assert [delivery.body for delivery in receive(server, model, old)] == [Ping(b"u")]
 
 
 def test_a_process_that_is_admitted_late_gets_through(make: Make) -> None:
     model, server = make("model-0"), make("server-0")
     model.admit(server.peer(host="here"))
-    model.send("server-0", Drop(("t",)))
+    model.send("server-0", Ping(b"t"))
     before = counter("transport.not_admitted_yet")
     pump(server, until=lambda: counter("transport.not_admitted_yet") > before)
     server.admit(model.peer(host="here"))
-    assert receive(server, model)[0].body == Drop(("t",))
+    assert receive(server, model)[0].body == Ping(b"t")
 
 
 def test_a_server_with_the_wrong_key_hears_nothing(make: Make) -> None:
@@ -133,7 +118,7 @@ def test_one_process_can_not_speak_as_another(make: Make) -> None:
     liar, server = make("model-1", keys=keys), make("server-0")
     server.admit(liar.peer(host="here"))
     context, dealer = raw_dealer(server, keys)
-    dealer.send(frame_of(CommitStep(1), sender="model-0"))
+    dealer.send(frame_of(Ping(b"1"), sender="model-0"))
     before = counter("transport.refused")
     assert pump(server, until=lambda: counter("transport.refused") > before) == []
     context.destroy(linger=0)
@@ -151,12 +136,12 @@ def test_a_repeated_request_runs_once_and_gets_the_saved_reply(make: Make) -> No
     model, server = make("model-0", keys=keys), make("server-0")
     server.admit(model.peer(host="here"))
     context, dealer = raw_dealer(server, keys)
-    frame = frame_of(CommitStep(1))
+    frame = frame_of(Ping(b"1"))
     dealer.send(frame)
     (delivery,) = receive(server)
     dealer.send(frame)
-    dealer.send(frame_of(Drop(()), sequence=2, kind=MessageKind.ONE_WAY))
-    assert [late.body for late in receive(server)] == [Drop(())], (
+    dealer.send(frame_of(Ping(), sequence=2, kind=MessageKind.ONE_WAY))
+    assert [late.body for late in receive(server)] == [Ping()], (
         "the repetition of a running request is dropped"
     )
     server.reply(delivery, Registered(7))
@@ -172,7 +157,7 @@ def test_a_lost_reply_is_asked_for_again(make: Make) -> None:
     clock = VirtualClock()
     model, server = make("model-0", clock=clock), make("server-0")
     introduce(model, server)
-    pending = model.request("server-0", CommitStep(1), deadline_s=60)
+    pending = model.request("server-0", Ping(b"1"), deadline_s=60)
     (delivery,) = receive(server, model)
     delivery.route = b"a connection that is gone"
     server.reply(delivery, Ok())
@@ -188,7 +173,7 @@ def test_a_request_waits_for_a_receiver_that_starts_late(make: Make) -> None:
     keys = new_key_pair()
     model = make("model-0")
     model.admit(msgspec.structs.replace(make("server-0", keys=keys).peer(host="here"), address=address))
-    pending = model.request("server-0", CommitStep(1), deadline_s=10)
+    pending = model.request("server-0", Ping(b"1"), deadline_s=10)
     server = make("server-0", keys=keys, bind=address)
     server.admit(model.peer(host="here"))
     (delivery,) = receive(server, model)
@@ -201,10 +186,10 @@ def test_a_request_ends_at_its_deadline_and_says_for_whom_it_waited(make: Make) 
     clock = VirtualClock()
     model, server = make("model-0", clock=clock), make("server-0")
     introduce(model, server)
-    pending = model.request("server-0", CommitStep(1), deadline_s=5)
+    pending = model.request("server-0", Ping(b"1"), deadline_s=5)
     clock.advance(5)
     model.poll(0)
-    with pytest.raises(DeadlineExceeded, match=r"waited 5\.0 s for server-0: CommitStep"):
+    with pytest.raises(DeadlineExceeded, match=r"waited 5\.0 s for server-0: Ping"):
         pending.result()
 
 
@@ -221,15 +206,15 @@ def test_a_blocking_call_is_declared_while_it_waits(make: Make) -> None:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    model.call("server-0", CommitStep(1), deadline_s=10)
+    model.call("server-0", Ping(b"1"), deadline_s=10)
     thread.join()
-    assert ("server-0", "CommitStep") in seen
+    assert ("server-0", "Ping") in seen
 
 
 def test_an_error_of_the_receiver_becomes_the_cause(make: Make) -> None:
     model, server = make("model-0"), make("server-0")
     introduce(model, server)
-    pending = model.request("server-0", CommitStep(1), deadline_s=10)
+    pending = model.request("server-0", Ping(b"1"), deadline_s=10)
     fault = server.fail(receive(server, model)[0], StorageError("disk full"))
     pump(model, until=lambda: pending.done)
     with pytest.raises(RemoteError, match="server-0: StorageError: disk full") as caught:
@@ -242,7 +227,7 @@ def test_an_old_epoch_is_refused_and_registering_is_not(make: Make) -> None:
     introduce(model, master)
     register = Register(model.peer(host="here"), Role.MODEL, os.getpid())
     assert ask(model, master, register, answer=Registered(2)).body == Registered(2)
-    pending = model.request("master-0", CommitStep(1), deadline_s=0.2)
+    pending = model.request("master-0", Ping(b"1"), deadline_s=0.2)
     assert pump(master, model, until=lambda: pending.done) == []
     assert isinstance(pending.error, DeadlineExceeded)
     assert model.seen_epoch == 2
@@ -252,7 +237,7 @@ def test_a_request_refused_for_its_epoch_gets_through_once_the_epoch_is_adopted(
     clock = VirtualClock()
     model, master = make("model-0", epoch=1, clock=clock), make("master-0", epoch=2)
     introduce(model, master)
-    pending = model.request("master-0", CommitStep(1), deadline_s=10)
+    pending = model.request("master-0", Ping(b"1"), deadline_s=10)
     pump(master, model, until=lambda: model.seen_epoch == 2)
     assert not pending.done
     model.epoch = model.seen_epoch
@@ -264,7 +249,7 @@ def test_a_request_refused_for_its_epoch_gets_through_once_the_epoch_is_adopted(
 def test_the_sender_of_a_one_way_message_learns_of_a_newer_epoch(make: Make) -> None:
     model, master = make("model-0", epoch=1), make("master-0", epoch=2)
     introduce(model, master)
-    model.send("master-0", Drop(()))
+    model.send("master-0", Ping())
     assert pump(master, model, until=lambda: model.seen_epoch == 2) == []
 
 
@@ -296,10 +281,10 @@ def test_requests_to_a_forgotten_process_fail_at_once_with_the_cause(make: Make)
     introduce(model, server)
     done: list[str] = []
     pending = model.request(
-        "server-0", CommitStep(1), deadline_s=60, on_done=lambda pending: done.append(pending.process)
+        "server-0", Ping(b"1"), deadline_s=60, on_done=lambda pending: done.append(pending.process)
     )
     model.forget("server-0", FAULT)
-    later = model.request("server-0", CommitStep(2), deadline_s=60)
+    later = model.request("server-0", Ping(b"2"), deadline_s=60)
     assert done == ["server-0"]
     for request in (pending, later):
         with pytest.raises(ProcessDied, match="exit status -9") as caught:
@@ -351,19 +336,19 @@ def test_bulk_data_arrives_in_frames_and_its_checksum_is_verified(make: Make) ->
 def test_a_bulk_reply_too_large_to_keep_is_made_again_only_when_the_first_must_be_lost(make: Make) -> None:
     keys = new_key_pair()
     clock = VirtualClock()
-    model, server = make("model-0", keys=keys), make("server-0", clock=clock)
-    server.admit(model.peer(host="here"))
-    context, dealer = raw_dealer(server, keys)
-    fetch = frame_of(FetchWeights(3))
-    mark = frame_of(Drop(()), kind=MessageKind.ONE_WAY, sequence=9)
+    server, model = make("server-0", keys=keys), make("model-0", clock=clock)
+    model.admit(server.peer(host="here"))
+    context, dealer = raw_dealer(model, keys)
+    fetch = frame_of(FetchWeights(3), sender="server-0")
+    mark = frame_of(Ping(), sender="server-0", kind=MessageKind.ONE_WAY, sequence=9)
     dealer.send(fetch)
-    server.reply(receive(server)[0], WeightsFetched(3), blobs=[bytes(SAVED_BYTES + 1)])
+    model.reply(receive(model)[0], WeightsFetched(3), blobs=[bytes(SAVED_BYTES + 1)])
     dealer.send(fetch)
     dealer.send(mark)
-    assert [type(delivery.body) for delivery in receive(server)] == [Drop]
+    assert [type(delivery.body) for delivery in receive(model)] == [Ping]
     clock.advance(3)
     dealer.send(fetch)
-    assert [type(delivery.body) for delivery in receive(server)] == [FetchWeights]
+    assert [type(delivery.body) for delivery in receive(model)] == [FetchWeights]
     context.destroy(linger=0)
 
 
@@ -410,7 +395,7 @@ def test_a_request_with_a_malformed_body_is_answered_with_what_is_wrong(
 def test_a_malformed_reply_is_dropped_and_the_good_one_taken(make: Make) -> None:
     model, server = make("model-0"), make("server-0")
     introduce(model, server)
-    pending = model.request("server-0", CommitStep(1), deadline_s=10)
+    pending = model.request("server-0", Ping(b"1"), deadline_s=10)
     (delivery,) = receive(server, model)
     before = counter("transport.malformed")
     server._router.send_multipart([delivery.route, b"nonsense"])
@@ -463,7 +448,7 @@ def test_closing_fails_what_is_under_way(make: Make) -> None:
     server = make("server-0")
     model = make_endpoint("model-0")
     introduce(model, server)
-    pending = model.request("server-0", CommitStep(1), deadline_s=60)
+    pending = model.request("server-0", Ping(b"1"), deadline_s=60)
     model.close()
     with pytest.raises(ProcessDied, match="model-0 closed its endpoint"):
         pending.result()
@@ -473,14 +458,14 @@ def test_who_waits_for_what_closing_fails_is_still_answered(make: Make) -> None:
     rollout, server = make("rollout-0"), make("server-0")
     manager = make_endpoint("manager-0")
     introduce(rollout, manager, server)
-    asked = rollout.request("manager-0", CommitStep(1), deadline_s=60)
+    asked = rollout.request("manager-0", Ping(b"1"), deadline_s=60)
     (delivery,) = receive(manager, rollout)
 
     def pass_on(pending: PendingReply) -> None:
         assert pending.error is not None
         manager.fail(delivery, pending.error)
 
-    manager.request("server-0", CommitStep(1), deadline_s=60, on_done=pass_on)
+    manager.request("server-0", Ping(b"1"), deadline_s=60, on_done=pass_on)
     manager.close(flush_s=1.0)
     pump(rollout, until=lambda: asked.done)
     with pytest.raises(RemoteError, match="manager-0 closed its endpoint"):

@@ -1,9 +1,9 @@
 from collections.abc import Callable
 
-from kintsugi.messages import CommitStep, Ok
+from kintsugi.messages import CommitStep, Ok, Ping
 from kintsugi.runtime import COUNTERS, VirtualClock
-from kintsugi.transport import Endpoint
-from tests.unit.transport.harness import introduce, pump, receive
+from kintsugi.transport import Endpoint, new_key_pair
+from tests.unit.transport.harness import frame_of, introduce, pump, raw_dealer, receive
 
 Make = Callable[..., Endpoint]
 
@@ -16,7 +16,7 @@ def test_a_refusal_that_arrives_after_the_epoch_was_adopted_does_not_end_the_req
     clock = VirtualClock()
     rollout, manager = make("rollout-0", epoch=1, clock=clock), make("manager-0", epoch=2)
     introduce(rollout, manager)
-    pending = rollout.request("manager-0", CommitStep(1), deadline_s=10)
+    pending = rollout.request("manager-0", Ping(), deadline_s=10)
     before = _num_refused()
     pump(manager, until=lambda: _num_refused() > before)
     rollout.epoch = 2
@@ -25,3 +25,20 @@ def test_a_refusal_that_arrives_after_the_epoch_was_adopted_does_not_end_the_req
     manager.reply(delivery, Ok())
     pump(rollout, manager, until=lambda: pending.done)
     assert pending.result().body == Ok()
+
+
+def test_an_answer_is_given_again_as_it_was_in_the_epoch_of_then(make: Make) -> None:
+    keys = new_key_pair()
+    master, model = make("master-0", keys=keys), make("model-0", epoch=1)
+    model.admit(master.peer(host="here"))
+    context, dealer = raw_dealer(model, keys)
+    question = frame_of(CommitStep(3), sender="master-0", epoch=1)
+    dealer.send(question)
+    model.reply(receive(model)[0], Ok())
+    model.epoch = 2
+    dealer.send(question)
+    pump(model, until=lambda: bool(dealer.poll(5)))
+    first = dealer.recv()
+    pump(model, until=lambda: bool(dealer.poll(5)))
+    assert dealer.recv() == first
+    context.destroy(linger=0)

@@ -1,0 +1,147 @@
+"""An incident is over with the next step, unless the ranks are slower than they were; and what an heir knows of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kintsugi.control.draft import Conversation, Draft
+from kintsugi.control.mending import SLOW_FACTOR, SLOW_MARGIN_S, SLOW_STEPS, Mending
+from kintsugi.control.protocol import Raise
+from kintsugi.control.staff import Staff
+from kintsugi.errors import Fault
+from kintsugi.facts import (
+    EpochStarted,
+    FaultNoted,
+    IncidentClosed,
+    IncidentOpened,
+    ProcessJoined,
+    ProcessLost,
+    ProcessRequested,
+)
+from kintsugi.recovery.policy import MAX_FAULTS
+from kintsugi.types import Peer, Role
+from tests.unit.control.driven import CONFIG, new_state
+
+FAULT = Fault("a", "RuntimeError", "model-0", "a bit fell over", 0.0)
+USUAL_S = 1.0
+SLOW_S = SLOW_FACTOR * USUAL_S + 0.5
+
+
+class Desk:
+    """The part of a master that mends; nobody is planned, so nobody is missing."""
+
+    def __init__(self) -> None:
+        self.draft = Draft(new_state())
+        talk = Conversation(self.draft, first_s=60.0)
+        self.mending = Mending(
+            CONFIG,
+            draft=self.draft,
+            talk=talk,
+            staff=Staff((), draft=self.draft, talk=talk, start_timeout_s=60.0),
+            checkpoint_folder="checkpoints",
+            mended=lambda now: None,
+            give_up=lambda fault, now: None,
+            rolled_back=lambda: None,
+        )
+
+    def undisturbed(self, *training_s: float) -> None:
+        for seconds in training_s:
+            self.mending.committed(0.0, training_s=seconds, step_s=2.0 * seconds)
+        assert self.draft.take().facts == ()
+
+    def disturbed(self, *training_s: float) -> list[bool]:
+        """A fault, then steps that take so long; for each whether the incident is open after it."""
+        self.mending.note(FAULT, 10.0, phase="training")
+        is_open = []
+        for seconds in training_s:
+            self.mending.committed(20.0, training_s=seconds, step_s=seconds)
+            is_open.append(bool(self.draft.state.open_incident))
+        return is_open
+
+    def alerts(self) -> list[str]:
+        return [effect.message for effect in self.draft.take().effects if isinstance(effect, Raise)]
+
+
+def test_a_step_that_is_as_fast_as_before_closes_the_incident() -> None:
+    desk = Desk()
+    desk.undisturbed(USUAL_S, USUAL_S, 50.0)
+    assert desk.disturbed(SLOW_FACTOR * USUAL_S) == [False]
+    assert desk.alerts() == ["mended by recover: a bit fell over"]
+
+
+def test_slow_steps_keep_the_incident_open_for_a_while_then_people_are_told() -> None:
+    desk = Desk()
+    desk.undisturbed(USUAL_S)
+    assert desk.disturbed(*[SLOW_S] * SLOW_STEPS) == [True] * (SLOW_STEPS - 1) + [False]
+    assert desk.alerts() == [
+        "the ranks are slower than before the incident",
+        "mended by recover: a bit fell over",
+    ]
+
+
+def test_a_step_that_is_fast_again_closes_an_incident_that_slow_ones_kept_open() -> None:
+    desk = Desk()
+    desk.undisturbed(USUAL_S)
+    assert desk.disturbed(SLOW_S, SLOW_S, USUAL_S) == [True, True, False]
+    assert desk.alerts() == ["mended by recover: a bit fell over"]
+
+
+def test_only_undisturbed_steps_say_what_is_usual() -> None:
+    desk = Desk()
+    desk.undisturbed(USUAL_S)
+    desk.disturbed(*[SLOW_S] * SLOW_STEPS)
+    assert desk.disturbed(SLOW_S) == [True]
+
+
+def test_without_any_undisturbed_step_no_step_is_slow() -> None:
+    assert Desk().disturbed(1000.0) == [False]
+
+
+@pytest.mark.parametrize(("more_s", "is_open"), [(SLOW_MARGIN_S / 2, False), (2 * SLOW_MARGIN_S, True)])
+def test_where_steps_are_short_a_moment_more_is_not_slow(more_s: float, is_open: bool) -> None:
+    desk = Desk()
+    desk.undisturbed(0.01)
+    assert desk.disturbed(0.01 + more_s) == [is_open]
+
+
+def test_what_a_step_takes_is_known_from_the_last_one_disturbed_or_not() -> None:
+    desk = Desk()
+    desk.undisturbed(3.0)
+    assert desk.mending.step_s == 6.0
+    desk.disturbed(4.0)
+    assert desk.mending.step_s == 4.0
+
+
+def with_a_past(*, num_faults: int = 1) -> Desk:
+    """A master that takes over while an incident is open, in which a rank was lost."""
+    desk = Desk()
+    died = Fault("b", "ProcessDied", "model-1", "model-1 was lost", 0.0)
+    desk.draft.fact(ProcessRequested("model-1", Role.MODEL, "host-0", "1.1"))
+    desk.draft.fact(ProcessJoined(Peer("model-1", "1.1", "host-0", "", b""), Role.MODEL, 7))
+    desk.draft.fact(IncidentOpened(4, 0, "training", FAULT))
+    desk.draft.fact(ProcessLost("model-1", "1.1", died))
+    for number in range(num_faults):
+        desk.draft.fact(FaultNoted(4, Fault(f"c{number}", "GroupBroken", "model-0", "a rank is gone", 0.0)))
+    desk.draft.fact(EpochStarted(2, "2", adopting=True))
+    desk.mending.adopt(30.0)
+    desk.draft.take()
+    return desk
+
+
+def test_an_heir_finishes_the_incident_with_its_faults_and_who_was_lost() -> None:
+    desk = with_a_past()
+    assert desk.mending.first_fault == FAULT
+    desk.mending.committed(32.0, training_s=1.0, step_s=1.0)
+    (closed,) = desk.draft.take().facts
+    assert isinstance(closed, IncidentClosed)
+    assert (closed.incident, closed.processes, closed.timing["total"]) == (4, ("model-1",), 2.0)
+
+
+def test_what_the_predecessor_counted_is_not_held_against_its_heir() -> None:
+    assert with_a_past(num_faults=2 * MAX_FAULTS).mending.beyond_help() == ""
+
+
+def test_an_heir_to_a_run_in_which_nothing_is_open_has_no_incident() -> None:
+    desk = Desk()
+    desk.mending.adopt(0.0)
+    assert (desk.mending.first_fault, desk.draft.take().facts) == (None, ())
