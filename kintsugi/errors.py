@@ -14,7 +14,7 @@ The type says which boundary was crossed; our own mistakes are `assert`s and hav
         │   └── StartKilled                it was killed from outside before it was up
         ├── StorageError                   I/O error, damaged file
         │   └── StorageFull                no space left: the same works again once there is room
-        ├── DeviceOutOfMemory              the accelerator has no memory left; the process can go on
+        ├── DeviceOutOfMemory              the accelerator has no memory left; its process is replaced
         ├── DeviceError                    the accelerator failed: this process can not use it any more
         ├── GroupBroken                    a collective failed: a rank is gone or the generation is over
         ├── IntegrityError                 bytes arrived that are not the bytes that were sent

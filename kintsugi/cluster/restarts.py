@@ -9,8 +9,8 @@ from kintsugi.cluster.children import ProcessStat, process_stat
 
 STOPPED_S = 1.0
 """A shell's job control or a debugger stops a process for a moment; who stands still for so long has to be replaced."""
-MOST_RESTARTS = 5
-WITHIN_S = 60.0
+MOST_RESTARTS = 10
+WITHIN_S = 30.0
 
 
 class RestartLimit:

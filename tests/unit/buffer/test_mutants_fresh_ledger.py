@@ -6,6 +6,7 @@ from kintsugi.buffer.ledger import Ledger
 from kintsugi.facts import (
     BatchFormed,
     RolledBack,
+    SampleQuarantined,
     SamplesScored,
     StepCommitted,
     TicketAssigned,
@@ -56,3 +57,11 @@ def test_a_ticket_beyond_those_that_were_issued_was_never_issued_and_one_before_
     }
     for name, said in words.items():
         assert ledger.accepts(TicketAssigned(name, "rollout-0", "1")) == f"ticket {name} {said}"
+
+
+def test_a_key_without_a_number_names_no_sample() -> None:
+    ledger = Ledger()
+    ledger.apply(TicketsIssued((Ticket("g:0:0:0", "g", 0, 0, 0, 1),)))
+    for index in ("x", "", "-1", "1"):
+        assert ledger.accepts(SampleQuarantined(f"g:0:0:0/{index}", "bad")) is not None
+    assert ledger.accepts(SampleQuarantined("g:0:0:0/0", "bad")) is None

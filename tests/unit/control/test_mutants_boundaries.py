@@ -60,3 +60,52 @@ def test_every_step_means_the_first_one_too() -> None:
     assert evaluated_steps(configured(steps=3, every=1)) == [0, 1, 2, 3]
     assert evaluated_steps(configured(steps=3, warmup=2, every=1)) == [2, 3, 4, 5]
     assert saved_steps(configured(steps=7, save_every=1)) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def peer(process: str, incarnation: str, *, key: bytes = b"key") -> Peer:
+    return Peer(process, incarnation, "host-0", "tcp://here", key)
+
+
+def test_only_an_earlier_agent_of_the_same_session_registers_too_late() -> None:
+    members = Membership()
+    members.apply(ProcessJoined(peer("agent-0", "3"), Role.AGENT, 1))
+    late = {"2": True, "3": False, "4": False, "10": False}
+    assert {n: members.replaced(peer("agent-0", n), Role.AGENT) for n in late} == late
+    assert not members.replaced(peer("agent-0", "2", key=b"another"), Role.AGENT)
+    assert not members.replaced(peer("agent-1", "0"), Role.AGENT)
+
+
+def test_a_worker_registers_too_late_when_it_is_lost_or_another_incarnation_is_awaited() -> None:
+    members = Membership()
+    assert not members.replaced(peer("model-0", "1.1"), Role.MODEL)
+    members.apply(ProcessRequested("model-0", Role.MODEL, "host-0", "1.1"))
+    assert not members.replaced(peer("model-0", "1.1"), Role.MODEL)
+    assert members.replaced(peer("model-0", "1.0"), Role.MODEL)
+    members.apply(ProcessJoined(peer("model-0", "1.1"), Role.MODEL, 1))
+    assert not members.replaced(peer("model-0", "1.1"), Role.MODEL)
+    members.apply(ProcessLost("model-0", "1.1", FAULT))
+    assert members.replaced(peer("model-0", "1.1"), Role.MODEL)
+
+
+def test_the_books_of_a_new_epoch_are_newer_than_all_before_and_each_change_makes_a_newer_one() -> None:
+    members, numbers = Membership(), []
+    for epoch in (1, 2):
+        members.begin_epoch(epoch)
+        numbers.append(members.book_number)
+        for incarnation in range(3):
+            members.apply(ProcessJoined(peer("agent-0", f"{epoch}{incarnation}"), Role.AGENT, 1))
+            members.apply(ProcessLost("agent-0", f"{epoch}{incarnation}", FAULT))
+            numbers.append(members.book_number)
+    assert numbers == sorted(set(numbers))
+    assert numbers[4] - numbers[0] == 1 << 32
+
+
+def test_the_agent_of_a_host_is_the_one_that_lives_there() -> None:
+    members = Membership()
+    for number in (0, 1):
+        there = Peer(f"agent-{number}", "0", f"host-{number}", "tcp://here", b"")
+        members.apply(ProcessJoined(there, Role.AGENT, 10 + number))
+    assert [members.agent_of(f"host-{number}") for number in range(3)] == ["agent-0", "agent-1", None]
+    assert members.pids() == {"agent": [10, 11]}
+    members.apply(ProcessLost("agent-1", "0", FAULT))
+    assert (members.agent_of("host-1"), members.pids()) == (None, {"agent": [10]})

@@ -8,10 +8,10 @@ import pytest
 
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Decision, Request, RequestFailed, Tick
-from kintsugi.control.publication import FIRST_PAUSE_S, MAX_FAILURES
+from kintsugi.control.publication import AGAIN, FIRST_PAUSE_S, MAX_FAILURES
 from kintsugi.errors import Fault
 from kintsugi.facts import VersionCurrent
-from kintsugi.messages import LoadWeights, StopProcess
+from kintsugi.messages import LoadWeights, StartProcess, StopProcess
 from tests.unit.control.driven import Driven
 
 
@@ -121,3 +121,53 @@ def requests(decision: Decision) -> list[Request]:
     """For a load."""
     asked = [effect for effect in decision.effects if isinstance(effect, Request)]
     return [request for request in asked if isinstance(request.body, LoadWeights)]
+
+
+def with_another_manager() -> Driven:
+    """In the middle of training the manager was replaced: it is asked to load what is current."""
+    driven = Driven()
+    driven.begin()
+    driven.until(Phase.TRAINING)
+    driven.lose("manager-0")
+    while not driven.asked(LoadWeights):
+        driven.answer(driven.asked(StartProcess)[0])
+    return driven
+
+
+def test_a_new_manager_is_given_the_current_version_beside_the_step_and_nothing_becomes_current_again() -> (
+    None
+):
+    driven = with_another_manager()
+    (load,) = driven.asked(LoadWeights)
+    assert load.token.startswith(f"{AGAIN}:") and load.to == "manager-0"
+    assert driven.master.phase is Phase.TRAINING
+    driven.answer(load)
+    assert (driven.master.phase, versions(driven)) == (Phase.TRAINING, [0])
+    driven.until(Phase.ENDED)
+    assert driven.state.outcome == "finished"
+
+
+def test_a_load_beside_the_step_that_fails_is_repeated_after_a_pause_and_not_for_ever() -> None:
+    driven = with_another_manager()
+    for _ in range(2 * MAX_FAILURES - 1):
+        (load,) = driven.asked(LoadWeights)
+        driven.fail(load, "it could not load")
+        for stop in driven.asked(StopProcess):
+            del driven.open[stop.token]
+        assert driven.asked(LoadWeights) == []
+        driven.pass_time(FIRST_PAUSE_S * 2**MAX_FAILURES * 4)
+    (load,) = driven.asked(LoadWeights)
+    driven.fail(load, "it could not load")
+    driven.let_grace_pass()
+    assert (driven.master.phase, driven.state.outcome) == (Phase.ENDED, "failed")
+
+
+def test_a_load_that_failed_is_not_repeated_when_the_ranks_have_to_come_together_again(
+    driven: Driven,
+) -> None:
+    fail_load(driven, culprit="model-0")
+    driven.lose("model-1")
+    driven.pass_time(2 * FIRST_PAUSE_S)
+    assert driven.asked(LoadWeights) == []
+    driven.until(Phase.COLLECTING)
+    assert versions(driven) == [0]

@@ -8,12 +8,14 @@ from kintsugi.control.episodes import Episodes
 from kintsugi.control.evaluation import Evaluation
 from kintsugi.control.protocol import Request
 from kintsugi.control.training import Training
+from kintsugi.errors import Fault
 from kintsugi.facts import (
     BatchFormed,
     ProcessJoined,
     ProcessRequested,
     SamplesScored,
     TicketAssigned,
+    TicketReturned,
     TicketsIssued,
 )
 from kintsugi.messages import CallDone, EpisodesDone
@@ -104,3 +106,59 @@ def test_after_steps_were_undone_the_texts_of_their_samples_are_forgotten() -> N
     desk.episodes.done(EpisodesDone(TICKET.id, samples, texts=texts), "rollout-0")
     desk.episodes.void()
     assert desk.episodes.take_texts(samples) == {}
+
+
+def failure(number: int) -> Fault:
+    return Fault(f"f{number}", "RemoteError", "rollout-0", f"failure {number}", 0.0)
+
+
+def test_failures_of_a_group_that_was_scored_in_the_end_are_not_held_against_it_when_it_runs_again() -> None:
+    desk = Desk()
+    desk.draft.fact(TicketsIssued((TICKET,)))
+    attempts = CONFIG.rollout.attempts
+    assert attempts > 1
+    for _ in range(2):
+        desk.draft.fact(TicketAssigned(TICKET.id, "rollout-0", "1.1"))
+        for number in range(attempts - 1):
+            assert desk.episodes.failed(TICKET.id, failure(number)) is None
+            desk.draft.fact(TicketAssigned(TICKET.id, "rollout-0", "1.1"))
+        samples = scored(TICKET, version=0).samples
+        assert desk.episodes.done(EpisodesDone(TICKET.id, samples), "rollout-0") is None
+        assert desk.draft.state.ledger.ready_tickets() == [TICKET.id]
+        desk.draft.fact(TicketReturned(TICKET.id, "its holder died"))
+
+
+def test_failures_from_before_steps_were_undone_are_forgotten() -> None:
+    desk = Desk()
+    desk.draft.fact(TicketsIssued((TICKET,)))
+    for _ in range(2 * CONFIG.rollout.attempts):
+        desk.draft.fact(TicketAssigned(TICKET.id, "rollout-0", "1.1"))
+        assert desk.episodes.failed(TICKET.id, failure(0)) is None
+        desk.episodes.void()
+
+
+def test_a_failure_of_a_group_that_nobody_runs_any_more_changes_nothing() -> None:
+    desk = Desk()
+    desk.draft.fact(TicketsIssued((TICKET,)))
+    desk.draft.fact(TicketAssigned(TICKET.id, "rollout-0", "1.1"))
+    desk.draft.fact(SamplesScored(TICKET.id, scored(TICKET, version=0).samples))
+    desk.draft.take()
+    for number in range(2 * CONFIG.rollout.attempts):
+        assert desk.episodes.failed(TICKET.id, failure(number)) is None
+    assert desk.draft.take().facts == ()
+
+
+def test_what_an_heir_asks_a_worker_for_again_counts_as_its_load_and_is_shared_with_the_next_to_come() -> (
+    None
+):
+    desk = Desk()
+    tickets = (TICKET, Ticket("grpo:0:1:0", "grpo", 0, 1, 0, 2))
+    desk.draft.fact(TicketsIssued(tickets))
+    for ticket in tickets:
+        desk.draft.fact(TicketAssigned(ticket.id, "rollout-0", "1.1"))
+    desk.episodes.adopt(0.0)
+    assert [request.to for request in desk.taken()] == ["rollout-0", "rollout-0"]
+    desk.draft.fact(ProcessRequested("rollout-1", Role.ROLLOUT, "host-0", "1.2"))
+    desk.draft.fact(ProcessJoined(Peer("rollout-1", "1.2", "host-0", "", b""), Role.ROLLOUT, 1, {}))
+    desk.episodes.rebalance(1.0)
+    assert [request.to for request in desk.taken()] == ["rollout-1"]

@@ -8,11 +8,11 @@ from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.layout import ProcessPlan
 from kintsugi.control.mending import LONGEST_WAIT_S, START_FACTOR
 from kintsugi.control.phases import Phase
-from kintsugi.control.protocol import Exited, Joined, Request
-from kintsugi.control.staff import FIRST_RETRY_S, START, STOP, STOP_AGAIN_S, Arrival, Staff
+from kintsugi.control.protocol import Admit, Exited, Joined, Request
+from kintsugi.control.staff import FIRST_RETRY_S, QUICK_RETRIES, START, STOP, STOP_AGAIN_S, Arrival, Staff
 from kintsugi.errors import Fault
 from kintsugi.facts import ProcessRequested, StrategyChosen
-from kintsugi.messages import Body, StartProcess, StopProcess
+from kintsugi.messages import Body, ProcessStarted, StartProcess, StopProcess
 from kintsugi.recovery.policy import Strategy
 from kintsugi.recovery.states import RecoveryState
 from kintsugi.types import Peer, Role, role_of
@@ -162,3 +162,101 @@ def test_who_never_came_did_not_start_and_who_came_was_lost() -> None:
     team.joined(registered("model-0", "0.2"))
     came = team.exited(Exited("model-0", "0.2", -9))
     assert came is not None and came.message.startswith("model-0 (pid 1) was lost")
+
+
+def lost(team: Staff, incarnation: str) -> None:
+    assert team.exited(Exited("model-0", incarnation, -9)) is not None
+
+
+def test_a_stop_that_is_to_be_repeated_does_not_hit_the_replacement() -> None:
+    team, draft = staff()
+    team.order("model-0", 0.0)
+    team.joined(registered("model-0", "0.1"))
+    team.stop_failed(f"{STOP}:0.1", 1.0)
+    lost(team, "0.1")
+    team.order("model-0", 1.0)
+    draft.take()
+    team.tick(1.0 + 2 * STOP_AGAIN_S)
+    assert asked(draft) == []
+
+
+def test_the_time_that_a_start_may_take_begins_with_its_own_order() -> None:
+    team, draft = staff()
+    team.order("model-0", 0.0)
+    lost(team, "0.1")
+    team.order("model-0", 50.0)
+    draft.take()
+    team.tick(100.0)
+    assert asked(draft) == []
+    team.tick(111.0)
+    assert asked(draft) == [StopProcess("model-0", "0.2", 0.0)]
+
+
+def test_pauses_double_with_every_start_that_fails_and_are_short_again_when_one_has_come() -> None:
+    team, draft = staff()
+    for number in range(4):
+        team.order_later("model-0", 0.0)
+        team.tick(math.nextafter(FIRST_RETRY_S * 2**number, 0.0))
+        assert asked(draft) == []
+        team.tick(FIRST_RETRY_S * 2**number)
+        assert asked(draft) == [StartProcess("model-0", Role.MODEL, f"0.{number + 1}")]
+        assert team.do_not_come(Role.MODEL) == (number + 1 >= QUICK_RETRIES)
+        if number < 3:
+            lost(team, f"0.{number + 1}")
+    team.joined(registered("model-0", "0.4"))
+    assert not team.do_not_come(Role.MODEL)
+    lost(team, "0.4")
+    draft.take()
+    team.order_later("model-0", 0.0)
+    team.tick(FIRST_RETRY_S)
+    assert asked(draft) == [StartProcess("model-0", Role.MODEL, "0.5")]
+
+
+def test_the_first_reason_to_end_a_process_is_the_cause_of_its_loss_and_not_of_the_next_one() -> None:
+    team, _ = staff()
+    team.order("model-0", 0.0)
+    team.joined(registered("model-0", "0.1"))
+    first = Fault("a", "Hung", "model-0", "it hangs", 0.0)
+    assert not team.is_condemned("model-0")
+    team.condemn("model-0", first, 1.0)
+    team.condemn("model-0", Fault("b", "Stopped", "model-0", "it was stopped", 0.0), 2.0)
+    assert team.is_condemned("model-0")
+    fault = team.exited(Exited("model-0", "0.1", -9))
+    assert fault is not None and fault.cause == first
+    team.order("model-0", 3.0)
+    team.joined(registered("model-0", "0.2"))
+    assert not team.is_condemned("model-0")
+    again = team.exited(Exited("model-0", "0.2", -9))
+    assert again is not None and again.cause is None
+
+
+def test_only_the_incarnation_that_is_awaited_is_admitted_when_its_agent_says_that_it_runs() -> None:
+    team, draft = staff()
+    team.order("model-0", 0.0)
+    lost(team, "0.1")
+    team.order("model-0", 1.0)
+    draft.take()
+    for process, incarnation in (("model-0", "0.1"), ("model-7", "0.2"), ("model-0", "0.2")):
+        team.started(ProcessStarted(process, incarnation, 1, b"key"))
+    admitted = [effect.peer for effect in draft.take().effects if isinstance(effect, Admit)]
+    assert [(peer.process, peer.incarnation) for peer in admitted] == [("model-0", "0.2")]
+    team.joined(registered("model-0", "0.2"))
+    draft.take()
+    team.started(ProcessStarted("model-0", "0.2", 1, b"key"))
+    assert draft.take().effects == ()
+
+
+def test_what_is_ordered_while_no_agent_is_there_is_ordered_again_when_one_has_come() -> None:
+    draft = Draft(new_state())
+    talk = Conversation(draft, first_s=60.0)
+    team = Staff(
+        (ProcessPlan("model-0", Role.MODEL, "host-0"),), draft=draft, talk=talk, start_timeout_s=60.0
+    )
+    team.order("model-0", 1.0)
+    assert draft.take().facts == ()
+    team.joined(registered("agent-0", "0"))
+    draft.take()
+    team.tick(math.nextafter(1.0 + FIRST_RETRY_S, 0.0))
+    assert asked(draft) == []
+    team.tick(1.0 + FIRST_RETRY_S)
+    assert asked(draft) == [StartProcess("model-0", Role.MODEL, "0.1")]
