@@ -40,6 +40,9 @@ class Episodes:
         """Group → the request that it was last asked with; never used again, for a late answer must not be taken for
         that to a later request."""
         self._num_asked = 0
+        self._unreachable: set[str] = set()
+        """Workers that are asked nothing until the next tick, so that a request that fails at once is not repeated at
+        once."""
         self.evaluation: Evaluation | None = None
         self.last_reason = ""
         """Why the latest group or sample was set aside."""
@@ -93,8 +96,16 @@ class Episodes:
 
     def hand_out(self, now: float) -> None:
         """Give waiting groups to workers that have room."""
-        for name, worker in self._scheduler.assign(self._draft.state.members.live(Role.ROLLOUT)):
+        live = self._draft.state.members.live(Role.ROLLOUT)
+        reachable = [worker for worker in live if worker not in self._unreachable]
+        for name, worker in self._scheduler.assign(reachable):
             self._run(name, worker, now)
+
+    def tick(self, now: float, *, rolling: bool) -> None:
+        """Who could not be reached a moment ago may be asked again, where groups are handed out at all."""
+        self._unreachable.clear()
+        if rolling:
+            self.hand_out(now)
 
     def done(self, done: EpisodesDone, worker: str) -> str | None:
         """A group came back; what the ledger does not accept (late, moved, repeated) is ignored with its reason.
@@ -128,7 +139,7 @@ class Episodes:
         """What the samples of a batch say; given out once, then forgotten."""
         return {meta.key: text for meta in batch if (text := self._texts.pop(meta.key, None)) is not None}
 
-    def failed(self, name: str, fault: Fault) -> Fault | None:
+    def failed(self, name: str, fault: Fault, *, worker: str) -> Fault | None:
         """A group failed as a whole.
 
         What is wrong with its data is wrong every time: it is set aside with its reason. What is wrong with the world
@@ -139,7 +150,9 @@ class Episodes:
         if not is_evaluation and not self._is_running(name):
             self._scheduler.complete(name)  # Asked for again by a new master, though it was scored.
             return None
-        if fault.kind != ProcessDied.__name__:  # Not the group's doing.
+        if fault.kind == ProcessDied.__name__:  # Not the group's doing.
+            self._unreachable.add(worker)
+        else:
             self._failures[name] += 1
         if fault.kind == DataError.__name__ and not is_evaluation:
             self._set_aside(name, fault)

@@ -421,7 +421,7 @@ class Master:
         self._draft.because(f"{event.token} failed at {event.sender}: {fault.message}")
         episode = episode_of(event.token)
         if episode is not None:
-            fatal = self._episodes.failed(episode, fault)
+            fatal = self._episodes.failed(episode, fault, worker=event.sender)
             if fatal is not None:
                 self._fail(fatal, now)
             self._after_episodes(now)
@@ -476,6 +476,7 @@ class Master:
             return
         for part in (self._staff, self._mending, self._publication):
             part.tick(now)
+        self._episodes.tick(now, rolling=self.phase in ROLLING)
         waited_s = now - self._since
         if self.phase is Phase.STARTING and waited_s > self.config.cluster.start_timeout_s:
             who = f"{', '.join(self._staff.missing())} after {waited_s:.0f} s (cluster.start_timeout_s)"

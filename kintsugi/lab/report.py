@@ -56,6 +56,10 @@ class FullRestart(msgspec.Struct, frozen=True):
     ratio: float | None
 
 
+GROWTH_WALL_S = 120.0
+"""A soak of this length must have seen some process long enough to say whether it grows."""
+
+
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
     weights_sha256: str
     """Of the disturbed runs; several, if they differ, and none if none was finished."""
@@ -114,7 +118,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
             found.append(f"{self.samples_lost} samples lost, {self.samples_duplicated} trained twice")
         if self.processes_left:
             found.append(f"{self.processes_left} processes left")
-        if not self.num_processes:
+        if not self.num_processes and self.wall_s > GROWTH_WALL_S:
             found.append("no process lived long enough to say whether it grows")
         return found
 

@@ -188,11 +188,15 @@ class SimulatedEndpoint:
         known = self.directory.peers.get(peer.process)
         if known == peer:
             return
+        change = ""
         if known is not None and known.public_key != peer.public_key:
-            self.forget(peer.process, self._fault(f"{peer.process} was replaced by {peer.incarnation}"))
+            change = f"{peer.process} was replaced by {peer.incarnation}"
+            self.directory.remove(peer.process, self._fault(change))
         elif known is not None and known.address != peer.address:
-            self._close_link(peer.process, self._fault(f"{peer.process} moved to {peer.address}"))
+            change = f"{peer.process} moved to {peer.address}"
         self.directory.add(peer)
+        if change:
+            self._close_link(peer.process, self._fault(change))
         self._introduced.add(peer.public_key)
 
     def set_book(self, book: AddressBook) -> bool:

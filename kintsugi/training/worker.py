@@ -191,6 +191,9 @@ class ModelWorker:
             raise fault
         if isinstance(fault, DeviceOutOfMemory):
             torch.cuda.empty_cache()
+        # The error's trace holds this frame. Named here, it would keep itself until the collector comes by, and with it
+        # what its other frames hold: a broken collective's sockets and thread.
+        del fault
 
     def _answer(self, body: Body) -> tuple[Body, Sequence[Blob]]:
         match body:

@@ -139,11 +139,14 @@ class Endpoint:
         known = self._directory.peers.get(peer.process)
         if known == peer:
             return
+        moved = known is not None and known.address != peer.address
+        change = f"{peer.process} moved to {peer.address}" if moved else ""
         if known is not None and known.public_key != peer.public_key:
-            self.forget(peer.process, self._fault(f"{peer.process} was replaced by {peer.incarnation}"))
-        elif known is not None and known.address != peer.address:
-            self._close_link(peer.process, self._fault(f"{peer.process} moved to {peer.address}"))
+            change = f"{peer.process} was replaced by {peer.incarnation}"
+            self._directory.remove(peer.process, self._fault(change))
         self._directory.add(peer)
+        if change:  # Now: who hears that a request failed may ask again at once, and must reach the new one.
+            self._close_link(peer.process, self._fault(change))
         answer = self._directory.late_admission(peer.public_key)
         if answer is not None:
             self._zap.send_multipart(answer)

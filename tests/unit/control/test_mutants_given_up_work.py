@@ -120,7 +120,7 @@ def test_failures_of_a_group_that_was_scored_in_the_end_are_not_held_against_it_
     for _ in range(2):
         desk.draft.fact(TicketAssigned(TICKET.id, "rollout-0", "1.1"))
         for number in range(attempts - 1):
-            assert desk.episodes.failed(TICKET.id, failure(number)) is None
+            assert desk.episodes.failed(TICKET.id, failure(number), worker="rollout-0") is None
             desk.draft.fact(TicketAssigned(TICKET.id, "rollout-0", "1.1"))
         samples = scored(TICKET, version=0).samples
         assert desk.episodes.done(EpisodesDone(TICKET.id, samples), "rollout-0") is None
@@ -133,7 +133,7 @@ def test_failures_from_before_steps_were_undone_are_forgotten() -> None:
     desk.draft.fact(TicketsIssued((TICKET,)))
     for _ in range(2 * CONFIG.rollout.attempts):
         desk.draft.fact(TicketAssigned(TICKET.id, "rollout-0", "1.1"))
-        assert desk.episodes.failed(TICKET.id, failure(0)) is None
+        assert desk.episodes.failed(TICKET.id, failure(0), worker="rollout-0") is None
         desk.episodes.void()
 
 
@@ -144,7 +144,7 @@ def test_a_failure_of_a_group_that_nobody_runs_any_more_changes_nothing() -> Non
     desk.draft.fact(SamplesScored(TICKET.id, scored(TICKET, version=0).samples))
     desk.draft.take()
     for number in range(2 * CONFIG.rollout.attempts):
-        assert desk.episodes.failed(TICKET.id, failure(number)) is None
+        assert desk.episodes.failed(TICKET.id, failure(number), worker="rollout-0") is None
     assert desk.draft.take().facts == ()
 
 
