@@ -333,17 +333,23 @@ class _Meeting:
                 raise GroupBroken(f"{self._what} with {self._others}: {why}")
             if not joining.done():
                 self._over.wait(min(LONGEST_POLL_S, remaining_s))
-            return joining.result() if joining.done() else None
+                return None
+            failure = joining.exception()
+            if failure is not None:
+                # Not raised itself: its trace would hold this frame, which holds the future, which holds the error.
+                raise self._broken(failure) from failure
+            return joining.result()
 
         try:
             return wait(attempt, whom=self._others, what=self._what, timeout_s=self._remaining_s())
-        except (RuntimeError, DeadlineExceeded) as error:
-            host, port = self._address
-            raise GroupBroken(
-                f"{self._what} with {self._others} at {host}:{port} failed: {_plain(error)}"
-            ) from error
+        except DeadlineExceeded as error:
+            raise self._broken(error) from error
         finally:
             self._over.set()
+
+    def _broken(self, error: BaseException) -> GroupBroken:
+        host, port = self._address
+        return GroupBroken(f"{self._what} with {self._others} at {host}:{port} failed: {_plain(error)}")
 
     def _join(self, device: torch.device) -> tuple[_Backend, Route]:
         """In the thread."""
@@ -417,7 +423,8 @@ def _in_background(function: Callable[[], T], *, name: str) -> Future[T]:
         try:
             future.set_result(function())
         except (RuntimeError, DeadlineExceeded) as error:
-            future.set_exception(error)
+            # Without its trace: this frame is in it, and would keep the future that keeps the error.
+            future.set_exception(error.with_traceback(None))
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future

@@ -106,7 +106,7 @@ def test_nothing_is_wrong_with_equal_runs() -> None:
         ({"samples_lost": 2}, "2 samples lost"),
         ({"samples_duplicated": 3}, "3 trained twice"),
         ({"processes_left": 1}, "1 processes left"),
-        ({"num_processes": 0, "fd_growth": None}, "no process lived long enough"),
+        ({"num_processes": 0, "fd_growth": None, "wall_s": 600.0}, "no process lived long enough"),
         ({"failures": ("it ended with code 1",)}, "it ended with code 1"),
     ],
 )

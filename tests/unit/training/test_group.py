@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from kintsugi.errors import GroupBroken
+from kintsugi.runtime import wait
 from kintsugi.training.group import ProcessGroup, Route, StoreServer, choose_route, join_group
 from tests.unit.training.world import CPU, every_length, in_world, new_stage, train
 
@@ -213,6 +214,18 @@ def test_a_store_that_nobody_serves_is_waited_for_only_so_long() -> None:
             device=CPU,
             timeout_s=0.3,
         )
+
+
+def test_a_join_that_failed_leaves_no_connection_to_the_collector(no_collector: None) -> None:
+    def num_connections() -> int:
+        return sum(descriptor.is_socket() for descriptor in Path("/proc/self/fd").iterdir())
+
+    before = num_connections()
+    for _ in range(3):
+        with pytest.raises(GroupBroken):
+            new_group(ranks=["model-0", "model-1"], timeout_s=0.05)
+    # The thread that was left behind ends a moment after nobody waits for it.
+    wait(lambda _: num_connections() == before or None, whom="a thread", what="its end", timeout_s=5.0)
 
 
 def test_joining_is_given_up_when_the_generation_is_over() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
-from kintsugi.errors import IntegrityError, fault_of
+from kintsugi.errors import GroupBroken, IntegrityError, fault_of
 from kintsugi.messages import (
     Body,
     CallDone,
@@ -31,6 +32,7 @@ from kintsugi.messages import (
 )
 from kintsugi.model import huggingface
 from kintsugi.model.tokenizer import Tokenizer
+from kintsugi.training import adapter as adapter_module
 from kintsugi.training import worker as worker_module
 from kintsugi.training.worker import load_model
 from kintsugi.transport import Reply
@@ -130,6 +132,22 @@ def test_a_holders_fault_is_the_cause_of_the_refusal() -> None:
     answer = rank.ask(grpo_call())
     assert isinstance(answer, Failed)
     assert answer.fault.cause == cause
+
+
+def test_a_request_that_failed_leaves_nothing_of_what_it_used_to_the_collector(
+    no_collector: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank().start()
+    used: list[weakref.ref[torch.Tensor]] = []
+
+    def broken(**_: object) -> None:
+        tensor = torch.ones(3)
+        used.append(weakref.ref(tensor))
+        raise GroupBroken("model-1 is gone")
+
+    monkeypatch.setattr(adapter_module, "join_group", broken)
+    assert "model-1 is gone" in rank.refusal(rebuild(2))
+    assert [reference() for reference in used] == [None]
 
 
 def test_being_told_to_end_ends_a_call() -> None:
