@@ -217,6 +217,14 @@ class Mending:
 
     def failed(self, process: str, fault: Fault, now: float, *, phase: str) -> None:
         """An operation, or a call of training, failed at a rank that lives: repeat, or replace the rank first."""
+        repairing = self.controller.state is _S.REPAIRING and process in self.controller.waits_for
+        if repairing and fault.kind != DeadlineExceeded.__name__:
+            orders = self.controller.repair_failed(process, self._view(), now)
+            if orders is None:
+                return
+            if not orders.problem:
+                self._follow(orders, now)
+                return
         self.note(fault, now, phase=phase)
         incident = self._incidents.current
         assert incident is not None

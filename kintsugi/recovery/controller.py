@@ -88,6 +88,10 @@ class Controller:
         self._ready: dict[str, RankReady] = {}
         self._open: set[str] = set()
         self._repaired: set[str] = set()
+        self._without: set[str] = set()
+        """Ranks whose repair failed in this round."""
+        self._last_repaired: set[str] = set()
+        """Whom this round of repairs asks."""
 
     @property
     def active(self) -> bool:
@@ -107,7 +111,7 @@ class Controller:
         """A fault, a start, or a new master: lock whoever lives. What was under way is forgotten."""
         self._sequence = max(self._sequence, epoch * SEQUENCES_PER_EPOCH)
         self._ready, self.repaired_from, self.smaller = {}, {}, False
-        self._repaired = set()
+        self._repaired, self._without = set(), set()
         self.since = {}
         self._enter(_E.FAULT, now)
         return self._order(ranks, now)
@@ -144,9 +148,22 @@ class Controller:
 
     # One round after the other.
 
+    def repair_failed(self, process: str, ranks: Ranks, now: float) -> Orders | None:
+        """A rank found the state nowhere; another one of the same round may, and can give it to this one."""
+        self._open.discard(process)
+        self._without.add(process)
+        return None if self._open else self._finish_round(ranks, now)
+
     def _finish_round(self, ranks: Ranks, now: float) -> Orders:
-        if self.state is not _S.REPAIRING:  # Which may take two rounds.
+        if self.state is not _S.REPAIRING:  # Which may take several rounds.
             self._enter(_ENDS[self.state], now)
+            return self._order(ranks, now)
+        without, self._without = self._without, set()
+        found = any(self.holds(name, ranks.step) for name in self._last_repaired - without)
+        if without and not found:
+            problem = f"no source has the state of step {ranks.step} for {', '.join(sorted(without))}"
+            return Orders({}, problem, problem)
+        self._repaired -= without
         return self._order(ranks, now)
 
     def _order(self, ranks: Ranks, now: float) -> Orders:
@@ -217,6 +234,7 @@ class Controller:
             lacking = [name for name in lacking if name in self._ready and self._ready[name].stage != ""]
         chosen = [name for name in lacking if name in holders] or lacking
         self._repaired.update(chosen)
+        self._last_repaired = set(chosen)
         bodies: dict[str, Body] = {}
         for name in chosen:
             own = [source for source in ranks.sources.get(name, ()) if source.startswith("snapshot:")]
