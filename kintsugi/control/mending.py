@@ -14,7 +14,7 @@ from statistics import median
 from kintsugi.config import Config, next_stage
 from kintsugi.control.agenda import carried_stage
 from kintsugi.control.draft import Conversation, Draft
-from kintsugi.control.protocol import Raise
+from kintsugi.control.protocol import Raise, ShareBook
 from kintsugi.control.staff import Staff
 from kintsugi.errors import DeadlineExceeded, Fault, root_first
 from kintsugi.facts import FaultNoted, IncidentClosed, IncidentOpened, RolledBack, StrategyChosen
@@ -232,8 +232,13 @@ class Mending:
         kind = classify(fault)
         if self.controller.state is _S.REPAIRING and fault.kind != DeadlineExceeded.__name__:
             incident.repairs += 1
-            if incident.repairs >= REPAIR_ATTEMPTS:
+            self._draft.do(ShareBook())  # It may not know yet where the others are.
+            step, living = self._draft.state.step, self._draft.state.members.live(Role.MODEL)
+            holders = [rank for rank in living if self.controller.holds(rank, step)]
+            if incident.repairs >= REPAIR_ATTEMPTS and not holders:
                 self._fall_back(fault, now)
+            elif incident.repairs >= REPAIR_ATTEMPTS and process in living and process not in holders:
+                self._staff.condemn(process, fault, now)
         elif kind is not FaultClass.CONSEQUENCE and self._draft.state.members.is_live(process):
             incident.blamed[process] += 1
             again = incident.blamed[process] > 1

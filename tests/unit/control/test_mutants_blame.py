@@ -8,7 +8,7 @@ import pytest
 from kintsugi.config import CheckpointSection
 from kintsugi.control.mending import LONGEST_WAIT_S, REPAIR_ATTEMPTS
 from kintsugi.control.phases import Phase
-from kintsugi.control.protocol import Raise
+from kintsugi.control.protocol import Decision, Raise
 from kintsugi.facts import IncidentClosed, ProcessLost, RolledBack, StrategyChosen
 from kintsugi.messages import PreLock, RankReady, Repair, Rollback, RunCall, RunEpisodes, StartProcess
 from kintsugi.recovery.policy import impact
@@ -147,15 +147,26 @@ def test_groups_that_run_for_a_step_that_is_given_up_are_not_waited_for_and_run_
     assert driven.state.outcome == "finished"
 
 
+def lose_all_ranks(driven: Driven) -> None:
+    for rank in ("model-0", "model-1"):
+        driven.lose(rank)
+
+
+def fail_repairs(driven: Driven) -> Decision:
+    """Nobody has the state: gives the decision that follows when both ranks have said so."""
+    driven.until(lambda: len(driven.asked(Repair)) == 2)
+    decisions = [driven.fail(r, "nobody has it", kind="RefusedError") for r in driven.asked(Repair)]
+    return decisions[-1]
+
+
 def test_after_the_run_fell_back_repairs_have_all_their_attempts_and_begin_at_once_again() -> None:
     driven = Driven(msgspec.structs.replace(CONFIG, checkpoint=CheckpointSection(every=0)))
     driven.begin()
     driven.until(lambda: driven.state.step == 2 and driven.master.phase is Phase.TRAINING)
-    driven.lose("model-1")
+    lose_all_ranks(driven)
     for step in (1, 0):
         for attempt in range(1, REPAIR_ATTEMPTS + 1):
-            driven.until(lambda: bool(driven.asked(Repair)))
-            decision = driven.fail(driven.asked(Repair)[0], "nobody has it", kind="RefusedError")
+            decision = fail_repairs(driven)
             back = [fact.step for fact in decision.facts if isinstance(fact, RolledBack)]
             assert back == ([step] if attempt == REPAIR_ATTEMPTS else [])
             assert bool(driven.asked(PreLock)) == (attempt != 2)
@@ -166,10 +177,9 @@ def test_after_the_run_fell_back_repairs_have_all_their_attempts_and_begin_at_on
 def test_a_step_whose_own_checkpoint_did_not_help_is_given_up_for_the_one_before() -> None:
     driven = training(step=2)
     assert driven.state.saved_steps[-1] == 2
-    driven.lose("model-1")
+    lose_all_ranks(driven)
     for _ in range(REPAIR_ATTEMPTS):
-        driven.until(lambda: bool(driven.asked(Repair)))
-        driven.fail(driven.asked(Repair)[0], "nobody has it", kind="RefusedError")
+        fail_repairs(driven)
     assert [fact.step for fact in driven.facts if isinstance(fact, RolledBack)] == [1]
     driven.until(Phase.ENDED)
     assert driven.state.outcome == "finished"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kintsugi.control.phases import Phase
-from kintsugi.control.protocol import Exited
+from kintsugi.control.protocol import Exited, Tick
 from kintsugi.facts import RunEnded
 from kintsugi.messages import EpisodesDone, RunEpisodes, StartProcess
 from tests.unit.control.driven import CONFIG, Driven, scored
@@ -37,6 +37,7 @@ def test_a_group_whose_worker_died_has_lost_no_attempt() -> None:
     for _ in range(2 * CONFIG.rollout.attempts):
         (request,) = [r for r in driven.asked(RunEpisodes) if r.token.endswith(f" {group}")]
         driven.fail(request, "it died", kind="ProcessDied")
+        driven.feed(Tick())
     driven.let_grace_pass()
     assert driven.master.phase is not Phase.ENDED
 
