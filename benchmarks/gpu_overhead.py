@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -21,8 +22,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from overhead import stop_snapshots, upper_bound
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs as a script.
+
+from benchmarks.overhead import stop_snapshots, upper_bound
 from kintsugi.config import ActorSection, AlgorithmSection, Stage
 from kintsugi.messages import RunCall
 from kintsugi.model.architecture import ModelConfig
@@ -131,11 +134,15 @@ def parts(trainer: Trainer) -> dict[str, float]:
     def prepare() -> None:
         copies.prepare(counters)
 
+    def copy_whole() -> None:
+        prepare()
+        copies.settle()
+
     return {
         "digest where the state is": _seconds(lambda: digest_of(counters, live)),
         "digest in host memory": _seconds(lambda: digest_of(counters, host), repeats=3),
         "until the rank can answer (copy begun, digest known)": _seconds(prepare, before=copies.settle),
-        "until the copy is whole": _seconds(lambda: (prepare(), copies.settle())),
+        "until the copy is whole": _seconds(copy_whole),
     }
 
 
