@@ -33,6 +33,10 @@ def pids_of(run: Run, process: str) -> list[int]:
     return [record.event.pid for record in records if isinstance(record.event, ProcessBegan)]
 
 
+def is_known(run: Run, process: str) -> bool:
+    return run.pids_joined().get(process, [0])[-1] == pids_of(run, process)[-1]
+
+
 def strike(run: Run, *processes: str, number: signal.Signals = signal.SIGKILL) -> None:
     """Hit processes, all of which must be alive, and wait until each has a successor."""
     hit = {process: pids_of(run, process)[-1] for process in processes}
@@ -42,6 +46,8 @@ def strike(run: Run, *processes: str, number: signal.Signals = signal.SIGKILL) -
         os.kill(pid, number)
     for process, pid in hit.items():
         until(lambda process=process, pid=pid: pids_of(run, process)[-1] != pid, f"another {process}")  # type: ignore[misc]
+        if process.startswith("agent"):  # Before it is known, it would not hear that the run has ended.
+            until(lambda process=process: is_known(run, process), f"the registration of {process}")  # type: ignore[misc]
 
 
 def strike_at_gates(run: Run, *, faults: tuple[tuple[str, ...], ...], number: signal.Signals) -> None:
