@@ -69,6 +69,7 @@ from kintsugi.worker import HEARTBEAT_S, Membership, open_endpoint, run_process
 END_GRACE_S = 2.0
 PATIENCE_S = 1.5
 """For children to end by themselves after the master has said `Shutdown` to everybody."""
+LAST_WORDS_S = 0.1
 FLUSH_S = 0.2
 """For the last messages to a master that may be gone."""
 MOST_UNTOLD = 1024
@@ -370,6 +371,11 @@ class Agent:
     def _master_ended(self, kept: Kept, status: int | None) -> None:
         """Restarted if somebody killed it in the middle of the run; otherwise its end is that of the run."""
         by_itself = status is not None and status >= 0
+        if status is None and self._membership.shutdown_reason is None:
+            for delivery in self._endpoint.poll(
+                LAST_WORDS_S
+            ):  # An adopted one's last words may lie there unread.
+                self._handle(delivery)
         said_so = self._membership.shutdown_reason is not None
         stopped_by_us = kept.stopping or (self._num_terminations > 0 and status == -signal.SIGTERM)
         if not (by_itself or said_so or stopped_by_us or self._ending):
