@@ -374,7 +374,7 @@ class Agent:
         if status is None and self._membership.shutdown_reason is None:
             for delivery in self._endpoint.poll(
                 LAST_WORDS_S
-            ):  # An adopted one's last words may lie there unread.
+            ):  # Those of an adopted one may lie there unread.
                 self._handle(delivery)
         said_so = self._membership.shutdown_reason is not None
         stopped_by_us = kept.stopping or (self._num_terminations > 0 and status == -signal.SIGTERM)
