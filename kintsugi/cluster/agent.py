@@ -70,8 +70,7 @@ END_GRACE_S = 2.0
 PATIENCE_S = 1.5
 """For children to end by themselves after the master has said `Shutdown` to everybody."""
 LAST_WORDS_S = 0.1
-FLUSH_S = 0.2
-"""For the last messages to a master that may be gone."""
+FLUSH_S = 0.2  # For the last messages to a master that may be gone.
 MOST_UNTOLD = 1024
 """So much can be kept for a master that is being restarted; it is told of the living in any case."""
 
@@ -372,9 +371,8 @@ class Agent:
         """Restarted if somebody killed it in the middle of the run; otherwise its end is that of the run."""
         by_itself = status is not None and status >= 0
         if status is None and self._membership.shutdown_reason is None:
-            for delivery in self._endpoint.poll(
-                LAST_WORDS_S
-            ):  # Those of an adopted one may lie there unread.
+            # The last words of an adopted one may lie there unread.
+            for delivery in self._endpoint.poll(LAST_WORDS_S):
                 self._handle(delivery)
         said_so = self._membership.shutdown_reason is not None
         stopped_by_us = kept.stopping or (self._num_terminations > 0 and status == -signal.SIGTERM)
