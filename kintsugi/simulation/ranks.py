@@ -272,6 +272,12 @@ class Rank(Worker):
                 self._samples = []
                 self._finish(None, GroupBroken(f"{holder}: {fault.message}", cause=fault))
                 return
+            if (
+                tuple(sample.key for sample in answer.samples) != keys
+            ):  # As the real rank checks what it fetched.
+                self._samples = []
+                self._finish(None, GroupBroken(f"{holder} answered with other samples than were asked for"))
+                return
             self._samples += [f"{sample.key} {sample.tokens.decode()}" for sample in answer.samples]
             waiting.discard(holder)
             if not waiting:
