@@ -21,6 +21,8 @@ STOP = "stop"
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
 STOP_AGAIN_S = 1.0
+ASK_AGAIN_S = 5.0
+"""Longer than most starts take."""
 QUICK_RETRIES = 3
 """Starts of one process that may fail before others stop waiting for it; it is tried on, but seldom."""
 
@@ -48,6 +50,8 @@ class Staff:
         """Processes that are to be ordered (again), and when."""
         self._requested_at: dict[str, tuple[str, float]] = {}
         """Process → the incarnation that is awaited, and since when."""
+        self._ask_again_at: dict[str, float] = {}
+        """Incarnation that has not come → when its agent is asked again."""
         self._stop_at: dict[str, float] = {}
         """Processes that could not be stopped, and when it is tried again."""
         self._verdicts: dict[str, Fault] = {}
@@ -85,6 +89,7 @@ class Staff:
         self._draft.because(f"{process} joined")
         self._failed_starts.pop(process, None)
         self._requested_at.pop(process, None)
+        self._ask_again_at.pop(event.peer.incarnation, None)
         return Arrival.NEW
 
     def _retire_predecessor(self, event: Joined) -> None:
@@ -199,6 +204,10 @@ class Staff:
         for process, (incarnation, since) in self._requested_at.items():
             if now - since > self._start_timeout_s:
                 self.stop(process, incarnation, now)
+            elif now >= self._ask_again_at.get(incarnation, since + ASK_AGAIN_S):
+                # It may have died, and the report of it was lost: an agent starts only what does not run.
+                self._ask_again_at[incarnation] = now + ASK_AGAIN_S
+                self._ask_start(self._draft.state.members.members[process], now)
         for process in [name for name, due in self._stop_at.items() if now >= due]:
             del self._stop_at[process]
             self.stop(process, self._draft.state.members.members[process].incarnation, now)
@@ -291,6 +300,7 @@ class Staff:
         self._talk.abandon(member.process)
         self._talk.withdraw(f"{START}:{member.incarnation}")
         self._requested_at.pop(member.process, None)
+        self._ask_again_at.pop(member.incarnation, None)
         self._stop_at.pop(member.process, None)
         self._verdicts.pop(member.incarnation, None)
         self._draft.do(Forget(member.process, fault))
