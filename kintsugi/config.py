@@ -6,7 +6,7 @@ cluster. A value the program can measure is not a setting.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -69,28 +69,112 @@ class SamplingSection(_Section, frozen=True):
     repetition_penalty: float = 1.0
 
 
-class AlgorithmSection(_Section, frozen=True):
-    """What is learned from, and how the loss is made."""
+AlgorithmName = Literal[
+    "sft", "reward_model", "dpo", "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo"
+]
 
-    name: Literal["sft", "grpo"] = "grpo"
+
+class AlgorithmSection(_Section, frozen=True):
+    """What is learned from, and how the loss is made. None means the algorithm's own value (`ALGORITHM_DEFAULTS`)."""
+
+    name: AlgorithmName = "grpo"
     steps: int = 100
     batch_size: int = 32
-    """Prompts per step."""
+    """Prompts per step; rows for SFT, pairs for the reward model and DPO."""
     group_size: int = 8
-    """Samples per prompt (1 for SFT)."""
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    beta: float = 0.0
-    """Weight of the KL to the reference model; 0 loads no reference."""
+    """Samples per prompt (1 for SFT, 2 for pairs)."""
     updates_per_step: int = 1
     """Optimizer updates on each batch."""
-    denominator: Literal["tokens", "sequences", "constant"] = "tokens"
+    clip_low: float | None = None
+    clip_high: float | None = None
+    beta: float = 0.0
+    """Weight of the KL to the reference model; 0 loads no reference. For DPO, its inverse temperature."""
+    kl: Literal["k1", "k2", "k3"] | None = None
+    """Estimator of the KL: k1 = log π/ref, k2 = ½ (log π/ref)², k3 = ref/π − 1 − log ref/π."""
+    kl_in: Literal["loss", "reward"] | None = None
+    """Whether `beta` × KL is added to the loss or taken off the reward."""
+    entropy_weight: float = 0.0
+    """Of an entropy bonus in the loss."""
+    denominator: Literal["tokens", "sequences", "constant"] | None = None
     """What token losses are divided by: all loss tokens of the batch; each sequence's own, then the sequences; or
     sequences × max_new_tokens."""
-    scale_by_std: bool = True
+    scale_by_std: bool | None = None
     """Divide the advantage by the group's standard deviation."""
+    gamma: float = 1.0
+    """Discount per token (PPO, REINFORCE++)."""
+    gae_lambda: float = 0.95
+    """Of generalised advantage estimation (PPO)."""
+    mask_truncated: bool = False
+    """Learn nothing from samples that ended by length; otherwise they count as cut off, not as finished."""
+    resampling_rounds: int | None = None
+    """DAPO: groups whose rewards are all equal are replaced, at most this many batches of them per step."""
+    overlong_buffer: int = 0
+    """DAPO: the last so many tokens before `max_new_tokens` cost reward, linearly up to `overlong_penalty`."""
+    overlong_penalty: float = 1.0
     reward: tuple[str, ...] = ("kintsugi.rollout.rewards.exact_answer",)
-    """Dotted paths of functions `f(completions, **columns) -> list[float]`; their sum is the reward."""
+    """Dotted paths of functions `f(completions, **columns) -> list[float]`; their weighted sum is the reward. A path
+    may be followed by its weight: `my.module.length_bonus * 0.1`."""
+
+
+ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
+    "ppo": {"kl_in": "reward", "kl": "k1"},
+    "dr_grpo": {"scale_by_std": False, "denominator": "constant"},
+    "dapo": {"clip_high": 0.28, "resampling_rounds": 4},
+    "rloo": {"scale_by_std": False, "kl_in": "reward", "kl": "k1", "denominator": "sequences"},
+    "reinforce_pp": {"kl_in": "reward", "kl": "k1"},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "denominator": "sequences"},
+}
+"""Where an algorithm's own values differ from the common ones."""
+
+
+class Algorithm(AlgorithmSection, frozen=True):
+    """The same with nothing left open; the common values stand here."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    denominator: Literal["tokens", "sequences", "constant"] = "tokens"
+    scale_by_std: bool = True
+    resampling_rounds: int = 0
+
+
+def resolved(section: AlgorithmSection) -> Algorithm:
+    """The recipe's values, where it says nothing the algorithm's own, where that has none the common ones."""
+    said = {name: getattr(section, name) for name in section.__struct_fields__}
+    given = {name: value for name, value in said.items() if value is not None}
+    return Algorithm(**{**ALGORITHM_DEFAULTS.get(section.name, {}), **given})
+
+
+class ReferenceSection(_Section, frozen=True):
+    """What the KL is measured against; loaded only where something needs it (`algorithm.beta`, DPO)."""
+
+    path: str | None = None
+    """Hugging Face folder; None takes the weights with which the stage begins."""
+    copy_every: int = 0
+    """Replace it by the actor's weights every so many steps; 0 keeps it."""
+    moving_average: float = 0.0
+    """After every step move it to this share of itself plus the rest of the actor; 0 keeps it."""
+
+
+class CriticSection(_Section, frozen=True):
+    """PPO's value model: trained with the actor, by an optimizer of its own."""
+
+    path: str | None = None
+    """Hugging Face folder, with or without a value head; None begins with the actor's weights and a head of zeros."""
+    learning_rate: float = 1e-3
+    value_clip: float = 0.2
+    """How far a value may move from what it was when the batch was sampled before it stops counting; 0: freely."""
+    warmup_steps: int = 0
+    """Steps at the beginning of the stage in which the critic learns and the actor waits."""
+
+
+class RewardModelSection(_Section, frozen=True):
+    """A trained reward model, served by the model workers; its score is added to the other rewards."""
+
+    path: str
+    """Folder of a checkpoint of `algorithm.name=reward_model`, or any Hugging Face folder with a score head."""
+    weight: float = 1.0
 
 
 class ActorSection(_Section, frozen=True):
@@ -190,6 +274,9 @@ class Config(_Section, frozen=True):
     algorithm: AlgorithmSection = AlgorithmSection()
     warmup: WarmupSection | None = None
     actor: ActorSection = ActorSection()
+    critic: CriticSection = CriticSection()
+    reference: ReferenceSection = ReferenceSection()
+    reward_model: RewardModelSection | None = None
     sampling: SamplingSection = SamplingSection()
     generation: GenerationSection = GenerationSection()
     rollout: RolloutSection = RolloutSection()
@@ -205,10 +292,13 @@ class Stage(msgspec.Struct, frozen=True):
     name: str
     """Also the prefix of its ticket ids: "warmup", "grpo", "sft"."""
     first_step: int
-    algorithm: AlgorithmSection
+    algorithm: Algorithm
     actor: ActorSection
     seed: int
     """Of the order of its rows."""
+    critic: CriticSection = CriticSection()
+    reference: ReferenceSection = ReferenceSection()
+    reward_model: RewardModelSection | None = None
 
     @property
     def last_step(self) -> int:
@@ -217,19 +307,30 @@ class Stage(msgspec.Struct, frozen=True):
 
 
 def stages(config: Config) -> tuple[Stage, ...]:
-    """The run's stages in order: an optional SFT warm-up, then the main algorithm."""
-    main = config.algorithm
-    if config.warmup is None:
-        return (Stage(main.name, 1, main, config.actor, config.seed),)
-    warmup = config.warmup
-    sft = msgspec.structs.replace(
+    """The run's stages in order: an optional SFT warm-up, then the main algorithm, its values filled in."""
+    main = resolved(config.algorithm)
+    first_step = 1 if config.warmup is None else 1 + config.warmup.steps
+    main_stage = Stage(
+        main.name,
+        first_step,
         main,
-        name="sft",
-        steps=warmup.steps,
-        batch_size=warmup.batch_size,
-        group_size=1,
-        updates_per_step=1,
-        beta=0.0,
+        config.actor,
+        config.seed,
+        config.critic,
+        config.reference,
+        config.reward_model,
+    )
+    if config.warmup is None:
+        return (main_stage,)
+    warmup = config.warmup
+    sft = resolved(
+        AlgorithmSection(
+            name="sft",
+            steps=warmup.steps,
+            batch_size=warmup.batch_size,
+            group_size=1,
+            reward=main.reward,
+        )
     )
     actor = msgspec.structs.replace(
         config.actor,
@@ -237,10 +338,7 @@ def stages(config: Config) -> tuple[Stage, ...]:
         schedule=warmup.schedule,
         warmup_steps=warmup.warmup_steps,
     )
-    return (
-        Stage("warmup", 1, sft, actor, warmup.seed),
-        Stage(main.name, 1 + warmup.steps, main, config.actor, config.seed),
-    )
+    return (Stage("warmup", 1, sft, actor, warmup.seed), main_stage)
 
 
 def next_stage(config: Config, *, step: int) -> Stage:

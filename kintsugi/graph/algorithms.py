@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from math import sqrt
 
-from kintsugi.config import AlgorithmSection, Stage
+from kintsugi.config import Algorithm, Stage
 from kintsugi.graph.dfg import Graph
 from kintsugi.graph.mfc import Call, Key, Per
 from kintsugi.types import Role, SampleMeta
@@ -28,7 +28,7 @@ STD_EPSILON = 1e-4
 """Added to the group's standard deviation, as TRL does."""
 
 
-def sft(algorithm: AlgorithmSection) -> Graph:
+def sft(algorithm: Algorithm) -> Graph:
     """Supervised fine-tuning: rows become tokens, the actor learns to write their completions."""
     return Graph(
         [
@@ -50,7 +50,7 @@ def sft(algorithm: AlgorithmSection) -> Graph:
     )
 
 
-def grpo(algorithm: AlgorithmSection) -> Graph:
+def grpo(algorithm: Algorithm) -> Graph:
     """Group relative policy optimisation: the group's mean reward is the baseline, no critic.
 
     advantage = (reward − mean) / (std + 1e-4) over the group's valid samples, std with n − 1 in the denominator;
@@ -89,7 +89,7 @@ def grpo(algorithm: AlgorithmSection) -> Graph:
     return Graph([*group, train], sources=(PROMPT, COLUMNS), wanted=("update",))
 
 
-ALGORITHMS: Mapping[str, Callable[[AlgorithmSection], Graph]] = {"sft": sft, "grpo": grpo}
+ALGORITHMS: Mapping[str, Callable[[Algorithm], Graph]] = {"sft": sft, "grpo": grpo}
 
 
 def build_graph(stage: Stage) -> Graph:

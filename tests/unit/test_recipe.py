@@ -97,7 +97,7 @@ def test_words_that_other_yaml_readers_take_for_booleans_stay_words(write: Write
         ("actor.workers=", ["`actor.workers`", "nothing"]),
         ("actor=3", ["`actor`", "a section", "3"]),
         ("warmup=3", ["`warmup`", "a section with fields or null", "3"]),
-        ("algorithm.name=ppo", ["`algorithm.name`", "sft, grpo", "'ppo'"]),
+        ("algorithm.name=pppo", ["`algorithm.name`", "sft, reward_model, dpo", "'pppo'"]),
         ("algorithm.reward=f", ["`algorithm.reward`", "a list", "'f'"]),
         ("algorithm.reward=[1]", ["`algorithm.reward[0]`", "text", "1"]),
         ("name=3", ["`name`", "text", "3"]),
