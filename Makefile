@@ -6,15 +6,17 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SETUP := .venv/.setup
 SETUP_TEST := .venv/.setup-test
 PEER_RAY := .venv-ray/.setup
+PEER_TRL := .venv-trl/.setup
 CHECKED := kintsugi tests $(wildcard benchmarks)
 
-.PHONY: help setup setup-test demo test test-fast lint bench clean
+.PHONY: help setup setup-test demo test test-fast lint bench trl-losses clean
 
 help:
 	@echo "make demo       set up, then train a small model by GRPO and show what it learned"
 	@echo "make test       set up, then linters, type checker and the whole test suite"
 	@echo "make test-fast  the tests without the slow ones (real weights)"
 	@echo "make bench      benchmarks, ours and the peers' in one run"
+	@echo "make trl-losses TRL's losses and gradients again, for the tests that compare ours"
 	@echo "make setup      only the environment in .venv"
 	@echo "make clean      remove environments and caches (runs/ stays)"
 
@@ -59,6 +61,17 @@ $(PEER_RAY): benchmarks/constraints-ray.txt
 	.venv-ray/bin/python -m pip --disable-pip-version-check --quiet install -c benchmarks/constraints-ray.txt ray numpy
 	@touch $@
 
+# The same torch as ours, first and alone for the same reason.
+$(PEER_TRL): benchmarks/constraints-trl.txt
+	$(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/python -m pip --disable-pip-version-check --quiet install -c benchmarks/constraints-trl.txt torch==2.13.0
+	.venv-trl/bin/python -m pip --disable-pip-version-check --quiet install -c benchmarks/constraints-trl.txt trl
+	@touch $@
+
+# Rewrites the numbers that our losses are compared with.
+trl-losses: $(PEER_TRL)
+	.venv-trl/bin/python benchmarks/trl_losses.py
+
 clean:
-	rm -rf .venv .venv-ray build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-ray .venv-trl build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kintsugi tests -name __pycache__ -type d -prune -exec rm -rf {} +

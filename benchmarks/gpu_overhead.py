@@ -19,14 +19,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs as a script.
 
 from benchmarks.overhead import stop_snapshots, upper_bound
-from kintsugi.config import ActorSection, AlgorithmSection, Stage
+from kintsugi.config import ActorSection, AlgorithmSection, Stage, resolved
 from kintsugi.messages import RunCall
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.transformer import Transformer, initialize
@@ -72,7 +71,7 @@ def new_samples(config: ModelConfig, *, count: int) -> list[Sample]:
             random.integers(0, config.vocab_size, PROMPT_TOKENS + NEW_TOKENS).astype(np.int32),
             places,
             guess,
-            float(random.normal()),
+            {"advantage": float(random.normal())},
         )
         for index in range(count)
     ]
@@ -85,7 +84,7 @@ class Trainer:
         model = Transformer(config, device=device)
         initialize(model, 0)
         actor = ActorSection(learning_rate=1e-6, micro_batch_tokens=MICRO_BATCH_TOKENS, dtype="bfloat16")
-        algorithm = msgspec.convert({"name": "grpo", "steps": 10**6}, AlgorithmSection)
+        algorithm = resolved(AlgorithmSection(name="grpo", steps=10**6))
         self.state = TrainingState(model, compute_dtype=torch.bfloat16)
         self.state.start_stage(Stage("grpo", 1, algorithm, actor, seed=0), step=0)
         self._calls = ModelCalls(self.state, deterministic=False)
@@ -99,7 +98,7 @@ class Trainer:
         tokens = float(len(self._samples) * NEW_TOKENS)
         call = RunCall(
             call="actor_train",
-            interface="grpo_train",
+            interface="policy_train",
             step=number,
             shards=(),
             num_shards=1,

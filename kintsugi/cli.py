@@ -14,12 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from kintsugi.config import Config
-    from kintsugi.errors import Fault
     from kintsugi.recipe import Resolved
-    from kintsugi.runs import FaultLine
 
 app = typer.Typer(
     help="Reinforcement learning of language models across real processes.",
@@ -44,18 +40,14 @@ ALERTS_SHOWN = 5
 
 def main() -> None:
     """Run the command line; every error of ours becomes one message and an exit code."""
-    from kintsugi.errors import KintsugiError, UserError
+    from kintsugi.errors import KintsugiError
 
     try:
         app()
-    except UserError as error:
-        _complain(f"error: {error}")
-        sys.exit(2)
     except KintsugiError as error:
-        if error.cause is not None:
-            _complain_faults([error.cause])
-        _complain(f"error: {error}")
-        sys.exit(1)
+        from kintsugi.session import complain_error
+
+        sys.exit(complain_error(error))
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
@@ -67,24 +59,55 @@ def main() -> None:
 
 
 @app.command()
+def init(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The recipe to write.")] = Path("recipe.yaml"),
+    algorithm: Annotated[str, typer.Option(help="sft, dpo, ppo, grpo, dapo, …")] = "grpo",
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="A Hugging Face folder; else a small model is built."),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="SOURCE", help="A file, a folder, …; else sums are generated.")
+    ] = None,
+) -> None:
+    """Write a first recipe, commented and valid as it stands."""
+    from kintsugi.starter import write_starter
+
+    written = write_starter(file, algorithm=algorithm, model=model, data=data)
+    typer.echo(f"{', '.join(map(str, written))}: try `kintsugi check {file}`, then `kintsugi train {file}`")
+
+
+@app.command()
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
     """Train by a recipe: check it, make the run folder, start the processes, show progress and the result."""
-    import msgspec
+    from kintsugi.recipe import load
 
+    _train(load(recipe, overrides or ()))
+
+
+def _train(resolved: Resolved) -> None:
     from kintsugi import runs
     from kintsugi.errors import KintsugiError
-    from kintsugi.recipe import anchored, dump
+    from kintsugi.session import make_run_folder
 
-    config = _checked(recipe, overrides).config
-    run_dir = Path(config.run_dir) if config.run_dir else runs.next_run_dir(config.name)
-    config = anchored(msgspec.structs.replace(config, run_dir=str(run_dir)))
-    runs.create_run_dir(run_dir)
+    config, run_dir = make_run_folder(_validated(resolved))
     try:
-        dump(config, run_dir / runs.CONFIG_FILE)
         _launch(config, run_dir=run_dir, resume=False)
     except KintsugiError:
         runs.remove_unused(run_dir)
         raise
+
+
+@app.command()
+def rollout(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="Batches to sample.")] = 1,
+) -> None:
+    """Sample and score without learning; RUN/rollouts keeps everything, as a data source to train on later."""
+    from kintsugi.recipe import load, rollout_only
+
+    _train(rollout_only(load(recipe, overrides or ()), steps=steps))
 
 
 @app.command()
@@ -158,6 +181,7 @@ def status(run: Run) -> None:
 
     from kintsugi import runs, tables
     from kintsugi.observe.processes import read_processes
+    from kintsugi.session import complain_faults
 
     folder = runs.find_run(run)
     current = runs.read_status(folder)
@@ -170,7 +194,7 @@ def status(run: Run) -> None:
     for alert in runs.read_alerts(folder, count=ALERTS_SHOWN):
         console.print(tables.alert_line(alert), highlight=False, markup=False, soft_wrap=True)
     if current.state is runs.RunState.FAILED and (summary := runs.read_summary(folder)) is not None:
-        _complain_faults(summary.faults)
+        complain_faults(summary.faults)
 
 
 @app.command()
@@ -206,6 +230,36 @@ def list_runs(
         typer.echo(f"no runs in {folder}/")
         return
     Console().print(tables.runs_table(found))
+
+
+@app.command()
+def compare(
+    compared: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN RUN…", help="Two run folders or more, or their names in runs/."),
+    ],
+    metric: Annotated[
+        list[str] | None, typer.Option(help="A figure of metrics.jsonl to show instead; may be repeated.")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also draw the curves into a file.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="The same as JSON, with every point.")] = False,
+) -> None:
+    """Compare runs: configuration, curves, and held-out answers problem by problem, with intervals."""
+    import msgspec
+
+    from kintsugi import runs
+    from kintsugi.compare import compare as compare_runs
+    from kintsugi.compare import comparison_text, plot
+
+    comparison = compare_runs([runs.find_run(name) for name in compared], metrics=metric or ())
+    if png is not None:
+        plot(comparison, png)
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(comparison), indent=2))
+    else:
+        typer.echo(comparison_text(comparison))
 
 
 @app.command()
@@ -348,67 +402,31 @@ def simulate(
 
 def _checked(recipe: Path, overrides: list[str] | None) -> Resolved:
     from kintsugi.recipe import load
+
+    return _validated(load(recipe, overrides or ()))
+
+
+def _validated(resolved: Resolved) -> Resolved:
     from kintsugi.validation import validate
 
     _allow_modules_of_this_folder()
-    resolved = load(recipe, overrides or ())
     validate(resolved.config, origins=resolved.origins)
     return resolved
 
 
 def _launch(config: Config, *, run_dir: Path, resume: bool) -> None:
     """Run to the end and show how it ended; a failed run exits with 1, its first cause first."""
-    from rich.console import Console
+    from kintsugi.session import run_session
 
-    from kintsugi import runs
-    from kintsugi.cluster.children import tail
-    from kintsugi.cluster.launcher import launch
-    from kintsugi.cluster.placement import log_path
-    from kintsugi.display import Display, print_closing
-    from kintsugi.runtime import SYSTEM_CLOCK
-    from kintsugi.types import Role, process_id
-
-    console, since = Console(), SYSTEM_CLOCK.wall()
-    log = log_path(run_dir, process_id(Role.MASTER, 0))
-    log_size = log.stat().st_size if log.exists() else 0
-    with Display(config, run_dir=run_dir, console=console) as display:
-        code = launch(config, run_dir=run_dir, on_tick=display.tick, resume=resume)
-    summary = runs.read_summary(run_dir)
-    if summary is not None:
-        print_closing(console, summary, config=config, folder=run_dir)
+    code = run_session(config, run_dir=run_dir, resume=resume)
     if code != 0:
-        faults = runs.read_faults(run_dir, since=since)
-        _complain_end(code, faults, run_dir=run_dir, last_words=tail(log, offset=log_size).strip())
         raise typer.Exit(code)
-
-
-def _complain_end(code: int, faults: Sequence[FaultLine], *, run_dir: Path, last_words: str) -> None:
-    """Why a run ended badly; where no fault was recorded, the end of the master's log is all there is to tell."""
-    from kintsugi.worker import EXIT_USER_ERROR
-
-    if code == EXIT_USER_ERROR and faults:
-        _complain(f"error: {faults[-1].message}")
-    elif faults:
-        _complain_faults(faults)
-        _complain(f"error: the run failed; its folder is {run_dir}")
-    elif code == EXIT_USER_ERROR and last_words:
-        _complain(f"error: {last_words.splitlines()[-1]}")
-    elif last_words:
-        _complain(f"{last_words}\nerror: the master failed; the folder of the run is {run_dir}")
-    else:
-        _complain(f"error: the run was interrupted; `kintsugi resume {run_dir}` goes on with it")
 
 
 def _allow_modules_of_this_folder() -> None:
     """Reward functions may live beside the recipe's user, as with `python -m`; workers find them the same way."""
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
-
-
-def _complain_faults(faults: Iterable[Fault | FaultLine]) -> None:
-    """The first one is the cause; the others follow from it."""
-    for number, fault in enumerate(faults):
-        _complain(f"{'cause' if number == 0 else 'then'}: {fault.process}: {fault.kind}: {fault.message}")
 
 
 def _complain(message: str) -> None:

@@ -6,6 +6,7 @@ cluster. A value the program can measure is not a setting.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -39,22 +40,56 @@ class ModelSection(_Section, frozen=True):
     new: NewModel | None = None
 
 
-class DataSection(_Section, frozen=True):
-    """Where prompts come from."""
+class SourceSection(_Section, frozen=True):
+    """One set of prompts, and which of its rows are held out."""
 
     source: str = "arithmetic"
-    """"arithmetic" (generated), or the path of a JSONL file."""
+    """What is read (`docs/own_data.md` has examples):
+    "arithmetic" (`12+39=` → the sum, its digits reversed) or "arithmetic:words" (`What is 12 + 39?` → the sum);
+    "reasoning_gym:TASK", any of its tasks by name;
+    a .jsonl, .json or .parquet file, a folder of such files, or a pattern like `data/*.parquet`;
+    a folder written by the library datasets (`folder:split` where it has splits), or "hf:NAME:CONFIG:SPLIT" of the hub;
+    "stream:PATH", JSON lines that are still being written (a named pipe; "stream:-" is standard input);
+    a folder that `kintsugi rollout` filled, whose samples are trained on as they are."""
+    eval_source: str | None = None
+    """Where held-out rows come from, if not from `source`: its first `num_eval` rows."""
+    num_eval: int = 500
+    """Problems held out from training: the last ones of a file, a fixed choice of generated ones."""
     prompt_column: str = "prompt"
-    """Column of the JSONL file that holds the prompt."""
+    """Column with the prompt: text, or a conversation (a list of `{role, content}`). A conversation that ends with an
+    assistant's turn is the prompt of that turn."""
     completion_column: str | None = None
-    """Column that SFT learns to write; needed for SFT only."""
+    """Column that SFT learns to write; not needed where prompts are conversations that end with an answer."""
     max_digits: int = 2
     """Generated arithmetic: digits per operand."""
-    num_eval: int = 500
-    """Problems held out from SFT and RL, for evaluation."""
+    options: dict[str, Any] = {}
+    """Options of a reasoning-gym task, its `seed` among them."""
+
+
+class MixedSource(SourceSection, frozen=True):
+    """A source among others."""
+
+    weight: float = 1.0
+    """Its share of the prompts is its weight over the sum of all weights."""
+
+
+class DataSection(SourceSection, frozen=True):
+    """Where prompts come from: one source, or several that are mixed."""
+
+    sources: tuple[MixedSource, ...] = ()
+    """Instead of `source`: several, each with its own columns and held-out rows. Each row gets a column `source`."""
     chat_template: bool = False
-    """Put each prompt into the model's chat template, as a user's turn; otherwise it is plain text."""
+    """Put each prompt into the model's chat template, as a user's turn; otherwise text is plain. Conversations always
+    go through it."""
+    system: str | None = None
+    """A system prompt before every conversation that has none of its own."""
     shuffle: bool = True
+    """In an order that depends on seed, stage and epoch only. A stream is always taken as it comes."""
+    max_bad_share: float = 0.01
+    """Malformed rows are left out, counted and named in `<run>/data.json`; with more than this share of a source, the
+    run does not start."""
+    cache_dir: str = "~/.cache/kintsugi"
+    """What is derived from data files, keyed by their content; it may be deleted at any time between runs."""
 
 
 class SamplingSection(_Section, frozen=True):
@@ -70,8 +105,14 @@ class SamplingSection(_Section, frozen=True):
 
 
 AlgorithmName = Literal[
-    "sft", "reward_model", "dpo", "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo"
+    "sft", "reward_model", "dpo", "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "rollout"
 ]
+LEARN_PAIRS = frozenset({"reward_model", "dpo"})
+"""Algorithms that learn from pairs of a chosen and a rejected completion."""
+LEARN_ROWS = LEARN_PAIRS | {"sft"}
+"""Those that learn from what the data says, and sample nothing."""
+COMPARE_SAMPLES = frozenset({"grpo", "dr_grpo", "dapo", "rloo", "gspo"})
+"""Those whose baseline is the other samples of the group, of which there must be at least two."""
 
 
 class AlgorithmSection(_Section, frozen=True):
@@ -81,12 +122,15 @@ class AlgorithmSection(_Section, frozen=True):
     steps: int = 100
     batch_size: int = 32
     """Prompts per step; rows for SFT, pairs for the reward model and DPO."""
-    group_size: int = 8
-    """Samples per prompt (1 for SFT, 2 for pairs)."""
+    group_size: int | None = None
+    """Samples per prompt; 1 for SFT, 2 for pairs."""
     updates_per_step: int = 1
     """Optimizer updates on each batch."""
     clip_low: float | None = None
     clip_high: float | None = None
+    ratio: Literal["token", "sequence", "sequence_mean"] | None = None
+    """What is compared with the policy that sampled: each token; the whole completion (the tokens' product); or its
+    geometric mean per token."""
     beta: float = 0.0
     """Weight of the KL to the reference model; 0 loads no reference. For DPO, its inverse temperature."""
     kl: Literal["k1", "k2", "k3"] | None = None
@@ -117,12 +161,26 @@ class AlgorithmSection(_Section, frozen=True):
 
 
 ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
+    "sft": {"group_size": 1},
+    "reward_model": {"group_size": 2},
+    "dpo": {"group_size": 2},
     "ppo": {"kl_in": "reward", "kl": "k1"},
     "dr_grpo": {"scale_by_std": False, "denominator": "constant"},
     "dapo": {"clip_high": 0.28, "resampling_rounds": 4},
-    "rloo": {"scale_by_std": False, "kl_in": "reward", "kl": "k1", "denominator": "sequences"},
+    "rloo": {
+        "ratio": "sequence",
+        "scale_by_std": False,
+        "kl_in": "reward",
+        "kl": "k1",
+        "denominator": "sequences",
+    },
     "reinforce_pp": {"kl_in": "reward", "kl": "k1"},
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "denominator": "sequences"},
+    "gspo": {
+        "ratio": "sequence_mean",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "denominator": "sequences",
+    },
 }
 """Where an algorithm's own values differ from the common ones."""
 
@@ -130,8 +188,10 @@ ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
 class Algorithm(AlgorithmSection, frozen=True):
     """The same with nothing left open; the common values stand here."""
 
+    group_size: int = 8
     clip_low: float = 0.2
     clip_high: float = 0.2
+    ratio: Literal["token", "sequence", "sequence_mean"] = "token"
     kl: Literal["k1", "k2", "k3"] = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
     denominator: Literal["tokens", "sequences", "constant"] = "tokens"
@@ -227,6 +287,9 @@ class RolloutSection(_Section, frozen=True):
     attempts: int = 3
     """How often a group is tried before its samples are quarantined."""
     reward_timeout_s: float = 10.0
+    """For the reward functions of one group; a function that takes longer is ended, and has failed this attempt."""
+    allow_unsandboxed: bool = False
+    """Where this machine can not isolate programs, run them with the rights of this user instead of refusing."""
 
 
 class EvaluationSection(_Section, frozen=True):
@@ -301,9 +364,35 @@ class Stage(msgspec.Struct, frozen=True):
     reward_model: RewardModelSection | None = None
 
     @property
+    def samples_completions(self) -> bool:
+        """Whether it learns from completions that the model samples and that earn a reward, and not from rows."""
+        return self.algorithm.name not in LEARN_ROWS
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a value model is trained beside the actor."""
+        return self.algorithm.name == "ppo"
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether anything is measured against a reference model; it is kept nowhere else."""
+        name, beta = self.algorithm.name, self.algorithm.beta
+        return name == "dpo" or (beta > 0 and name not in ("sft", "reward_model"))
+
+    @property
+    def moves_reference(self) -> bool:
+        """Whether the reference follows the actor, which makes it a part of every step's state."""
+        return self.has_reference and (self.reference.copy_every > 0 or self.reference.moving_average > 0)
+
+    @property
     def last_step(self) -> int:
         """Global number of its last step; steps count from 1 over the whole run."""
         return self.first_step + self.algorithm.steps - 1
+
+    def total_reward(self, values: Mapping[str, float]) -> float:
+        """What a sample earned: its own reward and, with a reward model, that model's weighted score."""
+        weight = 0.0 if self.reward_model is None else self.reward_model.weight
+        return values["reward"] + weight * values.get("score", 0.0)
 
 
 def stages(config: Config) -> tuple[Stage, ...]:
@@ -328,7 +417,6 @@ def stages(config: Config) -> tuple[Stage, ...]:
             name="sft",
             steps=warmup.steps,
             batch_size=warmup.batch_size,
-            group_size=1,
             reward=main.reward,
         )
     )
@@ -339,6 +427,11 @@ def stages(config: Config) -> tuple[Stage, ...]:
         warmup_steps=warmup.warmup_steps,
     )
     return (Stage("warmup", 1, sft, actor, warmup.seed), main_stage)
+
+
+def has_servers(config: Config) -> bool:
+    """Whether anything is ever sampled: a reward model learns from pairs and is judged by how it ranks pairs."""
+    return config.algorithm.name != "reward_model"
 
 
 def next_stage(config: Config, *, step: int) -> Stage:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kintsugi import runs
-from kintsugi.config import Config, next_stage, stages
+from kintsugi.config import Config, has_servers, next_stage, stages
 from kintsugi.incidents import headline
 from kintsugi.observe.evaluation import wilson_interval
 from kintsugi.observe.events import Alert, Record
@@ -203,15 +203,23 @@ def closing_table(summary: Summary, *, config: Config, folder: Path) -> Table:
     )
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    count = config.data.num_eval
-    table.add_row("held-out accuracy before", accuracy_text(summary.eval_accuracy_before, count=count))
-    table.add_row("held-out accuracy after", accuracy_text(summary.eval_accuracy_after, count=count))
+    asked = summary.evaluations[-1].get("eval/problems") if summary.evaluations else None
+    count = int(asked or config.data.num_eval)
+    what, of = ("accuracy", "problems") if has_servers(config) else ("pairs ranked right", "pairs")
+    for when, accuracy in (("before", summary.eval_accuracy_before), ("after", summary.eval_accuracy_after)):
+        table.add_row(f"held-out {what} {when}", accuracy_text(accuracy, count=count, of=of))
     if summary.reward_first is not None and summary.reward_last is not None:
         table.add_row(
             "reward, first and last step", f"{summary.reward_first:.3f} → {summary.reward_last:.3f}"
         )
     table.add_row("steps", f"{summary.steps} in {duration(summary.wall_s)}")
     table.add_row("samples trained", f"{summary.samples_trained:,} ({summary.tokens_trained:,} tokens)")
+    for end, reasons in (
+        ("filtered", summary.samples_filtered),
+        ("quarantined", summary.samples_quarantined),
+    ):
+        if reasons:
+            table.add_row(f"samples {end}", "\n".join(f"{n:,}: {reason}" for reason, n in reasons.items()))
     table.add_row("tokens generated", f"{summary.tokens_generated:,}")
     spent = sorted(summary.timing.items(), key=lambda item: -item[1])
     table.add_row("time per stage", "\n".join(f"{name} {seconds:.1f} s" for name, seconds in spent))
@@ -257,12 +265,12 @@ def program(name: str = "kintsugi") -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-def accuracy_text(accuracy: float | None, *, count: int) -> str:
+def accuracy_text(accuracy: float | None, *, count: int, of: str = "problems") -> str:
     """`91.2 % (88.4 – 93.4 %, 500 problems)`, the interval being Wilson's at 95 %."""
     if accuracy is None:
         return "not measured"
     low, high = wilson_interval(accuracy, count=count)
-    return f"{accuracy:.1%} ({low:.1%} – {high:.1%} at 95 %, {count} problems)"
+    return f"{accuracy:.1%} ({low:.1%} – {high:.1%} at 95 %, {count} {of})"
 
 
 def duration(seconds: float) -> str:

@@ -9,6 +9,7 @@ The type says which boundary was crossed; our own mistakes are `assert`s and hav
     │   └── ModelError                     a model folder, a tokenizer
     └── WorldError                         the world's: something outside this process broke
         ├── DeadlineExceeded               a declared wait reached its deadline
+        ├── RunFailed                      a run that Python started ended badly: what it said, the cause first
         ├── ProcessDied                    a process of ours ended when it should not have
         ├── StartFailed                    a process did not come up: which, in which phase, why
         │   └── StartKilled                it was killed from outside before it was up
@@ -82,6 +83,10 @@ class DeadlineExceeded(WorldError):
     def __init__(self, *, whom: str, what: str, waited_s: float, cause: Fault | None = None) -> None:
         super().__init__(f"waited {waited_s:.1f} s for {whom}: {what}", cause=cause)
         self.whom, self.what, self.waited_s = whom, what, waited_s
+
+
+class RunFailed(WorldError):
+    """A run that `kintsugi.train` started ended badly; the message is what the command would have printed."""
 
 
 class ProcessDied(WorldError):

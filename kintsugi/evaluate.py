@@ -10,6 +10,7 @@ import msgspec
 from kintsugi import runs
 from kintsugi.cluster.launcher import launch
 from kintsugi.config import Config, ModelSection
+from kintsugi.data.source import pin_data
 from kintsugi.errors import KintsugiError, UserError, WorldError
 from kintsugi.recipe import dump, load_config
 from kintsugi.runtime import SYSTEM_CLOCK
@@ -27,6 +28,7 @@ def evaluate_checkpoint(run_dir: Path, *, step: int | None) -> dict[str, float]:
     config = _evaluation_only(load_config(run_dir / "config.yaml"), checkpoint)
     folder = _new_folder(run_dir / FOLDER, checkpoint.name)
     dump(config, folder / "config.yaml")
+    pin_data(config, run_dir=folder, like=run_dir)
     since = SYSTEM_CLOCK.wall()
     code = launch(config, run_dir=folder, on_tick=lambda: None)
     summary = runs.read_summary(folder)

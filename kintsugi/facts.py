@@ -6,6 +6,8 @@ dead one stood. A decision first yields facts, they are journaled, then they are
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from kintsugi.errors import Fault
@@ -125,11 +127,19 @@ class SampleQuarantined(_Fact, frozen=True):
     reason: str
 
 
+class FilterReason(StrEnum):
+    """Why the algorithm has no use for a complete group."""
+
+    EQUAL_REWARDS = "all rewards of the group are equal"
+    TOO_FEW_VALID = "too few of its samples could be scored"
+
+
 class TicketFiltered(_Fact, frozen=True):
-    """The algorithm dropped the whole group (say, equal rewards under dynamic sampling)."""
+    """The algorithm dropped the whole group, which the next prompt replaces."""
 
     ticket: str
     reason: str
+    """A `FilterReason`."""
 
 
 class TicketExpired(_Fact, frozen=True):

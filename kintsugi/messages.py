@@ -1,6 +1,7 @@
 """Every message on the wire, one struct each. Nothing here is pickled or evaluated; decoding is strict.
 
-`wire.py` has the envelope that carries them. The tables below say who sends what to whom.
+`wire.py` has the envelope that carries them; `operations.py` what recovery asks of a rank. The tables below say who
+sends what to whom.
 
 | request                          | from → to            | reply              |
 |----------------------------------|----------------------|--------------------|
@@ -10,6 +11,7 @@
 | Generate                         | rollout → manager    | Generated          |
 | Generate                         | manager → server     | Generated          |
 | RunCall                          | master → model       | CallDone           |
+| EvaluatePairs                    | master → model       | PairsEvaluated     |
 | StartStage, CommitStep           | master → model       | RankReady, Ok      |
 | Publish, Save, HashWeights       | master → model       | Published, Saved, WeightsHashed |
 | LoadWeights                      | master → manager, manager → server | WeightsLoaded |
@@ -33,6 +35,19 @@ from __future__ import annotations
 import msgspec
 
 from kintsugi.errors import Fault
+from kintsugi.operations import (
+    DeviceClean,
+    DeviceStop,
+    FetchState,
+    KeepState,
+    NotifyNormal,
+    PreLock,
+    RankReady,
+    RebuildGroup,
+    Repair,
+    Rollback,
+    StateFetched,
+)
 from kintsugi.types import (
     ChildReport,
     Completion,
@@ -254,7 +269,7 @@ class RunCall(_Body, frozen=True):
     call: str
     """Of the graph: "actor_train"."""
     interface: str
-    """Of the model that carries it out: "grpo_train"."""
+    """Of the model that carries it out: "policy_train"."""
     step: int
     shards: tuple[LogicalShard, ...]
     num_shards: int
@@ -265,17 +280,40 @@ class RunCall(_Body, frozen=True):
     """Of the process group that this call must use."""
     arguments: dict[str, float] = {}
     stage: str = ""
+    after: tuple[str, ...] = ()
+    """Calls of this step that this rank has been sent before and must have finished first: all ranks work a step's
+    calls off in one order, so that their collectives never cross. A call that comes too early waits."""
+    prepares: bool = True
+    """Of a training call: no other follows in this step, so it leaves the rank *prepared*."""
 
 
 class CallDone(_Body, frozen=True):
-    """A training call leaves the rank *prepared*: updated, but not committed. Sums are exact over the shards."""
+    """The step's last training call leaves the rank *prepared*: updated, but not committed. Sums are exact over the
+    shards."""
 
     step: int
     state_digest: str
+    """Of the prepared state; means nothing in the answer to a call that does not prepare one."""
     metrics: dict[str, float]
     timing: dict[str, float] = {}
     outputs: dict[str, dict[str, float]] = {}
     """Key → sample → value, for calls that give per-sample scalars."""
+
+
+class EvaluatePairs(_Body, frozen=True):
+    """Rank held-out pairs `first` to `first + count - 1` with the committed reward model."""
+
+    step: int
+    first: int
+    count: int
+
+
+class PairsEvaluated(_Body, frozen=True):
+    """Which of them are ranked right: the chosen answer's score is the higher one. A tie is wrong."""
+
+    step: int
+    first: int
+    correct: tuple[bool, ...]
 
 
 class CommitStep(_Body, frozen=True):
@@ -347,108 +385,6 @@ class StartStage(_Body, frozen=True):
     step: int
 
 
-# Recovery operations of a training rank, under the protocol's names. `sequence` grows with every round of recovery,
-# over all epochs; a rank refuses an operation that is older than the latest it has carried out.
-
-
-class PreLock(_Body, frozen=True):
-    """Pause at the agreed step: run no call after it, until told that all is normal."""
-
-    step: int
-    sequence: int
-
-
-class DeviceStop(_Body, frozen=True):
-    """Abort device work and leave the group's collective; `lost` are the ranks that are gone."""
-
-    generation: int
-    sequence: int
-    lost: tuple[str, ...] = ()
-
-
-class DeviceClean(_Body, frozen=True):
-    """Drop what the aborted step left."""
-
-    sequence: int
-
-
-class RebuildGroup(_Body, frozen=True):
-    """Destroy the process group, join the next generation of it, and try it out with a collective."""
-
-    generation: int
-    ranks: tuple[str, ...]
-    """Process ids in rank order."""
-    store: str
-    """host:port of the generation's store; the process at `ranks[0]` serves it."""
-    sequence: int
-    timeout_s: float = 30.0
-
-
-class Repair(_Body, frozen=True):
-    """Take over the committed state of a step from the first of these sources that has it, verified."""
-
-    step: int
-    sources: tuple[str, ...]
-    """By preference: "snapshot:model-0" (held by this host's agent), "model-1" (a replica), "agent-1" (the copy of this
-    rank that another host's agent keeps), or a checkpoint's path."""
-    sequence: int
-    digest: str = ""
-    """What the state must hash to; empty when it is not known."""
-
-
-class Rollback(_Body, frozen=True):
-    """Return to the committed state of this step; a prepared one is adopted."""
-
-    step: int
-    sequence: int
-
-
-class NotifyNormal(_Body, frozen=True):
-    """Recovery is over: the lock is gone, training goes on from this step."""
-
-    step: int
-    sequence: int
-
-
-class RankReady(_Body, frozen=True):
-    """A rank's answer to a recovery operation: committed step and its hash, the group and stage it is in."""
-
-    step: int
-    state_digest: str
-    half_updated: bool = False
-    prepared_step: int = -1
-    generation: int = 0
-    stage: str = ""
-    source: str = ""
-    """Of a repair: which of the sources it was."""
-
-
-class FetchState(_Body, frozen=True):
-    """A damaged or new rank asks a replica, or an agent for what it keeps: first without `pieces`, for the manifest."""
-
-    step: int
-    pieces: tuple[int, ...] = ()
-    """Indices into the manifest; answered with WeightsFetched and their bytes, in order, as bulk frames."""
-    owner: str = ""
-
-
-class StateFetched(_Body, frozen=True):
-    """What the state consists of, and its counters (`training.state.Counters`)."""
-
-    manifest: WeightManifest
-    stage: str
-    updates: int
-    skipped: int
-    reference: str = ""
-
-
-class KeepState(_Body, frozen=True):
-    """A rank gives the agent of another host a copy of its committed state; the bytes follow as bulk frames."""
-
-    owner: str
-    state: StateFetched
-
-
 Body = (
     Ok
     | Failed
@@ -474,6 +410,8 @@ Body = (
     | Generated
     | RunCall
     | CallDone
+    | EvaluatePairs
+    | PairsEvaluated
     | CommitStep
     | Publish
     | Published

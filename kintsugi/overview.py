@@ -8,6 +8,8 @@ import psutil
 
 from kintsugi.config import Config, Stage, stages
 from kintsugi.control.layout import ProcessPlan, estimate_memory, plan_layout
+from kintsugi.data.source import describe_data
+from kintsugi.data.streams import UNKNOWN_LENGTH
 from kintsugi.graph.algorithms import build_graph
 from kintsugi.graph.mfc import estimate
 from kintsugi.model.architecture import ModelConfig, num_parameters
@@ -21,6 +23,7 @@ def overview(resolved: Resolved) -> str:
     model, _ = plan_model(config)
     parts = [
         ["configuration", *_values(resolved)],
+        ["data", *_data(config)],
         [f"model: {model.family}, {num_parameters(model):,} parameters, vocabulary {model.vocab_size}"],
         *(
             [
@@ -44,6 +47,17 @@ def _values(resolved: Resolved) -> Iterator[str]:
     name_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
     for field, value, origin in rows:
         yield f"  {field:{name_width}}  {value:{min(value_width, 40)}}  {origin}"
+
+
+def _data(config: Config) -> Iterator[str]:
+    record = describe_data(config)
+    length = (
+        "of unknown length" if record.num_positions == UNKNOWN_LENGTH else f"{record.num_positions:,} prompts"
+    )
+    yield f"  an epoch: {length}; held out: {record.num_held_out:,}"
+    for each in record.found:
+        yield f"  {each.field}: {each.num_rows:,} rows in {each.source}"
+    yield from (f"  {sentence}" for sentence in record.left_out)
 
 
 def _estimates(config: Config, stage: Stage, model: ModelConfig) -> Iterator[str]:

@@ -12,19 +12,29 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import yaml
 
-from kintsugi.config import Config
+from kintsugi.config import (
+    AlgorithmSection,
+    Config,
+    CriticSection,
+    DataSection,
+    ReferenceSection,
+    SourceSection,
+    stages,
+)
 from kintsugi.errors import ConfigError, StorageError
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
+PYTHON = "Python"
 
 Tree = dict[str, Any]
 Origins = dict[str, str]
+S = TypeVar("S", bound=SourceSection)
 
 
 class Resolved(msgspec.Struct, frozen=True):
@@ -42,6 +52,42 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
         _merge(tree, layer, origin=origin, origins=origins)
     for override in overrides:
         _merge(tree, _parse_override(override), origin=COMMAND_LINE, origins=origins)
+    return _resolved(tree, origins)
+
+
+def given(config: Config, overrides: Sequence[str] = ()) -> Resolved:
+    """A configuration that was built in Python, checked as strictly as a file; overrides have the last word."""
+    tree: Tree = msgspec.to_builtins(config, enc_hook=str)
+    untouched = fields_of(Config(name=""))
+    origins = {field: PYTHON for field, value in _leaves(tree) if value != untouched.get(field)}
+    for override in overrides:
+        _merge(tree, _parse_override(override), origin=COMMAND_LINE, origins=origins)
+    return _resolved(tree, origins)
+
+
+def rollout_only(resolved: Resolved, *, steps: int) -> Resolved:
+    """The same run without learning: as many steps in which completions are sampled, scored and kept."""
+    config = resolved.config
+    algorithm = AlgorithmSection(
+        name="rollout",
+        steps=steps,
+        batch_size=config.algorithm.batch_size,
+        group_size=stages(config)[-1].algorithm.group_size,
+        reward=config.algorithm.reward,
+    )
+    config = msgspec.structs.replace(
+        config,
+        algorithm=algorithm,
+        actor=msgspec.structs.replace(config.actor, warmup_steps=0),
+        critic=CriticSection(),
+        reference=ReferenceSection(),
+        reward_model=None,
+    )
+    origins = {field: resolved.origins.get(field, COMMAND_LINE) for field in fields_of(config)}
+    return Resolved(config, origins)
+
+
+def _resolved(tree: Tree, origins: Origins) -> Resolved:
     config = _convert(tree, origins=origins)
     for field in fields_of(config):
         origins.setdefault(field, DEFAULT)
@@ -65,13 +111,46 @@ def load_config(path: Path) -> Config:
 def anchored(config: Config) -> Config:
     """The same configuration with absolute paths: processes and a later `resume` may run in other folders."""
     replace = msgspec.structs.replace
-    if config.model.path is not None:
-        config = replace(config, model=replace(config.model, path=str(Path(config.model.path).resolve())))
-    if config.data.source != "arithmetic":
-        config = replace(config, data=replace(config.data, source=str(Path(config.data.source).resolve())))
+    for name in ("model", "critic", "reference", "reward_model"):
+        section = getattr(config, name)
+        if section is not None and section.path is not None:
+            folder = replace(section, path=str(Path(section.path).resolve()))
+            config = replace(config, **{name: folder})
+    config = replace(config, data=_anchored_data(config.data))
     if config.run_dir is not None:
         config = replace(config, run_dir=str(Path(config.run_dir).resolve()))
-    return config
+    rewards = tuple(map(_anchored_reward, config.algorithm.reward))
+    return replace(config, algorithm=replace(config.algorithm, reward=rewards))
+
+
+def _anchored_reward(reward: str) -> str:
+    """`rewards.py:brevity` names a file; `package.module.brevity` does not."""
+    file, colon, name = reward.rpartition(":")
+    return f"{Path(file).resolve()}:{name}" if colon else reward
+
+
+def _anchored_data(data: DataSection) -> DataSection:
+    replace = msgspec.structs.replace
+    sources = tuple(_anchored_source(each) for each in data.sources)
+    cache_dir = str(Path(data.cache_dir).expanduser().resolve())
+    return replace(_anchored_source(data), sources=sources, cache_dir=cache_dir)
+
+
+def _anchored_source(section: S) -> S:
+    replace, given = msgspec.structs.replace, section.eval_source
+    eval_source = None if given is None else anchored_path(given)
+    return replace(section, source=anchored_path(section.source), eval_source=eval_source)
+
+
+def anchored_path(source: str) -> str:
+    """A source with its path, if it names one, made absolute: `folder:split` and `stream:PATH` too."""
+    if source in ("arithmetic", "arithmetic:words", "stream:-") or source.startswith(
+        ("reasoning_gym:", "hf:")
+    ):
+        return source
+    if source.startswith("stream:"):
+        return f"stream:{Path(source.removeprefix('stream:')).resolve()}"
+    return str(Path(source).resolve())
 
 
 def fields_of(config: Config) -> dict[str, Any]:
@@ -217,6 +296,8 @@ def _explained(message: str, tree: Tree, *, origins: Mapping[str, str], where: s
     value: Any = tree
     for name in names:
         value = value[int(name)] if isinstance(value, list) else value[name]
+    if expected.startswith("Object contains unknown field"):
+        return f"`{field}` ({_place(field.partition('[')[0], origins, where)}): no such field {expected.split()[-1]}"
     if expected.startswith("Invalid enum value"):
         choices = typing.get_args(_type_at(names))
         expected = f"expected one of {', '.join(map(str, choices))}"

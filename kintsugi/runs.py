@@ -1,10 +1,12 @@
 """What a run folder says about its run, living or dead. Reads only; starts and changes nothing.
 
 config.yaml     as run                       checkpoints/   Hugging Face folders + trainer state
+origins.json    where its values came from   rewards.py     functions that Python gave to the run
 journal         the master's facts           summary.json   how it ended
 events/         one file per process         logs/          what processes wrote to standard error
 metrics.jsonl   figures per step             tensorboard/   the same for TensorBoard
 samples.jsonl   what was trained             launcher.json  which process runs it
+verdicts.jsonl  held-out answers, right or wrong, evaluation by evaluation
 processes.json  what each process does now   inputs         what the master decided on
 """
 
@@ -27,11 +29,13 @@ from kintsugi.errors import ConfigError, Fault, KintsugiError, StorageError, Use
 from kintsugi.facts import CheckpointSaved, Fact, ProcessJoined, ProcessLost, RunEnded
 from kintsugi.incidents import Incident, IncidentBook, IncidentReport, report_of
 from kintsugi.observe.events import Alert, FaultSeen, Record, events_path, read_events, records_in
-from kintsugi.observe.metrics import METRICS_FILE, SAMPLES_FILE, SampleRecord
+from kintsugi.observe.metrics import METRICS_FILE, SAMPLES_FILE, VERDICTS_FILE, SampleRecord, VerdictRecord
 from kintsugi.recipe import load_config
 from kintsugi.types import Role, process_id
 
 CONFIG_FILE = "config.yaml"
+ORIGINS_FILE = "origins.json"
+REWARDS_FILE = "rewards.py"
 JOURNAL_FILE = "journal"
 SUMMARY_FILE = "summary.json"
 LAUNCHER_FILE = "launcher.json"
@@ -81,16 +85,23 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     outcome: str
     name: str
+    algorithm: str = ""
+    """Of the main stage."""
     seed: int
     run_dir: str
     steps: int
     wall_s: float
     samples_trained: int
+    samples_filtered: dict[str, int] = {}
+    """Reason → samples that the algorithm had no use for."""
+    samples_quarantined: dict[str, int] = {}
+    """Reason → samples that could not be scored."""
     tokens_generated: int
     tokens_trained: int
     reward_first: float | None
     reward_last: float | None
     eval_accuracy_before: float | None
+    """Share of held-out problems solved, or of held-out pairs that a reward model ranks right."""
     eval_accuracy_after: float | None
     weights_sha256: str | None
     weight_version: int
@@ -172,9 +183,13 @@ def create_run_dir(folder: Path) -> None:
 
 
 def remove_unused(folder: Path) -> None:
-    """Take away the folder of a run that never started: at most its configuration is in it."""
-    if {path.name for path in folder.iterdir()} <= {CONFIG_FILE}:
-        (folder / CONFIG_FILE).unlink(missing_ok=True)
+    """Take away the folder of a run that never started: at most what it was given is in it."""
+    from kintsugi.data.record import RECORD_FILE
+
+    given = {CONFIG_FILE, ORIGINS_FILE, REWARDS_FILE, RECORD_FILE}
+    if {path.name for path in folder.iterdir()} <= given:
+        for name in given:
+            (folder / name).unlink(missing_ok=True)
         folder.rmdir()
 
 
@@ -302,6 +317,14 @@ def _samples(folder: Path) -> Iterator[SampleRecord]:
         for line in file:
             if line.endswith(b"\n"):
                 yield _decoded(decoder, line, path=path)
+
+
+def read_verdicts(folder: Path) -> list[VerdictRecord]:
+    """Which held-out problems were answered right, evaluation by evaluation."""
+    path = folder / VERDICTS_FILE
+    lines, _ = _whole_lines(path, offset=0)
+    decoder = msgspec.json.Decoder(VerdictRecord)
+    return [_decoded(decoder, line, path=path) for line in lines]
 
 
 def read_summary(folder: Path) -> Summary | None:

@@ -73,8 +73,12 @@ class Row(msgspec.Struct, frozen=True):
     """One record of a data set: `Row(prompt="12+34=", columns={"answer": "46"})`."""
 
     prompt: str
+    """As text, for rewards and for people."""
     columns: dict[str, Any] = {}
-    """What the reward function gets by name; for SFT, `completion` is what to learn."""
+    """What the reward function gets by name; for SFT, `completion` is what to learn; a pair has `chosen` and
+    `rejected`."""
+    messages: tuple[dict[str, Any], ...] = ()
+    """The prompt as a conversation, `{"role": "user", "content": "…"}` each, where the data has one."""
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):

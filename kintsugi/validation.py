@@ -14,17 +14,18 @@ from typing import Any
 
 import msgspec
 
-from kintsugi.config import Config, Stage, stages
+from kintsugi.algorithm_rules import algorithm_problems
+from kintsugi.config import LEARN_PAIRS, Config, Stage, has_servers, stages
 from kintsugi.control.layout import num_spread_processes
-from kintsugi.data.source import Source, open_source
-from kintsugi.errors import ConfigError, DataError, ModelError
-from kintsugi.model.plan import plan_model
+from kintsugi.data.source import open_data
+from kintsugi.data_rules import Lengths, data_problems
+from kintsugi.errors import ConfigError, ModelError
+from kintsugi.model.plan import plan_companions, plan_model
 from kintsugi.recipe import fields_of, named_origin, shown
+from kintsugi.rollout import sandbox
+from kintsugi.rollout.rewards import program_output
 from kintsugi.rollout.scoring import load_rewards
 from kintsugi.types import MIN_TEMPERATURE
-
-_ROWS_MEASURED = 2000
-"""Rows whose length is checked beforehand; whoever meets a longer one later refuses it by name."""
 
 
 class _Candidate(msgspec.Struct, frozen=True):
@@ -38,7 +39,14 @@ class _Candidate(msgspec.Struct, frozen=True):
     def error(self, field: str, expected: str) -> ConfigError:
         origin = self.origins.get(field, "")
         place = f" ({named_origin(origin)})" if origin else ""
-        return ConfigError(f"`{field}`{place}: expected {expected}, got {shown(self.values.get(field))}")
+        return ConfigError(f"`{field}`{place}: expected {expected}, got {shown(self._value(field))}")
+
+    def _value(self, field: str) -> Any:
+        """Also of a field that is no single value: an entry of a list, a section."""
+        value: Any = self.config
+        for name in re.findall(r"[^.\[\]]+", field):
+            value = value[int(name)] if name.isdigit() else getattr(value, name, None)
+        return value
 
 
 def validate(config: Config, *, origins: Mapping[str, str] | None = None) -> None:
@@ -52,6 +60,7 @@ Rule = tuple[str, Callable[[float], bool]]
 _POSITIVE: Rule = ("a positive number", lambda value: value > 0)
 _NOT_NEGATIVE: Rule = ("zero or more", lambda value: value >= 0)
 _FRACTION: Rule = ("at least 0 and less than 1", lambda value: 0 <= value < 1)
+_SHARE: Rule = ("a number from 0 to 1", lambda value: 0 <= value <= 1)
 
 _RULES: dict[str, Rule] = {
     "seed": ("a whole number from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63),
@@ -61,8 +70,7 @@ _RULES: dict[str, Rule] = {
     "model.new.num_heads": _POSITIVE,
     "model.new.num_kv_heads": _POSITIVE,
     "model.new.max_positions": _POSITIVE,
-    "data.max_digits": ("1 to 3 (all problems are listed beforehand)", lambda value: 1 <= value <= 3),
-    "data.num_eval": ("a positive number: the run is judged on held-out rows", lambda value: value > 0),
+    "data.max_bad_share": _FRACTION,
     "sampling.max_new_tokens": _POSITIVE,
     "algorithm.steps": _POSITIVE,
     "algorithm.batch_size": _POSITIVE,
@@ -71,6 +79,18 @@ _RULES: dict[str, Rule] = {
     "algorithm.clip_high": _NOT_NEGATIVE,
     "algorithm.beta": _NOT_NEGATIVE,
     "algorithm.updates_per_step": _POSITIVE,
+    "algorithm.entropy_weight": _NOT_NEGATIVE,
+    "algorithm.gamma": _SHARE,
+    "algorithm.gae_lambda": _SHARE,
+    "algorithm.resampling_rounds": _NOT_NEGATIVE,
+    "algorithm.overlong_buffer": _NOT_NEGATIVE,
+    "algorithm.overlong_penalty": _NOT_NEGATIVE,
+    "critic.learning_rate": _POSITIVE,
+    "critic.value_clip": _NOT_NEGATIVE,
+    "critic.warmup_steps": _NOT_NEGATIVE,
+    "reference.copy_every": _NOT_NEGATIVE,
+    "reference.moving_average": _FRACTION,
+    "reward_model.weight": ("any number but 0 (`reward_model=null` for none)", lambda value: value != 0),
     "warmup.steps": ("a positive number (`warmup=null` for none)", lambda value: value > 0),
     "warmup.batch_size": _POSITIVE,
     "warmup.learning_rate": _POSITIVE,
@@ -85,7 +105,7 @@ _RULES: dict[str, Rule] = {
     "actor.max_grad_norm": _POSITIVE,
     "actor.micro_batch_tokens": _POSITIVE,
     "actor.logical_shards": _POSITIVE,
-    "generation.servers": _POSITIVE,
+    "generation.servers": _NOT_NEGATIVE,
     "generation.slots": (
         "at least 4: with fewer rows results would depend on the batch",
         lambda value: value >= 4,
@@ -121,14 +141,9 @@ def _check_name(run: _Candidate) -> None:
 
 
 def _check_algorithm(run: _Candidate) -> None:
-    algorithm = run.config.algorithm
-    if algorithm.name == "grpo" and algorithm.group_size < 2:
-        raise run.error(
-            "algorithm.group_size", "at least 2 with GRPO (the other samples of the group are the baseline)"
-        )
-    if algorithm.name == "sft" and algorithm.group_size != 1:
-        raise run.error("algorithm.group_size", "1 with SFT (a row is learned once per epoch)")
-    if not algorithm.reward:
+    for field, expected in algorithm_problems(run.config, run.stages[-1]):
+        raise run.error(field, expected)
+    if not run.config.algorithm.reward and has_servers(run.config):
         raise run.error("algorithm.reward", "at least one function; evaluation needs it too")
     for stage in run.stages:
         field = "warmup.warmup_steps" if stage.name == "warmup" else "actor.warmup_steps"
@@ -157,6 +172,8 @@ def _check_division(run: _Candidate) -> None:
         batch = "warmup.batch_size" if stage.name == "warmup" else "algorithm.batch_size"
         samples = stage.algorithm.batch_size * stage.algorithm.group_size
         counted = f"`{batch}` × group size = {samples} samples"
+        if stage.algorithm.name in LEARN_PAIRS:  # Which are not torn apart.
+            samples, counted = stage.algorithm.batch_size, f"`{batch}`={stage.algorithm.batch_size} pairs"
         if actor.workers > samples:
             raise run.error("actor.workers", f"at most as many workers as {counted}")
         if actor.logical_shards > samples:
@@ -168,8 +185,11 @@ def _check_division(run: _Candidate) -> None:
             )
     if actor.logical_shards % actor.workers:
         raise run.error("actor.logical_shards", f"a multiple of `actor.workers`={actor.workers}")
-    samples = run.config.algorithm.batch_size * run.config.algorithm.group_size
-    if run.config.algorithm.name != "sft" and run.config.generation.servers > samples:
+    main, servers = run.stages[-1], run.config.generation.servers
+    samples = main.algorithm.batch_size * main.algorithm.group_size
+    if has_servers(run.config) and servers < 1:
+        raise run.error("generation.servers", "at least 1: completions are sampled, if only to evaluate")
+    if main.samples_completions and servers > samples:
         raise run.error("generation.servers", f"at most as many servers as the {samples} samples of a step")
 
 
@@ -224,61 +244,31 @@ def _check_model(run: _Candidate) -> None:
     except ModelError as error:
         field = "model.path" if model.path is not None else "model.new"
         raise ModelError(f"`{field}`: {error}") from error
+    plan_companions(run.config)
 
 
 def _check_data(run: _Candidate) -> None:
-    data = run.config.data
-    if data.source != "arithmetic" and not Path(data.source).is_file():
-        raise run.error("data.source", "'arithmetic' or the path of a JSONL file that exists")
-    learns_rows = any(stage.algorithm.name == "sft" for stage in run.stages)
-    if data.source != "arithmetic" and learns_rows and data.completion_column is None:
-        raise run.error("data.completion_column", "the column that SFT learns to write")
-    held_out = open_source(data, split="eval")
-    if len(held_out) < data.num_eval:
-        raise run.error("data.num_eval", f"fewer than the {len(held_out)} rows there are")
-    rows = open_source(data, split="train")
-    _check_rewards(run, columns=sorted(rows.row(0).columns))
-    _check_lengths(run, [rows, held_out], learns_rows=learns_rows)
-
-
-def _check_lengths(run: _Candidate, sources: Sequence[Source], *, learns_rows: bool) -> None:
-    model, tokenizer = plan_model(run.config)
-    max_length, new = run.config.generation.max_length, run.config.sampling.max_new_tokens
-    if max_length > model.max_positions:
-        raise run.error("generation.max_length", f"at most the model's {model.max_positions} positions")
-    for source in sources:
-        for index in range(min(len(source), _ROWS_MEASURED)):
-            row = source.row(index)
-            prompt = len(tokenizer.encode_prompt(row.prompt, chat=run.config.data.chat_template))
-            if prompt == 0:
-                raise DataError(
-                    f"`data.source`, row {index}: expected a prompt of at least one token, got none"
-                )
-            if prompt + new > max_length:
-                raise run.error(
-                    "generation.max_length",
-                    f"at least {prompt + new}: the prompt {_cut(row.prompt)} has {prompt} tokens and "
-                    f"`sampling.max_new_tokens`={new} come on top",
-                )
-            whole = prompt + len(tokenizer.encode(str(row.columns["completion"]))) + 1 if learns_rows else 0
-            if whole > model.max_positions:
-                raise DataError(
-                    f"`data.source`, row {index}: expected prompt and completion within the model's "
-                    f"{model.max_positions} positions, got {whole} tokens, starting {_cut(row.prompt)}"
-                )
-
-
-def _cut(text: str) -> str:
-    return repr(text if len(text) <= 40 else f"{text[:39]}…")
+    for field, expected in data_problems(run.config):
+        raise run.error(field, expected)
+    data_set = open_data(run.config)
+    first = data_set.held_out_row(0)
+    if run.config.data.system is not None and not (run.config.data.chat_template or first.messages):
+        raise run.error("data.system", "nothing: plain text has no system prompt (`data.chat_template=true`)")
+    if has_servers(run.config):
+        _check_rewards(run, columns=sorted(first.columns))
+    for field, expected in Lengths(run.config, *plan_model(run.config)).problems(data_set):
+        raise run.error(field, expected)
 
 
 def _check_rewards(run: _Candidate, *, columns: Sequence[str]) -> None:
     """Also without RL: the first function decides what counts as right in an evaluation."""
     given = ["completions", "prompts", *(name for name in columns if name != "completion")]
     rewards = load_rewards(run.config.algorithm.reward)
-    for path, reward in zip(run.config.algorithm.reward, rewards.values(), strict=True):
+    if any(reward.function is program_output for reward in rewards):
+        _check_programs(run, columns=columns)
+    for path, reward in zip(run.config.algorithm.reward, rewards, strict=True):
         try:
-            signature = inspect.signature(reward)
+            signature = inspect.signature(reward.function)
         except ValueError:
             continue
         try:
@@ -288,6 +278,23 @@ def _check_rewards(run: _Candidate, *, columns: Sequence[str]) -> None:
                 "algorithm.reward",
                 f"functions `f(completions, **columns)` that can be called with {', '.join(given)}; {path}: {error}",
             ) from error
+
+
+def _check_programs(run: _Candidate, *, columns: Sequence[str]) -> None:
+    """Programs are judged by their processor time, so a group needs time for each of its own."""
+    if not {"tests", "expected_output"} & set(columns):
+        raise run.error(
+            "algorithm.reward",
+            f"rows with a column `tests` or `expected_output` for program_output, which have {', '.join(columns)}",
+        )
+    group_size, idle_s = run.stages[-1].algorithm.group_size, sandbox.LIMITS.idle_s
+    if run.config.rollout.reward_timeout_s < group_size * idle_s:
+        raise run.error(
+            "rollout.reward_timeout_s",
+            f"at least {group_size * idle_s:g}: each of a group's {group_size} programs may take {idle_s:g} s",
+        )
+    if not run.config.rollout.allow_unsandboxed:
+        sandbox.require()
 
 
 _CHECKS: tuple[Callable[[_Candidate], None], ...] = (

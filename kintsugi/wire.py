@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from kintsugi import messages
+from kintsugi import messages, operations
 from kintsugi.messages import Body
 from kintsugi.types import Role
 
@@ -67,6 +67,7 @@ SPOKEN_BY: dict[type[Body], frozenset[Role]] = {
     messages.FetchSamples: _MODEL,
     messages.Generate: frozenset({Role.ROLLOUT, Role.MANAGER}),
     messages.RunCall: _MASTER,
+    messages.EvaluatePairs: _MASTER,
     messages.StartStage: _MASTER,
     messages.CommitStep: _MASTER,
     messages.Publish: _MASTER,
@@ -74,15 +75,15 @@ SPOKEN_BY: dict[type[Body], frozenset[Role]] = {
     messages.HashWeights: _MASTER,
     messages.LoadWeights: frozenset({Role.MASTER, Role.MANAGER}),
     messages.FetchWeights: frozenset({Role.SERVER}),
-    messages.PreLock: _MASTER,
-    messages.DeviceStop: _MASTER,
-    messages.DeviceClean: _MASTER,
-    messages.RebuildGroup: _MASTER,
-    messages.Repair: _MASTER,
-    messages.Rollback: _MASTER,
-    messages.NotifyNormal: _MASTER,
-    messages.FetchState: _MODEL,
-    messages.KeepState: _MODEL,
+    operations.PreLock: _MASTER,
+    operations.DeviceStop: _MASTER,
+    operations.DeviceClean: _MASTER,
+    operations.RebuildGroup: _MASTER,
+    operations.Repair: _MASTER,
+    operations.Rollback: _MASTER,
+    operations.NotifyNormal: _MASTER,
+    operations.FetchState: _MODEL,
+    operations.KeepState: _MODEL,
     # Replies: nobody says them unasked.
     messages.Ok: _NOBODY,
     messages.Failed: _NOBODY,
@@ -93,13 +94,14 @@ SPOKEN_BY: dict[type[Body], frozenset[Role]] = {
     messages.SamplesFetched: _NOBODY,
     messages.Generated: _NOBODY,
     messages.CallDone: _NOBODY,
+    messages.PairsEvaluated: _NOBODY,
     messages.Published: _NOBODY,
     messages.Saved: _NOBODY,
     messages.WeightsHashed: _NOBODY,
     messages.WeightsLoaded: _NOBODY,
     messages.WeightsFetched: _NOBODY,
-    messages.RankReady: _NOBODY,
-    messages.StateFetched: _NOBODY,
+    operations.RankReady: _NOBODY,
+    operations.StateFetched: _NOBODY,
 }
 """Whose word a request or one-way message is: a worker does not order another about, whatever its key is."""
 

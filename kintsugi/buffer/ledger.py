@@ -52,6 +52,7 @@ import msgspec
 from kintsugi.buffer.lifecycle import LIVE, TRANSITIONS, Group, SampleState, Stage
 from kintsugi.facts import (
     BatchFormed,
+    FilterReason,
     LedgerFact,
     RolledBack,
     SampleQuarantined,
@@ -95,7 +96,9 @@ class Ledger:
         }
         self._workers: dict[str, dict[str, Group]] = {}
         self._batches: dict[int, tuple[str, ...]] = {}
+        self._dropped: dict[int, list[str]] = {}
         self._stages: dict[str, Stage] = {}
+        self._reasons: Counter[tuple[SampleState, str]] = Counter()
         self._counts: Counter[SampleState] = Counter()
         self._num_issued = 0
         self._forgotten = 0
@@ -140,6 +143,7 @@ class Ledger:
                 ticket_name, index = _split(fact.key)
                 group = self._groups[ticket_name]
                 group.quarantine[fact.key] = fact.reason
+                self._reasons[_S.QUARANTINED, fact.reason] += 1
                 self._move(group, SampleQuarantined, (index,))
             case BatchFormed():
                 self._batches[fact.step] = fact.tickets
@@ -164,6 +168,7 @@ class Ledger:
                 group = self._groups[fact.ticket]
                 group.reason = fact.reason
                 self._move(group, type(fact))
+                self._reasons[group.phase, fact.reason] += group.states.count(group.phase)
 
     # What is.
 
@@ -214,21 +219,20 @@ class Ledger:
         """Groups that are complete but have too few valid samples to be ready; the master filters them."""
         return [group.ticket.id for group in self._in_order(self._phases[_S.SCORED])]
 
+    def oldest_ready(self, size: int) -> list[str]:
+        """The oldest groups that are in no batch, at most `size` of them, up to the first that is not ready."""
+        waiting = (_S.ISSUED, _S.GENERATING, _S.SCORED)
+        orders = (group.order for phase in waiting for group in self._phases[phase].values())
+        limit, ready = min(orders, default=self._num_issued), self._in_order(self._phases[_S.READY])[:size]
+        return [group.ticket.id for group in ready if group.order < limit]
+
     def next_batch(self, size: int) -> tuple[str, ...]:
         """The oldest `size` groups that are in no batch, once all of them are ready; empty before.
 
         Waiting for the oldest, instead of taking whoever is ready, makes a batch independent of who arrives when.
         """
-        ready = self._in_order(self._phases[_S.READY])[:size]
-        if len(ready) < size:
-            return ()
-        waiting = (_S.ISSUED, _S.GENERATING, _S.SCORED)
-        oldest_waiting = min(
-            (group.order for phase in waiting for group in self._phases[phase].values()), default=None
-        )
-        if oldest_waiting is not None and oldest_waiting < ready[-1].order:
-            return ()
-        return tuple(group.ticket.id for group in ready)
+        oldest = self.oldest_ready(size)
+        return tuple(oldest) if len(oldest) == size else ()
 
     def in_batch(self, step: int) -> tuple[str, ...]:
         """Tickets of the batch that was formed for `step` and is not committed."""
@@ -239,9 +243,19 @@ class Ledger:
         assert step >= self._forgotten, f"step {step} is forgotten (kept from {self._forgotten})"
         return self._batches.get(step, ()) if step <= self.step else ()
 
+    def dropped_in(self, step: int, *, reason: str | None = None) -> tuple[str, ...]:
+        """Tickets that ended untrained while the batch of `step` was collected (for this reason). They stay so when
+        the step is undone: it is collected again without them."""
+        ids = self._dropped.get(step, ())
+        return tuple(id for id in ids if reason is None or self._groups[id].reason == reason)
+
     def counts(self) -> dict[SampleState, int]:
         """Samples per state, forgotten ones included."""
         return {state: self._counts[state] for state in SampleState}
+
+    def reasons(self, state: SampleState) -> dict[str, int]:
+        """Samples that ended in this state, per reason, the commonest first."""
+        return {reason: count for (end, reason), count in self._reasons.most_common() if end is state}
 
     def cursor(self, stage: str) -> tuple[int, int]:
         """(epoch, position) behind the last issued prompt; past the data's end it means the next epoch's start."""
@@ -258,6 +272,10 @@ class Ledger:
     def num_dropped(self, stage: str) -> int:
         """Tickets of the stage that ended without being trained."""
         return self._stage(stage).num_dropped
+
+    def num_failed(self, stage: str) -> int:
+        """Those of them that could not be trained, rather than were not wanted."""
+        return self._stage(stage).num_failed
 
     @property
     def num_live(self) -> int:
@@ -289,8 +307,9 @@ class Ledger:
             id for id, group in self._groups.items() if group.phase not in LIVE and group.ended < step
         ]:
             del self._groups[id]
-        for old in [old for old in self._batches if old < step]:
-            del self._batches[old]
+        for kept in (self._batches, self._dropped):
+            for old in [old for old in kept if old < step]:
+                del kept[old]
 
     # Refusals.
 
@@ -440,11 +459,14 @@ class Ledger:
         if group.phase in LIVE:
             self._phases[group.phase][id] = group
             return
-        group.ended = self.step
         if group.phase is _S.TRAINED:
+            group.ended = self.step
             stage.num_trained += 1
         else:
+            group.ended = self.step + 1
             stage.num_dropped += 1
+            stage.num_failed += group.reason != FilterReason.EQUAL_REWARDS
+            self._dropped.setdefault(group.ended, []).append(id)
 
     def _stage(self, name: str) -> Stage:
         return self._stages.get(name) or Stage()

@@ -90,7 +90,7 @@ class Group:
     step: int = 0
     """Of its batch; 0 when it is in none."""
     ended: int = 0
-    """Steps committed when it ended; meaningless while it lives."""
+    """The step that trained it, or that was being collected when it was dropped; meaningless while it lives."""
     reason: str = ""
     """Of the latest return, filtering or expiry."""
     quarantine: dict[str, str] = field(default_factory=dict)
@@ -104,4 +104,6 @@ class Stage:
     num_issued: int = 0
     num_trained: int = 0
     num_dropped: int = 0
+    num_failed: int = 0
+    """The dropped ones that could not be trained, rather than were not wanted."""
     cursor: tuple[int, int] = (0, 0)

@@ -28,11 +28,32 @@ def balance(lengths: Sequence[int], *, num_bins: int) -> list[list[int]]:
     return [sorted(items) for items in bins]
 
 
-def logical_shards(items: Sequence[ShardItem], *, num_shards: int) -> tuple[LogicalShard, ...]:
-    """Cut a batch into shards balanced by tokens; depends on keys and lengths only, not on the order given."""
+def logical_shards(
+    items: Sequence[ShardItem], *, num_shards: int, keep_groups: bool = False
+) -> tuple[LogicalShard, ...]:
+    """Cut a batch into shards balanced by tokens; depends on keys and lengths only, not on the order given.
+
+    `keep_groups` keeps the samples of a ticket in one shard, where a loss compares them with each other.
+    """
     ordered = sorted(items, key=lambda item: item.key)
-    bins = balance([item.num_tokens for item in ordered], num_bins=num_shards)
-    return tuple(LogicalShard(index, tuple(ordered[i] for i in bins[index])) for index in range(num_shards))
+    groups = grouped([item.key for item in ordered]) if keep_groups else [[i] for i in range(len(ordered))]
+    bins = balance([sum(ordered[i].num_tokens for i in group) for group in groups], num_bins=num_shards)
+    return tuple(
+        LogicalShard(index, tuple(ordered[i] for group in bins[index] for i in groups[group]))
+        for index in range(num_shards)
+    )
+
+
+def grouped(keys: Sequence[str]) -> list[list[int]]:
+    """Indices of the samples of each ticket, in the order in which their first ones come.
+
+    >>> grouped(["dpo:0:1:0/0", "dpo:0:2:0/0", "dpo:0:1:0/1"])
+    [[0, 2], [1]]
+    """
+    groups: dict[str, list[int]] = {}
+    for index, key in enumerate(keys):
+        groups.setdefault(key.rpartition("/")[0], []).append(index)
+    return list(groups.values())
 
 
 def shards_of_rank(num_shards: int, *, rank: int, world_size: int) -> range:

@@ -1,7 +1,7 @@
 """A rank's latest steps in memory that outlives it: two slots, held by the node agent where there is one.
 
-    snapshot/model-0/0            | status | header | weights and moments |
-    snapshot/model-0/1            | status | header | weights and moments |
+    snapshot/model-0/0            | status | header | weights, moments, … |
+    snapshot/model-0/1            | status | header | weights, moments, … |
     snapshot/model-0/reference-S  | status | header | the reference weights of stage S |
 
 One slot holds the committed step; the next step is prepared in the other, and committing it is one byte. So whenever
@@ -63,6 +63,8 @@ class Header(msgspec.Struct, frozen=True):
     serial: int
     """Grows with every write of either slot: a stage that begins changes the state, but not the step."""
     reference: str = ""
+    critic_updates: int = 0
+    critic_skipped: int = 0
 
 
 class Slot:

@@ -49,10 +49,8 @@ from kintsugi.cluster.segments import SegmentServer
 from kintsugi.errors import RefusedError, StartFailed
 from kintsugi.messages import (
     Body,
-    FetchState,
     Inspect,
     Inspected,
-    KeepState,
     Ok,
     ProcessExited,
     ProcessStarted,
@@ -60,6 +58,7 @@ from kintsugi.messages import (
     StartProcess,
     StopProcess,
 )
+from kintsugi.operations import FetchState, KeepState
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, Child, Clock, Processes, SystemProcesses, describe_status
 from kintsugi.signals import Signals
 from kintsugi.transport import Delivery

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import xxhash
 
 from kintsugi.errors import IntegrityError, RefusedError
-from kintsugi.messages import Body, FetchState, KeepState, Ok, StateFetched, WeightsFetched
+from kintsugi.messages import Body, Ok, WeightsFetched
+from kintsugi.operations import FetchState, KeepState, StateFetched
 from kintsugi.transport import Blob, Delivery, Endpoint, chunks
 from kintsugi.types import Role, role_of
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
+
+from kintsugi.buffer.ledger import Ledger
 from kintsugi.config import Config, Stage, stages
 from kintsugi.control.protocol import Raise
 from kintsugi.control.state import MasterState
+from kintsugi.facts import FilterReason
+from kintsugi.graph.advantages import has_equal_rewards, ticket_of
 from kintsugi.messages import CallDone
 from kintsugi.types import SampleMeta
+
+Values = Mapping[str, Mapping[str, float]]
+"""Sample → what the master knows of it after the step's calls."""
 
 RATIO_TOLERANCE = 1e-3
 """Before the first update of a synchronous step the policy is the one that sampled: the mean ratio must be 1."""
@@ -48,30 +56,71 @@ def save_is_due(config: Config, state: MasterState, *, stopping: bool) -> bool:
     return stopping or is_last(config, step=step) or (every > 0 and step % every == 0)
 
 
+def with_final_rewards(stage: Stage, batch: Sequence[SampleMeta], values: Values) -> tuple[SampleMeta, ...]:
+    """The batch with what its samples earned in the end: shaped, with the reward model's score, less the KL where that
+    is taken off the sample's reward; each part is a component of its own."""
+    return tuple(_with_final_reward(stage, meta, values[meta.key]) for meta in batch)
+
+
+def _with_final_reward(stage: Stage, meta: SampleMeta, values: Mapping[str, float]) -> SampleMeta:
+    if not meta.reward_components:
+        return meta
+    parts: dict[str, float] = {}
+    if stage.algorithm.overlong_buffer:
+        parts["overlong"] = values["reward"] - meta.reward
+    if stage.reward_model is not None:
+        parts["reward_model"] = stage.total_reward(values) - values["reward"]
+    if "reference_kl" in values:
+        parts["kl"] = -stage.algorithm.beta * values["reference_kl"]
+    reward = stage.total_reward(values) + parts.get("kl", 0.0)
+    return msgspec.structs.replace(meta, reward=reward, reward_components={**meta.reward_components, **parts})
+
+
+def group_counts(stage: Stage, values: Values, *, ledger: Ledger, step: int) -> dict[str, float]:
+    """How many groups of the step say nothing because their rewards are all equal, and how many were replaced by the
+    next prompt: for that reason (dynamic sampling), or because they could not be trained."""
+    filtered = len(ledger.dropped_in(step, reason=FilterReason.EQUAL_REWARDS))
+    counts = {"reissued_groups": float(len(ledger.dropped_in(step)) - filtered)}
+    if not stage.samples_completions or stage.algorithm.group_size < 2:
+        return counts
+    groups: dict[str, list[float]] = {}
+    for key, known in values.items():
+        rewards = groups.setdefault(ticket_of(key), [])
+        if known["mask"] > 0:
+            rewards.append(stage.total_reward(known))
+    equal = sum(has_equal_rewards(rewards) for rewards in groups.values())
+    return {**counts, "equal_reward_groups": float(equal), "filtered_groups": float(filtered)}
+
+
 def commit_record(
-    batch: Sequence[SampleMeta], answers: Mapping[str, CallDone], timing: Mapping[str, float]
+    batch: Sequence[SampleMeta], metrics: Mapping[str, float], timing: Mapping[str, float]
 ) -> dict[str, float]:
     """What `StepCommitted` keeps: the trainer's metrics, the batch's totals, and where the time went."""
-    first = next(iter(answers.values()))
     totals = {
         "samples": float(len(batch)),
         "tokens_trained": float(sum(meta.num_tokens for meta in batch)),
         "tokens_generated": float(sum(meta.num_loss_tokens for meta in batch if meta.version >= 0)),
-        "reward_mean": sum(meta.reward for meta in batch) / len(batch),
     }
-    return {**first.metrics, **totals, **{f"timing/{name}": seconds for name, seconds in timing.items()}}
+    if any(meta.reward_components for meta in batch):
+        totals["reward_mean"] = sum(meta.reward for meta in batch) / len(batch)
+    return {**metrics, **totals, **{f"timing/{name}": seconds for name, seconds in timing.items()}}
 
 
-def slowest(answers: Mapping[str, CallDone]) -> dict[str, float]:
-    """Seconds per part of a training call, of the rank that took longest."""
-    names = sorted({name for answer in answers.values() for name in answer.timing})
-    return {f"train_{n}": max(answer.timing.get(n, 0.0) for answer in answers.values()) for n in names}
+def slowest(calls: Iterable[Mapping[str, CallDone]]) -> dict[str, float]:
+    """Seconds per part of the step's calls, each of the rank that took longest, added up over the calls."""
+    seconds: dict[str, float] = {}
+    for answers in calls:
+        for name in sorted({name for answer in answers.values() for name in answer.timing}):
+            longest = max(answer.timing.get(name, 0.0) for answer in answers.values())
+            seconds[f"train_{name}"] = seconds.get(f"train_{name}", 0.0) + longest
+    return seconds
 
 
-def alerts(metrics: Mapping[str, float]) -> list[Raise]:
-    """What people should look at in a step's metrics, though the run goes on."""
+def alerts(metrics: Mapping[str, float], *, replayed: bool = False) -> list[Raise]:
+    """What people should look at in a step's metrics, though the run goes on. Of samples that another policy drew long
+    ago (`replayed`), no ratio is expected."""
     found = []
-    ratio = metrics.get("ratio_mean", 1.0)
+    ratio = 1.0 if replayed else metrics.get("ratio_mean", 1.0)
     if not abs(ratio - 1.0) <= RATIO_TOLERANCE:  # Also when it is not a number.
         found.append(Raise("the mean ratio before the first update is not 1", {"ratio_mean": ratio}))
     if metrics.get("skipped", 0.0) > 0:

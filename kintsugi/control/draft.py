@@ -7,18 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from kintsugi.control.protocol import Decision, Effect, Request
 from kintsugi.control.state import MasterState
 from kintsugi.facts import Fact
-from kintsugi.messages import (
-    Body,
-    DeviceClean,
-    DeviceStop,
-    Inspect,
-    NotifyNormal,
-    PreLock,
-    RebuildGroup,
-    Repair,
-    Rollback,
-    StopProcess,
-)
+from kintsugi.messages import Body, Inspect, StopProcess
+from kintsugi.operations import DeviceClean, DeviceStop, NotifyNormal, PreLock, RebuildGroup, Repair, Rollback
 from kintsugi.patience import Patience
 
 OPERATIONS = frozenset({PreLock, DeviceStop, DeviceClean, RebuildGroup, Repair, Rollback, NotifyNormal})

@@ -13,6 +13,7 @@ from kintsugi.control.protocol import Raise, Tell
 from kintsugi.control.scheduler import TaskScheduler, TaskStatus
 from kintsugi.errors import DataError, Fault, ProcessDied
 from kintsugi.facts import (
+    FilterReason,
     SampleQuarantined,
     SamplesScored,
     TicketAssigned,
@@ -20,6 +21,7 @@ from kintsugi.facts import (
     TicketReturned,
     TicketsIssued,
 )
+from kintsugi.graph.advantages import is_uninformative
 from kintsugi.messages import Drop, EpisodesDone, RunEpisodes
 from kintsugi.types import Role, SampleMeta, SampleText, Sampling, Ticket, sample_key, ticket_id
 
@@ -50,8 +52,10 @@ class Episodes:
         """Seconds that workers spent per call since it was last cleared."""
 
     def collect(self, stage: Stage, now: float) -> None:
-        """Issue what may be issued, hand out what waits; after a rollback the youngest wait for their own step."""
+        """Filter what says nothing, issue what may be issued, hand out what waits; after a rollback the youngest wait
+        for their own step."""
         ledger = self._draft.state.ledger
+        self._resample(stage)
         count, reason = admissible(
             num_issued=ledger.num_issued(stage.name),
             num_dropped=ledger.num_dropped(stage.name),
@@ -71,6 +75,29 @@ class Episodes:
                 self._scheduler.submit(ticket.id)
         self.hand_out(now)
 
+    def _resample(self, stage: Stage) -> None:
+        """Dynamic sampling: groups that say nothing are filtered, so that the next prompts replace them.
+
+        A group is judged when all older ones of the step are complete and kept: in the order of issue, so that which
+        groups are replaced, and which are kept because the bound is reached, does not depend on who arrives when. What
+        was filtered stays so and counts for its step, whoever collects it again after a fault.
+        """
+        ledger, step = self._draft.state.ledger, self._draft.state.step + 1
+        size, limit = stage.algorithm.batch_size, self._config.sampling.max_new_tokens
+        left = stage.algorithm.resampling_rounds * size
+        left -= len(ledger.dropped_in(step, reason=FilterReason.EQUAL_REWARDS)) if left else 0
+        while left > 0:
+            oldest = (
+                ticket
+                for ticket in ledger.oldest_ready(size)
+                if is_uninformative(stage, ledger.metas(ticket), max_new_tokens=limit)
+            )
+            ticket = next(oldest, None)
+            if ticket is None:
+                return
+            self._draft.fact(TicketFiltered(ticket, FilterReason.EQUAL_REWARDS))
+            left -= 1
+
     def drop_unusable(self, stage: Stage, *, before: int) -> str | None:
         """Set aside groups that can not be trained; gives what is wrong when there are too many, `before` not counted.
 
@@ -79,13 +106,11 @@ class Episodes:
         """
         ledger = self._draft.state.ledger
         for ticket in ledger.unusable_tickets():
-            self._draft.fact(TicketFiltered(ticket, "too few of its samples could be scored"))
-        dropped = ledger.num_dropped(stage.name) - before
-        if dropped <= stage.algorithm.batch_size:
+            self._draft.fact(TicketFiltered(ticket, FilterReason.TOO_FEW_VALID))
+        failed = ledger.num_failed(stage.name) - before
+        if failed <= stage.algorithm.batch_size:
             return None
-        why = (
-            f"{dropped} groups of step {self._draft.state.step + 1} were set aside, more than its batch_size"
-        )
+        why = f"{failed} groups of step {self._draft.state.step + 1} were set aside, more than its batch_size"
         return f"{why}; the last: {self.last_reason}"
 
     def evaluate(self, evaluation: Evaluation, now: float) -> None:
@@ -214,13 +239,19 @@ class Episodes:
         The last master may have died before it told them that the last batch is trained.
         """
         state = self._draft.state
+        self.let_go()
         for worker in state.members.live(Role.ROLLOUT):
-            if state.step > 0:
-                self._draft.do(Tell(worker, Drop(state.ledger.trained_in(state.step))))
             for ticket in state.ledger.assigned_to(worker):
                 if state.ledger.worker_of(ticket)[1] == state.members.members[worker].incarnation:
                     self._scheduler.adopt(ticket, worker)
                     self._ask(ticket, worker, now)
+
+    def let_go(self) -> None:
+        """Tell the workers what the last step trained and dropped, so that they do not keep it any longer."""
+        state = self._draft.state
+        ended = (*state.ledger.trained_in(state.step), *state.ledger.dropped_in(state.step))
+        for worker in state.members.live(Role.ROLLOUT) if ended else ():
+            self._draft.do(Tell(worker, Drop(ended)))
 
     def void(self) -> None:
         """Steps were undone: whatever runs or waits was for them, and is asked for again in its turn."""

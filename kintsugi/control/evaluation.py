@@ -44,6 +44,9 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         """Greedy accuracy, mean@k, pass@k, with intervals."""
-        greedy = [self._correct[name][0] for name, (ticket, _) in self.tasks.items() if ticket.round == 0]
         sampled = [self._correct[name] for name, (ticket, _) in self.tasks.items() if ticket.round == 1]
-        return summarize(greedy, sampled)
+        return summarize(self.verdicts(), sampled)
+
+    def verdicts(self) -> tuple[bool, ...]:
+        """Of the greedy answers, in the order of the problems."""
+        return tuple(self._correct[name][0] for name, (ticket, _) in self.tasks.items() if ticket.round == 0)

@@ -7,7 +7,7 @@ from itertools import cycle
 
 import msgspec
 
-from kintsugi.config import Config
+from kintsugi.config import Config, has_servers, stages
 from kintsugi.model.architecture import ModelConfig, num_parameters
 from kintsugi.types import Role, process_id
 
@@ -21,14 +21,16 @@ class ProcessPlan(msgspec.Struct, frozen=True):
 
 
 def plan_layout(config: Config) -> tuple[ProcessPlan, ...]:
-    """An agent per host; master and manager on the first; everything else round-robin over the hosts.
+    """An agent per host; master and manager on the first; everything else round-robin over the hosts. What samples
+    nothing has neither manager nor servers.
 
     The round goes on from one role to the next, so that hosts differ by one process at most and none is left
     without work while another has two.
     """
     hosts = [f"host-{index}" for index in range(config.cluster.hosts)]
     plan = [ProcessPlan(process_id(Role.AGENT, index), Role.AGENT, host) for index, host in enumerate(hosts)]
-    plan += [ProcessPlan(process_id(role, 0), role, hosts[0]) for role in (Role.MASTER, Role.MANAGER)]
+    single = (Role.MASTER, Role.MANAGER) if has_servers(config) else (Role.MASTER,)
+    plan += [ProcessPlan(process_id(role, 0), role, hosts[0]) for role in single]
     turn = cycle(hosts)
     plan += [ProcessPlan(process_id(role, index), role, next(turn)) for role, index in _spread(config)]
     return tuple(plan)
@@ -43,7 +45,7 @@ def _spread(config: Config) -> Iterator[tuple[Role, int]]:
     counts = {
         Role.MODEL: config.actor.workers,
         Role.ROLLOUT: config.rollout.workers,
-        Role.SERVER: config.generation.servers,
+        Role.SERVER: config.generation.servers if has_servers(config) else 0,
     }
     for role, count in counts.items():
         for index in range(count):
@@ -67,9 +69,10 @@ def estimate_memory(config: Config, model: ModelConfig) -> dict[Role, int]:
     )
     activations = width * config.actor.micro_batch_tokens * per_token
     logits = 2 * 4 * _LOGPROB_CHUNK_TOKENS * model.vocab_size
-    reference = 4 * parameters if config.algorithm.beta > 0 else 0
+    main = stages(config)[-1]
+    frozen = 4 * parameters * (main.has_reference + (main.reward_model is not None))
     # Weights, gradients and two moments in fp32, the shards' gradient sums, and a committed copy to roll back to.
-    trained = 4 * parameters * (1 + 1 + 2 + 1 + 3)
+    trained = 4 * parameters * (1 + 1 + 2 + 1 + 3) * (1 + main.has_critic)
     cache = (
         2 * width * model.num_layers * model.kv_size * config.generation.slots * config.generation.max_length
     )
@@ -78,7 +81,7 @@ def estimate_memory(config: Config, model: ModelConfig) -> dict[Role, int]:
         Role.AGENT: _PLAIN_PROCESS_BYTES,
         Role.MASTER: _PLAIN_PROCESS_BYTES,
         Role.MANAGER: _PLAIN_PROCESS_BYTES,
-        Role.MODEL: _TORCH_PROCESS_BYTES + trained + activations + logits + reference,
+        Role.MODEL: _TORCH_PROCESS_BYTES + trained + activations + logits + frozen,
         Role.ROLLOUT: _PLAIN_PROCESS_BYTES,
         # The weights in use and the next version while it is being verified.
         Role.SERVER: _TORCH_PROCESS_BYTES + 2 * width * parameters + cache + decoding,

@@ -37,7 +37,6 @@ from kintsugi.control.protocol import (
     RequestFailed,
     StopRequested,
     Suspected,
-    Tell,
     Tick,
 )
 from kintsugi.control.publication import AGAIN, Publication
@@ -52,7 +51,6 @@ from kintsugi.facts import RunEnded, StageStarted, StopAccepted
 from kintsugi.messages import (
     CallDone,
     CommitStep,
-    Drop,
     EpisodesDone,
     HashWeights,
     Inspected,
@@ -110,10 +108,12 @@ class Master:
             rolled_back=episodes.void,
         )
         go_on = self._continue
-        self._evaluating = Evaluating(config, num_eval_rows, draft=draft, episodes=episodes, done=go_on)
+        self._evaluating = Evaluating(
+            config, num_eval_rows, draft=draft, talk=talk, episodes=episodes, done=go_on, wrong=disagree
+        )
         self._saving = Saving(checkpoint_folder, draft=draft, talk=talk, done=go_on)
         self._suspicions = Suspicions(draft=draft, talk=talk, staff=staff)
-        self._dropped_before = 0
+        self._failed_before = 0
         self._ready_stage = ""
         self._faults: dict[str, Fault] = {}
         self._fail_at: float | None = None
@@ -204,7 +204,7 @@ class Master:
     def _begin_collecting(self, now: float) -> None:
         if self.state.stage != self.stage.name:
             self._draft.fact(StageStarted(self.stage.name, self.state.step + 1))
-        self._dropped_before = self.state.ledger.num_dropped(self.stage.name)
+        self._failed_before = self.state.ledger.num_failed(self.stage.name)
         self._enter(Phase.COLLECTING, now, f"collecting for step {self.state.step + 1}")
         self._episodes.reclaim()
         self._collect(now)
@@ -212,7 +212,7 @@ class Master:
     def _collect(self, now: float) -> None:
         """Keep groups coming, and train when the oldest ones are complete."""
         ledger, stage = self.state.ledger, self.stage
-        problem = self._episodes.drop_unusable(stage, before=self._dropped_before)
+        problem = self._episodes.drop_unusable(stage, before=self._failed_before)
         if problem is not None and self._fail_at is None:
             self._fail(self._fault("EpisodesFailed", problem), now)
             return
@@ -234,14 +234,12 @@ class Master:
         self.talk.ask_all(dict.fromkeys(self._mending.ranks, body), now, then=self._after_commit)
 
     def _after_commit(self, now: float) -> None:
-        trained = Drop(self.state.ledger.trained_in(self.state.step))
-        for worker in self.state.members.live(Role.ROLLOUT):
-            self._draft.do(Tell(worker, trained))
+        self._episodes.let_go()
         self._begin_publishing(now)
 
     def _begin_evaluating(self, now: float) -> None:
         self._enter(Phase.EVALUATING, now, f"evaluating version {self.state.version}")
-        self._evaluating.begin(now)
+        self._evaluating.begin(now, ranks=self._mending.ranks)
 
     def _begin_saving(self, now: float) -> None:
         self._enter(Phase.SAVING, now, f"saving step {self.state.step}")

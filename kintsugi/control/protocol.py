@@ -145,6 +145,8 @@ class RecordStep(msgspec.Struct, frozen=True):
 class RecordEvaluation(msgspec.Struct, frozen=True):
     step: int
     metrics: dict[str, float]
+    verdicts: tuple[bool, ...] = ()
+    """Of the greedy answers, problem by problem."""
 
 
 class Raise(msgspec.Struct, frozen=True):

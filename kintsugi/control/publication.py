@@ -33,6 +33,7 @@ class Publication:
         """`current`: every live server has acknowledged the version. `wrong`: a rank's weights are not the others'."""
         self._draft, self._talk, self._staff = draft, talk, staff
         self._current, self._wrong = current, wrong
+        self._has_servers = any(plan.role is Role.SERVER for plan in staff.plans.values())
         self._published: Published | None = None
         self._loading = False
         self._failures = 0
@@ -41,9 +42,13 @@ class Publication:
         self._ranks: Sequence[str] = ()
 
     def begin(self, ranks: Sequence[str], now: float) -> None:
-        """Have the lowest rank of each host lay the committed weights out."""
+        """Have the lowest rank of each host lay the committed weights out; without servers, they are current."""
         state, self._published, self._ranks = self._draft.state, None, ranks
         self._loading, self._failures, self._load_at = False, 0, math.inf
+        if not self._has_servers:
+            self._draft.fact(VersionCurrent(state.step, "", (), ()))
+            self._current(now)
+            return
         hosts: dict[str, str] = {}
         for rank in ranks:
             hosts.setdefault(state.members.members[rank].host, rank)

@@ -10,13 +10,22 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from kintsugi.config import Config
 from kintsugi.control.inputs import InputRecorder
 from kintsugi.control.membership import Member
-from kintsugi.control.protocol import Event, RecordStep
+from kintsugi.control.protocol import Event, RecordEvaluation, RecordStep
 from kintsugi.control.summary import stage_seconds
+from kintsugi.data.source import open_data
 from kintsugi.errors import StorageError
+from kintsugi.observe.evaluation import problems_digest
 from kintsugi.observe.events import Alert, EventLog, Note, Span
-from kintsugi.observe.metrics import MetricsWriter, SamplesWriter, step_metrics
+from kintsugi.observe.metrics import (
+    MetricsWriter,
+    SamplesWriter,
+    VerdictRecord,
+    VerdictsWriter,
+    step_metrics,
+)
 from kintsugi.observe.processes import ProcessReport, ProcessReports, write_processes
 from kintsugi.runs import SUMMARY_FILE
 from kintsugi.runtime import COUNTERS
@@ -28,11 +37,14 @@ STEP_PARTS = ("data", "generate", "reward", "train", "commit", "weights")
 class Records:
     """The files of the run folder that nothing is decided by."""
 
-    def __init__(self, run_dir: Path, log: EventLog, *, wandb_id: str | None) -> None:
-        self._run_dir, self._log = run_dir, log
+    def __init__(self, run_dir: Path, log: EventLog, *, config: Config, job: str) -> None:
+        self._run_dir, self._log, self._config = run_dir, log, config
         self._inputs = InputRecorder(run_dir / "inputs")
-        self._metrics = MetricsWriter(run_dir, wandb_id=wandb_id)
+        self._metrics = MetricsWriter(run_dir, wandb_id=job if config.logging.wandb else None)
         self._samples = SamplesWriter(run_dir)
+        self._verdicts = VerdictsWriter(run_dir)
+        self._problems = ""
+        """Which held-out problems these are; computed when it is first needed."""
         self._unwritable: dict[str, str] = {}
         """Files that the disk does not take, and why."""
 
@@ -40,6 +52,7 @@ class Records:
         """Later steps are undone, or were written down by a master that died before they were facts."""
         self._metrics.truncate_after(step)
         self._samples.truncate_after(step)
+        self._verdicts.truncate_after(step)
 
     def input(self, event: Event, now: float) -> None:
         self.attempt("inputs", lambda: self._inputs.write(event, now))
@@ -47,8 +60,14 @@ class Records:
     def processes(self, reports: ProcessReports) -> None:
         self.attempt("processes.json", lambda: write_processes(self._run_dir, reports))
 
-    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        self.attempt("metrics", lambda: self._metrics.write(step, metrics))
+    def evaluation(self, record: RecordEvaluation) -> None:
+        """Its figures, and which problems were answered right, so that runs can be compared problem by problem."""
+        if not self._problems:
+            data = open_data(self._config, run_dir=self._run_dir)
+            self._problems = problems_digest(map(data.held_out_row, range(data.num_held_out)))
+        verdicts = VerdictRecord(record.step, self._problems, record.verdicts)
+        self.attempt("metrics", lambda: self._metrics.write(record.step, record.metrics))
+        self.attempt("verdicts.jsonl", lambda: self._verdicts.write(verdicts))
 
     def summary(self, summary: object) -> None:
         text = json.dumps(summary, indent=2) + "\n"
@@ -57,7 +76,10 @@ class Records:
     def step(self, record: RecordStep, now: float) -> None:
         """A step's metrics, samples and spans."""
         advantages = {
-            key: values["advantage"] for key, values in record.values.items() if "advantage" in values
+            key: values[name]
+            for key, values in record.values.items()
+            for name in ("advantage", "mean_advantage")  # One for the whole sample, or of its tokens.
+            if name in values
         }
         timing = stage_seconds(record.timing)
         timing["step"] = sum(timing.get(name, 0.0) for name in STEP_PARTS)
@@ -92,6 +114,7 @@ class Records:
     def close(self) -> None:
         self.attempt("the end of metrics", self._metrics.close)
         self.attempt("the end of samples.jsonl", self._samples.close)
+        self.attempt("the end of verdicts.jsonl", self._verdicts.close)
         self.attempt("the end of inputs", self._inputs.close)
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from kintsugi.bootstrap import Bootstrap
 from kintsugi.checkpoint.store import latest
-from kintsugi.config import Config
+from kintsugi.config import COMPARE_SAMPLES, LEARN_PAIRS, Config
 from kintsugi.control.journal import Journal, read_facts
 from kintsugi.control.layout import plan_layout
 from kintsugi.control.lookout import Lookout
@@ -48,7 +48,7 @@ from kintsugi.control.protocol import (
 from kintsugi.control.records import Records, report_of
 from kintsugi.control.state import MasterState
 from kintsugi.control.summary import summarize_run
-from kintsugi.data.source import open_source
+from kintsugi.data.source import open_data
 from kintsugi.disk import SYSTEM_DISK, Disk
 from kintsugi.errors import (
     DeadlineExceeded,
@@ -113,7 +113,7 @@ class MasterShell:
         self._log = EventLog(events_path(self._run_dir, bootstrap.process), process=bootstrap.process)
         self._journal, self._master, self._first = self._open_run()
         job = self._master.state.job or bootstrap.job
-        self._records = Records(self._run_dir, self._log, wandb_id=job if config.logging.wandb else None)
+        self._records = Records(self._run_dir, self._log, config=config, job=job)
         self._lookout = Lookout()
         self._endpoint = open_endpoint(bootstrap)
         self._processes: dict[str, list[int]] = {}
@@ -210,11 +210,8 @@ class MasterShell:
                 name, status, said = exited.process, exited.status, exited.last_output
                 self._feed(Exited(name, exited.incarnation, status, said, self._clock.wall()))
             case ProcessSuspected() as seen:
-                self._feed(
-                    Suspected(
-                        seen.process, seen.incarnation, seen.evidence, certain=True, time=self._clock.wall()
-                    )
-                )
+                name, number, wall = seen.process, seen.incarnation, self._clock.wall()
+                self._feed(Suspected(name, number, seen.evidence, certain=True, time=wall))
             case Ping() if delivery.wants_reply:
                 self._endpoint.reply(delivery, Ok())
             case other if delivery.wants_reply:
@@ -338,8 +335,8 @@ class MasterShell:
                 self._share_book()
             case RecordStep():
                 pass  # Written before its fact.
-            case RecordEvaluation(step=step, metrics=metrics):
-                self._records.evaluation(step, metrics)
+            case RecordEvaluation():
+                self._records.evaluation(effect)
             case Raise(message=message, values=values):
                 self._log.emit(Alert(message, values))
             case Finish():
@@ -474,19 +471,20 @@ class MasterShell:
 
 
 def new_state(config: Config) -> MasterState:
-    """The state before the first fact. A group needs two valid samples to say anything about each other."""
-    min_valid = 2 if config.algorithm.group_size > 1 else 1
+    """The state before the first fact. Where samples are compared with each other, a group needs two valid ones."""
+    min_valid = 2 if config.algorithm.name in COMPARE_SAMPLES | LEARN_PAIRS else 1
     return MasterState(min_valid=min_valid, keep_checkpoints=config.checkpoint.keep)
 
 
 def new_master(config: Config, state: MasterState, *, run_dir: Path) -> Master:
     """The pure core with what it must know of the data."""
+    data = open_data(config, run_dir=run_dir)
     return Master(
         config,
         state=state,
         layout=plan_layout(config),
-        num_rows=len(open_source(config.data, split="train")),
-        num_eval_rows=len(open_source(config.data, split="eval")),
+        num_rows=data.num_positions,
+        num_eval_rows=data.num_held_out,
         checkpoint_folder=str(run_dir / CHECKPOINTS),
     )
 

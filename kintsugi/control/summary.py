@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kintsugi.buffer.lifecycle import SampleState
 from kintsugi.config import Config, stages
 from kintsugi.control.state import MasterState
 from kintsugi.errors import Fault
@@ -22,6 +23,9 @@ TIMING_NAMES = {
 """Phase → stage of the step, as people call it; COLLECTING is divided by what the workers did in it."""
 EPISODE_NAMES = {"demonstrate": "data", "actor_generate": "generate", "reward": "reward"}
 """Call of a rollout worker → stage of the step."""
+REASONS_SHOWN = 20
+"""The commonest; messages of a user's own code may all differ."""
+OTHER_REASONS = "other reasons"
 
 
 def stage_seconds(timing: dict[str, float]) -> dict[str, float]:
@@ -56,7 +60,7 @@ def summarize_run(
     for phases in (*(_phase_seconds(sums) for sums, _ in totals), rest):
         for name, seconds in stage_seconds(phases).items():
             timing[name] = timing.get(name, 0.0) + seconds
-    rewarded = state.tallies.get(main.name) if main.algorithm.name != "sft" else None
+    rewarded = state.tallies.get(main.name) if main.samples_completions else None
     first, last = (rewarded.first, rewarded.last) if rewarded is not None else (None, None)
     sums, counts = rewarded.totals() if rewarded is not None else ({}, {})
     accuracy = [done.metrics["eval/accuracy"] for done in state.evaluations]
@@ -64,16 +68,19 @@ def summarize_run(
     incidents = state.incidents.report().incidents
     return {
         "name": config.name,
+        "algorithm": main.algorithm.name,
         "seed": config.seed,
         "outcome": state.outcome,
         "run_dir": run_dir,
         "steps": state.step,
         "wall_s": state.wall_s,
         "samples_trained": int(sum(sums.get("samples", 0.0) for sums, _ in totals)),
+        "samples_filtered": _commonest(state.ledger.reasons(SampleState.FILTERED)),
+        "samples_quarantined": _commonest(state.ledger.reasons(SampleState.QUARANTINED)),
         "tokens_generated": int(sum(sums.get("tokens_generated", 0.0) for sums, _ in totals)),
         "tokens_trained": int(sum(sums.get("tokens_trained", 0.0) for sums, _ in totals)),
-        "reward_first": first["reward_mean"] if first else None,
-        "reward_last": last["reward_mean"] if last else None,
+        "reward_first": first.get("reward_mean") if first else None,
+        "reward_last": last.get("reward_mean") if last else None,
         "eval_accuracy_before": accuracy[0] if accuracy else None,
         "eval_accuracy_after": accuracy[-1] if accuracy else None,
         "evaluations": [
@@ -88,6 +95,16 @@ def summarize_run(
         "incidents": [_incident_line(incident) for incident in incidents],
         "incidents_open": sum(incident.mended_step is None for incident in incidents),
     }
+
+
+def _commonest(reasons: dict[str, int]) -> dict[str, int]:
+    """Reason → samples, the commonest first."""
+    lines: dict[str, int] = {}
+    for reason, count in reasons.items():
+        line = headline(reason)
+        line = line if line in lines or len(lines) < REASONS_SHOWN else OTHER_REASONS
+        lines[line] = lines.get(line, 0) + count
+    return lines
 
 
 def _incident_line(incident: Incident) -> dict[str, Any]:

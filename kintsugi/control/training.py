@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kintsugi.config import Config, Stage
-from kintsugi.control.agenda import alerts, commit_record, slowest
+from kintsugi.config import LEARN_PAIRS, Config, Stage
+from kintsugi.control.agenda import alerts, commit_record, group_counts, slowest, with_final_rewards
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.episodes import Episodes
 from kintsugi.control.protocol import RecordStep
 from kintsugi.facts import BatchFormed, StepCommitted
-from kintsugi.graph.algorithms import batch_totals, build_graph, sample_values
+from kintsugi.graph.advantages import MASTER_CALLS, batch_totals, initial_values
+from kintsugi.graph.algorithms import build_graph
 from kintsugi.graph.executor import Walk
 from kintsugi.messages import CallDone, RunCall
 from kintsugi.types import Role, SampleMeta, ShardItem
@@ -37,7 +38,6 @@ class Training:
         self._walk: Walk | None = None
         self._stage: Stage | None = None
         self._generation = 0
-        self._values: dict[str, dict[str, float]] = {}
         self.batch: tuple[SampleMeta, ...] = ()
 
     def begin(
@@ -50,13 +50,20 @@ class Training:
             self._draft.fact(BatchFormed(step, tickets))
         self._stage, self._generation = stage, generation
         self.batch = tuple(meta for ticket in tickets for meta in state.ledger.metas(ticket))
-        self._values = sample_values(stage, self.batch)
+        limit = self._config.sampling.max_new_tokens
+        values = initial_values(stage, self.batch, max_new_tokens=limit)
         items = [
-            ShardItem(m.key, m.holder, m.digest, m.num_tokens, m.num_loss_tokens, self._values[m.key])
+            ShardItem(m.key, m.holder, m.digest, m.num_tokens, m.num_loss_tokens, values[m.key])
             for m in self.batch
         ]
-        workers = {Role.MODEL: list(ranks)}
-        self._walk = Walk(build_graph(stage), items, workers=workers, num_shards=stage.actor.logical_shards)
+        self._walk = Walk(
+            build_graph(stage),
+            items,
+            workers={Role.MODEL: list(ranks)},
+            num_shards=stage.actor.logical_shards,
+            compute=lambda interface, items: MASTER_CALLS[interface](stage, items),
+            keep_groups=stage.algorithm.name in LEARN_PAIRS,
+        )
         self._draft.because(f"{len(items)} samples of {len(tickets)} groups")
         self._dispatch(now)
 
@@ -80,25 +87,19 @@ class Training:
     def commit(self, timing: dict[str, float]) -> None:
         """Every rank is prepared and stands at the same state: the step becomes a fact."""
         assert self._walk is not None and self._stage is not None
-        answers, step = self._walk.answers["actor_train"], self._draft.state.step + 1
-        first = next(iter(answers.values()))
-        for alert in alerts(first.metrics):
+        walk, stage, step = self._walk, self._stage, self._draft.state.step + 1
+        for alert in alerts(walk.metrics, replayed=all(meta.version < 0 for meta in self.batch)):
             self._draft.do(alert)
+        counts = group_counts(stage, walk.values, ledger=self._draft.state.ledger, step=step)
+        metrics = {**walk.metrics, **counts}
+        metas = with_final_rewards(stage, self.batch, walk.values)
         episodes = {f"episode_{name}": seconds for name, seconds in self._episodes.timing.items()}
-        timing = {**timing, **episodes, **slowest(answers)}
+        timing = {**timing, **episodes, **slowest(walk.answers.values())}
+        texts = self._episodes.take_texts(self.batch)
         self._draft.do(
-            RecordStep(
-                step,
-                self._stage.name,
-                self.batch,
-                self._episodes.take_texts(self.batch),
-                self._values,
-                first.metrics,
-                timing,
-                tuple(self._walk.spans),
-            )
+            RecordStep(step, stage.name, metas, texts, walk.values, metrics, timing, tuple(walk.spans))
         )
-        self._draft.fact(StepCommitted(step, first.state_digest, commit_record(self.batch, answers, timing)))
+        self._draft.fact(StepCommitted(step, walk.state_digest, commit_record(metas, metrics, timing)))
         self._episodes.timing.clear()
         self._walk = None
 
@@ -117,6 +118,8 @@ class Training:
                 generation=self._generation,
                 arguments={"temperature": self._config.sampling.temperature},
                 stage=stage.name,
+                after=dispatch.after,
+                prepares=dispatch.prepares,
             )
             name = f"{CALL}:{dispatch.call.name}:{step}.{self._generation}:{dispatch.worker}"
             self._talk.ask(name, dispatch.worker, body, now)

@@ -1,4 +1,4 @@
-"""A generated task: additions whose answer is written with its digits reversed.
+"""A generated task: additions, as signs with a reversed answer for small models, or in words for real ones.
 
 Reversed, because a model that writes from left to right then meets each carry when it knows it. `12+39=` → `15`.
 """
@@ -16,12 +16,12 @@ class Arithmetic:
     """All additions of two numbers with exactly `num_digits` digits; `num_eval` of them are held out.
 
     >>> Arithmetic(num_digits=2, split="eval", num_eval=500).row(0).columns.keys()
-    dict_keys(['answer', 'completion'])
+    dict_keys(['answer', 'completion', 'chosen', 'rejected'])
     """
 
-    def __init__(self, *, num_digits: int, split: str, num_eval: int) -> None:
+    def __init__(self, *, num_digits: int, split: str, num_eval: int, in_words: bool = False) -> None:
         low, high = 10 ** (num_digits - 1), 10**num_digits
-        self._low, self._span = low, high - low
+        self._low, self._span, self._in_words = low, high - low, in_words
         order = list(range(self._span**2))
         random_stream(_SPLIT_SEED, "arithmetic", num_digits).shuffle(order)
         self._order = order[:num_eval] if split == "eval" else order[num_eval:]
@@ -32,5 +32,26 @@ class Arithmetic:
     def row(self, index: int) -> Row:
         first, second = divmod(self._order[index], self._span)
         first, second = first + self._low, second + self._low
-        answer = str(first + second)[::-1]
-        return Row(prompt=f"{first}+{second}=", columns={"answer": answer, "completion": answer})
+        total = first + second
+        if self._in_words:
+            prompt, answer, wrong = f"What is {first} + {second}?", str(total), str(_slip(first, second))
+        else:
+            prompt, answer, wrong = f"{first}+{second}=", str(total)[::-1], str(_slip(first, second))[::-1]
+        columns = {"answer": answer, "completion": answer, "chosen": answer, "rejected": wrong}
+        return Row(prompt=prompt, columns=columns)
+
+
+def _slip(first: int, second: int) -> int:
+    """A wrong sum of the kind that is really made: a lost carry, or one digit that is off. The same every time."""
+    random = random_stream(_SPLIT_SEED, "slip", first, second)
+    total = first + second
+    without_carries = int(
+        "".join(str((int(a) + int(b)) % 10) for a, b in zip(str(first), str(second), strict=True))
+    )
+    if without_carries != total and random.random() < 0.5:
+        return without_carries
+    place = int(10 ** random.randrange(len(str(total))))
+    digit = total // place % 10
+    lowest = 1 if place * 10 > total else 0
+    other = random.choice([each for each in range(lowest, 10) if each != digit])
+    return total + (other - digit) * place

@@ -1,60 +1,297 @@
-"""Where prompts come from, and in which order they are met.
+"""All rows of a run: those to train on, in their order and mixture, and those held out.
 
-The order of an epoch is a pure function of (seed, stage, epoch), so a position is a number, not a saved iterator.
+    what a source names ─► files as JSON lines ─► every line looked at once ─► rows by index ─► order, mixture ─► a row
+      (config)              (files.py)             (lines.py)                                    (order.py)
+
+Opened by everybody who needs rows or their number. A run's processes agree on them because `<run>/data.json`
+(`record.py`) says what was found when it began.
 """
 
 from __future__ import annotations
 
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
-from kintsugi.config import DataSection
+import msgspec
+
+from kintsugi.config import Config, DataSection, MixedSource, SourceSection
 from kintsugi.data.arithmetic import Arithmetic
-from kintsugi.data.jsonlines import JsonLines
-from kintsugi.errors import DataError
-from kintsugi.runtime import random_stream
+from kintsugi.data.cache import key_of
+from kintsugi.data.columns import held_out_needs_of, needs_of
+from kintsugi.data.files import HUB, files_of
+from kintsugi.data.lines import Lines, Table, look, look_again
+from kintsugi.data.order import Mixing, Order
+from kintsugi.data.record import DataRecord, Found, read_record, write_record
+from kintsugi.data.saved import SavedRollouts
+from kintsugi.data.streams import UNKNOWN_LENGTH, Stream, check_stream, is_stream, spool_path
+from kintsugi.data.tasks import TASK, Tasks
+from kintsugi.errors import DataError, UserError
+from kintsugi.observe.rollouts import is_rollouts
 from kintsugi.types import Row
+
+ARITHMETIC, IN_WORDS = "arithmetic", "arithmetic:words"
+_BAD_ROWS_TOLD = 3
 
 
 class Source(Protocol):
-    """A data set of known length with random access."""
+    """Rows with random access, counted from 0."""
 
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> Row: ...
 
 
-def open_source(data: DataSection, *, split: str) -> Source:
-    """The rows to train on, or the held-out ones (`split="eval"`)."""
-    source: Source
-    if data.source == "arithmetic":
-        source = Arithmetic(num_digits=data.max_digits, split=split, num_eval=data.num_eval)
-    else:
-        source = JsonLines(
-            Path(data.source),
-            prompt_column=data.prompt_column,
-            completion_column=data.completion_column,
-            split=split,
-            num_eval=data.num_eval,
+class Part(msgspec.Struct, frozen=True):
+    """One source of a run: its rows to train on, and those held out."""
+
+    section: MixedSource
+    train: Source
+    held_out: Source
+    train_digest: str | None = None
+    """Of what its rows follow from: the content of files and how they are read; None where it has no files."""
+    held_out_digest: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What tells its rows from others': the last part of its path, the task."""
+        return self.section.source.rstrip("/").rpartition("/")[2].rpartition(":")[2]
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A row of a part."""
+
+    part: int
+    index: int
+
+
+class DataSet:
+    """The rows of all parts: mixed for training, one part after the other for evaluation."""
+
+    def __init__(self, parts: Sequence[Part], *, shuffle: bool) -> None:
+        self.parts, self._shuffle = tuple(parts), shuffle
+        self._mixing = Mixing([part.section.weight for part in parts])
+        self._orders: dict[tuple[str, int, int], Order] = {}
+        self._held_out_ends = list(accumulate(len(part.held_out) for part in parts))
+        lengths = [0 if isinstance(part.train, Stream) else len(part.train) for part in parts]
+        self.num_positions = self._mixing.epoch_length(lengths) or UNKNOWN_LENGTH
+        """Prompts in an epoch: every row is met at least once, exactly once where there is one source."""
+
+    @property
+    def num_held_out(self) -> int:
+        return self._held_out_ends[-1]
+
+    def place(self, *, stage: str, seed: int, epoch: int, position: int) -> Place:
+        """Which row stands at a position of a stage: a pure function of these four."""
+        number, met = self._mixing.place(epoch * self.num_positions + position)
+        part = self.parts[number]
+        if isinstance(part.train, Stream):
+            return Place(number, met)
+        if (stage, seed, number) not in self._orders:
+            # The first part's order is that of a run without others, whatever it is mixed with.
+            name = stage if number == 0 else f"{stage}/{number}"
+            order = Order(num_rows=len(part.train), seed=seed, stage=name, shuffle=self._shuffle)
+            self._orders[stage, seed, number] = order
+        round, place = divmod(met, len(part.train))
+        return Place(number, self._orders[stage, seed, number].index(epoch=round, position=place))
+
+    def row_at(self, place: Place) -> Row:
+        part = self.parts[place.part]
+        return self._labelled(part, part.train.row(place.index))
+
+    def training_row(self, *, stage: str, seed: int, epoch: int, position: int) -> Row:
+        return self.row_at(self.place(stage=stage, seed=seed, epoch=epoch, position=position))
+
+    def held_out_place(self, position: int) -> Place:
+        number = bisect_right(self._held_out_ends, position)
+        return Place(number, position - (self._held_out_ends[number - 1] if number else 0))
+
+    def held_out_row(self, position: int) -> Row:
+        place = self.held_out_place(position)
+        part = self.parts[place.part]
+        return self._labelled(part, part.held_out.row(place.index))
+
+    def _labelled(self, part: Part, row: Row) -> Row:
+        if len(self.parts) == 1:
+            return row
+        return msgspec.structs.replace(row, columns={**row.columns, "source": part.name})
+
+
+class _Slice:
+    """Some of a source's rows that stand together."""
+
+    def __init__(self, source: Source, start: int, stop: int) -> None:
+        self._source, self._start, self._count = source, start, stop - start
+
+    def __len__(self) -> int:
+        return self._count
+
+    def row(self, index: int) -> Row:
+        assert 0 <= index < self._count, f"row {index} of {self._count}"
+        return self._source.row(self._start + index)
+
+
+def open_data(config: Config, *, run_dir: Path | None = None) -> DataSet:
+    """The data of a configuration: as recorded in its run folder if it was, else everything is looked at now.
+
+    `DataError` names the source, and the rows of it that can not be used if they are too many.
+    """
+    record = None if run_dir is None else read_record(run_dir)
+    return _Opening(config, run_dir=run_dir, record=record).data_set()
+
+
+def pin_data(config: Config, *, run_dir: Path, like: Path | None = None) -> DataRecord:
+    """Record what the data are, before the processes of a run start.
+
+    A run that is resumed finds them as they were, or does not start; so does one that shall see what another (`like`)
+    has seen.
+    """
+    before = read_record(like or run_dir)
+    record = _Opening(config, run_dir=run_dir, record=None, hub=before).described()
+    if before is None:
+        write_record(record, run_dir)
+        return record
+    for old, new in zip(before.found, record.found, strict=True):
+        if old.table.digest != new.table.digest:
+            raise UserError(
+                f"`{old.field}`: expected '{old.source}' as it was when the run began ({old.num_rows} rows), because a "
+                f"position in it means a row; its content has changed ({new.num_rows} rows now)"
+            )
+    # Files that were touched, or moved within the cache, are still the same rows.
+    write_record(record, run_dir)
+    return record
+
+
+def describe_data(config: Config) -> DataRecord:
+    """What the data of a configuration are now."""
+    return _Opening(config, run_dir=None, record=None).described()
+
+
+class _Opening:
+    """Opens every source once, and notes what its files held."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        run_dir: Path | None,
+        record: DataRecord | None,
+        hub: DataRecord | None = None,
+    ) -> None:
+        self._data, self._run_dir = config.data, run_dir
+        self._needs = {"train": needs_of(config), "eval": held_out_needs_of(config)}
+        self._recorded = {} if record is None else {each.field: each.table for each in record.found}
+        self._from_hub = {} if hub is None else {each.field: each.table for each in hub.found}
+        self.found: list[Found] = []
+
+    def described(self) -> DataRecord:
+        data_set = self.data_set()
+        return DataRecord(data_set.num_positions, data_set.num_held_out, tuple(self.found))
+
+    def data_set(self) -> DataSet:
+        parts = []
+        for prefix, section in named_sources(self._data):
+            try:
+                parts.append(self._part(section, prefix=prefix))
+            except DataError as error:
+                raise error if "`" in str(error) else DataError(f"`{prefix}source`: {error}") from error
+        return DataSet(parts, shuffle=self._data.shuffle)
+
+    def _part(self, section: MixedSource, *, prefix: str) -> Part:
+        source, count = section.source, section.num_eval
+        if section.eval_source is not None:
+            there = self._whole(section, section.eval_source, "eval", field=f"{prefix}eval_source")
+            held_out: Source = _Slice(there, 0, min(count, len(there)))
+            train = self._whole(section, source, "train", field=f"{prefix}source")
+            train_digest = self._digest(f"{prefix}source", section, "train")
+            return Part(
+                section, train, held_out, train_digest, self._digest(f"{prefix}eval_source", section, "eval")
+            )
+        if is_stream(source) or is_rollouts(source):
+            beside = "a stream" if is_stream(source) else "saved rollouts"
+            raise DataError(
+                f"`{prefix}eval_source`: expected a source of held-out rows beside {beside}, got none"
+            )
+        if source in (ARITHMETIC, IN_WORDS) or source.startswith(TASK):
+            train, held_out = _generated(section, "train"), _generated(section, "eval")
+            if len(train) == 0:
+                raise _too_many(section, prefix=prefix, there=len(train) + len(held_out))
+            return Part(section, train, held_out)
+        whole = self._whole(section, source, "train", field=f"{prefix}source")
+        if len(whole) <= count:
+            raise _too_many(section, prefix=prefix, there=len(whole))
+        cut = len(whole) - count
+        digests = (self._digest(f"{prefix}source", section, "train", start=start) for start in (0, cut))
+        return Part(section, _Slice(whole, 0, cut), _Slice(whole, cut, len(whole)), *digests)
+
+    def _digest(self, field: str, section: SourceSection, split: str, *, start: int = 0) -> str | None:
+        """Of what the rows from `start` on follow from; None where they are of no file."""
+        columns = (section.prompt_column, section.completion_column)
+        found = [each.table.digest for each in self.found if each.field == field]
+        return key_of(found, columns, self._needs[split], start) if found else None
+
+    def _whole(self, section: SourceSection, source: str, split: str, *, field: str) -> Source:
+        """All rows of a source: of files, of a stream, or those of a generated one that belong to a split."""
+        if is_rollouts(source):
+            return SavedRollouts(Path(source))
+        if is_stream(source):
+            if self._run_dir is None:  # The run has not begun: nobody may take anything from it yet.
+                check_stream(source)
+            path = spool_path(self._run_dir or Path(os.devnull), source)
+            return Stream(path, section, needs=self._needs[split], max_bad_share=self._data.max_bad_share)
+        if source in (ARITHMETIC, IN_WORDS) or source.startswith(TASK):
+            return _generated(msgspec.structs.replace(section, source=source), split)
+        return self._lines(section, source, split, field=field)
+
+    def _lines(self, section: SourceSection, source: str, split: str, *, field: str) -> Source:
+        needs, cache_dir = self._needs[split], self._data.cache_dir
+        if field in self._recorded:
+            table, offsets = look_again(self._recorded[field], section, needs=needs, cache_dir=cache_dir)
+        else:
+            known = self._from_hub.get(field) if source.startswith(HUB) else None
+            files = (
+                files_of(source, cache_dir=cache_dir)
+                if known is None
+                else [each.file for each in known.files]
+            )
+            table, offsets = look(files, section, needs=needs, cache_dir=cache_dir)
+            _check_share(table, source=source, field=field, most=self._data.max_bad_share)
+        self.found.append(Found(field, source, table))
+        return Lines(table, offsets, section, needs=needs)
+
+
+def _generated(section: SourceSection, split: str) -> Source:
+    if section.source.startswith(TASK):
+        return Tasks(section, split=split)
+    in_words, count = section.source == IN_WORDS, section.num_eval
+    return Arithmetic(num_digits=section.max_digits, split=split, num_eval=count, in_words=in_words)
+
+
+def _too_many(section: SourceSection, *, prefix: str, there: int) -> DataError:
+    return DataError(
+        f"`{prefix}num_eval`: expected fewer than the {there} rows of '{section.source}', so that some are left to "
+        f"train on, got {section.num_eval}"
+    )
+
+
+def named_sources(data: DataSection) -> list[tuple[str, MixedSource]]:
+    """The sources with the beginning of their fields' names: `data.`, or `data.sources[0].` and so on."""
+    if data.sources:
+        return [(f"data.sources[{number}].", each) for number, each in enumerate(data.sources)]
+    fields = {name: getattr(data, name) for name in SourceSection.__struct_fields__}
+    return [("data.", MixedSource(**fields))]
+
+
+def _check_share(table: Table, *, source: str, field: str, most: float) -> None:
+    total = table.num_rows + table.num_bad
+    if total == 0:
+        raise DataError(f"`{field}`: expected rows in '{source}', found none")
+    if table.num_bad > most * total:
+        told = "; ".join(map(str, table.bad[:_BAD_ROWS_TOLD]))
+        raise DataError(
+            f"`{field}`: {table.num_bad} of {total} rows of '{source}' can not be used, more than "
+            f"`data.max_bad_share`={most} allows: {told}"
         )
-    if len(source) == 0 and split == "train":
-        raise DataError(f"data.source: expected at least one row to train on, '{data.source}' has none")
-    return source
-
-
-class Order:
-    """Which row stands at a position of an epoch."""
-
-    def __init__(self, *, num_rows: int, seed: int, stage: str, shuffle: bool) -> None:
-        self._num_rows, self._seed, self._stage, self._shuffle = num_rows, seed, stage, shuffle
-        self._epoch = -1
-        self._indices: list[int] = []
-
-    def index(self, *, epoch: int, position: int) -> int:
-        if not self._shuffle:
-            return position
-        if epoch != self._epoch:
-            self._indices = list(range(self._num_rows))
-            random_stream(self._seed, "order", self._stage, epoch).shuffle(self._indices)
-            self._epoch = epoch
-        return self._indices[position]

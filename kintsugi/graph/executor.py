@@ -1,14 +1,19 @@
 """Walks one batch through the graph's batch calls. Pure: it is told what happened and says what to send.
 
-A call is ready when all its parents are done; ready calls run at the same time. Each call is cut into logical shards,
-balanced by tokens, and the shards are spread over the workers of its role. A call is done when every worker answered
-and the answers were validated.
+A call is ready when all its parents are done; ready calls are sent out at the same time, in the graph's order. Each is
+cut into logical shards, balanced by tokens, and the shards are spread over the workers of its role; the cut is the same
+for all calls, so what a worker keeps of a sample it keeps for the calls that read it. A call is done when every worker
+answered and the answers were validated. What the master computes itself happens as soon as it is ready.
+
+A worker is never sent a call before one that precedes it in the graph's order, and is told what it has been sent
+already (`Dispatch.after`): ranks that work their calls off in this one order never meet in different collectives. The
+last training call of the order leaves every rank prepared, and only then do their states have to agree.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -18,6 +23,9 @@ from kintsugi.graph.mfc import Call, Per
 from kintsugi.messages import CallDone
 from kintsugi.types import LogicalShard, Role, ShardItem
 
+Compute = Callable[[str, Sequence[ShardItem]], Mapping[str, Mapping[str, float]]]
+"""(interface, items of the batch) → output → sample → value: what the master computes itself, from scalars."""
+
 
 class Dispatch(msgspec.Struct, frozen=True):
     """Send this part of a call to this worker."""
@@ -26,6 +34,10 @@ class Dispatch(msgspec.Struct, frozen=True):
     worker: str
     rank: int
     shards: tuple[LogicalShard, ...]
+    after: tuple[str, ...] = ()
+    """Calls that the worker was sent before this one."""
+    prepares: bool = False
+    """No training call follows it."""
 
 
 class CallSpan(msgspec.Struct, frozen=True):
@@ -40,7 +52,8 @@ class CallSpan(msgspec.Struct, frozen=True):
 class Walk:
     """One batch on its way through the batch calls.
 
-    >>> walk = Walk(graph, items, workers={Role.MODEL: ["model-0", "model-1"]}, num_shards=4)   # doctest: +SKIP
+    >>> ranks = {Role.MODEL: ["model-0", "model-1"]}                                            # doctest: +SKIP
+    >>> walk = Walk(graph, items, workers=ranks, num_shards=4, compute=compute)                 # doctest: +SKIP
     >>> for dispatch in walk.ready(now=0.0): ...                                                # doctest: +SKIP
     >>> walk.answered("actor_train", "model-0", answer, now=1.0)                                # doctest: +SKIP
     """
@@ -52,40 +65,80 @@ class Walk:
         *,
         workers: Mapping[Role, Sequence[str]],
         num_shards: int,
+        compute: Compute,
+        keep_groups: bool = False,
     ) -> None:
-        self._graph, self._workers = graph, workers
+        """`keep_groups`: a group's samples are compared with each other, so they stay on one worker."""
+        self._graph, self._workers, self._compute = graph, workers, compute
         self._items = {item.key: item for item in items}
-        self._shards = logical_shards(items, num_shards=num_shards)
+        self._shards = logical_shards(items, num_shards=num_shards, keep_groups=keep_groups)
         self._open: dict[str, dict[str, CallDone | None]] = {}
         self._started: dict[str, float] = {}
         self._keys_of: dict[str, dict[str, set[str]]] = {}
         self._done = {name for name, call in graph.calls.items() if call.per is Per.GROUP}
-        self._done |= {name for name, call in graph.calls.items() if call.role is Role.MASTER}
+        self._sent: list[str] = []
+        """Calls that were sent out, in their order."""
+        self._last_training = [name for name in graph.order if graph.calls[name].trains][-1]
         self.answers: dict[str, dict[str, CallDone]] = {}
+        """Call → worker → its answer, of the calls that are done."""
         self.culprit = ""
         """Who is to blame for the problem that `answered` gave; empty when nobody can be told."""
         self.spans: list[CallSpan] = []
 
     @property
     def finished(self) -> bool:
+        """Every call is done: every rank is prepared, and their states agree."""
         return self._done >= set(self._graph.calls)
 
+    @property
+    def state_digest(self) -> str:
+        """Of the state that every rank has prepared."""
+        return next(iter(self.answers[self._last_training].values())).state_digest
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of all calls together; every worker reports the same, under names that no other call uses."""
+        merged: dict[str, float] = {}
+        for name in self._sent:
+            merged |= next(iter(self.answers[name].values())).metrics
+        return merged
+
+    @property
+    def values(self) -> dict[str, dict[str, float]]:
+        """Sample → what is known of it by now, what calls gave included."""
+        return {key: item.values for key, item in self._items.items()}
+
     def ready(self, *, now: float) -> list[Dispatch]:
-        """Start every call whose parents are done and that is not running yet."""
+        """Start every call whose parents are done, in the graph's order, and give what is to be sent for it."""
         dispatches: list[Dispatch] = []
+        blocked: set[Role] = set()
         for name in self._graph.order:
-            if name in self._done or name in self._open or not self._graph.parents[name] <= self._done:
-                continue
             call = self._graph.calls[name]
-            workers = self._workers[call.role]
-            assert len(workers) >= call.min_workers, f"{name}: {len(workers)} workers of {call.role}"
-            self._open[name] = dict.fromkeys(workers)
-            self._started[name] = now
-            for rank, worker in enumerate(workers):
-                mine = shards_of_rank(len(self._shards), rank=rank, world_size=len(workers))
-                shards = tuple(self._shards[i] for i in mine)
-                self._keys_of.setdefault(name, {})[worker] = {i.key for shard in shards for i in shard.items}
-                dispatches.append(Dispatch(call, worker, rank, shards))
+            if name in self._done or name in self._open or call.role in blocked:
+                continue
+            if not self._graph.parents[name] <= self._done:
+                if call.role is not Role.MASTER:
+                    blocked.add(call.role)
+            elif call.role is Role.MASTER:
+                self._merge(self._compute(call.interface, tuple(self._items.values())))
+                self._done.add(name)
+            else:
+                dispatches += self._send_out(call, now=now)
+        return dispatches
+
+    def _send_out(self, call: Call, *, now: float) -> list[Dispatch]:
+        workers = self._workers[call.role]
+        assert len(workers) >= call.min_workers, f"{call.name}: {len(workers)} workers of {call.role}"
+        self._open[call.name] = dict.fromkeys(workers)
+        self._started[call.name] = now
+        dispatches = []
+        for rank, worker in enumerate(workers):
+            mine = shards_of_rank(len(self._shards), rank=rank, world_size=len(workers))
+            shards = tuple(self._shards[i] for i in mine)
+            self._keys_of.setdefault(call.name, {})[worker] = {i.key for shard in shards for i in shard.items}
+            prepares = call.name == self._last_training
+            dispatches.append(Dispatch(call, worker, rank, shards, tuple(self._sent), prepares))
+        self._sent.append(call.name)
         return dispatches
 
     def answered(self, call: str, worker: str, answer: CallDone, *, now: float) -> str | None:
@@ -100,14 +153,15 @@ class Walk:
         waiting[worker] = answer
         if all(waiting.values()):
             answers = {name: done for name, done in waiting.items() if done is not None}
-            problem = self._disagreement(call, answers)
+            problem = self._disagreement(call, answers) if call == self._last_training else None
             if problem:
                 return problem
             self.answers[call] = answers
             del self._open[call]
             self._done.add(call)
             self.spans.append(CallSpan(call, self._started[call], now - self._started[call], tuple(waiting)))
-            self._take_outputs(call)
+            for done in answers.values():
+                self._merge(done.outputs)
         return None
 
     def _validate(self, call: Call, worker: str, answer: CallDone) -> str | None:
@@ -130,13 +184,12 @@ class Walk:
         held = ", ".join(f"{name} {done.state_digest}" for name, done in answers.items())
         return f"different states after {call}: {held}"
 
-    def _take_outputs(self, call: str) -> None:
+    def _merge(self, outputs: Mapping[str, Mapping[str, float]]) -> None:
         """Per-sample scalars that a call gave travel with the samples to the calls that read them."""
-        for answer in self.answers[call].values():
-            for name, values in answer.outputs.items():
-                for key, value in values.items():
-                    item = self._items[key]
-                    self._items[key] = msgspec.structs.replace(item, values={**item.values, name: value})
+        for name, values in outputs.items():
+            for key, value in values.items():
+                item = self._items[key]
+                self._items[key] = msgspec.structs.replace(item, values={**item.values, name: value})
         self._shards = tuple(
             LogicalShard(shard.index, tuple(self._items[item.key] for item in shard.items))
             for shard in self._shards

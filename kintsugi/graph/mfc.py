@@ -32,7 +32,7 @@ class Key(msgspec.Struct, frozen=True):
 class Call(msgspec.Struct, frozen=True):
     """One node of the graph.
 
-    `Call("actor_train", Role.MODEL, Per.BATCH, "grpo_train", inputs=(TOKENS, ADVANTAGE), outputs=(UPDATE,))`
+    `Call("actor_train", Role.MODEL, Per.BATCH, "policy_train", inputs=(TOKENS, ADVANTAGE), outputs=(UPDATE,))`
     """
 
     name: str
@@ -46,6 +46,11 @@ class Call(msgspec.Struct, frozen=True):
     flops_per_token: float = 0.0
     """Per model parameter and token: 2 for a forward pass, 6 with backward. 0 where no model runs."""
     min_workers: int = 1
+
+    @property
+    def trains(self) -> bool:
+        """Whether it changes the state of whoever carries it out, and does not only look at samples."""
+        return any("state" in key.shape for key in self.outputs)
 
 
 class Estimate(msgspec.Struct, frozen=True):

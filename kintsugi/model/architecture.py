@@ -245,6 +245,11 @@ def parameter_shapes(config: ModelConfig, *, with_value_head: bool = False) -> d
     return shapes
 
 
+def value_config(config: ModelConfig) -> ModelConfig:
+    """The same model as a critic or reward model: it makes no logits, so it needs no output projection of its own."""
+    return msgspec.structs.replace(config, tie_embeddings=True)
+
+
 def num_parameters(config: ModelConfig, *, with_value_head: bool = False) -> int:
     shapes = parameter_shapes(config, with_value_head=with_value_head)
     return sum(math.prod(shape) for shape in shapes.values())

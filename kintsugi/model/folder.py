@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,6 +20,13 @@ from kintsugi.model.architecture import ModelConfig, parameter_shapes
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+VALUE_HEAD = ("value_head.weight", "value_head.bias")
+SCORE_HEAD = "score.weight"
+"""What transformers' models for sequence classification call theirs; it has no bias."""
+
+Head = Literal["refused", "optional", "required"]
+"""What is expected of a folder: weights that give text, that may give values too, or that must."""
 
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Stored types that can be trained from; anything else is quantised or no weight."""
@@ -48,14 +55,38 @@ def load_config(folder: Path) -> ModelConfig:
     return ModelConfig.from_huggingface(_read_json(path), where=str(path))
 
 
-def check_weights(folder: Path, *, config: ModelConfig) -> None:
+def check_weights(folder: Path, *, config: ModelConfig, head: Head = "refused") -> None:
     """Refuse weights that could not be loaded: a file that is missing, cut or damaged, a tensor that does not fit."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path, names in weight_files(folder):
         tensors = read_header(path)
         check_index(path, present=tensors.keys(), promised=names)
         shapes |= {name: tensor.shape for name, tensor in tensors.items()}
-    check_parameters(shapes, wanted=parameter_shapes(config), config=config, where=str(folder))
+    stored_names(shapes, config=config, head=head, where=str(folder))
+
+
+def stored_names(
+    shapes: Mapping[str, tuple[int, ...]], *, config: ModelConfig, head: Head, where: str
+) -> dict[str, str]:
+    """Each parameter of the model by the name under which a folder has it; ModelError where they do not fit.
+
+    A head that may be missing, and is, has no entry; neither has the bias of a head that was stored without one.
+    """
+    names = {name: name for name in parameter_shapes(config, with_value_head=head != "refused")}
+    if head != "refused" and SCORE_HEAD in shapes:
+        names[VALUE_HEAD[0]] = SCORE_HEAD
+        del names[VALUE_HEAD[1]]
+    elif head == "required" and not shapes.keys() & set(VALUE_HEAD):
+        raise ModelError(
+            f"{where}: expected a reward model's head ({VALUE_HEAD[0]} or {SCORE_HEAD}), found none; "
+            "train one with `algorithm.name=reward_model`"
+        )
+    elif head == "optional" and not shapes.keys() & set(VALUE_HEAD):
+        names = {name: name for name in parameter_shapes(config)}
+    wanted = parameter_shapes(config, with_value_head=True)
+    stored = {found: wanted[name] for name, found in names.items()}
+    check_parameters(shapes, wanted=stored, config=config, where=where)
+    return names
 
 
 def weight_files(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:

@@ -19,10 +19,13 @@ from kintsugi.model.architecture import ModelConfig, parameter_shapes
 from kintsugi.model.folder import (
     CONFIG_FILE,
     INDEX_FILE,
+    VALUE_HEAD,
     WEIGHTS_FILE,
+    Head,
     check_index,
     check_parameters,
     load_config,
+    stored_names,
     weight_files,
 )
 from kintsugi.model.tokenizer import TOKENIZER_FILES
@@ -30,34 +33,32 @@ from kintsugi.model.transformer import Transformer
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 
-_VALUE_HEAD = ("value_head.weight", "value_head.bias")
-
 
 def load(
     folder: Path,
     *,
+    config: ModelConfig | None = None,
     dtype: torch.dtype | None = None,
-    with_value_head: bool = False,
+    head: Head = "refused",
     device: torch.device | str = "cpu",
 ) -> Transformer:
-    """The model in `folder`, in `dtype` or else as stored. A value head that is not stored starts at zero."""
-    config = load_config(folder)
+    """The model in `folder`, in `dtype` or else as stored; `config` where it is not to be read as the folder says.
+
+    A value head that may be missing, and is, starts at zero.
+    """
+    config = load_config(folder) if config is None else config
     with WeightFiles(folder) as files:
-        wanted = parameter_shapes(config, with_value_head=with_value_head)
-        missing_value_head = with_value_head and not files.shapes.keys() & set(_VALUE_HEAD)
-        if missing_value_head:
-            wanted = {name: shape for name, shape in wanted.items() if name not in _VALUE_HEAD}
-        check_parameters(files.shapes, wanted=wanted, config=config, where=str(folder))
+        names = stored_names(files.shapes, config=config, head=head, where=str(folder))
         stored_dtype = files.tensor("model.embed_tokens.weight").dtype
         model = Transformer(
-            config, with_value_head=with_value_head, dtype=dtype or stored_dtype, device=device
+            config, with_value_head=head != "refused", dtype=dtype or stored_dtype, device=device
         )
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if missing_value_head and name in _VALUE_HEAD:
-                    parameter.zero_()
+                if name in names:
+                    parameter.copy_(files.tensor(names[name]))
                 else:
-                    parameter.copy_(files.tensor(name))
+                    parameter.zero_()
     return model
 
 
@@ -92,7 +93,7 @@ def files(
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
 ) -> Iterator[tuple[str, bytes]]:
     """Name and contents of every file of a Hugging Face folder, one at a time; whoever takes them writes them."""
-    with_value_head = bool(model_state.keys() & set(_VALUE_HEAD))
+    with_value_head = bool(model_state.keys() & set(VALUE_HEAD))
     wanted = parameter_shapes(config, with_value_head=with_value_head)
     shapes = {name: tuple(tensor.shape) for name, tensor in model_state.items()}
     check_parameters(shapes, wanted=wanted, config=config, where="the state to save")

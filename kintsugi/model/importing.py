@@ -11,7 +11,7 @@ import torch
 
 from kintsugi.errors import ModelError
 from kintsugi.model import huggingface
-from kintsugi.model.folder import load_config
+from kintsugi.model.folder import SCORE_HEAD, VALUE_HEAD, load_config
 from kintsugi.model.tokenizer import Tokenizer
 
 _GGUF_PACKAGES = ("transformers", "gguf", "accelerate")
@@ -45,8 +45,8 @@ def _import_folder(folder: Path, *, staged: Path) -> list[Path]:
     Tokenizer.load(folder)
     config = load_config(folder)
     with huggingface.WeightFiles(folder) as files:
-        with_value_head = "value_head.weight" in files.shapes
-    model = huggingface.load(folder, with_value_head=with_value_head)
+        has_head = not files.shapes.keys().isdisjoint((*VALUE_HEAD, SCORE_HEAD))
+    model = huggingface.load(folder, head="required" if has_head else "refused")
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return huggingface.save(state, config=config, folder=staged, tokenizer_folder=folder)
 
@@ -69,5 +69,7 @@ def _dequantise(source: Path, *, folder: Path) -> None:
         )
     except (ValueError, OSError, KeyError) as error:
         raise ModelError(f"transformers cannot read the GGUF file {source}: {error}") from error
+    if tokenizer.pad_token is None:  # Not every version of transformers reads it from the file.
+        tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kintsugi.config import Config, NewModel
+import msgspec
+
+from kintsugi.config import Config, NewModel, stages
 from kintsugi.errors import ModelError
-from kintsugi.model.architecture import ModelConfig
-from kintsugi.model.folder import check_weights, load_config
+from kintsugi.model.architecture import ModelConfig, parameter_shapes, value_config
+from kintsugi.model.folder import Head, check_weights, load_config
 from kintsugi.model.tokenizer import Tokenizer, character_tokenizer
+
+
+class Companions(msgspec.Struct, frozen=True):
+    """The models beside the actor, where a stage of the run needs them; what nobody needs is not there."""
+
+    value_head: bool = False
+    """The actor has one: it is to become a reward model."""
+    critic: ModelConfig | None = None
+    reference: ModelConfig | None = None
+    """None where it has the actor's own architecture."""
+    moving_reference: bool = False
+    reward_model: ModelConfig | None = None
+
+
+ACTOR_ALONE = Companions()
 
 
 def plan_model(config: Config) -> tuple[ModelConfig, Tokenizer]:
     """The model that the run will train and its tokenizer, without loading weights."""
     if config.model.path is not None:
-        return _model_of_folder(Path(config.model.path))
+        return _model_of_folder(Path(config.model.path), head=actor_head(config))
     assert config.model.new is not None, "`kintsugi.validation` refuses a configuration with neither"
     tokenizer = character_tokenizer(config.model.new.alphabet)
     return new_model_config(config.model.new, tokenizer=tokenizer), tokenizer
@@ -40,7 +57,61 @@ def new_model_config(new: NewModel, *, tokenizer: Tokenizer) -> ModelConfig:
     )
 
 
-def _model_of_folder(folder: Path) -> tuple[ModelConfig, Tokenizer]:
+def actor_head(config: Config) -> Head:
+    """What is expected of `model.path`: a reward model may go on from one that has a head already."""
+    return "optional" if _trains_reward_model(config) else "refused"
+
+
+def plan_companions(config: Config) -> Companions:
+    """What else the ranks will hold, with every folder checked; ModelError names the setting that does not fit."""
+    actor, _ = plan_model(config)
+    critic = reference = reward_model = None
+    for stage in stages(config):
+        if stage.has_critic:
+            critic = value_config(actor)
+            if stage.critic.path is not None:
+                critic = _companion("critic.path", stage.critic.path, actor=actor, head="optional")
+        if stage.has_reference and stage.reference.path is not None:
+            reference = _companion("reference.path", stage.reference.path, actor=actor)
+            if stage.moves_reference and parameter_shapes(reference) != parameter_shapes(actor):
+                raise ModelError(
+                    f"`reference.path`: expected the actor's own architecture, because the reference is to follow it; "
+                    f"got another one in {stage.reference.path}"
+                )
+        if stage.reward_model is not None:
+            path = stage.reward_model.path
+            reward_model = _companion("reward_model.path", path, actor=actor, head="required")
+    return Companions(
+        value_head=_trains_reward_model(config),
+        critic=critic,
+        reference=reference,
+        moving_reference=any(stage.moves_reference for stage in stages(config)),
+        reward_model=reward_model,
+    )
+
+
+def _trains_reward_model(config: Config) -> bool:
+    return any(stage.algorithm.name == "reward_model" for stage in stages(config))
+
+
+def _companion(field: str, path: str, *, actor: ModelConfig, head: Head = "refused") -> ModelConfig:
+    """The architecture in a folder, which must read the actor's tokens."""
+    folder = Path(path)
+    try:
+        found = load_config(folder)
+        if found.vocab_size != actor.vocab_size:
+            raise ModelError(
+                f"expected a vocabulary of {actor.vocab_size} tokens, as the actor has, "
+                f"got {found.vocab_size} in {folder}"
+            )
+        found = found if head == "refused" else value_config(found)
+        check_weights(folder, config=found, head=head)
+    except ModelError as error:
+        raise ModelError(f"`{field}`: {error}") from error
+    return found
+
+
+def _model_of_folder(folder: Path, *, head: Head) -> tuple[ModelConfig, Tokenizer]:
     model = load_config(folder)
     tokenizer = Tokenizer.load(folder)
     if tokenizer.vocab_size > model.vocab_size:
@@ -48,5 +119,5 @@ def _model_of_folder(folder: Path) -> tuple[ModelConfig, Tokenizer]:
             f"expected a tokenizer of at most `vocab_size`={model.vocab_size} tokens in {folder}, "
             f"got {tokenizer.vocab_size}"
         )
-    check_weights(folder, config=model)
+    check_weights(folder, config=model, head=head)
     return model, tokenizer

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import comb, sqrt
+
+import msgspec
+import xxhash
+
+from kintsugi.types import Row
 
 CONFIDENCE_Z = 1.959963984540054
 """Two-sided 95 %."""
@@ -62,6 +67,82 @@ def summarize(greedy: Sequence[bool], sampled: Sequence[Sequence[bool]] = ()) ->
     return metrics
 
 
+def problems_digest(rows: Iterable[Row]) -> str:
+    """By which two runs know that they were judged on the same problems, in the same order."""
+    digest = xxhash.xxh3_64()
+    for row in rows:
+        digest.update(msgspec.json.encode((row.prompt, row.columns), enc_hook=str, order="deterministic"))
+    return digest.hexdigest()
+
+
 def _with_interval(name: str, share: float, *, count: int) -> dict[str, float]:
     low, high = wilson_interval(min(1.0, max(0.0, share)), count=count)
     return {name: share, f"{name}_low": low, f"{name}_high": high}
+
+
+def difference_interval(
+    *, both: int, only_first: int, only_second: int, neither: int, z: float = CONFIDENCE_Z
+) -> tuple[float, float]:
+    """Of second − first, two shares of right answers to the same problems: Newcombe's score interval for pairs.
+
+    Unlike a bootstrap it stays honest where few problems tell the two apart: none in ten is not "no difference".
+
+    >>> low, high = difference_interval(both=36, only_first=2, only_second=12, neither=0)
+    >>> round(low, 3), round(high, 3)
+    (0.057, 0.34)
+    """
+    count = both + only_first + only_second + neither
+    first, second = (both + only_first) / count, (both + only_second) / count
+    return _hybrid(
+        first,
+        second,
+        counts=(count, count),
+        correlation=_correlation(both, only_first, only_second, neither),
+        z=z,
+    )
+
+
+def unpaired_interval(
+    first: float, second: float, *, counts: tuple[int, int], z: float = CONFIDENCE_Z
+) -> tuple[float, float]:
+    """Of second − first, two shares over different problems: Newcombe's hybrid score interval."""
+    return _hybrid(first, second, counts=counts, correlation=0.0, z=z)
+
+
+def _hybrid(
+    first: float, second: float, *, counts: tuple[int, int], correlation: float, z: float
+) -> tuple[float, float]:
+    """The two shares' Wilson intervals, squared and added, less what the pairs have in common."""
+    first_low, first_high = wilson_interval(first, count=counts[0], z=z)
+    second_low, second_high = wilson_interval(second, count=counts[1], z=z)
+
+    def spread(one: float, other: float) -> float:
+        return sqrt(max(0.0, one * one - 2 * correlation * one * other + other * other))
+
+    difference = second - first
+    return (
+        difference - spread(second - second_low, first_high - first),
+        difference + spread(second_high - second, first - first_low),
+    )
+
+
+def _correlation(both: int, only_first: int, only_second: int, neither: int) -> float:
+    """Phi of the table, corrected for continuity as Newcombe does; 0 where a margin is empty."""
+    margins = (both + only_first) * (only_second + neither) * (both + only_second) * (only_first + neither)
+    if margins == 0:
+        return 0.0
+    determinant: float = both * neither - only_first * only_second
+    if determinant > 0:
+        determinant = max(determinant - (both + only_first + only_second + neither) / 2, 0)
+    return determinant / sqrt(margins)
+
+
+def mcnemar(*, only_first: int, only_second: int) -> float:
+    """The exact two-sided p-value that both are equally good, from the problems that tell them apart.
+
+    >>> mcnemar(only_first=0, only_second=5)
+    0.0625
+    """
+    count = only_first + only_second
+    tail = sum(comb(count, k) for k in range(min(only_first, only_second) + 1))
+    return min(1.0, 2 * tail / (1 << count))

@@ -1,4 +1,5 @@
-"""What a step looked like, under the names that the field knows, and the files it is written to.
+"""What a step looked like, under the names that the field knows, and the files it is written to. What each name means
+is said in `docs/metrics.md`.
 
 `metrics.jsonl` has one object a line: `{"step": 12, "time": 1.7e9, "reward/mean": 0.4, …}`; an evaluation is a line of
 its own. `samples.jsonl` has one line per trained sample. Both are cut back to the resumed step when a run resumes.
@@ -25,6 +26,7 @@ from kintsugi.types import Finish, SampleMeta, SampleText
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+VERDICTS_FILE = "verdicts.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
 _BLOCK_SIZE = 1 << 16
@@ -47,6 +49,15 @@ class SampleRecord(msgspec.Struct, frozen=True):
     advantage: float | None
 
 
+class VerdictRecord(msgspec.Struct, frozen=True):
+    """One line of `verdicts.jsonl`: which held-out problems one evaluation's greedy answers were right on."""
+
+    step: int
+    problems: str
+    """Digest of the held-out set; two runs with the same one were asked the same problems in the same order."""
+    right: tuple[bool, ...]
+
+
 def step_metrics(
     metas: Sequence[SampleMeta],
     *,
@@ -65,7 +76,8 @@ def step_metrics(
     metrics = dict(call_metrics)
     if any(meta.reward_components for meta in metas):
         metrics |= _reward_metrics(metas, lengths=lengths)
-        metrics["advantage/abs_mean"] = _mean([abs(advantages.get(meta.key, 0.0)) for meta in metas])
+        if advantages:
+            metrics["advantage/abs_mean"] = _mean([abs(advantages.get(meta.key, 0.0)) for meta in metas])
         truncated = [meta.finish is Finish.LENGTH for meta in metas]
         metrics["completions/clipped_ratio"] = _mean([float(cut) for cut in truncated])
         cut_tokens = sum(length for length, cut in zip(lengths, truncated, strict=True) if cut)
@@ -269,6 +281,22 @@ class SamplesWriter:
                 for meta in metas
             ]
         )
+
+    def truncate_after(self, step: int) -> None:
+        self._lines.truncate_after(step)
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+class VerdictsWriter:
+    """Writes the verdicts of every evaluation to `verdicts.jsonl`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._lines = _Lines(run_dir / VERDICTS_FILE)
+
+    def write(self, record: VerdictRecord) -> None:
+        self._lines.append([record])
 
     def truncate_after(self, step: int) -> None:
         self._lines.truncate_after(step)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from kintsugi.errors import IntegrityError, RefusedError
-from kintsugi.messages import RankReady, RebuildGroup
+from kintsugi.operations import RankReady, RebuildGroup
 from kintsugi.recovery.processor import SNAPSHOT_PREFIX, Flow
 
 WIDTH = 4
@@ -78,6 +78,7 @@ class ReplayAdapter:
         self._vector: Vector = (0,) * WIDTH
         self._prepared: Snapshot | None = None
         self._half_updated = False
+        self._between_calls = False
         self._committed = Snapshot(0, "", self._vector, digest_of(0, "", self._vector), committed=True)
 
     @property
@@ -88,6 +89,11 @@ class ReplayAdapter:
     def generation(self) -> int:
         """Of the group that calls may use; 0 while there is none."""
         return self._generation
+
+    @property
+    def is_between_calls(self) -> bool:
+        """Half updated in good order: one training call of the step is done, and another one follows."""
+        return self._half_updated and self._between_calls
 
     @property
     def committed(self) -> Snapshot:
@@ -117,12 +123,14 @@ class ReplayAdapter:
         step = self._committed.step
         self._keep(Snapshot(step, stage, self._vector, digest_of(step, stage, self._vector), committed=True))
 
-    def train(self, step: int, keys: Iterable[str], *, interrupted: bool = False) -> str:
-        """Prepare a step from the samples of the whole batch and give its digest.
-
-        An `interrupted` update stops in the middle: the rank is half updated, as when it is told to stop just then.
-        """
-        assert self._prepared is None and not self._half_updated and step == self._committed.step + 1
+    def train(
+        self, step: int, keys: Iterable[str], *, prepares: bool = True, interrupted: bool = False
+    ) -> str:
+        """Update from the samples of the whole batch; the last training call of a step `prepares` it and gives its
+        digest. An `interrupted` update stops in the middle: the rank is half updated, as when it is told to stop just
+        then."""
+        assert self._prepared is None and step == self._committed.step + 1
+        assert not self._half_updated or self._between_calls
         assert self._device_is_set, "no step runs on a device that was reset"
         content = f"{step}|{self._stage}|{','.join(sorted(keys))}".encode()
         change = hashlib.blake2b(content, digest_size=8 * WIDTH).digest()
@@ -132,9 +140,12 @@ class ReplayAdapter:
         ]
         if interrupted:
             self._vector = (*moved[: WIDTH // 2], *self._vector[WIDTH // 2 :])
-            self._half_updated = True
+            self._half_updated, self._between_calls = True, False
             return ""
         self._vector = tuple(moved)
+        self._half_updated = self._between_calls = not prepares
+        if not prepares:
+            return ""
         prepared = Snapshot(
             step, self._stage, self._vector, digest_of(step, self._stage, self._vector), committed=False
         )
@@ -221,7 +232,7 @@ class ReplayAdapter:
         stage has put nothing there yet."""
         self._device_is_set = False
         self._vector = (0,) * WIDTH
-        self._half_updated = True
+        self._half_updated, self._between_calls = True, False
 
 
 def digest_of(step: int, stage: str, vector: Vector) -> str:

@@ -15,8 +15,8 @@ from typing import ClassVar
 
 import msgspec
 
-from kintsugi.messages import (
-    Body,
+from kintsugi.messages import Body, StartStage
+from kintsugi.operations import (
     DeviceClean,
     DeviceStop,
     NotifyNormal,
@@ -25,7 +25,6 @@ from kintsugi.messages import (
     RebuildGroup,
     Repair,
     Rollback,
-    StartStage,
 )
 from kintsugi.recovery.processor import Flow
 from kintsugi.recovery.states import STEPS, RecoveryEvent, RecoveryState, following

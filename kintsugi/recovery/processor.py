@@ -23,7 +23,7 @@ from typing import Protocol
 import msgspec
 
 from kintsugi.errors import IntegrityError, RefusedError, WorldError
-from kintsugi.messages import (
+from kintsugi.operations import (
     DeviceClean,
     DeviceStop,
     NotifyNormal,
@@ -106,14 +106,15 @@ class Processor:
         """The step after which nothing runs, while the rank is locked."""
         return self._locked_after
 
-    def admit(self, step: int) -> None:
-        """Refuse to run a step that is not the next one, or that must not run now."""
+    def admit(self, step: int, *, goes_on: bool = False) -> None:
+        """Refuse to run a step that is not the next one, or that must not run now. A rank that `goes_on` is half
+        updated in good order: it has finished some of the step's training calls, and another one follows."""
         if self._locked_after is not None and step > self._locked_after:
             raise RefusedError(
                 f"step {step} must not run: this rank is locked after step {self._locked_after}"
             )
         standing = self._adapter.standing()
-        if standing.half_updated:
+        if standing.half_updated and not goes_on:
             raise RefusedError(f"step {step} must not run: this rank is half updated and needs a rollback")
         if standing.prepared_step >= 0:
             raise RefusedError(

@@ -35,11 +35,13 @@ def sampled_trajectory(ticket: str, prompt: bytes, completion: Completion) -> Tr
     )
 
 
-def demonstrated_trajectory(ticket: str, prompt: Sequence[int], completion: Sequence[int]) -> Trajectory:
-    """A row to imitate: its completion, end token included, is in the loss."""
+def demonstrated_trajectory(
+    ticket: str, prompt: Sequence[int], completion: Sequence[int], *, sample: int = 0
+) -> Trajectory:
+    """A row to imitate, or one of a pair: its completion, end token included, is in the loss."""
     count = len(prompt) + len(completion)
     return Trajectory(
-        key=sample_key(ticket, 0),
+        key=sample_key(ticket, sample),
         tokens=int32([*prompt, *completion]),
         loss_mask=bytes(len(prompt)) + b"\x01" * len(completion),
         logprobs=bytes(4 * count),
@@ -48,8 +50,10 @@ def demonstrated_trajectory(ticket: str, prompt: Sequence[int], completion: Sequ
     )
 
 
-def describe(trajectory: Trajectory, *, ticket: str, holder: str, components: dict[str, float]) -> SampleMeta:
-    """What the control plane is told of a sample."""
+def describe(
+    trajectory: Trajectory, *, ticket: str, holder: str, components: dict[str, float], reward: float
+) -> SampleMeta:
+    """What the control plane is told of a sample; the components are as the functions gave them, unweighted."""
     versions = array("i", trajectory.versions)
     sampled = [version for version, mask in zip(versions, trajectory.loss_mask, strict=True) if mask]
     tokens = array("i", trajectory.tokens)
@@ -59,7 +63,7 @@ def describe(trajectory: Trajectory, *, ticket: str, holder: str, components: di
         ticket=ticket,
         num_tokens=trajectory.num_tokens,
         num_loss_tokens=len(sampled),
-        reward=sum(components.values()),
+        reward=reward,
         reward_components=components,
         finish=trajectory.finish,
         version=min(sampled, default=-1),

@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import re
+import secrets
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal, InvalidOperation
+from types import FrameType
 from typing import Any
+
+from kintsugi.errors import ConfigError, DataError
+from kintsugi.rollout.sandbox import Outcome, run_python
+
+_log = logging.getLogger(__name__)
+
+_NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+")
+_FENCE = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_LONGEST_ANSWER = 2000
+"""Characters of a final answer; a longer one is not an answer, and is not handed to a parser."""
+_COMPARISON_CPU_S = 2.0
 
 
 def exact_answer(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
@@ -12,3 +34,205 @@ def exact_answer(completions: list[str], answer: list[str], **columns: Any) -> l
     [1.0, 0.0]
     """
     return [float(completion.strip() == truth) for completion, truth in zip(completions, answer, strict=True)]
+
+
+def gsm8k_answer(completions: list[str], answer: list[str], **columns: Any) -> list[float | Exception]:
+    """1 where the last number is the answer's, else 0; what follows '####', if that is there, is looked at alone.
+
+    As GSM8K is usually judged: `answer` may be a worked solution that ends with '#### 72'; thousands' commas and
+    dollar signs do not count, and 72 equals 72.00.
+
+    >>> gsm8k_answer(["so 36 * 2 = 72.", "#### 1,072.00"], answer=["… #### 72", "#### 1072"])
+    [1.0, 1.0]
+    """
+    return [_same_number(text, truth) for text, truth in zip(completions, answer, strict=True)]
+
+
+def _same_number(completion: str, answer: str) -> float | Exception:
+    truth = _last_number(str(answer))
+    if truth is None:
+        return DataError(f"expected a number in column 'answer', got {str(answer)[-80:]!r}")
+    return float(_last_number(completion) == truth)
+
+
+def _last_number(text: str) -> Decimal | None:
+    marked = text.rpartition("####")[2] if "####" in text else text
+    found: list[str] = _NUMBER.findall(marked)
+    try:
+        return Decimal(found[-1].replace(",", "").replace("$", "")) if found else None
+    except InvalidOperation:
+        return None
+
+
+def math_answer(completions: list[str], answer: list[str], **columns: Any) -> list[float | Exception]:
+    """1 where the completion's final answer equals `answer` mathematically, else 0; needs the extra `math`.
+
+    The final answer is what follows the last '####', else what is in the last \\boxed{…}, else the last expression;
+    `answer` may be given in any of these forms. Math-Verify parses and compares: 0.5 equals \\frac12, x+1 equals 1+x. A
+    comparison of more than two seconds of processor time is not decided: its sample is set aside.
+    """
+    try:
+        import math_verify
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "reward 'math_answer' needs the library math-verify: `pip install 'kintsugi[math]'`"
+        ) from error
+    # It warns that without its own timeouts somebody else must have one, which is so.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    parsed: dict[str, Any] = {}
+
+    def judge(completion: str, truth: str) -> float | Exception:
+        if truth not in parsed:
+            parsed[truth] = math_verify.parse(_as_latex(_final_answer(truth)), parsing_timeout=None)
+        if not parsed[truth]:
+            return DataError(f"expected an expression in column 'answer', got {truth[-80:]!r}")
+        final = _final_answer(completion)
+        if len(final) > _LONGEST_ANSWER:
+            return 0.0
+        given = math_verify.parse(final, parsing_timeout=None)
+        return float(bool(given) and math_verify.verify(parsed[truth], given, timeout_seconds=None))
+
+    return [_decided(judge, text, str(truth)) for text, truth in zip(completions, answer, strict=True)]
+
+
+def _decided(judge: Any, completion: str, truth: str) -> float | Exception:
+    """Nonsense is not an answer, whatever it makes a parser raise; only what takes too long is left open."""
+    try:
+        with _processor_time(_COMPARISON_CPU_S):
+            verdict: float | Exception = judge(completion, truth)
+    except _TooLong:
+        return TimeoutError(f"comparing with {truth[-80:]!r} took more than {_COMPARISON_CPU_S:g} s")
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError):
+        return 0.0
+    return verdict
+
+
+def _final_answer(text: str) -> str:
+    if "####" in text:
+        return text.rpartition("####")[2].strip().partition("\n")[0]
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return text[-_LONGEST_ANSWER:]
+    depth = 0
+    for end in range(start + 6, len(text)):
+        depth += (text[end] == "{") - (text[end] == "}")
+        if depth == 0:
+            return text[start : end + 1]
+    return text[start:]
+
+
+def _as_latex(truth: str) -> str:
+    """A bare answer such as 3/4 or \\sqrt{2} is an expression as a whole, not text that has one somewhere."""
+    return truth if "$" in truth or "\\boxed" in truth else f"${truth}$"
+
+
+class _TooLong(BaseException):
+    """Not an `Exception`, so that no library on the way takes it for one of its own."""
+
+
+@contextlib.contextmanager
+def _processor_time(limit_s: float) -> Iterator[None]:
+    """Raise `_TooLong` when this process has computed for so long. In the main thread, where signals are; elsewhere
+    the reward's own time limit is the bound."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGPROF, stop)
+    # Again and again: a library that swallows everything swallows the first one.
+    signal.setitimer(signal.ITIMER_PROF, limit_s, 0.1)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def program_output(completions: list[str], **columns: Any) -> list[float]:
+    """1 where the completion is a Python program that does what the row asks for, else 0; each runs in a sandbox.
+
+    The program is what stands between the last pair of ``` fences, else the whole completion. Column `tests` holds
+    Python code that runs after it, typically assertions (text, or a list of such texts). Or column `expected_output`
+    holds what it has to print, given `stdin` (texts, or lists of equal length, all of which must pass); white space at
+    the end of lines does not count. Why a program scored 0 is in the worker's log.
+    """
+    rows = [{name: values[index] for name, values in columns.items()} for index in range(len(completions))]
+    # Programs mostly wait for a processor: one each, and none takes another's time.
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="sandbox") as pool:
+        return list(pool.map(_judge_program, completions, rows))
+
+
+def _judge_program(completion: str, row: dict[str, Any]) -> float:
+    source = program_of(completion)
+    if row.get("tests") is not None:
+        why = _why_tests_fail(source, "\n".join(_texts(row["tests"])))
+    elif row.get("expected_output") is not None:
+        expected = _texts(row["expected_output"])
+        given = _texts(row.get("stdin") or [""] * len(expected))
+        if len(given) != len(expected):
+            raise DataError(
+                f"reward 'program_output': expected as many of `stdin` as of `expected_output`={len(expected)}, "
+                f"got {len(given)}"
+            )
+        tried = (_why_output_differs(source, each, out) for each, out in zip(given, expected, strict=True))
+        why = next((reason for reason in tried if reason), "")
+    else:
+        raise DataError(
+            "reward 'program_output': expected a column `tests` or `expected_output`, found neither"
+        )
+    if why:
+        _log.info("program_output: %s", why)
+    return float(not why)
+
+
+def program_of(completion: str) -> str:
+    """The code in a completion.
+
+    >>> program_of("Here it is:\\n```python\\nprint(1)\\n```\\nDone.")
+    'print(1)\\n'
+    """
+    fenced: list[str] = _FENCE.findall(completion)
+    return fenced[-1] if fenced else completion
+
+
+def _texts(value: Any) -> Sequence[str]:
+    return [value] if isinstance(value, str) else [str(each) for each in value]
+
+
+def _why_output_differs(source: str, stdin: str, expected: str) -> str:
+    outcome = run_python(source, stdin=stdin)
+    if outcome.reason:
+        return _why(outcome)
+    got, wanted = _lines(outcome.stdout), _lines(expected)
+    return "" if got == wanted else f"expected the output {expected[:100]!r}, got {outcome.stdout[:100]!r}"
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _why_tests_fail(source: str, tests: str) -> str:
+    """The last word is a number that nobody can guess: a program that exits before its tests does not say it."""
+    last_word = secrets.token_hex(16)
+    harness = (
+        "import sys as _sys\n"
+        "def _run(last_word):\n"
+        "    space = {'__name__': '__main__'}\n"
+        f"    exec(compile({source!r}, 'program.py', 'exec'), space)\n"
+        f"    exec(compile({tests!r}, 'tests.py', 'exec'), space)\n"
+        "    _sys.stdout.flush()\n"
+        "    _sys.stderr.write(last_word)\n"
+        "_run(_sys.stdin.readline())\n"
+    )
+    outcome = run_python(harness, stdin=last_word)
+    if outcome.reason:
+        return _why(outcome)
+    return "" if outcome.stderr.endswith(last_word) else "it ended before its tests were done"
+
+
+def _why(outcome: Outcome) -> str:
+    last_line = outcome.stderr.strip().rpartition("\n")[2][:200]
+    return f"{outcome.reason}: {last_line}" if last_line else outcome.reason

@@ -1,85 +1,124 @@
-"""Calls reward functions and checks what they return. A reward is never guessed: what can not be scored is said so."""
+"""What a recipe's rewards are, and what their functions may return. A reward is never guessed: what can not be scored
+is said so.
+
+A function is called once per group, as TRL calls it: `f(completions=[…], prompts=[…], **columns)`, every column of the
+row repeated for each completion. It returns one finite number per completion. In the place of a number, None or an
+exception sets that one sample aside with its reason, and the others of the group count. Whatever else it does wrong is
+wrong with the group as a whole (`RewardFailed`): that is tried again.
+"""
 
 from __future__ import annotations
 
-import importlib
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from queue import Empty, SimpleQueue
-from threading import Event, Thread
 from typing import Any
 
-from kintsugi.errors import ConfigError, DeadlineExceeded, WorldError
-from kintsugi.runtime import wait
+import msgspec
+
+from kintsugi.errors import ConfigError, WorldError
+from kintsugi.rollout.importing import IN_A_FILE, function_name, import_function
 
 RewardFunction = Callable[..., Any]
-IDLE_S = 1.0
 
 
 class RewardFailed(WorldError):
-    """A reward function raised, or returned something that is not one finite number per completion."""
+    """A reward function raised, took too long, or returned something that is not one value per completion."""
 
 
-def load_rewards(paths: Sequence[str]) -> dict[str, RewardFunction]:
-    """Import reward functions by dotted path; the last part is the name of the reward's component."""
-    functions: dict[str, RewardFunction] = {}
-    for path in paths:
-        name = path.rpartition(".")[2]
-        if name in functions:
-            raise ConfigError(
-                f"`algorithm.reward`: expected distinct names (they name the reward's components), got {name!r} twice"
-            )
-        functions[name] = _import_function(path)
-    if not functions:
+class RewardName(msgspec.Struct, frozen=True):
+    """One entry of `algorithm.reward`: `RewardName("my.module.brevity", "brevity", 0.1)`."""
+
+    path: str
+    name: str
+    """Of the reward's component; the last part of the path."""
+    weight: float = 1.0
+
+
+class Reward(msgspec.Struct, frozen=True):
+    """An imported reward function."""
+
+    name: str
+    function: RewardFunction
+
+    @property
+    def is_async(self) -> bool:
+        call = getattr(self.function, "__call__", None)  # noqa: B004 - an object's own `async def __call__`
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
+
+
+def parse_rewards(entries: Sequence[str]) -> tuple[RewardName, ...]:
+    """Paths, names and weights, without importing anything.
+
+    >>> parse_rewards(["my.module.right", "my.module.brevity * 0.1"])[1]
+    RewardName(path='my.module.brevity', name='brevity', weight=0.1)
+    """
+    names = tuple(map(_parse, entries))
+    if not names:
         raise ConfigError("`algorithm.reward`: expected at least one function, found none")
-    return functions
+    for index, each in enumerate(names):
+        if any(each.name == other.name for other in names[:index]):
+            raise ConfigError(
+                "`algorithm.reward`: expected distinct names (they name the reward's components), "
+                f"got {each.name!r} twice"
+            )
+    return names
 
 
-def _import_function(path: str) -> RewardFunction:
-    module_name, _, name = path.rpartition(".")
-    if not module_name:
-        raise ConfigError(
-            f"`algorithm.reward`: expected dotted paths like `package.module.function`, got {path!r}"
-        )
+def _parse(entry: str) -> RewardName:
+    path, star, weight = entry.rpartition("*") if "*" in entry else (entry, "", "1")
+    path, weight = path.strip(), weight.strip()
     try:
-        function = getattr(importlib.import_module(module_name), name, None)
-    except Exception as error:  # Somebody else's module may raise anything while it is imported.
+        number = float(weight)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
         raise ConfigError(
-            f"`algorithm.reward`: expected {path} to be importable; {module_name} gives {type(error).__name__}: {error}"
-        ) from error
-    if not callable(function):
-        found = "nothing" if function is None else type(function).__name__
-        raise ConfigError(
-            f"`algorithm.reward`: expected a function {name!r} in {module_name}, found {found} at {path}"
+            "`algorithm.reward`: expected a path, or a path and its weight like `my.module.brevity * 0.1`, "
+            f"got {entry!r}" + (f" with the weight {weight!r}" if star else "")
         )
-    loaded: RewardFunction = function
-    return loaded
+    parts = [function_name(path)] if IN_A_FILE in path else path.split(".")
+    is_dotted = len(parts) > 1 or IN_A_FILE in path
+    if not is_dotted or not all(part.isidentifier() for part in parts):
+        raise ConfigError(
+            "`algorithm.reward`: expected dotted paths like `package.module.function` or files like "
+            f"`rewards.py:function`, got {entry!r}"
+        )
+    return RewardName(path, function_name(path), number)
 
 
-def score(
-    functions: Mapping[str, RewardFunction],
-    *,
-    prompt: str,
-    completions: Sequence[str],
-    columns: Mapping[str, Any],
-) -> list[dict[str, float]]:
-    """Reward components of each completion of one prompt; every column is given once per completion, as TRL does."""
+def load_rewards(entries: Sequence[str]) -> tuple[Reward, ...]:
+    """Import the functions; ConfigError names the one that can not be."""
+    return tuple(Reward(each.name, import_function(each.path)) for each in parse_rewards(entries))
+
+
+def total(components: Mapping[str, float], names: Sequence[RewardName]) -> float:
+    """The weighted sum, in the recipe's order; a demonstration has no components and earns nothing."""
+    return sum((each.weight * components[each.name] for each in names if each.name in components), start=0.0)
+
+
+def arguments(prompt: str, completions: Sequence[str], columns: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """What a function is called with; SFT's own column is not the reward's business."""
     count = len(completions)
     repeated = {name: [value] * count for name, value in columns.items() if name != "completion"}
-    components: list[dict[str, float]] = [{} for _ in completions]
-    for name, function in functions.items():
-        try:
-            rewards = function(completions=list(completions), prompts=[prompt] * count, **repeated)
-        except Exception as error:  # The user's function may raise anything; it is recorded as the reason.
-            raise RewardFailed(f"reward '{name}' raised {type(error).__name__}: {error}") from error
-        for component, value in zip(components, checked(name, rewards, count=count), strict=True):
-            component[name] = value
-    return components
+    return {**repeated, "completions": list(completions), "prompts": [prompt] * count}
 
 
-def checked(name: str, rewards: Any, *, count: int) -> list[float]:
-    """One finite number per completion, or RewardFailed that says what came instead."""
+def failure(name: str, error: BaseException) -> RewardFailed:
+    """The user's function may raise anything; the place of it helps to find it."""
+    frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
+    place = f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames else ""
+    return RewardFailed(f"reward '{name}' raised {type(error).__name__}: {error}{place}")
+
+
+def checked(name: str, rewards: Any, *, count: int) -> list[float | str]:
+    """A number per completion, or the reason why there is none; RewardFailed where it is not one value each."""
+    if inspect.isawaitable(rewards):
+        if inspect.iscoroutine(rewards):
+            rewards.close()
+        raise RewardFailed(f"reward '{name}': returned something to await; make it an `async def` function")
+    if not isinstance(rewards, list | tuple) and hasattr(rewards, "tolist"):
+        rewards = rewards.tolist()
     if not isinstance(rewards, list | tuple):
         raise RewardFailed(
             f"reward '{name}': expected a list of {count} numbers, got {type(rewards).__name__}"
@@ -89,57 +128,33 @@ def checked(name: str, rewards: Any, *, count: int) -> list[float]:
     return [_number(name, value) for value in rewards]
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: Any) -> float | str:
     """Anything that is one finite number: Python's, numpy's, a truth value; not text that looks like one."""
+    if isinstance(value, BaseException):
+        return f"reward '{name}': {str(value) or type(value).__name__}"
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if not math.isfinite(number):
-        raise RewardFailed(f"reward '{name}': expected finite numbers, got {value!r}")
-    return number
+    return (
+        number if math.isfinite(number) else f"reward '{name}': expected a finite number, got {value!r:.200}"
+    )
 
 
-class RewardThread:
-    """Computes rewards one after the other beside the worker's loop.
+def combined(
+    values: Mapping[str, Sequence[float | str]], *, count: int
+) -> tuple[list[dict[str, float]], dict[int, str]]:
+    """Components of each completion, and the reasons of those that could not be judged, whose components are empty.
 
-    The functions are the user's and may hang, so the thread is a daemon: it can be left behind, and it never keeps
-    the process from ending.
+    >>> combined({"right": [1.0, 0.0], "brevity": [0.5, "reward 'brevity': no text"]}, count=2)
+    ([{'right': 1.0, 'brevity': 0.5}, {}], {1: "reward 'brevity': no text"})
     """
-
-    def __init__(self, functions: Mapping[str, RewardFunction]) -> None:
-        self._functions = functions
-        self._work: SimpleQueue[tuple[Future[list[dict[str, float]]], dict[str, Any]]] = SimpleQueue()
-        self._abandoned = Event()
-        Thread(target=self._run, name="reward", daemon=True).start()
-
-    def submit(
-        self, *, prompt: str, completions: Sequence[str], columns: Mapping[str, Any]
-    ) -> Future[list[dict[str, float]]]:
-        future: Future[list[dict[str, float]]] = Future()
-        self._work.put((future, {"prompt": prompt, "completions": completions, "columns": columns}))
-        return future
-
-    def abandon(self) -> None:
-        """Take no more work; a function that hangs is left to hang."""
-        self._abandoned.set()
-
-    def _run(self) -> None:
-        """Consumes submitted work until abandoned; waits for the next piece only."""
-        while not self._abandoned.is_set():
-            try:
-                future, arguments = wait(
-                    self._attempt, whom="rollout worker", what="a reward", timeout_s=IDLE_S
-                )
-            except DeadlineExceeded:
-                continue
-            try:
-                future.set_result(score(self._functions, **arguments))
-            except RewardFailed as error:
-                future.set_exception(error)
-
-    def _attempt(self, remaining_s: float) -> tuple[Future[list[dict[str, float]]], dict[str, Any]] | None:
-        try:
-            return self._work.get(timeout=remaining_s)
-        except Empty:
-            return None
+    components: list[dict[str, float]] = []
+    reasons: dict[int, str] = {}
+    for index in range(count):
+        given = {name: each[index] for name, each in values.items()}
+        why = [value for value in given.values() if isinstance(value, str)]
+        if why:
+            reasons[index] = "; ".join(why)
+        components.append({} if why else {n: v for n, v in given.items() if not isinstance(v, str)})
+    return components, reasons

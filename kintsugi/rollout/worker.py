@@ -1,8 +1,8 @@
 """The rollout worker: runs groups of episodes, scores them, and keeps the trajectories until they are trained.
 
 One loop consumes requests (run this group, hand over these samples, forget those) and answers of the generation
-manager; it waits for either and for finished rewards. Rewards are the user's code and run in a thread beside it, so
-that heartbeats go on and a deadline can be kept.
+manager; it waits for either and for finished rewards. Rewards are the user's code and run in a process beside it
+(`judge.py`), so that heartbeats go on and a deadline can be kept.
 
 It outlives master and manager. A master that took over asks again for what it knows no answer to: a group that runs
 is not begun twice, a finished one is answered from what is kept. A group whose manager died waits for the next one.
@@ -10,16 +10,19 @@ is not begun twice, a finished one is answered from what is kept. A group whose 
 
 from __future__ import annotations
 
-from collections import deque
-from concurrent.futures import Future
+import itertools
 from pathlib import Path
 
 import msgspec
 
 from kintsugi.bootstrap import Bootstrap
-from kintsugi.config import Config, Stage, stages
-from kintsugi.data.source import Order, Source, open_source
-from kintsugi.errors import DataError, DeadlineExceeded, KintsugiError, ProcessDied, RefusedError
+from kintsugi.config import LEARN_PAIRS, Config, Stage, stages
+from kintsugi.data.columns import CHOSEN, COMPLETION, REJECTED
+from kintsugi.data.feed import Feed
+from kintsugi.data.saved import saved_samples
+from kintsugi.data.streams import RowNotYet
+from kintsugi.data.tokens import Fed
+from kintsugi.errors import ConfigError, DataError, DeadlineExceeded, KintsugiError, ProcessDied, RefusedError
 from kintsugi.messages import (
     Drop,
     EpisodesDone,
@@ -34,7 +37,10 @@ from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.observe.events import EventLog, FaultSeen, Note, events_path
 from kintsugi.recipe import load_config
 from kintsugi.rollout.episode import demonstrated_trajectory, describe, int32, sampled_trajectory
-from kintsugi.rollout.scoring import RewardFailed, RewardThread, load_rewards
+from kintsugi.rollout.judge import Case, Failed, Judged
+from kintsugi.rollout.judging import Judging
+from kintsugi.rollout.replay import replay
+from kintsugi.rollout.scoring import parse_rewards, total
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, WAITS, wait
 from kintsugi.transport import Delivery, PendingReply
 from kintsugi.types import Completion, Finish, Role, Row, SampleText, Trajectory, Wait, process_id, sample_key
@@ -42,6 +48,8 @@ from kintsugi.worker import Membership, open_endpoint
 
 IDLE_S = 0.25
 MANAGER = process_id(Role.MANAGER, 0)
+MAKE_READY_S = 0.01
+"""Spent on the next rows in a turn in which nobody asked for anything."""
 
 
 class Group(msgspec.Struct, eq=False):
@@ -60,6 +68,15 @@ class Group(msgspec.Struct, eq=False):
     attempts: int = 1
 
 
+class Unread(msgspec.Struct, frozen=True):
+    """An order whose row has not come out of its stream."""
+
+    delivery: Delivery
+    request: RunEpisodes
+    since: float
+    deadline: float
+
+
 class Finished(msgspec.Struct, frozen=True):
     """A group that was answered; kept until its samples are trained, or until the next evaluation."""
 
@@ -68,15 +85,12 @@ class Finished(msgspec.Struct, frozen=True):
     trajectories: dict[str, Trajectory]
 
 
-class Scoring(msgspec.Struct):
-    """A reward that is being computed, or waits for those before it."""
+class Scoring(msgspec.Struct, frozen=True):
+    """A group that is being judged, or waits for those before it."""
 
     group: Group
     texts: list[str]
-    future: Future[list[dict[str, float]]]
     since: float
-    until: float = float("inf")
-    """Set when it is the first in line, so the time of others does not count."""
 
 
 class RolloutWorker:
@@ -85,24 +99,28 @@ class RolloutWorker:
     def __init__(self, bootstrap: Bootstrap, config: Config, tokenizer: Tokenizer, *, log: EventLog) -> None:
         self._process, self._config, self._tokenizer, self._log = bootstrap.process, config, tokenizer, log
         self._stages: dict[str, Stage] = {stage.name: stage for stage in stages(config)}
-        self._sources: dict[str, Source] = {}
-        self._orders: dict[str, Order] = {}
-        self._rewards = load_rewards(config.algorithm.reward)
-        self._reward_thread = RewardThread(self._rewards)
-        self._scoring: deque[Scoring] = deque()
+        self._run_dir = Path(bootstrap.run_dir)
+        self._max_positions = plan_model(config)[0].max_positions
+        self._feed: Feed | None = None
+        """Opened when the first row is asked for."""
+        self._rewards = parse_rewards(config.algorithm.reward)
+        self._scoring: dict[int, Scoring] = {}
+        self._cases = itertools.count()
         self._running: dict[str, Group] = {}
+        self._unread: list[Unread] = []
         self._unsent: list[Group] = []
         """To be asked of the manager, as soon as there is one."""
         self._finished: dict[str, Finished] = {}
         self._evaluated_version = -1
         self._declared: Wait | None = None
-        """For the generation of the oldest group."""
+        """For the generation of the oldest group, or its verdict."""
         self._wait = 0
         self._clock = SYSTEM_CLOCK
         self.endpoint = open_endpoint(bootstrap)
         self.membership = Membership(self.endpoint, bootstrap, capabilities={})
         self.endpoint.watch(bootstrap.lifeline, self._orphaned)
         self._lifeline = bootstrap.lifeline
+        self._judging = Judging(config, loop=self.endpoint, note=lambda text: log.emit(Note(text)))
 
     def _orphaned(self) -> None:
         self.endpoint.unwatch(self._lifeline)
@@ -116,6 +134,9 @@ class RolloutWorker:
         for delivery in deliveries:
             if not self.membership.handle(delivery):
                 self._handle(delivery)
+        if self._feed is not None and not deliveries:
+            self._feed.make_ready(within_s=MAKE_READY_S)
+        self._begin_unread()
         self._ask_manager()
         self._collect_scores()
         self.membership.load = float(len(self._scoring))
@@ -123,10 +144,18 @@ class RolloutWorker:
         self.membership.tick(self._clock.monotonic())
 
     def _declare(self) -> None:
-        """Say that this process waits for the manager while a group is being generated: the heartbeats carry it."""
+        """Say that this process waits for the manager while a group is being generated, or for the reward process
+        while one is judged: the heartbeats carry it."""
         oldest = next((group for group in self._running.values() if not group.completions), None)
+        judged = next(iter(self._scoring.values()), None)
         # Compared as a whole: a master that took over gives a group that runs more time.
-        awaited = None if oldest is None else Wait(MANAGER, "Generated", oldest.since, oldest.deadline)
+        awaited: Wait | None = None
+        if oldest is not None:
+            awaited = Wait(MANAGER, "Generated", oldest.since, oldest.deadline)
+        elif judged is not None:
+            awaited = Wait("reward process", "Judged", judged.since, judged.group.deadline)
+        elif self._unread:
+            awaited = Wait("stream", "the next row", self._unread[0].since, self._unread[0].deadline)
         if awaited == self._declared:
             return
         if self._declared is not None:
@@ -136,12 +165,14 @@ class RolloutWorker:
         self._declared = awaited
 
     def close(self) -> None:
-        self._reward_thread.abandon()
+        if self._declared is not None:
+            WAITS.end(self._wait)
+        self._judging.close()
         self.endpoint.close()
 
     def _attempt(self, remaining_s: float) -> list[Delivery] | None:
         if self._scoring:
-            remaining_s = min(remaining_s, self._scoring[0].until - self._clock.monotonic())
+            remaining_s = min(remaining_s, self._judging.next_deadline() - self._clock.monotonic())
         deliveries = self.endpoint.poll(max(0.0, remaining_s))
         return deliveries if deliveries or self._scoring else None
 
@@ -189,7 +220,9 @@ class RolloutWorker:
         """Forget a group. If it runs, its orders are refused, and what still comes of it is ignored."""
         self._finished.pop(ticket, None)
         group = self._running.pop(ticket, None)
-        for delivery in () if group is None else group.deliveries:
+        unread = [each.delivery for each in self._unread if each.request.ticket.id == ticket]
+        self._unread = [each for each in self._unread if each.request.ticket.id != ticket]
+        for delivery in unread if group is None else group.deliveries:
             self.endpoint.fail(delivery, RefusedError(f"{ticket} was dropped"))
 
     def _is_running(self, group: Group) -> bool:
@@ -199,14 +232,20 @@ class RolloutWorker:
         ticket = request.ticket
         if request.split == "eval" and request.version != self._evaluated_version:
             self._forget_evaluation(request.version)
-        row = self._row(request)
-        prompt = self._tokenizer.encode_prompt(row.prompt, chat=self._config.data.chat_template)
-        self._check_length(len(prompt) + request.sampling.max_new_tokens, row)
         now = self._clock.monotonic()
-        group = Group([delivery], request, row, int32(prompt), now, now + request.timeout_s)
-        if request.split == "train" and self._stages[ticket.stage].algorithm.name == "sft":
-            self._demonstrate(group, prompt)
+        try:
+            row, fed = self._row(request)
+        except RowNotYet:
+            self._unread.append(Unread(delivery, request, now, now + request.timeout_s))
+            return
+        group = Group([delivery], request, row, int32(fed.prompt), now, now + request.timeout_s)
+        if request.split == "train" and saved_samples(row):
+            past = replay(ticket, row)
+            self._finish(group, *past.given, timing={}, quarantined=past.missing)
+        elif request.split == "train" and not self._stages[ticket.stage].samples_completions:
+            self._demonstrate(group, fed)
         else:
+            self._check_length(len(fed.prompt) + request.sampling.max_new_tokens, row)
             self._running[ticket.id] = group
             self._unsent.append(group)
 
@@ -217,20 +256,43 @@ class RolloutWorker:
             if finished.request.split == "eval":
                 del self._finished[ticket]
 
-    def _row(self, request: RunEpisodes) -> Row:
-        ticket, split = request.ticket, request.split
-        if split not in self._sources:
-            self._sources[split] = open_source(self._config.data, split=split)
-        source = self._sources[split]
-        if split == "eval":
-            return source.row(ticket.position)
-        if ticket.stage not in self._orders:
-            seed, shuffle = self._stages[ticket.stage].seed, self._config.data.shuffle
-            self._orders[ticket.stage] = Order(
-                num_rows=len(source), seed=seed, stage=ticket.stage, shuffle=shuffle
-            )
-        order = self._orders[ticket.stage]
-        return source.row(order.index(epoch=ticket.epoch, position=ticket.position))
+    def _begin_unread(self) -> None:
+        """Begin groups whose rows have come out of the stream meanwhile; one that does not come in time is an error."""
+        unread, self._unread = self._unread, []
+        for each in unread:
+            now = self._clock.monotonic()
+            left_s = each.deadline - now
+            if left_s <= 0:
+                what = f"the row of {each.request.ticket.id}"
+                self._fail(
+                    each.delivery, DeadlineExceeded(whom="stream", what=what, waited_s=now - each.since)
+                )
+            elif self._has_come(each.request):
+                self._take_order(each.delivery, msgspec.structs.replace(each.request, timeout_s=left_s))
+            else:
+                self._unread.append(each)
+
+    def _has_come(self, request: RunEpisodes) -> bool:
+        try:
+            self._row(request)
+        except RowNotYet:
+            return False
+        except KintsugiError:
+            return True  # Whoever begins it will be told.
+        return True
+
+    def _row(self, request: RunEpisodes) -> tuple[Row, Fed]:
+        if self._feed is None:
+            self._feed = Feed(self._config, self._tokenizer, run_dir=self._run_dir)
+        ticket = request.ticket
+        if request.split == "eval":
+            return self._feed.held_out(ticket.position)
+        return self._feed.training(
+            stage=ticket.stage,
+            seed=self._stages[ticket.stage].seed,
+            epoch=ticket.epoch,
+            position=ticket.position,
+        )
 
     def _check_length(self, length: int, row: Row) -> None:
         limit = self._config.generation.max_length
@@ -240,15 +302,23 @@ class RolloutWorker:
                 f"generation.max_length is {limit}"
             )
 
-    def _demonstrate(self, group: Group, prompt: list[int]) -> None:
-        text = group.row.columns.get("completion")
-        if not isinstance(text, str):
+    def _demonstrate(self, group: Group, fed: Fed) -> None:
+        """Hand out what the row says: the completion to learn or, of a pair, the chosen one and the rejected one."""
+        ticket = group.request.ticket
+        if fed.longest > self._max_positions:
             raise DataError(
-                f"SFT needs a completion for prompt {group.row.prompt[:40]!r}: set data.completion_column"
+                f"prompt {group.row.prompt[:40]!r}: prompt and answer have {fed.longest} tokens, the model has "
+                f"{self._max_positions} positions"
             )
-        completion = [*self._tokenizer.encode(text), self._tokenizer.eos_token_id]
-        trajectory = demonstrated_trajectory(group.request.ticket.id, prompt, completion)
-        self._finish(group, [trajectory], [text], [{}], timing={"demonstrate": self._since(group.since)})
+        pairs = self._stages[ticket.stage].algorithm.name in LEARN_PAIRS
+        columns = (CHOSEN, REJECTED) if pairs else (COMPLETION,)
+        trajectories = [
+            demonstrated_trajectory(ticket.id, fed.prompt, fed.answers[name], sample=sample)
+            for sample, name in enumerate(columns)
+        ]
+        texts = [group.row.columns[name] for name in columns]
+        timing = {"demonstrate": self._since(group.since)}
+        self._finish(group, trajectories, texts, [{} for _ in texts], timing=timing)
 
     def _ask_manager(self) -> None:
         """Send what was not sent, once the address book has a manager; what has no time left fails."""
@@ -268,6 +338,7 @@ class RolloutWorker:
 
     def _generate(self, group: Group, *, timeout_s: float) -> None:
         """Ask the manager; it spreads groups over the servers and moves those of a dead one."""
+        self._judging.prepare()
         request = group.request
         body = Generate(
             request.ticket.id, 0, group.prompt, request.sampling, request.version, timeout_s=timeout_s
@@ -301,69 +372,72 @@ class RolloutWorker:
             self._fail(delivery, error)
 
     def _score(self, group: Group) -> None:
+        """A group that has failed before is judged alone, so that it is not blamed for another's fault."""
         texts = [self._text(completion) for completion in group.completions]
-        self._scoring.append(Scoring(group, texts, self._submit(group, texts), self._clock.monotonic()))
-
-    def _submit(self, group: Group, texts: list[str]) -> Future[list[dict[str, float]]]:
-        future = self._reward_thread.submit(
-            prompt=group.row.prompt, completions=texts, columns=group.row.columns
-        )
-        future.add_done_callback(lambda _: self.endpoint.wake())
-        return future
+        case = Case(next(self._cases), group.row.prompt, tuple(texts), group.row.columns)
+        try:
+            self._judging.submit(case, alone=group.attempts > 1)
+        except DataError as error:
+            self._give_up(group, error)
+            return
+        self._scoring[case.id] = Scoring(group, texts, self._clock.monotonic())
 
     def _text(self, completion: Completion) -> str:
         ids = memoryview(completion.tokens).cast("i").tolist()
         return self._tokenizer.text_of_completion(ids, ended=completion.finish is Finish.EOS)
 
     def _collect_scores(self) -> None:
-        """Take finished rewards in order. The first in line has a deadline; past it, its thread is given up."""
-        while self._scoring:
-            first, now = self._scoring[0], self._clock.monotonic()
-            if not first.future.done() and now < first.until:
-                limit_s = self._config.rollout.reward_timeout_s
-                first.until = min(first.until, now + limit_s)
-                return
-            self._scoring.popleft()
-            if not first.future.done():
-                self._replace_reward_thread()
-            self._take_score(first, now)
+        now = self._clock.monotonic()
+        for verdict in self._judging.take(now):
+            scoring = self._scoring.pop(verdict.id)
+            if not self._is_running(scoring.group):
+                continue
+            match verdict:
+                case Judged():
+                    self._take_score(scoring, verdict, now)
+                case Failed(message=message, kind=DataError.__name__):
+                    self._give_up(scoring.group, DataError(message))
+                case Failed(message=message, kind=ConfigError.__name__):
+                    self._give_up(scoring.group, ConfigError(message))
+                case Failed(message=message):
+                    self._score_again(scoring.group, message)
 
-    def _take_score(self, scoring: Scoring, now: float) -> None:
-        group = scoring.group
-        if not self._is_running(group):
+    def _take_score(self, scoring: Scoring, verdict: Judged, now: float) -> None:
+        """What was judged goes on its way; what could not be is set aside, sample by sample, with its reason."""
+        group, ticket = scoring.group, scoring.group.request.ticket.id
+        judged = [index for index in range(len(group.completions)) if index not in verdict.reasons]
+        quarantined = {
+            sample_key(ticket, group.completions[index].sample): reason
+            for index, reason in verdict.reasons.items()
+        }
+        if not judged:
+            self._set_aside(group, quarantined)
             return
-        error = _error_of(scoring, limit_s=self._config.rollout.reward_timeout_s)
-        if error is not None:
-            self._score_again(group, error)
-            return
-        trajectories = [
-            sampled_trajectory(group.request.ticket.id, group.prompt, completion)
-            for completion in group.completions
-        ]
         timing = {"actor_generate": group.generated_s, "reward": now - scoring.since}
-        self._finish(group, trajectories, scoring.texts, scoring.future.result(timeout=0), timing=timing)
+        self._finish(
+            group,
+            [sampled_trajectory(ticket, group.prompt, group.completions[index]) for index in judged],
+            [scoring.texts[index] for index in judged],
+            [verdict.components[index] for index in judged],
+            timing=timing | {f"reward.{name}": seconds for name, seconds in verdict.seconds.items()},
+            quarantined=quarantined,
+        )
 
-    def _replace_reward_thread(self) -> None:
-        """A reward hangs: leave its thread behind and give those that waited for it to a new one."""
-        self._reward_thread.abandon()
-        self._reward_thread = RewardThread(self._rewards)
-        for scoring in self._scoring:
-            if not scoring.future.done():
-                scoring.future = self._submit(scoring.group, scoring.texts)
-
-    def _score_again(self, group: Group, error: RewardFailed) -> None:
-        """Try once more; after the last attempt the samples are set aside with the reason, never scored 0.
-
-        Nobody will drop such a group, so it is not kept: asked for again, it is run again.
-        """
+    def _score_again(self, group: Group, reason: str) -> None:
+        """Try once more; after the last attempt the samples are set aside with the reason, never scored 0."""
         if group.attempts < self._config.rollout.attempts:
             group.attempts += 1
             self._score(group)
             return
-        ticket = group.request.ticket
-        self._log.emit(Note(f"{ticket.id} quarantined: {error}"))
-        keys = [sample_key(ticket.id, completion.sample) for completion in group.completions]
-        self._answer(group, EpisodesDone(ticket.id, (), dict.fromkeys(keys, str(error))))
+        ticket = group.request.ticket.id
+        keys = [sample_key(ticket, completion.sample) for completion in group.completions]
+        self._set_aside(group, dict.fromkeys(keys, reason))
+
+    def _set_aside(self, group: Group, quarantined: dict[str, str]) -> None:
+        """Nobody will drop such a group, so it is not kept: asked for again, it is run again."""
+        ticket = group.request.ticket.id
+        self._log.emit(Note(f"{ticket} quarantined: {next(iter(quarantined.values()))}"))
+        self._answer(group, EpisodesDone(ticket, (), quarantined))
 
     def _finish(
         self,
@@ -373,10 +447,17 @@ class RolloutWorker:
         components: list[dict[str, float]],
         *,
         timing: dict[str, float],
+        quarantined: dict[str, str] | None = None,
     ) -> None:
         ticket = group.request.ticket
         metas = tuple(
-            describe(trajectory, ticket=ticket.id, holder=self._process, components=parts)
+            describe(
+                trajectory,
+                ticket=ticket.id,
+                holder=self._process,
+                components=parts,
+                reward=total(parts, self._rewards),
+            )
             for trajectory, parts in zip(trajectories, components, strict=True)
         )
         kept: dict[str, Trajectory] = {}
@@ -384,7 +465,7 @@ class RolloutWorker:
         if group.request.split == "train":
             kept = {trajectory.key: trajectory for trajectory in trajectories}
             said = {m.key: SampleText(group.row.prompt, text) for m, text in zip(metas, texts, strict=True)}
-        done = EpisodesDone(ticket.id, metas, texts=said, timing=timing)
+        done = EpisodesDone(ticket.id, metas, quarantined or {}, texts=said, timing=timing)
         self._finished[ticket.id] = Finished(group.request, done, kept)
         COUNTERS.add("groups")
         self._answer(group, done)
@@ -402,15 +483,6 @@ class RolloutWorker:
 def _is_same(order: RunEpisodes, other: RunEpisodes) -> bool:
     """The same group with the same weights, however long each of those who ask would wait for it."""
     return order == msgspec.structs.replace(other, timeout_s=order.timeout_s)
-
-
-def _error_of(scoring: Scoring, *, limit_s: float) -> RewardFailed | None:
-    if not scoring.future.done():
-        return RewardFailed(f"reward took longer than rollout.reward_timeout_s={limit_s}")
-    error = scoring.future.exception(timeout=0)
-    if error is None:
-        return None
-    return error if isinstance(error, RewardFailed) else RewardFailed(f"{type(error).__name__}: {error}")
 
 
 def main(bootstrap: Bootstrap) -> int:

@@ -92,7 +92,27 @@ class Figures(msgspec.Struct):
         return found
 
 
-def simulated_config(num_workers: int = 6) -> Config:
+VARIANTS: tuple[AlgorithmSection, ...] = (
+    AlgorithmSection(name="grpo"),
+    AlgorithmSection(name="ppo"),
+    AlgorithmSection(name="grpo"),
+    AlgorithmSection(name="dapo", resampling_rounds=1),
+    AlgorithmSection(name="grpo"),
+    AlgorithmSection(name="rloo", beta=0.1),
+    AlgorithmSection(name="grpo"),
+    AlgorithmSection(name="reward_model"),
+)
+"""What the runs of a campaign learn by, in turn: half of them by a single training call; by two that are sent out at
+once (ppo); with groups that are replaced (dapo); with advantages that wait for a model call (rloo); and with neither
+servers nor manager, judged by the ranks themselves (reward_model)."""
+
+
+def variant_of(seed: int) -> AlgorithmSection:
+    """Each with both flows."""
+    return VARIANTS[(seed // 4) % len(VARIANTS)]
+
+
+def simulated_config(num_workers: int = 6, variant: AlgorithmSection = VARIANTS[0]) -> Config:
     """A run of ten steps of eight samples on two hosts; more workers are spread over more hosts."""
     ranks = max(2, min(num_workers // 3, 64))
     servers = max(2, min(num_workers // 3, 64 + num_workers // 100))
@@ -100,7 +120,7 @@ def simulated_config(num_workers: int = 6) -> Config:
     groups = max(4, rollouts // 16)
     return Config(
         name="simulated",
-        algorithm=AlgorithmSection(steps=8, batch_size=groups, group_size=2),
+        algorithm=msgspec.structs.replace(variant, steps=8, batch_size=groups, group_size=2),
         warmup=WarmupSection(steps=2, batch_size=2 * groups),
         data=DataSection(num_eval=2),
         eval=EvaluationSection(num_samples=2),
@@ -118,12 +138,12 @@ def flow_of(seed: int) -> Flow:
 
 
 class Runner:
-    """Runs seeds of one configuration; the undisturbed run is made once."""
+    """Runs seeds; the undisturbed run of each variant and flow is made once."""
 
     def __init__(self, *, num_workers: int = 6) -> None:
         self.config = simulated_config(num_workers)
         self._num_workers = num_workers
-        self._references: dict[Flow, Reference] = {}
+        self._references: dict[tuple[str, Flow], Reference] = {}
 
     def run(
         self,
@@ -134,13 +154,14 @@ class Runner:
         new_master: NewMaster = Master,
     ) -> Outcome:
         """One seed, with another master where somebody wants to see one fail."""
-        flow = flow_of(seed)
-        if flow not in self._references:
-            self._references[flow] = undisturbed(self.config, flow=flow)
+        flow, variant = flow_of(seed), variant_of(seed)
+        config = simulated_config(self._num_workers, variant)
+        if (variant.name, flow) not in self._references:
+            self._references[variant.name, flow] = undisturbed(config, flow=flow)
         cluster = Cluster(
-            self.config,
+            config,
             seed=seed,
-            reference=self._references[flow],
+            reference=self._references[variant.name, flow],
             coverage=coverage,
             flow=flow,
             keep_trace=keep_trace,

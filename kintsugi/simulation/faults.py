@@ -207,7 +207,7 @@ def _any(draw: random.Random, layout: Sequence[ProcessPlan], *, state: str, step
 def _failures(layout: Sequence[ProcessPlan]) -> list[tuple[str, str]]:
     """(process, request) pairs whose failure a run must survive."""
     ranks, workers = _named(layout, Role.MODEL), _named(layout, Role.ROLLOUT)
-    agents = _named(layout, Role.AGENT)
+    agents, managers = _named(layout, Role.AGENT), _named(layout, Role.MANAGER)
     on_ranks = (
         "RunCall",
         "CommitStep",
@@ -226,7 +226,8 @@ def _failures(layout: Sequence[ProcessPlan]) -> list[tuple[str, str]]:
         ),
         *((worker, "RunEpisodes") for worker in workers),
         *((agent, request) for agent in agents for request in ("StartProcess", "Inspect")),
-        ("manager-0", "LoadWeights"),
+        *((manager, "LoadWeights") for manager in managers),
+        *((rank, "EvaluatePairs") for rank in (() if managers else ranks)),
     ]
 
 

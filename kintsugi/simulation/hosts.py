@@ -12,10 +12,8 @@ from typing import Any
 
 from kintsugi.messages import (
     Body,
-    FetchState,
     Inspect,
     Inspected,
-    KeepState,
     Ok,
     ProcessExited,
     ProcessStarted,
@@ -23,6 +21,7 @@ from kintsugi.messages import (
     StartProcess,
     StopProcess,
 )
+from kintsugi.operations import FetchState, KeepState
 from kintsugi.simulation.network import Process
 from kintsugi.simulation.ranks import HostMemory, state_message, state_of
 from kintsugi.simulation.workers import Worker

@@ -1,7 +1,8 @@
 """Simulated training ranks: the real recovery `Processor` and the torch-free `ReplayAdapter` around them.
 
-A training call is a collective of one generation of the group: it ends for everybody or for nobody, a rank that is dead
-or stopped keeps the others waiting, and the next round of recovery breaks it.
+A call is a collective of one generation of the group: it ends for everybody or for nobody, a rank that is dead or
+stopped keeps the others waiting, and the next round of recovery breaks it. A rank works a step's calls off in the order
+in which they were sent; one that the network brings too early waits.
 
 Processor and adapter block where a real rank does; here nothing blocks. A state that has to be fetched raises `NotYet`
 out of the operation, and the same operation is carried out again when it has come, which the protocol allows; a group
@@ -18,31 +19,33 @@ from kintsugi.messages import (
     Body,
     CallDone,
     CommitStep,
+    EvaluatePairs,
     FetchSamples,
-    FetchState,
     FetchWeights,
     HashWeights,
-    KeepState,
     Ok,
+    PairsEvaluated,
     Publish,
     Published,
-    RebuildGroup,
     RunCall,
     SamplesFetched,
     Save,
     Saved,
     StartStage,
-    StateFetched,
     WeightsFetched,
     WeightsHashed,
 )
+from kintsugi.operations import FetchState, KeepState, RebuildGroup, StateFetched
 from kintsugi.recovery.adapters import ReplayAdapter, Snapshot, Snapshots
 from kintsugi.recovery.processor import Flow, Operation, Processor
-from kintsugi.simulation.workers import FETCH_DEADLINE_S, Worker
+from kintsugi.simulation.workers import FETCH_DEADLINE_S, Worker, drawn_digest
 from kintsugi.transport.exchange import Delivery
 from kintsugi.types import StreamSource, WeightManifest
 
 Place = tuple[object, ...]
+
+TRAINING = "_train"
+"""How interfaces end that change the state."""
 
 
 def state_message(state: Snapshot) -> StateFetched:
@@ -117,8 +120,10 @@ class Rank(Worker):
         self._found: dict[tuple[str, int], Snapshot | Fault] = {}
         self._busy: Delivery | None = None
         self._backlog: deque[Delivery] = deque()
-        self._answer: CallDone | None = None
-        self._samples: list[str] = []
+        self._answers: dict[tuple[int, str], CallDone] = {}
+        """(step, call) → the answer to it, until the step is committed or given up."""
+        self._samples: dict[str, str] = {}
+        """Sample key → what it says; of the present step, once all of this rank's share are there."""
         self._published = -1
         self._attempt = 0
         """Counts what it is busy with: an answer to an earlier attempt comes too late."""
@@ -128,13 +133,19 @@ class Rank(Worker):
     def serve(self, delivery: Delivery, body: Body) -> None:
         if isinstance(body, FetchWeights | FetchState):
             self._answer_now(delivery, body)
-        elif self._busy is None:
+        elif self._busy is None and not self._is_early(body):
             self._begin(delivery)
-        elif isinstance(body, Operation) and self._interrupts(body):
+        elif self._busy is not None and isinstance(body, Operation) and self._interrupts(body):
             self._interrupt()
             self._begin(delivery)
         else:
             self._backlog.append(delivery)
+
+    def _is_early(self, body: Body) -> bool:
+        """Whether a call has to wait for others of its step that were sent before it."""
+        if not isinstance(body, RunCall) or body.generation != self.adapter.generation:
+            return False
+        return any((body.step, name) not in self._answers for name in body.after)
 
     def _interrupts(self, operation: Operation) -> bool:
         assert self._busy is not None
@@ -151,7 +162,12 @@ class Rank(Worker):
         if isinstance(body, RebuildGroup):
             self._fail_to_meet(busy, body)
             return
-        if isinstance(body, RunCall) and self._samples and self.world.random.random() < 0.3:
+        if (
+            isinstance(body, RunCall)
+            and body.interface.endswith(TRAINING)
+            and self._samples
+            and self.world.random.random() < 0.3
+        ):
             self.adapter.train(body.step, self._samples, interrupted=True)
         self.endpoint.fail(busy, type(why).__name__, str(why))
 
@@ -180,8 +196,10 @@ class Rank(Worker):
 
     def _work_off(self) -> None:
         """Take up what has arrived meanwhile; taking one up may end with the next."""
-        if self._backlog and self._busy is None and self.alive:
-            self._begin(self._backlog.popleft())
+        due = next((delivery for delivery in self._backlog if not self._is_early(delivery.body)), None)
+        if due is not None and self._busy is None and self.alive:
+            self._backlog.remove(due)
+            self._begin(due)
 
     def _again(self, attempt: int) -> None:
         """What the present operation waited for has come."""
@@ -202,6 +220,8 @@ class Rank(Worker):
                 return self._publish(body)
             case Save(step=step, folder=folder):
                 return self._save(step, f"{folder}/step-{step}")
+            case EvaluatePairs():
+                return self._evaluate(body)
             case HashWeights():
                 return WeightsHashed(weights_digest(self.adapter.committed))
             case RebuildGroup() if body.sequence >= self.processor.sequence and not self._met:
@@ -236,9 +256,9 @@ class Rank(Worker):
 
     def _run_call(self, call: RunCall) -> Body:
         standing = self.adapter.standing()
-        if self._answer is not None and standing.prepared_step == call.step:
-            return self._answer
-        self.processor.admit(call.step)
+        if (call.step, call.call) in self._answers:
+            return self._answers[call.step, call.call]
+        self.processor.admit(call.step, goes_on=self.adapter.is_between_calls)
         if not self.adapter.generation or call.generation != self.adapter.generation:
             raise RefusedError(f"expected generation {self.adapter.generation}, got {call.generation}")
         if call.stage != standing.stage:
@@ -246,68 +266,88 @@ class Rank(Worker):
         wanted: dict[str, list[str]] = {}
         for shard in call.shards:
             for item in shard.items:
-                wanted.setdefault(item.holder, []).append(item.key)
-        self._samples = []
+                if item.key not in self._samples:
+                    wanted.setdefault(item.holder, []).append(item.key)
         if not wanted:
             self._join(call)
-        waiting = set(wanted)
+        fetched: dict[str, dict[str, str]] = {}
         for holder, keys in wanted.items():
-            self.world.after(
-                0.0, self.enter, self._fetch_samples, (self._attempt, call, holder, tuple(keys), waiting)
-            )
+            order = (self._attempt, call, holder, tuple(keys), fetched, len(wanted))
+            self.world.after(0.0, self.enter, self._fetch_samples, order)
         raise NotYet
 
     def _fetch_samples(
-        self, attempt: int, call: RunCall, holder: str, keys: tuple[str, ...], waiting: set[str]
+        self,
+        attempt: int,
+        call: RunCall,
+        holder: str,
+        keys: tuple[str, ...],
+        fetched: dict[str, dict[str, str]],
+        num_holders: int,
     ) -> None:
         """Ask who holds samples; a step whose samples are gone is broken by somebody else than this rank."""
         if attempt != self._attempt:
             return
 
-        def fetched(answer: Body | None, fault: Fault | None) -> None:
+        def answered(answer: Body | None, fault: Fault | None) -> None:
             if attempt != self._attempt:
                 return
             if not isinstance(answer, SamplesFetched):
                 assert fault is not None
-                self._samples = []
                 self._finish(None, GroupBroken(f"{holder}: {fault.message}", cause=fault))
                 return
             if (
                 tuple(sample.key for sample in answer.samples) != keys
             ):  # As the real rank checks what it fetched.
-                self._samples = []
                 self._finish(None, GroupBroken(f"{holder} answered with other samples than were asked for"))
                 return
-            self._samples += [f"{sample.key} {sample.tokens.decode()}" for sample in answer.samples]
-            waiting.discard(holder)
-            if not waiting:
+            fetched[holder] = {sample.key: sample.tokens.decode() for sample in answer.samples}
+            if len(fetched) == num_holders:
+                self._samples = {key: says for part in fetched.values() for key, says in part.items()}
                 self._join(call)
 
-        self.endpoint.request(holder, FetchSamples(keys), deadline_s=FETCH_DEADLINE_S, on_done=fetched)
+        self.endpoint.request(holder, FetchSamples(keys), deadline_s=FETCH_DEADLINE_S, on_done=answered)
 
     def _join(self, call: RunCall) -> None:
         self.place = ("call", self.adapter.generation, call.step, call.call)
         everybody = self._rendezvous.arrive(self, expected=self._members)
         if not everybody:
             return
-        samples = [sample for rank in everybody for sample in rank._samples]
+        samples = [sample for rank in everybody for sample in rank._share()]
         assert len(samples) == len(set(samples)), "a sample is in two shards"
         delay_s = self.world.random.uniform(0.01, 0.1)
         for rank in everybody:
-            rank.after(delay_s, rank._trained, rank._attempt, call, samples)
+            rank.after(delay_s, rank._called, rank._attempt, call, samples)
 
-    def _trained(self, attempt: int, call: RunCall, samples: list[str]) -> None:
+    def _share(self) -> list[str]:
+        """This rank's samples of the call that it is busy with, and what it was told about each."""
+        assert self._busy is not None and isinstance(self._busy.body, RunCall)
+        items = [item for shard in self._busy.body.shards for item in shard.items]
+        return [f"{item.key} {self._samples[item.key]} {sorted(item.values.items())}" for item in items]
+
+    def _called(self, attempt: int, call: RunCall, samples: list[str]) -> None:
+        """The call's collective is through. The state after a training call depends on the samples, on what the master
+        computed about them, and on the calls before; the step's last one prepares it."""
         if attempt != self._attempt:
             return
-        self.world.note(self.name, f"collective of step {call.step}")
+        self.world.note(self.name, f"{call.call} of step {call.step}")
         self.count("steps")
-        digest = self.adapter.train(call.step, samples)
-        self._answer, self._samples = CallDone(call.step, digest, {"loss": 0.0}), []
-        self._finish(self._answer, None)
+        digest, before = "", [name for _, name in self._answers]
+        if call.interface.endswith(TRAINING):
+            keys = [*samples, f"{call.call} after {before}"]
+            digest = self.adapter.train(call.step, keys, prepares=call.prepares)
+        outputs: dict[str, dict[str, float]] = {}
+        if call.interface == "reference_inference":
+            outputs["reference_kl"] = {
+                key: float(len(key) + int(says, 16) % 7) for key, says in self._samples.items()
+            }
+        answer = CallDone(call.step, digest, {f"{call.call}_loss": 0.0}, outputs=outputs)
+        self._answers[call.step, call.call] = answer
+        self._finish(answer, None)
 
     def _commit(self, step: int) -> None:
         self.adapter.commit(step)
-        self._answer = None
+        self._answers, self._samples = {}, {}
         agents = sorted(name for name in self.endpoint.directory.peers if name.startswith("agent-"))
         others = [name for name in agents if self.endpoint.directory.peers[name].host != self.host]
         if others:
@@ -331,11 +371,19 @@ class Rank(Worker):
         self._memory.checkpoints[path] = state
         return Saved(step, path, state.digest)
 
+    def _evaluate(self, request: EvaluatePairs) -> Body:
+        state = self.adapter.committed
+        if request.step != state.step:
+            raise RefusedError(f"expected to evaluate step {state.step}, got {request.step}")
+        weights, positions = weights_digest(state), range(request.first, request.first + request.count)
+        correct = tuple(int(drawn_digest(str(position), weights), 16) % 2 == 0 for position in positions)
+        return PairsEvaluated(request.step, request.first, correct)
+
     # Recovery.
 
     def _recover(self, operation: Operation) -> Body:
         answer = self.processor.carry_out(operation)
-        self._answer, self._samples, self._found = None, [], {}
+        self._answers, self._samples, self._found = {}, {}, {}
         return answer
 
     def _meet(self, request: RebuildGroup) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import xxhash
 
+from kintsugi.config import LEARN_ROWS
 from kintsugi.errors import Fault
 from kintsugi.messages import (
     AddressBook,
@@ -52,6 +53,8 @@ from kintsugi.worker import HEARTBEAT_S, REGISTER_DEADLINE_S
 
 MANAGER = "manager-0"
 FETCH_DEADLINE_S = 10.0
+DEMONSTRATED = frozenset({"warmup", *LEARN_ROWS})
+"""Stages whose samples are rows of the data."""
 
 
 def drawn_digest(key: str, weights: str) -> str:
@@ -184,7 +187,7 @@ class Rollout(Worker):
             self._running[name].append(delivery)
             return
         self._running[name] = [delivery]
-        if request.split == "train" and request.ticket.stage in ("warmup", "sft"):
+        if request.split == "train" and request.ticket.stage in DEMONSTRATED:
             self.after(self.world.random.uniform(0.001, 0.02), self._done, request, -1, "demonstrated")
         else:
             self._generate(request)
@@ -230,6 +233,7 @@ class Rollout(Worker):
             kept[key] = digest = drawn_digest(key, weights)
             chance = xxhash.xxh3_64_intdigest(key.encode())
             reward, length = float(chance & 1), 2 + (chance >> 8) % 19
+            components = {"reward": reward} if version >= 0 else {}
             metas.append(
                 SampleMeta(
                     key,
@@ -237,7 +241,7 @@ class Rollout(Worker):
                     length + 4,
                     length,
                     reward,
-                    {"reward": reward},
+                    components,
                     Finish.EOS,
                     version,
                     self.name,

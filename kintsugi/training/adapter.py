@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kintsugi.config import Stage
 from kintsugi.errors import IntegrityError, RefusedError
-from kintsugi.messages import RankReady, RebuildGroup
+from kintsugi.operations import RankReady, RebuildGroup
 from kintsugi.recovery.processor import SNAPSHOT_PREFIX, Flow
 from kintsugi.runtime import wait
 from kintsugi.training.copies import Counters
@@ -65,10 +65,14 @@ class TorchAdapter:
 
     def group(self, generation: int) -> ProcessGroup:
         """The group, if it is the one that is meant."""
-        if self._group is None or generation != self._group.generation:
+        if self._group is None or not self.is_in(generation):
             mine = "none" if self._group is None else self._group.generation
             raise RefusedError(f"expected a call of group generation {mine}, got one of {generation}")
         return self._group
+
+    def is_in(self, generation: int) -> bool:
+        """Whether this rank is in that generation of the group."""
+        return self._group is not None and self._group.generation == generation
 
     def standing(self) -> RankReady:
         """The generation is the latest that was tried: its name in the store is used up, also where that failed."""

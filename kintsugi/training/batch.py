@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kintsugi.buffer.packing import DETERMINISTIC_BLOCK_TOKENS, micro_batches
+from kintsugi.buffer.packing import DETERMINISTIC_BLOCK_TOKENS, grouped, micro_batches
 from kintsugi.errors import IntegrityError
 from kintsugi.model.attention import PackedLayout
 from kintsugi.types import ShardItem, Trajectory
+
+Kept = Literal["learned", "groups", "all"]
+"""Which samples a call computes: those that have something to learn; these with all others of their tickets, side by
+side; or every one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +31,13 @@ class Sample:
     """Where the policy chose the token; never 0, because nothing predicts a first token."""
     logprobs: NDArray[np.float32]
     """Of the policy that sampled, at `loss_positions`."""
-    advantage: float
+    values: Mapping[str, float]
+    """What the master knows of it: reward, advantage, truncated, mask, …."""
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether it has loss tokens and is not masked as a whole."""
+        return len(self.loss_positions) > 0 and self.values.get("mask", 1.0) > 0
 
 
 def sample_of(item: ShardItem, trajectory: Trajectory) -> Sample:
@@ -47,9 +58,7 @@ def sample_of(item: ShardItem, trajectory: Trajectory) -> Sample:
             f"the first one; got {trajectory.key} with {len(tokens)} tokens, {len(mask)} mask entries, loss at "
             f"{loss_positions[:8].tolist()}"
         )
-    return Sample(
-        item.key, tokens, loss_positions, logprobs[loss_positions], item.values.get("advantage", 0.0)
-    )
+    return Sample(item.key, tokens, loss_positions, logprobs[loss_positions], item.values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +74,15 @@ class MicroBatch:
     """The packed token whose hidden state predicts the target: the one before it."""
     targets: Tensor
     sampler_logprobs: Tensor
-    advantages: Tensor
+    advantages: Tensor | None
+    """The sample's own at each of its tokens; None where samples have none as a whole."""
     sequence_index: Tensor
+    lasts: Tensor
+    """The last packed token of each sequence."""
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.keys)
 
 
 def pack(samples: Sequence[Sample], *, device: torch.device) -> MicroBatch:
@@ -77,7 +93,10 @@ def pack(samples: Sequence[Sample], *, device: torch.device) -> MicroBatch:
     sequence_index = np.repeat(np.arange(len(samples)), loss_lengths)
     target_places = np.concatenate([sample.loss_positions for sample in samples]) + starts[sequence_index]
     tokens = np.concatenate([sample.tokens for sample in samples]).astype(np.int64)
-    advantages = np.array([sample.advantage for sample in samples], dtype=np.float32)
+    advantages = None
+    if all("advantage" in sample.values for sample in samples):
+        by_sample = np.array([sample.values["advantage"] for sample in samples], dtype=np.float32)
+        advantages = by_sample[sequence_index]
 
     def tensor(array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -90,25 +109,37 @@ def pack(samples: Sequence[Sample], *, device: torch.device) -> MicroBatch:
         sources=tensor(target_places - 1),
         targets=tensor(tokens[target_places]),
         sampler_logprobs=tensor(np.concatenate([sample.logprobs for sample in samples])),
-        advantages=tensor(advantages[sequence_index]),
+        advantages=None if advantages is None else tensor(advantages),
         sequence_index=tensor(sequence_index),
+        lasts=tensor(starts + np.array(lengths) - 1),
     )
 
 
 def cut(
-    samples: Sequence[Sample], *, deterministic: bool, max_tokens: int, device: torch.device
+    samples: Sequence[Sample],
+    *,
+    deterministic: bool,
+    max_tokens: int,
+    device: torch.device,
+    kept: Kept = "learned",
 ) -> list[MicroBatch]:
-    """Micro-batches of all samples that have something to learn.
+    """Micro-batches of the samples that count, in the order of their keys.
 
     In deterministic mode the samples are those of one shard and their blocks depend on them alone; otherwise they
-    are whatever this rank holds, packed as tightly as `max_tokens` allows.
+    are whatever this rank holds, packed as tightly as `max_tokens` allows. Groups that are kept are never separated.
     """
-    learned = sorted(
-        (sample for sample in samples if len(sample.loss_positions)), key=lambda sample: sample.key
-    )
-    groups = micro_batches(
-        [len(sample.tokens) for sample in learned],
+    units = _units(sorted(samples, key=lambda sample: sample.key), kept=kept)
+    blocks = micro_batches(
+        [sum(len(sample.tokens) for sample in unit) for unit in units],
         max_tokens=DETERMINISTIC_BLOCK_TOKENS if deterministic else max_tokens,
         keep_order=deterministic,
     )
-    return [pack([learned[index] for index in group], device=device) for group in groups]
+    return [pack([sample for index in block for sample in units[index]], device=device) for block in blocks]
+
+
+def _units(samples: Sequence[Sample], *, kept: Kept) -> list[list[Sample]]:
+    """What has to stay together."""
+    if kept == "groups":
+        groups = [[samples[i] for i in group] for group in grouped([sample.key for sample in samples])]
+        return [group for group in groups if any(sample.is_learned for sample in group)]
+    return [[sample] for sample in samples if kept == "all" or sample.is_learned]

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kintsugi.checkpoint.snapshot import Header
 from kintsugi.errors import KintsugiError
-from kintsugi.messages import KeepState, Ok
+from kintsugi.messages import Ok
+from kintsugi.operations import KeepState
 from kintsugi.runtime import COUNTERS
 from kintsugi.training.copies import Counters, state_fetched
 from kintsugi.training.samples import Answer

@@ -1,6 +1,6 @@
 """Copies of a rank's state outside of it: made behind its back, verified when they are used.
 
-The live state is one tensor of three rows (weights and the two moments). A finished step is copied into the snapshot
+The live state is one flat tensor (`layout.py`). A finished step is copied into the snapshot
 slot that does not hold the committed one, by a thread, while the answer travels, the step is committed and the next one
 begins; who wants to change the live state waits for that thread first. A process killed meanwhile leaves the step
 before, and its replicas the step itself.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kintsugi.checkpoint.snapshot import Header, HeldSnapshots, Slot, Snapshots, find_slot
 from kintsugi.errors import IntegrityError, RefusedError
-from kintsugi.messages import StateFetched
+from kintsugi.operations import StateFetched
 from kintsugi.runtime import wait
 from kintsugi.training.digests import digest as digest_bytes
 from kintsugi.types import WeightManifest
@@ -43,7 +43,11 @@ class Counters(msgspec.Struct, frozen=True):
     skipped: int = 0
     """Updates left out in this stage because their gradient was not finite."""
     reference: str = ""
-    """Digest of the stage's reference weights, taken once, so that it is part of every state's; empty without them."""
+    """Digest of the stage's frozen reference weights, taken once, so that it is part of every state's; empty without
+    them."""
+    critic_updates: int = 0
+    """The critic counts for itself: it also learns while the actor waits."""
+    critic_skipped: int = 0
 
 
 def digest_of(counters: Counters, tensor: Tensor) -> str:
@@ -59,7 +63,28 @@ def reference_digest(reference: Tensor | None) -> str:
 
 def state_fetched(manifest: WeightManifest, counters: Counters) -> StateFetched:
     """What is said of a state that is given to another process."""
-    return StateFetched(manifest, counters.stage, counters.updates, counters.skipped, counters.reference)
+    return StateFetched(
+        manifest,
+        counters.stage,
+        counters.updates,
+        counters.skipped,
+        counters.reference,
+        counters.critic_updates,
+        counters.critic_skipped,
+    )
+
+
+def counters_of(fetched: StateFetched) -> Counters:
+    """The counters of a state that another process gives."""
+    return Counters(
+        fetched.manifest.step,
+        fetched.stage,
+        fetched.updates,
+        fetched.skipped,
+        fetched.reference,
+        fetched.critic_updates,
+        fetched.critic_skipped,
+    )
 
 
 class StateCopies:
@@ -346,8 +371,18 @@ def _header(counters: Counters, *, digest: str, serial: int) -> Header:
         digest,
         serial,
         counters.reference,
+        counters.critic_updates,
+        counters.critic_skipped,
     )
 
 
 def _counters(header: Header) -> Counters:
-    return Counters(header.step, header.stage, header.updates, header.skipped, header.reference)
+    return Counters(
+        header.step,
+        header.stage,
+        header.updates,
+        header.skipped,
+        header.reference,
+        header.critic_updates,
+        header.critic_skipped,
+    )

@@ -1,15 +1,15 @@
-"""What a model function call does on a rank: `sft_train`, `grpo_train`, `reference_inference`.
+"""What a model function call does on a rank: a table from interface to method.
 
-A training call makes the stage's updates on the whole batch, each from a gradient summed over all ranks, and leaves
-the rank prepared. Its metrics are sums over all shards of all ranks, so every rank reports the same numbers.
+A training call makes the stage's updates of one model on the whole batch, each from a gradient summed over all ranks;
+the last one of a step leaves the rank prepared. An inference call looks at this rank's samples; what it finds stays
+here for the step's later calls, and only scalars per sample travel. Metrics are sums over all shards of all ranks, so
+every rank reports the same numbers.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,272 +18,314 @@ from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.messages import RunCall
 from kintsugi.model.transformer import Transformer
 from kintsugi.runtime import COUNTERS
-from kintsugi.training import losses
-from kintsugi.training.batch import MicroBatch, Sample, cut
+from kintsugi.training import advantages, losses, objectives
+from kintsugi.training.advantages import TokenAdvantages
+from kintsugi.training.batch import Kept, MicroBatch, Sample, cut
 from kintsugi.training.group import ProcessGroup
-from kintsugi.training.losses import TokenLosses
-from kintsugi.training.reduction import Contribution, finish_tree, sum_any_order, sum_owned
+from kintsugi.training.kept import REFERENCE_LOGPROBS, RETURNS, TOKEN_ADVANTAGES, VALUES, KeptForStep
+from kintsugi.training.layout import ACTOR
+from kintsugi.training.objectives import Objective, Totals
+from kintsugi.training.origins import load_reward_model
+from kintsugi.training.passes import CallResult, whole_batch
+from kintsugi.training.reduction import Contribution
 from kintsugi.training.state import TrainingState, Update
 
-SLOWER_RANK_FACTOR = 10.0
-"""Shards are balanced by tokens, so a rank that takes ten times as long as this one is stuck rather than slow."""
+Shards = Mapping[int, Sequence[Sample]]
+"""This rank's, by index."""
+Interface = Callable[[RunCall, Shards, ProcessGroup], CallResult]
 
-SUMS = ("loss", "tokens", "loss_tokens", "entropy", "clip_ratio", "kl", "ratio", "logprob_abs_diff")
-MAXIMA = ("logprob_abs_diff",)
-POLICY_METRICS = ("kl", "clip_ratio", "ratio_mean", "logprob_abs_diff_mean", "logprob_abs_diff_max")
-"""Compare with the policy that sampled, which supervised learning does not have."""
-
-LossFunction = Callable[[MicroBatch, Tensor], TokenLosses]
-"""From a micro-batch and the policy's log-probabilities of its loss tokens."""
-
-
-@dataclass
-class CallResult:
-    """Metrics, seconds per part of the work, and scalars per sample by output key."""
-
-    metrics: dict[str, float] = field(default_factory=dict)
-    timing: dict[str, float] = field(default_factory=dict)
-    outputs: dict[str, dict[str, float]] = field(default_factory=dict)
-
-    @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        """Add what passes inside to `timing[part]`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.timing[part] = self.timing.get(part, 0.0) + time.perf_counter() - start
+COMMON_SUMS = ("loss", "tokens", "loss_tokens")
 
 
 class ModelCalls:
-    """Carries out calls on one rank's state; remembers the reference's log-probabilities within a step."""
+    """Carries out calls on one rank's state; remembers within a step what later calls read."""
 
     def __init__(
-        self, state: TrainingState, *, deterministic: bool, check: Callable[[], None] = lambda: None
+        self,
+        state: TrainingState,
+        *,
+        deterministic: bool,
+        check: Callable[[], None] = lambda: None,
+        store: Callable[[RunCall], None] = lambda call: None,
     ) -> None:
-        """`check` is called between micro-batches and raises when the call is to be given up."""
+        """`check` is called between micro-batches and raises when the call is to be given up; `store` keeps the samples
+        of a call in the run folder."""
         self._state = state
         self._deterministic = deterministic
         self._check = check
-        self._reference_logprobs: dict[str, Tensor] = {}
+        self._store = store
+        self._kept = KeptForStep()
+        self._reward_model: Transformer | None = None
+        trained: dict[str, Callable[[TrainingState, KeptForStep], Objective]] = {
+            "sft_train": objectives.Supervised,
+            "policy_train": objectives.PolicyGradient,
+            "dpo_train": objectives.DirectPreference,
+            "reward_train": objectives.PairwiseReward,
+            "critic_train": objectives.ValueRegression,
+        }
+        self._interfaces: dict[str, Interface] = {
+            "reference_inference": self._reference_inference,
+            "critic_inference": self._critic_inference,
+            "reward_inference": self._reward_inference,
+            "gae": self._token_advantages,
+            "reward_to_go": self._token_advantages,
+            "store_rollouts": self._store_rollouts,
+        }
+        for name, objective in trained.items():
+            self._interfaces[name] = partial(self._train, objective=objective(state, self._kept))
 
     def forget(self) -> None:
         """Drop what was kept for the current step."""
-        self._reference_logprobs = {}
+        self._kept.clear()
 
-    def run(
-        self, call: RunCall, shards: Mapping[int, Sequence[Sample]], *, group: ProcessGroup
-    ) -> CallResult:
-        """Carry out a call on this rank's shards (index → samples)."""
-        match call.interface:
-            case "sft_train":
-                return self._train(call, shards, group=group, loss=_sft_loss, temperature=1.0)
-            case "grpo_train":
-                temperature = call.arguments["temperature"]
-                return self._train(call, shards, group=group, loss=self._grpo_loss, temperature=temperature)
-            case "reference_inference":
-                return self._reference_inference(call, shards)
-            case unknown:
-                raise RefusedError(f"{call.call}: this worker has no interface {unknown!r}")
+    def run(self, call: RunCall, shards: Shards, *, group: ProcessGroup) -> CallResult:
+        """Carry out a call on this rank's shards."""
+        if call.interface not in self._interfaces:
+            raise RefusedError(f"{call.call}: this worker has no interface {call.interface!r}")
+        return self._interfaces[call.interface](call, shards, group)
 
     def _train(
-        self,
-        call: RunCall,
-        shards: Mapping[int, Sequence[Sample]],
-        *,
-        group: ProcessGroup,
-        loss: LossFunction,
-        temperature: float,
+        self, call: RunCall, shards: Shards, group: ProcessGroup, *, objective: Objective
     ) -> CallResult:
-        """Make the step's updates; the gradient buffer is free again afterwards."""
+        """Make the step's updates of one model; the gradient buffer is free again afterwards."""
         result = CallResult()
-        state, algorithm = self._state, self._state.stage.algorithm
+        state = self._state
+        waits = objective.part == ACTOR and state.actor_waits(call.step)
         with result.timed("forward_backward"):
-            batches = self._cut(shards)
-        totals: list[Contribution] = []
+            batches = self._cut(shards, kept=objective.kept)
+        totals: list[Totals] = []
         updates: list[Update] = []
-        for index in range(algorithm.updates_per_step):
-            total = self._batch_gradient(
-                call, batches, group=group, loss=loss, temperature=temperature, result=result
+        for index in range(1 if waits else state.stage.algorithm.updates_per_step):
+            total = whole_batch(
+                call,
+                batches,
+                contribution=partial(self._contribution, call=call, objective=objective, learns=not waits),
+                group=group,
+                deterministic=self._deterministic,
+                result=result,
+                work="forward_backward",
             )
+            totals.append(_named(total, objective))
             if index == 0:
-                _check_whole(total, call)
+                _check_whole(totals[0], call)
                 state.begin_update()
             with result.timed("optimizer"):
-                updates.append(state.update(total.gradient))
-            totals.append(total)
-        state.end_update(call.step)
-        result.metrics = {
-            name: value
-            for name, value in _metrics(totals, updates).items()
-            if name not in POLICY_METRICS or call.interface == "grpo_train"
-        }
-        COUNTERS.add("steps")
+                updates.append(NOT_UPDATED if waits else state.update(total.gradient, part=objective.part))
+        if call.prepares:
+            state.end_update(call.step)
+            COUNTERS.add("steps")
+        else:
+            state.pause_update()
+        result.metrics = objective.metrics(totals, updates)
         COUNTERS.add("tokens_trained", sum(len(s.tokens) for samples in shards.values() for s in samples))
         return result
 
-    def _batch_gradient(
-        self,
-        call: RunCall,
-        batches: Mapping[int, Sequence[MicroBatch]],
-        *,
-        group: ProcessGroup,
-        loss: LossFunction,
-        temperature: float,
-        result: CallResult,
-    ) -> Contribution:
-        """The whole batch's gradient and statistics, equal on all ranks."""
-
-        def contribution(micro_batches: Sequence[MicroBatch]) -> Contribution:
-            return self._contribution(micro_batches, call=call, loss=loss, temperature=temperature)
-
-        start = time.perf_counter()
-        with result.timed("forward_backward"):
-            if self._deterministic:
-                owned = sum_owned(
-                    call.num_shards,
-                    owned=range(min(batches), max(batches) + 1),
-                    of_shard=lambda index: contribution(batches[index]),
-                )
-            else:
-                everything = contribution([batch for index in sorted(batches) for batch in batches[index]])
-        timeout_s = group.timeout_s + SLOWER_RANK_FACTOR * (time.perf_counter() - start)
-        with result.timed("reduce"):
-            if self._deterministic:
-                return finish_tree(group, num_shards=call.num_shards, owned=owned, timeout_s=timeout_s)
-            return sum_any_order(group, owned=everything, timeout_s=timeout_s)
-
     def _contribution(
-        self,
-        batches: Sequence[MicroBatch],
-        *,
-        call: RunCall,
-        loss: LossFunction,
-        temperature: float,
+        self, batches: Sequence[MicroBatch], *, call: RunCall, objective: Objective, learns: bool
     ) -> Contribution:
         """Gradient and statistics of some micro-batches, added up in their order."""
         state = self._state
         device = state.gradient.device
-        state.zero_gradient()
-        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
-        maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=device)
+        state.zero_gradient(objective.part)
+        gradient = state.gradient_of(objective.part) if learns else state.gradient[:0]
+        names = (*COMMON_SUMS, *objective.sums)
+        sums = torch.zeros(len(names), dtype=torch.float64, device=device)
+        maxima = torch.zeros(len(objective.maxima), dtype=torch.float64, device=device)
         zero = sums.new_zeros(())
         for batch in batches:
             self._check()
-            logprobs, entropy = _logprobs(state.model, batch, temperature=temperature)
-            token_losses = loss(batch, logprobs)
-            weights = losses.token_weights(
-                torch.ones_like(logprobs),
-                sequence_index=batch.sequence_index,
-                num_sequences=len(batch.keys),
-                totals=call.totals,
-                denominator=state.stage.algorithm.denominator,
-            )
-            batch_loss = (token_losses.losses * weights).sum()
-            batch_loss.backward()
-            state.collect_gradient()
+            with torch.set_grad_enabled(learns):
+                found = objective.loss(batch, call)
+            if learns:
+                found.loss.backward()
+                state.collect_gradient(objective.part)
             named = {
-                "loss": batch_loss.detach().double(),
+                "loss": found.loss.detach().double(),
                 "tokens": zero + batch.tokens.numel(),
                 "loss_tokens": zero + batch.targets.numel(),
-                "entropy": entropy.detach().double().sum(),
-                **token_losses.sums,
+                **found.sums,
             }
-            sums += torch.stack([named.get(name, zero) for name in SUMS])
-            maxima = torch.maximum(
-                maxima, torch.stack([token_losses.maxima.get(name, zero) for name in MAXIMA])
-            )
+            sums += torch.stack([named[name] for name in names])
+            if objective.maxima:
+                maxima = torch.maximum(maxima, torch.stack([found.maxima[name] for name in objective.maxima]))
             COUNTERS.add("micro_batches")
-        return Contribution(state.gradient.clone(), sums, maxima)
+        return Contribution(gradient.clone(), sums, maxima)
 
-    def _cut(self, shards: Mapping[int, Sequence[Sample]]) -> dict[int, list[MicroBatch]]:
+    def _cut(self, shards: Shards, *, kept: Kept = "learned") -> dict[int, list[MicroBatch]]:
         """Micro-batches by shard; in the mode that does not care for order, all of them under the first shard."""
         max_tokens, device = self._state.stage.actor.micro_batch_tokens, self._state.gradient.device
         if not self._deterministic:
             together = [sample for index in sorted(shards) for sample in shards[index]]
             shards = {min(shards, default=0): together}
         return {
-            index: cut(samples, deterministic=self._deterministic, max_tokens=max_tokens, device=device)
+            index: cut(
+                samples, deterministic=self._deterministic, max_tokens=max_tokens, device=device, kept=kept
+            )
             for index, samples in shards.items()
         }
 
-    def _grpo_loss(self, batch: MicroBatch, logprobs: Tensor) -> TokenLosses:
-        algorithm = self._state.stage.algorithm
-        return losses.grpo_loss(
-            logprobs,
-            batch.sampler_logprobs,
-            batch.advantages,
-            torch.ones_like(logprobs),
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            ref_logprobs=self._kept_reference(batch) if algorithm.beta > 0 else None,
-            beta=algorithm.beta,
-        )
-
-    def _kept_reference(self, batch: MicroBatch) -> Tensor:
-        missing = [key for key in batch.keys if key not in self._reference_logprobs]
-        if missing:
-            raise RefusedError(f"`reference_inference` of this step has not covered sample {missing[0]}")
-        return torch.cat([self._reference_logprobs[key] for key in batch.keys])
-
     @torch.no_grad()
-    def _reference_inference(self, call: RunCall, shards: Mapping[int, Sequence[Sample]]) -> CallResult:
-        """Log-probabilities of the stage's initial weights; they stay here for this step's training call."""
+    def _infer(
+        self, shards: Shards, look: Callable[[MicroBatch], None], *, kept: Kept = "learned"
+    ) -> CallResult:
+        """Show every micro-batch to a function, without gradient."""
         result = CallResult()
-        model, temperature = self._state.reference_model, call.arguments["temperature"]
         with result.timed("forward"):
-            for micro_batches in self._cut(shards).values():
-                for batch in micro_batches:
+            for batches in self._cut(shards, kept=kept).values():
+                for batch in batches:
                     self._check()
-                    logprobs, _ = _logprobs(model, batch, temperature=temperature)
-                    parts = logprobs.split(list(batch.loss_lengths))
-                    self._reference_logprobs.update(zip(batch.keys, parts, strict=True))
+                    look(batch)
                     COUNTERS.add("micro_batches")
         return result
 
+    def _reference_inference(self, call: RunCall, shards: Shards, group: ProcessGroup) -> CallResult:
+        """The reference's log-probabilities stay here. Where the KL is taken off the reward of whole samples, the sum
+        of each one's estimates travels."""
+        algorithm = self._state.stage.algorithm
+        model, is_dpo = self._state.reference_model, algorithm.name == "dpo"
+        temperature = 1.0 if is_dpo else call.arguments["temperature"]
+        by_sample = algorithm.kl_in == "reward" and algorithm.name not in ("ppo", "reinforce_pp", "dpo")
+        divergences = {sample.key: 0.0 for samples in shards.values() for sample in samples}
 
-def _sft_loss(batch: MicroBatch, logprobs: Tensor) -> TokenLosses:
-    return losses.sft_loss(logprobs, torch.ones_like(logprobs))
+        def look(batch: MicroBatch) -> None:
+            logprobs, _ = objectives.token_logprobs(model, batch, temperature=temperature)
+            parts = logprobs.split(list(batch.loss_lengths))
+            self._kept.put(REFERENCE_LOGPROBS, batch.keys, parts)
+            if by_sample:
+                estimates = losses.kl_estimate(batch.sampler_logprobs, logprobs, estimator=algorithm.kl)
+                summed = losses.sequence_sums(
+                    estimates.double(), sequence_index=batch.sequence_index, num_sequences=batch.num_sequences
+                )
+                divergences.update(zip(batch.keys, summed.tolist(), strict=True))
 
+        result = self._infer(shards, look, kept="groups" if is_dpo else "learned")
+        if by_sample:
+            result.outputs = {"reference_kl": divergences}
+        return result
 
-def _logprobs(model: Transformer, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy at every loss token of a micro-batch, and nowhere else."""
-    hidden = model.forward_packed(batch.tokens, batch.layout.positions, batch.layout)
-    return model.token_logprobs(hidden.index_select(0, batch.sources), batch.targets, temperature=temperature)
+    def _critic_inference(self, call: RunCall, shards: Shards, group: ProcessGroup) -> CallResult:
+        """The critic's values of the states before each loss token, and of the one after the last."""
+        critic = self._state.critic
 
+        def look(batch: MicroBatch) -> None:
+            hidden = critic.forward_packed(batch.tokens, batch.layout.positions, batch.layout)
+            values = critic.values(hidden.index_select(0, torch.cat((batch.sources, batch.lasts)))).cpu()
+            before = values[: len(batch.sources)].split(list(batch.loss_lengths))
+            after = values[len(batch.sources) :].split(1)
+            self._kept.put(VALUES, batch.keys, map(torch.cat, zip(before, after, strict=True)))
 
-def _check_whole(total: Contribution, call: RunCall) -> None:
-    """The denominators were taken over the batch that was actually summed."""
-    found = float(total.sums[SUMS.index("loss_tokens")])
-    if found != call.totals["tokens"]:
-        raise IntegrityError(
-            f"step {call.step}: expected {call.totals['tokens']:.0f} loss tokens over all ranks, got {found:.0f}"
+        return self._infer(shards, look)
+
+    def _reward_inference(self, call: RunCall, shards: Shards, group: ProcessGroup) -> CallResult:
+        """The reward model's score of every sample."""
+        state = self._state
+        if state.stage.reward_model is None:
+            raise RefusedError(f"stage {state.stage.name!r} has no reward model")
+        if self._reward_model is None:
+            self._reward_model = load_reward_model(
+                state.stage,
+                companions=state.companions,
+                dtype=state.model.dtype,
+                device=state.gradient.device,
+            )
+        model, found = self._reward_model, dict[str, float]()
+
+        def look(batch: MicroBatch) -> None:
+            found.update(zip(batch.keys, objectives.scores(model, batch).tolist(), strict=True))
+
+        result = self._infer(shards, look, kept="all")
+        result.outputs = {"score": found}
+        return result
+
+    def _store_rollouts(self, call: RunCall, shards: Shards, group: ProcessGroup) -> CallResult:
+        """Keep the samples; the state is the same after the step."""
+        result = CallResult()
+        with result.timed("store"):
+            self._store(call)
+        self._state.begin_update()
+        self._state.end_update(call.step)
+        COUNTERS.add("steps")
+        return result
+
+    def _token_advantages(self, call: RunCall, shards: Shards, group: ProcessGroup) -> CallResult:
+        """Advantages of every token, whitened over the whole batch's, and the critic's returns; they stay here. What
+        people are told of a sample is the mean over its tokens."""
+        result = CallResult()
+        learned = {index: [s for s in samples if s.is_learned] for index, samples in shards.items()}
+        found: dict[str, TokenAdvantages] = {}
+
+        def contribution(samples: Sequence[Sample]) -> Contribution:
+            self._check()
+            found.update(self._advantages_of(samples, with_critic=call.interface == "gae"))
+            sums = advantages.moments(found[sample.key].advantages for sample in samples)
+            device = self._state.gradient.device
+            return Contribution(self._state.gradient[:0], sums.to(device), sums.new_zeros(0, device=device))
+
+        total = whole_batch(
+            call,
+            learned,
+            contribution=contribution,
+            group=group,
+            deterministic=self._deterministic,
+            result=result,
+            work="forward",
         )
+        moments = total.sums.cpu()
+        whitened = [advantages.whiten(each.advantages, moments) for each in found.values()]
+        self._kept.put(TOKEN_ADVANTAGES, list(found), whitened)
+        means = (float(each.mean()) if len(each) else 0.0 for each in whitened)
+        result.outputs = {"mean_advantage": dict(zip(found, means, strict=True))}
+        if call.interface == "gae":
+            self._kept.put(RETURNS, list(found), (each.returns for each in found.values()))
+        count, total_sum, _ = moments.tolist()
+        result.metrics = {"advantage_mean": total_sum / max(count, 1.0)}
+        return result
+
+    def _advantages_of(self, samples: Sequence[Sample], *, with_critic: bool) -> dict[str, TokenAdvantages]:
+        """Before whitening, from the tokens' rewards and, with a critic, its values."""
+        stage = self._state.stage
+        algorithm = stage.algorithm
+        lengths = [len(sample.loss_positions) for sample in samples]
+        references: Sequence[Tensor | None] = [None] * len(samples)
+        if samples and stage.has_reference and algorithm.kl_in == "reward":
+            joined = self._kept.joined(REFERENCE_LOGPROBS, [sample.key for sample in samples])
+            references = joined.cpu().split(lengths)
+        found = {}
+        for sample, reference in zip(samples, references, strict=True):
+            rewards = advantages.token_rewards(
+                stage.total_reward(sample.values),
+                torch.from_numpy(sample.logprobs),
+                reference,
+                beta=algorithm.beta,
+                kl=algorithm.kl,
+            )
+            if with_critic:
+                found[sample.key] = advantages.gae(
+                    rewards,
+                    self._kept.of(VALUES, sample.key),
+                    truncated=sample.values.get("truncated", 0.0) > 0,
+                    gamma=algorithm.gamma,
+                    gae_lambda=algorithm.gae_lambda,
+                )
+            else:
+                to_go = advantages.reward_to_go(rewards, gamma=algorithm.gamma)
+                found[sample.key] = TokenAdvantages(to_go, to_go)
+        return found
 
 
-def _metrics(totals: Sequence[Contribution], updates: Sequence[Update]) -> dict[str, float]:
-    """Means over the batch's loss tokens and, where an update changes them, over the step's updates.
-
-    How far sampler and trainer agree is taken before the first update; afterwards they differ by intent.
-    """
-    by_update = [dict(zip(SUMS, total.sums.tolist(), strict=True)) for total in totals]
-    first = by_update[0]
-    num_tokens = max(first["loss_tokens"], 1.0)
-    return {
-        "loss": _mean([sums["loss"] for sums in by_update]),
-        "grad_norm": _mean([update.grad_norm for update in updates]),
-        "learning_rate": updates[-1].learning_rate,
-        "skipped": float(sum(not update.applied for update in updates)),
-        "tokens": first["tokens"],
-        "loss_tokens": first["loss_tokens"],
-        "entropy": first["entropy"] / num_tokens,
-        "kl": _mean([sums["kl"] for sums in by_update]) / num_tokens,
-        "clip_ratio": _mean([sums["clip_ratio"] for sums in by_update]) / num_tokens,
-        "ratio_mean": first["ratio"] / num_tokens,
-        "logprob_abs_diff_mean": first["logprob_abs_diff"] / num_tokens,
-        "logprob_abs_diff_max": float(totals[0].maxima[MAXIMA.index("logprob_abs_diff")]),
-    }
+NOT_UPDATED = Update(grad_norm=0.0, learning_rate=0.0, applied=True)
+"""Of a model that waits."""
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _named(total: Contribution, objective: Objective) -> Totals:
+    names = (*COMMON_SUMS, *objective.sums, *(f"{name}/max" for name in objective.maxima))
+    return dict(zip(names, (*total.sums.tolist(), *total.maxima.tolist()), strict=True))
+
+
+def _check_whole(total: Totals, call: RunCall) -> None:
+    """The denominators were taken over the batch that was actually summed."""
+    found, expected = total["loss_tokens"], call.totals["tokens"]
+    if found != expected:
+        raise IntegrityError(
+            f"step {call.step}: expected {expected:.0f} loss tokens over all ranks, got {found:.0f}"
+        )

@@ -1,9 +1,12 @@
 """What is minimised, as pure functions over packed tokens.
 
-Every tensor holds one entry per token that is predicted; a mask of 0 takes a token out. A loss function gives losses
-per token and statistics as *sums*: nothing is divided here, because a mean over the optimizer batch needs a
-denominator that no micro-batch, shard or rank knows. `token_weights` carries that denominator, which the master took
-over the whole batch before the first micro-batch; the summed product of losses and weights is the batch's mean.
+Every tensor holds one entry per token that is predicted (per pair where a function says so); a mask of 0 takes a token
+out, whatever its value. A loss function gives losses per entry and statistics as *sums*: nothing is divided here,
+because a mean over the optimizer batch needs a denominator that no micro-batch, shard or rank knows. `token_weights`
+carries that denominator, which the master took over the whole batch before the first micro-batch; the summed product
+of losses and weights is the batch's mean.
+
+Notation: π the policy (`logprobs`), μ the policy that sampled (`old_logprobs`), ref the reference model.
 """
 
 from __future__ import annotations
@@ -12,13 +15,16 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as functional
 from torch import Tensor
 
 Denominator = Literal["tokens", "sequences", "constant"]
+Ratio = Literal["token", "sequence", "sequence_mean"]
+KlEstimator = Literal["k1", "k2", "k3"]
 
 
 class TokenLosses(NamedTuple):
-    """Losses per token (0 where masked), sums over tokens, and maxima over tokens, by name."""
+    """Losses per token or pair (0 where masked), sums and maxima of statistics over them, by name."""
 
     losses: Tensor
     sums: dict[str, Tensor]
@@ -27,54 +33,190 @@ class TokenLosses(NamedTuple):
 
 def sft_loss(logprobs: Tensor, mask: Tensor) -> TokenLosses:
     """Negative log-likelihood of the tokens to learn."""
-    return TokenLosses(-logprobs * mask, {}, {})
+    return TokenLosses(-_keep(logprobs, mask), {}, {})
 
 
-def grpo_loss(
+def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     *,
+    sequence_index: Tensor,
+    num_sequences: int,
     clip_low: float,
     clip_high: float,
-    ref_logprobs: Tensor | None = None,
+    ratio: Ratio = "token",
+    reference_logprobs: Tensor | None = None,
     beta: float = 0.0,
+    kl: KlEstimator = "k3",
+    entropy: Tensor | None = None,
+    entropy_weight: float = 0.0,
 ) -> TokenLosses:
-    """The clipped policy-gradient loss, with an optional penalty for leaving the reference model.
+    """PPO's clipped policy gradient, −min(ρA, clip(ρ, 1 − clip_low, 1 + clip_high)A), with optional KL and entropy.
 
-    `old_logprobs` are those of the policy that sampled, so the ratio also corrects for whatever differs between
-    sampler and trainer. The penalty is the k3 estimate of the KL divergence: unbiased, and never negative.
+    ρ = π/μ, by `ratio`: of each token (PPO, GRPO, …); of the whole sequence, the product of its tokens' (RLOO); or the
+    geometric mean of its tokens' (GSPO). A sequence's ρ stands at each of its tokens, so `token_weights` with the
+    denominator "sequences" turns it into a mean over sequences. μ is what sampled, so ρ also corrects for whatever
+    differs between sampler and trainer.
+
+    `beta` × `kl_loss` is added (0 where the KL is part of the reward), `entropy_weight` × entropy taken off. The
+    statistic `kl` is the estimate against the reference, or against μ when there is none.
     """
+    logprobs, old_logprobs, advantages = (
+        _keep(values, mask) for values in (logprobs, old_logprobs, advantages)
+    )
     log_ratio = logprobs - old_logprobs
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    losses = -torch.minimum(ratio * advantages, clipped * advantages)
-    anchor_logprobs = old_logprobs if ref_logprobs is None else ref_logprobs
-    kl = k3_divergence(logprobs, anchor_logprobs)
-    if ref_logprobs is not None:
-        losses = losses + beta * kl
-    losses = torch.where(mask > 0, losses, 0.0)
+    compared = _compared(
+        log_ratio, mask, ratio=ratio, sequence_index=sequence_index, num_sequences=num_sequences
+    ).exp()
+    clipped = compared.clamp(1 - clip_low, 1 + clip_high)
+    losses = -torch.minimum(compared * advantages, clipped * advantages)
+    anchor = old_logprobs if reference_logprobs is None else _keep(reference_logprobs, mask)
+    if beta > 0:
+        assert reference_logprobs is not None, "a KL in the loss needs a reference"
+        losses = losses + beta * kl_loss(logprobs, anchor, old_logprobs=old_logprobs, estimator=kl)
+    if entropy_weight > 0:
+        assert entropy is not None, "an entropy bonus needs the entropy"
+        losses = losses - entropy_weight * _keep(entropy, mask)
+    losses = _keep(losses, mask)
     with torch.no_grad():
-        cut = ((ratio < 1 - clip_low) & (advantages < 0)) | ((ratio > 1 + clip_high) & (advantages > 0))
+        cut = ((compared < 1 - clip_low) & (advantages < 0)) | ((compared > 1 + clip_high) & (advantages > 0))
         difference = log_ratio.abs()
-        sums = {"clip_ratio": cut, "kl": kl, "ratio": ratio, "logprob_abs_diff": difference}
+        statistics = {
+            "clip_ratio": cut,
+            "kl": kl_estimate(logprobs, anchor, estimator=kl if reference_logprobs is not None else "k3"),
+            "ratio": compared,
+            "logprob_abs_diff": difference,
+        }
         return TokenLosses(
             losses,
-            {name: masked_sum(values, mask) for name, values in sums.items()},
+            {name: masked_sum(values, mask) for name, values in statistics.items()},
             {"logprob_abs_diff": torch.where(mask > 0, difference, 0.0).max().double()},
         )
 
 
-def k3_divergence(logprobs: Tensor, anchor_logprobs: Tensor) -> Tensor:
-    """Schulman's k3 estimate, per token, of the KL divergence from the policy to an anchor: r - 1 - log r."""
-    log_ratio = anchor_logprobs - logprobs
-    return log_ratio.expm1() - log_ratio
+def kl_estimate(logprobs: Tensor, anchor_logprobs: Tensor, *, estimator: KlEstimator) -> Tensor:
+    """Estimates, per sampled token, of KL(π‖anchor); with l = log π/anchor at that token (Schulman 2020):
+
+    k1 = l: unbiased, of either sign. k2 = l²/2: biased, never negative. k3 = e^−l − 1 + l: unbiased, never negative.
+    """
+    log_ratio = logprobs - anchor_logprobs
+    match estimator:
+        case "k1":
+            return log_ratio
+        case "k2":
+            return log_ratio.square() / 2
+        case "k3":
+            return (-log_ratio).expm1() + log_ratio
+
+
+def kl_loss(
+    logprobs: Tensor, reference_logprobs: Tensor, *, old_logprobs: Tensor, estimator: KlEstimator
+) -> Tensor:
+    """The KL to the reference as a loss per token: the named estimate as value, the KL's own gradient as gradient.
+
+    Differentiating an estimate does not give an estimate of the gradient: in expectation over π, k1's derivative is 0
+    and k3's is that of the *reverse* divergence KL(ref‖π); only k2's, l ∇log π, is the gradient of KL(π‖ref). So all
+    three have that gradient here, and the name says which value is reported. Both are weighted by π/μ, so they stay
+    right when another policy sampled the tokens (for k3 this is TRL's `use_bias_correction_kl`). As in every loss per
+    token, what a token does to the KL of later ones is not in it; with the KL taken off the reward it is.
+    """
+    with torch.no_grad():
+        weight = (logprobs - old_logprobs).exp()
+        value = weight * kl_estimate(logprobs, reference_logprobs, estimator=estimator)
+        slope = weight * (logprobs - reference_logprobs)
+    return value + slope * (logprobs - logprobs.detach())
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, value_clip: float
+) -> TokenLosses:
+    """The critic's ½ (V − return)², or that of V kept within `value_clip` of the value at sampling if that is more.
+
+    A `value_clip` of 0 does not clip. The sums are what `explained_variance` needs; they are of the values at sampling.
+    """
+    values, old_values, returns = (_keep(entries, mask) for entries in (values, old_values, returns))
+    losses = (values - returns).square()
+    cut = torch.zeros_like(mask, dtype=torch.bool)
+    if value_clip > 0:
+        clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
+        clipped_losses = (clipped - returns).square()
+        cut = clipped_losses > losses
+        losses = torch.maximum(losses, clipped_losses)
+    losses = _keep(losses / 2, mask)
+    with torch.no_grad():
+        residuals = returns.double() - old_values.double()
+        statistics = {
+            "value_clip_ratio": cut,
+            "value": old_values,
+            "return": returns,
+            "return_squared": returns.double().square(),
+            "residual": residuals,
+            "residual_squared": residuals.square(),
+        }
+        return TokenLosses(
+            losses, {name: masked_sum(entries, mask) for name, entries in statistics.items()}, {}
+        )
+
+
+def explained_variance(sums: Mapping[str, float], *, count: float) -> float:
+    """1 − var(return − value) / var(return): 1 for a perfect critic, 0 for a constant; 0 where returns do not vary."""
+    variance = sums["return_squared"] / count - (sums["return"] / count) ** 2
+    unexplained = sums["residual_squared"] / count - (sums["residual"] / count) ** 2
+    return 1.0 - unexplained / variance if variance > 0 else 0.0
+
+
+def reward_model_loss(chosen: Tensor, rejected: Tensor) -> TokenLosses:
+    """Bradley–Terry per pair, from the scores: −log σ(chosen − rejected)."""
+    return _preference_loss(chosen - rejected)
+
+
+def dpo_loss(
+    chosen: Tensor, rejected: Tensor, *, reference_chosen: Tensor, reference_rejected: Tensor, beta: float
+) -> TokenLosses:
+    """DPO per pair: −log σ(implicit reward of the chosen − of the rejected), which is β log π/ref.
+
+    All four are log-probabilities summed over a completion's tokens (`sequence_sums`).
+    """
+    return _preference_loss(beta * ((chosen - reference_chosen) - (rejected - reference_rejected)))
+
+
+def _preference_loss(margins: Tensor) -> TokenLosses:
+    everything = torch.ones_like(margins)
+    with torch.no_grad():
+        statistics = {"accuracy": margins > 0, "margin": margins}
+        sums = {name: masked_sum(values, everything) for name, values in statistics.items()}
+    return TokenLosses(-functional.logsigmoid(margins), sums, {})
+
+
+def sequence_sums(values: Tensor, *, sequence_index: Tensor, num_sequences: int) -> Tensor:
+    """The sum over each sequence's tokens; 0 for a sequence without any."""
+    return values.new_zeros(num_sequences).index_add(0, sequence_index, values)
+
+
+def _compared(
+    log_ratio: Tensor, mask: Tensor, *, ratio: Ratio, sequence_index: Tensor, num_sequences: int
+) -> Tensor:
+    """log ρ at each token: its own, or that of its sequence, of which masked tokens are no part."""
+    if ratio == "token":
+        return log_ratio
+    of_sequence = sequence_sums(log_ratio, sequence_index=sequence_index, num_sequences=num_sequences)
+    if ratio == "sequence_mean":
+        kept = (mask > 0).to(log_ratio.dtype)
+        counts = sequence_sums(kept, sequence_index=sequence_index, num_sequences=num_sequences)
+        of_sequence = of_sequence / counts.clamp(min=1)
+    return of_sequence[sequence_index]
+
+
+def _keep(values: Tensor, mask: Tensor) -> Tensor:
+    """0 where masked, in value and gradient, also where the value is NaN."""
+    return torch.where(mask > 0, values, 0.0)
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """The float64 sum of what the mask keeps; a value that is masked may even be NaN."""
-    return torch.where(mask > 0, values.double(), 0.0).sum()
+    return _keep(values.double(), mask).sum()
 
 
 def token_weights(
@@ -95,8 +237,6 @@ def token_weights(
         return torch.zeros_like(mask, dtype=torch.float32)
     weights = mask.float() / total
     if denominator == "sequences":
-        loss_tokens = torch.zeros(num_sequences, device=mask.device).index_add_(
-            0, sequence_index, mask.float()
-        )
+        loss_tokens = sequence_sums(mask.float(), sequence_index=sequence_index, num_sequences=num_sequences)
         weights = weights / loss_tokens.clamp(min=1)[sequence_index]
     return weights

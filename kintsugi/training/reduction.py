@@ -40,7 +40,7 @@ class Contribution:
     """What a shard, a subtree or the whole batch adds to a step."""
 
     gradient: Tensor
-    """Flat, fp32."""
+    """Flat, fp32; empty where nothing is learned."""
     sums: Tensor
     """float64, one entry per statistic."""
     maxima: Tensor
@@ -108,9 +108,13 @@ def finish_tree(
         owned_nodes(num_shards, owned=shards_of_rank(num_shards, rank=rank, world_size=group.size))
         for rank in range(group.size)
     ]
-    gradient_size = next(iter(owned.values())).gradient.numel()
-    slices = _exchange_slices(group, owned=owned, nodes=nodes, timeout_s=timeout_s)
+    gradient = next(iter(owned.values())).gradient
+    gradient_size = gradient.numel()
     statistics = _exchange_statistics(group, owned=owned, nodes=nodes, timeout_s=timeout_s)
+    if gradient_size == 0:
+        everyone = {node: Contribution(gradient, *found) for node, found in statistics.items()}
+        return sum_node(root, known=everyone.get)
+    slices = _exchange_slices(group, owned=owned, nodes=nodes, timeout_s=timeout_s)
     everyone = {node: Contribution(slices[node], *statistics[node]) for node in slices}
     total = sum_node(root, known=everyone.get)
     gathered = group.all_gather(total.gradient, timeout_s=timeout_s)
@@ -122,7 +126,8 @@ def sum_any_order(group: ProcessGroup, *, owned: Contribution, timeout_s: float)
     """The whole batch's contribution by one all-reduce: fastest, equal on every rank, its rounding unspecified."""
     if group.size == 1:
         return owned
-    group.all_reduce(owned.gradient, timeout_s=timeout_s)
+    if owned.gradient.numel() > 0:
+        group.all_reduce(owned.gradient, timeout_s=timeout_s)
     num_sums = owned.sums.numel()
     everyone = group.all_gather(torch.cat((owned.sums, owned.maxima)), timeout_s=timeout_s)
     return Contribution(owned.gradient, everyone[:, :num_sums].sum(dim=0), everyone[:, num_sums:].amax(dim=0))

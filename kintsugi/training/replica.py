@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from kintsugi.errors import RefusedError
-from kintsugi.messages import Body, FetchState, FetchWeights, StateFetched
-from kintsugi.training.copies import Counters, state_fetched
+from kintsugi.messages import Body, FetchWeights
+from kintsugi.operations import FetchState, StateFetched
+from kintsugi.training.copies import Counters, counters_of, state_fetched
 from kintsugi.training.state import TrainingState
 from kintsugi.transport import Blob, Reply
 from kintsugi.types import StreamSource
@@ -53,5 +54,4 @@ def fetch_state(step: int, *, replica: str, ask: Ask, owner: str = "") -> tuple[
         segments=None,
         fetch_stream=lambda process, request: ask(process, FetchState(step, request.pieces, owner)),
     )
-    counters = Counters(reply.manifest.step, reply.stage, reply.updates, reply.skipped, reply.reference)
-    return fetched.tensors(), counters
+    return fetched.tensors(), counters_of(reply)

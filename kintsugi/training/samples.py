@@ -42,16 +42,17 @@ class StepSamples:
         """`check` is called while waiting and raises when the call is to be given up."""
         self._submit = submit
         self._check = check
-        self._trajectories: dict[str, Trajectory] = {}
+        self.trajectories: dict[str, Trajectory] = {}
+        """Of this step, by sample key."""
 
     def forget(self) -> None:
-        self._trajectories = {}
+        self.trajectories = {}
 
     def of_shards(self, shards: Sequence[LogicalShard]) -> dict[int, list[Sample]]:
         """The shards' samples by shard index, every trajectory verified."""
-        self._fetch([item for shard in shards for item in shard.items if item.key not in self._trajectories])
+        self._fetch([item for shard in shards for item in shard.items if item.key not in self.trajectories])
         return {
-            shard.index: [sample_of(item, self._trajectories[item.key]) for item in shard.items]
+            shard.index: [sample_of(item, self.trajectories[item.key]) for item in shard.items]
             for shard in shards
         }
 
@@ -70,7 +71,7 @@ class StepSamples:
         for holder, held in by_holder.items():
             samples = answers[holder].result().expect(SamplesFetched).samples
             for item, trajectory in _paired(held, samples, holder=holder):
-                self._trajectories[item.key] = trajectory
+                self.trajectories[item.key] = trajectory
 
     def _await(self, answers: dict[str, Answer]) -> None:
         idle = threading.Event()

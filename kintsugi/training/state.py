@@ -1,12 +1,11 @@
-"""What a rank trains: weights, optimizer moments and counters, as a few flat tensors.
-
-Flat, because everything done to all parameters at once (zeroing, adding, reducing, clipping, stepping, copying,
-hashing) is then one operation over one tensor, in one fixed order. Parameters are views: those with weight decay
-first, then norms and biases.
+"""What a rank trains: weights, optimizer moments and counters, as one flat tensor (`layout.py`).
 
 A step moves the state from *committed* to *prepared* and, by `commit`, to committed again; `rollback` returns to the
 committed state exactly. Between `begin_update` and `end_update` the state is neither, which `half_updated` shows. The
 committed step and the prepared one lie outside of this process as well (`copies.py`), where a replacement finds them.
+
+Beside the actor there may be a critic, trained by an optimizer of its own in the same step, and a reference model:
+frozen, or moving behind the actor as a part of the state.
 """
 
 from __future__ import annotations
@@ -21,22 +20,15 @@ from torch import Tensor
 from kintsugi.checkpoint.snapshot import HeldSnapshots, Segments, Snapshots
 from kintsugi.config import ActorSection, Stage
 from kintsugi.errors import IntegrityError, RefusedError
+from kintsugi.model.architecture import ModelConfig, parameter_shapes
+from kintsugi.model.plan import ACTOR_ALONE, Companions
 from kintsugi.model.transformer import Transformer
 from kintsugi.training.buddy import StateCopy
 from kintsugi.training.copies import Counters, StateCopies, reference_digest
+from kintsugi.training.layout import ACTOR, CRITIC, Layout, Part, reference_by_name
+from kintsugi.training.optimizer import adamw, is_finite
+from kintsugi.training.origins import critic_weights, reference_weights
 from kintsugi.training.schedule import learning_rate
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where a parameter lies in the flat tensors."""
-
-    name: str
-    shape: torch.Size
-    start: int
-
-    def view(self, flat: Tensor) -> Tensor:
-        return flat[self.start : self.start + self.shape.numel()].view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -50,12 +42,13 @@ class Update:
 
 
 class TrainingState:
-    """One rank's replica of the trained model and its optimizer."""
+    """One rank's replica of the trained models and their optimizers."""
 
     def __init__(
         self,
         model: Transformer,
         *,
+        companions: Companions = ACTOR_ALONE,
         compute_dtype: torch.dtype = torch.float32,
         process: str = "model-0",
         segments: Segments | None = None,
@@ -63,23 +56,32 @@ class TrainingState:
         """Takes `model` (fp32) over: its parameters become views of the flat weights. Snapshots of the state lie
         under the name of `process` in the host's `segments`, or in private memory."""
         assert model.dtype == torch.float32, f"master weights are float32, got {model.dtype}"
-        self._slots, self._num_decayed = _lay_out(model)
-        self._live = _flatten(model, self._slots)
-        self._weights, self._moments = self._live[0], self._live[1:]
+        self.companions = companions
+        self._layout = layout = _lay_out(model, companions)
+        self._live = torch.zeros(layout.size, device=model.device)
+        self._weights, self._moments = layout.weights(self._live), layout.moments(self._live)
+        layout.actor.fill(self._weights, dict(model.named_parameters()))
         self._process = process
         self._segments = segments
         self._snapshots = Snapshots(process, size=self._live.nbytes, segments=segments)
         self._copies = StateCopies(self._live, snapshots=self._snapshots)
         self.gradient = torch.zeros_like(self._weights)
-        self.model = model
-        if compute_dtype != torch.float32:
-            self.model = Transformer(model.config, dtype=compute_dtype, device=model.device)
         self._compute_weights = self._weights.to(compute_dtype)
         self._compute_gradient = self.gradient.to(compute_dtype)
-        _point_at(self.model, self._slots, weights=self._compute_weights, gradient=self._compute_gradient)
+        self.model = model
+        if compute_dtype != torch.float32:
+            self.model = _empty_twin(model, dtype=compute_dtype)
+        self._critic: Transformer | None = None
+        if companions.critic is not None:
+            self._critic = Transformer(
+                companions.critic, with_value_head=True, dtype=compute_dtype, device=model.device
+            )
+        for name, each in ((ACTOR, self.model), (CRITIC, self._critic)):
+            if each is not None:
+                layout.parts[name].point(each, weights=self._compute_weights, gradient=self._compute_gradient)
         self._counters = self._committed = Counters()
         self._committed_digest = self._prepared_digest = ""
-        self._updating = False
+        self._updating = self._between_calls = False
         self._stage: Stage | None = None
         self._reference: Tensor | None = None
         self._reference_model: Transformer | None = None
@@ -117,6 +119,11 @@ class TrainingState:
         return self._updating
 
     @property
+    def is_between_calls(self) -> bool:
+        """Half updated, but in good order: the step's next training call goes on from here."""
+        return self._updating and self._between_calls
+
+    @property
     def counters(self) -> Counters:
         return self._counters
 
@@ -131,15 +138,30 @@ class TrainingState:
         return self._stage
 
     @property
+    def critic(self) -> Transformer:
+        """The value model; only stages of PPO have one."""
+        if self._critic is None or not self.stage.has_critic:
+            raise RefusedError(f"stage {self._counters.stage!r} has no critic")
+        return self._critic
+
+    @property
     def reference_model(self) -> Transformer:
-        """The stage's initial weights, frozen; only stages with a KL penalty keep them."""
-        if self._reference is None:
+        """What the KL is measured against; only stages that do so keep one."""
+        if self._stage is None or not self._stage.has_reference or not self._counters.stage:
             raise RefusedError(f"stage {self._counters.stage!r} keeps no reference model (its `beta` is 0)")
         if self._reference_model is None:
-            model = Transformer(self.model.config, dtype=self.model.dtype, device=self.model.device)
-            _point_at(model, self._slots, weights=self._reference, gradient=None)
+            weights = self._reference
+            if weights is None:
+                weights = self._layout.reference(self._live).to(self.model.dtype)
+            model = Transformer(self._reference_config, dtype=self.model.dtype, device=self.model.device)
+            self._reference_part.point(model, weights=weights, gradient=None)
             self._reference_model = model
         return self._reference_model
+
+    def actor_waits(self, step: int) -> bool:
+        """Whether only the critic learns in this step."""
+        stage = self.stage
+        return stage.has_critic and step < stage.first_step + stage.critic.warmup_steps
 
     def start_stage(self, stage: Stage, *, step: int) -> None:
         """A fresh optimizer and schedule on the committed weights. Starting the current stage again does nothing.
@@ -158,58 +180,109 @@ class TrainingState:
             raise RefusedError(
                 f"stage {stage.name!r} begins at step {stage.first_step}, this rank stands at {self.committed_step}"
             )
+        actor = self._layout.actor.views(self._weights)
+        critic = critic_weights(stage, actor=actor, companions=self.companions)
+        reference = reference_weights(stage, actor=actor)
         self._stage = stage
         self._copies.settle()
         self._moments.zero_()
-        self._set_reference(self._compute_weights.clone() if stage.algorithm.beta > 0 else None)
+        if critic is not None:
+            self._layout.parts[CRITIC].fill(self._weights, critic)
+        if self._layout.has_reference:
+            self._layout.actor.fill(self._layout.reference(self._live), reference or {})
+        frozen = None
+        if reference is not None and not stage.moves_reference:
+            frozen = self._new_reference()
+            self._reference_part.fill(frozen, reference)
         self._counters = Counters(
-            step=self.committed_step, stage=stage.name, reference=reference_digest(self._reference)
+            step=self.committed_step, stage=stage.name, reference=reference_digest(frozen)
         )
-        self._copies.keep_reference(self._counters, self._reference)
+        self._weights_changed(reference=frozen)
+        self._copies.keep_reference(self._counters, frozen)
         self._prepared_digest = self._copies.prepare(self._counters)
         self._adopt_prepared()
         self._copies.forget_references(stage.name)
 
-    def zero_gradient(self) -> None:
-        self.gradient.zero_()
+    def gradient_of(self, part: str) -> Tensor:
+        """The part's share of the gradient buffer."""
+        return self._part(part, self.gradient)
 
-    def collect_gradient(self) -> None:
+    def zero_gradient(self, *parts: str) -> None:
+        """Of these models or of all, also what a backward pass left that did not end."""
+        for part in parts or self._layout.parts:
+            self.gradient_of(part).zero_()
+            if self._compute_gradient is not self.gradient:
+                self._part(part, self._compute_gradient).zero_()
+
+    def collect_gradient(self, part: str) -> None:
         """Call after each backward pass: low-precision gradients are added up in fp32."""
         if self._compute_gradient is not self.gradient:
-            self.gradient += self._compute_gradient
-            self._compute_gradient.zero_()
+            found = self._part(part, self._compute_gradient)
+            self.gradient_of(part).add_(found)
+            found.zero_()
 
     def begin_update(self) -> None:
-        """The first update of a step follows; until `end_update` the state belongs to no step."""
+        """The first update of a call follows; until `end_update` the state belongs to no step."""
         assert self.prepared_step is None, f"step {self.prepared_step} is prepared and waits for its commit"
         assert self._copies.committed is not None, "a stage was started"
         self._copies.settle()
-        self._updating = True
+        self._updating, self._between_calls = True, False
+
+    def pause_update(self) -> None:
+        """All updates of a call are made, and another training call of the same step follows."""
+        assert self._updating
+        self._between_calls = True
 
     def end_update(self, step: int) -> None:
         """All updates of `step` are made: the rank is prepared, and a copy of it under way."""
         assert self._updating and step == self.committed_step + 1
         counters = msgspec.structs.replace(self._counters, step=step)
+        self._move_reference(step)
         self._prepared_digest = self._copies.prepare(counters)
         self._counters = counters
-        self._updating = False
+        self._updating = self._between_calls = False
 
-    def update(self, gradient: Tensor) -> Update:
-        """Clip and apply the batch's gradient, equal on all ranks, so that all of them decide alike."""
+    def update(self, gradient: Tensor, *, part: str = ACTOR) -> Update:
+        """Clip and apply the batch's gradient of one model, equal on all ranks, so that all of them decide alike."""
         assert self._updating, "updates are made between begin_update and end_update"
-        actor = self.stage.actor
-        rate = learning_rate(actor, update=self._counters.updates, num_updates=_num_updates(self.stage))
+        actor, done, num_updates = self._schedule(part)
+        rate = learning_rate(actor, update=done, num_updates=num_updates)
         grad_norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
-        if not _is_finite(grad_norm):
-            self._counters = msgspec.structs.replace(self._counters, skipped=self._counters.skipped + 1)
+        if not is_finite(grad_norm):
+            self._count("critic_skipped" if part == CRITIC else "skipped")
             return Update(grad_norm, rate, applied=False)
         if grad_norm > actor.max_grad_norm:
             gradient = gradient * (actor.max_grad_norm / grad_norm)
-        self._counters = msgspec.structs.replace(self._counters, updates=self._counters.updates + 1)
-        self._adam(gradient, actor=actor, rate=rate)
+        self._count("critic_updates" if part == CRITIC else "updates")
+        adamw(
+            self._layout.parts[part],
+            weights=self._weights,
+            moments=self._moments,
+            gradient=gradient,
+            actor=actor,
+            rate=rate,
+            count=done + 1,
+        )
         if self._compute_weights is not self._weights:
-            self._compute_weights.copy_(self._weights)
+            self._part(part, self._compute_weights).copy_(self._part(part, self._weights))
         return Update(grad_norm, rate, applied=True)
+
+    def _schedule(self, part: str) -> tuple[ActorSection, int, int]:
+        """A model's optimizer settings, the updates it has made in this stage, and how many it is to make.
+
+        The critic follows the actor's schedule at a rate of its own, also through the steps in which the actor waits.
+        """
+        stage, counters = self.stage, self._counters
+        num_steps, per_step = stage.algorithm.steps, stage.algorithm.updates_per_step
+        if part == CRITIC:
+            settings = msgspec.structs.replace(stage.actor, learning_rate=stage.critic.learning_rate)
+            return settings, counters.critic_updates, num_steps * per_step
+        waiting = stage.critic.warmup_steps if stage.has_critic else 0
+        return stage.actor, counters.updates, (num_steps - waiting) * per_step
+
+    def _count(self, name: str) -> None:
+        number = getattr(self._counters, name) + 1
+        self._counters = msgspec.structs.replace(self._counters, **{name: number})
 
     def commit(self, step: int) -> None:
         """Adopt the prepared step. Committing the committed step again does nothing."""
@@ -247,9 +320,10 @@ class TrainingState:
         return self._copies.digest(self._counters)
 
     def weights(self) -> dict[str, Tensor]:
-        """The committed weights by Hugging Face name, in the type they are used in: what is published and exported."""
-        weights = self._committed_tensor()[0].to(self.model.dtype)
-        return {slot.name: slot.view(weights) for slot in self._slots}
+        """The actor's committed weights by Hugging Face name, in the type they are used in: what is published and
+        exported."""
+        actor = self._layout.actor
+        return actor.views(actor.within(self._layout.weights(self._committed_tensor())).to(self.model.dtype))
 
     def tensors(self) -> dict[str, Tensor]:
         """The committed state, all but `committed_counters`, as views: "weights/…", "moment1/…", "moment2/…", …."""
@@ -272,8 +346,9 @@ class TrainingState:
         What does not fit, or does not hash to `digest`, changes nothing.
         """
         assert counters.stage == ("" if stage is None else stage.name)
-        with_reference = any(name.startswith("reference/") for name in tensors)
-        reference = torch.empty_like(self._compute_weights) if with_reference else None
+        saved_reference = any(name.startswith("reference/") for name in tensors)
+        is_frozen = saved_reference and not self._layout.has_reference
+        reference = self._new_reference() if is_frozen else None
         mine = self._by_name(self._live, reference)
         if mine.keys() != tensors.keys():
             odd = ", ".join(sorted(mine.keys() ^ tensors.keys())[:4])
@@ -291,8 +366,8 @@ class TrainingState:
                 tensor.copy_(tensors[name])
 
         if reference is not None:
-            for slot in self._slots:
-                slot.view(reference).copy_(tensors[f"reference/{slot.name}"])
+            for name, tensor in reference_by_name(self._reference_part, reference).items():
+                tensor.copy_(tensors[name])
             if not counters.reference:  # Saved before counters said what the reference is.
                 counters = msgspec.structs.replace(counters, reference=reference_digest(reference))
         found = self._copies.fill(counters, write, digest=digest, reference=reference)
@@ -312,8 +387,8 @@ class TrainingState:
         if stage is None and header.stage:
             raise IntegrityError(f"the snapshot belongs to stage {header.stage!r}, which is not ours")
         reference = None
-        if stage is not None and stage.algorithm.beta > 0:
-            reference = torch.empty_like(self._compute_weights)
+        if stage is not None and stage.has_reference and not stage.moves_reference:
+            reference = self._new_reference()
             self._copies.load_reference(stage.name, into=reference, digest=header.reference, held=held)
         if held is None:
             counters = self._copies.adopt(step, digest=header.digest)
@@ -327,9 +402,9 @@ class TrainingState:
         """The live tensor has been replaced; this is what it is."""
         self._counters = self._committed = counters
         self._committed_digest, self._prepared_digest = digest, ""
-        self._stage, self._updating = stage, False
-        self._compute_weights.copy_(self._weights)
-        self._set_reference(reference)
+        self._stage = stage
+        self._updating = self._between_calls = False
+        self._weights_changed(reference=reference)
 
     def _adopt_prepared(self) -> None:
         self._copies.commit()
@@ -338,9 +413,9 @@ class TrainingState:
 
     def _load_committed(self) -> None:
         self._copies.load()
-        self._counters, self._updating = self._committed, False
-        if self._compute_weights is not self._weights:
-            self._compute_weights.copy_(self._weights)
+        self._counters = self._committed
+        self._updating = self._between_calls = False
+        self._weights_changed(reference=self._reference)
 
     def _committed_tensor(self) -> Tensor:
         """The live one where that is committed: it lies where it can be converted fastest."""
@@ -355,81 +430,59 @@ class TrainingState:
             self._copies.load_reference(self._committed.stage, into=self._reference, digest=expected)
 
     def _by_name(self, state: Tensor, reference: Tensor | None) -> dict[str, Tensor]:
-        flat_tensors = {"weights": state[0], "moment1": state[1], "moment2": state[2]}
-        if reference is not None:
-            flat_tensors["reference"] = reference
-        return {
-            f"{kind}/{slot.name}": slot.view(flat)
-            for kind, flat in flat_tensors.items()
-            for slot in self._slots
-        }
+        frozen = {} if reference is None else reference_by_name(self._reference_part, reference)
+        return self._layout.by_name(state) | frozen
 
-    def _set_reference(self, reference: Tensor | None) -> None:
-        self._reference = reference
-        self._reference_model = None
+    def _part(self, name: str, flat: Tensor) -> Tensor:
+        return self._layout.parts[name].within(flat)
 
-    def _adam(self, gradient: Tensor, *, actor: ActorSection, rate: float) -> None:
-        """AdamW by the operator behind `torch.optim.AdamW(fused=True)`.
+    @property
+    def _reference_config(self) -> ModelConfig:
+        return self.companions.reference or self.model.config
 
-        The optimizer class itself would import torch's compiler (over a second at every start and restart) and keep
-        a second book of steps and moments.
-        """
-        count = torch.tensor(float(self._counters.updates), device=gradient.device)
-        for part, weight_decay in (
-            (slice(0, self._num_decayed), actor.weight_decay),
-            (slice(self._num_decayed, None), 0.0),
-        ):
-            torch._fused_adamw_(
-                [self._weights[part]],
-                [gradient[part]],
-                [self._moments[0, part]],
-                [self._moments[1, part]],
-                [],
-                [count],
-                lr=rate,
-                beta1=actor.beta1,
-                beta2=actor.beta2,
-                weight_decay=weight_decay,
-                eps=actor.epsilon,
-                amsgrad=False,
-                maximize=False,
-            )
+    @property
+    def _reference_part(self) -> Part:
+        return Part.of(parameter_shapes(self._reference_config))
 
+    def _new_reference(self) -> Tensor:
+        return self._compute_weights.new_empty(self._reference_part.size)
 
-def _num_updates(stage: Stage) -> int:
-    return stage.algorithm.steps * stage.algorithm.updates_per_step
+    def _move_reference(self, step: int) -> None:
+        """The step's weights are final: a reference that follows the actor takes its share of them."""
+        stage = self.stage
+        if not stage.moves_reference:
+            return
+        settings, number = stage.reference, step - stage.first_step + 1
+        reference, actor = self._layout.reference(self._live), self._part(ACTOR, self._weights)
+        if settings.moving_average > 0:
+            reference.mul_(settings.moving_average).add_(actor, alpha=1 - settings.moving_average)
+        elif number % settings.copy_every == 0:
+            reference.copy_(actor)
+        self._refresh_reference()
 
+    def _weights_changed(self, *, reference: Tensor | None) -> None:
+        """The live tensor was replaced, and with it what the models compute with; `reference` is the frozen one."""
+        if self._compute_weights is not self._weights:
+            self._compute_weights.copy_(self._weights)
+        if reference is not self._reference:
+            self._reference, self._reference_model = reference, None
+        self._refresh_reference()
 
-def _is_finite(value: float) -> bool:
-    return value - value == 0.0
+    def _refresh_reference(self) -> None:
+        """A moving reference in another type than the state's is a copy, which is made when it is next asked for."""
+        if self._reference is None and self._compute_weights is not self._weights:
+            self._reference_model = None
 
 
-def _lay_out(model: Transformer) -> tuple[list[Slot], int]:
-    """Places for all parameters, matrices first: only they are decayed, not norms and biases."""
-    parameters = sorted(model.named_parameters(), key=lambda item: item[1].dim() < 2)
-    slots, start = [], 0
-    for name, parameter in parameters:
-        slots.append(Slot(name, parameter.shape, start))
-        start += parameter.numel()
-    num_decayed = sum(parameter.numel() for _, parameter in parameters if parameter.dim() >= 2)
-    return slots, num_decayed
+def _lay_out(model: Transformer, companions: Companions) -> Layout:
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    parts = {ACTOR: Part.of(shapes)}
+    if companions.critic is not None:
+        critic = parameter_shapes(companions.critic, with_value_head=True)
+        parts[CRITIC] = Part.of(critic, start=parts[ACTOR].stop, prefix="critic.")
+    return Layout(parts, has_reference=companions.moving_reference)
 
 
-def _flatten(model: Transformer, slots: list[Slot]) -> Tensor:
-    """Three rows: the weights, and moments that are still zero."""
-    by_name = dict(model.named_parameters())
-    flat = torch.zeros(3, sum(slot.shape.numel() for slot in slots), device=model.device)
-    for slot in slots:
-        slot.view(flat[0]).copy_(by_name[slot.name].detach())
-    return flat
-
-
-def _point_at(model: Transformer, slots: list[Slot], *, weights: Tensor, gradient: Tensor | None) -> None:
-    """Make a model's parameters (and their gradients) views of flat tensors; without gradients they are frozen."""
-    by_name = dict(model.named_parameters())
-    for slot in slots:
-        parameter = by_name[slot.name]
-        parameter.data = slot.view(weights)
-        parameter.requires_grad_(gradient is not None)
-        if gradient is not None:
-            parameter.grad = slot.view(gradient)
+def _empty_twin(model: Transformer, *, dtype: torch.dtype) -> Transformer:
+    has_head = model.value_head is not None
+    return Transformer(model.config, with_value_head=has_head, dtype=dtype, device=model.device)

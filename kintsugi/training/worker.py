@@ -36,17 +36,13 @@ from kintsugi.messages import (
     Body,
     CallDone,
     CommitStep,
-    DeviceStop,
-    FetchState,
+    EvaluatePairs,
     FetchWeights,
     HashWeights,
-    KeepState,
     Ok,
-    PreLock,
+    PairsEvaluated,
     Publish,
     Published,
-    RankReady,
-    RebuildGroup,
     RunCall,
     Save,
     Saved,
@@ -56,10 +52,12 @@ from kintsugi.messages import (
 from kintsugi.model import huggingface
 from kintsugi.model.device import choose_device, use_deterministic_kernels
 from kintsugi.model.faults import as_world_error
-from kintsugi.model.plan import plan_model
+from kintsugi.model.folder import VALUE_HEAD
+from kintsugi.model.plan import actor_head, plan_companions, plan_model
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.observe.events import Note
+from kintsugi.operations import DeviceStop, FetchState, KeepState, PreLock, RankReady, RebuildGroup
 from kintsugi.recipe import load_config
 from kintsugi.recovery.processor import Operation, Processor
 from kintsugi.runtime import COUNTERS, wait
@@ -68,9 +66,11 @@ from kintsugi.training.buddy import KEEP_TIMEOUT_S, BuddyCopy, buddy_of
 from kintsugi.training.copies import Counters
 from kintsugi.training.group import StoreServer
 from kintsugi.training.interfaces import ModelCalls
+from kintsugi.training.pairs import HeldOutPairs, score_pairs
 from kintsugi.training.replica import StateSource, fetch_state
 from kintsugi.training.samples import POLL_S, Answer, StepSamples
 from kintsugi.training.state import TrainingState
+from kintsugi.training.storing import RolloutStore
 from kintsugi.transport import Blob, Delivery, Reply
 from kintsugi.types import Peer, Role, process_id, role_of
 from kintsugi.weights.manifest import weights_sha256
@@ -117,6 +117,7 @@ class ModelWorker:
         tokenizer: Tokenizer,
         publisher: Publisher,
         host: str,
+        run_dir: Path,
         note: Callable[[str], None] = lambda message: None,
         renew: Callable[[], object] = lambda: None,
     ) -> None:
@@ -130,11 +131,19 @@ class ModelWorker:
         self._renew = renew
         self._renewed_at = 0.0
         self._host = host
+        self._pairs = HeldOutPairs(config, tokenizer=tokenizer, run_dir=run_dir)
         self._stages = {stage.name: stage for stage in stages(config)}
         self._backlog: deque[Delivery] = deque()
-        self._prepared: CallDone | None = None
-        self._calls = ModelCalls(state, deterministic=config.deterministic, check=self._check)
+        self._answers: dict[tuple[int, str], CallDone] = {}
+        """To the calls of the current step that are done, by step and name."""
         self._samples = StepSamples(shell.submit, check=self._check)
+        rollouts = RolloutStore(run_dir, tokenizer)
+        self._calls = ModelCalls(
+            state,
+            deterministic=config.deterministic,
+            check=self._check,
+            store=lambda call: rollouts.write(call, self._samples.trajectories),
+        )
         self._source = StateSource(state, process=shell.process, host=host)
         self._buddy = BuddyCopy(self._send_copy, process=shell.process)
         self._adapter = TorchAdapter(
@@ -155,7 +164,10 @@ class ModelWorker:
     def turn(self, idle_wait_s: float) -> None:
         """Handle the next request, those first that arrived while another was being handled."""
         self._renew_snapshots()
-        delivery = self._backlog.popleft() if self._backlog else self._shell.next_request(idle_wait_s)
+        delivery = self._next_in_backlog() or self._shell.next_request(idle_wait_s)
+        if delivery is not None and self._comes_early(delivery.body):
+            self._backlog.append(delivery)
+            return
         if delivery is not None:
             self._handle(delivery)
         elif self._adapter.ranks:
@@ -163,8 +175,25 @@ class ModelWorker:
 
     @property
     def has_backlog(self) -> bool:
-        """Whether requests wait that arrived while another was being handled."""
-        return bool(self._backlog)
+        """Whether requests wait that arrived while another was being handled, and can be handled now."""
+        return any(not self._comes_early(delivery.body) for delivery in self._backlog)
+
+    def _next_in_backlog(self) -> Delivery | None:
+        """The oldest request that can be handled now."""
+        for index, delivery in enumerate(self._backlog):
+            if not self._comes_early(delivery.body):
+                del self._backlog[index]
+                return delivery
+        return None
+
+    def _comes_early(self, body: Body) -> bool:
+        """Whether a call of the step under way has to wait for another one: all ranks work them off in one order, or
+        their collectives would cross. What waits for a step or a group that is over is refused when its turn comes."""
+        if not isinstance(body, RunCall) or not self._adapter.is_in(body.generation):
+            return False
+        if body.step != self._state.committed_step + 1 or self._state.prepared_step is not None:
+            return False
+        return any((body.step, name) not in self._answers for name in body.after)
 
     def close(self) -> None:
         """Leave the group and withdraw what was published."""
@@ -213,6 +242,8 @@ class ModelWorker:
                 return self._publisher.answer(body)
             case FetchState():
                 return self._source.answer(body)
+            case EvaluatePairs():
+                return self._evaluate(body), ()
             case HashWeights():
                 return WeightsHashed(weights_sha256(self._state.weights())), ()
             case Save():
@@ -236,9 +267,9 @@ class ModelWorker:
         return ready
 
     def _run_call(self, call: RunCall) -> CallDone:
-        if self._prepared is not None and self._state.prepared_step == call.step:
-            return self._prepared
-        self._processor.admit(call.step)
+        if (call.step, call.call) in self._answers:
+            return self._answers[call.step, call.call]
+        self._processor.admit(call.step, goes_on=self._state.is_between_calls)
         group = self._adapter.group(call.generation)
         if call.stage != self._state.counters.stage:
             raise RefusedError(
@@ -264,8 +295,8 @@ class ModelWorker:
             {"fetch": fetch_s, **result.timing},
             result.outputs,
         )
+        self._answers[call.step, call.call] = done
         if self._state.prepared_step == call.step:
-            self._prepared = done
             self._offer_copy()
         return done
 
@@ -280,10 +311,18 @@ class ModelWorker:
             raise RefusedError(
                 f"expected to publish the committed step {self._state.committed_step}, got {request.step}"
             )
-        manifest, sources = self._publisher.publish(
-            self._state.weights(), version=request.version, step=request.step
-        )
+        weights = {
+            name: tensor for name, tensor in self._state.weights().items() if name not in VALUE_HEAD
+        }  # Servers write text; a reward model's head is only for its checkpoints.
+        manifest, sources = self._publisher.publish(weights, version=request.version, step=request.step)
         return Published(manifest, sources)
+
+    def _evaluate(self, request: EvaluatePairs) -> PairsEvaluated:
+        standing = self._adapter.standing()
+        if request.step != standing.step or standing.half_updated or standing.prepared_step >= 0:
+            raise RefusedError(f"expected to evaluate the committed step {standing.step}, got {request.step}")
+        correct = score_pairs(self._state.model, self._pairs.block, first=request.first, count=request.count)
+        return PairsEvaluated(request.step, request.first, tuple(correct))
 
     def _save(self, request: Save) -> Saved:
         counters = self._state.committed_counters
@@ -357,7 +396,7 @@ class ModelWorker:
 
     def _forget(self) -> None:
         """Drop what belongs to the step that has ended."""
-        self._prepared = None
+        self._answers.clear()
         self._samples.forget()
         self._calls.forget()
         self._source.forget()
@@ -389,10 +428,11 @@ class ModelWorker:
 
 def load_model(config: Config, *, device: torch.device) -> Transformer:
     """The model as the run begins: read from its folder, or initialised from the run's seed; float32."""
+    head = actor_head(config)
     if config.model.path is not None:
-        return huggingface.load(Path(config.model.path), dtype=torch.float32, device=device)
+        return huggingface.load(Path(config.model.path), dtype=torch.float32, head=head, device=device)
     model_config, _ = plan_model(config)
-    model = Transformer(model_config, device=device)
+    model = Transformer(model_config, with_value_head=head != "refused", device=device)
     assert config.model.new is not None
     initialize(model, config.model.new.seed)
     return model
@@ -414,6 +454,7 @@ def main(bootstrap: Bootstrap) -> int:
             resources.enter_context(closing(segments))
         state = TrainingState(
             model,
+            companions=plan_companions(config),
             compute_dtype=getattr(torch, config.actor.dtype),
             process=bootstrap.process,
             segments=segments,
@@ -428,6 +469,7 @@ def main(bootstrap: Bootstrap) -> int:
                 tokenizer=tokenizer,
                 publisher=publisher,
                 host=bootstrap.host,
+                run_dir=Path(bootstrap.run_dir),
                 note=lambda message: shell.events.emit(Note(message)),
                 renew=segments.renew if segments is not None else lambda: None,
             )

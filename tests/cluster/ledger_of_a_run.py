@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from kintsugi.facts import BatchFormed, RolledBack, StepCommitted, TicketsIssued
+from kintsugi.facts import BatchFormed, RolledBack, StepCommitted, TicketFiltered, TicketsIssued
 from tests.cluster.real_runs import LAST_STEP, Run
 
 
 def assert_trained_exactly_once(run: Run, *, last_step: int = LAST_STEP) -> None:
-    """Every issued ticket is in one committed batch and no other; every sample of it stands once in samples.jsonl."""
+    """Every issued ticket that was not filtered is in one committed batch and no other; every sample of it stands once
+    in samples.jsonl."""
     formed: dict[int, tuple[str, ...]] = {}
     committed: dict[int, tuple[str, ...]] = {}
     num_samples: dict[str, int] = {}
@@ -15,6 +16,8 @@ def assert_trained_exactly_once(run: Run, *, last_step: int = LAST_STEP) -> None
         match fact:
             case TicketsIssued(tickets=tickets):
                 num_samples |= {ticket.id: ticket.num_samples for ticket in tickets}
+            case TicketFiltered(ticket=ticket_name):
+                del num_samples[ticket_name]
             case BatchFormed(step=step, tickets=batch):
                 formed[step] = batch
             case StepCommitted(step=step):

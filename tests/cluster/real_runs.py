@@ -43,6 +43,8 @@ class Run:
         self.gates = run_dir.with_suffix(".gates")
         self.gates.mkdir()
         self.launcher: subprocess.Popen[str] | None = None
+        self.environment: dict[str, str] = {}
+        """More of it, for the commands."""
         self._commands: list[subprocess.Popen[str]] = []
         self._mark = uuid4().hex
         self._shared_memory = set(os.listdir("/dev/shm"))
@@ -57,6 +59,7 @@ class Run:
             "KINTSUGI_TEST_MARK": self._mark,
             "KINTSUGI_TEST_PARENT": str(os.getpid()),
             "KINTSUGI_TEST_RUN": str(self.run_dir),
+            **self.environment,
         }
         process = subprocess.Popen(
             [sys.executable, "-m", "kintsugi", *arguments],

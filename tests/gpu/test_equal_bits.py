@@ -17,7 +17,16 @@ from kintsugi.training.group import ProcessGroup, Route, StoreServer, _Meeting
 from kintsugi.training.interfaces import ModelCalls
 from kintsugi.training.reduction import Contribution, sum_any_order
 from tests.unit.training.test_interfaces import alone
-from tests.unit.training.world import every_length, in_world, new_stage, new_state, run_call, train
+from tests.unit.training.world import (
+    every_length,
+    in_world,
+    new_pairs,
+    new_stage,
+    new_state,
+    rewarded,
+    run_call,
+    train,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,8 +97,11 @@ def test_neither_slot_nor_neighbours_change_a_bit_of_a_sample(dtype: torch.dtype
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_any_number_of_ranks_on_one_device_gives_equal_bits(world_size: int) -> None:
-    batch, stage = every_length(), new_stage()
+@pytest.mark.parametrize("name", ["grpo", "ppo", "dpo"])
+def test_any_number_of_ranks_on_one_device_gives_equal_bits(name: str, world_size: int) -> None:
+    stage = new_stage(name=name, beta=0.0 if name == "grpo" else 0.05)
+    batches = {"grpo": every_length(), "ppo": rewarded(every_length()), "dpo": new_pairs(7)}
+    batch = batches[name]
     (expected,) = train(batch, stage=stage, world_size=1, num_shards=4, device=CUDA)
     for outcome in train(batch, stage=stage, world_size=world_size, num_shards=4, device=CUDA):
         assert outcome.gradient.is_cuda

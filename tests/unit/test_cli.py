@@ -218,7 +218,11 @@ def test_a_disk_without_room_for_the_configuration_leaves_no_folder(
 def test_a_disk_without_room_for_the_launchers_name_leaves_no_folder(
     kintsugi: Kintsugi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path, *arguments: object, **options: object) -> None:
+    write = Path.write_bytes
+
+    def refuse(path: Path, content: bytes) -> int:
+        if path.name != runs.LAUNCHER_FILE:
+            return write(path, content)
         path.touch()
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -375,3 +379,21 @@ def test_help_answers_without_loading_the_system() -> None:
         name for name in ("torch", "zmq", "yaml", "tokenizers", "numpy") if f"'{name}'" in result.stdout
     ]
     assert loaded == []
+
+
+def test_a_first_recipe_is_written_and_can_be_checked_at_once(
+    kintsugi: Kintsugi, cluster: FakeCluster
+) -> None:
+    assert "kintsugi check mine.yaml" in kintsugi("init", "mine.yaml").output
+    assert kintsugi("check", "mine.yaml").code == 0
+    refused = kintsugi("init", "mine.yaml")
+    assert (refused.code, "nothing is overwritten" in refused.errors) == (2, True)
+
+
+def test_rollouts_without_learning_are_a_run_of_their_own(kintsugi: Kintsugi, cluster: FakeCluster) -> None:
+    result = kintsugi("rollout", GRPO, "--steps", "7", "algorithm.beta=0.1", "warmup=null")
+    assert result.code == 0
+    ((config, folder, _),) = cluster.launched
+    assert (config.algorithm.name, config.algorithm.steps, config.algorithm.beta) == ("rollout", 7, 0.0)
+    assert (config.algorithm.batch_size, config.algorithm.group_size) == (64, 8)
+    assert "actor.warmup_steps" in json.loads((folder / "origins.json").read_text())

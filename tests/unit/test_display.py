@@ -117,10 +117,10 @@ def test_a_loss_and_its_mending_are_told_at_once_and_old_ones_are_not(tmp_path: 
     assert "earlier session" not in text and "nothing to look at" not in text
 
 
-def printed(summary: Summary) -> str:
+def printed(summary: Summary, *, config: Config = CONFIG) -> str:
     console = Console(file=io.StringIO(), width=100)
     with console.capture() as capture:
-        print_closing(console, summary, config=CONFIG, folder=Path("runs/mine-1"))
+        print_closing(console, summary, config=config, folder=Path("runs/mine-1"))
     return capture.get()
 
 
@@ -136,6 +136,18 @@ def test_the_closing_says_what_came_out_and_what_to_try_next() -> None:
         "kintsugi export",
     ):
         assert part in text
+
+
+def test_the_closing_says_why_samples_were_not_trained() -> None:
+    summary = msgspec.structs.replace(SUMMARY, samples_filtered={"all rewards are equal": 1200})
+    text = printed(summary)
+    assert "samples filtered" in text and "1,200: all rewards are equal" in text
+    assert "quarantined" not in text
+
+
+def test_a_reward_model_is_judged_by_the_pairs_it_ranks() -> None:
+    config = msgspec.structs.replace(CONFIG, algorithm=AlgorithmSection(name="reward_model"))
+    assert "held-out pairs ranked right after" in printed(SUMMARY, config=config)
 
 
 def test_the_closing_says_how_many_incidents_were_mended_and_how_to_see_them() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kintsugi.config import Config, NewModel, WarmupSection
+from kintsugi.config import AlgorithmSection, Config, ModelSection, NewModel, WarmupSection
 from kintsugi.errors import ConfigError
-from kintsugi.recipe import anchored, dump, load, load_config
+from kintsugi.recipe import anchored, dump, given, load, load_config
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -184,3 +184,25 @@ def test_paths_become_absolute_so_that_other_folders_can_use_them() -> None:
 def test_fields_left_out_of_a_new_section_get_its_defaults(write: Write) -> None:
     config = load(write("a.yaml", "name: a\nmodel: {new: {num_layers: 3}}")).config
     assert config.model.new == msgspec.structs.replace(NewModel(), num_layers=3)
+
+
+def test_a_configuration_built_in_python_is_checked_and_remembers_what_was_said() -> None:
+    built = Config(name="mine", algorithm=AlgorithmSection(steps=3), model=ModelSection(path="folder"))
+    resolved = given(built, ["seed=4"])
+    assert resolved.config == msgspec.structs.replace(built, seed=4)
+    origins = {field: resolved.origins[field] for field in ("name", "algorithm.steps", "seed", "eval.every")}
+    assert origins == {
+        "name": "Python",
+        "algorithm.steps": "Python",
+        "seed": "command line",
+        "eval.every": "default",
+    }
+
+
+def test_a_reward_in_a_file_is_anchored_and_one_of_a_module_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rewards = ("rewards.py:right", "package.module.brevity * 0.1")
+    config = Config(name="mine", algorithm=AlgorithmSection(reward=rewards))
+    assert anchored(config).algorithm.reward == (f"{tmp_path}/rewards.py:right", rewards[1])

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "kintsugi"
 
 GROUND = frozenset(
-    {"types", "messages", "wire", "errors", "config", "recipe", "facts", "bootstrap"}
+    {"types", "messages", "operations", "wire", "errors", "config", "recipe", "facts", "bootstrap"}
     | {"runtime", "signals", "disk", "transport", "worker", "patience"}
 )
 SHARED = GROUND | {"model", "observe"}
@@ -27,7 +27,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rollout": SHARED | {"data"},
     "buffer": SHARED,
     "graph": SHARED | {"buffer.packing"},
-    "training": SHARED | {"weights", "checkpoint", "recovery", "buffer.packing", "cluster.segments"},
+    "training": SHARED | {"data", "weights", "checkpoint", "recovery", "buffer.packing", "cluster.segments"},
     "weights": SHARED,
     "checkpoint": SHARED,
     "control": SHARED
@@ -42,8 +42,9 @@ ALLOWED: dict[str, frozenset[str]] = {
 }
 """What each folder may import of the package, besides itself. Stages do not import each other: the master wires them.
 
-Whoever prepares a prompt reads the data (rollout); whoever holds weights publishes, fetches or saves them, through
-memory that the host's agent keeps (`cluster.segments`); how a batch is cut is said once (`buffer.packing`).
+Whoever prepares a prompt, or ranks held-out pairs, reads the data (rollout, training); whoever holds weights publishes,
+fetches or saves them, through memory that the host's agent keeps (`cluster.segments`); how a batch is cut is said once
+(`buffer.packing`).
 """
 
 WITH_TORCH = frozenset(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import socket
+import string
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kintsugi.config import Config
+from kintsugi.config import Config, NewModel
 from kintsugi.errors import UserError
 from kintsugi.model.architecture import num_parameters, parameter_shapes
 from kintsugi.model.plan import new_model_config, plan_model
@@ -51,7 +52,13 @@ def test_the_recipes_of_the_project_are_valid(recipe: str) -> None:
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
-        ("algorithm.group_size=1", ["`algorithm.group_size`", "at least 2", "GRPO", "got 1", "command line"]),
+        ("algorithm.group_size=1", ["`algorithm.group_size`", "at least 2", "grpo", "got 1", "command line"]),
+        ("algorithm.gamma=0.9", ["`algorithm.gamma`", "nothing: grpo does not use it", "got 0.9"]),
+        ("algorithm.kl=k3", ["`algorithm.kl`", "`algorithm.beta` is 0", "got 'k3'"]),
+        ("algorithm.entropy_weight=-1", ["`algorithm.entropy_weight`", "zero or more", "got -1"]),
+        ("critic.learning_rate=0.1", ["`critic.learning_rate`", "grpo has no critic", "got 0.1"]),
+        ("reference.moving_average=1", ["`reference.moving_average`", "less than 1"]),
+        ("generation.servers=0", ["`generation.servers`", "at least 1", "got 0"]),
         ("sampling.top_p=0.9", ["`sampling.top_p`", "1.0", "distribution", "got 0.9"]),
         ("sampling.top_k=5", ["`sampling.top_k`", "got 5"]),
         ("sampling.min_p=0.1", ["`sampling.min_p`"]),
@@ -80,6 +87,16 @@ def test_the_recipes_of_the_project_are_valid(recipe: str) -> None:
         ("data.num_eval=8100", ["train"]),
         ("data.num_eval=0", ["`data.num_eval`", "held-out"]),
         ("data.max_digits=9", ["`data.max_digits`", "1 to 3"]),
+        (
+            "data.sources=[{source: arithmetic, weight: 0}]",
+            ["`data.sources[0].weight`", "positive", "got 0.0"],
+        ),
+        ("data.sources=[{source: no.jsonl}]", ["`data.sources[0].source`", "'no.jsonl'"]),
+        ("data.sources=[{num_eval: 9000}]", ["`data.sources[0].num_eval`", "8100 rows"]),
+        ("data.options={seed: 1}", ["`data.options`", "reasoning-gym", "got a section"]),
+        ("data.system=Hello", ["`data.system`", "`data.chat_template=true`", "'Hello'"]),
+        ("data.chat_template=true", ["field `chat_template` is missing"]),
+        ("data.max_bad_share=1", ["`data.max_bad_share`", "less than 1"]),
         ("data.source=nowhere.jsonl", ["`data.source`", "'nowhere.jsonl'"]),
         ("algorithm.steps=-1", ["`algorithm.steps`", "positive", "got -1"]),
         ("actor.learning_rate=.nan", ["`actor.learning_rate`", "finite"]),
@@ -135,6 +152,11 @@ def test_a_reward_that_wants_a_column_the_data_lacks_is_refused(
     sys.modules.pop("wanting_rewards")
 
 
+def test_a_source_beside_several_is_refused() -> None:
+    message = refusal("data.sources=[{source: arithmetic}]", "data.num_eval=3")
+    assert "`data.num_eval`" in message and "beside `data.sources`" in message
+
+
 class TestDataFiles:
     """Overrides for a JSON Lines file in place of generated sums."""
 
@@ -148,6 +170,14 @@ class TestDataFiles:
     def test_a_file_with_every_column_is_taken(self, tmp_path: Path) -> None:
         path = self.rows(tmp_path / "a.jsonl", *[{"prompt": "1+1=", "answer": "2"}] * 3)
         validate(resolved(*self.overrides(path)))
+
+    def test_pairs_need_no_reward_function_where_nothing_is_sampled(self, tmp_path: Path) -> None:
+        pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+        path = self.rows(tmp_path / "a.jsonl", *[pair] * 3)
+        given = (f"data.source={path}", "data.num_eval=1", "warmup=null", "algorithm.group_size=null")
+        validate(resolved(*given, "algorithm.name=reward_model", "generation.servers=0"))
+        message = refusal(*given, "algorithm.name=dpo", "algorithm.beta=0.1")
+        assert "`algorithm.reward`" in message and "exact_answer" in message
 
     def test_an_empty_file_is_refused(self, tmp_path: Path) -> None:
         path = self.rows(tmp_path / "a.jsonl")
@@ -194,6 +224,16 @@ class TestModelFolders:
     def test_a_whole_folder_is_taken(self, folder: Path) -> None:
         validate(resolved("model.new=null", f"model.path={folder}"))
 
+    def test_a_reference_of_another_vocabulary_is_refused(self, folder: Path) -> None:
+        message = refusal(
+            "algorithm.beta=0.1", f"reference.path={folder}", "model.new.alphabet='0123456789+=-'"
+        )
+        assert "`reference.path`" in message and "vocabulary of 15 tokens" in message and "got 14" in message
+
+    def test_a_reward_model_without_a_head_is_refused(self, folder: Path) -> None:
+        message = refusal(f"reward_model.path={folder}")
+        assert "`reward_model.path`" in message and "head" in message and "found none" in message
+
     def test_a_missing_folder_is_refused(self, tmp_path: Path) -> None:
         message = self.refusal(tmp_path / "nowhere")
         assert "`model.path`" in message and "nowhere" in message and "found nothing" in message
@@ -231,6 +271,25 @@ class TestModelFolders:
     def test_a_damaged_configuration_is_refused(self, folder: Path) -> None:
         (folder / "config.json").write_text("{")
         assert "config.json" in self.refusal(folder)
+
+
+@pytest.mark.parametrize("recipe", ["grpo_smollm2_arithmetic", "grpo_smollm2_gsm8k"])
+def test_the_recipes_for_real_weights_are_valid_with_a_model_and_data(tmp_path: Path, recipe: str) -> None:
+    tokenizer = character_tokenizer(string.printable)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    tokenizer.save(tmp_path / "model")
+    new = NewModel(
+        hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, max_positions=512
+    )
+    model = new_model_config(new, tokenizer=tokenizer)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(model.to_huggingface()))
+    zeros = {name: np.zeros(shape, np.float32) for name, shape in parameter_shapes(model).items()}
+    save_file(zeros, tmp_path / "model" / "model.safetensors")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "How many are 1 and 1?", "answer": "They are 2.\n#### 2"}) + "\n")
+    files = (f"data.source={rows}", f"data.eval_source={rows}") if "gsm8k" in recipe else ()
+    fitting = ("generation.max_length=512", f"model.path={tmp_path}/model", *files)
+    validate(load(RECIPES / f"{recipe}.yaml", fitting).config)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -18,10 +18,16 @@ PACKAGE = Path(kintsugi.__file__).parent
 RUNTIME = "runtime.py"
 
 NON_BLOCKING_PIPE = "the pipe is opened with O_NONBLOCK"
+IN_THE_JAIL = "a program of its own, without the package; its caller waits for it through runtime.wait"
 ALLOWED = {
     ("cluster/children.py", "os.read(self.report, 65536)"): NON_BLOCKING_PIPE,
     ("cluster/launcher.py", "os.read(self.report, 65536)"): NON_BLOCKING_PIPE,
     ("signals.py", "os.read(self._reader, 256)"): NON_BLOCKING_PIPE,
+    ("rollout/sandbox.py", "os.read(descriptor, _CHUNK)"): NON_BLOCKING_PIPE,
+    ("rollout/jail.py", "os.read(reader, 4096)"): IN_THE_JAIL,
+    ("rollout/jail.py", "poller.poll(idle_s * 1000)"): IN_THE_JAIL,
+    ("rollout/jail.py", "os.wait4(-1, 0)"): IN_THE_JAIL,
+    ("rollout/jail.py", "os.waitpid(pid, 0)"): IN_THE_JAIL,
     ("cluster/segments.py", "self._listener.accept()"): "a non-blocking socket, watched by the agent's loop",
     ("cluster/segments.py", "socket.recv_fds(connection, _MOST_BYTES, 1)"): "seen readable, by loop or wait",
     ("cluster/template.py", "listener.accept()"): "a non-blocking socket that runtime.wait saw readable",

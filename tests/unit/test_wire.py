@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from kintsugi import messages
+from kintsugi import messages, operations
 from kintsugi.messages import Body
 from kintsugi.types import Role
 from kintsugi.wire import SPOKEN_BY
@@ -14,11 +14,11 @@ def test_it_is_said_of_every_message_who_may_say_it() -> None:
     assert set(SPOKEN_BY) == set(get_args(Body))
 
 
-@pytest.mark.parametrize("reply", [messages.Ok, messages.RankReady, messages.SamplesFetched])
+@pytest.mark.parametrize("reply", [messages.Ok, operations.RankReady, messages.SamplesFetched])
 def test_a_reply_is_nobodys_to_say_unasked(reply: type[Body]) -> None:
     assert SPOKEN_BY[reply] == set()
 
 
 def test_what_changes_weights_or_processes_is_the_masters_word_alone() -> None:
-    orders = (messages.RunCall, messages.Save, messages.Repair, messages.StartProcess, messages.Shutdown)
+    orders = (messages.RunCall, messages.Save, operations.Repair, messages.StartProcess, messages.Shutdown)
     assert {SPOKEN_BY[order] for order in orders} == {frozenset({Role.MASTER})}

@@ -28,3 +28,9 @@ def _wait_at_gate(run_dir: Path) -> None:
         gate.with_suffix(".reached").touch()
     while gate.exists():
         time.sleep(0.005)
+
+
+def begins_odd(completions: list[str], **columns: Any) -> list[float]:
+    """1 for an odd first digit, else 0: whole groups often earn the same."""
+    _wait_at_gate(Path(os.environ["KINTSUGI_TEST_RUN"]))
+    return [float(text[:1] in set("13579")) for text in completions]

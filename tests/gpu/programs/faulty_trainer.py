@@ -25,7 +25,8 @@ from kintsugi.messages import RunCall
 from kintsugi.training import worker
 from kintsugi.training.batch import Sample
 from kintsugi.training.group import ProcessGroup
-from kintsugi.training.interfaces import CallResult, ModelCalls
+from kintsugi.training.interfaces import ModelCalls
+from kintsugi.training.passes import CallResult
 from kintsugi.training.state import TrainingState, Update
 from kintsugi.types import Role
 
@@ -104,10 +105,10 @@ def main(bootstrap: Bootstrap) -> int:
             file.write(msgspec.json.encode(MemoryTaken(call.step, memory_taken())) + b"\n")
         return run(self, call, shards, group=group)
 
-    def breaking(self: TrainingState, gradient: Tensor) -> Update:
+    def breaking(self: TrainingState, gradient: Tensor, *, part: str = "actor") -> Update:
         if self.committed_step + 1 == STEP and not (run_dir / DONE_FILE).exists():
             disturb(run_dir)
-        return update(self, gradient)
+        return update(self, gradient, part=part)
 
     if bootstrap.process == WITNESS:
         ModelCalls.run = noting  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ from kintsugi.buffer import ledger as ledger_module
 from kintsugi.buffer.ledger import Ledger, LedgerError, SampleState, replay
 from kintsugi.facts import (
     BatchFormed,
+    FilterReason,
     LedgerFact,
     RolledBack,
     SampleQuarantined,
@@ -273,3 +274,64 @@ def test_what_was_in_a_batch_that_was_dissolved_is_issued_again_by_a_rollback() 
     ledger.apply(RolledBack(0, "the state is lost"))
     assert ledger.ready_tickets() == []
     assert [ticket.id for ticket in ledger.issued_unassigned()] == ["g:0:0:0", "g:0:1:0", "g:0:2:0"]
+
+
+def test_the_oldest_ready_groups_end_before_the_first_that_is_not() -> None:
+    ledger = replay([*issued(5), *made_ready(0, 1, 3, 4)])
+    assert ledger.oldest_ready(5) == ["g:0:0:0", "g:0:1:0"]
+    assert ledger.oldest_ready(1) == ["g:0:0:0"]
+    for fact in made_ready(2):
+        ledger.apply(fact)
+    assert ledger.oldest_ready(5) == [ticket(position).id for position in range(5)]
+
+
+def test_dropped_groups_belong_to_the_step_that_was_collected_also_when_it_is_undone() -> None:
+    ledger = replay([*issued(4), *made_ready(0, 1)])
+    ledger.apply(TicketFiltered("g:0:0:0", FilterReason.EQUAL_REWARDS))
+    ledger.apply(BatchFormed(1, ("g:0:1:0",)))
+    ledger.apply(StepCommitted(1, "d"))
+    for fact in made_ready(2, 3):
+        ledger.apply(fact)
+    ledger.apply(TicketFiltered("g:0:2:0", FilterReason.TOO_FEW_VALID))
+    for _ in range(2):
+        assert ledger.dropped_in(1) == ("g:0:0:0",)
+        assert ledger.dropped_in(2, reason=FilterReason.TOO_FEW_VALID) == ("g:0:2:0",)
+        assert ledger.dropped_in(2, reason=FilterReason.EQUAL_REWARDS) == ()
+        ledger.apply(RolledBack(0, "lost"))
+
+
+def test_what_was_dropped_for_a_step_that_a_rollback_can_reach_is_not_forgotten() -> None:
+    ledger = replay([*issued(3), *made_ready(0, 1, 2), BatchFormed(1, ("g:0:0:0",)), StepCommitted(1, "d")])
+    ledger.apply(TicketFiltered("g:0:1:0", FilterReason.EQUAL_REWARDS))
+    ledger.apply(BatchFormed(2, ("g:0:2:0",)))
+    ledger.apply(StepCommitted(2, "d"))
+    ledger.forget_before(2)
+    assert ledger.accepts(RolledBack(1, "lost")) is None
+    assert ledger.dropped_in(2, reason=FilterReason.EQUAL_REWARDS) == ("g:0:1:0",)
+    ledger.forget_before(3)
+    assert ledger.dropped_in(2) == ()
+
+
+def test_a_group_that_was_not_wanted_is_no_failure() -> None:
+    ledger = replay([*issued(3), *made_ready(0, 1)])
+    ledger.apply(TicketFiltered("g:0:0:0", FilterReason.EQUAL_REWARDS))
+    ledger.apply(TicketFiltered("g:0:1:0", FilterReason.TOO_FEW_VALID))
+    for index in range(2):
+        ledger.apply(SampleQuarantined(f"g:0:2:0/{index}", "no answer"))
+    assert (ledger.num_dropped("g"), ledger.num_failed("g")) == (3, 2)
+
+
+def test_samples_are_counted_by_why_they_ended() -> None:
+    ledger = replay([*issued(3), *made_ready(0)])
+    ledger.apply(TicketFiltered("g:0:0:0", FilterReason.EQUAL_REWARDS))
+    ledger.apply(SampleQuarantined("g:0:1:0/0", "no answer"))
+    ledger.apply(TicketAssigned("g:0:1:0", "rollout-0", "a"))
+    ledger.apply(scored("g:0:1:0", 1))
+    ledger.apply(TicketFiltered("g:0:1:0", FilterReason.TOO_FEW_VALID))
+    ledger.apply(SampleQuarantined("g:0:2:0/1", "no answer"))
+    assert ledger.reasons(SampleState.QUARANTINED) == {"no answer": 2}
+    assert ledger.reasons(SampleState.FILTERED) == {
+        FilterReason.EQUAL_REWARDS: 2,
+        FilterReason.TOO_FEW_VALID: 1,
+    }
+    assert ledger.reasons(SampleState.EXPIRED) == {}

@@ -8,7 +8,8 @@ import xxhash
 
 from kintsugi.cluster.keeper import Keeper
 from kintsugi.errors import IntegrityError, RefusedError
-from kintsugi.messages import Body, FetchState, KeepState, Ok, StateFetched, WeightsFetched
+from kintsugi.messages import Body, Ok, WeightsFetched
+from kintsugi.operations import FetchState, KeepState, StateFetched
 from kintsugi.transport import Blob, Delivery
 from kintsugi.types import Peer, Piece, PieceKind, WeightManifest
 from kintsugi.wire import Envelope, MessageKind

@@ -36,7 +36,7 @@ from kintsugi.facts import Fact
 from kintsugi.messages import Body, Drop, StartProcess, StopProcess
 from kintsugi.recovery.processor import Flow
 from kintsugi.types import Peer, Role, role_of
-from tests.unit.control.world import World, scored
+from tests.unit.control.world import Rewards, World, every_second_is_right, scored
 
 __all__ = ["CONFIG", "Driven", "fold", "new_state", "scored"]
 
@@ -74,6 +74,7 @@ class Driven:
         num_eval_rows: int = 0,
         flow: Flow = Flow.ROLLBACK,
         world: World | None = None,
+        rewards: Rewards = every_second_is_right,
     ) -> None:
         layout = plan_layout(config)
         self.master = Master(
@@ -85,7 +86,8 @@ class Driven:
             checkpoint_folder="checkpoints",
         )
         self._num_eval_rows = num_eval_rows
-        self.world = world or World({plan.process: plan.host for plan in layout}, flow=flow)
+        hosts = {plan.process: plan.host for plan in layout}
+        self.world = world or World(hosts, flow=flow, rewards=rewards)
         self.now = 0.0
         self.open: dict[str, Request] = {}
         self.facts: list[Fact] = []

@@ -5,15 +5,18 @@ import math
 import msgspec
 import pytest
 
-from kintsugi.config import Config, WarmupSection, stages
+from kintsugi.buffer.ledger import Ledger
+from kintsugi.config import AlgorithmSection, Config, RewardModelSection, WarmupSection, stages
 from kintsugi.control.agenda import (
     alerts,
     carried_stage,
     commit_record,
     evaluation_is_due,
+    group_counts,
     is_last,
     save_is_due,
     slowest,
+    with_final_rewards,
 )
 from kintsugi.control.state import MasterState
 from kintsugi.errors import Fault
@@ -109,9 +112,7 @@ def test_a_skipped_update_raises_an_alert_and_an_ordinary_step_none() -> None:
 def test_a_commits_record_has_the_ranks_metrics_the_batchs_totals_and_the_time() -> None:
     batch = scored(Ticket("grpo:0:0:0", "grpo", 0, 0, 0, 4), version=2).samples
     demonstrated = scored(Ticket("grpo:0:1:0", "grpo", 0, 1, 0, 1), version=-1).samples
-    record = commit_record(
-        [*batch, *demonstrated], {"model-0": CallDone(1, "a", {"loss": 0.5})}, {"training": 2.0}
-    )
+    record = commit_record([*batch, *demonstrated], {"loss": 0.5}, {"training": 2.0})
     assert record == {
         "loss": 0.5,
         "samples": 5.0,
@@ -122,9 +123,57 @@ def test_a_commits_record_has_the_ranks_metrics_the_batchs_totals_and_the_time()
     }
 
 
-def test_the_time_of_a_part_is_that_of_the_slowest_rank() -> None:
+def test_the_time_of_a_part_is_that_of_the_slowest_rank_added_up_over_the_calls() -> None:
     answers = {
         "model-0": CallDone(1, "a", {}, {"forward": 1.0, "reduce": 0.5}),
         "model-1": CallDone(1, "a", {}, {"forward": 2.0, "fetch": 0.1}),
     }
-    assert slowest(answers) == {"train_fetch": 0.1, "train_forward": 2.0, "train_reduce": 0.5}
+    critic = {"model-0": CallDone(1, "a", {}, {"forward": 3.0})}
+    assert slowest([answers]) == {"train_fetch": 0.1, "train_forward": 2.0, "train_reduce": 0.5}
+    assert slowest([answers, critic])["train_forward"] == 5.0
+
+
+def test_a_commits_record_of_rows_has_no_reward() -> None:
+    rows = scored(Ticket("sft:0:1:0", "sft", 0, 1, 0, 1), version=-1).samples
+    plain = [msgspec.structs.replace(meta, reward_components={}) for meta in rows]
+    assert "reward_mean" not in commit_record(plain, {}, {})
+
+
+def test_a_samples_final_reward_has_every_part_of_it_as_a_component() -> None:
+    algorithm = AlgorithmSection(name="rloo", beta=0.5, overlong_buffer=2)
+    model = RewardModelSection("folder", weight=3.0)
+    (stage,) = stages(Config(name="a", algorithm=algorithm, reward_model=model))
+    batch = scored(Ticket("rloo:0:0:0", "rloo", 0, 0, 0, 1), version=2).samples
+    values = {batch[0].key: {"reward": -0.25, "score": 2.0, "reference_kl": 0.5, "mask": 1.0}}
+    (meta,) = with_final_rewards(stage, batch, values)
+    assert meta.reward_components == {"exact": 0.0, "overlong": -0.25, "reward_model": 6.0, "kl": -0.25}
+    assert meta.reward == sum(meta.reward_components.values())
+
+
+def test_rows_that_earn_nothing_stay_as_they_are() -> None:
+    (stage,) = stages(Config(name="a", algorithm=AlgorithmSection(name="sft")))
+    row = msgspec.structs.replace(
+        scored(Ticket("sft:0:1:0", "sft", 0, 1, 0, 1), version=-1).samples[0], reward_components={}
+    )
+    assert with_final_rewards(stage, [row], {row.key: {"reward": 0.0}}) == (row,)
+
+
+def test_groups_with_equal_rewards_are_counted_over_their_unmasked_samples() -> None:
+    (stage,) = stages(CONFIG)
+    values = {
+        "a/0": {"reward": 1.0, "mask": 1.0},
+        "a/1": {"reward": 0.0, "mask": 1.0},
+        "b/0": {"reward": 1.0, "mask": 1.0},
+        "b/1": {"reward": 1.0, "mask": 1.0},
+        "c/0": {"reward": 1.0, "mask": 1.0},
+        "c/1": {"reward": 0.0, "mask": 0.0},
+    }
+    counts = group_counts(stage, values, ledger=Ledger(), step=1)
+    assert counts == {"equal_reward_groups": 2.0, "filtered_groups": 0.0, "reissued_groups": 0.0}
+
+
+def test_where_samples_are_not_compared_only_replaced_groups_are_counted() -> None:
+    for algorithm in (AlgorithmSection(name="sft"), AlgorithmSection(name="ppo", group_size=1)):
+        (stage,) = stages(Config(name="a", algorithm=algorithm))
+        values = {"a/0": {"reward": 0.0, "mask": 1.0}}
+        assert group_counts(stage, values, ledger=Ledger(), step=1) == {"reissued_groups": 0.0}

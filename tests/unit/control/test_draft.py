@@ -3,7 +3,8 @@ from __future__ import annotations
 from kintsugi.control.draft import OPERATION_FLOOR_S, Conversation, Draft
 from kintsugi.control.protocol import Raise, Request
 from kintsugi.facts import EpochStarted, RunStarted
-from kintsugi.messages import Body, CommitStep, HashWeights, Ok, Ping, PreLock
+from kintsugi.messages import Body, CommitStep, HashWeights, Ok, Ping
+from kintsugi.operations import PreLock
 from kintsugi.patience import FLOOR_S
 from tests.unit.control.driven import new_state
 

@@ -2,7 +2,18 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kintsugi.config import ActorSection, ClusterSection, Config, GenerationSection, ModelSection, NewModel
+import msgspec
+
+from kintsugi.config import (
+    ActorSection,
+    AlgorithmSection,
+    ClusterSection,
+    Config,
+    GenerationSection,
+    ModelSection,
+    NewModel,
+    RewardModelSection,
+)
 from kintsugi.control.layout import estimate_memory, num_spread_processes, plan_layout
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.types import Role
@@ -57,20 +68,40 @@ def test_two_hosts_share_every_role() -> None:
     } <= placed
 
 
-def test_a_trainer_of_more_parameters_needs_more_memory_than_its_server() -> None:
-    def model(hidden_size: int) -> ModelConfig:
-        return ModelConfig(
-            family="llama",
-            vocab_size=1000,
-            hidden_size=hidden_size,
-            intermediate_size=4 * hidden_size,
-            num_layers=8,
-            num_heads=8,
-            num_kv_heads=8,
-            head_dim=hidden_size // 8,
-            max_positions=64,
-        )
+def model(hidden_size: int) -> ModelConfig:
+    return ModelConfig(
+        family="llama",
+        vocab_size=1000,
+        hidden_size=hidden_size,
+        intermediate_size=4 * hidden_size,
+        num_layers=8,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=hidden_size // 8,
+        max_positions=64,
+    )
 
+
+def test_what_samples_nothing_has_neither_manager_nor_servers() -> None:
+    config = msgspec.structs.replace(config_with(hosts=2), algorithm=AlgorithmSection(name="reward_model"))
+    roles = Counter(process.role for process in plan_layout(config))
+    assert roles == {Role.AGENT: 2, Role.MASTER: 1, Role.MODEL: 2, Role.ROLLOUT: 2}
+    assert num_spread_processes(config) == 4
+
+
+def test_models_beside_the_actor_take_memory_of_the_trainer() -> None:
+    def needed(**values: object) -> int:
+        config = msgspec.structs.replace(config_with(), **values)
+        return estimate_memory(config, model(512))[Role.MODEL]
+
+    alone = needed()
+    with_reference = needed(algorithm=AlgorithmSection(beta=0.1))
+    with_both = needed(algorithm=AlgorithmSection(beta=0.1), reward_model=RewardModelSection("folder"))
+    with_critic = needed(algorithm=AlgorithmSection(name="ppo"))
+    assert alone < with_reference < with_both < with_critic
+
+
+def test_a_trainer_of_more_parameters_needs_more_memory_than_its_server() -> None:
     small, large = (estimate_memory(config_with(), model(size)) for size in (256, 1024))
     assert large[Role.MODEL] > small[Role.MODEL]
     assert large[Role.MODEL] > large[Role.SERVER] > large[Role.ROLLOUT] == small[Role.ROLLOUT]

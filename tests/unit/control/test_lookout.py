@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.lookout import Lookout
 from kintsugi.control.phases import Phase
@@ -64,7 +66,10 @@ def test_a_new_master_expects_to_hear_from_everybody_of_its_journal() -> None:
     assert found == {"model-1"}
 
 
-def test_a_rank_that_becomes_far_slower_than_its_peers_and_its_own_past_is_told_and_only_that_one() -> None:
+@pytest.mark.parametrize("with_inference", [False, True])
+def test_a_rank_that_becomes_far_slower_than_its_peers_and_its_own_past_is_told_and_only_that_one(
+    with_inference: bool,
+) -> None:
     lookout = of(*RANKS)
     found: set[tuple[str, str]] = set()
     for number in range(60):
@@ -73,6 +78,8 @@ def test_a_rank_that_becomes_far_slower_than_its_peers_and_its_own_past_is_told_
             seconds = 10.0 if process == "model-1" and number >= 30 else 1.0
             done = CallDone(number, "state", {}, {"forward_backward": seconds, "reduce": 12.0 - seconds})
             lookout.answered(process, "1", done, now)
+            if with_inference:  # Before the next step's training call: quick on every rank.
+                lookout.answered(process, "1", CallDone(number, "", {}, {"forward": 0.01}), now)
         for process in ("agent-0", *RANKS):
             lookout.heard(process, "1", Heartbeat(Progress({"steps": number}), 0.0), now)
         found |= {(one.process, one.kind) for one in lookout.check(now, quiet())}

@@ -24,13 +24,13 @@ from kintsugi.messages import (
     Ok,
     Publish,
     Published,
-    RebuildGroup,
     RunCall,
     RunEpisodes,
     Save,
     StartProcess,
     WeightsLoaded,
 )
+from kintsugi.operations import RebuildGroup
 from kintsugi.types import StreamSource, WeightManifest
 from tests.unit.control.driven import CONFIG, Driven, scored
 from tests.unit.control.outcomes import outcome, undisturbed

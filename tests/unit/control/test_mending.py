@@ -22,7 +22,8 @@ from kintsugi.facts import (
     StrategyChosen,
     TicketReturned,
 )
-from kintsugi.messages import NotifyNormal, PreLock, Repair, RunCall, StartProcess
+from kintsugi.messages import RunCall, StartProcess
+from kintsugi.operations import NotifyNormal, PreLock, Repair
 from kintsugi.recovery.policy import MAX_ATTEMPTS
 from kintsugi.recovery.processor import Flow
 from tests.unit.control.driven import CONFIG, Driven

@@ -10,7 +10,8 @@ from kintsugi.control.mending import LONGEST_WAIT_S, REPAIR_ATTEMPTS
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Decision, Raise
 from kintsugi.facts import IncidentClosed, ProcessLost, RolledBack, StrategyChosen
-from kintsugi.messages import PreLock, RankReady, Repair, Rollback, RunCall, RunEpisodes, StartProcess
+from kintsugi.messages import RunCall, RunEpisodes, StartProcess
+from kintsugi.operations import PreLock, RankReady, Repair, Rollback
 from kintsugi.recovery.policy import impact
 from tests.unit.control.driven import CONFIG, Driven
 

@@ -6,7 +6,6 @@ from kintsugi.control.agenda import commit_record
 from kintsugi.control.membership import Membership
 from kintsugi.errors import Fault
 from kintsugi.facts import CheckpointFailed, ProcessJoined, ProcessLost, ProcessRequested, RolledBack
-from kintsugi.messages import CallDone
 from kintsugi.types import Peer, Role, Ticket
 from tests.unit.control.driven import scored
 from tests.unit.control.test_agenda import configured, evaluated_steps, saved_steps
@@ -22,7 +21,7 @@ def test_a_save_that_failed_at_the_step_that_a_rollback_leads_to_is_not_tried_ag
 
 def test_tokens_of_the_first_version_count_as_generated() -> None:
     batch = scored(Ticket("grpo:0:0:0", "grpo", 0, 0, 0, 2), version=0).samples
-    record = commit_record(batch, {"model-0": CallDone(1, "a", {})}, {})
+    record = commit_record(batch, {}, {})
     assert record["tokens_generated"] == sum(meta.num_loss_tokens for meta in batch) > 0
 
 

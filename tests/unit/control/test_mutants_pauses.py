@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kintsugi.control.mending import FIRST_PAUSE_S
 from kintsugi.control.phases import Phase
-from kintsugi.messages import PreLock
+from kintsugi.operations import PreLock
 from kintsugi.recovery.states import RecoveryState
 from tests.unit.control.driven import STEP_S, Driven
 

@@ -7,7 +7,7 @@ import pytest
 
 from kintsugi.config import ActorSection, ClusterSection
 from kintsugi.control.phases import Phase
-from kintsugi.messages import Repair
+from kintsugi.operations import Repair
 from kintsugi.types import Role
 from tests.unit.control.driven import CONFIG, Driven
 

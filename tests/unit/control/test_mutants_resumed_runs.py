@@ -7,7 +7,7 @@ import pytest
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Began
 from kintsugi.facts import CheckpointSaved, ProcessLost, RolledBack, RunStarted, StepCommitted
-from kintsugi.messages import Repair
+from kintsugi.operations import Repair
 from tests.unit.control.driven import Driven, fold
 
 

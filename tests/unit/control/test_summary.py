@@ -3,14 +3,23 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kintsugi.config import WarmupSection
+from kintsugi.config import AlgorithmSection, WarmupSection
 from kintsugi.control.phases import Phase
 from kintsugi.control.state import Tally
-from kintsugi.control.summary import stage_seconds, summarize_run
+from kintsugi.control.summary import OTHER_REASONS, REASONS_SHOWN, stage_seconds, summarize_run
 from kintsugi.errors import Fault
+from kintsugi.facts import (
+    FilterReason,
+    SampleQuarantined,
+    SamplesScored,
+    TicketAssigned,
+    TicketFiltered,
+    TicketsIssued,
+)
 from kintsugi.incidents import report_of
-from kintsugi.runs import IncidentLine
-from tests.unit.control.driven import CONFIG, Driven
+from kintsugi.runs import IncidentLine, Summary
+from kintsugi.types import Ticket, sample_key
+from tests.unit.control.driven import CONFIG, Driven, scored
 
 
 def summary_of(driven: Driven, *faults: Fault) -> dict[str, object]:
@@ -48,7 +57,10 @@ def test_a_finished_run_is_summed_up_over_its_stages() -> None:
     summary = summary_of(driven)
     expected = {
         "name": "driven",
+        "algorithm": "grpo",
         "outcome": "finished",
+        "samples_filtered": {},
+        "samples_quarantined": {},
         "run_dir": "runs/a",
         "steps": 5,
         "samples_trained": 2 * 2 * 1 + 3 * 2 * 2,
@@ -139,3 +151,33 @@ def test_every_fault_of_an_incident_is_in_the_journal() -> None:
     (incident,) = report_of(driven.facts).incidents
     assert {fault.process for fault in incident.faults} == {"model-1", "rollout-0"}
     assert incident == driven.state.incidents.report().incidents[0]
+
+
+@pytest.mark.parametrize("name", ["sft", "reward_model", "dpo", "ppo", "dapo", "grpo"])
+def test_a_summary_has_the_same_fields_for_every_algorithm(name: str) -> None:
+    section = msgspec.convert({"name": name, "steps": 1, "batch_size": 2}, AlgorithmSection)
+    driven = Driven(msgspec.structs.replace(CONFIG, algorithm=section), num_eval_rows=2)
+    driven.begin()
+    driven.until(Phase.ENDED)
+    summary = summary_of(driven)
+    assert summary.keys() == set(Summary.__struct_fields__)
+    assert summary["algorithm"] == name
+    assert summary["eval_accuracy_after"] is not None
+    msgspec.convert(summary, Summary)
+
+
+def test_samples_that_were_not_trained_are_counted_by_their_reasons() -> None:
+    driven, reasons = Driven(), REASONS_SHOWN + 5
+    ticket = Ticket("grpo:0:0:0", "grpo", 0, 0, 0, reasons + 2)
+    driven.state.apply(TicketsIssued((ticket,)))
+    driven.state.apply(TicketAssigned(ticket.id, "rollout-0", "a"))
+    for index in range(reasons):
+        driven.state.apply(SampleQuarantined(sample_key(ticket.id, index), f"reason {index}\nwith details"))
+    driven.state.apply(SamplesScored(ticket.id, scored(ticket, version=0).samples[reasons:]))
+    driven.state.apply(TicketFiltered(ticket.id, FilterReason.EQUAL_REWARDS))
+    summary = summary_of(driven)
+    assert summary["samples_filtered"] == {FilterReason.EQUAL_REWARDS: 2}
+    quarantined = summary["samples_quarantined"]
+    assert isinstance(quarantined, dict) and sum(quarantined.values()) == reasons
+    assert len(quarantined) == REASONS_SHOWN + 1 and quarantined[OTHER_REASONS] == 5
+    assert not any("\n" in reason for reason in quarantined)

@@ -7,6 +7,7 @@ which samples were trained in which steps. What a process held is gone when it i
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 from kintsugi.errors import GroupBroken, RefusedError
 from kintsugi.messages import (
@@ -14,15 +15,16 @@ from kintsugi.messages import (
     CallDone,
     CommitStep,
     EpisodesDone,
+    EvaluatePairs,
     HashWeights,
     Inspect,
     Inspected,
     LoadWeights,
     Ok,
+    PairsEvaluated,
     ProcessStarted,
     Publish,
     Published,
-    RebuildGroup,
     RunCall,
     RunEpisodes,
     Save,
@@ -33,6 +35,7 @@ from kintsugi.messages import (
     WeightsHashed,
     WeightsLoaded,
 )
+from kintsugi.operations import RebuildGroup
 from kintsugi.recovery.adapters import ReplayAdapter, Snapshot, Snapshots
 from kintsugi.recovery.processor import Flow, Operation, Processor
 from kintsugi.types import (
@@ -47,12 +50,24 @@ from kintsugi.types import (
     sample_key,
 )
 
+Rewards = Callable[[Ticket, int], float]
+"""(ticket, sample) → what it earns."""
 
-def scored(ticket: Ticket, *, version: int, holder: str = "rollout-0") -> EpisodesDone:
-    """Every second sample is right."""
+
+def every_second_is_right(ticket: Ticket, index: int) -> float:
+    return float(index % 2)
+
+
+def scored(
+    ticket: Ticket,
+    *,
+    version: int,
+    holder: str = "rollout-0",
+    rewards: Rewards = every_second_is_right,
+) -> EpisodesDone:
     metas = []
     for index in range(ticket.num_samples):
-        reward, key = float(index % 2), sample_key(ticket.id, index)
+        reward, key = rewards(ticket, index), sample_key(ticket.id, index)
         metas.append(
             SampleMeta(key, ticket.id, 8, 4, reward, {"exact": reward}, Finish.EOS, version, holder, key)
         )
@@ -68,7 +83,7 @@ class Rank:
         self.adapter = ReplayAdapter(name, snapshots, flow=world.flow, fetch=self._fetch, probe=self._probe)
         self._processor = Processor(self.adapter)
         self._group: dict[str, Rank] = {}
-        self._done: CallDone | None = None
+        self._done: dict[tuple[int, str], CallDone] = {}
         self.operations: list[Operation] = []
         """That were carried out, in their order."""
 
@@ -78,6 +93,7 @@ class Rank:
                 return self._run(body)
             case CommitStep(step=step):
                 self.adapter.commit(step)
+                self._done = {}
                 return Ok()
             case StartStage(stage=stage):
                 self.adapter.start_stage(stage)
@@ -89,19 +105,25 @@ class Rank:
                 self._weights(step)
                 self._world.checkpoints[f"{folder}/step-{step}"] = self.adapter.committed
                 return Saved(step, f"{folder}/step-{step}", self.adapter.committed.digest)
+            case EvaluatePairs(step=step, first=first, count=count):
+                weights = self._weights(step)
+                return PairsEvaluated(
+                    step, first, tuple((ord(weights[0]) + first + i) % 2 == 0 for i in range(count))
+                )
             case HashWeights():
                 return WeightsHashed(self._weights(self.adapter.committed.step))
             case _:
                 assert isinstance(body, Operation), body
                 ready = self._processor.carry_out(body)
+                self._done = {}
                 self.operations.append(body)
                 return ready
 
     def _run(self, call: RunCall) -> CallDone:
         standing = self.adapter.standing()
-        if self._done is not None and standing.prepared_step == call.step:
-            return self._done
-        self._processor.admit(call.step)
+        if (call.step, call.call) in self._done:
+            return self._done[call.step, call.call]
+        self._processor.admit(call.step, goes_on=self.adapter.is_between_calls)
         if call.generation != self.adapter.generation or call.stage != standing.stage:
             raise RefusedError(f"expected {self.adapter.generation} {standing.stage}, got {call.generation}")
         self._check_group()
@@ -109,9 +131,20 @@ class Rank:
             for item in shard.items:
                 if item.key not in self._world.kept.get(item.holder, ()):
                     raise GroupBroken(f"{item.holder} has no {item.key}")
-        digest = self.adapter.train(call.step, self._world.batches[call.step, call.generation])
-        self._done = CallDone(call.step, digest, {"loss": 0.5}, {"forward": 0.1})
-        return self._done
+        before = tuple(name for _, name in self._done)
+        assert before == call.after, f"{call.call} was sent after {call.after}, done is {before}"
+        digest, keys = "", [item.key for shard in call.shards for item in shard.items]
+        if call.interface.endswith("_train"):
+            samples = self._world.batches[call.step, call.generation, call.call]
+            trained = samples | {f"{call.call} after {call.after}"}
+            digest = self.adapter.train(call.step, trained, prepares=call.prepares)
+        outputs = {}
+        if call.interface == "reference_inference":
+            outputs["reference_kl"] = {key: float(len(key) + ord(key[-1])) for key in keys}
+        name = "loss" if call.call == "actor_train" else f"{call.call}_loss"
+        done = CallDone(call.step, digest, {name: 0.5}, {"forward": 0.1}, outputs)
+        self._done[call.step, call.call] = done
+        return done
 
     def _check_group(self) -> None:
         gone = [name for name, rank in self._group.items() if self._world.ranks.get(name) is not rank]
@@ -147,9 +180,11 @@ class Rank:
 class World:
     """Who lives where, and what each one holds."""
 
-    def __init__(self, hosts: dict[str, str], *, flow: Flow) -> None:
+    def __init__(
+        self, hosts: dict[str, str], *, flow: Flow, rewards: Rewards = every_second_is_right
+    ) -> None:
         """`hosts`: process → where it is planned."""
-        self.hosts, self.flow = hosts, flow
+        self.hosts, self.flow, self.rewards = hosts, flow, rewards
         self.children: dict[str, dict[str, str]] = {host: {} for host in hosts.values()}
         """Host → living process → incarnation."""
         self.ranks: dict[str, Rank] = {}
@@ -158,8 +193,8 @@ class World:
         self.checkpoints: dict[str, Snapshot] = {}
         self.kept: dict[str, set[str]] = {}
         """Rollout worker → keys of the samples that it keeps."""
-        self.batches: dict[tuple[int, int], set[str]] = {}
-        """(step, generation) → the samples of all its calls."""
+        self.batches: dict[tuple[int, int, str], set[str]] = {}
+        """(step, generation, call) → the samples of all ranks."""
 
     @property
     def agents(self) -> list[str]:
@@ -179,8 +214,8 @@ class World:
     def asked(self, body: Body) -> None:
         """A request is on its way; what a collective sums over is known from all its calls."""
         if isinstance(body, RunCall):
-            keys = {item.key for shard in body.shards for item in shard.items}
-            self.batches.setdefault((body.step, body.generation), set()).update(keys)
+            keys = {f"{item.key} {item.values}" for shard in body.shards for item in shard.items}
+            self.batches.setdefault((body.step, body.generation, body.call), set()).update(keys)
 
     def kill(self, process: str) -> str | None:
         """End a process with all that it held; gives its incarnation, if it lived."""
@@ -203,7 +238,7 @@ class World:
                 lives = self.children[self.hosts[to]].get(process) == incarnation
                 return Inspected("S" if lives else "")
             case RunEpisodes(ticket=ticket, version=version):
-                done = scored(ticket, version=version, holder=to)
+                done = scored(ticket, version=version, holder=to, rewards=self.rewards)
                 self.kept.setdefault(to, set()).update(meta.key for meta in done.samples)
                 return done
             case LoadWeights(manifest=manifest):

@@ -1,50 +1,108 @@
-import math
+"""Each algorithm's model calls, as its paper has them."""
 
-import msgspec
 import pytest
 
-from kintsugi.config import AlgorithmSection, Config, Stage, stages
-from kintsugi.graph.algorithms import STD_EPSILON, batch_totals, group_advantages, sample_values
-from kintsugi.types import Finish, SampleMeta
+from kintsugi.config import AlgorithmName, AlgorithmSection, Config, RewardModelSection, Stage, stages
+from kintsugi.graph.algorithms import ALGORITHMS, build_graph
+from kintsugi.graph.dfg import Graph
+from kintsugi.graph.mfc import Per
+from kintsugi.types import Role
 
-STAGE: Stage = stages(Config(name="x", algorithm=AlgorithmSection()))[0]
-
-
-def meta(ticket: str, index: int, reward: float, *, tokens: int = 3) -> SampleMeta:
-    components = {"r": reward}
-    return SampleMeta(
-        f"{ticket}/{index}", ticket, tokens + 2, tokens, reward, components, Finish.EOS, 0, "rollout-0", ""
-    )
+PAIRS_AND_ROWS: tuple[AlgorithmName, ...] = ("sft", "reward_model", "dpo")
+OF_GROUPS: tuple[AlgorithmName, ...] = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
+OF_TOKENS: tuple[AlgorithmName, ...] = ("ppo", "reinforce_pp")
 
 
-def test_advantages_are_centred_and_scaled_by_the_sample_deviation() -> None:
-    values = group_advantages([1.0, 0.0, 0.0, 0.0], scale_by_std=True)
-    deviation = math.sqrt((0.75**2 + 3 * 0.25**2) / 3)
-    assert values[0] == pytest.approx(0.75 / (deviation + STD_EPSILON))
-    assert sum(values) == pytest.approx(0.0)
+def stage_of(section: AlgorithmSection, *, with_reward_model: bool = False) -> Stage:
+    reward_model = RewardModelSection(path="somewhere") if with_reward_model else None
+    return stages(Config(name="x", algorithm=section, reward_model=reward_model))[0]
 
 
-def test_equal_rewards_give_no_advantage() -> None:
-    assert group_advantages([1.0, 1.0, 1.0], scale_by_std=True) == [0.0, 0.0, 0.0]
+def graph_of(name: AlgorithmName, *, beta: float = 0.0, with_reward_model: bool = False) -> Graph:
+    return build_graph(stage_of(AlgorithmSection(name=name, beta=beta), with_reward_model=with_reward_model))
 
 
-def test_groups_are_told_apart_by_ticket_and_not_by_text() -> None:
-    metas = [
-        meta("g:0:0:0", 0, 1.0),
-        meta("g:0:0:0", 1, 0.0),
-        meta("g:0:1:0", 0, 1.0),
-        meta("g:0:1:0", 1, 1.0),
-    ]
-    values = sample_values(STAGE, metas)
-    assert values["g:0:0:0/0"]["advantage"] > 0 > values["g:0:0:0/1"]["advantage"]
-    assert values["g:0:1:0/0"]["advantage"] == 0.0
+def reads(graph: Graph, call: str) -> set[str]:
+    return {key.name for key in graph.calls[call].inputs}
 
 
-def test_sft_needs_no_values() -> None:
-    stage = msgspec.structs.replace(STAGE, algorithm=AlgorithmSection(name="sft", group_size=1))
-    assert sample_values(stage, [meta("s:0:0:0", 0, 0.0)]) == {"s:0:0:0/0": {}}
+def gives(graph: Graph, call: str) -> set[str]:
+    return {key.name for key in graph.calls[call].outputs}
 
 
-def test_denominators_count_the_whole_batch_without_fully_masked_samples() -> None:
-    totals = batch_totals(STAGE, [meta("a", 0, 1.0, tokens=5), meta("a", 1, 0.0, tokens=0)], max_new_tokens=8)
-    assert totals == {"tokens": 5.0, "sequences": 1.0, "constant": 8.0}
+def test_every_named_algorithm_has_its_graph() -> None:
+    assert set(ALGORITHMS) == {*PAIRS_AND_ROWS, *OF_GROUPS, *OF_TOKENS, "rollout"}
+
+
+@pytest.mark.parametrize("name", PAIRS_AND_ROWS)
+def test_demonstrations_are_tokenised_and_trained_on(name: AlgorithmName) -> None:
+    graph = graph_of(name, beta=0.1)
+    assert graph.order[0] == "demonstrate"
+    assert graph.order[-1] == "actor_train"
+    assert "actor_generate" not in graph.calls and "reward" not in graph.calls
+
+
+def test_dpo_compares_with_the_reference() -> None:
+    assert graph_of("dpo", beta=0.1).order == ["demonstrate", "ref_inference", "actor_train"]
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_algorithms_of_groups_need_no_model_for_the_advantage(name: AlgorithmName) -> None:
+    graph = graph_of(name)
+    assert graph.order == ["actor_generate", "reward", "advantage", "actor_train"]
+    assert graph.calls["advantage"].role is Role.MASTER
+    baseline = "leave_one_out" if name == "rloo" else "group_advantages"
+    assert graph.calls["advantage"].interface == baseline
+
+
+def test_actor_and_critic_train_at_the_same_time() -> None:
+    graph = graph_of("ppo", beta=0.1)
+    assert graph.levels()[-1] == ["actor_train", "critic_train"]
+    assert {"reward", "ref_inference", "critic_inference"} <= set(graph.levels()[1])
+    assert graph.wanted == ("update", "critic_update")
+
+
+def test_ppo_without_its_critic_is_reinforce_pp() -> None:
+    with_critic, without = graph_of("ppo", beta=0.1), graph_of("reinforce_pp", beta=0.1)
+    assert set(with_critic.calls) - set(without.calls) == {"critic_inference", "critic_train"}
+    assert with_critic.calls["token_advantage"].interface == "gae"
+    assert without.calls["token_advantage"].interface == "reward_to_go"
+
+
+@pytest.mark.parametrize("name", [*OF_GROUPS, *OF_TOKENS])
+def test_the_reference_is_asked_only_where_its_divergence_weighs_something(name: AlgorithmName) -> None:
+    assert "ref_inference" not in graph_of(name).calls
+    with_reference = graph_of(name, beta=0.1)
+    assert with_reference.calls["ref_inference"].interface == "reference_inference"
+    assert "reference_logprobs" in reads(with_reference, "actor_train")
+
+
+@pytest.mark.parametrize(("name", "of_sample"), [("rloo", True), ("grpo", False), ("ppo", False)])
+def test_a_divergence_taken_off_a_whole_samples_reward_is_summed_over_it(
+    name: AlgorithmName, of_sample: bool
+) -> None:
+    graph = graph_of(name, beta=0.1)
+    assert ("reference_kl" in gives(graph, "ref_inference")) is of_sample
+    if "advantage" in graph.calls:
+        assert ("reference_kl" in reads(graph, "advantage")) is of_sample
+
+
+def test_a_divergence_in_the_reward_reaches_every_tokens_advantage() -> None:
+    assert "reference_logprobs" in reads(graph_of("ppo", beta=0.1), "token_advantage")
+    in_loss = build_graph(stage_of(AlgorithmSection(name="ppo", beta=0.1, kl_in="loss")))
+    assert "reference_logprobs" not in reads(in_loss, "token_advantage")
+
+
+@pytest.mark.parametrize("name", [*OF_GROUPS, *OF_TOKENS])
+def test_a_reward_models_score_reaches_the_advantage(name: AlgorithmName) -> None:
+    graph = graph_of(name, with_reward_model=True)
+    assert gives(graph, "reward_inference") == {"score"}
+    consumer = "advantage" if name in OF_GROUPS else "token_advantage"
+    assert "score" in reads(graph, consumer)
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_whatever_runs_on_models_covers_the_batch(name: AlgorithmName) -> None:
+    graph = graph_of(name, beta=0.1)
+    assert {call.per for call in graph.calls.values() if call.role is Role.MODEL} == {Per.BATCH}
+    assert {call.per for call in graph.calls.values() if call.role is Role.ROLLOUT} == {Per.GROUP}

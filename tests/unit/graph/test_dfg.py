@@ -1,6 +1,6 @@
 import pytest
 
-from kintsugi.config import AlgorithmSection
+from kintsugi.config import AlgorithmSection, Config, Stage, stages
 from kintsugi.errors import ConfigError
 from kintsugi.graph.algorithms import grpo, sft
 from kintsugi.graph.dfg import Graph
@@ -8,6 +8,14 @@ from kintsugi.graph.mfc import Call, Key, Per, estimate
 from kintsugi.types import Role
 
 A, B, C = Key("a", "int32", ("tokens",)), Key("b", "float32"), Key("c", "float32")
+
+
+def stage(section: AlgorithmSection) -> Stage:
+    return stages(Config(name="x", algorithm=section))[0]
+
+
+def stage_of(section: AlgorithmSection) -> Stage:
+    return stages(Config(name="a", algorithm=section))[-1]
 
 
 def call(name: str, inputs: tuple[Key, ...], outputs: tuple[Key, ...]) -> Call:
@@ -69,18 +77,18 @@ def test_a_wanted_key_that_no_call_gives_is_refused() -> None:
 
 
 def test_grpo_asks_the_reference_only_when_its_weight_is_not_zero() -> None:
-    assert "ref_inference" not in grpo(AlgorithmSection(beta=0.0)).calls
-    with_reference = grpo(AlgorithmSection(beta=0.1))
+    assert "ref_inference" not in grpo(stage(AlgorithmSection(beta=0.0))).calls
+    with_reference = grpo(stage(AlgorithmSection(beta=0.1)))
     assert "ref_inference" in with_reference.parents["actor_train"]
     assert with_reference.order.index("ref_inference") < with_reference.order.index("actor_train")
 
 
 def test_a_graph_describes_every_call_on_a_line() -> None:
-    assert len(sft(AlgorithmSection(name="sft")).describe().splitlines()) == 2
+    assert len(sft(stage(AlgorithmSection(name="sft"))).describe().splitlines()) == 2
 
 
 def test_the_estimate_counts_floating_point_work_per_parameter_and_token() -> None:
-    train = grpo(AlgorithmSection()).calls["actor_train"]
+    train = grpo(stage(AlgorithmSection())).calls["actor_train"]
     cost = estimate(train, num_samples=4, tokens_per_sample=10, num_parameters=1000)
     assert cost.tokens == 40
     assert cost.flops == 6 * 1000 * 40

@@ -80,7 +80,7 @@ def test_shards_and_index_come_back_as_the_same_model(tmp_path: Path) -> None:
     written = save(model, tmp_path, max_shard_bytes=10_000)
     assert len([path for path in written if path.suffix == ".safetensors"]) > 2
     assert sorted(written) == sorted(tmp_path.iterdir())
-    assert_equal_states(huggingface.load(tmp_path, with_value_head=True), model)
+    assert_equal_states(huggingface.load(tmp_path, head="optional"), model)
 
 
 def test_a_folder_that_transformers_saved_is_read(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_tensors_that_are_slices_of_one_buffer_can_be_saved(tmp_path: Path) -> N
 
 def test_a_value_head_that_is_not_stored_starts_at_zero(tmp_path: Path) -> None:
     save(make_model(), tmp_path)
-    model = huggingface.load(tmp_path, with_value_head=True)
+    model = huggingface.load(tmp_path, head="optional")
     assert model.value_head is not None
     assert not model.value_head.weight.any()
     assert not model.value_head.bias.any()

@@ -78,12 +78,12 @@ def test_a_plain_prompt_begins_with_bos_once_if_the_tokenizer_puts_it_there_and_
     template: str, text: str, expected: str, tmp_path: Path
 ) -> None:
     tokenizer = with_own_tokens(tmp_path, template)
-    assert tokenizer.decode(tokenizer.encode_prompt(text, chat=False), skip_special=False) == expected
+    assert tokenizer.decode(tokenizer.encode_prompt(text), skip_special=False) == expected
 
 
 def test_a_plain_prompt_of_a_tokenizer_without_bos_is_only_its_text() -> None:
     tokenizer = character_tokenizer(ALPHABET)
-    assert tokenizer.encode_prompt("1+1=", chat=False) == tokenizer.encode("1+1=")
+    assert tokenizer.encode_prompt("1+1=") == tokenizer.encode("1+1=")
 
 
 def test_a_chat_prompt_is_one_users_turn_and_the_assistants_beginning(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_chat_prompt_is_one_users_turn_and_the_assistants_beginning(tmp_path: 
     template = "{{ bos_token }}{{ messages[0].content }}\n{% if add_generation_prompt %}= {% endif %}"
     tokenizer = with_own_tokens(tmp_path, "<bos> $A")
     tokenizer.chat_template = template
-    ids = tokenizer.encode_prompt("1+1", chat=True)
+    ids = tokenizer.encode_conversation([{"role": "user", "content": "1+1"}])
     assert tokenizer.decode(ids, skip_special=False) == "<bos>1+1\n= "
     edit_config(tmp_path, chat_template=template)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -102,7 +102,7 @@ def test_a_chat_prompt_is_one_users_turn_and_the_assistants_beginning(tmp_path: 
 
 def test_a_chat_prompt_without_a_template_is_refused() -> None:
     with pytest.raises(ModelError, match=r"field `chat_template` is missing"):
-        character_tokenizer(ALPHABET).encode_prompt("1+1=", chat=True)
+        character_tokenizer(ALPHABET).encode_conversation([{"role": "user", "content": "1+1="}])
 
 
 def test_a_character_outside_the_alphabet_is_refused_by_name() -> None:

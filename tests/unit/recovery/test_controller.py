@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kintsugi.messages import (
-    Body,
+from kintsugi.messages import Body, StartStage
+from kintsugi.operations import (
     DeviceClean,
     DeviceStop,
     NotifyNormal,
@@ -18,7 +18,6 @@ from kintsugi.messages import (
     RankReady,
     RebuildGroup,
     Repair,
-    StartStage,
 )
 from kintsugi.recovery.adapters import ReplayAdapter, Snapshot, Snapshots
 from kintsugi.recovery.controller import SEQUENCES_PER_EPOCH, Controller, Orders, Ranks

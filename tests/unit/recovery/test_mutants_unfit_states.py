@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kintsugi.errors import RefusedError
-from kintsugi.messages import RankReady, RebuildGroup, Repair
+from kintsugi.operations import RankReady, RebuildGroup, Repair
 from kintsugi.recovery.processor import Flow, Processor
 
 SOUND = RankReady(3, "digest")

@@ -5,15 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kintsugi.errors import GroupBroken, IntegrityError, RefusedError
-from kintsugi.messages import (
-    DeviceClean,
-    DeviceStop,
-    NotifyNormal,
-    PreLock,
-    RebuildGroup,
-    Repair,
-    Rollback,
-)
+from kintsugi.operations import DeviceClean, DeviceStop, NotifyNormal, PreLock, RebuildGroup, Repair, Rollback
 from kintsugi.recovery.adapters import ReplayAdapter, Snapshot, Snapshots, digest_of
 from kintsugi.recovery.processor import FLOWS, OWN_STATE, Flow, Operation, Processor
 

@@ -39,8 +39,9 @@ def test_the_description_carries_the_oldest_version_and_a_digest_of_the_encoded_
         ticket="g:0:0:0",
         holder="rollout-1",
         components={"a": 1.0, "b": 0.5},
+        reward=1.25,
     )
-    assert (meta.version, meta.reward, meta.num_tokens, meta.num_loss_tokens) == (4, 1.5, 4, 2)
+    assert (meta.version, meta.reward, meta.num_tokens, meta.num_loss_tokens) == (4, 1.25, 4, 2)
     assert (
         meta.digest
         == xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(trajectory))

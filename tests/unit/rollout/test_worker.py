@@ -1,239 +1,28 @@
 import os
-from array import array
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from threading import Event
-from typing import Any
+from collections.abc import Callable
 
-import msgspec
 import pytest
 
-from kintsugi.bootstrap import Bootstrap
 from kintsugi.config import (
-    AlgorithmSection,
     Config,
-    ModelSection,
-    NewModel,
-    RolloutSection,
-    SamplingSection,
-    WarmupSection,
 )
 from kintsugi.errors import RefusedError, RemoteError
 from kintsugi.messages import (
-    AddressBook,
-    Body,
     Drop,
     EpisodesDone,
     FetchSamples,
     Generate,
-    Generated,
     Ping,
-    Register,
-    Registered,
-    RunEpisodes,
     SamplesFetched,
 )
-from kintsugi.model.plan import plan_model
-from kintsugi.observe.events import EventLog
-from kintsugi.rollout import worker as worker_module
-from kintsugi.rollout.episode import int32, trajectory_digest
-from kintsugi.rollout.worker import RolloutWorker
+from kintsugi.rollout.episode import trajectory_digest
 from kintsugi.runtime import WAITS
-from kintsugi.transport import Delivery, Endpoint, PendingReply, new_key_pair
-from kintsugi.types import Completion, Finish, Role, Sampling, Ticket, Wait
-
-RELEASE = Event()
-CALLS: list[int] = []
-
-
-def broken(completions: list[str], **columns: Any) -> list[float]:
-    CALLS.append(len(completions))
-    raise RuntimeError("no verdict")
-
-
-def hanging(completions: list[str], **columns: Any) -> list[float]:
-    """Hangs when it is called for the first time, until the test is over."""
-    if CALLS == []:
-        CALLS.append(1)
-        RELEASE.wait(30)
-    return [1.0] * len(completions)
-
-
-def config(*, reward: str = "kintsugi.rollout.rewards.exact_answer", timeout_s: float = 10.0) -> Config:
-    return Config(
-        name="t",
-        model=ModelSection(new=NewModel()),
-        algorithm=AlgorithmSection(reward=(reward,)),
-        warmup=WarmupSection(),
-        sampling=SamplingSection(max_new_tokens=5),
-        rollout=RolloutSection(attempts=2, reward_timeout_s=timeout_s),
-    )
-
-
-class World:
-    """A rollout worker, a master that asks and a manager that answers: real sockets, all driven by this thread."""
-
-    def __init__(self, tmp_path: Path, settings: Config) -> None:
-        CALLS.clear()
-        RELEASE.clear()
-        self._keys = {name: new_key_pair() for name in ("master-0", "manager-0", "model-0", "rollout-0")}
-        self.master = self._endpoint("master-0")
-        self.manager: Endpoint | None = self._endpoint("manager-0")
-        self.model = self._endpoint("model-0")
-        read_end, self._lifeline = os.pipe()
-        bootstrap = Bootstrap(
-            job="j",
-            run_dir=str(tmp_path),
-            process="rollout-0",
-            role=Role.ROLLOUT,
-            host="host-0",
-            incarnation="a",
-            public_key=self._keys["rollout-0"][0],
-            secret_key=self._keys["rollout-0"][1],
-            master=self.master.peer(host="host-0"),
-            lifeline=read_end,
-        )
-        _, self.tokenizer = plan_model(settings)
-        log = EventLog(tmp_path / "events.jsonl", process="rollout-0")
-        self.worker = RolloutWorker(bootstrap, settings, self.tokenizer, log=log)
-        self.answers: list[str] = []
-        self.held: list[Delivery] = []
-        """What the manager was asked and does not answer, while it holds."""
-        self.holding = False
-        self.num_generated = 0
-        self._book_number = 0
-        self.master.admit(self.worker.endpoint.peer(host="host-0"))
-        self.until(lambda: self.worker.membership.registered)
-        self.publish_book()
-
-    def _endpoint(self, name: str, *, incarnation: str = "a", epoch: int = 0, bind: str = "") -> Endpoint:
-        public_key, secret_key = self._keys[name]
-        return Endpoint(
-            job="j",
-            process=name,
-            incarnation=incarnation,
-            public_key=public_key,
-            secret_key=secret_key,
-            bind=bind or "tcp://127.0.0.1:*",
-            epoch=epoch,
-        )
-
-    def publish_book(self, *, manager_registered: bool = True) -> None:
-        """Everybody learns who is there now."""
-        self._book_number += 1
-        peers = [each.peer(host="host-0") for each in (self.master, self.model, self.worker.endpoint)]
-        if self.manager:
-            peer = self.manager.peer(host="host-0")
-            peers.append(peer if manager_registered else msgspec.structs.replace(peer, address=""))
-        book = AddressBook(self._book_number, tuple(peers))
-        self.master.set_book(book)
-        self.model.set_book(book)
-        if self.manager:
-            self.manager.set_book(book)
-        self.master.send("rollout-0", book)
-        self.until(lambda: self.worker.endpoint.book_number == self._book_number)
-
-    def kill_manager(self) -> None:
-        assert self.manager is not None
-        self.manager.close()
-        self.manager = None
-        self.held.clear()
-
-    def restart_manager(self) -> None:
-        self._keys["manager-0"] = new_key_pair()
-        self.manager = self._endpoint("manager-0", incarnation="b")
-
-    def restart_master(self) -> None:
-        """Another one takes over: same key pair, same address, next epoch."""
-        address, epoch = self.master.address, self.master.epoch + 1
-        self.master.close()
-        self.master = self._endpoint("master-0", incarnation=f"m{epoch}", epoch=epoch, bind=address)
-        self.publish_book()
-        self.until(lambda: self.worker.membership.registered and self.worker.endpoint.epoch == epoch)
-
-    def until(self, condition: Callable[[], bool], *, turns: int = 2000) -> None:
-        for _ in range(turns):
-            if condition():
-                return
-            self.master_turn()
-            self.manager_turn()
-            self.model.poll(0)
-            self.worker.turn()
-        raise AssertionError("it did not happen")
-
-    def master_turn(self) -> None:
-        for delivery in self.master.poll(0.002):
-            if isinstance(delivery.body, Register):
-                self.master.reply(delivery, Registered(self.master.epoch))
-
-    def manager_turn(self) -> None:
-        if self.manager is None:
-            return
-        self.held += self.manager.poll(0.002)
-        while self.held and not self.holding:
-            delivery = self.held.pop(0)
-            request = delivery.body
-            assert isinstance(request, Generate)
-            self.num_generated += 1
-            self.manager.reply(delivery, Generated(request.ticket, 0, self._completions(request), "server-0"))
-
-    def _completions(self, request: Generate) -> tuple[Completion, ...]:
-        ids = [*self.tokenizer.encode(self.answers[0]), self.tokenizer.eos_token_id]
-        logprobs = array("f", [-0.5] * len(ids)).tobytes()
-        return tuple(
-            Completion(sample, int32(ids), logprobs, int32([3] * len(ids)), Finish.EOS)
-            for sample in request.wanted
-        )
-
-    def begin(self, body: Body) -> PendingReply:
-        asker = self.model if isinstance(body, FetchSamples) else self.master
-        return asker.request("rollout-0", body, deadline_s=20.0)
-
-    def ask(self, body: Body) -> PendingReply:
-        pending = self.begin(body)
-        self.until(lambda: pending.done)
-        return pending
-
-    def close(self) -> None:
-        RELEASE.set()
-        self.worker.close()
-        self.master.close()
-        self.model.close()
-        if self.manager:
-            self.manager.close()
-        os.close(self._lifeline)
+from kintsugi.types import Wait
+from tests.unit.rollout.worlds import InlineJudging, World, config, run
 
 
 def generation_waits() -> list[Wait]:
     return [wait for wait in WAITS.declared() if wait.what == "Generated"]
-
-
-@pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Config], World]]:
-    monkeypatch.setattr(worker_module, "IDLE_S", 0.002)
-    opened: list[World] = []
-
-    def build(settings: Config) -> World:
-        opened.append(World(tmp_path, settings))
-        return opened[-1]
-
-    yield build
-    for each in opened:
-        each.close()
-
-
-def run(
-    ticket: str = "grpo:0:0:0",
-    *,
-    stage: str = "grpo",
-    split: str = "train",
-    num_samples: int = 2,
-    new_tokens: int = 5,
-    version: int = 3,
-    timeout_s: float = 20.0,
-) -> RunEpisodes:
-    sampling = Sampling(max_new_tokens=new_tokens, num_samples=num_samples)
-    return RunEpisodes(Ticket(ticket, stage, 0, 0, 0, num_samples), split, sampling, version, timeout_s)
 
 
 def test_a_group_is_generated_scored_kept_and_handed_over(world: Callable[[Config], World]) -> None:
@@ -264,30 +53,6 @@ def test_dropped_samples_are_gone(world: Callable[[Config], World]) -> None:
     here.ask(Ping())
     with pytest.raises(RemoteError, match="does not keep sample"):
         here.ask(FetchSamples(("grpo:0:0:0/0",))).result()
-
-
-def test_a_reward_that_raises_is_tried_again_and_then_quarantined_with_its_reason(
-    world: Callable[[Config], World],
-) -> None:
-    here = world(config(reward=f"{__name__}.broken"))
-    here.answers = ["12"]
-    done = here.ask(run()).result().expect(EpisodesDone)
-    assert done.samples == ()
-    assert set(done.quarantined) == {"grpo:0:0:0/0", "grpo:0:0:0/1"}
-    assert all("RuntimeError: no verdict" in reason for reason in done.quarantined.values())
-    assert CALLS == [2, 2]
-
-
-def test_a_reward_that_hangs_is_left_behind_and_the_groups_after_it_are_scored(
-    world: Callable[[Config], World],
-) -> None:
-    here = world(config(reward=f"{__name__}.hanging", timeout_s=0.3))
-    here.answers = ["12"]
-    first = here.begin(run("grpo:0:0:0"))
-    second = here.begin(run("grpo:0:1:0"))
-    here.until(lambda: first.done and second.done)
-    assert CALLS == [1]
-    assert all(len(p.result().expect(EpisodesDone).samples) == 2 for p in (first, second))
 
 
 def test_a_prompt_that_does_not_fit_is_refused_with_the_limit(world: Callable[[Config], World]) -> None:
@@ -381,17 +146,17 @@ def test_the_same_group_with_other_weights_is_run_anew(world: Callable[[Config],
 
 @pytest.mark.parametrize("moment", ["generating", "failing", "scoring"])
 def test_a_dropped_group_is_not_kept_when_it_ends(moment: str, world: Callable[[Config], World]) -> None:
-    here = world(config(reward=f"{__name__}.hanging"))
-    here.answers, here.holding = ["12"], moment != "scoring"
+    here = world(config())
+    here.answers, here.holding, InlineJudging.holding = ["12"], moment != "scoring", True
     pending = here.begin(run())
-    here.until(lambda: CALLS == [1] if moment == "scoring" else len(here.held) == 1)
+    here.until(lambda: here.num_generated == 1 if moment == "scoring" else len(here.held) == 1)
+    here.ask(Ping())
     here.master.send("rollout-0", Drop(("grpo:0:0:0",)))
     here.until(lambda: pending.done)
     if moment == "failing":
         assert here.manager is not None
         here.manager.fail(here.held.pop(), RefusedError("not now"))
-    here.holding = False
-    RELEASE.set()
+    here.holding = InlineJudging.holding = False
     here.ask(run("grpo:0:1:0"))
     with pytest.raises(RemoteError, match="does not keep sample"):
         here.ask(FetchSamples(("grpo:0:0:0/0",))).result()

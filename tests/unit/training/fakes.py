@@ -5,11 +5,20 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
 from kintsugi.checkpoint.snapshot import Segments
-from kintsugi.config import AlgorithmSection, Config, ModelSection, NewModel, WarmupSection, stages
+from kintsugi.config import (
+    AlgorithmSection,
+    Config,
+    ModelSection,
+    NewModel,
+    ReferenceSection,
+    WarmupSection,
+    stages,
+)
 from kintsugi.errors import RefusedError, WorldError, fault_of
 from kintsugi.messages import (
     Body,
@@ -18,14 +27,13 @@ from kintsugi.messages import (
     Failed,
     FetchSamples,
     Ok,
-    RankReady,
-    RebuildGroup,
     RunCall,
     SamplesFetched,
     StartStage,
 )
-from kintsugi.model.plan import plan_model
+from kintsugi.model.plan import plan_companions, plan_model
 from kintsugi.model.tokenizer import Tokenizer
+from kintsugi.operations import RankReady, RebuildGroup
 from kintsugi.training.samples import Answer
 from kintsugi.training.state import TrainingState
 from kintsugi.training.worker import ModelWorker, load_model
@@ -34,7 +42,7 @@ from kintsugi.types import Peer
 from kintsugi.weights.publish import Publisher
 from kintsugi.wire import Envelope, MessageKind
 from kintsugi.worker import ShuttingDown
-from tests.unit.training.world import CPU, Batch, new_batch
+from tests.unit.training.world import CPU, Batch, calls_of, new_batch, rewarded
 
 CONFIG = Config(
     name="test",
@@ -44,6 +52,12 @@ CONFIG = Config(
     warmup=WarmupSection(steps=2),
 )
 BETA_CONFIG = msgspec.structs.replace(CONFIG, algorithm=AlgorithmSection(steps=5, beta=0.1))
+PPO_CONFIG = msgspec.structs.replace(
+    CONFIG,
+    algorithm=AlgorithmSection(name="ppo", steps=5, beta=0.1),
+    reference=ReferenceSection(moving_average=0.9),
+)
+"""With everything that a rank can hold: a critic, and a reference that moves."""
 GRPO = stages(CONFIG)[1]
 BATCH = new_batch([(8, 3), (12, 7), (5, 1), (9, 0)])
 
@@ -123,9 +137,13 @@ class Rank:
             msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, new=new)), device=CPU
         )
         self.config = config
+        self.stage = stages(config)[-1]
+        self.batch = rewarded(batch) if self.stage.has_critic else batch
         self.shell = FakeShell(process)
         self.shell.peers["rollout-0"] = lambda body: holder(body, batch)
-        self.state = TrainingState(model, process=process, segments=segments)
+        self.state = TrainingState(
+            model, companions=plan_companions(config), process=process, segments=segments
+        )
         self.num_renewed = 0
         self.worker = ModelWorker(
             self.shell,
@@ -134,6 +152,7 @@ class Rank:
             tokenizer=tokenizer(),
             publisher=Publisher(process=process, host="host-0", segments=None),
             host="host-0",
+            run_dir=Path("nowhere"),
             renew=self._renew,
         )
 
@@ -142,30 +161,43 @@ class Rank:
 
     def ask(self, *bodies: Body) -> Body:
         """Put requests in, let the worker handle everything, give the last reply."""
+        self.put(*bodies)
+        return self.shell.replies[-1][0]
+
+    def put(self, *bodies: Body) -> None:
+        """Put requests in and let the worker handle what it can."""
         self.shell.arrive(*bodies)
         while self.shell.arrivals or self.worker.has_backlog:
             self.worker.turn(0.0)
-        return self.shell.replies[-1][0]
 
     def start(self) -> Rank:
         """Stand before the first step of the main stage: both warm-up steps are skipped over."""
         self.ask(rebuild(1), StartStage("warmup", 0))
         for step in (1, 2):
             self.ask(sft_call(step), CommitStep(step))
-        assert isinstance(self.ask(StartStage("grpo", 2)), RankReady)
+        assert isinstance(self.ask(StartStage(self.stage.name, 2)), RankReady)
         return self
+
+    def calls(self, step: int) -> list[RunCall]:
+        """Those of a step of the main stage, in their order."""
+        names = calls_of(self.stage)
+        calls = []
+        for index, interface in enumerate(names):
+            call = self.batch.call(
+                self.stage, step=step, rank=0, world_size=1, num_shards=4, interface=interface
+            )
+            calls.append(msgspec.structs.replace(call, after=tuple(names[:index])))
+        return calls
 
     def train(self, step: int) -> str:
         """Train and commit a step of the main stage; its digest."""
-        if self.config.algorithm.beta > 0:
-            call = BATCH.call(
-                GRPO, step=step, rank=0, world_size=1, num_shards=4, interface="reference_inference"
-            )
-            assert isinstance(self.ask(call), CallDone)
-        done = self.ask(grpo_call(step))
-        assert isinstance(done, CallDone), done
+        digest = ""
+        for call in self.calls(step):
+            done = self.ask(call)
+            assert isinstance(done, CallDone), done
+            digest = done.state_digest
         assert self.ask(CommitStep(step)) == Ok()
-        return done.state_digest
+        return digest
 
     def refusal(self, body: Body) -> str:
         answer = self.ask(body)

@@ -14,26 +14,20 @@ import torch
 
 from kintsugi.checkpoint.snapshot import HeldSnapshots, Snapshots
 from kintsugi.cluster.keeper import Keeper
-from kintsugi.config import ClusterSection
+from kintsugi.config import ClusterSection, Config
 from kintsugi.errors import DeviceError, IntegrityError
-from kintsugi.messages import (
-    Body,
-    CallDone,
+from kintsugi.messages import Body, CallDone, Failed, Ok, Save, Saved, StartStage
+from kintsugi.operations import (
     DeviceClean,
     DeviceStop,
-    Failed,
     FetchState,
     KeepState,
     NotifyNormal,
-    Ok,
     PreLock,
     RankReady,
     RebuildGroup,
     Repair,
     Rollback,
-    Save,
-    Saved,
-    StartStage,
     StateFetched,
 )
 from kintsugi.training.adapter import probe
@@ -41,7 +35,16 @@ from kintsugi.training.buddy import BuddyCopy
 from kintsugi.training.group import ProcessGroup, StoreServer
 from kintsugi.transport import Blob, Reply
 from kintsugi.types import Peer
-from tests.unit.training.fakes import BETA_CONFIG, CONFIG, Done, FakeSegments, Rank, grpo_call, rebuild
+from tests.unit.training.fakes import (
+    BETA_CONFIG,
+    CONFIG,
+    PPO_CONFIG,
+    Done,
+    FakeSegments,
+    Rank,
+    grpo_call,
+    rebuild,
+)
 from tests.unit.training.world import CPU, in_world
 
 
@@ -54,7 +57,7 @@ def segments() -> Iterator[FakeSegments]:
 
 def ready(rank: Rank, *, step: int, source: str = "", generation: int = 1) -> RankReady:
     """Where a rank should stand, by its own measure of itself."""
-    return RankReady(step, rank.state.digest(), generation=generation, stage="grpo", source=source)
+    return RankReady(step, rank.state.digest(), generation=generation, stage=rank.stage.name, source=source)
 
 
 def replica_of(rank: Rank, into: Rank) -> None:
@@ -183,11 +186,10 @@ SOURCES = ("snapshot:model-0", "snapshot of another rank", "model-0", "agent-1",
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("config", [CONFIG, BETA_CONFIG, PPO_CONFIG], ids=["plain", "reference", "critic"])
 def test_a_replacement_repaired_from_any_source_goes_on_with_equal_bits(
-    source: str, beta: float, segments: FakeSegments, tmp_path: Path
+    source: str, config: Config, segments: FakeSegments, tmp_path: Path
 ) -> None:
-    config = BETA_CONFIG if beta else CONFIG
     rank = Rank(segments=segments, config=config).start()
     rank.train(3)
     newcomer = Rank(
@@ -202,7 +204,7 @@ def test_a_replacement_repaired_from_any_source_goes_on_with_equal_bits(
         case "agent-1":
             keep_and_offer(rank, newcomer)
         case "checkpoint":
-            saved = rank.ask(Save(3, "grpo", str(tmp_path)))
+            saved = rank.ask(Save(3, rank.stage.name, str(tmp_path)))
             assert isinstance(saved, Saved)
             name = saved.path
     digest = rank.state.digest()
@@ -331,6 +333,33 @@ def test_a_half_updated_rank_rolls_back_from_its_slot() -> None:
     assert isinstance(half, RankReady) and half.half_updated and half.state_digest == before
     assert rank.ask(Rollback(2, 3)) == ready(rank, step=2)
     assert rank.state.digest() == before
+
+
+def test_a_rank_that_goes_back_between_two_training_calls_starts_clean() -> None:
+    undisturbed = Rank(config=PPO_CONFIG).start()
+    expected = [undisturbed.train(3), undisturbed.train(4)]
+    rank = Rank(config=PPO_CONFIG).start()
+    rank.train(3)
+    before = rank.state.digest()
+    *earlier, last = rank.calls(4)
+    rank.ask(*earlier)
+    assert rank.state.half_updated and rank.state.prepared_step is None and rank.state.digest() != before
+    half = rank.ask(PreLock(3, 2))
+    assert isinstance(half, RankReady) and half.half_updated and half.state_digest == before
+    assert "locked after step 3" in rank.refusal(last)
+    rank.ask(DeviceClean(3), Rollback(3, 4), NotifyNormal(3, 5))
+    assert rank.state.digest() == before
+    last = msgspec.structs.replace(last, after=())
+    assert "has not covered sample" in rank.refusal(last), "nothing of the step is left"
+    assert rank.train(4) == expected[1]
+
+
+def test_a_call_that_broke_off_within_its_updates_is_not_gone_on_from() -> None:
+    rank = Rank(config=PPO_CONFIG).start()
+    *earlier, last = rank.calls(3)
+    rank.ask(*earlier)
+    rank.state.begin_update()
+    assert "half updated and needs a rollback" in rank.refusal(last)
 
 
 def test_a_rollback_measures_the_state_and_mends_what_nobody_noticed() -> None:

@@ -9,7 +9,8 @@ import torch
 
 from kintsugi.checkpoint.snapshot import Header
 from kintsugi.errors import KintsugiError, ProcessDied
-from kintsugi.messages import KeepState, Ok
+from kintsugi.messages import Ok
+from kintsugi.operations import KeepState
 from kintsugi.training.buddy import BuddyCopy, StateCopy, buddy_of
 from kintsugi.training.copies import Counters
 from kintsugi.transport import Blob, Reply

@@ -157,14 +157,14 @@ def test_the_first_step_is_at_no_distance_from_its_reference() -> None:
     batch = new_batch([(8, 3), (12, 7), (5, 1)])
     calls = ModelCalls(new_state(new_stage(beta=0.1)), deterministic=True)
     one_rank_call(batch, calls=calls, interface="reference_inference")
-    assert one_rank_call(batch, calls=calls, interface="grpo_train")["kl"] == pytest.approx(0.0, abs=1e-9)
+    assert one_rank_call(batch, calls=calls, interface="policy_train")["kl"] == pytest.approx(0.0, abs=1e-9)
 
 
 def test_a_penalised_step_needs_the_reference_first() -> None:
     batch = new_batch([(8, 3), (12, 7)])
     calls = ModelCalls(new_state(new_stage(beta=0.1)), deterministic=True)
     with pytest.raises(RefusedError, match="reference_inference"):
-        one_rank_call(batch, calls=calls, interface="grpo_train")
+        one_rank_call(batch, calls=calls, interface="policy_train")
 
 
 def test_a_stage_without_penalty_keeps_no_reference() -> None:
@@ -194,8 +194,8 @@ def test_a_batch_that_is_not_whole_is_refused_before_the_update() -> None:
 
 def test_an_unknown_interface_is_refused_by_name() -> None:
     calls = ModelCalls(new_state(new_stage()), deterministic=True)
-    with pytest.raises(RefusedError, match="'critic_train'"):
-        one_rank_call(new_batch([(8, 3)]), calls=calls, interface="critic_train")
+    with pytest.raises(RefusedError, match="'grpo_train'"):
+        one_rank_call(new_batch([(8, 3)]), calls=calls, interface="grpo_train")
 
 
 def test_low_precision_passes_still_learn() -> None:

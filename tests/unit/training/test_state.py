@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kintsugi.config import ActorSection
+from kintsugi.config import ActorSection, CriticSection, ReferenceSection
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.training.copies import Counters
@@ -250,6 +250,115 @@ def test_a_state_that_was_saved_without_its_references_digest_is_still_restored(
     counters = msgspec.structs.replace(state.committed_counters, reference="")
     other.restore(state.tensors(), counters=counters, stage=stage)
     assert other.digest() == state.digest()
+
+
+def test_the_critic_has_an_optimizer_of_its_own_that_counts_for_itself() -> None:
+    """Both models get the same gradient; the actor's first update comes after the critic's second one."""
+    critic = CriticSection(learning_rate=0.02, warmup_steps=2)
+    stage = new_stage(name="ppo", actor=ACTOR, critic=critic, steps=10)
+    state = new_state(stage)
+    weight = torch.nn.Parameter(critic_weights(state)["value_head.weight"].clone())
+    optimizer = torch.optim.AdamW(
+        [weight], lr=0.02, betas=(ACTOR.beta1, ACTOR.beta2), eps=ACTOR.epsilon, weight_decay=0.1, fused=True
+    )
+    given = state.gradient_of("critic").clone().normal_(generator=torch.Generator().manual_seed(1))
+    for step in (1, 2, 3):
+        state.begin_update()
+        if not state.actor_waits(step):
+            state.update(torch.ones_like(state.gradient_of("actor")))
+        state.pause_update()
+        state.begin_update()
+        update = state.update(given, part="critic")
+        state.end_update(step)
+        state.commit(step)
+        optimizer.param_groups[0]["lr"] = update.learning_rate
+        weight.grad = slot_of(state, "value_head.weight", given)
+        optimizer.step()
+    assert (state.counters.updates, state.counters.critic_updates) == (1, 3)
+    assert update.learning_rate == pytest.approx(0.02 * 0.8)
+    torch.testing.assert_close(critic_weights(state)["value_head.weight"], weight.detach(), rtol=0, atol=1e-6)
+
+
+def critic_weights(state: TrainingState) -> dict[str, Tensor]:
+    return dict(state.critic.named_parameters())
+
+
+def slot_of(state: TrainingState, name: str, gradient: Tensor) -> Tensor:
+    """A critic's parameter's share of its gradient."""
+    state.gradient_of("critic").copy_(gradient)
+    found = critic_weights(state)[name].grad
+    assert found is not None
+    return found.clone()
+
+
+def test_each_models_gradient_is_clipped_by_its_own_norm() -> None:
+    stage = new_stage(name="ppo", actor=ActorSection(max_grad_norm=1.0))
+    alone, both = new_state(stage), new_state(stage)
+    for state in (alone, both):
+        state.begin_update()
+        state.update(torch.full_like(state.gradient_of("critic"), 1e-6), part="critic")
+    both.update(torch.full_like(both.gradient_of("actor"), 1e6))
+    for name, tensor in critic_weights(alone).items():
+        assert torch.equal(critic_weights(both)[name], tensor)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_for_its_own_model_only() -> None:
+    state = new_state(new_stage(name="ppo"))
+    state.begin_update()
+    assert not state.update(torch.full_like(state.gradient_of("critic"), float("nan")), part="critic").applied
+    assert state.update(torch.ones_like(state.gradient_of("actor"))).applied
+    state.end_update(1)
+    counters = state.counters
+    assert (counters.updates, counters.skipped, counters.critic_updates, counters.critic_skipped) == (
+        1,
+        0,
+        0,
+        1,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_moving_reference_follows_the_actor_and_goes_back_with_it(dtype: torch.dtype) -> None:
+    stage = new_stage(actor=ACTOR, beta=0.1, reference=ReferenceSection(moving_average=0.75))
+    state = new_state(stage, dtype=dtype)
+    name = "model.norm.weight"
+    expected = state.weights()[name].float().clone()
+    for step in (1, 2):
+        advance(state, step)
+        state.commit(step)
+        expected = 0.75 * expected + 0.25 * state.tensors()[f"weights/{name}"]
+    torch.testing.assert_close(state.tensors()[f"reference/{name}"], expected)
+    committed = dict(state.reference_model.named_parameters())[name].clone()
+    torch.testing.assert_close(committed, expected.to(dtype))
+    advance(state, 3)
+    assert not torch.equal(dict(state.reference_model.named_parameters())[name], committed)
+    state.rollback(2)
+    assert torch.equal(dict(state.reference_model.named_parameters())[name], committed)
+
+
+def test_a_copied_reference_is_replaced_every_so_many_steps() -> None:
+    stage = new_stage(actor=ACTOR, beta=0.1, reference=ReferenceSection(copy_every=2), first_step=1)
+    state = new_state(stage)
+
+    def distance() -> float:
+        actor = state.weights()
+        return max(
+            float((tensor - actor[name]).abs().max())
+            for name, tensor in state.reference_model.named_parameters()
+        )
+
+    distances = []
+    for step in (1, 2, 3, 4):
+        advance(state, step)
+        state.commit(step)
+        distances.append(distance())
+    assert [each == 0 for each in distances] == [False, True, False, True]
+
+
+def test_an_actor_is_published_without_its_critic() -> None:
+    state = new_state(new_stage(name="ppo"))
+    assert state.weights().keys() == dict(state.model.named_parameters()).keys()
+    assert "moment2/critic.value_head.weight" in state.tensors()
 
 
 def test_a_rollback_measures_the_reference_weights_too() -> None:

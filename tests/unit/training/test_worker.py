@@ -21,8 +21,6 @@ from kintsugi.messages import (
     Ok,
     Publish,
     Published,
-    RankReady,
-    Repair,
     RunCall,
     Save,
     Saved,
@@ -32,6 +30,7 @@ from kintsugi.messages import (
 )
 from kintsugi.model import huggingface
 from kintsugi.model.tokenizer import Tokenizer
+from kintsugi.operations import DeviceStop, RankReady, Repair
 from kintsugi.training import adapter as adapter_module
 from kintsugi.training import worker as worker_module
 from kintsugi.training.worker import load_model
@@ -42,6 +41,7 @@ from kintsugi.worker import ShuttingDown
 from tests.unit.training.fakes import (
     BATCH,
     CONFIG,
+    PPO_CONFIG,
     Rank,
     grpo_call,
     half_call,
@@ -70,6 +70,36 @@ def test_a_repeated_call_of_a_prepared_step_gets_the_saved_result() -> None:
     asked = len(rank.shell.asked)
     assert rank.ask(grpo_call()) is first
     assert len(rank.shell.asked) == asked
+
+
+def test_calls_are_worked_off_in_the_graphs_order_however_they_arrive() -> None:
+    expected = Rank(config=PPO_CONFIG).start().train(3)
+    rank = Rank(config=PPO_CONFIG).start()
+    rank.shell.replies.clear()
+    rank.ask(*reversed(rank.calls(3)))
+    answers = [body for body, _ in rank.shell.replies]
+    assert all(isinstance(answer, CallDone) for answer in answers)
+    assert len(answers) == len(rank.calls(3))
+    assert rank.state.prepared_digest == expected
+
+
+def test_a_repeated_training_call_is_not_made_twice() -> None:
+    rank = Rank(config=PPO_CONFIG).start()
+    calls = rank.calls(3)
+    first = [rank.ask(call) for call in calls[:-1]]
+    digest = rank.state.digest()
+    assert [rank.ask(call) for call in calls[:-1]] == first
+    assert rank.state.digest() == digest and rank.state.is_between_calls
+
+
+def test_a_call_that_waits_for_another_is_refused_when_its_group_is_over() -> None:
+    rank = Rank(config=PPO_CONFIG).start()
+    rank.shell.replies.clear()
+    rank.put(rank.calls(3)[-1])
+    assert rank.shell.replies == []
+    rank.put(DeviceStop(1, 2))
+    kinds = {type(body) for body, _ in rank.shell.replies}
+    assert kinds == {RankReady, Failed}
 
 
 @pytest.mark.parametrize(

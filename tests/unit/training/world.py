@@ -14,15 +14,26 @@ import xxhash
 from torch import Tensor
 
 from kintsugi.buffer.packing import logical_shards, shards_of_rank
-from kintsugi.config import ActorSection, AlgorithmSection, Stage
+from kintsugi.config import (
+    LEARN_PAIRS,
+    ActorSection,
+    AlgorithmSection,
+    CriticSection,
+    ReferenceSection,
+    Stage,
+    resolved,
+)
+from kintsugi.graph.algorithms import build_graph
 from kintsugi.messages import RunCall
-from kintsugi.model.architecture import ModelConfig
+from kintsugi.model.architecture import ModelConfig, value_config
+from kintsugi.model.plan import Companions
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.training.batch import sample_of
 from kintsugi.training.group import ProcessGroup, StoreServer, join_group
-from kintsugi.training.interfaces import CallResult, ModelCalls
+from kintsugi.training.interfaces import ModelCalls
+from kintsugi.training.passes import CallResult
 from kintsugi.training.state import TrainingState, Update
-from kintsugi.types import Finish, ShardItem, Trajectory
+from kintsugi.types import Finish, Role, ShardItem, Trajectory
 
 TINY = ModelConfig(
     family="qwen2",
@@ -52,14 +63,36 @@ def new_state(
 ) -> TrainingState:
     model = Transformer(config, device=device)
     initialize(model, seed=3)
-    state = TrainingState(model, compute_dtype=dtype)
+    state = TrainingState(model, companions=companions_of(stage), compute_dtype=dtype)
     state.start_stage(stage, step=stage.first_step - 1)
     return state
 
 
-def new_stage(*, actor: ActorSection | None = None, first_step: int = 1, **algorithm: object) -> Stage:
-    section = msgspec.convert({"name": "grpo", **algorithm}, AlgorithmSection)
-    return Stage(section.name, first_step, section, actor or ActorSection(), seed=0)
+def new_stage(
+    *,
+    actor: ActorSection | None = None,
+    critic: CriticSection | None = None,
+    reference: ReferenceSection | None = None,
+    first_step: int = 1,
+    **algorithm: object,
+) -> Stage:
+    section = resolved(msgspec.convert({"name": "grpo", **algorithm}, AlgorithmSection))
+    return Stage(
+        section.name,
+        first_step,
+        section,
+        actor or ActorSection(),
+        0,
+        critic or CriticSection(),
+        reference or ReferenceSection(),
+    )
+
+
+def companions_of(stage: Stage) -> Companions:
+    """As they are planned for a run of this stage alone."""
+    return Companions(
+        critic=value_config(TINY) if stage.has_critic else None, moving_reference=stage.moves_reference
+    )
 
 
 def trajectory(key: str, *, num_tokens: int, num_loss_tokens: int, seed: int) -> Trajectory:
@@ -86,21 +119,25 @@ class Batch:
 
     @property
     def totals(self) -> dict[str, float]:
-        sequences = sum(item.num_loss_tokens > 0 for item in self.items)
+        learned = [item for item in self.items if item.num_loss_tokens and item.values.get("mask", 1.0)]
         return {
-            "tokens": float(sum(item.num_loss_tokens for item in self.items)),
-            "sequences": float(sequences),
-            "constant": float(sequences * LONGEST),
+            "tokens": float(sum(item.num_loss_tokens for item in learned)),
+            "sequences": float(len(learned)),
+            "constant": float(len(learned) * LONGEST),
+            "groups": float(len({item.key.rpartition("/")[0] for item in learned})),
         }
 
     def call(
         self, stage: Stage, *, step: int, rank: int, world_size: int, num_shards: int, interface: str = ""
     ) -> RunCall:
-        shards = logical_shards(self.items, num_shards=num_shards)
+        shards = logical_shards(
+            self.items, num_shards=num_shards, keep_groups=stage.algorithm.name in LEARN_PAIRS
+        )
         mine = shards_of_rank(num_shards, rank=rank, world_size=world_size)
+        interface = interface or ("sft_train" if stage.algorithm.name == "sft" else "policy_train")
         return RunCall(
-            call="actor_train",
-            interface=interface or f"{stage.algorithm.name}_train",
+            call=interface,
+            interface=interface,
             step=step,
             shards=tuple(shards[index] for index in mine),
             num_shards=num_shards,
@@ -108,14 +145,44 @@ class Batch:
             generation=1,
             arguments={"temperature": 1.0},
             stage=stage.name,
+            prepares=interface == calls_of(stage)[-1],
         )
 
 
-def new_batch(lengths: Sequence[tuple[int, int]]) -> Batch:
+def calls_of(stage: Stage) -> list[str]:
+    """The interfaces of a stage's model calls, in the graph's order."""
+    graph = build_graph(stage)
+    return [graph.calls[name].interface for name in graph.order if graph.calls[name].role is Role.MODEL]
+
+
+def rewarded(batch: Batch) -> Batch:
+    """The same batch as an algorithm finds it whose tokens have advantages of their own: every third sample was cut off
+    by length, and every seventh is masked."""
+    items = [
+        msgspec.structs.replace(
+            item,
+            values={
+                "reward": float(index % 2) - 0.25,
+                "truncated": float(index % 3 == 0),
+                "mask": float(index % 7 > 0),
+            },
+        )
+        for index, item in enumerate(batch.items)
+    ]
+    return Batch(batch.trajectories, tuple(items))
+
+
+def new_pairs(num_pairs: int) -> Batch:
+    """Chosen and rejected completions of different lengths."""
+    lengths = [(4 + (index * 5) % 17, 1 + index % 3) for index in range(2 * num_pairs)]
+    return new_batch(lengths, group_size=2)
+
+
+def new_batch(lengths: Sequence[tuple[int, int]], *, group_size: int = 4) -> Batch:
     """One sample per (tokens, loss tokens)."""
     trajectories, items = {}, []
     for index, (num_tokens, num_loss_tokens) in enumerate(lengths):
-        key = f"grpo:0:{index // 4}:0/{index % 4}"
+        key = f"grpo:0:{index // group_size}:0/{index % group_size}"
         sample = trajectory(key, num_tokens=num_tokens, num_loss_tokens=num_loss_tokens, seed=index)
         advantage = float(np.random.default_rng(1000 + index).normal())
         digest = xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(sample))
@@ -151,6 +218,8 @@ class Outcome:
     """Of the last update as it was summed over ranks."""
     weights: dict[str, Tensor]
     metrics: dict[str, float]
+    outputs: dict[str, dict[str, float]]
+    """Scalars of this rank's samples."""
 
 
 class RecordingState(TrainingState):
@@ -158,9 +227,9 @@ class RecordingState(TrainingState):
 
     given: Tensor
 
-    def update(self, gradient: Tensor) -> Update:
+    def update(self, gradient: Tensor, *, part: str = "actor") -> Update:
         self.given = gradient.clone()
-        return super().update(gradient)
+        return super().update(gradient, part=part)
 
 
 def train(
@@ -176,19 +245,33 @@ def train(
     """The outcome of every rank of a world."""
 
     def rank_main(rank: int, group: ProcessGroup) -> Outcome:
-        model = Transformer(TINY, device=device)
+        model = Transformer(TINY, with_value_head=stage.algorithm.name == "reward_model", device=device)
         initialize(model, seed=3)
-        state = RecordingState(model)
+        state = RecordingState(model, companions=companions_of(stage))
         state.start_stage(stage, step=0)
         calls = ModelCalls(state, deterministic=deterministic)
-        digests, result = [], CallResult()
+        digests: list[str] = []
+        metrics: dict[str, float] = {}
+        outputs: dict[str, dict[str, float]] = {}
         for step in range(1, num_steps + 1):
-            call = batch.call(stage, step=step, rank=rank, world_size=world_size, num_shards=num_shards)
-            result = run_call(batch, call, calls=calls, group=group)
+            for interface in calls_of(stage):
+                call = batch.call(
+                    stage,
+                    step=step,
+                    rank=rank,
+                    world_size=world_size,
+                    num_shards=num_shards,
+                    interface=interface,
+                )
+                result = run_call(batch, call, calls=calls, group=group)
+                metrics |= result.metrics
+                for name, values in result.outputs.items():
+                    outputs.setdefault(name, {}).update(values)
             digests.append(state.digest())
             state.commit(step)
+            calls.forget()
         weights = {name: tensor.clone() for name, tensor in state.weights().items()}
-        return Outcome(digests, state.given, weights, result.metrics)
+        return Outcome(digests, state.given, weights, metrics, outputs)
 
     return in_world(world_size, rank_main, device=device)
 

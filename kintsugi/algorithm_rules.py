@@ -1,0 +1,136 @@
+"""Which of an algorithm's values go together. Pure; `validation.py` turns what is found into errors.
+
+A value that would silently do nothing is refused too: whoever writes it down expects something of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kintsugi.config import (
+    COMPARE_SAMPLES,
+    LEARN_PAIRS,
+    LEARN_ROWS,
+    AlgorithmSection,
+    Config,
+    CriticSection,
+    ReferenceSection,
+    Stage,
+)
+
+Problem = tuple[str, str]
+"""(field, what was expected of it)."""
+
+_PER_TOKEN: frozenset[str] = frozenset({"ppo", "reinforce_pp"})
+_SAMPLING: frozenset[str] = COMPARE_SAMPLES | _PER_TOKEN
+
+USED_BY: dict[str, frozenset[str]] = {
+    "clip_low": _SAMPLING,
+    "clip_high": _SAMPLING,
+    "ratio": _SAMPLING,
+    "beta": _SAMPLING | {"dpo"},
+    "kl": _SAMPLING,
+    "kl_in": _SAMPLING,
+    "entropy_weight": _SAMPLING,
+    "denominator": _SAMPLING | {"sft"},
+    "scale_by_std": COMPARE_SAMPLES,
+    "gamma": _PER_TOKEN,
+    "gae_lambda": frozenset({"ppo"}),
+    "mask_truncated": _SAMPLING,
+    "resampling_rounds": COMPARE_SAMPLES,
+    "overlong_buffer": _SAMPLING,
+    "overlong_penalty": _SAMPLING,
+}
+"""Settings that not every algorithm looks at, and those that do."""
+
+
+def algorithm_problems(config: Config, stage: Stage) -> Iterator[Problem]:
+    """Everything that is wrong with the main stage's algorithm and the models beside its actor, worst first."""
+    yield from _group_size(stage)
+    yield from _unused(config.algorithm)
+    yield from _divergence(config.algorithm, stage)
+    yield from _shaping(config, stage)
+    yield from _companions(config, stage)
+
+
+def _group_size(stage: Stage) -> Iterator[Problem]:
+    name, size = stage.algorithm.name, stage.algorithm.group_size
+    if name in COMPARE_SAMPLES and size < 2:
+        yield (
+            "algorithm.group_size",
+            f"at least 2 with {name} (the other samples of the group are the baseline)",
+        )
+    if name in LEARN_PAIRS and size != 2:
+        yield "algorithm.group_size", f"2 with {name} (the chosen and the rejected completion), or nothing"
+    if name == "sft" and size != 1:
+        yield "algorithm.group_size", "1 with SFT (a row is learned once per epoch), or nothing"
+
+
+def _unused(section: AlgorithmSection) -> Iterator[Problem]:
+    neutral = AlgorithmSection(name=section.name)
+    for field, users in USED_BY.items():
+        if section.name not in users and getattr(section, field) not in (None, getattr(neutral, field)):
+            used = ", ".join(sorted(users))
+            yield f"algorithm.{field}", f"nothing: {section.name} does not use it ({used} do)"
+
+
+def _divergence(section: AlgorithmSection, stage: Stage) -> Iterator[Problem]:
+    """The KL to the reference: how much, estimated how, and where it enters."""
+    algorithm = stage.algorithm
+    if algorithm.name == "dpo" and algorithm.beta == 0:
+        yield "algorithm.beta", "a positive number with dpo (its inverse temperature, 0.1 is usual)"
+    if algorithm.name not in _SAMPLING:
+        return
+    if algorithm.beta == 0:
+        for field in ("kl", "kl_in"):
+            if getattr(section, field) is not None:
+                yield f"algorithm.{field}", "nothing while `algorithm.beta` is 0: there is no KL to take"
+    elif algorithm.kl_in == "loss" and algorithm.kl == "k1":
+        yield "algorithm.kl", "k2 or k3 with `algorithm.kl_in=loss`: the gradient of k1 is 0 on average"
+
+
+def _shaping(config: Config, stage: Stage) -> Iterator[Problem]:
+    """What is done to rewards, and to groups because of them."""
+    algorithm, limit = stage.algorithm, config.sampling.max_new_tokens
+    if algorithm.overlong_buffer >= limit:
+        yield "algorithm.overlong_buffer", f"less than `sampling.max_new_tokens`={limit}"
+    if not algorithm.overlong_buffer and algorithm.overlong_penalty != AlgorithmSection().overlong_penalty:
+        yield "algorithm.overlong_penalty", "nothing while `algorithm.overlong_buffer` is 0"
+    if algorithm.resampling_rounds and stage.reward_model is not None:
+        yield (
+            "algorithm.resampling_rounds",
+            "0 with a reward model: its scores come when the batch is formed, and are hardly ever equal",
+        )
+
+
+def _companions(config: Config, stage: Stage) -> Iterator[Problem]:
+    """The models beside the actor: nothing is said about one that is not there."""
+    name = stage.algorithm.name
+    if not stage.has_critic:
+        for field in CriticSection.__struct_fields__:
+            if getattr(config.critic, field) != getattr(CriticSection(), field):
+                yield f"critic.{field}", f"nothing: {name} has no critic (ppo has)"
+    if not stage.has_reference:
+        why = (
+            "needs no reference model"
+            if name in LEARN_ROWS
+            else "needs one only with `algorithm.beta` above 0"
+        )
+        for field in ReferenceSection.__struct_fields__:
+            if getattr(config.reference, field) != getattr(ReferenceSection(), field):
+                yield f"reference.{field}", f"nothing: {name} {why}"
+    if stage.reference.copy_every and stage.reference.moving_average:
+        yield (
+            "reference.moving_average",
+            f"0 with `reference.copy_every`={stage.reference.copy_every}: one of the two",
+        )
+    if stage.reward_model is not None and name in LEARN_ROWS:
+        yield (
+            "reward_model.path",
+            f"nothing (`reward_model=null`): {name} samples nothing that could be scored",
+        )
+    if stage.has_critic and stage.critic.warmup_steps >= stage.algorithm.steps:
+        yield (
+            "critic.warmup_steps",
+            f"fewer than the stage's {stage.algorithm.steps} steps, or the actor never learns",
+        )

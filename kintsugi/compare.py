@@ -1,0 +1,394 @@
+"""`kintsugi compare`: what differs between runs, how they went, and whether one is better on the same problems.
+
+Read from the run folders only, living or dead. What the figures can not tell is said in `remarks`.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from kintsugi import runs
+from kintsugi.config import stages
+from kintsugi.errors import UserError
+from kintsugi.observe.evaluation import difference_interval, mcnemar, unpaired_interval
+from kintsugi.observe.metrics import VerdictRecord
+from kintsugi.recipe import fields_of, shown
+
+METRICS = ("reward/mean", "loss", "eval/accuracy", "kl", "entropy", "completions/mean_length")
+"""Shown where a run has them, unless others are asked for."""
+NOT_A_DIFFERENCE = frozenset({"run_dir", "name"})
+BARS = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 24
+POINTS = 6
+WIDTH = 100
+
+
+class ComparedRun(msgspec.Struct, frozen=True):
+    """One of the runs, under the letter by which the others speak of it."""
+
+    label: str
+    folder: str
+    state: str
+    step: int
+    total_steps: int
+    seed: int
+    accuracy: float | None
+    """Of its last evaluation."""
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """A field of the configuration that is not the same everywhere; one value and origin per run."""
+
+    field: str
+    values: tuple[str, ...]
+    origins: tuple[str, ...]
+    """Empty where the run does not say."""
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """One figure over the main stage, run by run."""
+
+    metric: str
+    steps: tuple[tuple[int, ...], ...]
+    values: tuple[tuple[float, ...], ...]
+
+
+class Judgement(msgspec.Struct, frozen=True, kw_only=True):
+    """Two runs' last evaluations against each other; `difference` is second − first, with its 95 % interval."""
+
+    first: str
+    second: str
+    steps: tuple[int, int]
+    difference: float
+    low: float
+    high: float
+    paired: bool
+    """Whether both were asked the same problems, so that they are compared problem by problem."""
+    problems: tuple[int, int]
+    only_first: int = 0
+    only_second: int = 0
+    p_value: float | None = None
+    """McNemar's exact test; None where the problems differ."""
+
+
+class Seeds(msgspec.Struct, frozen=True):
+    """Runs that differ in nothing but the seed."""
+
+    labels: tuple[str, ...]
+    accuracies: tuple[float, ...]
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    runs: tuple[ComparedRun, ...]
+    differences: tuple[Difference, ...]
+    curves: tuple[Curve, ...]
+    judgements: tuple[Judgement, ...]
+    seeds: tuple[Seeds, ...]
+    remarks: tuple[str, ...]
+
+
+def compare(folders: Sequence[Path], *, metrics: Sequence[str] = ()) -> Comparison:
+    """Everything that can be said about two or more runs side by side."""
+    if len(folders) < 2:
+        raise UserError(f"expected two runs or more to compare, got {len(folders)}")
+    statuses = [runs.read_status(folder) for folder in folders]
+    labels = [_label(index) for index in range(len(folders))]
+    compared = tuple(map(_compared, labels, statuses))
+    verdicts = [_last_verdicts(folder) for folder in folders]
+    judgements = tuple(
+        _judged(compared[i], compared[j], statuses[i], statuses[j], verdicts[i], verdicts[j])
+        for i, j in combinations(range(len(folders)), 2)
+        if statuses[i].evaluations and statuses[j].evaluations
+    )
+    differences = tuple(_differences(folders, statuses))
+    seeds = tuple(_seeds(compared, statuses))
+    return Comparison(
+        compared,
+        differences,
+        tuple(_curves(folders, statuses, metrics)),
+        judgements,
+        seeds,
+        tuple(_remarks(compared, statuses, differences, judgements, seeds)),
+    )
+
+
+def _label(index: int) -> str:
+    return chr(ord("A") + index) if index < 26 else f"R{index + 1}"
+
+
+def _compared(label: str, status: runs.RunStatus) -> ComparedRun:
+    return ComparedRun(
+        label,
+        str(status.folder),
+        status.state,
+        status.step,
+        status.total_steps,
+        status.config.seed,
+        status.evaluations[-1]["eval/accuracy"] if status.evaluations else None,
+    )
+
+
+def _differences(folders: Sequence[Path], statuses: Sequence[runs.RunStatus]) -> Iterator[Difference]:
+    """Only fields whose value is not the same in all runs, in the order of the configuration."""
+    configs = [fields_of(status.config) for status in statuses]
+    origins = [_origins(folder) for folder in folders]
+    for field in dict.fromkeys(field for config in configs for field in config):
+        values = tuple(shown(config[field]) if field in config else "–" for config in configs)
+        if field not in NOT_A_DIFFERENCE and len(set(values)) > 1:
+            yield Difference(field, values, tuple(origin.get(field, "") for origin in origins))
+
+
+def _origins(folder: Path) -> dict[str, str]:
+    """Where a run's values came from; nothing for one that did not write it down."""
+    try:
+        return msgspec.json.decode((folder / runs.ORIGINS_FILE).read_bytes(), type=dict[str, str])
+    except (FileNotFoundError, msgspec.DecodeError):
+        return {}
+
+
+def _curves(
+    folders: Sequence[Path], statuses: Sequence[runs.RunStatus], metrics: Sequence[str]
+) -> Iterator[Curve]:
+    """The warm-up is left out: its loss is another one."""
+    every = []
+    for folder, status in zip(folders, statuses, strict=True):
+        first = stages(status.config)[-1].first_step
+        lines, _ = runs.read_metrics(folder)
+        every.append([line for line in lines if (line["step"] or 0) >= first - runs.is_evaluation(line)])
+    for metric in metrics or METRICS:
+        points = [
+            [(int(line["step"] or 0), line[metric]) for line in lines if line.get(metric) is not None]
+            for lines in every
+        ]
+        if any(points):
+            yield Curve(
+                metric,
+                tuple(tuple(step for step, _ in run) for run in points),
+                tuple(tuple(float(value or 0.0) for _, value in run) for run in points),
+            )
+        elif metrics:
+            known = sorted({name for lines in every for line in lines for name in line})
+            raise UserError(f"--metric: expected one of {', '.join(known)}, got {metric!r}")
+
+
+def _last_verdicts(folder: Path) -> VerdictRecord | None:
+    records = runs.read_verdicts(folder)
+    return records[-1] if records else None
+
+
+def _judged(
+    first: ComparedRun,
+    second: ComparedRun,
+    first_status: runs.RunStatus,
+    second_status: runs.RunStatus,
+    first_verdicts: VerdictRecord | None,
+    second_verdicts: VerdictRecord | None,
+) -> Judgement:
+    """Problem by problem where both were asked the same ones; else the two shares as they are."""
+    named: dict[str, Any] = {"first": first.label, "second": second.label}
+    last = [status.evaluations[-1] for status in (first_status, second_status)]
+    steps = (int(last[0]["step"] or 0), int(last[1]["step"] or 0))
+    accuracies = [float(line["eval/accuracy"] or 0.0) for line in last]
+    counts = (int(last[0].get("eval/problems") or 0), int(last[1].get("eval/problems") or 0))
+    if (
+        first_verdicts is None
+        or second_verdicts is None
+        or first_verdicts.problems != second_verdicts.problems
+        or (first_verdicts.step, second_verdicts.step) != steps
+    ):
+        low, high = unpaired_interval(accuracies[0], accuracies[1], counts=counts)
+        return Judgement(
+            **named,
+            steps=steps,
+            difference=accuracies[1] - accuracies[0],
+            low=low,
+            high=high,
+            paired=False,
+            problems=counts,
+        )
+    pairs = list(zip(first_verdicts.right, second_verdicts.right, strict=True))
+    only_first, only_second = pairs.count((True, False)), pairs.count((False, True))
+    low, high = difference_interval(
+        both=pairs.count((True, True)),
+        only_first=only_first,
+        only_second=only_second,
+        neither=pairs.count((False, False)),
+    )
+    return Judgement(
+        **named,
+        steps=steps,
+        difference=(only_second - only_first) / len(pairs),
+        low=low,
+        high=high,
+        paired=True,
+        problems=(len(pairs), len(pairs)),
+        only_first=only_first,
+        only_second=only_second,
+        p_value=mcnemar(only_first=only_first, only_second=only_second),
+    )
+
+
+def _seeds(compared: Sequence[ComparedRun], statuses: Sequence[runs.RunStatus]) -> Iterator[Seeds]:
+    """Runs of one recipe with several seeds, gathered."""
+    groups: dict[bytes, list[ComparedRun]] = {}
+    for run, status in zip(compared, statuses, strict=True):
+        alike = msgspec.structs.replace(status.config, seed=0, run_dir=None, name="")
+        groups.setdefault(msgspec.json.encode(alike), []).append(run)
+    for group in groups.values():
+        yield Seeds(
+            tuple(run.label for run in group),
+            tuple(run.accuracy for run in group if run.accuracy is not None),
+        )
+
+
+def _remarks(
+    compared: Sequence[ComparedRun],
+    statuses: Sequence[runs.RunStatus],
+    differences: Sequence[Difference],
+    judgements: Sequence[Judgement],
+    seeds: Sequence[Seeds],
+) -> Iterator[str]:
+    """What the figures do not tell by themselves."""
+    for run in compared:
+        if run.state != runs.RunState.FINISHED:
+            yield f"{run.label} is {run.state} at step {run.step} of {run.total_steps}."
+    if len({judgement.steps for judgement in judgements} | {j.steps[::-1] for j in judgements}) > 1:
+        yield "The last evaluations were not all made after the same number of steps."
+    if any(not judgement.paired for judgement in judgements):
+        yield (
+            "Not all runs were asked the same held-out problems (or they did not record the answers), so these "
+            "are compared as shares of different sets."
+        )
+    if len({status.config.algorithm.reward[0] for status in statuses}) > 1:
+        yield "The first reward function is not the same, and it is what decides whether an answer is right."
+    if {difference.field for difference in differences} == {"seed"}:
+        yield (
+            "The runs differ in nothing but the seed: what is between them is what chance does to this recipe, not "
+            "the effect of a change."
+        )
+    elif not differences:
+        yield "The runs have the same configuration."
+    elif all(len(group.labels) == 1 for group in seeds):
+        yield (
+            "One seed each: the intervals say how sure a difference is between these two sets of weights on these "
+            "problems. Another seed gives other weights; to tell a better recipe from a luckier seed, run each with "
+            "several and compare all of them at once."
+        )
+
+
+def comparison_text(comparison: Comparison) -> str:
+    """The comparison for a terminal."""
+    parts = [
+        "\n".join(_run_lines(comparison)),
+        "\n".join(_difference_lines(comparison)),
+        *("\n".join(_curve_lines(curve, comparison)) for curve in comparison.curves),
+        "\n".join(_judgement_lines(comparison)),
+        "\n".join(_seed_lines(comparison)),
+        "\n".join(textwrap.fill(remark, WIDTH) for remark in comparison.remarks),
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+def _run_lines(comparison: Comparison) -> Iterator[str]:
+    for run in comparison.runs:
+        yield f"{run.label}  {run.folder}  {run.state}, {run.step} of {run.total_steps} steps, seed {run.seed}"
+
+
+def _difference_lines(comparison: Comparison) -> Iterator[str]:
+    if not comparison.differences:
+        return
+    yield "configuration, where it differs"
+    width = max(len(difference.field) for difference in comparison.differences)
+    for difference in comparison.differences:
+        for run, value, origin in zip(comparison.runs, difference.values, difference.origins, strict=True):
+            field = difference.field if run is comparison.runs[0] else ""
+            yield f"  {field:{width}}  {run.label}  {value:24} {origin}".rstrip()
+
+
+def _curve_lines(curve: Curve, comparison: Comparison) -> Iterator[str]:
+    """A sparkline per run on one scale, and means over equal stretches of steps under the step each ends with."""
+    every_step = sorted({step for steps in curve.steps for step in steps})
+    values = [value for run in curve.values for value in run]
+    fine, coarse = min(SPARK_WIDTH, len(every_step)), min(POINTS, len(every_step))
+    ends = [every_step[-(-(point + 1) * len(every_step) // coarse) - 1] for point in range(coarse)]
+    yield f"{curve.metric:{SPARK_WIDTH + 5}}{''.join(f'{end:>10}' for end in ends)}"
+    for run, steps, own in zip(comparison.runs, curve.steps, curve.values, strict=True):
+        points = dict(zip(steps, own, strict=True))
+        bars = sparkline(_means(points, every_step, count=fine), low=min(values), high=max(values))
+        means = _means(points, every_step, count=coarse)
+        figures = "".join(f"{'' if value is None else f'{value:.3g}':>10}" for value in means)
+        yield f"  {run.label}  {bars:{SPARK_WIDTH}}{figures}".rstrip()
+
+
+def _means(points: Mapping[int, float], steps: Sequence[int], *, count: int) -> list[float | None]:
+    """Means over `count` equal stretches of the steps; None where a run has no point."""
+    stretches: list[list[float]] = [[] for _ in range(count)]
+    for index, step in enumerate(steps):
+        if step in points:
+            stretches[index * count // len(steps)].append(points[step])
+    return [fmean(stretch) if stretch else None for stretch in stretches]
+
+
+def sparkline(values: Sequence[float | None], *, low: float, high: float) -> str:
+    """`sparkline([0.0, 0.5, None, 1.0], low=0.0, high=1.0) == "▁▅ █"`."""
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(" " if value is None else BARS[int((value - low) * scale + 0.5)] for value in values)
+
+
+def _judgement_lines(comparison: Comparison) -> Iterator[str]:
+    if not comparison.judgements:
+        return
+    yield "held-out accuracy, last evaluations"
+    for run in comparison.runs:
+        yield f"  {run.label}  {'not measured' if run.accuracy is None else f'{run.accuracy:.1%}'}"
+    for each in comparison.judgements:
+        interval = f"{each.low * 100:+.1f} … {each.high * 100:+.1f} at 95 %"
+        line = f"  {each.second} − {each.first}: {each.difference * 100:+.1f} points ({interval})"
+        if each.p_value is None:
+            yield f"{line}, {each.problems[0]} and {each.problems[1]} problems"
+            continue
+        yield (
+            f"{line}, the same {each.problems[0]} problems: only {each.first} right {each.only_first}, "
+            f"only {each.second} right {each.only_second}, McNemar p = {each.p_value:.2g}"
+        )
+
+
+def _seed_lines(comparison: Comparison) -> Iterator[str]:
+    several = [group for group in comparison.seeds if len(group.accuracies) > 1]
+    if not several:
+        return
+    yield "the same but for the seed"
+    for group in several:
+        low, high = min(group.accuracies), max(group.accuracies)
+        yield (
+            f"  {', '.join(group.labels)}: accuracy {fmean(group.accuracies):.1%} on average, from {low:.1%} to "
+            f"{high:.1%} over {len(group.accuracies)} seeds"
+        )
+
+
+def plot(comparison: Comparison, path: Path) -> None:
+    """The curves as an image; needs the extra `plots`."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("--png needs matplotlib: `pip install 'kintsugi[plots]'`") from error
+    figure = Figure(figsize=(8, 2.5 * len(comparison.curves)), layout="constrained")
+    axes = figure.subplots(len(comparison.curves), squeeze=False)[:, 0]
+    for axis, curve in zip(axes, comparison.curves, strict=True):
+        for run, steps, values in zip(comparison.runs, curve.steps, curve.values, strict=True):
+            axis.plot(steps, values, label=f"{run.label} {Path(run.folder).name}")
+        axis.set_ylabel(curve.metric)
+        axis.grid(alpha=0.3)
+    axes[-1].set_xlabel("step")
+    axes[0].legend()
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--png: expected a file that can be written, {path}: {error}") from error

@@ -1,0 +1,129 @@
+"""Whether the data of a configuration can be used: its fields, then the lengths of its rows in the model's tokens.
+`validation.py` turns what is found into errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kintsugi.config import Config, SourceSection, has_servers, stages
+from kintsugi.data.columns import held_out_needs_of, needs_of
+from kintsugi.data.feed import measured_tokens
+from kintsugi.data.saved import SavedRollouts
+from kintsugi.data.source import ARITHMETIC, IN_WORDS, DataSet, Part, named_sources
+from kintsugi.data.streams import Stream
+from kintsugi.data.tasks import TASK
+from kintsugi.data.tokens import Fed, Feeding
+from kintsugi.model.architecture import ModelConfig
+from kintsugi.model.tokenizer import Tokenizer
+from kintsugi.rollout.scoring import parse_rewards
+
+Problem = tuple[str, str]
+"""(field, what was expected of it)."""
+
+
+def data_problems(config: Config) -> Iterator[Problem]:
+    """What is wrong with the fields, before anything is read."""
+    data = config.data
+    alone = SourceSection()
+    for name in SourceSection.__struct_fields__:
+        if data.sources and getattr(data, name) != getattr(alone, name):
+            yield f"data.{name}", "nothing beside `data.sources`, whose entries have their own"
+    for prefix, section in named_sources(data):
+        if section.num_eval < 1:
+            yield f"{prefix}num_eval", "a positive number: the run is judged on held-out rows"
+        if section.source in (ARITHMETIC, IN_WORDS) and not 1 <= section.max_digits <= 3:
+            yield f"{prefix}max_digits", "1 to 3 (all problems are listed beforehand)"
+        if section.weight <= 0:
+            yield f"{prefix}weight", "a positive number"
+        if section.options and not section.source.startswith(TASK):
+            yield f"{prefix}options", "nothing: they are options of a reasoning-gym task"
+        if needs_of(config).pair and section.source.startswith(TASK):
+            yield f"{prefix}source", "data with pairs: reasoning-gym has no rejected answers"
+
+
+class Lengths:
+    """Measures rows against what the model and its servers can hold."""
+
+    def __init__(self, config: Config, model: ModelConfig, tokenizer: Tokenizer) -> None:
+        self._config, self._model = config, model
+        self._feeding = Feeding(tokenizer, config.data, needs_of(config))
+        self._held_out = Feeding(tokenizer, config.data, held_out_needs_of(config))
+        self._samples = any(stage.samples_completions for stage in stages(config))
+
+    def problems(self, data_set: DataSet) -> Iterator[Problem]:
+        """Of held-out rows all must fit: a run is judged on all of them. Of the others, all but a tolerated share."""
+        if self._config.generation.max_length > self._model.max_positions:
+            yield "generation.max_length", f"at most the model's {self._model.max_positions} positions"
+        for part in data_set.parts:
+            yield from self._of_held_out(part)
+        for part in data_set.parts:
+            if isinstance(part.train, SavedRollouts):
+                yield from self._of_saved(part.train)
+            elif not isinstance(part.train, Stream):
+                yield from self._of_training(part)
+
+    def _of_held_out(self, part: Part) -> Iterator[Problem]:
+        sampled, count = has_servers(self._config), len(part.held_out)
+        tokens = measured_tokens(part.held_out, part.held_out_digest, self._held_out, most=count)
+        for index in range(count):
+            for field, expected in self._misfit(tokens[index], sampled=sampled):
+                start = _cut(part.held_out.row(index).prompt)
+                yield field, f"{expected}; it is held out of '{part.name}' and starts {start}"
+
+    def _of_saved(self, saved: SavedRollouts) -> Iterator[Problem]:
+        """Saved rollouts are trained as they are, so they must fit the model and the algorithm."""
+        algorithm = stages(self._config)[-1].algorithm
+        learns_rows = [stage.name for stage in stages(self._config) if not stage.samples_completions]
+        if learns_rows:
+            yield (
+                "data.source",
+                f"data to learn from: saved rollouts have no answers for {learns_rows[0]} to imitate",
+            )
+        if algorithm.group_size > saved.largest_group:
+            yield (
+                "algorithm.group_size",
+                f"at most the {saved.largest_group} samples per prompt that were saved",
+            )
+        if saved.longest > self._model.max_positions:
+            positions = self._model.max_positions
+            yield (
+                "data.source",
+                f"rollouts within the model's {positions} positions, got {saved.longest} tokens in one",
+            )
+        missing = {reward.name for reward in parse_rewards(self._config.algorithm.reward)} - saved.components
+        if missing:
+            have = ", ".join(sorted(saved.components)) or "none"
+            yield "algorithm.reward", f"functions whose rewards were saved ({have}), not {min(missing)}"
+
+    def _of_training(self, part: Part) -> Iterator[Problem]:
+        """Whoever meets a row beyond those measured that is too long sets it aside by name."""
+        tokens = measured_tokens(part.train, part.train_digest, self._feeding)
+        misfits = [
+            (index, problem)
+            for index in range(len(tokens))
+            for problem in self._misfit(tokens[index], sampled=self._samples)
+        ]
+        if len(misfits) > self._config.data.max_bad_share * len(tokens):
+            index, (field, expected) = misfits[0]
+            told = f"{len(misfits)} of the first {len(tokens)} rows of '{part.name}' do not fit"
+            yield field, f"{expected}; it starts {_cut(part.train.row(index).prompt)} ({told})"
+
+    def _misfit(self, fed: Fed, *, sampled: bool) -> Iterator[Problem]:
+        """At most one problem: what would have to be otherwise for this row to fit."""
+        new, prompt = self._config.sampling.max_new_tokens, len(fed.prompt)
+        if sampled and prompt + new > self._config.generation.max_length:
+            on_top = f"`sampling.max_new_tokens`={new} come on top"
+            yield (
+                "generation.max_length",
+                f"at least {prompt + new}: a prompt has {prompt} tokens and {on_top}",
+            )
+        elif fed.longest > self._model.max_positions:
+            positions = self._model.max_positions
+            yield (
+                "data.source",
+                f"rows within the model's {positions} positions, got {fed.longest} tokens in one",
+            )
+
+
+def _cut(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:39]}…")

@@ -1,0 +1,89 @@
+"""Held-out pairs, ranked by the reward model that is being trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kintsugi.buffer.packing import DETERMINISTIC_BLOCK_TOKENS, micro_batches
+from kintsugi.config import Config
+from kintsugi.data.columns import CHOSEN, REJECTED
+from kintsugi.data.source import DataSet, open_data
+from kintsugi.data.tokens import answer_tokens, prompt_tokens
+from kintsugi.model.tokenizer import Tokenizer
+from kintsugi.model.transformer import Transformer
+from kintsugi.training.batch import Sample, pack
+from kintsugi.training.objectives import scores
+from kintsugi.types import sample_key
+
+BLOCK_PAIRS = 64
+"""Pairs are packed within blocks that begin at multiples of this, whoever is asked for which of them: so a pair's bits
+do not depend on how many ranks share the work."""
+
+Pair = tuple[Sequence[int], Sequence[int]]
+"""Tokens of the prompt with the chosen completion, and with the rejected one."""
+
+
+class HeldOutPairs:
+    """The run's held-out pairs by number; its data are opened when the first one is wanted."""
+
+    def __init__(self, config: Config, *, tokenizer: Tokenizer, run_dir: Path) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._run_dir = run_dir
+        self._data: DataSet | None = None
+
+    def block(self, number: int) -> list[Pair]:
+        """Pairs from `number` × `BLOCK_PAIRS` on."""
+        if self._data is None:
+            self._data = open_data(self._config, run_dir=self._run_dir)
+        first = number * BLOCK_PAIRS
+        return [
+            self._pair(self._data, position)
+            for position in range(first, min(first + BLOCK_PAIRS, self._data.num_held_out))
+        ]
+
+    def _pair(self, data: DataSet, position: int) -> Pair:
+        row = data.held_out_row(position)
+        prompt = prompt_tokens(row, self._tokenizer, data=self._config.data)
+        chosen, rejected = (
+            [*prompt, *answer_tokens(row.columns[name], self._tokenizer)] for name in (CHOSEN, REJECTED)
+        )
+        return chosen, rejected
+
+
+def score_pairs(
+    model: Transformer, block: Callable[[int], Sequence[Pair]], *, first: int, count: int
+) -> list[bool]:
+    """Of pairs `first` to `first + count - 1`, whether the chosen completion scores higher; a tie is wrong."""
+    stop = first + count
+    ranked: list[bool] = []
+    for number in range(first // BLOCK_PAIRS, -(-stop // BLOCK_PAIRS)):
+        start = number * BLOCK_PAIRS
+        pairs = block(number)
+        ranked += _ranked(model, pairs)[max(first - start, 0) : stop - start]
+    return ranked
+
+
+@torch.no_grad()
+def _ranked(model: Transformer, pairs: Sequence[Pair]) -> list[bool]:
+    lengths = [len(chosen) + len(rejected) for chosen, rejected in pairs]
+    ranked: list[bool] = []
+    for group in micro_batches(lengths, max_tokens=DETERMINISTIC_BLOCK_TOKENS, keep_order=True):
+        samples = [
+            _sample(tokens, key=sample_key(str(index), side))
+            for index in group
+            for side, tokens in enumerate(pairs[index])
+        ]
+        found = scores(model, pack(samples, device=model.device))
+        ranked += (found[0::2] > found[1::2]).tolist()
+    return ranked
+
+
+def _sample(tokens: Sequence[int], *, key: str) -> Sample:
+    """Without anything to learn."""
+    nothing = np.zeros(0, dtype=np.int64)
+    return Sample(key, np.array(tokens, dtype=np.int32), nothing, nothing.astype(np.float32), {})

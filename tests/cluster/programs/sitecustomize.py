@@ -1,0 +1,63 @@
+"""Python imports this at the start of every process of a test's run: one of them dies where the test says.
+
+`KINTSUGI_TEST_DIE_IN=kintsugi.training.objectives:ValueRegression.loss:6` ends the process that first calls this method
+with something of step 6 among its arguments, as SIGKILL would; `<run>.gates/died` has its pid.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class Fatal:
+    """Finds one module, and changes one of its methods when it has been executed."""
+
+    def __init__(self, module: str, method: str, step: int) -> None:
+        self._module, self._method, self._step = module, method, step
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != self._module:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        assert spec is not None and spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            owner, _, method = self._method.rpartition(".")
+            kind = getattr(module, owner)
+            setattr(kind, method, self._deadly(getattr(kind, method)))
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+    def _deadly(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any, **named: Any) -> Any:
+            if any(getattr(each, "step", None) == self._step for each in (*arguments, *named.values())):
+                self._die_once()
+            return method(*arguments, **named)
+
+        return called
+
+    def _die_once(self) -> None:
+        died = Path(os.environ["KINTSUGI_TEST_RUN"]).with_suffix(".gates") / "died"
+        try:
+            with died.open("x") as file:
+                file.write(str(os.getpid()))
+        except FileExistsError:
+            return
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if "KINTSUGI_TEST_DIE_IN" in os.environ:
+    module, method, step = os.environ["KINTSUGI_TEST_DIE_IN"].split(":")
+    sys.meta_path.insert(0, Fatal(module, method, int(step)))

@@ -1,0 +1,102 @@
+"""The simulated runs whose steps are more than one training call, and what their invariants catch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from weakref import WeakKeyDictionary
+
+import pytest
+
+from kintsugi.config import Config, Stage
+from kintsugi.control.episodes import Episodes
+from kintsugi.facts import EvaluationDone, FilterReason, StepCommitted, TicketFiltered
+from kintsugi.graph.advantages import is_uninformative
+from kintsugi.simulation.campaign import VARIANTS, Runner, simulated_config, variant_of
+from kintsugi.simulation.cluster import Cluster, Outcome, undisturbed
+from kintsugi.simulation.faults import Kind, Plan, Planned
+from kintsugi.simulation.invariants import Reference
+
+CONFIGS: dict[str, Config] = {variant.name: simulated_config(6, variant) for variant in VARIANTS}
+
+
+@cache
+def reference(name: str) -> Reference:
+    return undisturbed(CONFIGS[name])
+
+
+def simulate(name: str, *faults: Planned) -> Outcome:
+    expected = reference(name) if faults else None
+    return Cluster(CONFIGS[name], seed=0, plan=Plan(list(faults)), reference=expected).run()
+
+
+def seeds_of(name: str, *, count: int) -> list[int]:
+    return [seed for seed in range(2000) if variant_of(seed).name == name][:count]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_run_by_each_algorithm_finishes_and_is_evaluated_before_and_after(name: str) -> None:
+    outcome = simulate(name)
+    assert (outcome.outcome, outcome.violations, outcome.num_steps) == ("finished", [], 10)
+    assert [fact.step for fact in outcome.facts if isinstance(fact, EvaluationDone)] == [2, 10]
+
+
+@pytest.mark.parametrize(
+    ("process", "state"),
+    [
+        ("rollout-0", "collecting"),
+        ("master-0", "collecting"),
+        ("model-1", "training"),
+        ("master-0", "training"),
+        ("model-1", "committing"),
+        ("model-1", "evaluating"),
+    ],
+)
+@pytest.mark.parametrize("name", ["ppo", "dapo", "rloo", "reward_model"])
+def test_a_killed_process_costs_neither_a_step_nor_a_bit(name: str, process: str, state: str) -> None:
+    step = 2 if state == "evaluating" else 5
+    outcome = simulate(name, Planned(Kind.KILL, process, state=state, step=step))
+    assert [fault.target for fault in outcome.faults] == [process]
+    assert (outcome.outcome, outcome.violations) == ("finished", [])
+
+
+def test_dynamic_sampling_replaces_groups_and_now_and_then_reaches_its_bound() -> None:
+    outcome = simulate("dapo")
+    filtered = [fact for fact in outcome.facts if isinstance(fact, TicketFiltered)]
+    assert filtered and {fact.reason for fact in filtered} == {FilterReason.EQUAL_REWARDS}
+    steps = [fact.metrics for fact in outcome.facts if isinstance(fact, StepCommitted)][2:]
+    bound = CONFIGS["dapo"].algorithm.batch_size
+    assert max(metrics["filtered_groups"] for metrics in steps) == bound
+    assert any(metrics["equal_reward_groups"] for metrics in steps)
+
+
+def test_groups_that_are_judged_as_they_arrive_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resample(self: Episodes, stage: Stage) -> None:
+        ledger, step = self._draft.state.ledger, self._draft.state.step + 1
+        left = stage.algorithm.resampling_rounds * stage.algorithm.batch_size
+        left -= len(ledger.dropped_in(step, reason=FilterReason.EQUAL_REWARDS))
+        for ticket in ledger.ready_tickets():
+            if left > 0 and is_uninformative(stage, ledger.metas(ticket), max_new_tokens=16):
+                self._draft.fact(TicketFiltered(ticket, FilterReason.EQUAL_REWARDS))
+                left -= 1
+
+    monkeypatch.setattr(Episodes, "_resample", resample)
+    runner = Runner()
+    assert any(runner.run(seed).violations for seed in seeds_of("dapo", count=20))
+
+
+def test_a_bound_that_a_new_master_has_forgotten_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: WeakKeyDictionary[Episodes, Counter[int]] = WeakKeyDictionary()
+
+    def resample(self: Episodes, stage: Stage) -> None:
+        ledger, step = self._draft.state.ledger, self._draft.state.step + 1
+        size, mine = stage.algorithm.batch_size, counted.setdefault(self, Counter())
+        for ticket in ledger.oldest_ready(size):
+            is_left = mine[step] < stage.algorithm.resampling_rounds * size
+            if is_left and is_uninformative(stage, ledger.metas(ticket), max_new_tokens=16):
+                self._draft.fact(TicketFiltered(ticket, FilterReason.EQUAL_REWARDS))
+                mine[step] += 1
+
+    monkeypatch.setattr(Episodes, "_resample", resample)
+    runner = Runner()
+    assert any(runner.run(seed).violations for seed in seeds_of("dapo", count=40))

@@ -1,0 +1,126 @@
+import time
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from kintsugi.errors import DataError
+from kintsugi.rollout import rewards
+from kintsugi.rollout.rewards import gsm8k_answer, math_answer, program_of, program_output
+from kintsugi.rollout.sandbox import Outcome
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("Half of 144 is 72.\n#### 72", "Natalia sold 48/2 = 24.\n#### 72", 1.0),
+        ("#### 72 clips, 3 more", "#### 72", 0.0),
+        ("It costs $1,234.50 in all", "#### 1234.5", 1.0),
+        ("the answer is -3", "-3", 1.0),
+        ("72", "#### 73", 0.0),
+        ("no idea", "#### 72", 0.0),
+        ("", "#### 72", 0.0),
+        ("9" * 5000, "#### 72", 0.0),
+    ],
+)
+def test_gsm8k_compares_the_last_number(completion: str, answer: str, reward: float) -> None:
+    assert gsm8k_answer([completion], answer=[answer]) == [reward]
+
+
+def test_an_answer_without_a_number_is_the_datas_fault_and_no_zero() -> None:
+    (verdict,) = gsm8k_answer(["72"], answer=["unknown"])
+    assert isinstance(verdict, DataError) and "column 'answer', got 'unknown'" in str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("So we get \\boxed{\\frac{1}{2}}.", "0.5", 1.0),
+        ("\\boxed{3}, no: \\boxed{1+x}", "x+1", 1.0),
+        ("First 5. #### 1,072", "long solution\n#### 1072", 1.0),
+        ("the sum is 3 + 4 = 7, so 72", "72", 1.0),
+        ("the answer is 7", "\\boxed{8}", 0.0),
+        ("\\boxed{\\sqrt{8}}", "$2\\sqrt{2}$", 1.0),
+        ("\\boxed{", "72", 0.0),
+        ("}{\\frac{", "72", 0.0),
+        ("(" * 3000, "72", 0.0),
+        ("\\boxed{" + "x" * 5000 + "}", "72", 0.0),
+        ("", "72", 0.0),
+        ("\x00\ud7ff nonsense $$", "72", 0.0),
+    ],
+)
+def test_a_final_answer_is_compared_mathematically_and_nonsense_is_wrong(
+    completion: str, answer: str, reward: float
+) -> None:
+    assert math_answer([completion], answer=[answer]) == [reward]
+
+
+def test_a_comparison_that_does_not_end_is_set_aside_and_the_others_are_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rewards, "_COMPARISON_CPU_S", 0.2)
+    since = time.process_time()
+    monster, right = math_answer(["\\boxed{9^{9^{9^9}}}", "72"], answer=["72", "72"])
+    assert isinstance(monster, TimeoutError) and "took more than 0.2 s" in str(monster)
+    assert right == 1.0
+    assert time.process_time() - since < 2.0
+
+
+def test_math_is_compared_outside_of_the_main_thread_too() -> None:
+    verdicts: list[Any] = []
+    thread = Thread(target=lambda: verdicts.extend(math_answer(["\\boxed{72}"], answer=["72"])))
+    thread.start()
+    thread.join(10)
+    assert verdicts == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        ("print(1)", "print(1)"),
+        ("```python\nprint(1)\n```", "print(1)\n"),
+        ("First\n```\nx\n```\nbetter:\n```py\nprint(2)\n```\nDone", "print(2)\n"),
+        ("```python\nprint(3)", "print(3)"),
+    ],
+)
+def test_the_program_is_between_the_last_fences(completion: str, program: str) -> None:
+    assert program_of(completion) == program
+
+
+def test_programs_are_judged_by_what_they_print() -> None:
+    fenced = "```python\na, b = map(int, input().split())\nprint(a + b)  \n```"
+    given: dict[str, Any] = {"stdin": [["1 2", "3 4"]] * 3, "expected_output": [["3\n", "7"]] * 3}
+    assert program_output([fenced, "print(3)", "raise SystemExit(1)"], **given) == [1.0, 0.0, 0.0]
+
+
+def test_programs_are_judged_by_tests_that_really_ran() -> None:
+    tests = ["assert f(2) == 4", "assert f(0) == 0"]
+    right, wrong = "def f(x): return x * 2", "def f(x): return 4"
+    cheats = ["import sys; sys.exit(0)", "import os; os._exit(0)"]
+    assert program_output([right, wrong, *cheats], tests=[tests] * 4) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_why_a_program_scored_nothing_is_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Outcome("", "", -24, "used more than 2 s of processor time")
+    monkeypatch.setattr(rewards, "run_python", lambda *_, **__: slow)
+    with caplog.at_level("INFO", logger="kintsugi"):
+        assert program_output(["while True: pass"], expected_output=["1"]) == [0.0]
+    assert caplog.messages == ["program_output: used more than 2 s of processor time"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({}, "expected a column `tests` or `expected_output`"),
+        (
+            {"expected_output": [["1", "2"]], "stdin": [["a"]]},
+            "as many of `stdin` as of `expected_output`=2, got 1",
+        ),
+    ],
+)
+def test_a_row_that_can_not_judge_a_program_is_refused(columns: dict[str, Any], expected: str) -> None:
+    with pytest.raises(DataError) as caught:
+        program_output(["print(1)"], **columns)
+    assert expected in str(caught.value)
