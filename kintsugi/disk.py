@@ -195,36 +195,52 @@ class Crashed(Exception):
 
 
 class _Inode:
-    """A file's bytes as written and as durable, and the writes between the two, the last of which may be torn."""
+    """A file's bytes as written and as durable, and the writes between the two, the last of which may be torn.
 
-    def __init__(self, data: bytes | bytearray = b"") -> None:
+    Room that was allocated and never written is not stored: it reads as zeros up to `size`.
+    """
+
+    def __init__(self, data: bytes | bytearray = b"", *, size: int = 0) -> None:
         self.data = bytearray(data)
+        self.size = max(size, len(data))
         self.unsynced: list[tuple[int, bytes]] = []
-        self.durable = bytearray(data)
+        self._durable, self._durable_size = bytearray(data), self.size
         self.locked_by: MemoryFile | None = None
+
+    def read(self, size: int, offset: int) -> bytes:
+        stored = bytes(self.data[offset : offset + size])
+        return stored.ljust(min(size, max(0, self.size - offset)), b"\0")
 
     def write(self, data: bytes, offset: int) -> None:
         _place(data, offset, into=self.data)
+        self.size = max(self.size, len(self.data))
         self.unsynced.append((offset, data))
 
     def resize(self, size: int) -> None:
         if size < len(self.data):
             self.unsynced = [(0, bytes(self.data[:size]))]
             del self.data[size:]
-        self.data.extend(bytes(size - len(self.data)))
+        self.size = size
 
     def sync(self) -> None:
-        del self.durable[len(self.data) :]
+        del self._durable[len(self.data) :]
         for offset, data in self.unsynced:
-            _place(data, offset, into=self.durable)
-        self.durable.extend(bytes(len(self.data) - len(self.durable)))
+            _place(data, offset, into=self._durable)
+        self._durable_size = self.size
         self.unsynced.clear()
 
+    def after_exit(self) -> _Inode:
+        """Nobody holds it any more; what was not durable still is not."""
+        survivor = _Inode(self.data, size=self.size)
+        survivor.unsynced = list(self.unsynced)
+        survivor._durable, survivor._durable_size = bytearray(self._durable), self._durable_size
+        return survivor
+
     def after_power_cut(self, torn_bytes: int) -> _Inode:
-        survivor = bytearray(self.durable)
+        survivor = bytearray(self._durable)
         for offset, data in self.unsynced[-1:]:
             _place(data[:torn_bytes], offset, into=survivor)
-        return _Inode(survivor)
+        return _Inode(survivor, size=self._durable_size)
 
 
 def _place(data: bytes, offset: int, *, into: bytearray) -> None:
@@ -253,7 +269,7 @@ class MemoryFile:
 
     def pread(self, size: int, *, offset: int) -> bytes:
         self._disk.count("pread")
-        return bytes(self._inode.data[offset : offset + size])
+        return self._inode.read(size, offset)
 
     def pwrite(self, data: bytes | memoryview, *, offset: int) -> None:
         written = bytes(data)
@@ -276,7 +292,7 @@ class MemoryFile:
         self._inode.resize(size)
 
     def size(self) -> int:
-        return len(self._inode.data)
+        return self._inode.size
 
     def sync(self) -> None:
         self._disk.count("sync")
@@ -336,7 +352,7 @@ class MemoryDisk:
 
         def survivor(node: _Inode | _Folder, path: Path) -> _Inode | _Folder:
             if isinstance(node, _Inode):
-                return node.after_power_cut(torn_bytes) if power_cut else _Inode(node.data)
+                return node.after_power_cut(torn_bytes) if power_cut else node.after_exit()
             folder = _Folder()
             names = node.durable if power_cut and not keep_names(path) else node.entries
             folder.entries = {name: survivor(entry, path / name) for name, entry in names.items()}
@@ -391,7 +407,7 @@ class MemoryDisk:
         inode = self.find(path)
         if not isinstance(inode, _Inode):
             raise _error(errno.ENOENT, path)
-        return bytes(inode.data)
+        return inode.read(inode.size, 0)
 
     def exists(self, path: Path) -> bool:
         return self.find(path) is not None

@@ -45,7 +45,8 @@ def evaluation_is_due(config: Config, state: MasterState) -> bool:
     if any(done.step == step for done in state.evaluations):
         return False
     into = step - main.first_step + 1
-    return into == 0 or step == main.last_step or (every > 0 and into > 0 and into % every == 0)
+    is_round = into % every == 0 if every > 0 else into == 0
+    return step == main.last_step or (into >= 0 and is_round)
 
 
 def save_is_due(config: Config, state: MasterState, *, stopping: bool) -> bool:

@@ -301,8 +301,10 @@ def _parse(data: bytes, *, path: Path) -> _Contents:
         raise StorageError(f"{path} is not a journal, or its header is damaged")
     with _without_collections():
         contents = _read_records(memoryview(data), path=path)
-    contents.garbage = len(data[contents.tail :].rstrip(b"\0"))
-    durable = max(_durable_sequences(data, contents.tail), default=0)
+    rest = data[contents.tail :]
+    if rest != bytes(len(rest)):  # Mostly it is room that was never written, and much of it.
+        contents.garbage = len(rest.rstrip(b"\0"))
+    durable = max(_durable_sequences(data[: contents.tail + contents.garbage], contents.tail), default=0)
     if durable > contents.sequence:
         raise StorageError(
             f"{path} is damaged at offset {contents.tail}: record {contents.sequence + 1} can not be read, "

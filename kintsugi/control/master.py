@@ -159,8 +159,8 @@ class Master:
         return self._mending.controller.state
 
     @property
-    def _begins(self) -> bool:  # What does not start now would not start again.
-        return self.phase is Phase.STARTING and self.state.step == 0
+    def _begins(self) -> bool:  # What does not start now would not start again, if nothing else has broken.
+        return self.phase is Phase.STARTING and self.state.step == 0 and not self.state.open_incident
 
     # The phases, in their order.
 
@@ -289,9 +289,9 @@ class Master:
         self._mending.note(fault, now, phase=phase, lost=process)
         if role is Role.ROLLOUT:
             self._episodes.worker_lost(process)
-        why = self._mending.beyond_help()
-        if self._fail_at is not None or (why and role is not Role.MODEL):
-            self._fail(fault, now)
+        if self._fail_at is not None or (role is not Role.MODEL and self._mending.beyond_help()):
+            if self.recovery_state is not RecoveryState.DUMPING:  # Which ends by itself, with its own cause.
+                self._fail(fault, now)
             return
         self._staff.order(process, now)
         if role is Role.MODEL and phase is not Phase.STARTING:
@@ -328,7 +328,7 @@ class Master:
         self._mending.adopt(now)
         self._mending.note(fault, now, phase=Phase.RECOVERING, lost=fault.process)
         greet_the_living(self._draft)
-        self._staff.order_missing(now, first=self._begins)
+        self._staff.order_missing(now, first=self.state.step == 0)
         self._episodes.adopt(now)
         if self.state.step == 0 and self._staff.missing():
             return  # As at the start: the ranks come together when everybody is there.
@@ -341,7 +341,7 @@ class Master:
         if event.role is Role.AGENT:
             for process in self._staff.reconcile(event, now):
                 self._suspicions.missed(process, now, time=event.time)
-            self._staff.order_missing(now, first=self._begins)
+            self._staff.order_missing(now, first=self.phase is Phase.STARTING and self.state.step == 0)
         if arrival is Arrival.AGAIN:
             return
         if event.role is Role.MANAGER:

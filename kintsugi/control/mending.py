@@ -155,9 +155,11 @@ class Mending:
         self._draft.do(Raise(f"mended by {incident.strategy}: {cause.message}", timing))
 
     @property
-    def first_fault(self) -> Fault | None:
-        current = self._incidents.current
-        return root_first(current.faults)[0] if current is not None else None
+    def cause(self) -> Fault | None:
+        """Of the open incident: the user's mistake if there is one, for whatever else broke would have been mended."""
+        faults = root_first(self._incidents.current.faults) if self._incidents.current is not None else []
+        mistakes = [fault for fault in faults if classify(fault) is FaultClass.USER]
+        return next(iter([*mistakes, *faults]), None)
 
     # The recovery.
 
@@ -205,9 +207,7 @@ class Mending:
         limit_s = max(LONGEST_WAIT_S, START_FACTOR * self._incidents.start_s)
         if not self._draft.state.members.live(Role.MODEL):  # Nobody could go on without them.
             limit_s = max(limit_s, self._config.cluster.start_timeout_s)
-        late = waited_s > limit_s
-        starting = self._incidents.current is None and waited_s <= self._config.cluster.start_timeout_s
-        if starting or not (late or self._staff.do_not_come(Role.MODEL)):
+        if waited_s <= limit_s and not self._staff.do_not_come(Role.MODEL):
             return
         if self._choose(now, replacements_fail=True) is Strategy.ELASTIC:
             self.controller.smaller = True
@@ -292,11 +292,13 @@ class Mending:
         stage = carried_stage(self._config, step=state.step).name
         living = state.members.live(Role.MODEL)
         holders = [rank for rank in living if self.controller.holds(rank, state.step)] or living
-        writer = min(holders, key=self._staff.is_condemned)
+        # Who made the mistake known is free, while the others may wait for it in a collective.
+        free = [fault.process for fault in [self.cause] if fault is not None]
+        writer = min(holders, key=lambda rank: (self._staff.is_condemned(rank), rank not in free))
         self._talk.ask_each(DUMP, {writer: Save(state.step, stage, self._folder)}, now)
 
     def _end(self, now: float) -> None:
-        fault = self.first_fault
+        fault = self.cause
         assert fault is not None, "only an incident is given up"
         self.controller.dumped(now)
         self._give_up(fault, now)
@@ -347,7 +349,7 @@ class Mending:
             digest=state.digests.get(step, ""),
             stage=carried_stage(self._config, step=step).name,
             next_stage=next_stage(self._config, step=step).name,
-            flow=members[living[0]].capabilities.get("flow", Flow.ROLLBACK) if living else Flow.ROLLBACK,
+            flow=next((members[n].capabilities.get("flow", Flow.ROLLBACK) for n in living), Flow.ROLLBACK),
         )
 
     def _sources(self, rank: str) -> tuple[str, ...]:

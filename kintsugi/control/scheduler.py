@@ -104,7 +104,7 @@ class TaskScheduler:
         """Move running tasks from the fullest to the emptiest worker until they differ by at most one."""
         names = sorted(workers)
         moves: list[Move] = []
-        while len(names) > 1:
+        while names:
             fullest = max(names, key=lambda name: (self.load(name), name))
             emptiest = min(names, key=lambda name: (self.load(name), name))
             if self.load(fullest) - self.load(emptiest) <= 1:

@@ -239,9 +239,9 @@ class Watch:
     def _someone_speaks(self, clock: float) -> float:
         """End a time in which nobody was heard: it has not passed either, and after a long one all start afresh."""
         quiet_s = clock - self._heard
-        if quiet_s > QUIET_S and len(self._watched) > 1:
+        if len(self._watched) > 1:
             is_fresh_start = quiet_s >= ALL_SILENT_S and clock - self._fresh_start >= FRESH_START_EVERY_S
-            not_counted_s = quiet_s if is_fresh_start else quiet_s - QUIET_S
+            not_counted_s = quiet_s if is_fresh_start else max(0.0, quiet_s - QUIET_S)
             self._not_counted_s += not_counted_s
             clock -= not_counted_s
             if is_fresh_start:
@@ -300,7 +300,7 @@ class Watch:
             (request.allowance_s, process, request)
             for process, requests in asked.items()
             for request in requests
-            if now - request.since > STUCK_S and now - request.since > request.allowance_s
+            if now - request.since > request.allowance_s
         ]
         overdue.sort(key=lambda late: late[0])
         reached: set[str] = set()

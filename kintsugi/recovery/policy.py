@@ -100,25 +100,25 @@ class Situation(msgspec.Struct, frozen=True):
 
     faults: tuple[Fault, ...]
     """Of this incident, in the order of their arrival."""
-    num_faults: int = 0
+    num_faults: int
     """Since a step was last committed."""
-    beyond_help: str = ""
+    beyond_help: str
     """Why nothing can help, where that is known already."""
-    lost: tuple[str, ...] = ()
+    lost: tuple[str, ...]
     """Ranks that were lost since a step was last committed, whether or not their replacements are there."""
-    missing: tuple[str, ...] = ()
+    missing: tuple[str, ...]
     """Ranks that are lost and not back."""
-    living: tuple[str, ...] = ()
+    living: tuple[str, ...]
     """Ranks that live."""
-    attempts: int = 0
+    attempts: int
     """Recoveries of this incident that failed by themselves, without a new fault."""
-    most_deaths: int = 0
+    most_deaths: int
     """How often one and the same process was lost in this incident."""
-    replacements_fail: bool = False
+    replacements_fail: bool
     """Replacements were ordered and do not come."""
-    start_s: float = 2.0
+    start_s: float
     """What the start of a replacement took so far, or a guess."""
-    step_s: float = 1.0
+    step_s: float
     """What a step takes."""
 
 

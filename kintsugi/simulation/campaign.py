@@ -7,9 +7,11 @@ file; parts share nothing, so a seed gives the same whoever runs it.
 from __future__ import annotations
 
 import os
+import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,13 +28,15 @@ from kintsugi.config import (
     RolloutSection,
     WarmupSection,
 )
+from kintsugi.control.layout import ProcessPlan
 from kintsugi.control.master import Master
 from kintsugi.errors import WorldError
 from kintsugi.recovery.processor import Flow
 from kintsugi.runtime import SystemProcesses
+from kintsugi.simulation.aims import aim
 from kintsugi.simulation.cluster import Cluster, Outcome, undisturbed
 from kintsugi.simulation.coverage import Coverage, Pair
-from kintsugi.simulation.faults import draw_plan
+from kintsugi.simulation.faults import Plan, draw_faults
 from kintsugi.simulation.invariants import Reference
 from kintsugi.simulation.master import NewMaster
 
@@ -64,7 +68,6 @@ class Figures(msgspec.Struct):
     num_violations: int = 0
     violations: list[Violation] = []
     covered_events: list[tuple[Pair, int]] = []
-    covered_effects: list[tuple[Pair, int]] = []
     covered_crashes: list[tuple[Pair, int]] = []
 
     def add(self, other: Figures) -> None:
@@ -85,7 +88,6 @@ class Figures(msgspec.Struct):
         found = Coverage()
         for pairs, counter in (
             (self.covered_events, found.events),
-            (self.covered_effects, found.effects),
             (self.covered_crashes, found.crashes),
         ):
             counter.update(dict(pairs))
@@ -107,13 +109,13 @@ once (ppo); with groups that are replaced (dapo); with advantages that wait for 
 servers nor manager, judged by the ranks themselves (reward_model)."""
 
 
-def variant_of(seed: int) -> AlgorithmSection:
-    """Each with both flows."""
-    return VARIANTS[(seed // 4) % len(VARIANTS)]
+def simulated_config(
+    num_workers: int = 6, variant: AlgorithmSection = VARIANTS[0], *, is_busy: bool = False
+) -> Config:
+    """A run of ten steps of eight samples on two hosts; more workers are spread over more hosts.
 
-
-def simulated_config(num_workers: int = 6, variant: AlgorithmSection = VARIANTS[0]) -> Config:
-    """A run of ten steps of eight samples on two hosts; more workers are spread over more hosts."""
+    A busy one evaluates in the middle of its main stage as well, and saves more often.
+    """
     ranks = max(2, min(num_workers // 3, 64))
     servers = max(2, min(num_workers // 3, 64 + num_workers // 100))
     rollouts = max(2, num_workers - ranks - servers)
@@ -123,8 +125,8 @@ def simulated_config(num_workers: int = 6, variant: AlgorithmSection = VARIANTS[
         algorithm=msgspec.structs.replace(variant, steps=8, batch_size=groups, group_size=2),
         warmup=WarmupSection(steps=2, batch_size=2 * groups),
         data=DataSection(num_eval=2),
-        eval=EvaluationSection(num_samples=2),
-        checkpoint=CheckpointSection(every=4),
+        eval=EvaluationSection(num_samples=2, every=3 if is_busy else 0),
+        checkpoint=CheckpointSection(every=2 if is_busy else 4),
         actor=ActorSection(workers=ranks, logical_shards=max(4, ranks)),
         rollout=RolloutSection(workers=rollouts),
         generation=GenerationSection(servers=servers),
@@ -132,18 +134,35 @@ def simulated_config(num_workers: int = 6, variant: AlgorithmSection = VARIANTS[
     )
 
 
-def flow_of(seed: int) -> Flow:
-    """Every fourth run has a framework without a rollback step."""
-    return Flow.RESTORE if seed % 4 == 3 else Flow.ROLLBACK
+class Shape(msgspec.Struct, frozen=True):
+    """What runs of one campaign differ in besides their faults."""
+
+    flow: Flow
+    is_busy: bool
+    variant: AlgorithmSection
+
+
+def shape_of(seed: int) -> Shape:
+    """Every fourth run has a framework without a rollback step, every second is busy, by chance."""
+    draw = random.Random(f"shape {seed}")
+    flow = Flow.RESTORE if draw.random() < 0.25 else Flow.ROLLBACK
+    return Shape(flow, draw.random() < 0.5, draw.choice(VARIANTS))
+
+
+def draw_plan(seed: int, layout: Sequence[ProcessPlan], *, num_steps: int) -> Plan:
+    """Everything that befalls the run of a seed."""
+    draw = random.Random(f"plan {seed}")
+    plan = draw_faults(draw, layout, num_steps=num_steps)
+    aim(draw, plan, seed, layout)
+    return plan
 
 
 class Runner:
-    """Runs seeds; the undisturbed run of each variant and flow is made once."""
+    """Runs seeds; the undisturbed run of each shape is made once."""
 
     def __init__(self, *, num_workers: int = 6) -> None:
-        self.config = simulated_config(num_workers)
         self._num_workers = num_workers
-        self._references: dict[tuple[str, Flow], Reference] = {}
+        self._references: dict[Shape, tuple[Config, Reference]] = {}
 
     def run(
         self,
@@ -154,16 +173,17 @@ class Runner:
         new_master: NewMaster = Master,
     ) -> Outcome:
         """One seed, with another master where somebody wants to see one fail."""
-        flow, variant = flow_of(seed), variant_of(seed)
-        config = simulated_config(self._num_workers, variant)
-        if (variant.name, flow) not in self._references:
-            self._references[variant.name, flow] = undisturbed(config, flow=flow)
+        shape = shape_of(seed)
+        if shape not in self._references:
+            config = simulated_config(self._num_workers, shape.variant, is_busy=shape.is_busy)
+            self._references[shape] = config, undisturbed(config, flow=shape.flow)
+        config, reference = self._references[shape]
         cluster = Cluster(
             config,
             seed=seed,
-            reference=self._references[variant.name, flow],
+            reference=reference,
             coverage=coverage,
-            flow=flow,
+            flow=shape.flow,
             keep_trace=keep_trace,
             new_master=new_master,
         )
@@ -189,7 +209,6 @@ class Runner:
                 )
         figures.seconds = time.process_time() - since
         figures.covered_events = list(coverage.events.items())
-        figures.covered_effects = list(coverage.effects.items())
         figures.covered_crashes = list(coverage.crashes.items())
         return figures
 

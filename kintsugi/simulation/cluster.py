@@ -10,17 +10,17 @@ from kintsugi.config import Config
 from kintsugi.control.layout import plan_layout
 from kintsugi.control.master import Master
 from kintsugi.control.protocol import Began
+from kintsugi.disk import MemoryDisk
 from kintsugi.facts import Fact
 from kintsugi.messages import StartProcess
 from kintsugi.recovery.adapters import Snapshot
 from kintsugi.recovery.processor import Flow
 from kintsugi.simulation.coverage import Coverage
-from kintsugi.simulation.disk import JournalDisk
 from kintsugi.simulation.faults import Plan, Planned
 from kintsugi.simulation.hosts import Agent, Host
-from kintsugi.simulation.injection import Injector
+from kintsugi.simulation.injection import POISON, Injector
 from kintsugi.simulation.invariants import Invariants, Reference
-from kintsugi.simulation.master import LARGE, NewMaster, SimulatedMaster, described
+from kintsugi.simulation.master import JOURNAL, LARGE, NewMaster, SimulatedMaster, described
 from kintsugi.simulation.network import Network, Process
 from kintsugi.simulation.ranks import HostMemory, Rank, Rendezvous
 from kintsugi.simulation.workers import Manager, Rollout, Server, Worker
@@ -81,7 +81,8 @@ class Cluster:
         self.config, self.layout = config, plan_layout(config)
         self.world = World(seed, keep_trace=keep_trace)
         self.network = Network(self.world, is_large=len(self.layout) > LARGE)
-        self.disk = JournalDisk()
+        self.disk = MemoryDisk()
+        self.disk.mkdir(JOURNAL.parent)
         self.checkpoints: dict[str, Snapshot] = {}
         self.master: SimulatedMaster | None = None
         self.outcome: str | None = None
@@ -116,7 +117,7 @@ class Cluster:
                 state = self.master.state if self.master is not None else "without a master"
                 waited = f"{CONVERGENCE_S:.0f} s after the last fault"
                 invariants.violated(f"still {state} at step {invariants.step}, {waited}")
-        if self.outcome == "failed" and not self.injector.poisoned:
+        if self.outcome == "failed" and not (self.injector.poisoned and POISON in self._cause()):
             invariants.violated(f"the run failed: {self._cause()}")
         if self.outcome == "finished":
             invariants.compare_ends()
@@ -194,6 +195,10 @@ class Cluster:
         self._agents.clear()
         self._start_session(resumed=True)
 
+    def cut_power(self, *, torn_bytes: int) -> None:
+        """What was not durable on the disk of the run is lost, but for so much of the last write."""
+        self.disk = self.disk.restarted(power_cut=True, torn_bytes=torn_bytes)
+
     def lose_memory(self, host: Host) -> None:
         """Nobody is left on a host who holds its memory."""
         host.memory.snapshots.clear()
@@ -251,7 +256,7 @@ class Cluster:
     def _start_master(self, *, resumed: bool = False, adopting: bool = False) -> None:
         self._num_masters += 1
         incarnation = str(self._num_masters)
-        self.disk.writer_died()
+        self.disk = self.disk.restarted()
         try:
             master = self._new_master_process(incarnation)
         except Exception as error:  # noqa: BLE001 - a journal that can not be folded is what this simulator looks for.
@@ -325,6 +330,7 @@ class Cluster:
             pid=self._num_born,
         )
         worker.endpoint.accepted = self.invariants.watch_messages(worker.name, worker.incarnation)
+        self.injector.worker_born(worker)
         worker.boot(self.world.random.uniform(*IMPORT_S))
         return worker
 

@@ -19,9 +19,13 @@ NORMAL_STATES: tuple[str, ...] = tuple(
 RECOVERY_STATES: tuple[str, ...] = tuple(
     RECOVERING + state.value for state in RecoveryState if state is not RecoveryState.NORMAL
 )
-HOPELESS_STATES: tuple[str, ...] = tuple(
-    RECOVERING + state.value for state in (RecoveryState.DUMPING, RecoveryState.GIVEN_UP)
-)
+PRE_LOCKING = RECOVERING + RecoveryState.PRE_LOCKING
+WAITING = RECOVERING + RecoveryState.WAITING
+STAGING = RECOVERING + RecoveryState.STAGING
+NOTIFYING = RECOVERING + RecoveryState.NOTIFYING
+DUMPING = RECOVERING + RecoveryState.DUMPING
+GIVEN_UP = RECOVERING + RecoveryState.GIVEN_UP
+HOPELESS_STATES = (DUMPING, GIVEN_UP)
 """Only a fault that nobody can survive leads here."""
 STATES = NORMAL_STATES + RECOVERY_STATES
 EVENTS: tuple[str, ...] = tuple(sorted(kind.__name__ for kind in get_args(Event)))
@@ -41,22 +45,55 @@ BOUNDARIES: tuple[str, ...] = (
 
 Pair = tuple[str, str]
 
-IMPOSSIBLE: dict[Pair, str] = {
+IMPOSSIBLE_EVENTS: dict[Pair, str] = {
     (state, "Began"): "a master begins once, and stands in its first state then"
     for state in STATES
-    if state != Phase.STARTING.value
+    if state != Phase.STARTING
 }
 """Pairs of state and event that can not occur, and why. ENDED is no state of a living master: the decision that enters
 it makes its process exit."""
 
+_ONLY_IN: dict[str, tuple[tuple[str, ...], str]] = {
+    "sync": (
+        (
+            *(Phase.STARTING, Phase.PREPARING, Phase.COLLECTING, Phase.COMMITTING, Phase.ENDING, Phase.ENDED),
+            *(PRE_LOCKING, WAITING, *HOPELESS_STATES),
+        ),
+        "no other decision notes an epoch, a step, a checkpoint or the end, which are what must be durable",
+    ),
+    "Request": (STATES, "when the run has ended nothing is asked of anybody"),
+    "Forget": (STATES, "the run ends by a reply, a tick or a stop, none of which tells of a loss"),
+    "Tell": (
+        (Phase.COLLECTING, Phase.PUBLISHING, Phase.EVALUATING, *RECOVERY_STATES),
+        "workers are told what was trained before it is published, or by a new master, and what moves while they run",
+    ),
+    "RecordStep": ((Phase.COMMITTING,), "a step is recorded by the decision that commits it"),
+    "RecordEvaluation": (
+        (Phase.PREPARING, Phase.COLLECTING, Phase.SAVING, PRE_LOCKING),
+        "after an evaluation the step is saved, the group grows back, a stage begins or samples are collected",
+    ),
+    "Finish": ((Phase.ENDED,), "only the decision that ends the run lets it finish"),
+}
+"""Effect or write → the only states in which it occurs, and why."""
+
+IMPOSSIBLE_BOUNDARIES: dict[Pair, str] = {
+    (state, what): why
+    for what, (states, why) in _ONLY_IN.items()
+    for state in (*STATES, Phase.ENDED.value)
+    if state not in states
+}
+"""Pairs of state and effect or write that can not occur, and why. A run in which one does is in violation."""
+
 
 def possible_events() -> list[Pair]:
-    return [(state, event) for state in STATES for event in EVENTS if (state, event) not in IMPOSSIBLE]
+    return [(state, event) for state in STATES for event in EVENTS if (state, event) not in IMPOSSIBLE_EVENTS]
 
 
 def possible_boundaries() -> list[Pair]:
-    """Everything that is worth aiming at; which effects a state really has, the campaign finds out."""
-    return [(state, what) for state in (*STATES, Phase.ENDED.value) for what in BOUNDARIES]
+    """Every place at which a master can die in the middle of carrying out a decision."""
+    states = (*STATES, Phase.ENDED.value)
+    pairs = ((state, what) for state in states for what in BOUNDARIES)
+    return [pair for pair in pairs if pair not in IMPOSSIBLE_BOUNDARIES]
 
 
 class Coverage(msgspec.Struct):
@@ -64,39 +101,31 @@ class Coverage(msgspec.Struct):
 
     events: Counter[Pair] = msgspec.field(default_factory=Counter)
     """(state, event)"""
-    effects: Counter[Pair] = msgspec.field(default_factory=Counter)
-    """(state, effect or write) that occurred, so that a master could die there."""
     crashes: Counter[Pair] = msgspec.field(default_factory=Counter)
     """(state, effect or write) at which a master did die."""
 
     def add(self, other: Coverage) -> None:
         self.events.update(other.events)
-        self.effects.update(other.effects)
         self.crashes.update(other.crashes)
 
     def report(self) -> dict[str, object]:
         """For people: how much of what is possible was met, and what was not."""
-        possible = possible_events()
-        met = [pair for pair in possible if self.events[pair]]
-        died = [pair for pair in self.effects if self.crashes[pair]]
         return {
-            "state_event": {
-                "possible": len(possible),
-                "met": len(met),
-                "share": len(met) / len(possible),
-                "missing": _names(pair for pair in possible if not self.events[pair]),
-                "undeclared": _names(
-                    pair for pair in self.events if pair in IMPOSSIBLE or pair[0] not in STATES
-                ),
-                "impossible": {f"{state} × {event}": why for (state, event), why in IMPOSSIBLE.items()},
-            },
-            "state_effect_crash": {
-                "possible": len(self.effects),
-                "met": len(died),
-                "share": len(died) / max(1, len(self.effects)),
-                "missing": _names(pair for pair in self.effects if not self.crashes[pair]),
-            },
+            "state_event": _share(self.events, possible_events(), IMPOSSIBLE_EVENTS),
+            "state_effect_crash": _share(self.crashes, possible_boundaries(), IMPOSSIBLE_BOUNDARIES),
         }
+
+
+def _share(counted: Counter[Pair], possible: list[Pair], impossible: dict[Pair, str]) -> dict[str, object]:
+    missing = [pair for pair in possible if not counted[pair]]
+    num_met = len(possible) - len(missing)
+    return {
+        "possible": len(possible),
+        "met": num_met,
+        "share": num_met / len(possible),
+        "missing": _names(missing),
+        "impossible": {f"{state} × {what}": why for (state, what), why in impossible.items()},
+    }
 
 
 def _names(pairs: Iterable[Pair]) -> list[str]:

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kintsugi.config import stages
+from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Tick
-from kintsugi.messages import Body, ProcessStarted, Save
-from kintsugi.simulation.faults import STARTED, Kind, Plan, Planned
+from kintsugi.messages import Body, ProcessExited, ProcessSuspected, Register, Save
+from kintsugi.simulation.coverage import NOTIFYING
+from kintsugi.simulation.faults import Kind, Plan, Planned
 from kintsugi.simulation.master import Crash, SimulatedMaster
 from kintsugi.simulation.network import Process
 from kintsugi.simulation.workers import Worker
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
 
 ABANDON_S = 40.0
 """Faults whose moment has not come by then do not happen: faults stop."""
+LARGE_WRITE = 4096
+"""No decision writes more bytes than these into the journal."""
+POISON = "the user's mistake"
+"""What a run says in the end that nothing can save."""
 
 
 class Injector:
@@ -31,7 +37,7 @@ class Injector:
         self._touched: set[str] = set()
         self._where: tuple[str, int] = ("", 0)
         self._held: list[tuple[SimulatedMaster, Callable[..., None], tuple[Any, ...]]] = []
-        self._failing: dict[tuple[str, str], Planned] = {}
+        self._slow: dict[str, float] = {}
         self.last_at = 0.0
         """When the last fault so far is over."""
         self.take(plan)
@@ -54,7 +60,7 @@ class Injector:
         """From here on nothing new breaks."""
         self._waiting.clear()
         if self._cluster.master is not None:
-            self._cluster.master.crash = None
+            self._cluster.master.crashes = []
         self.release()
         self._holding = False
         weather = self._network.weather
@@ -77,13 +83,19 @@ class Injector:
 
     def master_born(self, master: SimulatedMaster) -> None:
         master.gate = self._gate if self._holding else None
-        for fault in self._waiting:
-            if fault.kind is Kind.CRASH:
-                self._arm(master, fault)
+        self._arm(master)
 
-    def _arm(self, master: SimulatedMaster, fault: Planned) -> None:
-        if master.master.state.step >= fault.step:
-            master.crash = Crash(fault.state, fault.other, fault.after, self._crashed(fault))
+    def worker_born(self, worker: Worker) -> None:
+        """What made its predecessor slow is still there."""
+        worker.slowness_s = self._slow.get(worker.name, 0.0)
+
+    def _arm(self, master: SimulatedMaster) -> None:
+        step = master.master.state.step
+        master.crashes = [
+            Crash(fault.state, fault.other, fault.after, self._crashed(fault))
+            for fault in self._waiting
+            if fault.kind is Kind.CRASH and step >= fault.step
+        ]
 
     def _crashed(self, fault: Planned) -> Callable[[], None]:
         def crashed() -> None:
@@ -100,24 +112,18 @@ class Injector:
         if where == self._where:
             return
         self._where = where
+        self._arm(master)
         state, step = where
-        for fault in self._waiting:
-            if fault.kind is Kind.CRASH:
-                self._arm(master, fault)
-                continue
-            if step >= fault.step and (fault.state in ("", state) or self._is_second_best(fault, state)):
+        for fault in [fault for fault in self._waiting if fault.kind is not Kind.CRASH]:
+            is_there = fault.state in ("", state) or (fault.or_last and state == NOTIFYING)
+            if step >= fault.step and is_there:
                 self._waiting.remove(fault)
                 self._world.after(fault.delay_s, self._fire, fault)
-                break
         hold = self.plan.hold
         if hold is not None and self._holding and state == hold.state:
             if hold.event == "Tick":
                 self._world.after(0.0, master.enter, master.feed, (Tick(),))
             self.release()
-
-    def _is_second_best(self, fault: Planned, state: str) -> bool:
-        """A fault in a recovery happens in the last state of it at the latest."""
-        return fault.state.startswith("recovering") and state == "recovering: notify normal"
 
     # Held messages.
 
@@ -126,14 +132,17 @@ class Injector:
     ) -> bool:
         hold = self.plan.hold
         assert hold is not None
-        if hold.event == STARTED and kind == "Replied" and isinstance(arguments[1], ProcessStarted):
-            kind = STARTED
         if not self._holding or kind != hold.event or master.state == hold.state or self._held:
             return False
+        if hold.about and (master.state == Phase.STARTING or not _is_about(arguments[0], hold.about)):
+            return False  # Its first arrival is not what is meant.
         if kind == "Replied" and self._world.random.random() < 0.9:
             return False
         self._held.append((master, action, arguments))
         self._world.after(hold.longest_s, self.release)
+        self.plan.faults += hold.leads
+        self._waiting += hold.leads
+        hold.leads, self._where = [], ("", 0)
         return True
 
     def release(self) -> None:
@@ -186,8 +195,8 @@ class Injector:
                 elif process.name == "master-0" or process.name.startswith("agent"):
                     self._world.after(6.0, self._end_if_stopped, process)
             case Kind.SLOW:
-                process.slowness_s = fault.share
-                self._world.after(fault.duration_s, self._quicken, process)
+                self._slow[process.name] = process.slowness_s = fault.share
+                self._world.after(fault.duration_s, self._quicken, process.name)
             case Kind.PARTITION:
                 return self._cut(process.name, fault.other, fault.duration_s)
             case Kind.FAIL | Kind.POISON:
@@ -210,9 +219,11 @@ class Injector:
         if process.stopped and process.alive:
             process.end(-9)
 
-    @staticmethod
-    def _quicken(process: Process) -> None:
-        process.slowness_s = 0.0
+    def _quicken(self, name: str) -> None:
+        self._slow.pop(name, None)
+        process = self._cluster.process(name)
+        if process is not None:
+            process.slowness_s = 0.0
 
     def _cut(self, source: str, target: str, duration_s: float) -> bool:
         self._touched.update((source, target))
@@ -252,7 +263,7 @@ class Injector:
         host.master = None
         self._cluster.lose_memory(host)
         if fault.kind is Kind.POWER_CUT and host.name == "host-0":
-            self._cluster.disk.power_cut(torn=fault.share)
+            self._cluster.cut_power(torn_bytes=int(fault.share * LARGE_WRITE))
         if agent is not None:
             agent.end(-9)
         return True
@@ -273,13 +284,30 @@ class Injector:
             if type(body).__name__ != fault.other or (isinstance(body, Save) and self._is_last(body)):
                 handle(delivery)
                 return
-            process.handle = handle  # type: ignore[method-assign]
+            if fault.about and getattr(body, "process", "") != fault.about:
+                handle(delivery)
+                return
+            fault.times -= 1
+            if fault.times == 0:
+                process.handle = handle  # type: ignore[method-assign]
             fault.fired_in = master.state if master is not None else ""
-            kind = "StorageError" if fault.other == "Save" else "Hiccup"
-            process.endpoint.fail(
-                delivery, "DataError" if fault.kind is Kind.POISON else kind, "it failed once"
-            )
+            if fault.kind is Kind.POISON:
+                process.endpoint.fail(delivery, "DataError", POISON)
+            else:
+                kind = "StorageError" if fault.other == "Save" else "Hiccup"
+                process.endpoint.fail(delivery, kind, "it failed once")
 
         process.handle = failing  # type: ignore[method-assign]
         self.last_at = max(self.last_at, self._world.now + 1.0)
         return False
+
+
+def _is_about(delivery: object, process: str) -> bool:
+    """Whether a message to the master tells of this process."""
+    match getattr(delivery, "body", None):
+        case Register(peer=peer):
+            return peer.process == process
+        case ProcessExited() | ProcessSuspected() as told:
+            return told.process == process
+        case _:
+            return False

@@ -22,7 +22,7 @@ from kintsugi.facts import (
     StepCommitted,
 )
 from kintsugi.messages import Body, Register
-from kintsugi.simulation.coverage import Coverage
+from kintsugi.simulation.coverage import IMPOSSIBLE_BOUNDARIES, IMPOSSIBLE_EVENTS, Coverage, Pair
 from kintsugi.simulation.master import SimulatedMaster
 from kintsugi.types import Role, role_of
 from kintsugi.wire import Envelope
@@ -74,17 +74,21 @@ class Invariants:
         self._on_decision.append(action)
 
     def decided(self, master: SimulatedMaster, state: str, event: Event, decision: Decision) -> None:
-        coverage = self._coverage
-        coverage.events[state, type(event).__name__] += 1
+        met = (state, type(event).__name__)
+        self._coverage.events[met] += 1
+        boundaries = [type(effect).__name__ for effect in decision.effects]
+        if any(isinstance(fact, DURABLE) for fact in decision.facts):
+            boundaries.append("sync")
         after = master.state
-        for effect in decision.effects:
-            coverage.effects[after, type(effect).__name__] += 1
-        if decision.facts:
-            coverage.effects[after, "append"] += 1
-            if any(isinstance(fact, DURABLE) for fact in decision.facts):
-                coverage.effects[after, "sync"] += 1
+        self._must_be_possible(met, IMPOSSIBLE_EVENTS)
+        for what in boundaries:
+            self._must_be_possible((after, what), IMPOSSIBLE_BOUNDARIES)
         for action in self._on_decision:
             action(master)
+
+    def _must_be_possible(self, pair: Pair, impossible: dict[Pair, str]) -> None:
+        if pair in impossible:
+            self.violated(f"{pair[1]} occurs in {pair[0]}, which can not be: {impossible[pair]}")
 
     def crashed(self, state: str, what: str) -> None:
         self._coverage.crashes[state, what] += 1

@@ -40,6 +40,7 @@ from kintsugi.control.protocol import (
     Tick,
 )
 from kintsugi.control.shell import DURABLE, TICK_S, new_state
+from kintsugi.disk import Disk
 from kintsugi.errors import Fault, FencedError
 from kintsugi.facts import Fact
 from kintsugi.messages import (
@@ -54,12 +55,11 @@ from kintsugi.messages import (
     Shutdown,
 )
 from kintsugi.messages import Ok as OkBody
-from kintsugi.simulation.disk import JournalDisk
 from kintsugi.simulation.network import Process
 from kintsugi.transport.exchange import Delivery
 from kintsugi.types import Role, role_of
 
-JOURNAL = Path("run/journal")
+JOURNAL = Path("/run/journal")
 CHECKPOINTS = "checkpoints"
 LARGE = 200
 """Processes from which on the address book is shared once for many changes: it costs the square of their number."""
@@ -113,7 +113,7 @@ class SimulatedMaster(Process):
         *arguments: Any,
         config: Config,
         layout: tuple[ProcessPlan, ...],
-        disk: JournalDisk,
+        disk: Disk,
         observer: Observer,
         num_rows: int,
         new_master: NewMaster = Master,
@@ -125,7 +125,7 @@ class SimulatedMaster(Process):
         self._on_finish = on_finish
         self._is_large = len(layout) > LARGE
         self.finished = False
-        self.crash: Crash | None = None
+        self.crashes: list[Crash] = []
         self.gate: Gate | None = None
         self.lookout = Lookout()
         self._current_book: AddressBook | None = None
@@ -277,7 +277,7 @@ class SimulatedMaster(Process):
                 self.journal.sync()
                 self._boundary("sync", after=True)
         for effect in decision.effects:
-            if self.crash is None:
+            if not self.crashes:
                 self._act(effect)
             else:
                 self._boundary(type(effect).__name__, after=False)
@@ -285,12 +285,11 @@ class SimulatedMaster(Process):
                 self._boundary(type(effect).__name__, after=True)
 
     def _boundary(self, what: str, *, after: bool) -> None:
-        crash = self.crash
-        if crash is not None and crash.what == what and crash.after == after and crash.state == self.state:
-            self._observer.crashed(crash.state, what)
-            self.crash = None
-            crash.happened()
-            raise Killed
+        for crash in self.crashes:
+            if (crash.what, crash.after, crash.state) == (what, after, self.state):
+                self._observer.crashed(crash.state, what)
+                crash.happened()
+                raise Killed
 
     def _act(self, effect: Effect) -> None:
         match effect:

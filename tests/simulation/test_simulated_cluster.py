@@ -12,8 +12,10 @@ from kintsugi.facts import (
     BatchFormed,
     EpochStarted,
     Fact,
+    ProcessJoined,
     ProcessLost,
     StepCommitted,
+    StrategyChosen,
     TicketReturned,
     VersionCurrent,
 )
@@ -23,6 +25,7 @@ from kintsugi.simulation import network
 from kintsugi.simulation.campaign import Runner, simulated_config
 from kintsugi.simulation.cluster import Cluster, Outcome, undisturbed
 from kintsugi.simulation.faults import Kind, Plan, Planned
+from kintsugi.simulation.injection import POISON
 from kintsugi.simulation.network import Process
 from kintsugi.transport.exchange import Delivery
 from kintsugi.wire import Envelope, MessageKind
@@ -85,7 +88,32 @@ def test_a_users_mistake_ends_the_run_with_its_cause() -> None:
     outcome = simulate(Planned(Kind.POISON, "model-0", "RunCall", state="collecting", step=4))
     assert outcome.outcome == "failed"
     assert outcome.violations == []
-    assert "it failed once" in repr(outcome.facts[-1])
+    assert POISON in repr(outcome.facts[-1])
+
+
+def test_a_users_mistake_is_the_cause_also_when_a_worker_was_lost_before_and_one_in_the_dump() -> None:
+    outcome = simulate(
+        Planned(Kind.KILL, "rollout-0", state="collecting", step=5),
+        Planned(Kind.POISON, "model-0", "RunCall", state="collecting", step=5),
+        Planned(Kind.KILL, "rollout-1", state="recovering: dump"),
+    )
+    assert [fault.kind for fault in outcome.faults] == [Kind.KILL, Kind.POISON, Kind.KILL]
+    assert outcome.violations == []
+    assert POISON in repr(outcome.facts[-1])
+
+
+def test_a_group_goes_on_smaller_while_a_rank_can_not_be_started_and_grows_back() -> None:
+    outcome = simulate(
+        Planned(Kind.FAIL, "agent-1", "StartProcess", "collecting", 2, about="model-1", times=4),
+        Planned(Kind.KILL, "model-1", state="collecting", step=2),
+        Planned(Kind.SLOW, "rollout-0", state="collecting", step=2, share=0.3, duration_s=5.0),
+    )
+    strategies = [fact.strategy for fact in outcome.facts if isinstance(fact, StrategyChosen)]
+    assert "elastic" in strategies
+    assert outcome.violations == []
+    back = [fact.peer.process for fact in outcome.facts if isinstance(fact, ProcessJoined)]
+    assert back.count("model-1") == 2
+    assert steps(outcome) == list(range(1, 11))
 
 
 def test_a_run_that_is_stopped_and_resumed_ends_in_the_same_state() -> None:

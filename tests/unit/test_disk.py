@@ -76,6 +76,35 @@ def test_both_disks_lock_a_file_for_one_holder(disk_and_folder: tuple[Disk, Path
     second.close()
 
 
+def test_both_disks_read_zeros_where_room_was_allocated_and_nothing_was_written(
+    disk_and_folder: tuple[Disk, Path],
+) -> None:
+    disk, folder = disk_and_folder
+    file = disk.open(folder / "roomy", create=True)
+    file.pwrite(b"abc", offset=0)
+    file.preallocate(10)
+    assert file.size() == 10
+    assert file.pread(100, offset=1) == b"bc" + bytes(7)
+    assert (file.pread(4, offset=8), file.pread(4, offset=12)) == (bytes(2), b"")
+    file.pwrite(b"z", offset=5)
+    file.truncate(7)
+    assert file.pread(100, offset=0) == b"abc" + bytes(2) + b"z" + bytes(1)
+    assert disk.read(folder / "roomy") == file.pread(100, offset=0)
+
+
+def test_what_a_process_did_not_sync_before_its_end_is_still_lost_when_the_power_goes() -> None:
+    disk = memory_disk()
+    file = disk.open(FOLDER / "a", create=True)
+    file.pwrite(b"old", offset=0)
+    file.preallocate(6)
+    file.sync()
+    disk.sync_folder(FOLDER)
+    file.pwrite(b"new", offset=0)
+    after_exit = disk.restarted()
+    assert after_exit.read(FOLDER / "a") == b"new" + bytes(3)
+    assert after_exit.restarted(power_cut=True, torn_bytes=1).read(FOLDER / "a") == b"nld" + bytes(3)
+
+
 def test_an_operation_fails_on_demand_without_effect() -> None:
     disk = memory_disk()
     file = disk.open(JOURNAL, create=True)

@@ -6,7 +6,15 @@ import msgspec
 import pytest
 
 from kintsugi.buffer.ledger import Ledger
-from kintsugi.config import AlgorithmSection, Config, RewardModelSection, WarmupSection, stages
+from kintsugi.config import (
+    AlgorithmSection,
+    Config,
+    EvaluationSection,
+    GenerationSection,
+    RewardModelSection,
+    WarmupSection,
+    stages,
+)
 from kintsugi.control.agenda import (
     alerts,
     carried_stage,
@@ -14,6 +22,7 @@ from kintsugi.control.agenda import (
     evaluation_is_due,
     group_counts,
     is_last,
+    most_tokens,
     save_is_due,
     slowest,
     with_final_rewards,
@@ -177,3 +186,20 @@ def test_where_samples_are_not_compared_only_replaced_groups_are_counted() -> No
         (stage,) = stages(Config(name="a", algorithm=algorithm))
         values = {"a/0": {"reward": 0.0, "mask": 1.0}}
         assert group_counts(stage, values, ledger=Ledger(), step=1) == {"reissued_groups": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("warmup_batch", "main_batch", "num_eval_rows", "most"),
+    [(50, 3, 0, 50), (3, 50, 0, 100), (3, 5, 30, 90)],
+)
+def test_the_most_tokens_are_those_of_the_largest_step_or_evaluation(
+    warmup_batch: int, main_batch: int, num_eval_rows: int, most: int
+) -> None:
+    config = Config(
+        name="counted",
+        algorithm=AlgorithmSection(steps=3, batch_size=main_batch, group_size=2),
+        warmup=WarmupSection(steps=1, batch_size=warmup_batch),
+        eval=EvaluationSection(num_samples=2),
+        generation=GenerationSection(max_length=7),
+    )
+    assert most_tokens(config, num_eval_rows=num_eval_rows) == 7 * most

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import pytest
+
 from kintsugi.control.draft import OPERATION_FLOOR_S, Conversation, Draft
 from kintsugi.control.protocol import Raise, Request
 from kintsugi.facts import EpochStarted, RunStarted
-from kintsugi.messages import Body, CommitStep, HashWeights, Ok, Ping
+from kintsugi.messages import Body, CommitStep, HashWeights, Inspect, Ok, Ping, StopProcess
 from kintsugi.operations import PreLock
 from kintsugi.patience import FLOOR_S
 from tests.unit.control.driven import new_state
@@ -149,3 +151,31 @@ def test_deadlines_come_from_answers_of_the_same_kind() -> None:
     again, _ = talk.ask_all(Ping())
     other, _ = talk.ask_all(HashWeights())
     assert (again.deadline_s, other.deadline_s) == (70.0, 60.0)
+
+
+def test_a_round_that_was_given_up_has_no_requests_any_more() -> None:
+    talk = Talk()
+    requests = talk.ask_all(Ping())
+    assert all(talk.conversation.in_round(request.token) for request in requests)
+    talk.conversation.abandon_round()
+    assert not any(talk.conversation.in_round(request.token) for request in requests)
+    assert list(talk.conversation.open_requests()) == []
+
+
+def test_the_longest_answer_so_far_is_known_by_kind_of_request() -> None:
+    conversation = Talk().conversation
+    for seconds in (2.0, 5.0, 3.0):
+        conversation.observed("RunCall", seconds)
+    assert conversation.longest_s("RunCall") == 5.0
+    assert conversation.longest_s("Publish") is None
+
+
+@pytest.mark.parametrize("kind", [Inspect, StopProcess])
+def test_what_an_agent_can_always_do_at_once_is_not_waited_for_longer_because_it_was_slow(
+    kind: type[Body],
+) -> None:
+    conversation = Talk().conversation
+    conversation.observed(kind.__name__, 100.0)
+    assert conversation.deadline_s(kind) == OPERATION_FLOOR_S
+    conversation.observed("PreLock", 100.0)
+    assert conversation.deadline_s(PreLock) > 100.0

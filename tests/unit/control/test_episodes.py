@@ -4,7 +4,7 @@ from kintsugi.buffer.ledger import Ledger
 from kintsugi.config import stages
 from kintsugi.control.episodes import episode_of, next_tickets
 from kintsugi.control.phases import Phase
-from kintsugi.control.protocol import Exited, RequestFailed
+from kintsugi.control.protocol import Exited, RequestFailed, Tick
 from kintsugi.errors import Fault
 from kintsugi.facts import SampleQuarantined, TicketAssigned, TicketReturned, TicketsIssued
 from kintsugi.messages import RunEpisodes
@@ -87,3 +87,17 @@ def test_the_groups_of_a_lost_worker_are_run_by_another_under_the_same_tickets()
     tickets = [request.body.ticket.id for request in lost if isinstance(request.body, RunEpisodes)]
     assert tickets and returned == tickets
     assert again == [(ticket, "rollout-1") for ticket in tickets]
+
+
+def test_a_worker_that_could_not_be_reached_is_asked_nothing_until_the_next_tick() -> None:
+    driven = Driven()
+    driven.begin()
+    driven.until(Phase.COLLECTING)
+    for request in driven.asked(RunEpisodes):
+        driven.fail(request, "the link is closed", kind="ProcessDied")
+    assert all(request.to != "rollout-0" for request in driven.asked(RunEpisodes))
+    for request in driven.asked(RunEpisodes):
+        driven.fail(request, "the link is closed", kind="ProcessDied")
+    assert driven.asked(RunEpisodes) == []
+    driven.feed(Tick())
+    assert {request.to for request in driven.asked(RunEpisodes)} == {"rollout-0", "rollout-1"}

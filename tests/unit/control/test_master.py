@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 
 from kintsugi.config import ClusterSection
+from kintsugi.control.master import FAULT_GRACE_S
 from kintsugi.control.phases import Phase
-from kintsugi.control.protocol import Finish, Raise, Replied, RequestFailed, StopRequested
+from kintsugi.control.protocol import Finish, Raise, Replied, RequestFailed, StopRequested, Tick
 from kintsugi.errors import Fault
 from kintsugi.facts import (
     CheckpointFailed,
@@ -22,6 +25,7 @@ from kintsugi.messages import (
     CallDone,
     LoadWeights,
     Ok,
+    PreLock,
     Publish,
     Published,
     RunCall,
@@ -33,7 +37,7 @@ from kintsugi.messages import (
 from kintsugi.operations import RebuildGroup
 from kintsugi.types import StreamSource, WeightManifest
 from tests.unit.control.driven import CONFIG, Driven, scored
-from tests.unit.control.outcomes import outcome, undisturbed
+from tests.unit.control.outcomes import begun, outcome, undisturbed
 
 
 @pytest.fixture
@@ -219,3 +223,37 @@ def test_processes_that_never_come_end_the_run_by_name(driven: Driven) -> None:
     fault = ended(driven).fault
     assert fault is not None and fault.kind == "StartFailed"
     assert "manager-0" not in fault.message and "model-0" in fault.message and "server-1" in fault.message
+
+
+def test_a_rank_that_can_not_publish_leads_to_a_recovery_and_the_run_goes_on() -> None:
+    driven = begun()
+    driven.until(lambda: bool(driven.asked(Publish)))
+    driven.fail(driven.asked(Publish)[0], "no room", kind="RuntimeError")
+    assert driven.asked(PreLock)
+    driven.until(Phase.ENDED)
+    assert driven.state.outcome == "finished"
+
+
+def test_when_the_run_is_called_failed_nothing_is_mended_any_more() -> None:
+    driven = begun()
+    driven.until(Phase.TRAINING)
+    driven.master._fail(Fault("a", "DataError", "rollout-0", "no data", 0.0), driven.now)
+    calls = driven.asked(RunCall)
+    driven.fail(calls[0], "broken", kind="RuntimeError")
+    driven.lose("model-1")
+    assert driven.master.phase is Phase.TRAINING
+    assert driven.asked(PreLock) == []
+    driven.let_grace_pass()
+    ended = driven.facts[-1]
+    assert isinstance(ended, RunEnded) and ended.fault is not None
+    assert ended.fault.message == "no data"
+
+
+def test_a_run_that_is_called_failed_ends_at_the_very_moment_that_its_grace_is_over() -> None:
+    driven = begun()
+    driven.until(Phase.TRAINING)
+    driven.master._fail(Fault("a", "DataError", "rollout-0", "no data", 0.0), 64.0)
+    early = driven.master.decide(Tick(), math.nextafter(64.0 + FAULT_GRACE_S, 0.0))
+    ended = driven.master.decide(Tick(), 64.0 + FAULT_GRACE_S)
+    assert early.effects == ()
+    assert [type(effect) for effect in ended.effects] == [Finish]

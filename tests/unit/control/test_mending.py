@@ -22,8 +22,8 @@ from kintsugi.facts import (
     StrategyChosen,
     TicketReturned,
 )
-from kintsugi.messages import RunCall, StartProcess
-from kintsugi.operations import NotifyNormal, PreLock, Repair
+from kintsugi.messages import RunCall, Save, StartProcess
+from kintsugi.operations import NotifyNormal, PreLock, RebuildGroup, Repair
 from kintsugi.recovery.policy import MAX_ATTEMPTS
 from kintsugi.recovery.processor import Flow
 from tests.unit.control.driven import CONFIG, Driven
@@ -277,3 +277,68 @@ def test_a_repair_that_fails_once_is_tried_again_before_any_step_is_given_up() -
     driven.until(Phase.ENDED)
     assert not any(isinstance(fact, RolledBack) for fact in driven.facts)
     assert outcome(driven.facts) == EXPECTED
+
+
+def test_failures_of_earlier_steps_are_not_held_against_an_incident_that_stays_open() -> None:
+    config = msgspec.structs.replace(
+        CONFIG, algorithm=msgspec.structs.replace(CONFIG.algorithm, steps=MAX_ATTEMPTS + 2)
+    )
+    driven = Driven(config)
+    driven.begin()
+    driven.until(Phase.TRAINING)
+    driven.unstartable = {"server-1"}
+    driven.lose("server-1")
+    for step in range(1, MAX_ATTEMPTS + 2):
+        driven.until(Phase.TRAINING)
+        driven.fail(driven.asked(RunCall)[0], "broken", kind="GroupBroken")
+        driven.until(lambda step=step: driven.state.step == step)  # type: ignore[misc]
+        assert driven.state.open_incident == 1
+    driven.until(Phase.ENDED)
+    assert driven.state.outcome == "finished"
+
+
+def test_an_incident_tells_how_long_the_start_of_the_replacement_took() -> None:
+    driven = begun()
+    driven.until(Phase.TRAINING)
+    driven.lose("model-1")
+    (start,) = driven.asked(StartProcess)
+    driven.pass_time(0.5)
+    driven.answer(start)
+    driven.pass_time(3.0)
+    driven.until(Phase.ENDED)
+    _, (closed,) = incidents(driven)
+    assert 0.5 <= closed.timing["start"] < 1.0
+
+
+def test_what_a_recovery_had_asked_does_not_matter_while_it_pauses() -> None:
+    driven = begun()
+    driven.until(Phase.TRAINING)
+    driven.fail(driven.asked(RunCall)[0], "broken", kind="GroupBroken")
+    first, second = driven.asked(PreLock)
+    driven.fail(first, "broken", kind="GroupBroken")
+    assert driven.asked(PreLock) == []
+    assert not driven.master.talk.is_open(second.token)
+
+
+@pytest.mark.parametrize("lost", ["model-0", "model-1"])
+def test_a_group_meets_at_its_first_rank(lost: str) -> None:
+    driven = begun()
+    driven.until(Phase.TRAINING)
+    driven.lose(lost)
+    driven.until(lambda: bool(driven.asked(RebuildGroup)))
+    stores = {body.store for r in driven.asked(RebuildGroup) if isinstance(body := r.body, RebuildGroup)}
+    assert stores == {"model-0"}
+
+
+@pytest.mark.parametrize("rank", ["model-0", "model-1"])
+def test_the_last_checkpoint_is_asked_of_who_made_the_mistake_known_for_the_others_may_wait_for_it(
+    rank: str,
+) -> None:
+    driven = Driven(msgspec.structs.replace(CONFIG, checkpoint=NEVER))
+    driven.begin()
+    driven.until(lambda: driven.state.step == 1 and driven.master.phase is Phase.TRAINING)
+    (call,) = [request for request in driven.asked(RunCall) if request.to == rank]
+    driven.fail(call, "no such column", kind="DataError")
+    assert [request.to for request in driven.asked(Save)] == [rank]
+    driven.until(Phase.ENDED)
+    assert driven.state.saved_steps == [1]

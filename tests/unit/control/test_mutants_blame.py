@@ -10,9 +10,10 @@ from kintsugi.control.mending import LONGEST_WAIT_S, REPAIR_ATTEMPTS
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Decision, Raise
 from kintsugi.facts import IncidentClosed, ProcessLost, RolledBack, StrategyChosen
-from kintsugi.messages import RunCall, RunEpisodes, StartProcess
+from kintsugi.messages import RunCall, RunEpisodes, StartProcess, StopProcess
 from kintsugi.operations import PreLock, RankReady, Repair, Rollback
 from kintsugi.recovery.policy import impact
+from kintsugi.recovery.processor import Operation
 from tests.unit.control.driven import CONFIG, Driven
 
 
@@ -184,3 +185,40 @@ def test_a_step_whose_own_checkpoint_did_not_help_is_given_up_for_the_one_before
     assert [fact.step for fact in driven.facts if isinstance(fact, RolledBack)] == [1]
     driven.until(Phase.ENDED)
     assert driven.state.outcome == "finished"
+
+
+def test_when_the_run_returns_to_its_beginning_ranks_that_have_begun_are_replaced_and_people_hear_of_it() -> (
+    None
+):
+    driven = Driven(msgspec.structs.replace(CONFIG, checkpoint=CheckpointSection(every=0)))
+    driven.begin()
+    driven.until(lambda: driven.state.step == 1 and driven.master.phase is Phase.TRAINING)
+    driven.fail(driven.asked(RunCall)[0], "broken", kind="GroupBroken")
+    astray = RankReady(7, "of no step that counts", stage="grpo")
+    while not any(isinstance(fact, RolledBack) for fact in driven.facts):
+        request = next(iter(driven.open.values()), None)
+        if request is None:
+            driven.pass_time(0.2)
+        elif isinstance(request.body, Repair):
+            driven.fail(request, "nobody has it", kind="RefusedError")
+        else:
+            driven.answer(request, astray if isinstance(request.body, Operation) else None)
+    told = [effect.message for effect in driven.effects if isinstance(effect, Raise)]
+    assert "back to step 0: the state of later steps is lost" in told
+    stopped = {r.body.process for r in driven.asked(StopProcess) if isinstance(r.body, StopProcess)}
+    assert stopped == {"model-0", "model-1"}
+
+
+def test_a_run_of_which_no_readable_state_is_left_is_given_up_with_that_reason() -> None:
+    longer = msgspec.structs.replace(CONFIG.algorithm, steps=5)
+    driven = Driven(msgspec.structs.replace(CONFIG, algorithm=longer))
+    driven.begin()
+    driven.until(lambda: driven.state.step == 3 and driven.master.phase is Phase.TRAINING)
+    lose_all_ranks(driven)
+    for _ in range(2 * REPAIR_ATTEMPTS):
+        fail_repairs(driven)
+    assert [fact.step for fact in driven.facts if isinstance(fact, RolledBack)] == [2]
+    chosen = [fact.reason for fact in driven.facts if isinstance(fact, StrategyChosen)]
+    assert "no readable state is left of any step that the run still knows" in chosen[-1]
+    driven.until(Phase.ENDED)
+    assert driven.state.outcome == "failed"

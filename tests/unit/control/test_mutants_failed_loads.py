@@ -171,3 +171,14 @@ def test_a_load_that_failed_is_not_repeated_when_the_ranks_have_to_come_together
     assert driven.asked(LoadWeights) == []
     driven.until(Phase.COLLECTING)
     assert versions(driven) == [0]
+
+
+def test_a_load_whose_manager_is_gone_waits_for_the_next_manager_and_ends_nothing(driven: Driven) -> None:
+    (request,) = driven.asked(LoadWeights)
+    driven.fail(request, "the link is closed", kind="ProcessDied")
+    driven.let_grace_pass()
+    assert driven.master.phase is Phase.PUBLISHING
+    assert driven.asked(LoadWeights) == []
+    driven.lose("manager-0")
+    driven.until(Phase.ENDED)
+    assert driven.state.outcome == "finished"

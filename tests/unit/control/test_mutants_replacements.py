@@ -9,7 +9,16 @@ from kintsugi.control.layout import ProcessPlan
 from kintsugi.control.mending import LONGEST_WAIT_S, START_FACTOR
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Admit, Exited, Joined, Request
-from kintsugi.control.staff import FIRST_RETRY_S, QUICK_RETRIES, START, STOP, STOP_AGAIN_S, Arrival, Staff
+from kintsugi.control.staff import (
+    ASK_AGAIN_S,
+    FIRST_RETRY_S,
+    QUICK_RETRIES,
+    START,
+    STOP,
+    STOP_AGAIN_S,
+    Arrival,
+    Staff,
+)
 from kintsugi.errors import Fault
 from kintsugi.facts import ProcessRequested, StrategyChosen
 from kintsugi.messages import Body, ProcessStarted, StartProcess, StopProcess
@@ -260,3 +269,61 @@ def test_what_is_ordered_while_no_agent_is_there_is_ordered_again_when_one_has_c
     assert asked(draft) == []
     team.tick(1.0 + FIRST_RETRY_S)
     assert asked(draft) == [StartProcess("model-0", Role.MODEL, "0.1")]
+
+
+def test_a_stop_that_was_repeated_and_answered_is_not_repeated_again() -> None:
+    team, draft = staff()
+    team.order("model-0", 0.0)
+    team.joined(registered("model-0", "0.1"))
+    team.stop_failed(f"{STOP}:0.1", 1.0)
+    draft.take()
+    team.tick(1.0 + STOP_AGAIN_S)
+    assert asked(draft) == [StopProcess("model-0", "0.1", 0.0)]
+    team._talk.close(f"{STOP}:0.1", "agent-0")
+    team.tick(10.0)
+    assert asked(draft) == []
+
+
+def test_nobody_waits_for_the_start_of_a_process_that_has_ended_before_it_came() -> None:
+    team, _ = staff()
+    team.order("model-0", 0.0)
+    assert team._talk.is_open(f"{START}:0.1")
+    lost(team, "0.1")
+    assert not team._talk.is_open(f"{START}:0.1")
+
+
+def test_a_process_moves_to_the_host_where_fewest_live_whoever_was_lost_there() -> None:
+    draft = Draft(new_state())
+    agents = [ProcessPlan(f"agent-{index}", Role.AGENT, f"host-{index}") for index in range(3)]
+    ranks = [ProcessPlan(f"model-{index}", Role.MODEL, f"host-{index % 2}") for index in range(4)]
+    plans = (*agents, *ranks, ProcessPlan("model-4", Role.MODEL, "host-2"))
+    team = Staff(plans, draft=draft, talk=Conversation(draft, first_s=60.0), start_timeout_s=60.0)
+    for index in range(2):
+        peer = Peer(f"agent-{index}", "0", f"host-{index}", "tcp://here", b"key")
+        team.joined(Joined(peer, Role.AGENT, 1, {}, ()))
+    for name in ("model-0", "model-1", "model-2", "model-3"):
+        team.order(name, 0.0)
+    members = draft.state.members.members
+    for name in ("model-1", "model-3"):
+        team.exited(Exited(name, members[name].incarnation, -9))
+    team.order("model-4", 0.0)
+    assert members["model-4"].host == "host-1"
+
+
+def test_what_was_ordered_by_the_last_master_and_never_came_is_asked_for_again() -> None:
+    team, draft = staff()
+    draft.fact(ProcessRequested("model-0", Role.MODEL, "host-0", "0.7"))
+    team.order_missing(0.0, first=True)
+    assert asked(draft) == [StartProcess("model-0", Role.MODEL, "0.7")]
+
+
+def test_a_process_that_does_not_come_is_asked_for_again_and_again_with_a_pause_each_time() -> None:
+    team, draft = staff()
+    team.order("model-0", 0.0)
+    times = []
+    for tick in range(1, 5 * int(ASK_AGAIN_S)):
+        team._talk.close(f"{START}:0.1", "agent-0")
+        draft.take()
+        team.tick(float(tick))
+        times += [tick for body in asked(draft) if isinstance(body, StartProcess)]
+    assert times == [ASK_AGAIN_S * number for number in (1, 2, 3, 4)]

@@ -130,7 +130,7 @@ def with_a_past(*, num_faults: int = 1) -> Desk:
 
 def test_an_heir_finishes_the_incident_with_its_faults_and_who_was_lost() -> None:
     desk = with_a_past()
-    assert desk.mending.first_fault == FAULT
+    assert desk.mending.cause == FAULT
     desk.mending.committed(32.0, training_s=1.0, step_s=1.0)
     (closed,) = desk.draft.take().facts
     assert isinstance(closed, IncidentClosed)
@@ -144,4 +144,12 @@ def test_what_the_predecessor_counted_is_not_held_against_its_heir() -> None:
 def test_an_heir_to_a_run_in_which_nothing_is_open_has_no_incident() -> None:
     desk = Desk()
     desk.mending.adopt(0.0)
-    assert (desk.mending.first_fault, desk.draft.take().facts) == (None, ())
+    assert (desk.mending.cause, desk.draft.take().facts) == (None, ())
+
+
+def test_the_users_mistake_is_the_cause_whatever_else_broke_before_and_after_it() -> None:
+    desk = with_a_past()
+    mistake = Fault("d", "DataError", "model-0", "no such column", 0.0)
+    desk.mending.note(mistake, 31.0, phase="training")
+    desk.mending.note(Fault("e", "ProcessDied", "rollout-0", "killed", 0.0), 32.0, phase="training")
+    assert desk.mending.cause == mistake

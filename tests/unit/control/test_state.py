@@ -187,3 +187,8 @@ def test_a_run_that_failed_is_known_with_its_fault_and_one_that_did_not_has_none
     failed.apply(EpochStarted(2, "2"))
     failed.apply(RunEnded("finished", None, "sha", 1.0))
     assert (failed.outcome, failed.faults, failed.weights_sha256) == ("finished", (), "sha")
+
+
+def test_a_run_that_has_ended_is_not_about_to_stop_any_more() -> None:
+    state = fold(*run_to(1), StopAccepted("asked to"), RunEnded("stopped", None, "", 1.0))
+    assert state.stop_reason is None

@@ -150,3 +150,13 @@ def test_a_condemned_process_whose_exit_is_not_reported_is_lost_when_it_is_said_
     assert driven.feed(Exited("model-1", incarnation, -9)).facts == ()
     driven.until(Phase.ENDED)
     assert outcome(driven.facts) == EXPECTED
+
+
+def test_a_process_that_stands_stopped_before_it_has_registered_is_ended(driven: Driven) -> None:
+    driven.lose("rollout-0")
+    incarnation = driven.state.members.members["rollout-0"].incarnation
+    driven.feed(Suspected("rollout-0", incarnation, "it is stopped (state T)", certain=True))
+    stops = [request.body for request in driven.asked(StopProcess)]
+    assert stops == [StopProcess("rollout-0", incarnation, 0.0)]
+    driven.feed(Suspected("rollout-1", incarnation, "it is stopped (state T)", certain=True))
+    assert len(driven.asked(StopProcess)) == 1

@@ -10,8 +10,8 @@ import pytest
 from kintsugi.config import ClusterSection
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Admit, Finish, ShareBook, StopRequested, Tell
-from kintsugi.facts import EpochStarted, IncidentClosed, IncidentOpened, StopAccepted
-from kintsugi.messages import Drop, StartProcess
+from kintsugi.facts import EpochStarted, IncidentClosed, IncidentOpened, StopAccepted, StrategyChosen
+from kintsugi.messages import Drop, PreLock, StartProcess
 from kintsugi.recovery.processor import Flow
 from tests.unit.control.driven import Driven
 from tests.unit.control.outcomes import TWO_STAGES, begun, outcome, undisturbed
@@ -173,3 +173,30 @@ def test_an_heir_tells_the_workers_again_which_samples_are_trained() -> None:
     trained = Drop(driven.state.ledger.trained_in(1))
     assert trained.tickets
     assert dropped == [("rollout-0", trained), ("rollout-1", trained)]
+
+
+def test_a_rank_that_died_with_the_master_is_recovered_and_not_only_tried_again() -> None:
+    driven = begun()
+    driven.until(lambda: driven.state.step == 1 and driven.master.phase is Phase.TRAINING)
+    driven.lose("model-1")
+    successor = driven.succeed(carried_out=False)
+    successor.take_over()
+    for request in successor.asked(PreLock):
+        successor.answer(request)
+    chosen = [fact.strategy for fact in successor.facts if isinstance(fact, StrategyChosen)]
+    assert chosen == ["recover"]
+
+
+def test_a_start_that_fails_once_under_a_new_master_before_the_first_step_is_tried_again() -> None:
+    driven = begun()
+    driven.until(Phase.TRAINING)
+    assert driven.state.step == 0
+    driven.lose("rollout-1")
+    successor = driven.succeed(carried_out=False)
+    successor.take_over()
+    assert successor.master.phase is Phase.STARTING
+    assert successor.asked(PreLock) == [], "the ranks come together when everybody is there"
+    (start,) = successor.asked(StartProcess)
+    successor.fail(start, "no memory", kind="WorldError")
+    successor.until(Phase.ENDED)
+    assert successor.state.outcome == "finished"

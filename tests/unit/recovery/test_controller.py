@@ -444,3 +444,14 @@ def test_a_second_recovery_has_no_times_of_the_first() -> None:
     cluster.begin()
     assert cluster.controller.since == {_S.PRE_LOCKING: cluster.now}
     assert cluster.controller.repaired_from == {}
+
+
+def test_a_group_of_ranks_of_which_none_was_there_when_it_was_begun_has_a_number_too() -> None:
+    cluster = Cluster()
+    ranks, cluster.ranks = cluster.ranks, {}
+    cluster.begin()
+    assert cluster.state() is _S.WAITING
+    cluster.ranks = ranks
+    cluster.follow(cluster.controller.check(cluster.view(), 1.0))
+    generations = {body.generation for body in cluster.open.values() if isinstance(body, RebuildGroup)}
+    assert generations == {1}, "a rank of generation 0 is in no group"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from kintsugi.messages import Inspected
-from kintsugi.recovery.detection import Resolution, confirm
+from kintsugi.recovery.detection import SILENT_S, STUCK_S, Resolution, confirm
 
 
 @pytest.mark.parametrize("state", ["T", "t"])
@@ -60,3 +62,12 @@ def test_a_process_that_speaks_and_computes_is_left_to_the_deadline_of_its_reque
 def test_what_heartbeats_cost_is_not_taken_for_work() -> None:
     verdict = confirm(Inspected("S", 3.02), Inspected("S", 3.0), 6.0, speaks=True)
     assert (verdict.decision, verdict.fault) == (Resolution.REPLACE, "hung")
+
+
+@pytest.mark.parametrize(("speaks", "limit_s"), [(False, SILENT_S), (True, STUCK_S)])
+def test_a_process_that_has_just_been_suspicious_long_enough_is_not_cleared(
+    speaks: bool, limit_s: float
+) -> None:
+    look = Inspected("S", 1.0)
+    assert confirm(look, look, math.nextafter(limit_s, 0.0), speaks=speaks).decision is Resolution.CLEAR
+    assert confirm(look, look, limit_s, speaks=speaks).decision is Resolution.WAIT

@@ -124,3 +124,9 @@ def test_a_loss_that_was_not_our_doing_explains_the_attempts_before_it_and_one_o
     assert incidents.current.attempts == 3
     incidents.fault(fault("model-1"), number=1, now=3.0, lost="model-1")
     assert incidents.current.attempts == 0
+
+
+def test_times_are_told_to_a_tenth_of_a_millisecond() -> None:
+    incidents = opened(("model-0", 1.0))
+    assert incidents.current is not None
+    assert incidents.current.timing({}, 1.0004)["total"] == 0.0004

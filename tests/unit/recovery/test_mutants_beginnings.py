@@ -25,7 +25,7 @@ def test_without_an_incident_the_policy_is_told_of_no_fault_no_attempt_and_no_de
     given = Incidents().situation(
         missing=("model-0",), living=("model-1",), replacements_fail=True, step_s=3.0
     )
-    assert (given.faults, given.attempts, given.most_deaths) == ((), 0, 0)
+    assert (given.faults, given.num_faults, given.attempts, given.most_deaths) == ((), 0, 0, 0)
     assert (given.missing, given.living) == (("model-0",), ("model-1",))
     assert (given.replacements_fail, given.step_s) == (True, 3.0)
 

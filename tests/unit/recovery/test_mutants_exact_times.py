@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from kintsugi.messages import Heartbeat
-from kintsugi.recovery.detection import ALL_SILENT_S, REPEAT_S, SILENT_S, OpenRequest, SuspicionKind, Watch
+from kintsugi.recovery.detection import (
+    ALL_SILENT_GRACE_S,
+    ALL_SILENT_S,
+    REPEAT_S,
+    SILENT_S,
+    OpenRequest,
+    SuspicionKind,
+    Watch,
+)
 from kintsugi.types import Progress
 
 TICK_S = 0.25
@@ -79,3 +87,27 @@ def test_a_suspicion_is_told_again_at_the_very_moment_that_it_is_due() -> None:
     watch.joined("model-0", "1.0", 0.0, host="host-0")
     told = [tick * TICK_S for tick in range(1, 20) if watch.check(tick * TICK_S, asked={})]
     assert told == [SILENT_S, SILENT_S + REPEAT_S, SILENT_S + 2 * REPEAT_S, SILENT_S + 3 * REPEAT_S]
+
+
+def test_when_nobody_is_heard_nobody_is_suspected_up_to_the_last_moment_of_grace() -> None:
+    watch = Watch()
+    for process in ("model-0", "model-1"):
+        watch.joined(process, "1.0", 0.0, host="host-0")
+    assert ALL_SILENT_GRACE_S % TICK_S == 0
+    assert first_suspicion(watch, until=ALL_SILENT_GRACE_S) is None
+    assert watch.check(ALL_SILENT_GRACE_S + TICK_S, asked={})
+
+
+def test_a_pause_of_everybody_does_not_delay_the_suspicion_of_who_falls_silent_after_it() -> None:
+    watch = Watch()
+    for process in ("model-0", "model-1", "model-2"):
+        watch.joined(process, "1.0", 0.0, host="host-0")
+    assert first_suspicion(watch, until=1.25) is None
+    suspected: list[tuple[str, float]] = []
+    for tick in range(5, 16):
+        now = tick * TICK_S
+        for process in ("model-1", "model-0") if tick == 5 else ("model-0",):
+            watch.heard(process, "1.0", ALIVE, now)
+        suspected += [(found.process, now) for found in watch.check(now, asked={})]
+    assert ("model-1", 1.25 + SILENT_S) in suspected
+    assert min(now for process, now in suspected if process == "model-1") == 1.25 + SILENT_S

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from kintsugi.errors import Fault
@@ -27,7 +28,21 @@ def fault(kind: str = "RuntimeError", *, process: str = "model-0") -> Fault:
 
 
 def situation(**changes: Any) -> Situation:
-    return Situation(**{"faults": (fault(),), "living": ("model-0", "model-1"), **changes})
+    """Two ranks live, one of which reported a fault, and nothing else is wrong, but for the changes."""
+    usual = Situation(
+        faults=(fault(),),
+        num_faults=1,
+        beyond_help="",
+        lost=(),
+        missing=(),
+        living=("model-0", "model-1"),
+        attempts=0,
+        most_deaths=0,
+        replacements_fail=False,
+        start_s=2.0,
+        step_s=1.0,
+    )
+    return msgspec.structs.replace(usual, **changes)
 
 
 def option(of: Situation, strategy: Strategy) -> Option:
@@ -143,6 +158,11 @@ def test_the_impact_of_a_loss_is_one_sentence_per_role() -> None:
 
 def test_what_is_known_to_be_beyond_help_is_neither_repeated_nor_replaced() -> None:
     fault = Fault("a", "ProcessDied", "model-0", "killed", 0.0)
-    lost = Situation((fault,), beyond_help="no state is left", living=("model-0", "model-1"))
+    lost = situation(faults=(fault,), beyond_help="no state is left")
     assert hopeless(lost) == "no state is left"
     assert plan(lost).strategy is Strategy.DUMP
+
+
+def test_the_reason_of_a_recovery_names_whoever_is_replaced_once() -> None:
+    given = situation(lost=("model-0", "model-1"), missing=("model-1",), living=("model-0",))
+    assert plan(given).reason.startswith("model-0, model-1 replaced")

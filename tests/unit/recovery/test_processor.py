@@ -261,3 +261,14 @@ def test_a_generation_is_joined_once_and_none_before_the_latest_that_was_heard_o
     assert (adapter.generation, adapter.standing().generation) == (0, 3)
     with pytest.raises(RefusedError, match="generation 3 is over"):
         adapter.rebuild(rebuild(3, sequence=2))
+
+
+def test_a_rank_that_is_locked_after_a_step_may_still_run_that_step() -> None:
+    rank = Rank(Flow.ROLLBACK).start()
+    rank.run(1, 1)
+    rank.processor.carry_out(PreLock(2, 1))
+    assert rank.processor.locked_after == 2
+    rank.processor.admit(2)
+    rank.run(2, 2)
+    with pytest.raises(RefusedError, match="locked after step 2"):
+        rank.processor.admit(3)
