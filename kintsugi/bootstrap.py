@@ -29,6 +29,8 @@ class Bootstrap(msgspec.Struct, frozen=True):
     """Abstract Unix socket of the host's segment service; empty where there is none."""
     peers: tuple[Peer, ...] = ()
     """Known from the start: for the master its agents."""
+    broken_chips: tuple[str, ...] = ()
+    """Accelerators of the host, by their identity, that this process must not use."""
     epoch: int = 0
     adopting: bool = False
     """Of a master: an earlier one of this run died; its workers may live, and go on under this one."""

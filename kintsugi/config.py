@@ -316,6 +316,9 @@ class ClusterSection(_Section, frozen=True):
     """Port of the master; 0 takes a free one."""
     start_timeout_s: float = 120.0
     """Longest start-up of a process, import of libraries included."""
+    spares: int = 0
+    """Processes per host that are started beforehand and wait, device and all, to take the place of a rank or server.
+    Each takes the memory of an idle process, and that of a context on the accelerator where there is one."""
 
 
 class LoggingSection(_Section, frozen=True):

@@ -170,11 +170,16 @@ def root_first(faults: Iterable[Fault]) -> list[Fault]:
     """Order faults so that every cause stands before its consequences; the first one is the cause to report.
 
     A broken group is never where it began: some rank is gone, and who waits for it may see that before we know why.
+    Nor is a fault of which anybody knows the cause, though others noted it before.
     """
-    by_id = {each.id: each for fault in faults for each in _chain(fault)}
+    by_id: dict[str, Fault] = {}
+    for each in (each for fault in faults for each in _chain(fault)):
+        if each.id not in by_id or each.cause is not None:
+            by_id[each.id] = each
     ordered: dict[str, Fault] = {}
 
     def place(fault: Fault) -> None:
+        fault = by_id[fault.id]
         if fault.id in ordered:
             return
         if fault.cause is not None:

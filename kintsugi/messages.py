@@ -25,7 +25,7 @@ sends what to whom.
 |---|---|
 | Heartbeat                        | anyone → master      |
 | AddressBook                      | master → anyone      |
-| ProcessExited, ProcessSuspected  | agent → master       |
+| ProcessExited, ProcessSuspected, ChipFault | agent → master |
 | Drop                             | master → rollout     |
 | Shutdown                         | master → anyone      |
 """
@@ -174,6 +174,28 @@ class ProcessSuspected(_Body, frozen=True):
     process: str
     incarnation: str
     evidence: str
+
+
+class ChipFault(_Body, frozen=True):
+    """The agent has seen that an accelerator of its host is broken, or shows a worrying sign."""
+
+    host: str
+    chip: str
+    """For people: "GPU 0 (NVIDIA H200)"."""
+    uuid: str
+    """What processes name as `chip` among their capabilities when they register."""
+    kind: str
+    detail: str
+    broken: bool = True
+    """Nobody can go on with it; False: a sign that people should know of."""
+    num_healthy: int = 0
+    """Accelerators that the host has left."""
+    processes: dict[str, str] = {}
+    """Process → incarnation of those that the driver names as its users; where it sees other numbers, none."""
+
+    @property
+    def summary(self) -> str:
+        return f"{self.chip} of {self.host} is {'broken' if self.broken else 'worrying'}: {self.detail}"
 
 
 class Inspect(_Body, frozen=True):
@@ -399,6 +421,7 @@ Body = (
     | StopProcess
     | ProcessExited
     | ProcessSuspected
+    | ChipFault
     | Inspect
     | Inspected
     | RunEpisodes

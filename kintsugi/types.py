@@ -22,6 +22,8 @@ class Role(StrEnum):
     ROLLOUT = "rollout"
     MANAGER = "manager"
     SERVER = "server"
+    SPARE = "spare"
+    """None yet: started, prepared, and waiting to be told. The master knows nothing of it."""
 
 
 def process_id(role: Role, index: int) -> str:

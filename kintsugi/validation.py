@@ -121,6 +121,7 @@ _RULES: dict[str, Rule] = {
     "cluster.hosts": _POSITIVE,
     "cluster.port": ("a port from 0 to 65535", lambda value: 0 <= value <= 65535),
     "cluster.start_timeout_s": _POSITIVE,
+    "cluster.spares": _NOT_NEGATIVE,
 }
 
 _NEUTRAL_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}

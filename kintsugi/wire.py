@@ -62,6 +62,7 @@ SPOKEN_BY: dict[type[Body], frozenset[Role]] = {
     messages.Inspect: _MASTER,
     messages.ProcessExited: _AGENT,
     messages.ProcessSuspected: _AGENT,
+    messages.ChipFault: _AGENT,
     messages.RunEpisodes: _MASTER,
     messages.Drop: _MASTER,
     messages.FetchSamples: _MODEL,

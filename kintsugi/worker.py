@@ -30,6 +30,8 @@ HEARTBEAT_S = 0.5
 REGISTER_DEADLINE_S = 30.0
 GRACE_S = 5.0
 FLUSH_S = 1.0
+MOST_UNTOLD = 1024
+"""So much can be kept for a master that is being restarted; it is told of the living in any case."""
 EXIT_ERROR, EXIT_USER_ERROR, EXIT_ORPHANED = 1, 2, 70
 
 MAINS: dict[Role, str] = {
@@ -88,6 +90,7 @@ class Membership:
         )
         self._pending: PendingReply | None = None
         self._next_heartbeat = 0.0
+        self._untold: deque[Body] = deque(maxlen=MOST_UNTOLD)
         self.registered = False
         self.shutdown_reason: str | None = None
         """Set once the master (or the end of the lifeline) tells this process to end."""
@@ -108,6 +111,15 @@ class Membership:
             self._next_heartbeat = now + HEARTBEAT_S
             heartbeat = Heartbeat(COUNTERS.snapshot(), self.load, WAITS.declared(), endpoint.book_number)
             endpoint.send(self._master, heartbeat)
+        while self._untold and self.registered:
+            endpoint.send(self._master, self._untold.popleft())
+
+    def tell(self, body: Body) -> None:
+        """Now, or when it knows us: a master of a new epoch takes nothing from who has not registered with it."""
+        if self.registered:
+            self._endpoint.send(self._master, body)
+        else:
+            self._untold.append(body)
 
     def _try_register(self) -> None:
         if self._pending is None:

@@ -16,7 +16,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections import deque
+from functools import partial
 from uuid import uuid4
 
 import msgspec
@@ -27,11 +27,11 @@ from kintsugi.cluster.children import (
     Kept,
     Successor,
     find_alive,
-    process_stat,
     read_table,
     table_path,
     write_table,
 )
+from kintsugi.cluster.chips import ChipWatch, open_probe
 from kintsugi.cluster.handover import (
     AgentHandover,
     AgentReport,
@@ -46,9 +46,9 @@ from kintsugi.cluster.orphans import hold_descendants, kill_children, kill_group
 from kintsugi.cluster.placement import Start, log_path, own_session_and_log
 from kintsugi.cluster.restarts import STOPPED_S, RestartLimit, StoppedWatch
 from kintsugi.cluster.segments import SegmentServer
+from kintsugi.cluster.stopping import OwedStop
 from kintsugi.errors import RefusedError, StartFailed
 from kintsugi.messages import (
-    Body,
     Inspect,
     Inspected,
     Ok,
@@ -70,8 +70,6 @@ PATIENCE_S = 1.5
 """For children to end by themselves after the master has said `Shutdown` to everybody."""
 LAST_WORDS_S = 0.1
 FLUSH_S = 0.2  # For the last messages to a master that may be gone.
-MOST_UNTOLD = 1024
-"""So much can be kept for a master that is being restarted; it is told of the living in any case."""
 
 
 class Agent:
@@ -91,17 +89,13 @@ class Agent:
         self._kept: dict[str, Kept] = {}
         self._master: Kept | None = None
         self._master_limit = RestartLimit()
-        self._silent_before: int | None = None
-        """A master that was adopted or restarted hears signals once it speaks in an epoch after this one."""
-        self._stop_owed = handover.stop_requested
-        """The master has not been asked yet to stop after its step."""
-        self._num_terminations = int(handover.stop_requested)
+        self._owed_stop = OwedStop(requested=handover.stop_requested)
         self._left_behind: list[Child] = []
         self._ending = False
         self._exit_code = 0
         self._tick_at = 0.0
-        self._untold: deque[Body] = deque(maxlen=MOST_UNTOLD)
         self._stopped = StoppedWatch()
+        self._chips = ChipWatch(partial(open_probe, handover.programs.probe), host=own.host, clock=clock)
         self._endpoint = open_endpoint(own, clock=clock)
         self._membership = Membership(self._endpoint, own, capabilities={}, children=self._children)
         self._signals = Signals(signal.SIGTERM, signal.SIGINT)
@@ -113,6 +107,8 @@ class Agent:
             parent=self,
             programs=handover.programs,
             processes=processes,
+            own=own,
+            num_spares=handover.spares,
             template_name=f"{self._segments.name}-template",
             lifeline=handover.children_lifeline_read,
             clock=clock,
@@ -124,6 +120,7 @@ class Agent:
         self._endpoint.watch(self._own.lifeline, self._let_go_by_launcher)
         try:
             has_predecessor = self._adopt()
+            self._chips.begin()
             self._nursery.start_template()
             self._begin_master(has_predecessor=has_predecessor)
             while not self._ending or self._kept:
@@ -141,6 +138,7 @@ class Agent:
         table = read_table(self._table)
         if table is None or table.job != self._own.job:
             return False
+        self._chips.adopt(table.broken_chips)
         for record, child in find_alive(self._table, processes=self._processes):
             if record.process == TEMPLATE:
                 self._nursery.adopt_template(child)
@@ -156,7 +154,7 @@ class Agent:
             return
         self._master = self._kept.get(self._handover.master.process)
         if has_predecessor:
-            self._silent_before = self._endpoint.epoch
+            self._owed_stop.expect_master(after_epoch=self._endpoint.epoch)
         if self._master is not None:
             self._report(Ready())
         else:
@@ -193,6 +191,10 @@ class Agent:
         if self._ending or order.role not in self._handover.programs.entries:
             why = "it is ending" if self._ending else f"it has no program for role {order.role.value}"
             self._refuse_start(delivery, order, why)
+        elif kept is None and self._chips.num_healthy == 0 and order.role in self._handover.programs.forked:
+            why = "; ".join(fault.summary for fault in self._chips.broken.values())
+            error = StartFailed(process=order.process, phase="choosing an accelerator", why=why)
+            self._endpoint.fail(delivery, error)
         elif kept is None:
             bootstrap = child_bootstrap(
                 order,
@@ -201,6 +203,7 @@ class Agent:
                 master=self._endpoint.peers[self._own.master.process],
                 lifeline=self._handover.children_lifeline_read,
                 segments=self._segments.name,
+                broken_chips=tuple(self._chips.broken),
                 epoch=self._endpoint.epoch,
             )
             self._start(bootstrap, placement=order.placement, request=delivery)
@@ -233,17 +236,7 @@ class Agent:
 
     def _inspected(self, process: str, incarnation: str) -> Inspected:
         kept = self._kept.get(process)
-        if kept is None or kept.child is None or kept.incarnation != incarnation:
-            return Inspected("")
-        stat = process_stat(kept.child.pid)
-        return Inspected("") if stat is None else Inspected(stat.state, stat.cpu_s)
-
-    def _tell_master(self, body: Body) -> None:
-        """Now, or when it knows us: a master of a new epoch takes nothing from who has not registered with it."""
-        if self._membership.registered:
-            self._endpoint.send(self._own.master.process, body)
-        else:
-            self._untold.append(body)
+        return kept.inspected() if kept is not None and kept.incarnation == incarnation else Inspected("")
 
     # Births.
 
@@ -267,8 +260,7 @@ class Agent:
         return kept
 
     def known_pids(self) -> set[int]:
-        template = {self._nursery.template_pid} if self._nursery.template_pid is not None else set()
-        return template | {kept.child.pid for kept in self._kept.values() if kept.child is not None}
+        return self._nursery.pids | {kept.child.pid for kept in self._kept.values() if kept.child is not None}
 
     def template_changed(self) -> None:
         self._write_table()
@@ -312,7 +304,7 @@ class Agent:
     def _write_table(self) -> None:
         records = [self._nursery.template_record(), *(kept.record() for kept in self._kept.values())]
         try:
-            write_table(self._table, records, job=self._own.job)
+            write_table(self._table, records, job=self._own.job, broken_chips=self._chips.broken)
         except OSError:
             # The table is for who comes after a killed agent; a full disk must not be what kills it.
             COUNTERS.add("agent.table_not_written")
@@ -346,7 +338,7 @@ class Agent:
                 status=status,
                 last_output=kept.last_output(),
             )
-            self._tell_master(exited)
+            self._membership.tell(exited)
         self._answer_stops(kept)
 
     def _let_go(self, kept: Kept) -> None:
@@ -374,14 +366,13 @@ class Agent:
             for delivery in self._endpoint.poll(LAST_WORDS_S):
                 self._handle(delivery)
         said_so = self._membership.shutdown_reason is not None
-        stopped_by_us = kept.stopping or (self._num_terminations > 0 and status == -signal.SIGTERM)
+        stopped_by_us = kept.stopping or (self._owed_stop.was_requested and status == -signal.SIGTERM)
         if not (by_itself or said_so or stopped_by_us or self._ending):
             if self._master_limit.allows(self._clock.monotonic()):
                 COUNTERS.add("agent.master_restarts")
                 # What is told from now on is for the successor, who knows nobody until they have registered.
                 self._membership.registered = False
-                self._silent_before = self._endpoint.epoch
-                self._stop_owed = self._num_terminations > 0
+                self._owed_stop.expect_master(after_epoch=self._endpoint.epoch)
                 self._start_master(adopting=True)
                 return
             self._report(MasterDied(describe_status(status), kept.last_output()))
@@ -404,20 +395,16 @@ class Agent:
 
     def _signalled(self) -> None:
         for number in self._signals.received():
-            self._num_terminations += 1
-            if number == signal.SIGINT or self._num_terminations > 1:
+            if self._owed_stop.signalled(number):
                 self._end(grace_s=0.0)
             else:
-                self._stop_owed = True
                 self._pass_stop_on()
 
     def _pass_stop_on(self) -> None:
         """Ask the master to end after its step, with a checkpoint, as soon as it can be asked."""
-        if not self._stop_owed or self._master is None or self._master.child is None:
+        if self._master is None or self._master.child is None:
             return
-        epoch, silent_before = self._endpoint.epoch, self._silent_before
-        if silent_before is None or (self._membership.registered and epoch > silent_before):
-            self._stop_owed = False
+        if self._owed_stop.is_due(epoch=self._endpoint.epoch, registered=self._membership.registered):
             self._master.child.send_signal(signal.SIGTERM)
 
     def _let_go_by_launcher(self) -> None:
@@ -442,22 +429,20 @@ class Agent:
             kept.send_due_signals(now)
         if not self._ending:
             self._membership.tick(now)
-            while self._untold and self._membership.registered:
-                self._endpoint.send(self._own.master.process, self._untold.popleft())
             self._pass_stop_on()
         if now < self._tick_at:
             return
         self._tick_at = now + HEARTBEAT_S / 2
         self._membership.load = os.getloadavg()[0]
         self._look_after(now)
+        self._look_at_chips()
         if not self._nursery.is_forking:
             reap_orphans(but=self.known_pids())
 
     def _look_after(self, now: float) -> None:
-        """Find who is stopped: template and master are replaced, of the others the master is told."""
+        """Find who is stopped: template, spares and master are replaced, of the others the master is told."""
         stopped = self._stopped.sample(self.known_pids(), now=now)
-        if self._nursery.template_pid in stopped or self._nursery.template_is_late(now):
-            self._nursery.replace_template()
+        self._nursery.look_after(stopped, now)
         for kept in self._kept.values():
             if kept.child is None or kept.child.pid not in stopped:
                 continue
@@ -465,7 +450,17 @@ class Agent:
                 kept.child.send_signal(signal.SIGKILL)
             else:
                 evidence = f"process {kept.child.pid} is stopped (state T), for {STOPPED_S:g} s or more"
-                self._tell_master(ProcessSuspected(kept.process, kept.incarnation, evidence))
+                self._membership.tell(ProcessSuspected(kept.process, kept.incarnation, evidence))
+
+    def _look_at_chips(self) -> None:
+        """Accelerators that broke are left alone from now on: by spares, and by whoever is started."""
+        users = {kept.child.pid: kept for kept in self._kept.values() if kept.child is not None}
+        news = self._chips.news(users, epoch=self._endpoint.epoch)
+        if any(fault.broken for fault in news):
+            self._nursery.avoid(tuple(self._chips.broken))
+            self._write_table()
+        for fault in news:
+            self._membership.tell(fault)
 
     def _report(self, report: AgentReport) -> None:
         """Tell the launcher, if it is still there."""
@@ -473,6 +468,7 @@ class Agent:
             os.write(self._handover.report, msgspec.json.encode(report) + b"\n")
 
     def _close(self) -> None:
+        self._chips.close()
         kill_children(self._processes, but=(), timeout_s=END_GRACE_S, clock=self._clock)
         for child in self._left_behind:
             child.send_signal(signal.SIGKILL)

@@ -10,14 +10,14 @@ import contextlib
 import math
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from kintsugi.cluster.placement import Start, StartReport
 from kintsugi.errors import StartFailed, StartKilled
-from kintsugi.messages import StartProcess
+from kintsugi.messages import ChipFault, Inspected, StartProcess
 from kintsugi.runtime import Child, Processes, describe_status
 from kintsugi.transport import Delivery
 from kintsugi.types import ChildReport
@@ -49,6 +49,8 @@ class ChildrenTable(msgspec.Struct, frozen=True):
     children: tuple[ChildRecord, ...]
     job: str = ""
     """A table that another session of the run left behind names nobody whom an agent of this one may adopt."""
+    broken_chips: dict[str, ChipFault] = {}
+    """Accelerators that are not to be used any more, by their identity: a successor would not see again why."""
 
 
 class Successor(msgspec.Struct, frozen=True, eq=False):
@@ -158,6 +160,11 @@ class Kept:
             return None
         return ChildReport(self.process, self.incarnation, self.child.pid, self.public_key)
 
+    def inspected(self) -> Inspected:
+        """As the kernel shows it."""
+        stat = process_stat(self.child.pid) if self.child is not None else None
+        return Inspected("") if stat is None else Inspected(stat.state, stat.cpu_s)
+
     def last_output(self) -> str:
         """The end of what this incarnation wrote."""
         return tail(self._log, offset=self._log_offset)
@@ -223,12 +230,19 @@ def record_of(child: Child | None, *, process: str, incarnation: str = "") -> Ch
     return ChildRecord(process, incarnation, child.pid, start_time)
 
 
-def write_table(path: Path, records: Iterable[ChildRecord | None], *, job: str) -> None:
+def write_table(
+    path: Path,
+    records: Iterable[ChildRecord | None],
+    *,
+    job: str,
+    broken_chips: Mapping[str, ChipFault] | None = None,
+) -> None:
     """Replace the table as a whole; a reader sees the old one or the new one."""
     living = tuple(record for record in records if record is not None)
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
-    new.write_bytes(msgspec.json.encode(ChildrenTable(boot_id(), living, job)))
+    table = ChildrenTable(boot_id(), living, job, dict(broken_chips or {}))
+    new.write_bytes(msgspec.json.encode(table))
     new.replace(path)
 
 

@@ -22,8 +22,12 @@ class Programs(msgspec.Struct, frozen=True):
     preload: tuple[str, ...] = ()
     """Modules that the template imports before it forks; empty means no template: every process is executed."""
     forked: tuple[Role, ...] = ()
-    """Roles that wait for a template that is still importing, as they would have to import the same. Once it is ready,
-    processes of every role are forked from it."""
+    """Roles that wait for a template that is still importing, as they would have to import the same, and that spares
+    can take on. Once the template is ready, processes of every role are forked from it."""
+    prepare: str = "kintsugi.cluster.placement:unprepared"
+    """What a spare does before it waits: it gets ready what the template must not have, its device."""
+    probe: str = ""
+    """`module:function` that gives a `chips.Probe` of the host's accelerators, or None; empty: nobody looks at them."""
 
 
 PROGRAMS = Programs(
@@ -37,6 +41,8 @@ PROGRAMS = Programs(
         "kintsugi.control.shell",
     ),
     forked=(Role.MODEL, Role.SERVER),
+    prepare="kintsugi.model.device:prepare",
+    probe="kintsugi.cluster.chips:nvml_probe",
 )
 
 
@@ -53,6 +59,8 @@ class AgentHandover(msgspec.Struct, frozen=True):
     report: int
     """Write end of the pipe to the launcher, for `AgentReport`s."""
     programs: Programs
+    spares: int = 0
+    """How many processes wait for a part."""
     master: Bootstrap | None = None
     """The master's own bootstrap, where this agent is the one that starts it. Its `lifeline` is filled in here."""
     stop_requested: bool = False
@@ -72,7 +80,14 @@ class AgentHandover(msgspec.Struct, frozen=True):
 
 
 def child_bootstrap(
-    order: StartProcess, *, agent: Bootstrap, master: Peer, lifeline: int, segments: str, epoch: int
+    order: StartProcess,
+    *,
+    agent: Bootstrap,
+    master: Peer,
+    lifeline: int,
+    segments: str,
+    broken_chips: tuple[str, ...],
+    epoch: int,
 ) -> Bootstrap:
     """What a new process of an agent's host begins with: a key pair of its own, and the master of this epoch."""
     public_key, secret_key = new_key_pair()
@@ -88,6 +103,7 @@ def child_bootstrap(
         master=master,
         lifeline=lifeline,
         segments=segments,
+        broken_chips=broken_chips,
         epoch=epoch,
     )
 

@@ -250,6 +250,7 @@ class _Launcher:
                 children_lifeline_write=children_write,
                 report=-1,
                 programs=programs,
+                spares=config.cluster.spares,
                 master=master if index == 0 else None,
             )
             agent = _AgentHandle(handover)

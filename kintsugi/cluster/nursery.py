@@ -1,4 +1,4 @@
-"""Births of an agent's children: forked from the template where there is one, executed where there is none.
+"""Births of an agent's children: a spare where there is one, else forked from the template, else executed.
 
 A role that needs what the template imports waits for it; the others are executed until it has said that it is ready.
 From then on every child is forked, so a replacement runs a tenth of a second after it was ordered.
@@ -10,16 +10,19 @@ import contextlib
 import os
 import signal
 from collections import deque
+from collections.abc import Collection
 from typing import Protocol
 
 import msgspec
 
+from kintsugi.bootstrap import Bootstrap
 from kintsugi.cluster.children import TEMPLATE, ChildRecord, Kept, record_of
 from kintsugi.cluster.handover import Programs
 from kintsugi.cluster.orphans import kill_children
 from kintsugi.cluster.placement import Start, spawn
 from kintsugi.cluster.restarts import RestartLimit
 from kintsugi.cluster.segments import Loop
+from kintsugi.cluster.spares import Spares
 from kintsugi.cluster.template import Imported, Template
 from kintsugi.errors import DeadlineExceeded, StartFailed
 from kintsugi.runtime import Child, Clock, Processes
@@ -35,14 +38,8 @@ EXIT_S = 0.5
 """For a template whose connection has ended to end itself, so that its status tells why."""
 
 
-class Parent(Protocol):
-    """Who answers for the children, once they are born."""
-
-    def known_pids(self) -> set[int]:
-        """Of every child that was born; whatever else descends from this process is a stranger."""
-
-    def template_changed(self) -> None:
-        """There is another template, or none."""
+class Answerable(Protocol):
+    """Who answers for a child, once it is born."""
 
     def born(self, kept: Kept) -> None:
         """`kept.child` is a process now."""
@@ -52,6 +49,16 @@ class Parent(Protocol):
 
     def start_failed(self, kept: Kept, error: StartFailed) -> None:
         """It was not born, and will not be."""
+
+
+class Parent(Answerable, Protocol):
+    """Who answers for all children but the spares."""
+
+    def known_pids(self) -> set[int]:
+        """Of every child that was born; whatever else descends from this process is a stranger."""
+
+    def template_changed(self) -> None:
+        """There is another template, or none."""
 
 
 class Nursery:
@@ -64,10 +71,13 @@ class Nursery:
         parent: Parent,
         programs: Programs,
         processes: Processes,
+        own: Bootstrap,
+        num_spares: int,
         template_name: str,
         lifeline: int,
         clock: Clock,
     ) -> None:
+        """`own` is the agent's bootstrap."""
         self._loop = loop
         self._parent = parent
         self._programs = programs
@@ -82,6 +92,9 @@ class Nursery:
         self._heard_at = 0.0
         """When the template last gave a sign of life, or the first of those was asked of it."""
         self._closed = False
+        self._spares = Spares(
+            loop, number=num_spares, own=own, program=programs.prepare, births=self, clock=clock
+        )
 
     @property
     def is_forking(self) -> bool:
@@ -89,8 +102,9 @@ class Nursery:
         return bool(self._forking)
 
     @property
-    def template_pid(self) -> int | None:
-        return self._template.child.pid if self._template is not None else None
+    def pids(self) -> set[int]:
+        """Of those that no order was given for: template and spares."""
+        return self._spares.pids | ({self._template.child.pid} if self._template is not None else set())
 
     def template_record(self) -> ChildRecord | None:
         """The template's line of the table."""
@@ -125,13 +139,32 @@ class Nursery:
     def bring_up(self, kept: Kept) -> None:
         """Begin a birth. The child tells how its start went on a pipe of its own."""
         start = self._with_report(kept)
-        if self._is_forked(kept) and self._template is not None and self._template.request(start):
+        if self._take_spare(kept):
+            self._answers_for(kept).born(kept)
+        elif self._is_forked(kept) and self._template is not None and self._template.request(start):
             if not self._forking:
                 self._heard_at = self._clock.monotonic()
             self._forking.append(kept)
         else:
             self._execute(kept)
         os.close(start.report)
+
+    def _answers_for(self, kept: Kept) -> Answerable:
+        return self._spares if role_of(kept.process) is Role.SPARE else self._parent
+
+    def _take_spare(self, kept: Kept) -> bool:
+        """Where there is one, unless it could not become what is ordered: libraries have read its environment."""
+        assert kept.start is not None
+        role = role_of(kept.process)
+        if role is not Role.SPARE:
+            self._spares.postpone()
+        if role in self._programs.forked and not kept.start.placement.environment:
+            kept.child = self._spares.give(kept.start)
+        return kept.child is not None
+
+    def avoid(self, broken_chips: tuple[str, ...]) -> None:
+        """No spare may hold any of these accelerators."""
+        self._spares.avoid(broken_chips)
 
     def _with_report(self, kept: Kept) -> Start:
         assert kept.start is not None
@@ -146,7 +179,7 @@ class Nursery:
         if role is Role.MASTER and self._template is not None and self._template.is_adopted:
             # Its status is the run's exit code, so it has to be a child of ours.
             return False
-        awaits_template = role in self._programs.forked
+        awaits_template = role in self._programs.forked or role is Role.SPARE
         return (awaits_template or self._template_ready) and not kept.start.placement.environment
 
     def _execute(self, kept: Kept) -> None:
@@ -154,9 +187,9 @@ class Nursery:
         try:
             kept.child = spawn(self._processes, kept.start)
         except StartFailed as error:
-            self._parent.start_failed(kept, error)
+            self._answers_for(kept).start_failed(kept, error)
             return
-        self._parent.born(kept)
+        self._answers_for(kept).born(kept)
 
     def take_report(self, kept: Kept) -> None:
         """Read how the start went, if that has been told."""
@@ -166,7 +199,7 @@ class Nursery:
         self._loop.unwatch(reader)
         os.close(reader)
         if kept.started and kept.child is not None:
-            self._parent.started(kept)
+            self._answers_for(kept).started(kept)
 
     def let_go(self, kept: Kept) -> None:
         """Expect no report any more."""
@@ -196,11 +229,11 @@ class Nursery:
         except ProcessLookupError:
             # It has ended already, and its remains were the launcher's to take away.
             self.take_report(kept)
-            self._parent.start_failed(kept, kept.start_error(None))
+            self._answers_for(kept).start_failed(kept, kept.start_error(None))
             return
-        self._parent.born(kept)
+        self._answers_for(kept).born(kept)
         if kept.started:
-            self._parent.started(kept)
+            self._answers_for(kept).started(kept)
 
     def _template_gone(self) -> None:
         """Replaced if it was killed; one that could not import, or not fork, is done without: its log says why.
@@ -223,23 +256,28 @@ class Nursery:
     def _execute_instead(self, kept: Kept) -> None:
         """Start what the template did not, through a pipe of its own: the first one may have another holder."""
         self.let_go(kept)
-        if self._closed or kept.stopping:
-            error = StartFailed(process=kept.process, phase="starting", why="it was stopped")
-            self._parent.start_failed(kept, error)
+        is_spare = role_of(kept.process) is Role.SPARE
+        if self._closed or kept.stopping or is_spare:
+            why = "it was stopped" if not is_spare else "its template is gone, and nobody waits for it"
+            error = StartFailed(process=kept.process, phase="starting", why=why)
+            self._answers_for(kept).start_failed(kept, error)
             return
         start = self._with_report(kept)
         self._execute(kept)
         os.close(start.report)
 
+    def look_after(self, stopped: Collection[int], now: float) -> None:
+        """Replace a template or spare that stands still, and a spare that is missing. Several times a second."""
+        template = self._template
+        if template is not None and (template.child.pid in stopped or self.template_is_late(now)):
+            template.child.send_signal(signal.SIGKILL)  # Its end is seen, and another one is started.
+        can_make = not self._closed and (self._template is None or self._template_ready)
+        self._spares.look_after(stopped, now, can_make=can_make)
+
     def template_is_late(self, now: float) -> bool:
         """Whether it hangs: it is asked for a child, and has said nothing for longer than that can take."""
         most_s = FORK_S if self._template_ready else IMPORT_S
         return self.is_forking and now - self._heard_at > most_s
-
-    def replace_template(self) -> None:
-        """Kill it: its end is seen, and another one is started."""
-        if self._template is not None:
-            self._template.child.send_signal(signal.SIGKILL)
 
     def _close_template(self, *, grace_s: float) -> int | None:
         """Gives its status, if it ended by itself or was killed by somebody else."""
@@ -261,6 +299,7 @@ class Nursery:
     def close(self) -> None:
         """Nobody is born any more."""
         self._closed = True
+        self._spares.close()
         self._close_template(grace_s=0.0)
         while self._forking:
             self._execute_instead(self._forking.popleft())

@@ -4,6 +4,9 @@
                                    ├─► run: own session, log, placement, import of the program, report ─► its main
     template ─► fork ──────────────┘
 
+A spare goes the same way up to its program, which only prepares it; then it waits for the `Start` of somebody else, and
+goes the way again as that one.
+
 `run` reports through a pipe: nothing is "started" before its placement holds and its program is imported, so a failed
 start has a phase and a reason instead of a time-out. Children do not die with their parent (no parent-death signal): a
 worker outlives its agent and ends by itself when the lifeline pipe reaches end of file.
@@ -16,6 +19,8 @@ import ctypes
 import importlib
 import os
 import resource
+import select
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,13 +28,17 @@ from pathlib import Path
 import msgspec
 
 from kintsugi.bootstrap import Bootstrap
-from kintsugi.errors import StartFailed
-from kintsugi.runtime import Child, Processes
+from kintsugi.errors import DeadlineExceeded, StartFailed
+from kintsugi.runtime import Child, Processes, wait
 from kintsugi.types import Placement
 from kintsugi.worker import run_process
 
 NETWORK_NAMESPACES = Path("/run/netns")
 CLONE_NEWNET = 0x40000000
+MOST_BYTES = 65536
+"""Of one message between agent and template or spare; a `Start` has a few hundred."""
+PREPARED = b"prepared"
+"""What a spare says once."""
 
 Program = Callable[[Bootstrap], int]
 """What a child runs; its result is the exit code."""
@@ -44,6 +53,8 @@ class Start(msgspec.Struct, frozen=True):
     bootstrap: Bootstrap
     report: int
     """Write end of the pipe on which the child tells how its start went."""
+    orders: int = -1
+    """Of a spare: the socket on which it says that it is prepared, and is told whom to become."""
 
     @property
     def log(self) -> Path:
@@ -52,17 +63,21 @@ class Start(msgspec.Struct, frozen=True):
     @property
     def descriptors(self) -> tuple[int, ...]:
         """What the child inherits, in the order in which `with_descriptors` takes them."""
-        given = (self.report, self.bootstrap.lifeline, self.bootstrap.listener)
-        return tuple(descriptor for descriptor in given if descriptor >= 0)
+        return tuple(descriptor for descriptor in self._descriptors if descriptor >= 0)
+
+    @property
+    def _descriptors(self) -> tuple[int, int, int, int]:
+        return self.report, self.bootstrap.lifeline, self.bootstrap.listener, self.orders
 
     def with_descriptors(self, descriptors: tuple[int, ...]) -> Start:
         """The same start where descriptors have other numbers, as after a passage through a socket."""
         assert len(descriptors) == len(self.descriptors), (descriptors, self.descriptors)
-        report, lifeline, *rest = descriptors
-        bootstrap = msgspec.structs.replace(
-            self.bootstrap, lifeline=lifeline, listener=rest[0] if rest else -1
+        numbers = iter(descriptors)
+        report, lifeline, listener, orders = (
+            next(numbers) if before >= 0 else -1 for before in self._descriptors
         )
-        return msgspec.structs.replace(self, bootstrap=bootstrap, report=report)
+        bootstrap = msgspec.structs.replace(self.bootstrap, lifeline=lifeline, listener=listener)
+        return msgspec.structs.replace(self, bootstrap=bootstrap, report=report, orders=orders)
 
 
 class StartReport(msgspec.Struct, frozen=True):
@@ -136,7 +151,48 @@ def run(start: Start) -> int:
         _report(start.report, StartReport(process=process, phase=error.phase, why=error.why[-2000:]))
         raise
     _report(start.report, StartReport(process=process))
-    return run_process(start.bootstrap, program)
+    if start.orders < 0:
+        return run_process(start.bootstrap, program)
+    program(start.bootstrap)
+    order = await_order(start.orders)
+    return run(order) if order is not None else 0
+
+
+def await_order(descriptor: int) -> Start | None:
+    """What a spare, which is prepared now, is to become; None when its agent is gone, and with it who could say so."""
+    with socket.socket(fileno=descriptor) as orders:
+        try:
+            orders.send(PREPARED)
+            await_readable(orders, what="whom to become")
+            content, descriptors, _, _ = socket.recv_fds(orders, MOST_BYTES, 8)
+        except (BrokenPipeError, ConnectionResetError):
+            return None
+    return (
+        msgspec.msgpack.decode(content, type=Start).with_descriptors(tuple(descriptors)) if content else None
+    )
+
+
+def await_readable(*descriptors: socket.socket | int, what: str) -> set[int]:
+    """Wait for the agent, however long it takes: which of these it has written to, or closed."""
+    poller = select.poll()
+    for descriptor in descriptors:
+        poller.register(descriptor, select.POLLIN)
+    while True:
+        try:
+            ready = wait(
+                lambda remaining_s: poller.poll(remaining_s * 1000) or None,
+                whom="agent",
+                what=what,
+                timeout_s=3600.0,
+            )
+        except DeadlineExceeded:
+            continue
+        return {descriptor for descriptor, _ in ready}
+
+
+def unprepared(bootstrap: Bootstrap) -> int:
+    """What a spare does that has nothing to prepare."""
+    return 0
 
 
 def load(program: str, *, process: str) -> Program:

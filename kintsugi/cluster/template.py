@@ -15,7 +15,6 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import select
 import signal
 import socket
 import sys
@@ -23,14 +22,10 @@ from typing import NoReturn
 
 import msgspec
 
-from kintsugi.cluster.placement import Start, execute, run
+from kintsugi.cluster.placement import MOST_BYTES, Start, await_readable, execute, run
 from kintsugi.cluster.segments import user_of
-from kintsugi.errors import DeadlineExceeded
-from kintsugi.runtime import Child, Processes, wait
+from kintsugi.runtime import Child, Processes
 from kintsugi.types import Placement
-
-_MOST_BYTES = 65536
-"""Of one message; a `Start` has a few hundred."""
 
 
 class Imported(msgspec.Struct, frozen=True, tag=True):
@@ -97,7 +92,7 @@ class Template:
     def receive(self) -> Imported | Forked | None:
         """The next thing it says; None when the template is gone. Called when the descriptor is readable."""
         try:
-            answer = self._socket.recv(_MOST_BYTES)
+            answer = self._socket.recv(MOST_BYTES)
         except ConnectionResetError:
             answer = b""
         return msgspec.msgpack.decode(answer, type=Imported | Forked) if answer else None
@@ -122,9 +117,9 @@ def serve(connection: socket.socket) -> Start | None:
     if not _say(connection, Imported()):
         return None
     while True:
-        _await_readable(connection, what="the next start")
+        await_readable(connection, what="the next start")
         try:
-            content, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, 8)
+            content, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 8)
         except ConnectionResetError:
             # An agent that was killed before it had read our last answer.
             return None
@@ -159,7 +154,7 @@ def _say(connection: socket.socket, answer: Imported | Forked) -> bool:
 def _next_agent(listener: socket.socket, lifeline: int) -> socket.socket | None:
     """The connection of the agent's successor; None when the lifeline has ended, so that there will be none."""
     while True:
-        ready = _await_readable(listener, lifeline, what="its successor")
+        ready = await_readable(listener, lifeline, what="its successor")
         if lifeline in ready:
             return None
         try:
@@ -170,23 +165,6 @@ def _next_agent(listener: socket.socket, lifeline: int) -> socket.socket | None:
             connection.setblocking(True)
             return connection
         connection.close()
-
-
-def _await_readable(*descriptors: socket.socket | int, what: str) -> set[int]:
-    poller = select.poll()
-    for descriptor in descriptors:
-        poller.register(descriptor, select.POLLIN)
-    while True:
-        try:
-            ready = wait(
-                lambda remaining_s: poller.poll(remaining_s * 1000) or None,
-                whom="agent",
-                what=what,
-                timeout_s=3600.0,
-            )
-        except DeadlineExceeded:
-            continue
-        return {descriptor for descriptor, _ in ready}
 
 
 def num_threads() -> int:

@@ -4,17 +4,38 @@ from __future__ import annotations
 
 from kintsugi.control.draft import Conversation
 from kintsugi.control.membership import Membership, MemberStatus
-from kintsugi.control.protocol import Suspected
-from kintsugi.messages import Body, CallDone, EpisodesDone, Heartbeat
+from kintsugi.control.protocol import Event, Exited, Suspected
+from kintsugi.messages import (
+    Body,
+    CallDone,
+    ChipFault,
+    EpisodesDone,
+    Heartbeat,
+    ProcessExited,
+    ProcessSuspected,
+)
 from kintsugi.recovery.anomaly import Anomaly
-from kintsugi.recovery.detection import OpenRequest, Suspicion, Watch
-from kintsugi.types import Role, role_of
+from kintsugi.recovery.detection import OpenRequest, Suspicion, SuspicionKind, Watch
+from kintsugi.types import Peer, Role, role_of
 
 TRAINING = "forward_backward"
 COMPUTING = (TRAINING, "optimizer")
 """Parts of a training call in which a rank waits for nobody."""
 MIN_STEPS = 10
 """Decoding steps between two heartbeats that are enough to tell a server's speed."""
+
+
+def told_by(sender: Peer, body: ProcessExited | ProcessSuspected | ChipFault, *, time: float) -> Event:
+    """What an agent has seen with its own eyes, as an event."""
+    match body:
+        case ProcessExited():
+            return Exited(body.process, body.incarnation, body.status, body.last_output, time)
+        case ProcessSuspected():
+            return Suspected(body.process, body.incarnation, body.evidence, certain=True, time=time)
+        case ChipFault():
+            kind = SuspicionKind.CHIP
+            who, which = sender.process, sender.incarnation
+            return Suspected(who, which, body.summary, kind, certain=True, time=time, chip=body)
 
 
 class Lookout:

@@ -90,10 +90,8 @@ class Master:
         limit_s = config.cluster.start_timeout_s
         self._staff = staff = Staff(layout, draft=draft, talk=talk, start_timeout_s=limit_s)
         self._episodes = episodes = Episodes(config, draft=draft, talk=talk, num_rows=num_rows)
-        disagree = self._disagree
-        self._publication = Publication(
-            draft=draft, talk=talk, staff=staff, current=self._continue, wrong=disagree
-        )
+        disagree, go_on = self._disagree, self._continue
+        self._publication = Publication(draft=draft, talk=talk, staff=staff, current=go_on, wrong=disagree)
         self._training = Training(
             config, draft=draft, talk=talk, episodes=episodes, prepared=self._commit, wrong=disagree
         )
@@ -107,12 +105,12 @@ class Master:
             give_up=self._fail,
             rolled_back=episodes.void,
         )
-        go_on = self._continue
         self._evaluating = Evaluating(
             config, num_eval_rows, draft=draft, talk=talk, episodes=episodes, done=go_on, wrong=disagree
         )
         self._saving = Saving(checkpoint_folder, draft=draft, talk=talk, done=go_on)
-        self._suspicions = Suspicions(draft=draft, talk=talk, staff=staff)
+        explain = self._mending.explain
+        self._suspicions = Suspicions(draft=draft, talk=talk, staff=staff, explain=explain)
         self._failed_before = 0
         self._ready_stage = ""
         self._faults: dict[str, Fault] = {}
@@ -338,6 +336,7 @@ class Master:
         arrival = self._staff.joined(event)
         if arrival is Arrival.REFUSED:
             return
+        self._suspicions.joined(event, now)
         if event.role is Role.AGENT:
             for process in self._staff.reconcile(event, now):
                 self._suspicions.missed(process, now, time=event.time)

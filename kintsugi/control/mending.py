@@ -11,12 +11,14 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
+import msgspec
+
 from kintsugi.config import Config, next_stage
 from kintsugi.control.agenda import carried_stage
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.protocol import Raise, ShareBook
 from kintsugi.control.staff import Staff
-from kintsugi.errors import DeadlineExceeded, Fault, root_first
+from kintsugi.errors import DeadlineExceeded, DeviceError, Fault, root_first
 from kintsugi.facts import FaultNoted, IncidentClosed, IncidentOpened, RolledBack, StrategyChosen
 from kintsugi.messages import Body, Save
 from kintsugi.recovery.controller import Controller, Orders, Ranks
@@ -102,6 +104,19 @@ class Mending:
             self._draft.fact(IncidentOpened(number, state.step, phase, fault))
         if lost:
             self._draft.do(Raise(f"{root_first([fault])[0].message}. {impact([lost])}"))
+
+    def explain(self, cause: Fault, host: str, now: float) -> None:
+        """What processes of a host said about their device in the open incident came from this: it is told again, with
+        its cause."""
+        incident, members = self._incidents.current, self._draft.state.members.members
+        for index, fault in enumerate(incident.faults if incident is not None else ()):
+            # A rank says it in its answer, a server with its last words.
+            says_so = fault.kind == DeviceError.__name__ or DeviceError.__name__ in fault.message
+            member = members.get(fault.process)
+            if says_so and fault.cause is None and member is not None and member.host == host:
+                assert incident is not None
+                incident.faults[index] = explained = msgspec.structs.replace(fault, cause=cause)
+                self._draft.fact(FaultNoted(incident.number, explained))
 
     def adopt(self, now: float) -> None:
         """A new master: what the journal says of the incident that was open when the last one died."""

@@ -10,7 +10,7 @@ import msgspec
 from kintsugi.errors import Fault
 from kintsugi.facts import Fact
 from kintsugi.graph.executor import CallSpan
-from kintsugi.messages import Body
+from kintsugi.messages import Body, ChipFault
 from kintsugi.types import ChildReport, Peer, Role, SampleMeta, SampleText
 
 
@@ -81,6 +81,8 @@ class Suspected(_Event, frozen=True):
     lasting_s: float = 0.0
     certain: bool = False
     time: float = 0.0
+    chip: ChipFault | None = None
+    """What the agent named here has seen of an accelerator of its host."""
 
 
 class StopRequested(_Event, frozen=True):

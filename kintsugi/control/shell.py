@@ -21,7 +21,7 @@ from kintsugi.checkpoint.store import latest
 from kintsugi.config import COMPARE_SAMPLES, LEARN_PAIRS, Config
 from kintsugi.control.journal import Journal, read_facts
 from kintsugi.control.layout import plan_layout
-from kintsugi.control.lookout import Lookout
+from kintsugi.control.lookout import Lookout, told_by
 from kintsugi.control.master import Master
 from kintsugi.control.protocol import (
     Admit,
@@ -29,7 +29,6 @@ from kintsugi.control.protocol import (
     Decision,
     Effect,
     Event,
-    Exited,
     Finish,
     Forget,
     Joined,
@@ -41,7 +40,6 @@ from kintsugi.control.protocol import (
     RequestFailed,
     ShareBook,
     StopRequested,
-    Suspected,
     Tell,
     Tick,
 )
@@ -66,6 +64,7 @@ from kintsugi.errors import (
 from kintsugi.facts import CheckpointSaved, EpochStarted, Fact, RolledBack, RunEnded, StepCommitted
 from kintsugi.messages import (
     AddressBook,
+    ChipFault,
     Heartbeat,
     Ok,
     Ping,
@@ -206,12 +205,8 @@ class MasterShell:
                     self._endpoint.send(sender, self._book())
             case Register() as register if delivery.wants_reply:
                 self._take_in(delivery, register)
-            case ProcessExited() as exited:
-                name, status, said = exited.process, exited.status, exited.last_output
-                self._feed(Exited(name, exited.incarnation, status, said, self._clock.wall()))
-            case ProcessSuspected() as seen:
-                name, number, wall = seen.process, seen.incarnation, self._clock.wall()
-                self._feed(Suspected(name, number, seen.evidence, certain=True, time=wall))
+            case ProcessExited() | ProcessSuspected() | ChipFault() as seen:
+                self._feed(told_by(delivery.peer, seen, time=self._clock.wall()))
             case Ping() if delivery.wants_reply:
                 self._endpoint.reply(delivery, Ok())
             case other if delivery.wants_reply:

@@ -23,6 +23,8 @@ LONGEST_RETRY_S = 10.0
 STOP_AGAIN_S = 1.0
 ASK_AGAIN_S = 5.0
 """Longer than most starts take."""
+COMPUTE = (Role.MODEL, Role.SERVER)
+"""Roles that need an accelerator where there are any."""
 QUICK_RETRIES = 3
 """Starts of one process that may fail before others stop waiting for it; it is tried on, but seldom."""
 
@@ -56,6 +58,8 @@ class Staff:
         """Processes that could not be stopped, and when it is tried again."""
         self._verdicts: dict[str, Fault] = {}
         """Incarnation → why it was ended by us."""
+        self._without_chip: set[str] = set()
+        """Hosts whose accelerators are all broken."""
 
     def missing(self, role: Role | None = None) -> list[str]:
         """Planned processes that are not there."""
@@ -76,6 +80,7 @@ class Staff:
         members, process = self._draft.state.members, event.peer.process
         if event.role is Role.AGENT:
             self._retire_predecessor(event)
+            self._without_chip.discard(event.peer.host)  # It tells again what it finds.
         if members.is_live(process, event.peer.incarnation):
             self._draft.because(f"{process} reports again")
             return Arrival.AGAIN
@@ -153,13 +158,20 @@ class Staff:
         self._ask_start(state.members.members[process], now)
 
     def _host_for(self, plan: ProcessPlan) -> str | None:
-        """The planned host while its agent lives, else the one with the fewest processes."""
+        """The planned host while its agent lives and it can run the role, else the one with the fewest processes."""
         members = self._draft.state.members
-        if members.agent_of(plan.host) is not None:
-            return plan.host
         hosts = [members.members[agent].host for agent in members.live(Role.AGENT)]
+        if plan.role in COMPUTE:
+            # Where none is left that could, its agent says so, again and again, and the ladder goes on.
+            hosts = [host for host in hosts if host not in self._without_chip] or hosts
+        if plan.host in hosts:
+            return plan.host
         busy = Counter(m.host for m in members.members.values() if m.status is not MemberStatus.LOST)
         return min(hosts, key=lambda host: (busy[host], host), default=None)
+
+    def has_no_chip(self, host: str) -> None:
+        """Every accelerator of a host is broken: what computes goes elsewhere, if there is an elsewhere."""
+        self._without_chip.add(host)
 
     def _ask_start(self, member: Member, now: float) -> None:
         agent, token = self._draft.state.members.agent_of(member.host), f"{START}:{member.incarnation}"

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.membership import MemberStatus
-from kintsugi.control.protocol import Raise, Suspected
+from kintsugi.control.protocol import Joined, Raise, Suspected
 from kintsugi.control.staff import Staff
 from kintsugi.errors import Fault
-from kintsugi.messages import Inspect, Inspected
+from kintsugi.messages import ChipFault, Inspect, Inspected
 from kintsugi.recovery.detection import Resolution, SuspicionKind, confirm
 from kintsugi.types import Role
 
 INSPECT = "inspect"
+CHIP = "chip"
+"""The capability by which a process says which accelerator it uses."""
 HOST_LOST_S = 15.0
 """A host whose agent and processes are all silent is given this long to come back: its agent may be restarting."""
 
@@ -21,15 +25,29 @@ _FAULTS = {"stopped": "Stopped", "link": "Unreachable", "hung": "Hung"}
 class Suspicions:
     """Suspect → confirm → decide. Suspicions come again while they last, so each one is only a look."""
 
-    def __init__(self, *, draft: Draft, talk: Conversation, staff: Staff) -> None:
-        self._draft, self._talk, self._staff = draft, talk, staff
+    def __init__(
+        self,
+        *,
+        draft: Draft,
+        talk: Conversation,
+        staff: Staff,
+        explain: Callable[[Fault, str, float], None],
+    ) -> None:
+        """`explain`: this fault is the cause of what processes of a host said about their device."""
+        self._draft, self._talk, self._staff, self._explain = draft, talk, staff, explain
         self._looks: dict[str, tuple[Suspected, Inspected | None]] = {}
         """Incarnation → the latest suspicion and the look before."""
+        self._broken: dict[tuple[str, str], Suspected] = {}
+        """Host and accelerator → what its agent told; a new master is told again."""
 
     def suspected(self, event: Suspected, now: float) -> list[tuple[str, Fault]]:
         """Look, or decide at once where the agent has looked; gives the processes of a host that is lost."""
         members = self._draft.state.members
         known = members.members.get(event.process)
+        if event.chip is not None:
+            if members.is_live(event.process, event.incarnation):
+                self._chip_seen(event, event.chip, now)
+            return []
         starting = MemberStatus.REQUESTED
         if event.certain and known and (known.status, known.incarnation) == (starting, event.incarnation):
             self._condemn(event, "Stopped", event.evidence, now)
@@ -53,6 +71,37 @@ class Suspicions:
             if agent is not None and not self._talk.is_open(token):
                 self._talk.ask(token, agent, Inspect(event.process, event.incarnation), now)
         return []
+
+    def _chip_seen(self, event: Suspected, chip: ChipFault, now: float) -> None:
+        """A worrying sign is told to people. From one that is broken its users go, and nobody is started on it."""
+        self._draft.because(chip.summary)
+        self._draft.do(Raise(chip.summary))
+        if not chip.broken:
+            return
+        self._broken[chip.host, chip.uuid] = event
+        if chip.num_healthy == 0:
+            self._staff.has_no_chip(chip.host)
+        self._explain(self._chip_fault(event, chip), chip.host, now)
+        for member in list(self._draft.state.members.members.values()):
+            on_it = member.capabilities.get(CHIP) == chip.uuid
+            named = chip.processes.get(member.process) == member.incarnation
+            if member.host == chip.host and member.status is not MemberStatus.LOST and (on_it or named):
+                self._staff.condemn(member.process, self._chip_fault(event, chip), now)
+
+    def joined(self, event: Joined, now: float) -> None:
+        """It may have been on its way to an accelerator that broke meanwhile. An agent that is new looks for itself."""
+        host = event.peer.host
+        if event.role is Role.AGENT:
+            self._broken = {key: told for key, told in self._broken.items() if key[0] != host}
+        told = self._broken.get((host, event.capabilities.get(CHIP, "")))
+        if told is not None and told.chip is not None:
+            self._staff.condemn(event.peer.process, self._chip_fault(told, told.chip), now)
+
+    @staticmethod
+    def _chip_fault(event: Suspected, chip: ChipFault) -> Fault:
+        """One and the same for all whom it hits: they are lost for this one cause."""
+        name = f"{event.process}@{event.incarnation}.{chip.uuid}.{chip.kind}"
+        return Fault(name, ChipFault.__name__, event.process, chip.summary, event.time)
 
     def missed(self, process: str, now: float, *, time: float) -> None:
         """Its agent did not list it: ask whether it is really not there, since the list may be old."""

@@ -21,7 +21,7 @@ from kintsugi.errors import DataError, IntegrityError, KintsugiError, RefusedErr
 from kintsugi.generation.engine import Engine, Output, Request
 from kintsugi.generation.noise import stream_key
 from kintsugi.messages import Body, FetchWeights, Generate, Generated, LoadWeights, WeightsLoaded
-from kintsugi.model.device import choose_device
+from kintsugi.model.device import choose_device, identity
 from kintsugi.model.faults import as_world_error
 from kintsugi.model.plan import plan_model
 from kintsugi.model.transformer import Transformer
@@ -243,12 +243,12 @@ def build_engine(config: Config, *, device: torch.device) -> Engine:
 def main(bootstrap: Bootstrap) -> int:
     """Build the model that the run folder describes, report to the master, and serve until told to end."""
     torch.set_num_threads(1)
-    device = choose_device(bootstrap.process)
+    device = choose_device(bootstrap.process, broken=bootstrap.broken_chips)
     engine = build_engine(load_config(Path(bootstrap.run_dir) / "config.yaml"), device=device)
     return run_worker(
         bootstrap,
         lambda shell: Server(shell, engine, fetch=partial(_fetch, shell)).serve(),
-        capabilities={"device": str(device)},
+        capabilities={"device": str(device), "chip": identity(device)},
     )
 
 

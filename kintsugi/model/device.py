@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import os
+from typing import Protocol
 
 import torch
 
+from kintsugi.errors import DeviceError
 from kintsugi.types import Role, role_of
 
 CPU_IDENTITY = "cpu"
 
 
-def choose_device(process: str) -> torch.device:
+def choose_device(process: str, *, broken: tuple[str, ...] = ()) -> torch.device:
     """Ranks take the host's accelerators from the first on, generation servers from the last one back.
 
-    So a host with enough of them gives every process its own, and one with a single card shares it among all.
+    So a host with enough of them gives every process its own, and one with a single card shares it among all. Those
+    whose identity is among `broken` are left out, and there must be another.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", device_index(process, num_devices=torch.cuda.device_count()))
+    cards = usable_cards(broken)
+    if not cards:
+        raise DeviceError(f"{process} can see no accelerator that is not broken: {', '.join(broken)}")
+    return cards[device_index(process, num_devices=len(cards))]
+
+
+def usable_cards(broken: tuple[str, ...]) -> list[torch.device]:
+    """Those that this process can see, without the broken ones."""
+    cards = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [card for card in cards if identity(card) not in broken] if broken else cards
 
 
 def device_index(process: str, *, num_devices: int) -> int:
@@ -27,6 +39,29 @@ def device_index(process: str, *, num_devices: int) -> int:
     if role_of(process) is Role.SERVER:
         number = -1 - number
     return number % num_devices
+
+
+class Prepared(Protocol):
+    """What a spare knows of itself."""
+
+    @property
+    def broken_chips(self) -> tuple[str, ...]: ...
+
+
+def prepare(bootstrap: Prepared) -> int:
+    """Get a spare process ready for what a worker meets first: the driver, and a context on the card.
+
+    Where there are several cards nobody knows yet which one it will be, and a context on another would only take its
+    memory: there it is the driver alone. Computes nothing, as kernels are chosen by the first who does.
+    """
+    torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        torch.cuda.init()
+        cards = usable_cards(bootstrap.broken_chips)
+        if len(cards) == 1:
+            torch.empty(1, device=cards[0])
+            torch.cuda.synchronize(cards[0])
+    return 0
 
 
 def identity(device: torch.device) -> str:

@@ -63,6 +63,8 @@ class SuspicionKind(StrEnum):
     """Neither an agent nor any process of its host is heard; named after the agent."""
     SLOW = "slow"
     """Far slower than its peers and than its own past."""
+    CHIP = "chip"
+    """An accelerator is broken, or shows a worrying sign; named after the agent that saw it."""
 
 
 class Suspicion(msgspec.Struct, frozen=True):

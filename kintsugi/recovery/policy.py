@@ -65,6 +65,7 @@ _CLASSES: dict[str, FaultClass] = {
     "HostLost": FaultClass.NODE,
     "DeviceOutOfMemory": FaultClass.DEVICE,
     "DeviceError": FaultClass.DEVICE,
+    "ChipFault": FaultClass.DEVICE,
     "StorageError": FaultClass.STORAGE,
     "StorageFull": FaultClass.STORAGE,
 }

@@ -64,7 +64,7 @@ _ONLY_IN: dict[str, tuple[tuple[str, ...], str]] = {
     "Request": (STATES, "when the run has ended nothing is asked of anybody"),
     "Forget": (STATES, "the run ends by a reply, a tick or a stop, none of which tells of a loss"),
     "Tell": (
-        (Phase.COLLECTING, Phase.PUBLISHING, Phase.EVALUATING, *RECOVERY_STATES),
+        (Phase.COLLECTING, Phase.PUBLISHING, Phase.EVALUATING, Phase.SAVING, *RECOVERY_STATES),
         "workers are told what was trained before it is published, or by a new master, and what moves while they run",
     ),
     "RecordStep": ((Phase.COMMITTING,), "a step is recorded by the decision that commits it"),

@@ -34,6 +34,8 @@ class Kind(StrEnum):
     LOSS = "loss"
     SPIKES = "spikes"
     SLOW = "slow"
+    CHIP = "chip"
+    """The accelerator of a process breaks; its host has another."""
     FAIL = "fail"
     """The next request of some kind to a process is answered with a fault."""
     CRASH = "crash"
@@ -128,7 +130,7 @@ def _any(draw: random.Random, layout: Sequence[ProcessPlan], *, state: str, step
     kind = draw.choice(
         [
             *(Kind.KILL, Kind.KILL, Kind.KILL, Kind.STOP, Kind.PAUSE, Kind.PAUSE, Kind.PARTITION, Kind.LOSS),
-            *(Kind.SPIKES, Kind.SLOW, Kind.KILL_HOST, Kind.POWER_CUT, Kind.FAIL),
+            *(Kind.SPIKES, Kind.SLOW, Kind.CHIP, Kind.KILL_HOST, Kind.POWER_CUT, Kind.FAIL),
         ]
     )
     fault = Planned(kind, draw.choice(names), state=state, step=step, delay_s=draw.choice((0.0, 0.003, 0.03)))
@@ -143,6 +145,8 @@ def _any(draw: random.Random, layout: Sequence[ProcessPlan], *, state: str, step
             fault.duration_s, fault.share = draw.uniform(0.2, 3.0), draw.choice((0.05, 0.3, 0.8))
         case Kind.KILL_HOST:
             fault.target = draw.choice(sorted({plan.host for plan in layout}))
+        case Kind.CHIP:
+            fault.target = draw.choice(named(layout, Role.MODEL, Role.SERVER))
         case Kind.POWER_CUT:
             fault.target, fault.share = "host-0", draw.choice((0.0, 0.01, 1.0))
         case Kind.FAIL:

@@ -12,6 +12,7 @@ from typing import Any
 
 from kintsugi.messages import (
     Body,
+    ChipFault,
     Inspect,
     Inspected,
     Ok,
@@ -103,6 +104,14 @@ class Agent(Worker):
             child.end(-9)
         else:
             self._tell_master(ProcessSuspected(child.name, child.incarnation, "it is stopped (state T)"))
+
+    def chip_breaks(self, child: Process) -> None:
+        """The accelerator that a child uses is broken, and the agent has seen it."""
+        users = {child.name: child.incarnation}
+        chip = f"chip of {child.name} {child.incarnation}"
+        self._tell_master(
+            ChipFault(self.home.name, chip, chip, "xid", "XID 79", num_healthy=1, processes=users)
+        )
 
     def _tell_master(self, body: Body) -> None:
         """Now, or when it knows us."""

@@ -197,6 +197,8 @@ class Injector:
             case Kind.SLOW:
                 self._slow[process.name] = process.slowness_s = fault.share
                 self._world.after(fault.duration_s, self._quicken, process.name)
+            case Kind.CHIP:
+                return self._break_chip(process)
             case Kind.PARTITION:
                 return self._cut(process.name, fault.other, fault.duration_s)
             case Kind.FAIL | Kind.POISON:
@@ -207,6 +209,14 @@ class Injector:
             case _:
                 raise AssertionError(fault.kind)
         return True
+
+    def _break_chip(self, process: Process) -> bool:
+        agents = [host.agent for host in self._cluster.hosts.values() if process.name in host.children]
+        for agent in agents:
+            if agent is not None and agent.alive and not agent.stopped:
+                self._world.after(0.0, agent.chip_breaks, process)
+                return True
+        return False
 
     def _never_came_up(self, process: Process) -> bool:
         """Before the first step, a process that does not come up ends the run: that is no fault to survive."""

@@ -17,7 +17,7 @@ import msgspec
 from kintsugi.config import Config
 from kintsugi.control.journal import Journal
 from kintsugi.control.layout import ProcessPlan
-from kintsugi.control.lookout import Lookout
+from kintsugi.control.lookout import Lookout, told_by
 from kintsugi.control.master import Master
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import (
@@ -26,7 +26,6 @@ from kintsugi.control.protocol import (
     Decision,
     Effect,
     Event,
-    Exited,
     Finish,
     Forget,
     Joined,
@@ -35,7 +34,6 @@ from kintsugi.control.protocol import (
     RequestFailed,
     ShareBook,
     StopRequested,
-    Suspected,
     Tell,
     Tick,
 )
@@ -46,6 +44,7 @@ from kintsugi.facts import Fact
 from kintsugi.messages import (
     AddressBook,
     Body,
+    ChipFault,
     Heartbeat,
     Ping,
     ProcessExited,
@@ -69,7 +68,12 @@ NewMaster = Callable[..., Master]
 Gate = Callable[["SimulatedMaster", str, Callable[..., None], tuple[Any, ...]], bool]
 """(master, kind of event, action, its arguments) → whether it is held back, to be done later."""
 
-_GIVES: dict[type, str] = {Register: "Joined", ProcessExited: "Exited", ProcessSuspected: "Suspected"}
+_GIVES: dict[type, str] = {
+    Register: "Joined",
+    ProcessExited: "Exited",
+    ProcessSuspected: "Suspected",
+    ChipFault: "Suspected",
+}
 """Which event a message becomes."""
 
 
@@ -188,10 +192,8 @@ class SimulatedMaster(Process):
                 self._heard(sender, delivery.envelope.incarnation, body)
             case Register() if delivery.wants_reply:
                 self._take_in(delivery, body)
-            case ProcessExited() if role_of(sender) is Role.AGENT:
-                self.feed(Exited(body.process, body.incarnation, body.status, body.last_output))
-            case ProcessSuspected() if role_of(sender) is Role.AGENT:
-                self.feed(Suspected(body.process, body.incarnation, body.evidence, certain=True))
+            case ProcessExited() | ProcessSuspected() | ChipFault() if role_of(sender) is Role.AGENT:
+                self.feed(told_by(delivery.peer, body, time=0.0))
             case Ping():
                 self.endpoint.reply(delivery, OkBody())
             case _ if delivery.wants_reply:

@@ -50,7 +50,7 @@ from kintsugi.messages import (
     WeightsHashed,
 )
 from kintsugi.model import huggingface
-from kintsugi.model.device import choose_device, use_deterministic_kernels
+from kintsugi.model.device import choose_device, identity, use_deterministic_kernels
 from kintsugi.model.faults import as_world_error
 from kintsugi.model.folder import VALUE_HEAD
 from kintsugi.model.plan import actor_head, plan_companions, plan_model
@@ -442,7 +442,7 @@ def main(bootstrap: Bootstrap) -> int:
     """Load the model, register, serve until told to end."""
     torch.set_num_threads(1)
     config = load_config(Path(bootstrap.run_dir) / "config.yaml")
-    device = choose_device(bootstrap.process)
+    device = choose_device(bootstrap.process, broken=bootstrap.broken_chips)
     if device.type == "cuda" and config.deterministic:
         use_deterministic_kernels()
     _, tokenizer = plan_model(config)
@@ -478,7 +478,8 @@ def main(bootstrap: Bootstrap) -> int:
             with closing(worker):
                 worker.serve()
 
-        capabilities = {"device": str(device), "store": server.address, "flow": TorchAdapter.flow.value}
+        capabilities = {"device": str(device), "chip": identity(device)}
+        capabilities |= {"store": server.address, "flow": TorchAdapter.flow.value}
         return run_worker(bootstrap, body, capabilities=capabilities)
 
 

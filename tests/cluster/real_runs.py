@@ -38,8 +38,9 @@ def until(condition: Callable[[], object], what: str, *, timeout_s: float = LONG
 class Run:
     """One run folder and the command that runs it. Every process of it inherits a mark, by which it is found."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, program: str = "kintsugi") -> None:
         self.run_dir = run_dir
+        self._program = program
         self.gates = run_dir.with_suffix(".gates")
         self.gates.mkdir()
         self.launcher: subprocess.Popen[str] | None = None
@@ -62,7 +63,7 @@ class Run:
             **self.environment,
         }
         process = subprocess.Popen(
-            [sys.executable, "-m", "kintsugi", *arguments],
+            [sys.executable, "-m", self._program, *arguments],
             env=environment,
             cwd=self.run_dir.parent,
             stdout=subprocess.PIPE,

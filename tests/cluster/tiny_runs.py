@@ -47,6 +47,7 @@ class TinyRun:
         start_timeout_s: float = 60.0,
         preload: tuple[str, ...] = (),
         programs: dict[Role, str] | None = None,
+        spares: int = 0,
         exit_code: int | None = None,
         kill_itself: bool = False,
     ) -> subprocess.Popen[str]:
@@ -56,12 +57,12 @@ class TinyRun:
         entries = {Role.MASTER: "cluster_programs:master", Role.MODEL: "cluster_programs:idle"}
         entries |= {Role.ROLLOUT: "cluster_programs:parent_of_sleepers", **(programs or {})}
         table = {"entries": entries, "preload": preload, "forked": [Role.MODEL]}
-        config = Config(
-            name="test", cluster=ClusterSection(hosts=hosts, port=port, start_timeout_s=start_timeout_s)
-        )
+        cluster = ClusterSection(hosts=hosts, port=port, start_timeout_s=start_timeout_s, spares=spares)
+        config = Config(name="test", cluster=cluster)
         for name, content in (("orders", orders), ("programs", table), ("config", config)):
             (self.run_dir / f"{name}.json").write_bytes(msgspec.json.encode(content))
-        environment = {**os.environ, "PYTHONPATH": str(PROGRAMS), "KINTSUGI_TEST_MARK": self.mark}
+        path = os.pathsep.join([str(PROGRAMS), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path, "KINTSUGI_TEST_MARK": self.mark}
         self.launcher = subprocess.Popen(
             [sys.executable, str(PROGRAMS / "cluster_launcher.py"), str(self.run_dir)],
             env=environment,

@@ -31,3 +31,12 @@ def test_a_broken_group_is_the_cause_when_nothing_else_is_known() -> None:
     broken = fault("a", "GroupBroken")
     refused = fault("b", "RemoteError", cause=broken)
     assert root_first([refused, broken]) == [broken, refused]
+
+
+def test_a_cause_that_was_found_later_stands_before_what_others_noted_without_it() -> None:
+    noted = Fault("device", "DeviceError", "model-0", "CUDA error", 0.0)
+    loss = Fault("loss", "ProcessDied", "model-0", "it exited with code 1", 0.0, noted)
+    chip = Fault("chip", "ChipFault", "agent-0", "GPU 0 is broken", 0.0)
+    explained = Fault("device", "DeviceError", "model-0", "CUDA error", 0.0, chip)
+    for told in ([noted, explained, loss], [noted, loss, explained]):
+        assert [fault.id for fault in root_first(told)] == ["chip", "device", "loss"]

@@ -32,8 +32,10 @@ ALLOWED = {
     ("cluster/segments.py", "socket.recv_fds(connection, _MOST_BYTES, 1)"): "seen readable, by loop or wait",
     ("cluster/template.py", "listener.accept()"): "a non-blocking socket that runtime.wait saw readable",
     ("cluster/orphans.py", "os.waitpid(pid, 0)"): "takes the remains of a process that has ended",
-    ("cluster/template.py", "self._socket.recv(_MOST_BYTES)"): "a non-blocking socket, watched by the loop",
-    ("cluster/template.py", "socket.recv_fds(connection, _MOST_BYTES, 8)"): "runtime.wait saw it readable",
+    ("cluster/template.py", "self._socket.recv(MOST_BYTES)"): "a non-blocking socket, watched by the loop",
+    ("cluster/template.py", "socket.recv_fds(connection, MOST_BYTES, 8)"): "runtime.wait saw it readable",
+    ("cluster/placement.py", "socket.recv_fds(orders, MOST_BYTES, 8)"): "runtime.wait saw it readable",
+    ("cluster/spares.py", "self._socket.recv(len(PREPARED))"): "a non-blocking socket, watched by the loop",
     ("cluster/template.py", "os.read(reader, 4)"): "of a child that forks and ends, in the same moment",
     ("cluster/template.py", "os.waitpid(between, 0)"): "reaps that child, which exits right after its fork",
     (

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from kintsugi.bootstrap import Bootstrap
+from kintsugi.cluster.chips import ChipReading
 from kintsugi.cluster.segments import SegmentClient
 from kintsugi.errors import KintsugiError
 from kintsugi.messages import (
@@ -33,6 +34,32 @@ def idle(bootstrap: Bootstrap) -> int:
     """Until the lifeline ends."""
     os.read(bootstrap.lifeline, 1)
     return 0
+
+
+def unprepared(bootstrap: Bootstrap) -> int:
+    """What a spare does that needs nothing."""
+    return 0
+
+
+def prepare_in_vain(bootstrap: Bootstrap) -> int:
+    """What a spare does whose device does not work."""
+    raise RuntimeError(f"{bootstrap.process} can not be prepared")
+
+
+class FileProbe:
+    """Accelerators as `<folder>/<agent>.json` says; what an agent that has no such file sees is one that works."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / f"{Path('/proc/self/comm').read_text().strip()}.json"
+
+    def read(self) -> tuple[ChipReading, ...]:
+        if not self._path.exists():
+            return (ChipReading(uuid="cpu", name="the processor"),)
+        return msgspec.json.decode(self._path.read_bytes(), type=tuple[ChipReading, ...])
+
+
+def file_probe() -> FileProbe:
+    return FileProbe(Path(os.environ["KINTSUGI_TEST_CHIPS"]))
 
 
 def stubborn(bootstrap: Bootstrap) -> int:

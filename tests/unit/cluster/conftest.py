@@ -19,6 +19,8 @@ from kintsugi.cluster.handover import AgentHandover, Programs
 from kintsugi.cluster.placement import execute, in_memory
 from kintsugi.messages import (
     Body,
+    ChipFault,
+    Heartbeat,
     ProcessExited,
     ProcessStarted,
     ProcessSuspected,
@@ -47,7 +49,15 @@ class Host:
     """One agent and what it says. Call `turn` to let messages flow; `exits` and `registrations` are what came in."""
 
     def __init__(
-        self, run_dir: Path, *, index: int, preload: tuple[str, ...], programs: dict[Role, str]
+        self,
+        run_dir: Path,
+        *,
+        index: int,
+        preload: tuple[str, ...],
+        programs: dict[Role, str],
+        spares: int = 0,
+        prepare: str = "unprepared",
+        probe: str = "",
     ) -> None:
         job = uuid4().hex[:8]
         public_key, secret_key = new_key_pair()
@@ -59,6 +69,9 @@ class Host:
         self.run_dir = run_dir
         self.exits: list[ProcessExited] = []
         self.suspicions: list[ProcessSuspected] = []
+        self.chip_faults: list[ChipFault] = []
+        self.counters: dict[str, int] = {}
+        """As of the agent's last heartbeat."""
         self.registrations: list[Register] = []
         self.master.admit(Peer(self.name, "0", f"host-{index}", "", own_public))
         lifeline_read, self.lifeline = os.pipe2(os.O_CLOEXEC)
@@ -80,7 +93,14 @@ class Host:
             children_lifeline_read=children_read,
             children_lifeline_write=self.children_lifeline,
             report=report_write,
-            programs=Programs(entries=programs, preload=preload, forked=(Role.MODEL,)),
+            programs=Programs(
+                entries=programs,
+                preload=preload,
+                forked=(Role.MODEL,),
+                prepare=f"cluster_programs:{prepare}",
+                probe=probe,
+            ),
+            spares=spares,
         )
         self.agent = self._start_agent()
 
@@ -118,6 +138,10 @@ class Host:
                     self.exits.append(exited)
                 case ProcessSuspected() as suspected:
                     self.suspicions.append(suspected)
+                case ChipFault() as fault:
+                    self.chip_faults.append(fault)
+                case Heartbeat(progress=progress):
+                    self.counters = progress.counters
                 case _:
                     pass
         return True
@@ -173,9 +197,26 @@ def make_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeH
     monkeypatch.setenv("PYTHONPATH", str(FAKE_PROGRAMS), prepend=os.pathsep)
     hosts: list[Host] = []
 
-    def make(*, preload: tuple[str, ...] = (), **programs: str) -> Host:
+    def make(
+        *,
+        preload: tuple[str, ...] = (),
+        spares: int = 0,
+        prepare: str = "unprepared",
+        probe: str = "",
+        **programs: str,
+    ) -> Host:
         entries = {Role(role): f"cluster_programs:{name}" for role, name in programs.items()}
-        hosts.append(Host(tmp_path, index=len(hosts), preload=preload, programs=entries))
+        hosts.append(
+            Host(
+                tmp_path,
+                index=len(hosts),
+                preload=preload,
+                programs=entries,
+                spares=spares,
+                prepare=prepare,
+                probe=probe,
+            )
+        )
         return hosts[-1]
 
     yield make

@@ -62,6 +62,8 @@ class World:
             parent=self.parent,
             programs=Programs(entries={}, preload=("json",), forked=(Role.MODEL,)),
             processes=GoneAtOnce(),
+            own=self._bootstrap("agent-0", Role.AGENT),
+            num_spares=0,
             template_name=name,
             lifeline=-1,
             clock=self.clock,
@@ -83,12 +85,12 @@ class World:
         self.template.send(msgspec.msgpack.encode(answer))
         self._callbacks[self._spoken_to]()
 
-    def order(self) -> Kept:
-        bootstrap = Bootstrap(
+    def _bootstrap(self, process: str, role: Role) -> Bootstrap:
+        return Bootstrap(
             job="job",
             run_dir=str(self._run_dir),
-            process="model-0",
-            role=Role.MODEL,
+            process=process,
+            role=role,
             host="host-0",
             incarnation="a",
             public_key=b"",
@@ -96,6 +98,9 @@ class World:
             master=Peer("master-0", "a", "host-0", "", b""),
             lifeline=-1,
         )
+
+    def order(self) -> Kept:
+        bootstrap = self._bootstrap("model-0", Role.MODEL)
         start = Start(program="module:main", placement=Placement(), bootstrap=bootstrap, report=-1)
         kept = Kept.ordered(start, request=None)
         self.nursery.bring_up(kept)

@@ -1,0 +1,14 @@
+"""`python -m kintsugi_with_probe …`: the command line, with accelerators as `cluster_programs.FileProbe` reads them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kintsugi.cli import main
+from kintsugi.cluster import launcher
+from kintsugi.cluster.handover import PROGRAMS
+
+if __name__ == "__main__":
+    programs = msgspec.structs.replace(PROGRAMS, probe="cluster_programs:file_probe")
+    launcher.launch.__kwdefaults__ = {**(launcher.launch.__kwdefaults__ or {}), "programs": programs}
+    main()
