@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kintsugi.config import ClusterSection
 from kintsugi.facts import ProcessJoined, VersionCurrent
 from kintsugi.observe.events import ProcessBegan, ProcessEnded, read_events
-from kintsugi.recipe import load, load_config
+from kintsugi.recipe import anchored, load, load_config
 from kintsugi.runs import read_samples
 from kintsugi.simulation.replay import replay
 from kintsugi.types import SegmentSource, StreamSource, role_of
@@ -126,7 +126,8 @@ def test_tensorboard_and_logs_are_there(undisturbed: Run) -> None:
 
 def test_the_configuration_as_run_loads_back_to_the_same(undisturbed: Run) -> None:
     overrides = [f"run_dir={undisturbed.run_dir}"]
-    assert load_config(undisturbed.run_dir / "config.yaml") == load(RECIPE, overrides).config
+    as_run = load_config(undisturbed.run_dir / "config.yaml")
+    assert as_run == anchored(load(RECIPE, overrides).config)
 
 
 # Equal bits.
