@@ -46,6 +46,8 @@ class RebuildGroup(_Body, frozen=True):
     """host:port of the generation's store; the process at `ranks[0]` serves it."""
     sequence: int
     timeout_s: float = 30.0
+    """For the others; shorter than the master waits for the answer, so that it hears who did not come instead of
+    blaming who waited."""
 
 
 class Repair(_Body, frozen=True):

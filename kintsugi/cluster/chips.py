@@ -68,6 +68,11 @@ class ChipReading(msgspec.Struct, frozen=True, kw_only=True):
     pids: tuple[int, ...] = ()
     """Of the processes that use it, where the driver can see them."""
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether its counters say anything."""
+        return not (self.lost or self.unreadable)
+
 
 class Sign(msgspec.Struct, frozen=True):
     """What a reading means: `Sign("xid", "XID 79", broken=True)`."""
@@ -93,33 +98,41 @@ class Named(Protocol):
     def incarnation(self) -> str: ...
 
 
-def signs(reading: ChipReading, *, before: ChipReading | None) -> list[Sign]:
-    """What is new since the reading before (None: it is the first). A loss counts when it is seen twice."""
+def signs(
+    reading: ChipReading, *, before: ChipReading | None, counted: ChipReading | None = None
+) -> list[Sign]:
+    """What is new since the reading before (None: it is the first). A loss counts when it is seen twice.
+
+    `counted` is the last one that had counters, where the one before had none: old errors are not new ones because
+    they could not be read for a moment.
+    """
     found: list[Sign] = []
 
     def note(kind: SignKind, detail: str, *, broken: bool) -> None:
         found.append(Sign(kind, detail, broken))
 
-    first = before is None
-    before = before or ChipReading(uuid=reading.uuid, name=reading.name)
+    unknown = ChipReading(uuid=reading.uuid, name=reading.name)
+    counted = before if before is not None and before.is_counted else counted
+    first = counted is None
+    before, counted = before or unknown, counted or unknown
     if reading.lost and before.lost:
         note(SignKind.LOST, "the driver has lost it", broken=True)
     for xid in reading.xids:
         if xid not in PROGRAM_XIDS:
             note(SignKind.XID, f"XID {xid}", broken=xid not in WORRYING_XIDS)
-    if reading.uncorrected > before.uncorrected:
+    if reading.uncorrected > counted.uncorrected:
         since = (
             "since its driver was loaded"
             if first
-            else f"{reading.uncorrected - before.uncorrected} of them new"
+            else f"{reading.uncorrected - counted.uncorrected} of them new"
         )
         detail = f"{reading.uncorrected} uncorrected memory errors, {since}"
         note(SignKind.UNCORRECTED, detail, broken=not first)
-    if reading.remapping_failed and not before.remapping_failed:
+    if reading.remapping_failed and not counted.remapping_failed:
         note(SignKind.REMAPPING_FAILED, "bad memory can not be remapped any more", broken=True)
-    if reading.remapping_pending and not before.remapping_pending:
+    if reading.remapping_pending and not counted.remapping_pending:
         note(SignKind.REMAPPING_PENDING, "memory is to be retired at the next reset", broken=False)
-    if _magnitude(reading.corrected) > _magnitude(before.corrected):
+    if _magnitude(reading.corrected) > _magnitude(counted.corrected):
         note(SignKind.CORRECTED, f"{reading.corrected} corrected memory errors", broken=False)
     if reading.unreadable and not before.unreadable:
         note(SignKind.UNREADABLE, reading.unreadable, broken=False)
@@ -146,6 +159,8 @@ class ChipWatch:
         self.broken: dict[str, ChipFault] = {}
         """Identity → the first sign that it is broken; nothing mends it but an operator."""
         self._before: dict[str, ChipReading] = {}
+        self._counted: dict[str, ChipReading] = {}
+        """The last reading of each that had counters."""
         self._readings: queue.SimpleQueue[tuple[ChipReading, ...]] = queue.SimpleQueue()
         self._read_at = clock.monotonic()
         self._is_silent = False
@@ -204,8 +219,11 @@ class ChipWatch:
         return faults
 
     def _judge(self, reading: ChipReading) -> list[ChipFault]:
-        found = signs(reading, before=self._before.get(reading.uuid))
-        self._before[reading.uuid] = reading
+        uuid = reading.uuid
+        found = signs(reading, before=self._before.get(uuid), counted=self._counted.get(uuid))
+        self._before[uuid] = reading
+        if reading.is_counted:
+            self._counted[uuid] = reading
         if reading.uuid in self.broken:
             return []
         faults = [self._fault(reading, sign) for sign in found]

@@ -247,9 +247,13 @@ class Episodes:
                     self._ask(ticket, worker, now)
 
     def let_go(self) -> None:
-        """Tell the workers what the last step trained and dropped, so that they do not keep it any longer."""
+        """Tell the workers what the last step trained and dropped, so that they do not keep it any longer; nor are the
+        texts kept here of what was dropped, or answered again though it was trained."""
         state = self._draft.state
         ended = (*state.ledger.trained_in(state.step), *state.ledger.dropped_in(state.step))
+        for name in ended:
+            for index in range(state.ledger.ticket(name).num_samples):
+                self._texts.pop(sample_key(name, index), None)
         for worker in state.members.live(Role.ROLLOUT) if ended else ():
             self._draft.do(Tell(worker, Drop(ended)))
 

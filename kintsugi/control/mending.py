@@ -21,6 +21,7 @@ from kintsugi.control.staff import Staff
 from kintsugi.errors import DeadlineExceeded, DeviceError, Fault, root_first
 from kintsugi.facts import FaultNoted, IncidentClosed, IncidentOpened, RolledBack, StrategyChosen
 from kintsugi.messages import Body, Save
+from kintsugi.operations import RebuildGroup
 from kintsugi.recovery.controller import Controller, Orders, Ranks
 from kintsugi.recovery.incidents import Incidents
 from kintsugi.recovery.policy import FaultClass, Situation, Strategy, classify, hopeless, impact, plan
@@ -38,6 +39,8 @@ SLOW_FACTOR = 3.0
 SLOW_MARGIN_S = 0.5
 SLOW_STEPS = 5
 """Steps that an incident stays open because they are slow; then it is closed, and people are told."""
+MEETING_SHARE = 0.8
+"""Of the time for which the master waits, what ranks have to come together."""
 REPAIR_ATTEMPTS = 3
 """Repairs that may fail before steps are given up: who holds the state may be out of reach for a moment only."""
 FIRST_PAUSE_S = 0.2
@@ -279,9 +282,16 @@ class Mending:
                 self._staff.condemn(culprit, fault, now)
             self.failed(self.ranks[0], fault, now, phase="recovering")
         elif orders.bodies:
-            self._talk.ask_each(OPERATION, orders.bodies, now)
+            self._talk.ask_each(OPERATION, {rank: self._timed(b) for rank, b in orders.bodies.items()}, now)
         elif not self.active:
             self._mended(now)
+
+    def _timed(self, body: Body) -> Body:
+        """Ranks wait for each other when a group is rebuilt: they give up before the master would."""
+        if not isinstance(body, RebuildGroup):
+            return body
+        limit_s = MEETING_SHARE * self._talk.deadline_s(RebuildGroup)
+        return msgspec.structs.replace(body, timeout_s=limit_s)
 
     def _choose(self, now: float, *, replacements_fail: bool) -> Strategy | None:
         """The fault centre's choice for the open incident; None when nothing is wrong."""

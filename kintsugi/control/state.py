@@ -179,7 +179,8 @@ class MasterState:
         paths = {**self.checkpoint_paths, fact.step: fact.path}
         self.checkpoint_paths = {step: paths[step] for step in self.saved_steps}
         if len(self.saved_steps) == self._keep_checkpoints:
-            self.ledger.forget_before(self.saved_steps[0] + 1)
+            # What the last step trained may still have to be told to its rollout workers, by the next master.
+            self.ledger.forget_before(min(self.saved_steps[0] + 1, self.step))
             self.digests = {s: digest for s, digest in self.digests.items() if s >= self.saved_steps[0]}
             for tally in self.tallies.values():
                 tally.settle(self.saved_steps[0])

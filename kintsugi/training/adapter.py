@@ -7,6 +7,7 @@ generation of the process group, takes over a good state if its own is not, and 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 import torch
@@ -24,6 +25,7 @@ from kintsugi.training.state import TrainingState
 LoadState = Callable[[int, str], tuple[Mapping[str, Tensor], Counters]]
 """(step, source) to the committed state of that step, from a replica, a buddy or a checkpoint."""
 
+LEAST_PROBE_S = 1.0
 DEVICE_STOP_TIMEOUT_S = 30.0
 DEVICE_POLL_S = 0.001
 
@@ -110,6 +112,7 @@ class TorchAdapter:
             raise RefusedError(f"{self._process} is not among the ranks {', '.join(request.ranks)}")
         self.leave()
         self._generation = request.generation
+        start = time.monotonic()
         group = join_group(
             generation=request.generation,
             ranks=request.ranks,
@@ -120,7 +123,8 @@ class TorchAdapter:
             interruption=self._interruption,
         )
         try:
-            probe(group, device=self._state.gradient.device)
+            remaining_s = request.timeout_s - (time.monotonic() - start)
+            probe(group, device=self._state.gradient.device, timeout_s=max(remaining_s, LEAST_PROBE_S))
         except BaseException:
             group.close()
             raise
@@ -155,14 +159,14 @@ class TorchAdapter:
             self._group = None
 
 
-def probe(group: ProcessGroup, *, device: torch.device) -> None:
+def probe(group: ProcessGroup, *, device: torch.device, timeout_s: float) -> None:
     """Try a new group out: a sum that everybody knows, of every rank's place and of the generation it believes in."""
     if group.size == 1:
         return
     given = [float(group.rank + 1), float(group.generation)]
     expected = [group.size * (group.size + 1) / 2, float(group.size * group.generation)]
     numbers = torch.tensor(given, dtype=torch.float64, device=device)
-    group.all_reduce(numbers, timeout_s=group.timeout_s)
+    group.all_reduce(numbers, timeout_s=timeout_s)
     if numbers.tolist() != expected:
         raise IntegrityError(
             f"generation {group.generation} of {', '.join(group.ranks)} does not add up: "

@@ -122,7 +122,6 @@ class ProcessGroup:
         rank: int,
         backend: _Backend | None,
         route: Route,
-        timeout_s: float,
         interruption: Interruption,
     ) -> None:
         assert (backend is None) == (len(ranks) == 1)
@@ -130,8 +129,6 @@ class ProcessGroup:
         self.ranks = tuple(ranks)
         self.rank = rank
         self.route = route
-        self.timeout_s = timeout_s
-        """How long ranks that are equally fast may be apart."""
         self._backend = backend
         self._interruption = interruption
         self._over = threading.Event()
@@ -270,7 +267,7 @@ def join_group(
     timeout_s: float,
     interruption: Interruption = lambda: None,
 ) -> ProcessGroup:
-    """Meet the other ranks of a generation."""
+    """Meet the other ranks of a generation, within `timeout_s`."""
     backend, route = None, Route.HOST
     if len(ranks) > 1:
         meeting = _Meeting(
@@ -288,7 +285,6 @@ def join_group(
         rank=ranks.index(me),
         backend=backend,
         route=route,
-        timeout_s=timeout_s,
         interruption=interruption,
     )
 

@@ -14,6 +14,8 @@ from kintsugi.training.reduction import Contribution, finish_tree, sum_any_order
 
 T = TypeVar("T")
 
+APART_S = 30.0
+"""How long ranks that are equally fast may be apart."""
 SLOWER_RANK_FACTOR = 10.0
 """Shards are balanced by tokens, so a rank that takes ten times as long as this one is stuck rather than slow."""
 
@@ -61,7 +63,7 @@ def whole_batch(
             )
         else:
             everything = contribution([part for index in sorted(parts) for part in parts[index]])
-    timeout_s = group.timeout_s + SLOWER_RANK_FACTOR * (time.perf_counter() - start)
+    timeout_s = APART_S + SLOWER_RANK_FACTOR * (time.perf_counter() - start)
     with result.timed("reduce"):
         if deterministic:
             return finish_tree(group, num_shards=call.num_shards, owned=owned, timeout_s=timeout_s)

@@ -177,7 +177,6 @@ def test_a_rank_with_a_device_of_its_own_meets_the_others_through_nccl() -> None
         rank=0,
         backend=backend,
         route=route,
-        timeout_s=20.0,
         interruption=lambda: None,
     )
     tensor = torch.arange(6.0, device=CUDA)

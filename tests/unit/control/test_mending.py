@@ -330,6 +330,19 @@ def test_a_group_meets_at_its_first_rank(lost: str) -> None:
     assert stores == {"model-0"}
 
 
+def test_ranks_give_each_other_up_before_the_master_gives_up_one_that_only_waits() -> None:
+    driven = begun()
+    driven.until(Phase.TRAINING)
+    driven.lose("model-1")
+    driven.until(lambda: bool(driven.asked(RebuildGroup)))
+    asked = [
+        (r.body.timeout_s, r.deadline_s)
+        for r in driven.asked(RebuildGroup)
+        if isinstance(r.body, RebuildGroup)
+    ]
+    assert asked and all(meeting_s < deadline_s for meeting_s, deadline_s in asked)
+
+
 @pytest.mark.parametrize("rank", ["model-0", "model-1"])
 def test_the_last_checkpoint_is_asked_of_who_made_the_mistake_known_for_the_others_may_wait_for_it(
     rank: str,

@@ -164,7 +164,7 @@ def test_a_generation_that_was_stopped_is_not_joined_again() -> None:
 
 def test_a_rebuilt_group_adds_up() -> None:
     def rank_main(rank: int, group: ProcessGroup) -> bool:
-        probe(group, device=CPU)
+        probe(group, device=CPU, timeout_s=5.0)
         return True
 
     assert in_world(2, rank_main) == [True, True]
@@ -175,7 +175,7 @@ def test_a_group_that_does_not_add_up_is_not_used() -> None:
         if rank == 0:
             group.generation = 7
         with pytest.raises(IntegrityError) as caught:
-            probe(group, device=CPU)
+            probe(group, device=CPU, timeout_s=5.0)
         return str(caught.value)
 
     for message in in_world(2, rank_main):
