@@ -85,8 +85,6 @@ def _divergence(section: AlgorithmSection, stage: Stage) -> Iterator[Problem]:
         for field in ("kl", "kl_in"):
             if getattr(section, field) is not None:
                 yield f"algorithm.{field}", "nothing while `algorithm.beta` is 0: there is no KL to take"
-    elif algorithm.kl_in == "loss" and algorithm.kl == "k1":
-        yield "algorithm.kl", "k2 or k3 with `algorithm.kl_in=loss`: the gradient of k1 is 0 on average"
 
 
 def _shaping(config: Config, stage: Stage) -> Iterator[Problem]:
@@ -124,11 +122,8 @@ def _companions(config: Config, stage: Stage) -> Iterator[Problem]:
             "reference.moving_average",
             f"0 with `reference.copy_every`={stage.reference.copy_every}: one of the two",
         )
-    if stage.reward_model is not None and name in LEARN_ROWS:
-        yield (
-            "reward_model.path",
-            f"nothing (`reward_model=null`): {name} samples nothing that could be scored",
-        )
+    if stage.reward_model is not None and name not in _SAMPLING:
+        yield "reward_model.path", f"nothing (`reward_model=null`): {name} asks no model for scores"
     if stage.has_critic and stage.critic.warmup_steps >= stage.algorithm.steps:
         yield (
             "critic.warmup_steps",

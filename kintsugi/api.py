@@ -84,6 +84,8 @@ def train(
 
     Raises UserError for a mistake, before anything starts where it can be seen then, and RunFailed for a failed run.
     """
+    if not isinstance(config, Config | str | os.PathLike):
+        raise UserError(f"config: expected a `Config` or the path of a recipe, got {type(config).__name__}")
     resolved = given(config, overrides) if isinstance(config, Config) else load(Path(config), overrides)
     if run_dir is not None:
         resolved = _with_value(resolved, "run_dir", os.fspath(run_dir))
@@ -142,13 +144,11 @@ def _with_rewards(resolved: Resolved, reward: Rewards, *, file: Path) -> Resolve
 
 
 def _weighted(reward: Rewards) -> dict[Reward, float | None]:
-    if isinstance(reward, Mapping):
-        return dict(reward)
-    several = reward if isinstance(reward, Sequence) and not isinstance(reward, str) else [reward]
+    several = reward if isinstance(reward, Sequence | Mapping) and not isinstance(reward, str) else [reward]
     for each in several:
         if not isinstance(each, str) and not callable(each):
             raise UserError(f"reward: expected functions or their dotted paths, got {type(each).__name__}")
-    return dict.fromkeys(several)
+    return dict(reward) if isinstance(reward, Mapping) else dict.fromkeys(several)
 
 
 def _path_of(reward: Reward, *, file: Path) -> str:

@@ -138,7 +138,7 @@ def resume(run: Run) -> None:
         )
         raise typer.Exit(1)
     _allow_modules_of_this_folder()
-    validate(msgspec.structs.replace(status.config, run_dir=None))
+    validate(msgspec.structs.replace(status.config, run_dir=None), resumed=folder)
     (folder / runs.SUMMARY_FILE).unlink(missing_ok=True)
     _launch(status.config, run_dir=folder, resume=True)
 

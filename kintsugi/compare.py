@@ -98,6 +98,9 @@ def compare(folders: Sequence[Path], *, metrics: Sequence[str] = ()) -> Comparis
     """Everything that can be said about two or more runs side by side."""
     if len(folders) < 2:
         raise UserError(f"expected two runs or more to compare, got {len(folders)}")
+    for first, second in combinations(folders, 2):
+        if first.resolve() == second.resolve():
+            raise UserError(f"expected different runs to compare, got {first} twice")
     statuses = [runs.read_status(folder) for folder in folders]
     labels = [_label(index) for index in range(len(folders))]
     compared = tuple(map(_compared, labels, statuses))
@@ -236,15 +239,15 @@ def _judged(
 
 
 def _seeds(compared: Sequence[ComparedRun], statuses: Sequence[runs.RunStatus]) -> Iterator[Seeds]:
-    """Runs of one recipe with several seeds, gathered."""
-    groups: dict[bytes, list[ComparedRun]] = {}
+    """Runs of one recipe with several seeds, gathered; of those with the same seed, the first."""
+    groups: dict[bytes, dict[int, ComparedRun]] = {}
     for run, status in zip(compared, statuses, strict=True):
         alike = msgspec.structs.replace(status.config, seed=0, run_dir=None, name="")
-        groups.setdefault(msgspec.json.encode(alike), []).append(run)
+        groups.setdefault(msgspec.json.encode(alike), {}).setdefault(run.seed, run)
     for group in groups.values():
         yield Seeds(
-            tuple(run.label for run in group),
-            tuple(run.accuracy for run in group if run.accuracy is not None),
+            tuple(run.label for run in group.values()),
+            tuple(run.accuracy for run in group.values() if run.accuracy is not None),
         )
 
 
@@ -379,6 +382,8 @@ def plot(comparison: Comparison, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError("--png needs matplotlib: `pip install 'kintsugi[plots]'`") from error
+    if not comparison.curves:
+        raise UserError("--png: expected runs with figures to draw, none of these has done a step yet")
     figure = Figure(figsize=(8, 2.5 * len(comparison.curves)), layout="constrained")
     axes = figure.subplots(len(comparison.curves), squeeze=False)[:, 0]
     for axis, curve in zip(axes, comparison.curves, strict=True):

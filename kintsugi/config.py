@@ -245,6 +245,7 @@ class ActorSection(_Section, frozen=True):
     learning_rate: float = 5e-4
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
+    """Optimizer updates (`algorithm.updates_per_step` of them in a step) in which the rate rises to its value."""
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.99
@@ -383,6 +384,11 @@ class Stage(msgspec.Struct, frozen=True):
         return name == "dpo" or (beta > 0 and name not in ("sft", "reward_model"))
 
     @property
+    def takes_kl_off_reward(self) -> bool:
+        """Whether the distance to the reference costs reward, instead of adding to the loss."""
+        return self.has_reference and self.algorithm.kl_in == "reward"
+
+    @property
     def moves_reference(self) -> bool:
         """Whether the reference follows the actor, which makes it a part of every step's state."""
         return self.has_reference and (self.reference.copy_every > 0 or self.reference.moving_average > 0)
@@ -394,8 +400,9 @@ class Stage(msgspec.Struct, frozen=True):
 
     def total_reward(self, values: Mapping[str, float]) -> float:
         """What a sample earned: its own reward and, with a reward model, that model's weighted score."""
-        weight = 0.0 if self.reward_model is None else self.reward_model.weight
-        return values["reward"] + weight * values.get("score", 0.0)
+        if self.reward_model is None:
+            return values["reward"]
+        return values["reward"] + self.reward_model.weight * values["score"]
 
 
 def stages(config: Config) -> tuple[Stage, ...]:

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 
-from kintsugi.config import Config, SourceSection, has_servers, stages
+from kintsugi.config import Config, MixedSource, SourceSection, has_servers, stages
 from kintsugi.data.columns import held_out_needs_of, needs_of
 from kintsugi.data.feed import measured_tokens
+from kintsugi.data.order import SMALLEST_SHARE
 from kintsugi.data.saved import SavedRollouts
 from kintsugi.data.source import ARITHMETIC, IN_WORDS, DataSet, Part, named_sources
-from kintsugi.data.streams import Stream
+from kintsugi.data.streams import Stream, is_stream
 from kintsugi.data.tasks import TASK
 from kintsugi.data.tokens import Fed, Feeding
+from kintsugi.errors import DataError, ModelError
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.rollout.scoring import parse_rewards
@@ -33,19 +36,32 @@ def data_problems(config: Config) -> Iterator[Problem]:
             yield f"{prefix}num_eval", "a positive number: the run is judged on held-out rows"
         if section.source in (ARITHMETIC, IN_WORDS) and not 1 <= section.max_digits <= 3:
             yield f"{prefix}max_digits", "1 to 3 (all problems are listed beforehand)"
-        if section.weight <= 0:
+        if not 0 < section.weight < math.inf:
             yield f"{prefix}weight", "a positive number"
         if section.options and not section.source.startswith(TASK):
             yield f"{prefix}options", "nothing: they are options of a reasoning-gym task"
         if needs_of(config).pair and section.source.startswith(TASK):
             yield f"{prefix}source", "data with pairs: reasoning-gym has no rejected answers"
+    yield from _problems_together(named_sources(data))
+
+
+def _problems_together(sources: Sequence[tuple[str, MixedSource]]) -> Iterator[Problem]:
+    """What is wrong with a source only because of the others."""
+    total = sum(section.weight for _, section in sources)
+    streams: set[str] = set()
+    for prefix, section in sources:
+        if section.weight < SMALLEST_SHARE * total:
+            yield f"{prefix}weight", f"at least a thousandth of all weights together, which are {total:g}"
+        if is_stream(section.source) and section.source in streams:
+            yield f"{prefix}source", "a stream that no other source reads: each row comes out of it once"
+        streams.add(section.source)
 
 
 class Lengths:
     """Measures rows against what the model and its servers can hold."""
 
     def __init__(self, config: Config, model: ModelConfig, tokenizer: Tokenizer) -> None:
-        self._config, self._model = config, model
+        self._config, self._model, self._tokenizer = config, model, tokenizer
         self._feeding = Feeding(tokenizer, config.data, needs_of(config))
         self._held_out = Feeding(tokenizer, config.data, held_out_needs_of(config))
         self._samples = any(stage.samples_completions for stage in stages(config))
@@ -54,13 +70,25 @@ class Lengths:
         """Of held-out rows all must fit: a run is judged on all of them. Of the others, all but a tolerated share."""
         if self._config.generation.max_length > self._model.max_positions:
             yield "generation.max_length", f"at most the model's {self._model.max_positions} positions"
-        for part in data_set.parts:
-            yield from self._of_held_out(part)
-        for part in data_set.parts:
+        fields = [f"{prefix}source" for prefix, _ in named_sources(self._config.data)]
+        if self._config.data.chat_template and self._tokenizer.chat_template is None:
+            yield "data.chat_template", "false: the model's tokenizer has no chat template"
+        for field, part in zip(fields, data_set.parts, strict=True):
+            yield from self._written(field, part, self._of_held_out)
+        for field, part in zip(fields, data_set.parts, strict=True):
             if isinstance(part.train, SavedRollouts):
-                yield from self._of_saved(part.train)
+                yield from self._of_saved(part.train, field=field)
             elif not isinstance(part.train, Stream):
-                yield from self._of_training(part)
+                yield from self._written(field, part, self._of_training)
+
+    def _written(
+        self, field: str, part: Part, problems: Callable[[Part], Iterator[Problem]]
+    ) -> Iterator[Problem]:
+        """The problems of rows; that one can not be put into tokens at all is one of them."""
+        try:
+            yield from problems(part)
+        except (DataError, ModelError) as error:
+            yield field, f"rows of '{part.name}' that can be put into the model's tokens: {error}"
 
     def _of_held_out(self, part: Part) -> Iterator[Problem]:
         sampled, count = has_servers(self._config), len(part.held_out)
@@ -70,13 +98,13 @@ class Lengths:
                 start = _cut(part.held_out.row(index).prompt)
                 yield field, f"{expected}; it is held out of '{part.name}' and starts {start}"
 
-    def _of_saved(self, saved: SavedRollouts) -> Iterator[Problem]:
+    def _of_saved(self, saved: SavedRollouts, *, field: str) -> Iterator[Problem]:
         """Saved rollouts are trained as they are, so they must fit the model and the algorithm."""
         algorithm = stages(self._config)[-1].algorithm
         learns_rows = [stage.name for stage in stages(self._config) if not stage.samples_completions]
         if learns_rows:
             yield (
-                "data.source",
+                field,
                 f"data to learn from: saved rollouts have no answers for {learns_rows[0]} to imitate",
             )
         if algorithm.group_size > saved.largest_group:
@@ -84,10 +112,12 @@ class Lengths:
                 "algorithm.group_size",
                 f"at most the {saved.largest_group} samples per prompt that were saved",
             )
+        if not saved.was_written_with(self._tokenizer):
+            yield field, "rollouts in the tokens of this model; they were sampled with another tokenizer"
         if saved.longest > self._model.max_positions:
             positions = self._model.max_positions
             yield (
-                "data.source",
+                field,
                 f"rollouts within the model's {positions} positions, got {saved.longest} tokens in one",
             )
         missing = {reward.name for reward in parse_rewards(self._config.algorithm.reward)} - saved.components

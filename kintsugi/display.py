@@ -253,7 +253,7 @@ def suggestions(summary: Summary, *, folder: Path) -> list[str]:
         f"{program()} eval {folder}",
         f"{program()} export {folder} --to my-model",
         f"{program('tensorboard')} --logdir {folder}/tensorboard",
-        f"{program()} train recipes/grpo_arithmetic.yaml seed=1",
+        f"{program()} train {folder}/config.yaml seed=1 run_dir={folder}-seed-1",
     ]
 
 

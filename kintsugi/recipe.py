@@ -172,7 +172,7 @@ def _layers(path: Path) -> list[tuple[str, Tree]]:
     seen: list[Path] = []
     named_by: Path | None = None
     while True:
-        identity = path.resolve()
+        identity = _identity(path)
         if identity in seen:
             circle = " → ".join(link.name for link in [*seen[seen.index(identity) :], identity])
             raise ConfigError(f"`extends` in {named_by}: expected a chain that ends, got the circle {circle}")
@@ -185,6 +185,16 @@ def _layers(path: Path) -> list[tuple[str, Tree]]:
         if not isinstance(parent, str):
             raise ConfigError(f"`extends` in {path}: expected one path, got {parent!r}")
         named_by, path = path, path.parent / parent
+
+
+def _identity(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # RuntimeError is what a circle of links gives before Python 3.13.
+        raise ConfigError(f"{path}: expected a readable recipe file: {error}") from error
 
 
 def _read_yaml(path: Path, *, named_by: Path | None) -> Tree:
@@ -248,7 +258,7 @@ for _tag, _pattern, _first in (
 
 def _parse_override(override: str) -> Tree:
     """`actor.learning_rate=3e-4` → `{"actor": {"learning_rate": 0.0003}}`."""
-    field, equals, text = override.partition("=")
+    field, equals, text = str(override).partition("=")
     names = field.split(".")
     if not equals or not all(name.isidentifier() for name in names):
         raise ConfigError(

@@ -173,7 +173,11 @@ def describe_status(status: int | None) -> str:
     """`describe_status(-9) == "killed by SIGKILL"`."""
     if status is None:
         return "ended, status unknown"
-    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exited with code {status}"
+    if status >= 0:
+        return f"exited with code {status}"
+    # Most real-time signals have no name.
+    names = {each.value: each.name for each in signal.Signals}
+    return f"killed by {names.get(-status, f'signal {-status}')}"
 
 
 class Child:

@@ -6,6 +6,7 @@ machine in minutes. With a model or data of one's own, sizes are measured instea
 
 from __future__ import annotations
 
+import re
 import string
 import typing
 from collections.abc import Iterator, Sequence
@@ -95,7 +96,7 @@ def write_starter(
         if target.exists():
             raise UserError(f"{target}: expected a file that does not exist yet; nothing is overwritten")
     starter = starter_recipe(
-        algorithm=algorithm, model=model, data=data, name=path.stem, rewards_file=str(rewards)
+        algorithm=algorithm, model=model, data=data, name=_name(path), rewards_file=str(rewards)
     )
     written = {path: starter.recipe} | ({} if starter.rewards is None else {rewards: starter.rewards})
     for target, text in written.items():
@@ -105,6 +106,11 @@ def write_starter(
         except OSError as error:
             raise StorageError(f"could not write {target}: {error.strerror or error}") from error
     return list(written)
+
+
+def _name(path: Path) -> str:
+    """The run's name after the file's, as far as it can be the name of a folder: `my first.yaml` → `my-first`."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "recipe"
 
 
 def starter_recipe(
@@ -191,13 +197,14 @@ def _candidates(base: Config, data: DataSection) -> Iterator[DataSection]:
 
 def _rewards_text(found: _Found) -> str:
     columns = "".join(f"{name}, " for name in found.columns if name.isidentifier() and name != "completion")
-    return REWARDS.substitute(columns=columns, example=next(iter(found.columns), "column"))
+    example = next((name for name in found.columns if name.isidentifier()), "column")
+    return REWARDS.substitute(columns=columns, example=example)
 
 
 def _recipe_text(found: _Found, *, name: str, reward: str) -> str:
     own, samples = found.has_own_model, found.algorithm not in LEARN_ROWS
     text = RECIPE.substitute(
-        name=name,
+        name=_scalar(name),
         model=_model_text(found.model),
         source=_scalar(found.data.source),
         columns=_column_lines(found),
@@ -209,7 +216,7 @@ def _recipe_text(found: _Found, *, name: str, reward: str) -> str:
         batch_size=32 if own else 64,
         group_size="" if not samples else GROUP_SIZE,
         beta=_beta_line(found.algorithm),
-        reward=_scalar(reward),
+        reward=yaml.safe_dump([reward], default_flow_style=True, width=1000).strip(),
         warmup=WARMUP if not own and found.generates_data and found.algorithm in NEED_WARMUP else "",
         learning_rate=_learning_rate(found),
         critic=CRITIC.substitute(learning_rate="1.0e-5" if own else "1.0e-3")
@@ -243,7 +250,10 @@ def _scalar(value: str | None) -> str:
 
 def _column_lines(found: _Found) -> str:
     data = found.data
-    lines = [f"  prompt_column: {data.prompt_column}", f"  # columns for rewards: {', '.join(found.columns)}"]
+    lines = [
+        f"  prompt_column: {data.prompt_column}",
+        f"  # columns for rewards: {' '.join(', '.join(found.columns).split())}",
+    ]
     if data.completion_column is not None:
         lines.append(f"  completion_column: {data.completion_column}   # what SFT learns to write")
     return "" if found.generates_data else "\n".join(lines) + "\n"
@@ -285,7 +295,7 @@ algorithm:
   batch_size: $batch_size      # prompts per step
 $group_size\
 $beta\
-  reward: [$reward]
+  reward: $reward
   # Functions f(completions, **columns) -> list[float], by dotted path or as file.py:function; the first one also
   # decides what counts as right in an evaluation. Several are added up, with weights: "my.module.brevity * 0.1".
 $warmup\

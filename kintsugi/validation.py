@@ -35,6 +35,7 @@ class _Candidate(msgspec.Struct, frozen=True):
     origins: Mapping[str, str]
     values: dict[str, Any]
     stages: tuple[Stage, ...]
+    resumed: Path | None
 
     def error(self, field: str, expected: str) -> ConfigError:
         origin = self.origins.get(field, "")
@@ -49,9 +50,14 @@ class _Candidate(msgspec.Struct, frozen=True):
         return value
 
 
-def validate(config: Config, *, origins: Mapping[str, str] | None = None) -> None:
-    """Raise a `UserError` that names the field or file, what was found and what is expected; else return."""
-    candidate = _Candidate(config, origins or {}, fields_of(config), stages(config))
+def validate(
+    config: Config, *, origins: Mapping[str, str] | None = None, resumed: Path | None = None
+) -> None:
+    """Raise a `UserError` that names the field or file, what was found and what is expected; else return.
+
+    `resumed` is the folder of a run that shall go on with this configuration.
+    """
+    candidate = _Candidate(config, origins or {}, fields_of(config), stages(config), resumed)
     for check in _CHECKS:
         check(candidate)
 
@@ -251,7 +257,7 @@ def _check_model(run: _Candidate) -> None:
 def _check_data(run: _Candidate) -> None:
     for field, expected in data_problems(run.config):
         raise run.error(field, expected)
-    data_set = open_data(run.config)
+    data_set = open_data(run.config, resumed=run.resumed)
     first = data_set.held_out_row(0)
     if run.config.data.system is not None and not (run.config.data.chat_template or first.messages):
         raise run.error("data.system", "nothing: plain text has no system prompt (`data.chat_template=true`)")

@@ -31,8 +31,11 @@ CLOSE_S = 0.2
 """For the thread to end; it may be inside a driver that does not answer, and is left behind then."""
 PROGRAM_XIDS = frozenset({13, 31, 43, 45, 68, 109})
 """NVIDIA's numbers for what the program did: exceptions, illegal accesses, time-outs and ends of its own channels."""
-WORRYING_XIDS = frozenset({63, 92, 94})
-"""A row is to be remapped, many corrected errors, an error that was contained: whom it hit is told by the device."""
+BROKEN_XIDS = frozenset(
+    {46, 48, 54, 62, 64, 74, 79, 95, 110, 119, 120, 136, 140, 143, *range(144, 152), 155, 156, 158, 167, 169}
+)
+"""Those after which NVIDIA's catalog has the chip or its host reset, or worse. After any other a restart of the program
+is enough, or nothing is needed (154 only comments on others): whom it hit is told by the device, and people by us."""
 
 
 class SignKind(StrEnum):
@@ -119,7 +122,7 @@ def signs(
         note(SignKind.LOST, "the driver has lost it", broken=True)
     for xid in reading.xids:
         if xid not in PROGRAM_XIDS:
-            note(SignKind.XID, f"XID {xid}", broken=xid not in WORRYING_XIDS)
+            note(SignKind.XID, f"XID {xid}", broken=xid in BROKEN_XIDS)
     if reading.uncorrected > counted.uncorrected:
         since = (
             "since its driver was loaded"

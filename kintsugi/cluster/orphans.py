@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 from collections.abc import Collection, Iterator
@@ -16,6 +17,8 @@ from pathlib import Path
 from kintsugi.runtime import SYSTEM_CLOCK, Child, Clock, Processes
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+LOOKS = 100
+"""At the threads of a process that come and go; a process that is gone fails as often in a few milliseconds."""
 
 
 @contextlib.contextmanager
@@ -38,11 +41,19 @@ def _control(library: ctypes.CDLL, option: int, argument: object) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Numbers of the direct children of a process, adopted orphans among them."""
-    children: list[int] = []
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        children += [int(number) for number in (thread / "children").read_text().split()]
-    return children
+    """Numbers of the direct children of a process, adopted orphans among them.
+
+    A thread that ends meanwhile leaves its children to another, which may have been looked at before: then look again.
+    """
+    for _ in range(LOOKS):
+        children: set[int] = set()
+        try:
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                children.update(int(number) for number in (thread / "children").read_text().split())
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        return sorted(children)
+    raise ProcessLookupError(errno.ESRCH, f"process {pid} is gone, or its threads do not stand still")
 
 
 def reap_orphans(*, but: Collection[int]) -> None:
@@ -72,7 +83,7 @@ def hold_descendants(pid: int, *, processes: Processes) -> list[Child]:
             for child in children
             for descendant in (processes.adopt(child), *hold_descendants(child, processes=processes))
         ]
-    except (FileNotFoundError, ProcessLookupError):
+    except ProcessLookupError:
         return []
 
 

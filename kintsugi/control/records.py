@@ -50,9 +50,9 @@ class Records:
 
     def truncate_after(self, step: int) -> None:
         """Later steps are undone, or were written down by a master that died before they were facts."""
-        self._metrics.truncate_after(step)
-        self._samples.truncate_after(step)
-        self._verdicts.truncate_after(step)
+        self.attempt("metrics", lambda: self._metrics.truncate_after(step))
+        self.attempt("samples.jsonl", lambda: self._samples.truncate_after(step))
+        self.attempt("verdicts.jsonl", lambda: self._verdicts.truncate_after(step))
 
     def input(self, event: Event, now: float) -> None:
         self.attempt("inputs", lambda: self._inputs.write(event, now))
@@ -62,12 +62,14 @@ class Records:
 
     def evaluation(self, record: RecordEvaluation) -> None:
         """Its figures, and which problems were answered right, so that runs can be compared problem by problem."""
+        self.attempt("metrics", lambda: self._metrics.write(record.step, record.metrics))
+        self.attempt("verdicts.jsonl", lambda: self._verdicts.write(self._verdict(record)))
+
+    def _verdict(self, record: RecordEvaluation) -> VerdictRecord:
         if not self._problems:
             data = open_data(self._config, run_dir=self._run_dir)
             self._problems = problems_digest(map(data.held_out_row, range(data.num_held_out)))
-        verdicts = VerdictRecord(record.step, self._problems, record.verdicts)
-        self.attempt("metrics", lambda: self._metrics.write(record.step, record.metrics))
-        self.attempt("verdicts.jsonl", lambda: self._verdicts.write(verdicts))
+        return VerdictRecord(record.step, self._problems, record.verdicts)
 
     def summary(self, summary: object) -> None:
         text = json.dumps(summary, indent=2) + "\n"

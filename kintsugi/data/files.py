@@ -52,12 +52,12 @@ def files_of(source: str, *, cache_dir: str) -> list[LinesFile]:
 def _paths(source: str) -> list[Path]:
     path = Path(source)
     if path.is_dir():
-        found = sorted(each for each in path.rglob("*") if each.suffix in _SUFFIXES)
+        found = sorted(each for each in path.rglob("*") if each.suffix in _SUFFIXES and each.is_file())
         if not found:
             raise DataError(f"expected {', '.join(_SUFFIXES)} files in the folder '{source}', found none")
         return found
     if any(sign in source for sign in "*?[") and not path.exists():
-        found = sorted(Path(each) for each in glob.glob(source, recursive=True))
+        found = sorted(path for each in glob.glob(source, recursive=True) if (path := Path(each)).is_file())
         if not found:
             raise DataError(f"expected files that match '{source}', found none")
         return found
@@ -65,6 +65,10 @@ def _paths(source: str) -> list[Path]:
         raise DataError(
             f"expected 'arithmetic', 'reasoning_gym:TASK', 'hf:NAME:CONFIG:SPLIT', 'stream:PATH', or a file, folder "
             f"or pattern, found nothing at '{source}'"
+        )
+    if not path.is_file():  # Opening a pipe would wait for somebody who writes.
+        raise DataError(
+            f"expected a file, '{source}' is none; rows that come out of a pipe are named 'stream:{source}'"
         )
     return [path]
 
@@ -122,7 +126,7 @@ def _array_records(path: Path) -> Records:
     text = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     try:
         elements = msgspec.json.decode(text, type=list[msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{path}: expected one JSON array, or one object per line: {error}") from error
     for element in elements:
         yield bytes(element).replace(b"\r", b" ").replace(b"\n", b" ")
@@ -159,9 +163,10 @@ def _from_folder(folder: Path, *, split: str | None, shown: str, cache_dir: str)
     def read() -> Records:
         datasets = _datasets(shown)
         try:
-            return _rows_of(datasets.load_from_disk(str(folder)), split=split, shown=shown)
-        except (OSError, ValueError, KeyError) as error:
-            raise DataError(f"{shown}: expected a saved data set: {error}") from error
+            yield from _rows_of(datasets.load_from_disk(str(folder)), split=split, shown=shown)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"{shown}: expected a whole saved data set: {reason[:200]}") from error
 
     return _kept(key, read, shown=shown, cache_dir=cache_dir)
 

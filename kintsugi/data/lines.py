@@ -235,6 +235,8 @@ def record_of(line: bytes) -> dict[str, Any]:
         pass
     except msgspec.DecodeError as error:
         raise Unusable(f"expected a JSON object, got {line[:60]!r} ({error})") from error
+    except RecursionError as error:
+        raise Unusable(f"expected values nested less deeply, got {line[:60]!r}") from error
     try:
         line.decode()
     except UnicodeDecodeError as error:

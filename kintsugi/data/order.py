@@ -13,6 +13,8 @@ from kintsugi.runtime import random_stream
 _LARGEST_TABLE = 1 << 20
 """Rows up to which an epoch's order is a shuffled table; beyond, each position is computed by itself."""
 _WEIGHT_STEPS = 1000
+SMALLEST_SHARE = 1 / _WEIGHT_STEPS
+"""Of all prompts that a source may have: a smaller one would make the period of the mixture too long to be kept."""
 
 
 class Order:

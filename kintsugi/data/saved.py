@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kintsugi.errors import DataError
 from kintsugi.observe.rollouts import SavedSample, read_groups
-from kintsugi.types import Row
+from kintsugi.types import Finish, Row
+
+if TYPE_CHECKING:  # The master opens the data too, and needs no tokenizer.
+    from kintsugi.model.tokenizer import Tokenizer
 
 SAVED = "saved"
 """The column of such a row that holds its answers."""
+_READ_AGAIN = 100
+"""Samples that are compared with what they read when they were sampled; another tokenizer shows in the first ones."""
 
 
 class SavedRollouts:
@@ -36,6 +42,12 @@ class SavedRollouts:
         """Tokens of the longest sample."""
         return max(len(sample.tokens) for group in self._groups for sample in group)
 
+    def was_written_with(self, tokenizer: Tokenizer) -> bool:
+        """Whether tokens mean here what they meant when they were sampled."""
+        every = [sample for group in self._groups for sample in group]
+        in_vocabulary = all(max(sample.tokens) < tokenizer.vocab_size for sample in every)
+        return in_vocabulary and all(_reads_the_same(sample, tokenizer) for sample in every[:_READ_AGAIN])
+
     @property
     def components(self) -> frozenset[str]:
         """Rewards that every sample has."""
@@ -44,7 +56,14 @@ class SavedRollouts:
         )
 
 
+def _reads_the_same(sample: SavedSample, tokenizer: Tokenizer) -> bool:
+    written = [token for token, learned in zip(sample.tokens, sample.loss_mask, strict=True) if learned]
+    ended = sample.finish is Finish.EOS
+    return tokenizer.text_of_completion(written, ended=ended) == sample.completion
+
+
 def saved_samples(row: Row) -> tuple[SavedSample, ...]:
     """The answers of a row; empty for one that has still to be answered."""
-    saved: tuple[SavedSample, ...] = row.columns.get(SAVED, ())
-    return saved
+    saved = row.columns.get(SAVED)
+    # A column of that name in somebody's own data holds what JSON has, which is never a tuple.
+    return saved if isinstance(saved, tuple) else ()

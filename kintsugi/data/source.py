@@ -23,14 +23,14 @@ from kintsugi.data.arithmetic import Arithmetic
 from kintsugi.data.cache import key_of
 from kintsugi.data.columns import held_out_needs_of, needs_of
 from kintsugi.data.files import HUB, files_of
-from kintsugi.data.lines import Lines, Table, look, look_again
+from kintsugi.data.lines import BadRow, Lines, Table, look, look_again
 from kintsugi.data.order import Mixing, Order
 from kintsugi.data.record import DataRecord, Found, read_record, write_record
 from kintsugi.data.saved import SavedRollouts
-from kintsugi.data.streams import UNKNOWN_LENGTH, Stream, check_stream, is_stream, spool_path
+from kintsugi.data.streams import STREAM, UNKNOWN_LENGTH, Stream, check_stream, is_stream, spool_path
 from kintsugi.data.tasks import TASK, Tasks
 from kintsugi.errors import DataError, UserError
-from kintsugi.observe.rollouts import is_rollouts
+from kintsugi.observe.rollouts import ROLLOUTS_FOLDER, is_rollouts
 from kintsugi.types import Row
 
 ARITHMETIC, IN_WORDS = "arithmetic", "arithmetic:words"
@@ -134,13 +134,14 @@ class _Slice:
         return self._source.row(self._start + index)
 
 
-def open_data(config: Config, *, run_dir: Path | None = None) -> DataSet:
+def open_data(config: Config, *, run_dir: Path | None = None, resumed: Path | None = None) -> DataSet:
     """The data of a configuration: as recorded in its run folder if it was, else everything is looked at now.
 
-    `DataError` names the source, and the rows of it that can not be used if they are too many.
+    `resumed` is a run that shall go on, whose streams may have ended. `DataError` names the source, and the rows of it
+    that can not be used if they are too many.
     """
     record = None if run_dir is None else read_record(run_dir)
-    return _Opening(config, run_dir=run_dir, record=record).data_set()
+    return _Opening(config, run_dir=run_dir, record=record, resumed=resumed).data_set()
 
 
 def pin_data(config: Config, *, run_dir: Path, like: Path | None = None) -> DataRecord:
@@ -180,8 +181,9 @@ class _Opening:
         run_dir: Path | None,
         record: DataRecord | None,
         hub: DataRecord | None = None,
+        resumed: Path | None = None,
     ) -> None:
-        self._data, self._run_dir = config.data, run_dir
+        self._data, self._run_dir, self._resumed = config.data, run_dir, resumed
         self._needs = {"train": needs_of(config), "eval": held_out_needs_of(config)}
         self._recorded = {} if record is None else {each.field: each.table for each in record.found}
         self._from_hub = {} if hub is None else {each.field: each.table for each in hub.found}
@@ -197,12 +199,18 @@ class _Opening:
             try:
                 parts.append(self._part(section, prefix=prefix))
             except DataError as error:
-                raise error if "`" in str(error) else DataError(f"`{prefix}source`: {error}") from error
+                named = str(error).startswith("`data.")
+                raise error if named else DataError(f"`{prefix}source`: {error}") from error
         return DataSet(parts, shuffle=self._data.shuffle)
 
     def _part(self, section: MixedSource, *, prefix: str) -> Part:
         source, count = section.source, section.num_eval
         if section.eval_source is not None:
+            if is_stream(section.eval_source) or is_rollouts(section.eval_source):
+                raise DataError(
+                    f"`{prefix}eval_source`: expected rows that are all there and have still to be answered, not a "
+                    f"stream or saved rollouts, got '{section.eval_source}'"
+                )
             there = self._whole(section, section.eval_source, "eval", field=f"{prefix}eval_source")
             held_out: Source = _Slice(there, 0, min(count, len(there)))
             train = self._whole(section, source, "train", field=f"{prefix}source")
@@ -218,7 +226,7 @@ class _Opening:
         if source in (ARITHMETIC, IN_WORDS) or source.startswith(TASK):
             train, held_out = _generated(section, "train"), _generated(section, "eval")
             if len(train) == 0:
-                raise _too_many(section, prefix=prefix, there=len(train) + len(held_out))
+                raise _too_many(section, prefix=prefix, there=_num_generated(train, held_out))
             return Part(section, train, held_out)
         whole = self._whole(section, source, "train", field=f"{prefix}source")
         if len(whole) <= count:
@@ -237,11 +245,21 @@ class _Opening:
         """All rows of a source: of files, of a stream, or those of a generated one that belong to a split."""
         if is_rollouts(source):
             return SavedRollouts(Path(source))
+        if is_rollouts(within := os.path.join(source, ROLLOUTS_FOLDER)):
+            raise DataError(
+                f"`{field}`: expected the folder of the rollouts, '{within}', got that of their run"
+            )
         if is_stream(source):
             if self._run_dir is None:  # The run has not begun: nobody may take anything from it yet.
-                check_stream(source)
+                check_stream(source, run_dir=self._resumed)
             path = spool_path(self._run_dir or Path(os.devnull), source)
-            return Stream(path, section, needs=self._needs[split], max_bad_share=self._data.max_bad_share)
+            return Stream(
+                path,
+                section,
+                needs=self._needs[split],
+                max_bad_share=self._data.max_bad_share,
+                spooled=source != f"{STREAM}{path}",
+            )
         if source in (ARITHMETIC, IN_WORDS) or source.startswith(TASK):
             return _generated(msgspec.structs.replace(section, source=source), split)
         return self._lines(section, source, split, field=field)
@@ -261,6 +279,10 @@ class _Opening:
             _check_share(table, source=source, field=field, most=self._data.max_bad_share)
         self.found.append(Found(field, source, table))
         return Lines(table, offsets, section, needs=needs)
+
+
+def _num_generated(train: Source, held_out: Source) -> int:
+    return train.num_problems if isinstance(train, Tasks) else len(train) + len(held_out)
 
 
 def _generated(section: SourceSection, split: str) -> Source:
@@ -290,7 +312,10 @@ def _check_share(table: Table, *, source: str, field: str, most: float) -> None:
     if total == 0:
         raise DataError(f"`{field}`: expected rows in '{source}', found none")
     if table.num_bad > most * total:
-        told = "; ".join(map(str, table.bad[:_BAD_ROWS_TOLD]))
+        first_of_kind: dict[str, BadRow] = {}
+        for each in table.bad:
+            first_of_kind.setdefault(each.reason, each)
+        told = "; ".join(map(str, list(first_of_kind.values())[:_BAD_ROWS_TOLD]))
         raise DataError(
             f"`{field}`: {table.num_bad} of {total} rows of '{source}' can not be used, more than "
             f"`data.max_bad_share`={most} allows: {told}"

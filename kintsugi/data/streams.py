@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import xxhash
+
 from kintsugi.config import DataSection, SourceSection
 from kintsugi.data.columns import Needs, Unusable, row_of
 from kintsugi.data.lines import LONGEST_ROW, record_of
@@ -50,12 +52,17 @@ def spool_path(run_dir: Path, source: str) -> Path:
     name = source.removeprefix(STREAM)
     if name != STANDARD_INPUT and Path(name).is_file():
         return Path(name)
-    kept = "standard-input" if name == STANDARD_INPUT else Path(name).name
-    return run_dir / "streams" / f"{kept}.jsonl"
+    if name == STANDARD_INPUT:
+        return run_dir / "streams" / "standard-input.jsonl"
+    # Two pipes may have the same name in different folders.
+    return run_dir / "streams" / f"{Path(name).name}-{xxhash.xxh3_64_hexdigest(name.encode())}.jsonl"
 
 
-def check_stream(source: str) -> None:
-    """That there is something to read from; nothing is taken from it."""
+def check_stream(source: str, *, run_dir: Path | None) -> None:
+    """That there is something to read from; nothing is taken from it. A run that goes on needs nothing more of a stream
+    that has ended."""
+    if run_dir is not None and end_of(spool_path(run_dir, source)).exists():
+        return
     name = source.removeprefix(STREAM)
     try:
         mode = os.fstat(0).st_mode if name == STANDARD_INPUT else os.stat(name).st_mode
@@ -151,8 +158,11 @@ def end_of(path: Path) -> Path:
 class Stream:
     """Rows of a file that grows, by index. Lines that are none are left out; `UserError` when they are too many."""
 
-    def __init__(self, path: Path, section: SourceSection, *, needs: Needs, max_bad_share: float) -> None:
+    def __init__(
+        self, path: Path, section: SourceSection, *, needs: Needs, max_bad_share: float, spooled: bool
+    ) -> None:
         self._path, self._section, self._needs, self._max_bad_share = path, section, needs, max_bad_share
+        self._spooled = spooled
         self._offsets: array[int] = array("Q")
         self._next = self._number = self._num_bad = self._marked = 0
         self._first_bad = ""
@@ -169,8 +179,9 @@ class Stream:
             if not ended:
                 raise RowNotYet(f"row {index} has not come out of {self._path} yet, which has {count}")
             if count == 0:
+                why = f"; {self._first_bad}" if self._first_bad else ""
                 raise UserError(
-                    f"{self._path}: expected at least one row before the stream ended, found none"
+                    f"{self._path}: expected at least one row before the stream ended, found none{why}"
                 )
             index %= count
         start, end = self._offsets[2 * index], self._offsets[2 * index + 1]
@@ -213,7 +224,7 @@ class Stream:
         self._offsets.extend((start, start + len(line)))
 
     def _mark(self) -> None:
-        """Say how far was read, so that the spool goes on."""
-        if self._next - self._marked >= _MARK_EVERY:
+        """Say how far was read, so that the spool goes on; a growing file has none, and nothing is put beside it."""
+        if self._spooled and self._next - self._marked >= _MARK_EVERY:
             self._marked = self._next
             self._path.with_name(f"{self._path.name}.read-{os.getpid()}").write_text(str(self._marked))

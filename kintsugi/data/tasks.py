@@ -47,6 +47,11 @@ class Tasks:
     def __len__(self) -> int:
         return self._num_eval if self._split == "eval" else max(0, self._size - self._num_eval - _TRIES)
 
+    @property
+    def num_problems(self) -> int:
+        """Of both splits together."""
+        return self._size
+
     def row(self, index: int) -> Row:
         number = index if self._split == "eval" else self._not_held_out(self._num_eval + index)
         problem = self._problems[number]
@@ -82,8 +87,10 @@ def open_task(name: str, options: dict[str, Any]) -> Any:
         known = ", ".join(sorted(DATASETS.keys() - REFUSED.keys()))
         raise DataError(f"expected a task of reasoning-gym, got '{name}'; there are {known}")
     try:
-        return reasoning_gym.create_dataset(name, **{"seed": 0, "size": NUM_PROBLEMS, **options})
-    except (TypeError, ValueError, AssertionError) as error:
+        problems = reasoning_gym.create_dataset(name, **{"seed": 0, "size": NUM_PROBLEMS, **options})
+        problems[0]  # Some options are not looked at before the first problem is made.
+        return problems
+    except (TypeError, ValueError, AssertionError, LookupError) as error:
         given = msgspec.json.encode(options).decode()
         raise DataError(
             f"`data.options`: expected options of the task '{name}', got {given}: {error}"

@@ -187,7 +187,7 @@ def group_policy_gradient(stage: Stage, *, baseline: str) -> Graph:
         generate(),
         reward(),
         *reward_inference(stage),
-        *reference_inference(stage, summed=stage.algorithm.kl_in == "reward"),
+        *reference_inference(stage, summed=stage.takes_kl_off_reward),
         group_advantage(stage, baseline),
         policy_train(stage, ADVANTAGE),
     )
@@ -224,7 +224,7 @@ def reward_inference(stage: Stage) -> list[Call]:
 def reference_inference(stage: Stage, *, summed: bool = False) -> list[Call]:
     """The reference's log-probabilities, where the KL weighs something; also the KL `summed` over each sample where it
     is taken off the reward of the whole sample."""
-    if stage.algorithm.beta == 0:
+    if not stage.has_reference:
         return []
     outputs = (REFERENCE_LOGPROBS, REFERENCE_KL) if summed else (REFERENCE_LOGPROBS,)
     return [inference("ref_inference", *outputs, interface="reference_inference")]
@@ -235,7 +235,7 @@ def group_advantage(stage: Stage, interface: str) -> Call:
     inputs = [REWARD]
     if stage.reward_model:
         inputs.append(SCORE)
-    if stage.algorithm.beta > 0 and stage.algorithm.kl_in == "reward":
+    if stage.takes_kl_off_reward:
         inputs.append(REFERENCE_KL)
     return Call("advantage", Role.MASTER, Per.BATCH, interface, tuple(inputs), (ADVANTAGE,))
 
@@ -245,7 +245,7 @@ def token_advantage(stage: Stage, interface: str) -> Call:
     inputs, outputs = [LOGPROBS, REWARD], [TOKEN_ADVANTAGES]
     if stage.reward_model:
         inputs.append(SCORE)
-    if stage.algorithm.beta > 0 and stage.algorithm.kl_in == "reward":
+    if stage.takes_kl_off_reward:
         inputs.append(REFERENCE_LOGPROBS)
     if interface == "gae":
         inputs.append(VALUES)
@@ -261,7 +261,7 @@ def train(interface: str, *inputs: Key, name: str = "actor_train") -> Call:
 
 def policy_train(stage: Stage, advantages: Key) -> Call:
     """The actor's update by policy gradient; where there is a reference, the distance to it is at least reported."""
-    reference = (REFERENCE_LOGPROBS,) if stage.algorithm.beta > 0 else ()
+    reference = (REFERENCE_LOGPROBS,) if stage.has_reference else ()
     return train("policy_train", LOGPROBS, advantages, *reference)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from kintsugi.config import Config, NewModel, stages
 from kintsugi.errors import ModelError
-from kintsugi.model.architecture import ModelConfig, parameter_shapes, value_config
+from kintsugi.model.architecture import ModelConfig, value_config
 from kintsugi.model.folder import Head, check_weights, load_config
 from kintsugi.model.tokenizer import Tokenizer, character_tokenizer
 
@@ -64,23 +65,29 @@ def actor_head(config: Config) -> Head:
 
 def plan_companions(config: Config) -> Companions:
     """What else the ranks will hold, with every folder checked; ModelError names the setting that does not fit."""
-    actor, _ = plan_model(config)
+    actor, tokenizer = plan_model(config)
+
+    def companion(field: str, path: str, *, head: Head = "refused") -> ModelConfig:
+        try:
+            return _companion(Path(path), actor=actor, tokenizer=tokenizer, head=head)
+        except ModelError as error:
+            raise ModelError(f"`{field}`: {error}") from error
+
     critic = reference = reward_model = None
     for stage in stages(config):
         if stage.has_critic:
             critic = value_config(actor)
             if stage.critic.path is not None:
-                critic = _companion("critic.path", stage.critic.path, actor=actor, head="optional")
+                critic = companion("critic.path", stage.critic.path, head="optional")
         if stage.has_reference and stage.reference.path is not None:
-            reference = _companion("reference.path", stage.reference.path, actor=actor)
-            if stage.moves_reference and parameter_shapes(reference) != parameter_shapes(actor):
+            reference = companion("reference.path", stage.reference.path)
+            if stage.moves_reference and not _compute_alike(reference, actor):
                 raise ModelError(
                     f"`reference.path`: expected the actor's own architecture, because the reference is to follow it; "
                     f"got another one in {stage.reference.path}"
                 )
         if stage.reward_model is not None:
-            path = stage.reward_model.path
-            reward_model = _companion("reward_model.path", path, actor=actor, head="required")
+            reward_model = companion("reward_model.path", stage.reward_model.path, head="required")
     return Companions(
         value_head=_trains_reward_model(config),
         critic=critic,
@@ -94,21 +101,31 @@ def _trains_reward_model(config: Config) -> bool:
     return any(stage.algorithm.name == "reward_model" for stage in stages(config))
 
 
-def _companion(field: str, path: str, *, actor: ModelConfig, head: Head = "refused") -> ModelConfig:
-    """The architecture in a folder, which must read the actor's tokens."""
-    folder = Path(path)
-    try:
-        found = load_config(folder)
-        if found.vocab_size != actor.vocab_size:
-            raise ModelError(
-                f"expected a vocabulary of {actor.vocab_size} tokens, as the actor has, "
-                f"got {found.vocab_size} in {folder}"
-            )
-        found = found if head == "refused" else value_config(found)
-        check_weights(folder, config=found, head=head)
-    except ModelError as error:
-        raise ModelError(f"`{field}`: {error}") from error
+def _companion(folder: Path, *, actor: ModelConfig, tokenizer: Tokenizer, head: Head) -> ModelConfig:
+    """The architecture in a folder, which must read the actor's tokens and mean the same by them."""
+    found = load_config(folder)
+    if found.vocab_size != actor.vocab_size:
+        raise ModelError(
+            f"expected a vocabulary of {actor.vocab_size} tokens, as the actor has, "
+            f"got {found.vocab_size} in {folder}"
+        )
+    departure = tokenizer.departure(folder)
+    if departure:
+        raise ModelError(f"expected the actor's vocabulary, got another one in {folder}: {departure}")
+    found = found if head == "refused" else value_config(found)
+    check_weights(folder, config=found, head=head)
     return found
+
+
+def _compute_alike(one: ModelConfig, other: ModelConfig) -> bool:
+    """Whether two models with the same weights are the same function, whatever their special tokens are."""
+    aside: dict[str, Any] = {
+        "eos_token_ids": (),
+        "bos_token_id": None,
+        "pad_token_id": None,
+        "max_positions": 1,
+    }
+    return msgspec.structs.replace(one, **aside) == msgspec.structs.replace(other, **aside)
 
 
 def _model_of_folder(folder: Path, *, head: Head) -> tuple[ModelConfig, Tokenizer]:

@@ -61,10 +61,7 @@ class Tokenizer:
         path = folder / TOKENIZER_FILE
         if not path.is_file():
             raise ModelError(f"expected the file {TOKENIZER_FILE} in {folder}, found none")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception whatever is wrong with the file
-            raise ModelError(f"{path} is not a readable tokenizer: {error}") from error
+        backend = _read_backend(path)
         backend.no_padding()
         backend.no_truncation()
         config = _read_optional_json(folder / TOKENIZER_CONFIG_FILE)
@@ -108,6 +105,19 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Ids are below this; added tokens included."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def departure(self, folder: Path) -> str:
+        """Where a folder's tokenizer gives an id another meaning; empty where it does not, or where there is none.
+
+        Added tokens may be named otherwise: chat models rename what their base models reserve.
+        """
+        path = folder / TOKENIZER_FILE
+        if not path.is_file():
+            return ""
+        mine = self._backend.get_vocab(with_added_tokens=False)
+        theirs = _read_backend(path).get_vocab(with_added_tokens=False)
+        odd = sorted({(index, token) for token, index in mine.items() ^ theirs.items()})
+        return f"{len(odd)} tokens differ, the first is {odd[0][1]!r} at {odd[0][0]}" if odd else ""
 
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
         """Ids of exactly this text; `add_special` lets the tokenizer put its own tokens around it (BOS)."""
@@ -198,6 +208,13 @@ def character_tokenizer(alphabet: str) -> Tokenizer:
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens(special)
     return Tokenizer(backend, special_tokens={"pad_token": "<pad>", "eos_token": "<eos>"})
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception whatever is wrong with the file
+        raise ModelError(f"{path} is not a readable tokenizer: {error}") from error
 
 
 def _token_text(value: Any) -> str | None:

@@ -200,10 +200,10 @@ class Transformer(nn.Module):
         return project_to_vocabulary(hidden, self.output_weight)
 
     def values(self, hidden: Tensor) -> Tensor:
-        """The value head's estimate per token, [tokens] in fp32."""
-        assert self.value_head is not None, "values of a model that was made without a value head"
-        values: Tensor = self.value_head(hidden)
-        return values.squeeze(-1).float()
+        """The value head's estimate per token, [tokens] in fp32: rounded to bf16, close scores would be equal."""
+        head = self.value_head
+        assert head is not None, "values of a model that was made without a value head"
+        return functional.linear(hidden.float(), head.weight.float(), head.bias.float()).squeeze(-1)
 
     def token_logprobs(
         self,

@@ -19,6 +19,7 @@ from kintsugi.errors import DataError, StorageError
 from kintsugi.types import Finish
 
 ROLLOUTS_FOLDER = "rollouts"
+_TICKET = re.compile(r"\w+(:\d+)+")
 _NAME = re.compile(r"step-(\d+)-shard-(\d+)-of-(\d+)\.jsonl")
 
 
@@ -102,6 +103,13 @@ def _samples_in(path: Path) -> Iterator[SavedSample]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                yield decoder.decode(line)
-            except msgspec.DecodeError as error:
+                sample = decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise DataError(f"{path}, line {number}: expected a saved sample: {error}") from error
+            lengths = {len(sample.tokens), len(sample.loss_mask), len(sample.logprobs), len(sample.versions)}
+            if len(lengths) > 1 or not sample.tokens or not _TICKET.fullmatch(sample.ticket):
+                raise DataError(
+                    f"{path}, line {number}: expected a `ticket` like 'rollout:0:17:0' and tokens, each with its "
+                    "`loss_mask`, `logprobs` and `versions`"
+                )
+            yield sample

@@ -34,7 +34,7 @@ def import_function(path: str) -> Callable[..., Any]:
         )
     try:
         module = _import_file(Path(where)) if IN_A_FILE in path else importlib.import_module(where)
-    except Exception as error:  # Somebody else's module may raise anything while it is imported.
+    except (Exception, SystemExit) as error:  # Somebody else's module may do anything while it is imported.
         raise ConfigError(
             f"`algorithm.reward`: expected {path} to be importable; {where} gives {type(error).__name__}: {error}"
             f"{_hint(where, error)}"
@@ -81,7 +81,7 @@ def _import_file(file: Path) -> ModuleType:
     return module
 
 
-def _hint(where: str, error: Exception) -> str:
+def _hint(where: str, error: BaseException) -> str:
     """What to do about a module that is not found, as opposed to one that is found and breaks."""
     if not isinstance(error, ModuleNotFoundError) or error.name != where.partition(".")[0]:
         return ""

@@ -9,7 +9,8 @@ Each dies with the one before it (parent-death signal), and when the first proce
 kills everything in it: so nothing is left, whoever is killed. The command sees the interpreter and its libraries
 read-only, an empty writable /tmp of bounded size, no /proc, no network, no other process, and no descriptor but its
 three. A filter refuses the system calls that lead out (other namespaces, tracing, keys, sockets but Unix ones, which
-also covers those that network namespaces do not, such as AF_VSOCK) or past the memory limit.
+also covers those that network namespaces do not, such as AF_VSOCK), past the memory limit (shared memory, semaphores),
+or to the first process, whose limits could be lowered until it can not say what it saw.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ _NUMBERS: dict[str, dict[str, int]] = {
         "init_module": 175, "finit_module": 313, "kexec_load": 246, "personality": 135, "open_tree": 428,
         "move_mount": 429, "fsopen": 430, "fsmount": 432, "fspick": 433, "mount_setattr": 442,
         "pidfd_getfd": 438, "kcmp": 312, "syslog": 103, "swapon": 167, "quotactl": 179, "acct": 163,
-        "shmget": 29, "msgget": 68,
+        "shmget": 29, "msgget": 68, "semget": 64, "modify_ldt": 154, "prlimit64": 302, "sched_setparam": 142,
+        "sched_setscheduler": 144, "sched_setaffinity": 203, "sched_setattr": 314,
     },
     "aarch64": {
         "audit": 0xC00000B7, "pivot_root": 41, "capset": 91, "clone": 220, "clone3": 435, "socket": 198,
@@ -68,10 +70,13 @@ _NUMBERS: dict[str, dict[str, int]] = {
         "init_module": 105, "finit_module": 273, "kexec_load": 104, "personality": 92, "open_tree": 428,
         "move_mount": 429, "fsopen": 430, "fsmount": 432, "fspick": 433, "mount_setattr": 442,
         "pidfd_getfd": 438, "kcmp": 272, "syslog": 116, "swapon": 224, "quotactl": 60, "acct": 89,
-        "shmget": 194, "msgget": 186,
+        "shmget": 194, "msgget": 186, "semget": 190, "prlimit64": 261, "sched_setparam": 118,
+        "sched_setscheduler": 119, "sched_setaffinity": 122, "sched_setattr": 274,
     },
 }  # fmt: skip
-"""System calls by machine. All from `ptrace` on are refused to the command."""
+"""System calls by machine. All from `ptrace` on are refused to the command, some only if they aim at another."""
+_OWN_ONLY = ("prlimit64", "sched_setparam", "sched_setscheduler", "sched_setaffinity", "sched_setattr")
+"""Their first argument is a process; 0 is the caller."""
 
 _library = ctypes.CDLL(None, use_errno=True)
 
@@ -143,8 +148,9 @@ def _set_attributes(path: bytes, attributes: int, *, flags: int = 0) -> None:
     _call(_SYS_MOUNT_SETATTR, _AT_FDCWD, path, flags, request, len(request))
 
 
-def build_root(visible: list[str], *, work_bytes: int) -> None:
-    """Enter a root that holds the visible paths read-only, a few devices and an empty working folder, and no more."""
+def build_root(visible: list[str], *, hidden: list[str], work_bytes: int) -> None:
+    """Enter a root that holds the visible paths read-only, less the hidden folders in them, a few devices and an empty
+    working folder, and no more."""
     _Doing.step = "making mounts private"
     _check(_library.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None))
     trees: list[tuple[str, int]] = []
@@ -170,6 +176,9 @@ def build_root(visible: list[str], *, work_bytes: int) -> None:
         os.close(tree)
         device = _ATTR_NODEV if path not in DEVICES else 0
         _set_attributes(os.fsencode(target), _ATTR_RDONLY | _ATTR_NOSUID | device, flags=_AT_RECURSIVE)
+    for path in filter(os.path.isdir, (WORK + each for each in hidden)):
+        _mount_memory(path, "mode=555,size=4k,nr_inodes=2")
+        _set_attributes(os.fsencode(path), _ATTR_RDONLY)
     for path, aim in links:
         os.makedirs(os.path.dirname(WORK + path), exist_ok=True)
         os.symlink(aim, WORK + path)
@@ -203,6 +212,7 @@ def refuse_system_calls() -> None:
     _Doing.step = "installing the system call filter"
     numbers = dict(_numbers())
     audit, clone, clone3, socket_call = (numbers.pop(name) for name in ("audit", "clone", "clone3", "socket"))
+    own_only = [numbers.pop(name) for name in _OWN_ONLY if name in numbers]
     refused = [number for name, number in numbers.items() if name != "capset"]
     allow, refuse, unknown, kill = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -213,6 +223,9 @@ def refuse_system_calls() -> None:
     program += [(at_least, 0x40000000, 0, 1), (give, refuse, 0, 0)]
     for number in refused:
         program += [(equal, number, 0, 1), (give, refuse, 0, 0)]
+    for number in own_only:
+        program += [(equal, number, 0, 4), (load, 16, 0, 0), (equal, 0, 0, 1), (give, allow, 0, 0)]
+        program += [(give, refuse, 0, 0)]
     program += [(equal, clone3, 0, 1), (give, unknown, 0, 0)]
     program += [(equal, clone, 0, 3), (load, 16, 0, 0), (any_bit, namespaces, 0, 5), (give, refuse, 0, 0)]
     program += [(equal, socket_call, 0, 3), (load, 16, 0, 0), (equal, 1, 1, 0), (give, refuse, 0, 0)]
@@ -244,6 +257,7 @@ def set_limits(limits: dict[str, Any]) -> None:
         ("CORE", 0),
         ("MEMLOCK", 0),
         ("MSGQUEUE", 0),
+        ("SIGPENDING", limits["open_files"]),
     ):
         # A program that ignores the signal at the soft limit is killed a second later.
         hard = value + 1 if name == "CPU" else value
@@ -315,10 +329,12 @@ def watch(pid: int, *, idle_s: float) -> dict[str, Any]:
 def be_first_process(order: dict[str, Any], *, user: int, report: int, parent: int) -> NoReturn:
     """Build the root, give up every right, run the command, say what became of it; its end ends everything inside."""
     os.setsid()
+    # From inside, the kernel hands the first process only those signals for which it has a handler: it has none.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     stdin = in_memory(order["stdin"].encode())
     is_isolated = order["isolated"]
     if is_isolated:
-        build_root(order["visible"], work_bytes=order["limits"]["file_bytes"] * 2)
+        build_root(order["visible"], hidden=order["hidden"], work_bytes=order["limits"]["file_bytes"] * 2)
         os.chdir(WORK)
         os.umask(0o022)
         give_up_rights(user)
@@ -389,6 +405,9 @@ def main(report: int) -> None:
         os.close(1)
         os.close(2)
         os.close(report)
+        # Its number is not given to anybody else before nothing here would send a signal to it.
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.waitpid(pid, 0)
     except OSError as error:
         _tell(report, error)

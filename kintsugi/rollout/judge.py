@@ -127,11 +127,14 @@ def attempt_send(
 
 
 def receive(connection: socket.socket) -> bytes | None:
-    """The next message, of a socket that is readable; None when the other side is gone."""
+    """The next message, of a socket that is readable; None when the other side is gone.
+
+    One that went without reading all is told first, and once, before what it had said last.
+    """
     try:
         mark, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_DONTWAIT)
     except ConnectionResetError:
-        return None
+        mark, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_DONTWAIT)
     if not mark:
         return None
     with os.fdopen(descriptors[0], "rb") as file:
@@ -152,6 +155,7 @@ class Judge:
         self._work: SimpleQueue[_Work | None] = SimpleQueue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
+        self._pid = os.getpid()
 
     def run(self) -> None:
         """Until the worker is gone. Consumes what the loop hands over; waits for the next piece only."""
@@ -166,6 +170,8 @@ class Judge:
             case, rest = work[0]
             self._say(Begun(case.id))
             outcomes = {reward.name: call(reward, case) for reward in self._ordinary}
+            if os.getpid() != self._pid:
+                os._exit(0)  # A copy that a function forked and let return: one of them answers.
             if rest is not None:
                 self._loop.call_soon_threadsafe(rest.set_result, outcomes)
             else:
@@ -228,7 +234,7 @@ class Judge:
             answer = too_long(reward.name, self._timeout_s) if is_ours else failure(reward.name, error)
         except (RewardFailed, UserError) as error:
             answer = error
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's function may raise anything
+        except BaseException as error:  # noqa: BLE001 - the user's function may raise anything, also what cancels
             answer = failure(reward.name, error)
         return answer, time.monotonic() - since
 
@@ -265,7 +271,7 @@ def call(reward: Reward, case: Case) -> tuple[list[float | str] | Exception, flo
         answer = checked(reward.name, reward.function(**given), count=len(case.completions))
     except (RewardFailed, UserError) as error:
         answer = error
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's function may raise anything
+    except BaseException as error:  # noqa: BLE001 - the user's function may raise anything
         answer = failure(reward.name, error)
     return answer, time.monotonic() - since
 

@@ -7,9 +7,11 @@ before is judged alone, so that in the end only the guilty one is blamed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import select
 import signal
 import socket
 import sys
@@ -20,7 +22,7 @@ from typing import Protocol
 import msgspec
 
 from kintsugi.config import Config
-from kintsugi.errors import ConfigError, DataError
+from kintsugi.errors import ConfigError, DataError, DeadlineExceeded
 from kintsugi.rollout.judge import (
     Begun,
     Case,
@@ -33,7 +35,7 @@ from kintsugi.rollout.judge import (
     attempt_send,
     receive,
 )
-from kintsugi.runtime import SYSTEM_CLOCK, Child, Clock, Processes, SystemProcesses, describe_status
+from kintsugi.runtime import SYSTEM_CLOCK, Child, Clock, Processes, SystemProcesses, describe_status, wait
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -159,7 +161,7 @@ class Judging:
             try:
                 if not attempt_send(self._connection, first.case):
                     return
-            except BrokenPipeError:  # Its end is about to be seen.
+            except ConnectionError:  # Its end is about to be seen.
                 return
             self._heard_at = self._clock.monotonic()
             self._sent[first.case.id] = self._waiting.popleft()
@@ -181,6 +183,7 @@ class Judging:
                     str(os.getpid()),
                 ],
                 pass_fds=(theirs.fileno(),),
+                new_session=True,
             )
         self._loop.watch(self._connection.fileno(), self._heard)
 
@@ -205,8 +208,11 @@ class Judging:
     def _gone(self) -> None:
         """It has died by itself: whoever was being judged may be the reason."""
         assert self._child is not None
-        status = self._child.wait_ended(whom="reward process", timeout_s=END_S)
-        reason = f"the reward process {describe_status(status)}"
+        try:
+            self._wait_ended(self._child)
+            reason = f"the reward process {describe_status(self._child.status())}"
+        except DeadlineExceeded:
+            reason = "the reward process closed its connection to the worker"
         if not self._is_ready and self._starts >= MOST_STARTS:
             raise ConfigError(
                 f"`algorithm.reward`: {reason} while it imported {', '.join(self._opening.rewards)}, "
@@ -234,6 +240,21 @@ class Judging:
         self._loop.unwatch(self._connection.fileno())
         self._connection.close()
         self._child.send_signal(signal.SIGKILL)
-        self._child.wait_ended(whom="reward process", timeout_s=END_S)
+        self._wait_ended(self._child)
+        self._child.status()
         self._child.close()
         self._child = None
+
+    def _wait_ended(self, child: Child) -> None:
+        """And end what it had started; while its remains are there, the number of its group is nobody else's."""
+        poller = select.poll()
+        poller.register(child.pidfd, select.POLLIN)
+        wait(
+            lambda remaining_s: poller.poll(remaining_s * 1000) or None,
+            whom="reward process",
+            what="its exit",
+            timeout_s=END_S,
+        )
+        if child.is_ours():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)

@@ -33,7 +33,8 @@ def exact_answer(completions: list[str], answer: list[str], **columns: Any) -> l
     >>> exact_answer(["46", "7"], answer=["46", "46"])
     [1.0, 0.0]
     """
-    return [float(completion.strip() == truth) for completion, truth in zip(completions, answer, strict=True)]
+    pairs = zip(completions, answer, strict=True)
+    return [float(completion.strip() == str(truth).strip()) for completion, truth in pairs]
 
 
 def gsm8k_answer(completions: list[str], answer: list[str], **columns: Any) -> list[float | Exception]:
@@ -147,8 +148,12 @@ def _processor_time(limit_s: float) -> Iterator[None]:
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        signal.signal(signal.SIGPROF, before)
+        try:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+        finally:
+            # Where the time was up just now, the line above was not reached, and the next alarm is a while away.
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            signal.signal(signal.SIGPROF, before)
 
 
 def program_output(completions: list[str], **columns: Any) -> list[float]:
@@ -199,7 +204,7 @@ def program_of(completion: str) -> str:
 
 
 def _texts(value: Any) -> Sequence[str]:
-    return [value] if isinstance(value, str) else [str(each) for each in value]
+    return [str(each) for each in value] if isinstance(value, list | tuple) else [str(value)]
 
 
 def _why_output_differs(source: str, stdin: str, expected: str) -> str:
@@ -215,22 +220,25 @@ def _lines(text: str) -> list[str]:
 
 
 def _why_tests_fail(source: str, tests: str) -> str:
-    """The last word is a number that nobody can guess: a program that exits before its tests does not say it."""
+    """The last word is a number that nobody can guess: a program that exits before its tests does not say it.
+
+    Tests share the interpreter with what they test. One that is written to deceive them (its results claim to be equal
+    to everything, or it looks for the word where the harness keeps it) can; tests are no lie detector.
+    """
     last_word = secrets.token_hex(16)
     harness = (
-        "import sys as _sys\n"
-        "def _run(last_word):\n"
+        "import os as _os, sys as _sys\n"
+        "def _run(last_word, write):\n"
         "    space = {'__name__': '__main__'}\n"
         f"    exec(compile({source!r}, 'program.py', 'exec'), space)\n"
         f"    exec(compile({tests!r}, 'tests.py', 'exec'), space)\n"
-        "    _sys.stdout.flush()\n"
-        "    _sys.stderr.write(last_word)\n"
-        "_run(_sys.stdin.readline())\n"
+        "    write(2, last_word.encode())\n"
+        "_run(_sys.stdin.readline(), _os.write)\n"
     )
     outcome = run_python(harness, stdin=last_word)
     if outcome.reason:
         return _why(outcome)
-    return "" if outcome.stderr.endswith(last_word) else "it ended before its tests were done"
+    return "" if last_word in outcome.stderr else "it ended before its tests were done"
 
 
 def _why(outcome: Outcome) -> str:

@@ -16,6 +16,7 @@ import errno
 import os
 import selectors
 import signal
+import site
 import subprocess
 import sys
 import sysconfig
@@ -128,6 +129,7 @@ def run(
         "environment": dict(environment or {}),
         "stdin": _encodable(stdin),
         "visible": _visible(arguments[0]),
+        "hidden": _hidden(),
         "limits": msgspec.to_builtins(limits),
         "isolated": True,
     }
@@ -161,6 +163,7 @@ def require() -> None:
         "environment": {},
         "stdin": "",
         "visible": _visible(sys.executable),
+        "hidden": _hidden(),
         "limits": msgspec.to_builtins(LIMITS),
         "isolated": True,
     }
@@ -187,7 +190,19 @@ def _visible(command: str) -> list[str]:
     return chosen
 
 
+def _hidden() -> list[str]:
+    """Where packages are installed for the interpreter itself, which is inside its library."""
+    return [os.path.realpath(path) for path in site.getsitepackages([sys.base_prefix])]
+
+
+def _times_out_of_memory() -> int:
+    """How often the kernel has ended a process because there was no memory, since the machine was started."""
+    counters = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
+    return next((int(line.split()[1]) for line in counters if line.startswith("oom_kill ")), 0)
+
+
 def _run(order: dict[str, Any], *, limits: Limits, folder: str) -> Outcome:
+    times_before = _times_out_of_memory()
     with contextlib.ExitStack() as stack:
         handed_over = os.memfd_create("order")
         stack.callback(os.close, handed_over)
@@ -219,7 +234,7 @@ def _run(order: dict[str, Any], *, limits: Limits, folder: str) -> Outcome:
             written = _collect(pipes, limits=limits)
         finally:
             _end(jail)
-        return _outcome(written, jail, limits=limits)
+        return _outcome(written, jail, limits=limits, times_before=times_before)
 
 
 def _end(jail: subprocess.Popen[bytes]) -> None:
@@ -283,7 +298,9 @@ def _rest(descriptor: int, *, most: int) -> bytes:
     return content
 
 
-def _outcome(written: dict[str, bytes], jail: subprocess.Popen[bytes], *, limits: Limits) -> Outcome:
+def _outcome(
+    written: dict[str, bytes], jail: subprocess.Popen[bytes], *, limits: Limits, times_before: int
+) -> Outcome:
     out, err = (written[name][: limits.output_bytes].decode(errors="replace") for name in ("out", "err"))
     if _is_too_much(written, limits):
         return Outcome(out, err, None, f"wrote more than {limits.output_bytes} bytes")
@@ -301,6 +318,8 @@ def _outcome(written: dict[str, bytes], jail: subprocess.Popen[bytes], *, limits
         reason = f"stood still for {limits.idle_s:g} s"
     elif code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_s >= limits.cpu_s):
         reason = f"used more than {limits.cpu_s} s of processor time"
+    elif code == -signal.SIGKILL and _times_out_of_memory() > times_before:
+        raise SandboxFailed("the machine ran out of memory while a program ran")
     elif "MemoryError" in err[-200:]:
         reason = f"needed more than {limits.memory_bytes // 2**20} MiB of memory"
     else:

@@ -21,6 +21,9 @@ from kintsugi.rollout.importing import IN_A_FILE, function_name, import_function
 
 RewardFunction = Callable[..., Any]
 
+_LONGEST_REASON = 1000
+"""Characters of what a function says; the reason is kept and shown with every sample that it concerns."""
+
 
 class RewardFailed(WorldError):
     """A reward function raised, took too long, or returned something that is not one value per completion."""
@@ -108,7 +111,12 @@ def failure(name: str, error: BaseException) -> RewardFailed:
     """The user's function may raise anything; the place of it helps to find it."""
     frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
     place = f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames else ""
-    return RewardFailed(f"reward '{name}' raised {type(error).__name__}: {error}{place}")
+    return RewardFailed(f"reward '{name}' raised {type(error).__name__}: {_shortened(error)}{place}")
+
+
+def _shortened(error: BaseException) -> str:
+    text = str(error)
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}…"
 
 
 def checked(name: str, rewards: Any, *, count: int) -> list[float | str]:
@@ -131,10 +139,10 @@ def checked(name: str, rewards: Any, *, count: int) -> list[float | str]:
 def _number(name: str, value: Any) -> float | str:
     """Anything that is one finite number: Python's, numpy's, a truth value; not text that looks like one."""
     if isinstance(value, BaseException):
-        return f"reward '{name}': {str(value) or type(value).__name__}"
+        return f"reward '{name}': {_shortened(value) or type(value).__name__}"
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     return (
         number if math.isfinite(number) else f"reward '{name}': expected a finite number, got {value!r:.200}"

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kintsugi.config import COMPARE_SAMPLES
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.messages import RunCall
 from kintsugi.model.transformer import Transformer
@@ -181,10 +182,11 @@ class ModelCalls:
     def _reference_inference(self, call: RunCall, shards: Shards, group: ProcessGroup) -> CallResult:
         """The reference's log-probabilities stay here. Where the KL is taken off the reward of whole samples, the sum
         of each one's estimates travels."""
-        algorithm = self._state.stage.algorithm
+        stage = self._state.stage
+        algorithm = stage.algorithm
         model, is_dpo = self._state.reference_model, algorithm.name == "dpo"
         temperature = 1.0 if is_dpo else call.arguments["temperature"]
-        by_sample = algorithm.kl_in == "reward" and algorithm.name not in ("ppo", "reinforce_pp", "dpo")
+        by_sample = stage.takes_kl_off_reward and algorithm.name in COMPARE_SAMPLES
         divergences = {sample.key: 0.0 for samples in shards.values() for sample in samples}
 
         def look(batch: MicroBatch) -> None:
@@ -287,7 +289,7 @@ class ModelCalls:
         algorithm = stage.algorithm
         lengths = [len(sample.loss_positions) for sample in samples]
         references: Sequence[Tensor | None] = [None] * len(samples)
-        if samples and stage.has_reference and algorithm.kl_in == "reward":
+        if samples and stage.takes_kl_off_reward:
             joined = self._kept.joined(REFERENCE_LOGPROBS, [sample.key for sample in samples])
             references = joined.cpu().split(lengths)
         found = {}

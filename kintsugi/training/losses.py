@@ -61,7 +61,7 @@ def policy_loss(
     differs between sampler and trainer.
 
     `beta` × `kl_loss` is added (0 where the KL is part of the reward), `entropy_weight` × entropy taken off. The
-    statistic `kl` is the estimate against the reference, or against μ when there is none.
+    statistic `kl` estimates KL(π‖ref); without a reference KL(μ‖π), how far the updates went from what sampled.
     """
     logprobs, old_logprobs, advantages = (
         _keep(values, mask) for values in (logprobs, old_logprobs, advantages)
@@ -72,10 +72,10 @@ def policy_loss(
     ).exp()
     clipped = compared.clamp(1 - clip_low, 1 + clip_high)
     losses = -torch.minimum(compared * advantages, clipped * advantages)
-    anchor = old_logprobs if reference_logprobs is None else _keep(reference_logprobs, mask)
+    reference = None if reference_logprobs is None else _keep(reference_logprobs, mask)
     if beta > 0:
-        assert reference_logprobs is not None, "a KL in the loss needs a reference"
-        losses = losses + beta * kl_loss(logprobs, anchor, old_logprobs=old_logprobs, estimator=kl)
+        assert reference is not None, "a KL in the loss needs a reference"
+        losses = losses + beta * kl_loss(logprobs, reference, old_logprobs=old_logprobs, estimator=kl)
     if entropy_weight > 0:
         assert entropy is not None, "an entropy bonus needs the entropy"
         losses = losses - entropy_weight * _keep(entropy, mask)
@@ -83,9 +83,13 @@ def policy_loss(
     with torch.no_grad():
         cut = ((compared < 1 - clip_low) & (advantages < 0)) | ((compared > 1 + clip_high) & (advantages > 0))
         difference = log_ratio.abs()
+        if reference is None:
+            divergence = kl_estimate(old_logprobs, logprobs, estimator="k3")
+        else:
+            divergence = kl_estimate(logprobs, reference, estimator=kl)
         statistics = {
             "clip_ratio": cut,
-            "kl": kl_estimate(logprobs, anchor, estimator=kl if reference_logprobs is not None else "k3"),
+            "kl": divergence,
             "ratio": compared,
             "logprob_abs_diff": difference,
         }

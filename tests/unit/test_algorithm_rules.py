@@ -96,9 +96,13 @@ def test_how_to_estimate_a_kl_that_weighs_nothing_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "rloo"])
-def test_an_estimate_without_a_gradient_is_refused_in_the_loss(name: AlgorithmName) -> None:
-    assert "gradient of k1" in problems_of(name, beta=0.1, kl_in="loss", kl="k1")["algorithm.kl"]
-    assert problems_of(name, beta=0.1, kl_in="reward", kl="k1") == {}
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+def test_every_estimate_may_stand_in_the_loss_and_in_the_reward(
+    name: AlgorithmName, kl_in: str, kl: str
+) -> None:
+    """Whichever it is, the loss has the gradient of the divergence itself (`losses.kl_loss`)."""
+    assert problems_of(name, beta=0.1, kl_in=kl_in, kl=kl) == {}
 
 
 def test_the_overlong_buffer_is_shorter_than_a_completion() -> None:
@@ -129,10 +133,13 @@ def test_a_section_about_a_model_that_is_not_there_is_refused_by_field() -> None
     assert problems(Config(name="a", algorithm=grpo, reference=reference)).keys() == {"reference.copy_every"}
     with_kl = AlgorithmSection(beta=0.1)
     assert problems(Config(name="a", algorithm=with_kl, reference=reference)) == {}
-    sft = AlgorithmSection(name="sft")
-    assert problems(Config(name="a", algorithm=sft, reward_model=RewardModelSection("folder"))).keys() == {
-        "reward_model.path"
-    }
+
+
+@pytest.mark.parametrize("name", ["sft", "rollout"])
+def test_a_reward_model_that_nobody_would_ask_is_refused(name: AlgorithmName) -> None:
+    algorithm = AlgorithmSection(name=name)
+    config = Config(name="a", algorithm=algorithm, reward_model=RewardModelSection("folder"))
+    assert problems(config).keys() == {"reward_model.path"}
 
 
 def test_a_reference_moves_in_one_way_only() -> None:

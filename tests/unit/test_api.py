@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -133,6 +134,17 @@ def test_a_reward_that_can_not_be_called_with_the_columns_is_refused_before_anyt
 def test_what_is_no_reward_is_refused() -> None:
     with pytest.raises(UserError, match="expected functions or their dotted paths, got float"):
         train(CONFIG, reward=[1.0])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("wrong", [{"name": "mine"}, None, 3, b"mine.yaml"])
+def test_what_is_no_configuration_is_refused(wrong: Any) -> None:
+    with pytest.raises(UserError, match="expected a `Config` or the path of a recipe, got "):
+        train(wrong)
+
+
+def test_weights_of_what_is_no_reward_are_refused() -> None:
+    with pytest.raises(UserError, match="expected functions or their dotted paths, got int"):
+        train(CONFIG, reward={3: 1.0})  # type: ignore[dict-item]
 
 
 def test_a_value_of_the_wrong_type_is_refused_as_in_a_file() -> None:

@@ -7,6 +7,7 @@ import random
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kintsugi import cli, runs
@@ -89,6 +90,17 @@ def test_runs_that_differ_in_the_seed_alone_show_what_chance_does(tmp_path: Path
     assert "over 3 seeds" in comparison_text(comparison)
 
 
+def test_a_run_is_not_compared_with_itself(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "a")
+    with pytest.raises(UserError, match=r"expected different runs to compare, got .*a twice"):
+        compare([run, tmp_path / "b" / ".." / "a"])
+
+
+def test_runs_with_the_same_seed_are_not_counted_as_several_seeds(tmp_path: Path) -> None:
+    text = comparison_text(compare([a_run(tmp_path / "a"), a_run(tmp_path / "b")]))
+    assert "seeds" not in text and "the same configuration" in text
+
+
 def test_a_run_that_did_not_finish_is_said_to(tmp_path: Path) -> None:
     comparison = compare([a_run(tmp_path / "a"), a_run(tmp_path / "b", outcome="stopped")])
     assert "B is stopped at step 10 of 10." in comparison.remarks
@@ -151,6 +163,13 @@ def test_the_curves_are_drawn_where_there_is_a_library_for_it(tmp_path: Path) ->
     pytest.importorskip("matplotlib")
     plot(compare([a_run(tmp_path / "a"), a_run(tmp_path / "b")]), tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_without_a_step_have_nothing_to_draw(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    comparison = compare([a_run(tmp_path / "a"), a_run(tmp_path / "b")])
+    with pytest.raises(UserError, match="--png: expected runs with figures to draw"):
+        plot(msgspec.structs.replace(comparison, curves=()), tmp_path / "curves.png")
 
 
 def test_without_the_library_it_is_said_what_to_install(

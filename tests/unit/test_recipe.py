@@ -151,6 +151,12 @@ def test_a_file_that_can_not_be_read_is_refused(tmp_path: Path) -> None:
     assert "UTF-8" in refusal(tmp_path / "bytes.yaml")
 
 
+def test_a_link_that_leads_to_itself_is_no_recipe(tmp_path: Path) -> None:
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    with pytest.raises(ConfigError, match=r"loop.yaml: expected a readable recipe file"):
+        load(tmp_path / "loop.yaml")
+
+
 def test_recipes_that_extend_in_a_circle_are_refused_with_the_circle(write: Write) -> None:
     write("b.yaml", "extends: c.yaml")
     write("c.yaml", "extends: b.yaml")

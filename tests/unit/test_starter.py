@@ -83,6 +83,15 @@ def test_a_file_that_is_there_is_not_overwritten() -> None:
     assert Path("mine.yaml").read_text() == "precious"
 
 
+@pytest.mark.parametrize("name", ["1", "true", "a, [b] #c"])
+def test_any_name_of_a_file_will_do(name: str) -> None:
+    data = rows("mine.jsonl", {"prompt": "1+1=", 'odd "name"': "x"})
+    write_starter(Path(f"{name}.yaml"), data=data)
+    config = load(f"{name}.yaml").config
+    assert config.algorithm.reward == (f"{name}_rewards.py:my_reward",)
+    validate(config)
+
+
 def test_an_algorithm_that_there_is_not_is_refused_with_those_there_are() -> None:
     with pytest.raises(UserError, match=r"expected one of sft, .*gspo, rollout, got 'dance'"):
         write_starter(Path("mine.yaml"), algorithm="dance")

@@ -28,6 +28,7 @@ ALLOWED = {
     ("rollout/jail.py", "poller.poll(idle_s * 1000)"): IN_THE_JAIL,
     ("rollout/jail.py", "os.wait4(-1, 0)"): IN_THE_JAIL,
     ("rollout/jail.py", "os.waitpid(pid, 0)"): IN_THE_JAIL,
+    ("rollout/jail.py", "os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)"): IN_THE_JAIL,
     ("cluster/segments.py", "self._listener.accept()"): "a non-blocking socket, watched by the agent's loop",
     ("cluster/segments.py", "socket.recv_fds(connection, _MOST_BYTES, 1)"): "seen readable, by loop or wait",
     ("cluster/template.py", "listener.accept()"): "a non-blocking socket that runtime.wait saw readable",

@@ -42,6 +42,8 @@ HEALTHY = reading()
         (reading(lost=True), reading(lost=True), SignKind.LOST, True),
         (HEALTHY, reading(xids=(79,)), SignKind.XID, True),
         (HEALTHY, reading(xids=(94,)), SignKind.XID, False),
+        (HEALTHY, reading(xids=(69,)), SignKind.XID, False),
+        (HEALTHY, reading(xids=(154,)), SignKind.XID, False),
         (reading(uncorrected=2), reading(uncorrected=3), SignKind.UNCORRECTED, True),
         (None, reading(uncorrected=3), SignKind.UNCORRECTED, False),
         (HEALTHY, reading(remapping_failed=True), SignKind.REMAPPING_FAILED, True),
@@ -124,6 +126,26 @@ def test_a_new_master_is_told_again_of_what_is_broken_and_a_new_agent_knows_it()
     successor.watch.adopt(watched.watch.broken)
     assert successor.news() == [], "before its first reading it does not know what is left"
     assert successor.see(HEALTHY) == [fault] and successor.watch.num_healthy == 0
+
+
+@pytest.mark.parametrize(
+    "gap", [reading(unreadable="Timeout"), reading(lost=True)], ids=["unreadable", "lost"]
+)
+def test_old_errors_are_not_new_ones_because_they_could_not_be_read_for_a_moment(gap: ChipReading) -> None:
+    watched, old = Watched(), reading(uncorrected=3, corrected=10, remapping_pending=True)
+    watched.see(old)
+    watched.see(gap)
+    assert watched.see(old) == []
+    watched.see(gap)
+    (fault,) = watched.see(reading(uncorrected=4))
+    assert fault.broken and "1 of them new" in fault.detail
+
+
+def test_errors_from_before_the_first_reading_that_has_counters_are_worrying_only() -> None:
+    watched = Watched()
+    watched.see(reading(unreadable="Timeout"))
+    (fault,) = watched.see(reading(uncorrected=3))
+    assert not fault.broken and watched.watch.num_healthy == 1
 
 
 def test_a_driver_that_does_not_answer_is_worrying_and_told_once() -> None:

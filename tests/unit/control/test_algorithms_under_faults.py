@@ -17,8 +17,8 @@ from kintsugi.facts import (
     TicketFiltered,
     VersionCurrent,
 )
-from kintsugi.messages import Drop, EvaluatePairs, Publish, RunCall, RunEpisodes
-from kintsugi.types import Role, Ticket
+from kintsugi.messages import Drop, EpisodesDone, EvaluatePairs, Publish, RunCall, RunEpisodes
+from kintsugi.types import Role, SampleText, Ticket
 from tests.unit.control.driven import CONFIG, Driven
 from tests.unit.control.outcomes import outcome
 
@@ -157,6 +157,22 @@ def test_the_workers_are_told_to_let_filtered_groups_go_with_the_trained_ones() 
     told = [effect.body for effect in driven.effects if isinstance(effect, Tell)]
     dropped = [body.tickets for body in told if isinstance(body, Drop)]
     assert set(dropped[-1]) == {f"dapo:0:{position}:0" for position in range(6)}
+
+
+def test_what_filtered_groups_said_is_not_kept_when_the_step_is_over() -> None:
+    driven = begun("dapo")
+    driven.until(Phase.COLLECTING)
+    while driven.master.phase is Phase.COLLECTING:
+        request = driven.asked(RunEpisodes)[0]
+        done = driven.serve(request)
+        assert isinstance(done, EpisodesDone)
+        texts = {meta.key: SampleText("question", "answer") for meta in done.samples}
+        driven.answer(request, msgspec.structs.replace(done, texts=texts))
+    assert [fact for fact in driven.facts if isinstance(fact, TicketFiltered)]
+    driven.until(Phase.PUBLISHING)
+    (record,) = [effect for effect in driven.effects if isinstance(effect, RecordStep)]
+    assert len(record.texts) == 4
+    assert driven.master._episodes._texts == {}
 
 
 def test_algorithms_without_resampling_keep_groups_with_equal_rewards_and_count_them() -> None:

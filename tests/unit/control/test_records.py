@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kintsugi.control.protocol import RecordStep
 from kintsugi.control.records import Records
-from kintsugi.observe.events import EventLog, events_path
+from kintsugi.observe.events import Alert, EventLog, events_path, read_events
 from kintsugi.types import Ticket
 from tests.unit.control.driven import CONFIG, scored
 
@@ -22,3 +22,16 @@ def test_the_advantage_of_a_sample_whose_tokens_have_their_own_is_their_mean(tmp
     assert [line["advantage"] for line in lines] == [0.5, -1.5, None]
     (figures,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert (figures["loss"], figures["advantage/abs_mean"]) == (0.25, 2.0 / 3)
+
+
+def test_lines_that_can_not_be_cut_off_are_an_alert_and_do_not_keep_a_master_from_taking_over(
+    tmp_path: Path,
+) -> None:
+    log = EventLog(events_path(tmp_path, "master-0"), process="master-0")
+    records = Records(tmp_path, log, config=CONFIG, job="job")
+    (tmp_path / "metrics.rewriting").mkdir()  # In the way of the file that would replace it.
+    records.truncate_after(0)
+    records.close()
+    log.close()
+    (alert,) = [record.event.message for record in read_events(tmp_path) if isinstance(record.event, Alert)]
+    assert alert.startswith("metrics can not be written, the run goes on without it: ")

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kintsugi.config import ClusterSection
+from kintsugi.config import CheckpointSection, ClusterSection
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Admit, Finish, ShareBook, StopRequested, Tell
 from kintsugi.facts import EpochStarted, IncidentClosed, IncidentOpened, StopAccepted, StrategyChosen
-from kintsugi.messages import Drop, PreLock, StartProcess
+from kintsugi.messages import Drop, StartProcess
+from kintsugi.operations import PreLock
 from kintsugi.recovery.processor import Flow
 from tests.unit.control.driven import Driven
 from tests.unit.control.outcomes import TWO_STAGES, begun, outcome, undisturbed
@@ -43,6 +44,18 @@ def test_whenever_a_master_dies_the_next_one_ends_the_run_with_the_same_steps(
         finish(successor)
         assert outcome(successor.facts) == EXPECTED, f"after answer {number}, {driven.master.phase}"
     assert number > 40
+
+
+def test_a_master_that_dies_after_a_save_is_followed_where_only_one_checkpoint_is_kept() -> None:
+    checkpoint = CheckpointSection(every=1, keep=1)
+    config = msgspec.structs.replace(TWO_STAGES, checkpoint=checkpoint)
+    saved = set()
+    for number, driven in moments(begun(config)):
+        successor = driven.succeed(carried_out=True)
+        finish(successor)
+        assert outcome(successor.facts) == EXPECTED, f"after answer {number}, {driven.master.phase}"
+        saved.add(driven.state.step in driven.state.saved_steps)
+    assert saved == {True, False}
 
 
 def test_a_successor_that_dies_at_any_moment_of_its_recovery_is_followed_as_well() -> None:

@@ -1,6 +1,7 @@
 """Every kind of file, and what can be wrong with one. Real libraries, small files."""
 
 import json
+import os
 import sys
 from datetime import date
 from pathlib import Path
@@ -193,6 +194,33 @@ class TestBadInput:
     def test_what_is_not_there_is_named(self, tmp_path: Path, source: str) -> None:
         assert f"'{source}'" in refusal(source, tmp_path)
         assert refusal(source, tmp_path).startswith("`data.source`: ")
+
+    def test_a_pipe_is_refused_at_once_with_the_name_for_streams(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe")
+        message = refusal(tmp_path / "pipe", tmp_path)
+        assert message.startswith("`data.source`: expected a file") and f"'stream:{tmp_path}/pipe'" in message
+
+    def test_folders_that_are_named_like_files_are_none(self, tmp_path: Path) -> None:
+        (tmp_path / "rows" / "sub.jsonl").mkdir(parents=True)
+        (tmp_path / "rows" / "a.jsonl").write_text(as_lines(ROWS))
+        for source in ("rows", "rows/*"):
+            assert prompts(opened(tmp_path / source, tmp_path)) == ["p0", "p1", "p2", "p3"]
+
+    @pytest.mark.parametrize("start", ["[", '{"prompt": '])
+    def test_values_that_are_nested_without_end_are_refused(self, tmp_path: Path, start: str) -> None:
+        (tmp_path / "a.json").write_text(start + "[" * 100_000)
+        assert refusal(tmp_path / "a.json", tmp_path).startswith("`data.source`: ")
+
+    def test_the_field_is_named_also_where_the_way_out_is_a_command(self, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_text(as_lines(ROWS), encoding="utf-16")
+        assert refusal(tmp_path / "a.jsonl", tmp_path).startswith("`data.source`: ")
+
+    def test_a_damaged_saved_data_set_is_refused(self, tmp_path: Path) -> None:
+        from datasets import Dataset
+
+        Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+        next((tmp_path / "saved").glob("*.arrow")).write_bytes(b"nonsense")
+        assert "expected a whole saved data set" in refusal(tmp_path / "saved", tmp_path)
 
     def test_a_missing_library_is_named_with_its_extra(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

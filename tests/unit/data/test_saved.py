@@ -94,3 +94,23 @@ def test_a_folder_with_half_a_step_only_is_refused(tmp_path: Path) -> None:
     write_shard(tmp_path, step=1, shard=0, num_shards=2, samples=[saved("rollout:0:0:0", 0)])
     with pytest.raises(DataError, match="no step with all of its shards"):
         SavedRollouts(tmp_path)
+
+
+def test_a_column_that_happens_to_have_the_name_is_no_saved_answer() -> None:
+    assert saved_samples(Row(prompt="1+1=", columns={"saved": [1, 2]})) == ()
+
+
+@pytest.mark.parametrize("alphabet", ["2", "9876543210+="])
+def test_rollouts_in_the_tokens_of_another_model_are_refused(folder: Path, alphabet: str) -> None:
+    """Fewer tokens would be asked for rows that no table has; others would be trained as something else."""
+    model = ModelSection(new=NewModel(max_positions=16, alphabet=alphabet))
+    own = folder.parent / "held.jsonl"
+    own.write_text('{"prompt": "2", "answer": "2"}\n')
+    data = DataSection(source=str(folder), eval_source=str(own), num_eval=1)
+    with pytest.raises(ConfigError, match=r"`data.source`: .*sampled with another tokenizer"):
+        validate(config_of(folder, model=model, data=data))
+
+
+def test_the_folder_of_the_run_is_not_that_of_its_rollouts(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"`data.source`: expected the folder of the rollouts, '.*/rollouts'"):
+        open_data(config_of(folder.parent))

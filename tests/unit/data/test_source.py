@@ -151,6 +151,17 @@ class TestBadRows:
         assert "a.jsonl, line 4: expected text in column 'prompt' (which has the number 3)" in message
         assert "\n" not in message
 
+    def test_of_rows_that_are_bad_for_one_reason_the_first_is_named(self, tmp_path: Path) -> None:
+        path = write_lines(tmp_path / "a.jsonl", {"q": 1}, {"q": 2}, [1], {"q": 3})
+        with pytest.raises(DataError) as caught:
+            open_data(config(source=path, num_eval=1))
+        assert [f"line {number}:" in str(caught.value) for number in range(1, 5)] == [
+            True,
+            False,
+            True,
+            False,
+        ]
+
     def test_few_are_left_out_and_recorded(self, tmp_path: Path) -> None:
         path = numbered(tmp_path / "a.jsonl", 9)
         (tmp_path / "a.jsonl").write_text("nonsense\n\n" + (tmp_path / "a.jsonl").read_text())

@@ -172,3 +172,40 @@ def test_checking_a_configuration_takes_nothing_from_the_pipe(world: World) -> N
         prompt(open_data(world.config), 0)
     world.spool.pump()
     assert prompt(world.data(), 0) == "p0"
+
+
+def test_a_resumed_run_needs_no_pipe_that_has_ended(world: World) -> None:
+    world.write(line(0))
+    world.end()
+    world.pipe.unlink()
+    open_data(world.config, resumed=world.run_dir)
+    with pytest.raises(DataError, match=r"`data.source`: expected a named pipe"):
+        open_data(world.config)
+
+
+def test_pipes_of_the_same_name_have_spools_of_their_own(tmp_path: Path) -> None:
+    one, two = (streams.spool_path(tmp_path, f"stream:/{folder}/pipe") for folder in "ab")
+    assert one != two
+
+
+def test_nothing_is_put_beside_a_growing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_MARK_EVERY", 1)
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_bytes(line(0) + line(1))
+    section = DataSection(source=f"stream:{folder}/rows.jsonl", eval_source="arithmetic", num_eval=1)
+    assert prompt(open_data(Config(name="t", data=section), run_dir=tmp_path), 1) == "p1"
+    assert [path.name for path in folder.iterdir()] == ["rows.jsonl"]
+
+
+def test_held_out_rows_are_no_stream(world: World) -> None:
+    section = DataSection(eval_source=world.source, num_eval=1)
+    with pytest.raises(DataError, match=r"`data.eval_source`: expected rows that are all there"):
+        open_data(Config(name="t", data=section))
+
+
+def test_a_stream_of_nothing_but_bad_lines_says_what_is_wrong_with_them(world: World) -> None:
+    world.write(b"nonsense\n")
+    world.end()
+    with pytest.raises(UserError, match="found none; line 1: expected a JSON object"):
+        prompt(world.data(), 0)

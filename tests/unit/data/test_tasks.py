@@ -58,6 +58,8 @@ def test_a_task_that_is_all_held_out_is_an_error() -> None:
         ("list_functions", {}, ["differ between processes"]),
         ("chain_sum", {"terms": 2}, ["`data.options`", "'chain_sum'", "terms"]),
         ("chain_sum", {"min_terms": -2}, ["`data.options`", "min_terms"]),
+        ("chain_sum", {"seed": "x"}, ["`data.options`", '"seed":"x"']),
+        ("chain_sum", {"size": 30}, ["`data.num_eval`", "the 30 rows"]),
     ],
 )
 def test_what_can_not_be_used_is_refused_with_the_reason(

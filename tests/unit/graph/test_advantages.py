@@ -98,6 +98,12 @@ def test_score_and_divergence_are_part_of_what_is_compared() -> None:
     assert found == pytest.approx({"g/0": -0.2, "g/1": 0.2})
 
 
+def test_a_score_that_is_missing_is_not_taken_for_nought() -> None:
+    stage = stage_of(AlgorithmSection(), reward_model=RewardModelSection(path="r"))
+    with pytest.raises(KeyError, match="score"):
+        stage.total_reward({"reward": 1.0})
+
+
 def test_a_masked_sample_neither_learns_nor_moves_the_baseline() -> None:
     items = [
         item("g/0", reward=1.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,22 @@ def test_another_vocabulary_is_refused_by_field_and_size(
         plan_companions(config_of(**built))
 
 
+@pytest.mark.parametrize("section", [CriticSection, ReferenceSection, RewardModelSection])
+def test_a_vocabulary_of_the_same_size_with_other_meanings_is_refused(section: Any, tmp_path: Path) -> None:
+    other = folder_of(msgspec.structs.replace(SMALL, alphabet="9876543210+="), tmp_path, head=True)
+    field = {CriticSection: "critic", ReferenceSection: "reference", RewardModelSection: "reward_model"}[
+        section
+    ]
+    with pytest.raises(ModelError, match=rf"`{field}\.path`: expected the actor's vocabulary, .* '0' at 2"):
+        plan_companions(config_of(**{field: section(path=other)}))
+
+
+def test_a_folder_without_tokenizer_is_taken_at_its_word(tmp_path: Path) -> None:
+    folder = folder_of(SMALL, tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    assert plan_companions(config_of(reference=ReferenceSection(path=folder))).reference is not None
+
+
 def test_a_reward_model_without_head_is_refused(tmp_path: Path) -> None:
     plain = folder_of(SMALL, tmp_path)
     with pytest.raises(
@@ -107,6 +124,17 @@ def test_a_reference_that_follows_the_actor_needs_its_architecture(tmp_path: Pat
     wide = folder_of(msgspec.structs.replace(SMALL, hidden_size=32), tmp_path)
     with pytest.raises(ModelError, match="expected the actor's own architecture"):
         plan_companions(config_of(reference=ReferenceSection(path=wide, copy_every=2)))
+
+
+def test_a_reference_that_follows_the_actor_computes_as_it_does(tmp_path: Path) -> None:
+    """The same shapes are not enough: its weights become the actor's, its configuration stays."""
+    folder = folder_of(SMALL, tmp_path)
+    follows = config_of(reference=ReferenceSection(path=folder, copy_every=2))
+    assert plan_companions(follows).moving_reference
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_theta": 5e5}))
+    with pytest.raises(ModelError, match="expected the actor's own architecture"):
+        plan_companions(follows)
 
 
 def test_a_folder_that_is_not_there_is_refused_by_field(tmp_path: Path) -> None:

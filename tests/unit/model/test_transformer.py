@@ -228,6 +228,17 @@ def test_the_value_head_estimates_one_number_per_token_and_starts_at_zero() -> N
     torch.testing.assert_close(model.value_head.weight.grad, hidden.sum(dim=0, keepdim=True))
 
 
+def test_values_of_a_low_precision_model_are_not_rounded_to_it() -> None:
+    model = Transformer(make_config(**CONFIGS["llama"]), with_value_head=True, dtype=torch.bfloat16)
+    assert model.value_head is not None
+    with torch.no_grad():
+        model.value_head.weight.fill_(1.0)
+        model.value_head.bias.fill_(64.0)
+    hidden = torch.zeros(2, model.config.hidden_size, dtype=torch.bfloat16)
+    hidden[1, 0] = 2.0**-8
+    assert model.values(hidden).tolist() == [64.0, 64.0 + 2.0**-8]
+
+
 def test_initialisation_depends_on_the_seed_alone() -> None:
     config = make_config(**CONFIGS["qwen2"])
     first, second, other = (Transformer(config) for _ in range(3))

@@ -20,7 +20,7 @@ def saved(ticket: str, sample: int, *, step: int = 1, reward: float = 0.5) -> Sa
         reward=reward,
         rewards={"right": reward},
         finish=Finish.EOS,
-        tokens=[3, 4, 5, 1],
+        tokens=[3, 12, 4, 1],
         loss_mask=[0, 0, 1, 1],
         logprobs=[0.0, 0.0, -0.25, -0.1],
         versions=[-1, -1, 0, 0],
@@ -71,4 +71,18 @@ def test_a_line_that_is_no_sample_is_named_by_file_and_number(tmp_path: Path) ->
     path = write_shard(tmp_path, step=1, shard=0, num_shards=1, samples=[saved("rollout:0:0:0", 0)])
     path.write_text(path.read_text() + '{"step": 1}\n')
     with pytest.raises(DataError, match=r"shard-0-of-1\.jsonl, line 2: expected a saved sample"):
+        read_groups(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b"rollout:0:0:0", b"nonsense"), (b'"tokens":[3,', b'"tokens":['), (b"1+1=", b"\xff")],
+)
+def test_a_sample_that_does_not_fit_together_is_named_by_file_and_line(
+    tmp_path: Path, old: bytes, new: bytes
+) -> None:
+    path = write_shard(tmp_path, step=1, shard=0, num_shards=1, samples=[saved("rollout:0:0:0", 0)])
+    assert old in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(old, new))
+    with pytest.raises(DataError, match=r"shard-0-of-1.jsonl, line 1: expected"):
         read_groups(tmp_path)

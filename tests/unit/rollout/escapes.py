@@ -138,6 +138,37 @@ def _():
 def _():
     os.kill(os.getppid(), signal.SIGKILL)
 
+@attempt("any signal to the first process")
+def _():
+    for number in range(1, 65):
+        os.kill(1, number)
+
+@attempt("limits of the first process")
+def _():
+    resource.prlimit(1, resource.RLIMIT_AS, (0, 0))
+
+@attempt("priority of the first process")
+def _():
+    os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))
+
+@attempt("own limits and processors")
+def _():
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.sched_setaffinity(0, os.sched_getaffinity(0))
+
+@attempt("semaphores, which are memory of the kernel")
+def _():
+    return call(library.semget(0, 32000, 0o600 | 0o1000))
+
+@attempt("many timers, which are memory of the kernel")
+def _():
+    for _ in range(1000):
+        call(library.timer_create(0, None, ctypes.byref(ctypes.c_long())))
+
+@attempt("installed packages")
+def _():
+    return [os.listdir(path) for path in sys.path if path.endswith("-packages")]
+
 @attempt("killing everybody")
 def _():
     os.kill(-1, signal.SIGKILL)

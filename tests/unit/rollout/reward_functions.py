@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -35,6 +36,22 @@ def broken(completions: list[str], **columns: Any) -> list[float]:
     raise RuntimeError("no verdict")
 
 
+def interrupting(completions: list[str], **columns: Any) -> list[float]:
+    raise KeyboardInterrupt("stop")
+
+
+def forking(completions: list[str], **columns: Any) -> list[float]:
+    """Returns twice."""
+    os.fork()
+    return [1.0] * len(completions)
+
+
+def closing(completions: list[str], **columns: Any) -> list[float]:
+    os.closerange(3, 100)
+    time.sleep(60)
+    return [1.0] * len(completions)
+
+
 def exiting(completions: list[str], **columns: Any) -> list[float]:
     sys.exit("enough")
 
@@ -48,9 +65,11 @@ def hanging_once(completions: list[str], **columns: Any) -> list[float]:
 
 
 def hanging_on_x(completions: list[str], **columns: Any) -> list[float]:
+    """On x it waits for a program that it has started."""
     tell("hanging", completions[0])
     if "x" in completions:
-        time.sleep(60)
+        with subprocess.Popen(["sleep", "60"]) as started:
+            tell("started", str(started.pid))
     return [1.0] * len(completions)
 
 
@@ -86,13 +105,16 @@ async def meeting(completions: list[str], **columns: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
-async def async_text(completions: list[str], **columns: Any) -> Any:
+async def async_wrong(completions: list[str], **columns: Any) -> Any:
+    """Wrong in the way that the first completion says."""
+    match completions[0]:
+        case "hangs":
+            await asyncio.sleep(60)
+        case "cancels":
+            raise asyncio.CancelledError("by itself")
+        case "exits":
+            sys.exit("enough")
     return "nonsense"
-
-
-async def async_hanging(completions: list[str], **columns: Any) -> list[float]:
-    await asyncio.sleep(60)
-    return [1.0] * len(completions)
 
 
 async def async_blocking_on_x(completions: list[str], **columns: Any) -> list[float]:

@@ -75,3 +75,10 @@ def test_a_file_that_breaks_is_named_with_what_it_raised_and_tried_again_next_ti
         import_function(f"{file}:right")
     file.write_text("def right(completions): return []  # This is another length.\n")
     assert import_function(f"{file}:right")([]) == []
+
+
+def test_a_file_that_exits_when_it_is_imported_does_not_end_who_imports_it(tmp_path: Path) -> None:
+    file = tmp_path / "script.py"
+    file.write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(ConfigError, match="SystemExit: 0"):
+        import_function(f"{file}:right")

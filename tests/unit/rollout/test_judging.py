@@ -1,5 +1,7 @@
 import os
 import select
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +13,7 @@ import pytest
 from kintsugi.config import AlgorithmSection, Config, RolloutSection
 from kintsugi.errors import ConfigError, DataError
 from kintsugi.rollout import judging
-from kintsugi.rollout.judge import Case, Failed, Judged, call
+from kintsugi.rollout.judge import Case, Failed, Judged, Refused, attempt_send, call, receive
 from kintsugi.rollout.judging import MOST_STARTS, Judging
 from kintsugi.rollout.scoring import RewardFailed, load_rewards
 from tests.unit.rollout.reward_functions import FOLDER, told
@@ -139,6 +141,7 @@ def test_a_value_that_is_no_number_concerns_its_sample_only(court: Callable[...,
     [
         ("broken", "reward 'broken' raised RuntimeError: no verdict (line "),
         ("exiting", "reward 'exiting' raised SystemExit: enough"),
+        ("interrupting", "reward 'interrupting' raised KeyboardInterrupt: stop"),
         ("too_few", "reward 'too_few': expected 2 numbers, got 1"),
         ("nothing", "reward 'nothing': expected a list of 2 numbers, got NoneType"),
         ("not_async", "reward 'not_async': returned something to await; make it an `async def`"),
@@ -154,22 +157,23 @@ def test_each_way_to_fail_gives_one_clear_reason(
 
 
 def test_a_process_goes_on_after_functions_have_failed(court: Callable[..., Court]) -> None:
-    here = court("broken", "async_text")
+    here = court("broken", "async_wrong")
     for _ in range(2):
         assert here.message("a", "b").startswith("reward 'broken' raised RuntimeError")
     assert here.notes == [] and told("broken") == ["2", "2"]
 
 
-def test_an_asynchronous_function_that_returns_nonsense_is_told_so(court: Callable[..., Court]) -> None:
-    message = court("async_text").message("a", "b")
-    assert message == "reward 'async_text': expected a list of 2 numbers, got str"
-
-
-def test_an_asynchronous_function_that_hangs_is_told_by_name_and_the_process_lives(
+def test_each_way_in_which_an_asynchronous_function_fails_is_told_and_the_process_lives(
     court: Callable[..., Court],
 ) -> None:
-    here = court("async_hanging", timeout_s=0.1)
-    assert "reward 'async_hanging' took longer than `rollout.reward_timeout_s`=0.1 s" in here.message("a")
+    here = court("async_wrong", timeout_s=0.2)
+    for way, expected in {
+        "lies": "reward 'async_wrong': expected a list of 1 numbers, got str",
+        "hangs": "reward 'async_wrong' took longer than `rollout.reward_timeout_s`=0.2 s",
+        "cancels": "reward 'async_wrong' raised CancelledError: by itself (line ",
+        "exits": "reward 'async_wrong' raised SystemExit: enough (line ",
+    }.items():
+        assert here.message(way).startswith(expected)
     assert here.notes == []
 
 
@@ -186,6 +190,64 @@ def test_a_function_that_hangs_is_killed_and_those_that_waited_are_judged(
     assert told("hanging") == ["x", "a"]
     assert here.judging.pid != first and not Path(f"/proc/{first}").exists()
     assert len(here.notes) == 1
+    (started,) = told("started")
+    assert has_ended(int(started)), "what the function had started was left"
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process of this machine is gone, or will be when its remains are taken away."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    ended = bool(poller.poll(5000))
+    os.close(pidfd)
+    return ended
+
+
+def test_a_function_that_forks_and_returns_twice_is_heard_once(court: Callable[..., Court]) -> None:
+    here = court("forking")
+    assert all(isinstance(here.judge(name), Judged) for name in "abc")
+    assert here.notes == []
+
+
+def test_a_function_that_closes_everything_has_failed_and_its_process_is_replaced(
+    court: Callable[..., Court], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judging, "END_S", 0.2)
+    here = court("closing")
+    assert here.message("a") == "the reward process closed its connection to the worker"
+
+
+def test_a_process_that_dies_with_groups_unread_is_replaced_and_they_are_judged(
+    court: Callable[..., Court],
+) -> None:
+    """The kernel tells of the unread ones with an error of its own, to whoever sends or receives next."""
+    here = court("half")
+    here.judge("a")
+    assert here.judging.pid is not None
+    judge = os.pidfd_open(here.judging.pid)
+    signal.pidfd_send_signal(judge, signal.SIGSTOP)
+    here.ask("b")
+    signal.pidfd_send_signal(judge, signal.SIGKILL)
+    assert has_ended(here.judging.pid)
+    os.close(judge)
+    here.ask("c")
+    assert all(isinstance(verdict, Judged) for verdict in here.verdicts(2).values())
+    assert here.notes == ["the reward process killed by SIGKILL; it is replaced"]
+
+
+def test_what_was_said_last_is_heard_though_something_was_left_unread() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        with theirs:
+            attempt_send(ours, Case(1, "1+1=", ("2",), {}))
+            attempt_send(theirs, Refused("not importable"))
+        content = receive(ours)
+        assert content is not None and b"not importable" in content
+        assert receive(ours) is None
 
 
 def test_a_function_that_crashes_its_process_is_blamed_alone_in_the_end(court: Callable[..., Court]) -> None:
@@ -220,16 +282,6 @@ def test_a_module_that_can_not_be_imported_is_refused_with_what_was_searched(
     message = str(caught.value)
     assert "my_lost_module.reward" in message and "ModuleNotFoundError" in message
     assert str(ROOT) in message
-
-
-def test_a_module_that_raises_on_import_is_refused_with_its_error(tmp_path: Path) -> None:
-    file = tmp_path / "unwell.py"
-    file.write_text("raise RuntimeError('not today')\n")
-    here = Court(f"{file}:reward", timeout_s=1.0)
-    here.judging.prepare()
-    with pytest.raises(ConfigError, match="RuntimeError: not today"):
-        here.verdicts(1)
-    here.judging.close()
 
 
 @pytest.mark.slow

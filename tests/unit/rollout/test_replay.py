@@ -17,7 +17,7 @@ def test_a_saved_sample_is_given_under_the_ticket_of_this_run_as_it_was_sampled(
     row = Row(prompt="1+1=", columns={SAVED: (saved("rollout:0:2:0", 0),)})
     (trajectory,), texts, components = replay(ticket(1), row).given
     assert (trajectory.key, trajectory.finish, texts) == ("grpo:0:7:0/0", Finish.EOS, ["2"])
-    assert array("i", trajectory.tokens).tolist() == [3, 4, 5, 1]
+    assert array("i", trajectory.tokens).tolist() == [3, 12, 4, 1]
     assert trajectory.loss_mask == b"\0\0\1\1"
     assert array("f", trajectory.logprobs).tolist() == array("f", [0.0, 0.0, -0.25, -0.1]).tolist()
     assert components == [{"right": 0.5}]

@@ -6,7 +6,7 @@ import pytest
 
 from kintsugi.errors import DataError
 from kintsugi.rollout import rewards
-from kintsugi.rollout.rewards import gsm8k_answer, math_answer, program_of, program_output
+from kintsugi.rollout.rewards import exact_answer, gsm8k_answer, math_answer, program_of, program_output
 from kintsugi.rollout.sandbox import Outcome
 
 
@@ -55,6 +55,11 @@ def test_a_final_answer_is_compared_mathematically_and_nonsense_is_wrong(
     assert math_answer([completion], answer=[answer]) == [reward]
 
 
+@pytest.mark.parametrize("answer", ["46", " 46\n", 46])
+def test_an_exact_answer_may_stand_in_the_data_as_text_or_number(answer: Any) -> None:
+    assert exact_answer(["46", "46 ", "4"], answer=[answer] * 3) == [1.0, 1.0, 0.0]
+
+
 def test_a_comparison_that_does_not_end_is_set_aside_and_the_others_are_judged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -93,11 +98,23 @@ def test_programs_are_judged_by_what_they_print() -> None:
     assert program_output([fenced, "print(3)", "raise SystemExit(1)"], **given) == [1.0, 0.0, 0.0]
 
 
+def test_a_program_that_prints_what_is_expected_and_then_fails_is_wrong_and_the_expected_may_be_a_number() -> (
+    None
+):
+    programs = [
+        "print(42)",
+        "print(42); raise SystemExit(1)",
+        "import os; os.write(1, b'42'); os.kill(2, 40)",
+    ]
+    assert program_output(programs, expected_output=[42] * 3) == [1.0, 0.0, 0.0]
+
+
 def test_programs_are_judged_by_tests_that_really_ran() -> None:
     tests = ["assert f(2) == 4", "assert f(0) == 0"]
     right, wrong = "def f(x): return x * 2", "def f(x): return 4"
+    noisy = f"import atexit, sys; sys.stdout = None; atexit.register(sys.stderr.write, 'bye')\n{right}"
     cheats = ["import sys; sys.exit(0)", "import os; os._exit(0)"]
-    assert program_output([right, wrong, *cheats], tests=[tests] * 4) == [1.0, 0.0, 0.0, 0.0]
+    assert program_output([right, noisy, wrong, *cheats], tests=[tests] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 def test_why_a_program_scored_nothing_is_logged(

@@ -52,6 +52,13 @@ REFUSED = {
     "killing the parent by its number": "ESRCH",
     # The kernel takes the signal and drops it: it is the first process of its namespace.
     "killing the first process": "None",
+    "any signal to the first process": "None",
+    "limits of the first process": "EPERM",
+    "priority of the first process": "EPERM",
+    "own limits and processors": "None",
+    "semaphores, which are memory of the kernel": "EPERM",
+    "many timers, which are memory of the kernel": "EAGAIN",
+    "installed packages": "[[]]",
     # There is nobody but the first process and the program itself.
     "killing everybody": "ESRCH",
     "killing the group of the parent": "ESRCH",
@@ -311,6 +318,17 @@ def test_nothing_is_left_when_the_caller_is_killed() -> None:
 def test_a_machine_too_busy_to_be_done_is_no_verdict_on_the_program() -> None:
     with pytest.raises(SandboxFailed, match=r"a program was not done after 0\.3 s"):
         run_python("while True: pass", limits=Limits(deadline_s=0.3))
+
+
+def test_a_program_that_is_killed_while_the_machine_runs_out_of_memory_has_no_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert run_python(source).reason == "killed by SIGKILL"
+    times = iter([3, 4])
+    monkeypatch.setattr(sandbox, "_times_out_of_memory", lambda: next(times))
+    with pytest.raises(SandboxFailed, match="ran out of memory"):
+        run_python(source)
 
 
 def test_an_isolated_machine_is_required_by_doing_it(monkeypatch: pytest.MonkeyPatch) -> None:

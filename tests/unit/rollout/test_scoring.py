@@ -84,6 +84,7 @@ def test_anything_but_one_value_per_completion_fails_the_group(returned: Any, ex
         (float("nan"), "expected a finite number, got nan"),
         (float("-inf"), "expected a finite number, got -inf"),
         ("1", "expected a finite number, got '1'"),
+        (10**400, f"expected a finite number, got {10**199}"),
         ([1.0], "expected a finite number, got [1.0]"),
         (ValueError("no unit"), "no unit"),
         (TimeoutError(), "TimeoutError"),
@@ -110,9 +111,16 @@ def test_a_failure_names_the_function_the_error_and_its_place() -> None:
     assert "reward 'mine' raised KeyError: 'no such column' (line " in str(failure("mine", caught.value))
 
 
+def test_what_a_function_says_is_kept_in_reasonable_length() -> None:
+    error = ValueError("x" * 10**6)
+    assert len(str(failure("mine", error))) < 2000
+    (reason,) = checked("mine", [error], count=1)
+    assert isinstance(reason, str) and len(reason) < 2000
+
+
 def test_a_function_is_known_as_asynchronous_however_it_is_made() -> None:
     here = "tests.unit.rollout.reward_functions"
-    rewards = load_rewards([f"{here}.half", f"{here}.async_text"])
+    rewards = load_rewards([f"{here}.half", f"{here}.async_wrong"])
     assert [reward.is_async for reward in rewards] == [False, True]
 
 

@@ -12,6 +12,7 @@ from kintsugi.messages import (
     EpisodesDone,
     FetchSamples,
 )
+from kintsugi.rollout import judging
 from kintsugi.rollout import worker as worker_module
 from kintsugi.rollout.judging import Judging
 from kintsugi.runtime import WAITS
@@ -24,6 +25,7 @@ REWARDS = "tests.unit.rollout.reward_functions"
 def for_real(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rewards in a process of their own, as in a run."""
     monkeypatch.setattr(worker_module, "Judging", Judging)
+    monkeypatch.setattr(judging, "GRACE_S", 0.1)
 
 
 def test_a_reward_that_raises_is_tried_again_and_then_quarantined_with_its_reason(

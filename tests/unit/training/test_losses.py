@@ -201,6 +201,16 @@ def test_in_expectation_the_penalty_has_the_gradient_of_the_exact_divergence(
     assert abs(float(biased - exact.detach())) > 1e-3
 
 
+def test_without_a_reference_the_divergence_from_the_sampler_is_reported() -> None:
+    """Exactly, in expectation over what the sampler writes."""
+    old, new = SAMPLER.log_softmax(0), POLICY.log_softmax(0)
+    reported = [
+        old[token].exp() * simple_policy_loss(new[token, None], old[token, None], torch.zeros(1)).sums["kl"]
+        for token in range(3)
+    ]
+    torch.testing.assert_close(sum(reported), exact_kl(SAMPLER, POLICY))
+
+
 def test_differentiating_an_estimate_gives_the_right_gradient_for_k2_only() -> None:
     def derivative(estimator: KlEstimator) -> Tensor:
         policy = POLICY.clone().requires_grad_()
