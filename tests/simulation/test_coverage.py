@@ -63,7 +63,9 @@ def test_a_period_of_seeds_aims_at_every_possible_pair_and_a_seed_always_at_the_
 
 
 def test_seeds_that_aim_at_the_same_differ_in_their_shape() -> None:
-    assert len({shape_of(seed) for seed in seeds_aimed_at((WAITING, "sync"), count=40)}) == 4
+    shapes = [shape_of(seed) for seed in seeds_aimed_at((WAITING, "sync"), count=40)]
+    assert len({(shape.flow, shape.is_busy) for shape in shapes}) == 4
+    assert len({shape.variant.name for shape in shapes}) > 1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from kintsugi.config import Config, Stage
 from kintsugi.control.episodes import Episodes
 from kintsugi.facts import EvaluationDone, FilterReason, StepCommitted, TicketFiltered
 from kintsugi.graph.advantages import is_uninformative
-from kintsugi.simulation.campaign import VARIANTS, Runner, simulated_config, variant_of
+from kintsugi.simulation.campaign import VARIANTS, Runner, shape_of, simulated_config
 from kintsugi.simulation.cluster import Cluster, Outcome, undisturbed
 from kintsugi.simulation.faults import Kind, Plan, Planned
 from kintsugi.simulation.invariants import Reference
@@ -31,7 +31,7 @@ def simulate(name: str, *faults: Planned) -> Outcome:
 
 
 def seeds_of(name: str, *, count: int) -> list[int]:
-    return [seed for seed in range(2000) if variant_of(seed).name == name][:count]
+    return [seed for seed in range(2000) if shape_of(seed).variant.name == name][:count]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -97,6 +97,8 @@ def test_a_bound_that_a_new_master_has_forgotten_is_caught(monkeypatch: pytest.M
                 self._draft.fact(TicketFiltered(ticket, FilterReason.EQUAL_REWARDS))
                 mine[step] += 1
 
+    reference("dapo")
     monkeypatch.setattr(Episodes, "_resample", resample)
-    runner = Runner()
-    assert any(runner.run(seed).violations for seed in seeds_of("dapo", count=40))
+    # By then the fourth step has used up some of its bound.
+    killed = Planned(Kind.KILL, "master-0", state="collecting", step=3, delay_s=0.1)
+    assert any("is not that of the undisturbed run" in why for why in simulate("dapo", killed).violations)

@@ -196,4 +196,4 @@ def test_a_process_that_listens_to_an_old_epoch_is_caught(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(network.SimulatedEndpoint, "receive", receive)
     runner = Runner()
-    assert any(runner.run(seed).violations for seed in range(30))
+    assert any(runner.run(seed).violations for seed in range(60))

@@ -25,7 +25,6 @@ from kintsugi.messages import (
     CallDone,
     LoadWeights,
     Ok,
-    PreLock,
     Publish,
     Published,
     RunCall,
@@ -34,7 +33,7 @@ from kintsugi.messages import (
     StartProcess,
     WeightsLoaded,
 )
-from kintsugi.operations import RebuildGroup
+from kintsugi.operations import PreLock, RebuildGroup
 from kintsugi.types import StreamSource, WeightManifest
 from tests.unit.control.driven import CONFIG, Driven, scored
 from tests.unit.control.outcomes import begun, outcome, undisturbed
