@@ -53,8 +53,9 @@ lint: $(SETUP_TEST)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(CHECKED)
 
-bench: $(SETUP_TEST) $(PEER_RAY)
+bench: $(SETUP_TEST) $(PEER_RAY) $(PEER_TRL)
 	$(BIN)/python benchmarks/control_plane.py
+	$(BIN)/python benchmarks/grpo_step.py
 
 $(PEER_RAY): benchmarks/constraints-ray.txt
 	$(PYTHON) -m venv .venv-ray
