@@ -370,12 +370,15 @@ class Server(Worker):
     def __init__(self, *arguments: Any, **names: Any) -> None:
         super().__init__(*arguments, **names)
         self._version, self._digest = -1, ""
+        self._loads: deque[tuple[Delivery, LoadWeights]] = deque()
+        """One after the other, the first of them under way: a real server does nothing else meanwhile."""
 
     def serve(self, delivery: Delivery, body: Body) -> None:
         match body:
             case LoadWeights():
-                sources = [getattr(source, "process", "") for source in body.sources]
-                self._fetch(delivery, body, [name for name in sources if name])
+                self._loads.append((delivery, body))
+                if len(self._loads) == 1:
+                    self._load_next()
             case Generate() if self._version >= body.version:
                 self.after(self.world.random.uniform(0.005, 0.05), self._generated, delivery, body)
             case Generate():
@@ -389,10 +392,18 @@ class Server(Worker):
         self.count("tokens")
         self.endpoint.reply(delivery, Generated(request.ticket, request.turn, (drawn,), self.name))
 
+    def _load_next(self) -> None:
+        if self._loads:
+            delivery, weights = self._loads[0]
+            sources = [getattr(source, "process", "") for source in weights.sources]
+            self._fetch(delivery, weights, [name for name in sources if name])
+
     def _fetch(self, delivery: Delivery, weights: LoadWeights, sources: list[str]) -> None:
         """From the first source that has them."""
         if not sources:
             self.endpoint.fail(delivery, "RefusedError", "no source has these weights")
+            self._loads.popleft()
+            self._load_next()
             return
 
         def fetched(answer: Body | None, fault: Fault | None) -> None:
@@ -401,6 +412,8 @@ class Server(Worker):
                 self._version, self._digest = manifest.version, manifest.digest
                 self.count("versions")
                 self.endpoint.reply(delivery, WeightsLoaded(manifest.version, manifest.digest))
+                self._loads.popleft()
+                self._load_next()
             else:
                 self._fetch(delivery, weights, sources[1:])
 
