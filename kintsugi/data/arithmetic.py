@@ -42,9 +42,16 @@ class Arithmetic:
 
 
 def _slip(first: int, second: int) -> int:
-    """A wrong sum of the kind that is really made: a lost carry, or one digit that is off. The same every time."""
+    """A wrong sum, the same every time: a lost carry, one digit that is off, or the answer to some other sum.
+
+    The last kind teaches a reward model to look at the question; one that has never seen it takes any number of the
+    right length for an answer, and a policy finds that number.
+    """
     random = random_stream(_SPLIT_SEED, "slip", first, second)
-    total = first + second
+    total, lowest_term = first + second, int(10 ** (len(str(first)) - 1))
+    if random.random() < 0.5:
+        other = random.randrange(2 * lowest_term, 20 * lowest_term - 2)
+        return other + (other >= total)
     without_carries = int(
         "".join(str((int(a) + int(b)) % 10) for a, b in zip(str(first), str(second), strict=True))
     )
