@@ -14,7 +14,7 @@ from kintsugi.types import Role
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
 from tests.cluster.real_runs import Run, until
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 COMPUTE = (Role.MODEL, Role.SERVER)
 

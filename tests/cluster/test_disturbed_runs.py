@@ -23,7 +23,7 @@ from kintsugi.simulation.replay import replay
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
 from tests.cluster.real_runs import LAST_STEP, Run, finished, play, until
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 GATE = 5
 SOON_S = 8.0

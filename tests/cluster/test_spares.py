@@ -18,7 +18,7 @@ from tests.cluster.real_runs import Run, until
 from tests.cluster.test_kill_anything import pids_of
 from tests.cluster.tiny_runs import TinyRun, start_of
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 def spares_of(run: Run) -> list[int]:
