@@ -10,6 +10,7 @@ sends what to whom.
 | RunEpisodes                      | master → rollout     | EpisodesDone       |
 | Generate                         | rollout → manager    | Generated          |
 | Generate                         | manager → server     | Generated          |
+| Interrupt                        | manager → server     | Ok                 |
 | RunCall                          | master → model       | CallDone           |
 | EvaluatePairs                    | master → model       | PairsEvaluated     |
 | StartStage, CommitStep           | master → model       | RankReady, Ok      |
@@ -27,10 +28,14 @@ sends what to whom.
 | AddressBook                      | master → anyone      |
 | ProcessExited, ProcessSuspected, ChipFault | agent → master |
 | Drop                             | master → rollout     |
+| Produced                         | server → manager     |
+| Cancel                           | manager → server     |
 | Shutdown                         | master → anyone      |
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
@@ -269,6 +274,8 @@ class Generate(_Body, frozen=True):
     """Which sample indices are wanted; empty means all of `range(num_samples)`."""
     timeout_s: float = 120.0
     """How long the asker waits; later the answer is of no use to anyone."""
+    produced: tuple[Completion, ...] = ()
+    """What other servers have produced of it before; replayed, not sampled again."""
 
     @property
     def wanted(self) -> tuple[int, ...]:
@@ -280,6 +287,38 @@ class Generated(_Body, frozen=True):
     turn: int
     completions: tuple[Completion, ...]
     server: str
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """More of one sample: its tokens from `offset` on, as in `Completion`."""
+
+    sample: int
+    offset: int
+    """In tokens."""
+    tokens: bytes
+    logprobs: bytes
+    versions: bytes
+    top_tokens: bytes = b""
+    top_logprobs: bytes = b""
+
+
+class Produced(_Body, frozen=True):
+    """What a server has produced since it said so last, so that another can go on where it died."""
+
+    ticket: str
+    turn: int
+    pieces: tuple[Piece, ...]
+
+
+class Cancel(_Body, frozen=True):
+    """Nobody waits for this `Generate` any more: its pages are wanted."""
+
+    ticket: str
+    turn: int
+
+
+class Interrupt(_Body, frozen=True):
+    """Answer every running `Generate` now, with what it has: completions without a `finish`, to be resumed."""
 
 
 # Models and weights.
@@ -369,6 +408,9 @@ class WeightsFetched(_Body, frozen=True):
 class LoadWeights(_Body, frozen=True):
     manifest: WeightManifest
     sources: tuple[WeightSource, ...]
+    running: Literal["keep", "recompute", "interrupt"] = "keep"
+    """What becomes of running requests: they go on with the keys and values they have, or with new ones, or are answered
+    with what they have produced."""
 
 
 class WeightsLoaded(_Body, frozen=True):
@@ -431,6 +473,9 @@ Body = (
     | Drop
     | Generate
     | Generated
+    | Produced
+    | Cancel
+    | Interrupt
     | RunCall
     | CallDone
     | EvaluatePairs

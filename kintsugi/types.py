@@ -111,9 +111,10 @@ def sample_key(ticket: str, index: int) -> str:
 
 
 class Finish(StrEnum):
-    """Why a completion ended: its own end token, or the length limit (a truncation, not an end)."""
+    """Why a completion ended: its own end token, a stop text, or the length limit (a truncation, not an end)."""
 
     EOS = "eos"
+    STOP = "stop"
     LENGTH = "length"
 
 
@@ -172,7 +173,12 @@ class Completion(msgspec.Struct, frozen=True):
     """float32, at the sampling temperature (at temperature 1 when greedy)."""
     versions: bytes
     """int32."""
-    finish: Finish
+    finish: Finish | None
+    """None where it was interrupted; it can be resumed from what it has."""
+    top_tokens: bytes = b""
+    """int32, `Sampling.top_logprobs` per token: the most likely ones, most likely first."""
+    top_logprobs: bytes = b""
+    """float32, of `top_tokens`."""
 
 
 class ShardItem(msgspec.Struct, frozen=True, array_like=True):
@@ -257,7 +263,12 @@ MIN_TEMPERATURE = 0.01
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How completions are drawn. Training refuses anything that cuts or bends the distribution (top-p, …)."""
+    """How completions are drawn. Training refuses anything that cuts or bends the distribution (top-p, …).
+
+    In this order: `repetition_penalty` and `logit_bias` change the logits, `temperature` divides them, then `top_k`,
+    `top_p` and `min_p` each leave out what they leave out of the distribution so far. Log-probabilities are always those
+    that the trainer would compute: at the temperature (1 where it is 0), before anything else was changed or left out.
+    """
 
     temperature: float = 1.0
     """0 is greedy."""
@@ -265,6 +276,23 @@ class Sampling(msgspec.Struct, frozen=True):
     num_samples: int = 1
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    """Beside the model's own end tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion; the token that completes one is its last."""
+    top_k: int = 0
+    """Only the k most likely tokens; 0 means all."""
+    top_p: float = 1.0
+    """Only the fewest tokens that together have this probability."""
+    min_p: float = 0.0
+    """Only tokens at least this probable, relative to the most likely one."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens that stand in prompt or completion are divided by it, negative ones multiplied."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit)."""
+    ignore_end: bool = False
+    """Go on over end tokens; stop tokens and texts still count."""
+    top_logprobs: int = 0
+    """How many of the most likely tokens are reported at each position."""
 
 
 class Progress(msgspec.Struct, frozen=True):
