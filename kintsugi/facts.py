@@ -89,6 +89,27 @@ class ProcessLost(_Fact, frozen=True):
     fault: Fault
 
 
+class ProcessRetired(_Fact, frozen=True):
+    """It is not needed any more: it gets no more work and ends after a moment. `ProcessLost` says that it has."""
+
+    process: str
+    incarnation: str
+
+
+class ServersScaled(_Fact, frozen=True):
+    """The run goes on with this many generation servers, because somebody asked for it."""
+
+    request: str
+    servers: int
+
+
+class ScaleRefused(_Fact, frozen=True):
+    """Somebody asked for a number of generation servers that the run can not have."""
+
+    request: str
+    reason: str
+
+
 # The samples' lives (buffer/ledger.py).
 
 
@@ -257,6 +278,9 @@ Fact = (
     | ProcessRequested
     | ProcessJoined
     | ProcessLost
+    | ProcessRetired
+    | ServersScaled
+    | ScaleRefused
     | TicketsIssued
     | TicketAssigned
     | TicketReturned

@@ -19,6 +19,7 @@ from kintsugi.facts import (
     IncidentOpened,
     ProcessJoined,
     ProcessLost,
+    ProcessRetired,
     RolledBack,
     RunEnded,
     StepCommitted,
@@ -205,6 +206,8 @@ class IncidentBook:
                 self._settle()
             case ProcessJoined(peer=peer, pid=pid):
                 self._joined(peer.process, peer.incarnation, pid)
+            case ProcessRetired(process=process):
+                self._alive.pop(process, None)  # Nothing is lost when it ends.
             case ProcessLost():
                 self._lost(fact)
             case RolledBack(step=step):

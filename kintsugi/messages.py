@@ -8,9 +8,8 @@ sends what to whom.
 | Register                         | worker → master      | Registered         |
 | StartProcess, StopProcess, Inspect | master → agent     | ProcessStarted, Ok, Inspected |
 | RunEpisodes                      | master → rollout     | EpisodesDone       |
-| Generate                         | rollout → manager    | Generated          |
-| Generate                         | manager → server     | Generated          |
-| Interrupt                        | manager → server     | Ok                 |
+| Generate                         | rollout → manager, manager → server | Generated |
+| Retire, Interrupt                | master → manager, manager → server | Ok   |
 | RunCall                          | master → model       | CallDone           |
 | EvaluatePairs                    | master → model       | PairsEvaluated     |
 | StartStage, CommitStep           | master → model       | RankReady, Ok      |
@@ -25,12 +24,11 @@ sends what to whom.
 | one-way                          | from → to            |
 |---|---|
 | Heartbeat                        | anyone → master      |
-| AddressBook                      | master → anyone      |
+| AddressBook, Shutdown            | master → anyone      |
 | ProcessExited, ProcessSuspected, ChipFault | agent → master |
 | Drop                             | master → rollout     |
 | Produced                         | server → manager     |
 | Cancel                           | manager → server     |
-| Shutdown                         | master → anyone      |
 """
 
 from __future__ import annotations
@@ -56,6 +54,7 @@ from kintsugi.operations import (
 from kintsugi.types import (
     ChildReport,
     Completion,
+    Fragment,
     LogicalShard,
     Peer,
     Placement,
@@ -120,6 +119,7 @@ class Heartbeat(_Body, frozen=True):
     waits: tuple[Wait, ...] = ()
     book: int = -1
     """Number of the address book that the process goes by: an older one than the master's is sent again."""
+    gauges: dict[str, float] = {}
 
 
 class AddressBook(_Body, frozen=True):
@@ -275,7 +275,11 @@ class Generate(_Body, frozen=True):
     timeout_s: float = 120.0
     """How long the asker waits; later the answer is of no use to anyone."""
     produced: tuple[Completion, ...] = ()
-    """What other servers have produced of it before; replayed, not sampled again."""
+    """What other servers have produced of wanted samples; replayed, not sampled again."""
+    stream: bool = False
+    """Tell the asker of every token as soon as it is there, by `Produced`; else now and then."""
+    number: int = 0
+    """The asker's own, for `Produced` and `Cancel`."""
 
     @property
     def wanted(self) -> tuple[int, ...]:
@@ -289,36 +293,28 @@ class Generated(_Body, frozen=True):
     server: str
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """More of one sample: its tokens from `offset` on, as in `Completion`."""
-
-    sample: int
-    offset: int
-    """In tokens."""
-    tokens: bytes
-    logprobs: bytes
-    versions: bytes
-    top_tokens: bytes = b""
-    top_logprobs: bytes = b""
-
-
 class Produced(_Body, frozen=True):
     """What a server has produced since it said so last, so that another can go on where it died."""
 
-    ticket: str
-    turn: int
-    pieces: tuple[Piece, ...]
+    fragments: dict[int, tuple[Fragment, ...]]
+    """By `Generate.number`."""
 
 
 class Cancel(_Body, frozen=True):
     """Nobody waits for this `Generate` any more: its pages are wanted."""
 
-    ticket: str
-    turn: int
+    number: int
 
 
 class Interrupt(_Body, frozen=True):
     """Answer every running `Generate` now, with what it has: completions without a `finish`, to be resumed."""
+
+
+class Retire(_Body, frozen=True):
+    """A server is to be stopped: let others go on with what it does. Answered when nothing is left to lose."""
+
+    process: str
+    incarnation: str
 
 
 # Models and weights.
@@ -342,15 +338,13 @@ class RunCall(_Body, frozen=True):
     arguments: dict[str, float] = {}
     stage: str = ""
     after: tuple[str, ...] = ()
-    """Calls of this step that this rank has been sent before and must have finished first: all ranks work a step's
-    calls off in one order, so that their collectives never cross. A call that comes too early waits."""
+    """Calls of this step to be finished first: all ranks work them off in one order; their collectives never cross."""
     prepares: bool = True
     """Of a training call: no other follows in this step, so it leaves the rank *prepared*."""
 
 
 class CallDone(_Body, frozen=True):
-    """The step's last training call leaves the rank *prepared*: updated, but not committed. Sums are exact over the
-    shards."""
+    """The step's last training call leaves the rank *prepared*: updated, but not committed. Sums are exact."""
 
     step: int
     state_digest: str
@@ -409,8 +403,7 @@ class LoadWeights(_Body, frozen=True):
     manifest: WeightManifest
     sources: tuple[WeightSource, ...]
     running: Literal["keep", "recompute", "interrupt"] = "keep"
-    """What becomes of running requests: they go on with the keys and values they have, or with new ones, or are answered
-    with what they have produced."""
+    """Running requests go on with the keys and values they have, or with new ones, or are answered as they are."""
 
 
 class WeightsLoaded(_Body, frozen=True):
@@ -476,6 +469,7 @@ Body = (
     | Produced
     | Cancel
     | Interrupt
+    | Retire
     | RunCall
     | CallDone
     | EvaluatePairs

@@ -8,14 +8,13 @@ metrics.jsonl   figures per step             tensorboard/   the same for TensorB
 samples.jsonl   what was trained             launcher.json  which process runs it
 verdicts.jsonl  held-out answers, right or wrong, evaluation by evaluation
 processes.json  what each process does now   inputs         what the master decided on
+requests/       what people ask of it        agents/        which processes each agent has
 """
 
 from __future__ import annotations
 
 import errno
-import shutil
 import socket
-import tempfile
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -26,7 +25,15 @@ import msgspec
 from kintsugi.cluster.children import boot_id, process_start_time
 from kintsugi.config import Config, next_stage, stages
 from kintsugi.errors import ConfigError, Fault, KintsugiError, StorageError, UserError, root_first
-from kintsugi.facts import CheckpointSaved, Fact, ProcessJoined, ProcessLost, RunEnded
+from kintsugi.facts import (
+    CheckpointSaved,
+    Fact,
+    ProcessJoined,
+    ProcessLost,
+    RunEnded,
+    ScaleRefused,
+    ServersScaled,
+)
 from kintsugi.incidents import Incident, IncidentBook, IncidentReport, report_of
 from kintsugi.observe.events import Alert, FaultSeen, Record, events_path, read_events, records_in
 from kintsugi.observe.metrics import METRICS_FILE, SAMPLES_FILE, VERDICTS_FILE, SampleRecord, VerdictRecord
@@ -153,6 +160,14 @@ class JournalStatus(msgspec.Struct, frozen=True):
     saved_steps: tuple[int, ...]
     incident: Incident | None = None
     """The last one, if it is not over."""
+    scaled_to: int | None = None
+    """Generation servers that were asked for while it ran."""
+    answers: dict[str, str] = {}
+    """Request → why it was refused; empty for one that was accepted."""
+
+    def num_servers(self, config: Config) -> int:
+        """That the run is to have now."""
+        return config.generation.servers if self.scaled_to is None else self.scaled_to
 
 
 def find_run(name: str, *, folder: Path = Path("runs")) -> Path:
@@ -243,6 +258,8 @@ def read_incidents(folder: Path) -> IncidentReport:
 def summarize_facts(facts: Iterable[Fact]) -> JournalStatus:
     processes: dict[str, int] = {}
     saved: list[int] = []
+    answers: dict[str, str] = {}
+    scaled_to = None
     book = IncidentBook()
     for fact in facts:
         book.take(fact)
@@ -253,10 +270,14 @@ def summarize_facts(facts: Iterable[Fact]) -> JournalStatus:
                 processes.pop(fact.process, None)
             case CheckpointSaved():
                 saved.append(fact.step)
+            case ServersScaled():
+                scaled_to, answers[fact.request] = fact.servers, ""
+            case ScaleRefused():
+                answers[fact.request] = fact.reason
             case _:
                 pass
-    last = book.report().incidents[-1:]
-    return JournalStatus(processes, tuple(saved), next((each for each in last if each.is_open), None))
+    incident = next((each for each in book.report().incidents[-1:] if each.is_open), None)
+    return JournalStatus(processes, tuple(saved), incident, scaled_to, answers)
 
 
 def read_metrics(folder: Path, *, offset: int = 0) -> tuple[list[MetricLine], int]:
@@ -459,32 +480,3 @@ def chosen_checkpoint(folder: Path, *, step: int | None) -> Path:
         raise UserError(f"--step: expected a step with a checkpoint ({have}), got {chosen}")
     verify(checkpoints[chosen])
     return checkpoints[chosen]
-
-
-def export_checkpoint(folder: Path, *, to: Path | None = None, step: int | None = None) -> list[Path]:
-    """Verify a checkpoint and copy its Hugging Face files; the target appears whole or not at all.
-
-    Without `to` it goes to `<run's name>-step-<step>` in the current folder.
-    """
-    from kintsugi.checkpoint.manifest import MANIFEST_FILE
-    from kintsugi.checkpoint.store import EXTRA_FILE, STATE_FILE
-
-    if to is None:
-        number = max(checkpoint_folders(folder), default=0) if step is None else step
-        to = Path(f"{folder.resolve().name}-step-{number}")
-    if to.exists():
-        raise UserError(f"--to: expected a folder that does not exist yet, found {to}")
-    checkpoint = chosen_checkpoint(folder, step=step)
-    ours = {EXTRA_FILE, MANIFEST_FILE, STATE_FILE}
-    names = [path.name for path in checkpoint.iterdir() if path.name not in ours]
-    try:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=to.parent, prefix=f".{to.name}-") as scratch:
-            staged = Path(scratch) / "staged"
-            staged.mkdir()
-            for name in names:
-                shutil.copyfile(checkpoint / name, staged / name)
-            staged.rename(to)
-    except OSError as error:
-        raise StorageError(f"could not write {to}: {error.strerror or error}") from error
-    return [to / name for name in names]

@@ -27,6 +27,7 @@ from kintsugi.observe.events import Alert, Record
 from kintsugi.observe.metrics import SampleRecord
 from kintsugi.observe.processes import ProcessReports
 from kintsugi.runs import CONFIG_FILE, JournalStatus, MetricLine, RunStatus
+from kintsugi.types import Role, role_of
 
 
 def status_table(status: RunStatus, journal: JournalStatus) -> Table:
@@ -40,6 +41,8 @@ def status_table(status: RunStatus, journal: JournalStatus) -> Table:
             table.add_row(label, format(value, form))
     for line in status.evaluations:
         table.add_row(f"accuracy after step {line['step']:.0f}", _accuracy(line))
+    if journal.scaled_to is not None:
+        table.add_row("servers", _servers_text(status, journal))
     if journal.saved_steps:
         table.add_row("checkpoints written", ", ".join(map(str, journal.saved_steps)))
     if journal.incident is not None:
@@ -49,6 +52,13 @@ def status_table(status: RunStatus, journal: JournalStatus) -> Table:
         for choice in journal.incident.choices[-1:]:
             table.add_row("what is done about it", f"{choice.strategy}: {choice.reason}")
     return table
+
+
+def _servers_text(status: RunStatus, journal: JournalStatus) -> str:
+    """`4, scaled from 2; 3 are there`: new ones need a moment to come, and surplus ones to leave."""
+    text = f"{journal.scaled_to}, scaled from {status.config.generation.servers}"
+    there = sum(role_of(name) is Role.SERVER for name in journal.processes)
+    return text if status.pid is None or there == journal.scaled_to else f"{text}; {there} are there"
 
 
 def recovery_line(reports: ProcessReports) -> str | None:
@@ -71,7 +81,10 @@ def processes_table(reports: ProcessReports) -> Table:
             report.status,
             f"{report.load:.2f}",
             "never" if report.silent_s is None else f"{report.silent_s:.1f} s ago",
-            ", ".join(f"{name} {value:,}" for name, value in sorted(report.counters.items())),
+            ", ".join(
+                f"{name} {value:,.10g}"
+                for name, value in sorted({**report.gauges, **report.counters}.items())
+            ),
             "; ".join(
                 f"{wait.whom}: {wait.what} (at most {wait.until - wait.since:.1f} s)" for wait in report.waits
             ),

@@ -110,6 +110,11 @@ def sample_key(ticket: str, index: int) -> str:
     return f"{ticket}/{index}"
 
 
+def ticket_of(key: str) -> str:
+    """Whose sample it is: `ticket_of("grpo:0:17:0/3") == "grpo:0:17:0"`."""
+    return key.rpartition("/")[0]
+
+
 class Finish(StrEnum):
     """Why a completion ended: its own end token, a stop text, or the length limit (a truncation, not an end)."""
 
@@ -179,6 +184,20 @@ class Completion(msgspec.Struct, frozen=True):
     """int32, `Sampling.top_logprobs` per token: the most likely ones, most likely first."""
     top_logprobs: bytes = b""
     """float32, of `top_tokens`."""
+
+
+class Fragment(msgspec.Struct, frozen=True, array_like=True):
+    """More of a completion: its tokens from the one numbered `offset` on, with the arrays of `Completion`."""
+
+    sample: int
+    offset: int
+    tokens: bytes
+    logprobs: bytes
+    versions: bytes
+    top_tokens: bytes = b""
+    top_logprobs: bytes = b""
+    finish: Finish | None = None
+    """Set where these are its last tokens."""
 
 
 class ShardItem(msgspec.Struct, frozen=True, array_like=True):
@@ -255,7 +274,13 @@ class StreamSource(msgspec.Struct, frozen=True, tag="stream"):
     process: str
 
 
-WeightSource = SegmentSource | StreamSource
+class FolderSource(msgspec.Struct, frozen=True, tag="folder"):
+    """The pieces lie in a Hugging Face folder that every server can read."""
+
+    path: str
+
+
+WeightSource = SegmentSource | StreamSource | FolderSource
 
 
 MIN_TEMPERATURE = 0.01
@@ -266,8 +291,8 @@ class Sampling(msgspec.Struct, frozen=True):
     """How completions are drawn. Training refuses anything that cuts or bends the distribution (top-p, …).
 
     In this order: `repetition_penalty` and `logit_bias` change the logits, `temperature` divides them, then `top_k`,
-    `top_p` and `min_p` each leave out what they leave out of the distribution so far. Log-probabilities are always those
-    that the trainer would compute: at the temperature (1 where it is 0), before anything else was changed or left out.
+    `top_p` and `min_p` each leave out what they leave out of the distribution so far. Log-probabilities are always
+    those that the trainer would compute: at the temperature (1 where it is 0), before anything was changed or left out.
     """
 
     temperature: float = 1.0

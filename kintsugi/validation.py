@@ -16,7 +16,7 @@ import msgspec
 
 from kintsugi.algorithm_rules import algorithm_problems
 from kintsugi.config import LEARN_PAIRS, Config, Stage, has_servers, stages
-from kintsugi.control.layout import num_spread_processes
+from kintsugi.control.layout import most_servers, num_spread_processes
 from kintsugi.data.source import open_data
 from kintsugi.data_rules import Lengths, data_problems
 from kintsugi.errors import ConfigError, ModelError
@@ -117,6 +117,7 @@ _RULES: dict[str, Rule] = {
         lambda value: value >= 4,
     ),
     "generation.max_length": _POSITIVE,
+    "generation.kv_cache_gib": _POSITIVE,
     "rollout.workers": _POSITIVE,
     "rollout.attempts": _POSITIVE,
     "rollout.reward_timeout_s": _POSITIVE,
@@ -154,8 +155,8 @@ def _check_algorithm(run: _Candidate) -> None:
         raise run.error("algorithm.reward", "at least one function; evaluation needs it too")
     for stage in run.stages:
         field = "warmup.warmup_steps" if stage.name == "warmup" else "actor.warmup_steps"
-        if stage.actor.warmup_steps > stage.algorithm.steps:
-            raise run.error(field, f"at most the stage's {stage.algorithm.steps} steps")
+        if stage.actor.warmup_steps > stage.num_updates:
+            raise run.error(field, f"at most the stage's {stage.num_updates} optimizer updates")
 
 
 def _check_sampling(run: _Candidate) -> None:
@@ -192,12 +193,29 @@ def _check_division(run: _Candidate) -> None:
             )
     if actor.logical_shards % actor.workers:
         raise run.error("actor.logical_shards", f"a multiple of `actor.workers`={actor.workers}")
-    main, servers = run.stages[-1], run.config.generation.servers
-    samples = main.algorithm.batch_size * main.algorithm.group_size
+    servers, most = run.config.generation.servers, most_servers(run.config)
     if has_servers(run.config) and servers < 1:
         raise run.error("generation.servers", "at least 1: completions are sampled, if only to evaluate")
-    if main.samples_completions and servers > samples:
-        raise run.error("generation.servers", f"at most as many servers as the {samples} samples of a step")
+    if most is not None and servers > most:
+        raise run.error("generation.servers", f"at most as many servers as the {most} samples of a step")
+    _check_backend(run)
+
+
+def _check_backend(run: _Candidate) -> None:
+    """Servers of another package run already: each of ours speaks to one of them."""
+    generation = run.config.generation
+    embedded = generation.backend == "embedded"
+    if not embedded and run.config.deterministic:
+        raise run.error(
+            "deterministic", f"false: `generation.backend`={generation.backend} promises no equal bits"
+        )
+    num_urls = 0 if embedded else generation.servers
+    if len(generation.urls) != num_urls:
+        why = f"`generation.backend`={generation.backend} with `generation.servers`={generation.servers}"
+        raise run.error("generation.urls", f"{num_urls} addresses, as of {why}")
+    for index, url in enumerate(generation.urls):
+        if not url.startswith(("http://", "https://")):
+            raise run.error(f"generation.urls[{index}]", "an address like http://127.0.0.1:8000")
 
 
 def _check_cluster(run: _Candidate) -> None:

@@ -68,6 +68,7 @@ SPOKEN_BY: dict[type[Body], frozenset[Role]] = {
     messages.FetchSamples: _MODEL,
     messages.Generate: frozenset({Role.ROLLOUT, Role.MANAGER}),
     messages.Interrupt: frozenset({Role.MANAGER}),
+    messages.Retire: _MASTER,
     messages.Cancel: frozenset({Role.MANAGER}),
     messages.Produced: frozenset({Role.SERVER}),
     messages.RunCall: _MASTER,
@@ -122,9 +123,15 @@ def encode(envelope: Envelope, body: Body) -> bytes:
 
 def decode(frame: bytes | memoryview) -> Message:
     """Strict: an unknown tag, a missing field or a wrong type raises msgspec.DecodeError with its path."""
-    return _message_decoder.decode(frame)
+    try:
+        return _message_decoder.decode(frame)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(str(error)) from error
 
 
 def decode_envelope(frame: bytes | memoryview) -> Envelope:
     """Of a message whose body can not be read, so that its sender can be told."""
-    return _sealed_decoder.decode(frame).envelope
+    try:
+        return _sealed_decoder.decode(frame).envelope
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(str(error)) from error

@@ -98,6 +98,8 @@ class Membership:
         """Of the run, as the master said it."""
         self.load = 0.0
         """How busy this process is, as it judges itself; sent with every heartbeat."""
+        self.gauges: dict[str, float] = {}
+        """What else it has to say about itself, as of now: "pages_free"."""
 
     def tick(self, now: float) -> None:
         """Register if the master does not know us or a newer epoch has begun; else send the heartbeat when due."""
@@ -109,7 +111,9 @@ class Membership:
             self._try_register()
         elif now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_S
-            heartbeat = Heartbeat(COUNTERS.snapshot(), self.load, WAITS.declared(), endpoint.book_number)
+            heartbeat = Heartbeat(
+                COUNTERS.snapshot(), self.load, WAITS.declared(), endpoint.book_number, self.gauges
+            )
             endpoint.send(self._master, heartbeat)
         while self._untold and self.registered:
             endpoint.send(self._master, self._untold.popleft())
@@ -246,9 +250,9 @@ class Shell:
     def address(self) -> str:
         return self._endpoint.address
 
-    def set_load(self, load: float) -> None:
-        """How busy this process is; sent with the next heartbeat."""
-        self._membership.load = load
+    def report(self, *, load: float, gauges: dict[str, float]) -> None:
+        """How busy this process is, and what there is to say of it; sent with the next heartbeat."""
+        self._membership.load, self._membership.gauges = load, gauges
 
     def peer(self, process: str) -> Peer | None:
         """What the address book says about a process."""

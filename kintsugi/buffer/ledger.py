@@ -211,10 +211,6 @@ class Ledger:
         """The part of `assigned_to` that is still generating."""
         return [id for id in self.assigned_to(worker) if self._groups[id].phase is _S.GENERATING]
 
-    def ready_tickets(self) -> list[str]:
-        """Complete groups that wait for a batch, in the order of issue."""
-        return [group.ticket.id for group in self._in_order(self._phases[_S.READY])]
-
     def unusable_tickets(self) -> list[str]:
         """Groups that are complete but have too few valid samples to be ready; the master filters them."""
         return [group.ticket.id for group in self._in_order(self._phases[_S.SCORED])]
@@ -277,19 +273,16 @@ class Ledger:
         """Those of them that could not be trained, rather than were not wanted."""
         return self._stage(stage).num_failed
 
-    @property
-    def num_live(self) -> int:
-        """Tickets that have not ended."""
-        return sum(len(groups) for groups in self._phases.values())
-
     def digest(self) -> str:
         """Stable hash of the whole state: equal for equal facts, with the same `forget_before` calls among them."""
         state = (
             (self.step, self._min_valid, self._num_issued, self._forgotten),
             sorted(self._batches.items()),
+            sorted(self._dropped.items()),
             list(self.counts().values()),
+            sorted(self._reasons.items()),
             {
-                name: (s.num_issued, s.num_trained, s.num_dropped, s.cursor)
+                name: (s.num_issued, s.num_trained, s.num_dropped, s.num_failed, s.cursor)
                 for name, s in self._stages.items()
             },
             list(self._groups.values()),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kintsugi.types import LogicalShard, ShardItem
+from kintsugi.types import LogicalShard, ShardItem, ticket_of
 
 DETERMINISTIC_BLOCK_TOKENS = 2048
 """Tokens per forward pass in deterministic mode. A constant, because another value gives other bits."""
@@ -52,7 +52,7 @@ def grouped(keys: Sequence[str]) -> list[list[int]]:
     """
     groups: dict[str, list[int]] = {}
     for index, key in enumerate(keys):
-        groups.setdefault(key.rpartition("/")[0], []).append(index)
+        groups.setdefault(ticket_of(key), []).append(index)
     return list(groups.values())
 
 

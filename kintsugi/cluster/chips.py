@@ -16,6 +16,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -24,6 +25,8 @@ from kintsugi.errors import DeadlineExceeded
 from kintsugi.messages import ChipFault
 from kintsugi.runtime import SYSTEM_CLOCK, Clock, wait
 
+FIRST_PID_NAMESPACE = 0xEFFFFFFC
+"""As the kernel names it, of all in which processes may be counted (`PROC_PID_INIT_INO`)."""
 POLL_S = 1.0
 SILENT_S = 30.0
 """A driver that has not answered for so long is worth a word; one whose chip is failing may take seconds."""
@@ -287,17 +290,23 @@ def nvml_probe() -> Probe | None:
         return None
     try:
         pynvml.nvmlInit()
-        probe = NvmlProbe(pynvml)
+        probe = NvmlProbe(pynvml, shares_pids=_is_first_namespace(Path("/proc/self/ns/pid")))
     except pynvml.NVMLError:
         return None
     return probe if probe.num_chips else None
 
 
+def _is_first_namespace(path: Path) -> bool:
+    """Whether a process counts processes as the kernel, and so its drivers, does."""
+    return path.stat().st_ino == FIRST_PID_NAMESPACE
+
+
 class NvmlProbe:
     """Reads every card of the host through NVML; used by one thread at a time."""
 
-    def __init__(self, nvml: Any) -> None:
-        self._nvml = nvml
+    def __init__(self, nvml: Any, *, shares_pids: bool = True) -> None:
+        """`shares_pids`: the driver's process numbers are ours. In a container they may name somebody else."""
+        self._nvml, self._shares_pids = nvml, shares_pids
         self._chips: list[tuple[Any, str, str]] = []
         """Handle, identity, name."""
         self._events = nvml.nvmlEventSetCreate()
@@ -342,7 +351,7 @@ class NvmlProbe:
                 remapping_pending=bool(pending or retiring),
                 remapping_failed=bool(failed),
                 xids=xids,
-                pids=tuple(int(process.pid) for process in processes),
+                pids=tuple(int(process.pid) for process in processes if self._shares_pids),
             )
         except nvml.NVMLError_GpuIsLost:
             return ChipReading(uuid=uuid, name=name, lost=True, xids=xids)

@@ -3,6 +3,8 @@
     ordered ─► born (forked from the template) ─► prepared (its device is ready) ─► given to a start: no spare any more
                  └──────────── ends, stands still, or is not prepared in time: another one is made ─┘
 
+When several in a row could not be prepared, no more are made: whatever is wrong, a run goes on without spares.
+
 What the template saves is the imports; a spare saves the fork as well, and what must not be done before a fork: the
 context on the accelerator. It knows nothing until it is taken: no name, no key, no address. Then the `Start` of the
 process that it becomes reaches it on a socket that it inherited; whose other end the agent alone holds, so that spares
@@ -26,6 +28,7 @@ from kintsugi.cluster.placement import PREPARED, Start
 from kintsugi.cluster.restarts import RestartLimit
 from kintsugi.cluster.segments import Loop
 from kintsugi.errors import StartFailed
+from kintsugi.observe.events import Alert, EventLog, events_path
 from kintsugi.runtime import COUNTERS, Child, Clock
 from kintsugi.types import Placement, Role, process_id
 
@@ -35,6 +38,8 @@ END_TIMEOUT_S = 2.0
 """For something that was killed to be gone."""
 PREPARE_S = 60.0
 """For a spare to be born and prepared; one that takes longer is taken for hung."""
+MOST_FAILURES = 5
+"""Spares in a row that may end before they are prepared."""
 
 
 class _Spare:
@@ -43,6 +48,8 @@ class _Spare:
     def __init__(self, kept: Kept, orders: socket.socket, *, since: float) -> None:
         self.kept, self.since = kept, since
         self.prepared = False
+        self.in_vain = False
+        """It is ended by us for nothing that it did."""
         self.speaks = True
         """It may still say that it is prepared."""
         self._socket = orders
@@ -100,6 +107,9 @@ class Spares:
         self._made = 0
         self._make_at = clock.monotonic()
         self._limit = RestartLimit()
+        self._num_failures = 0
+        """Since one was prepared."""
+        self._log = EventLog(events_path(own.run_dir, own.process), process=own.process)
 
     @property
     def pids(self) -> set[int]:
@@ -142,6 +152,7 @@ class Spares:
         spare.listen()
         if spare.prepared:
             COUNTERS.add("agent.spares_prepared")
+            self._num_failures = 0
             self._make_at = self._clock.monotonic()
 
     def postpone(self) -> None:
@@ -178,10 +189,21 @@ class Spares:
         """Its preparation has begun."""
 
     def start_failed(self, kept: Kept, error: StartFailed) -> None:
-        self._remove(self._spares[kept.process])
+        self._lose(self._spares[kept.process])
+
+    def _lose(self, spare: _Spare) -> None:
+        """It had no part yet, so nobody has to be told, unless no other one is made."""
+        self._remove(spare)
+        if spare.prepared or spare.in_vain:
+            return
+        self._num_failures += 1
+        if self._num_failures == MOST_FAILURES:
+            self._number = 0
+            COUNTERS.add("agent.spares_given_up")
+            why = f"{MOST_FAILURES} in a row could not be prepared; see logs/{spare.kept.process}.log"
+            self._log.emit(Alert(f"no more spares are made: {why}"))
 
     def _ended(self, kept: Kept) -> None:
-        """It had no part yet, so nobody has to be told."""
         child = kept.child
         assert child is not None
         if not child.ended():
@@ -191,7 +213,7 @@ class Spares:
         child.status()
         self._loop.unwatch(child.pidfd)
         child.close()
-        self._remove(self._spares[kept.process])
+        self._lose(self._spares[kept.process])
         COUNTERS.add("agent.spares_lost")
 
     def avoid(self, broken_chips: tuple[str, ...]) -> None:
@@ -200,6 +222,7 @@ class Spares:
             return
         self._nobody = msgspec.structs.replace(self._nobody, broken_chips=broken_chips)
         for spare in self._spares.values():
+            spare.in_vain = True
             if spare.kept.child is not None:
                 spare.kept.child.send_signal(signal.SIGKILL)
 
@@ -214,3 +237,4 @@ class Spares:
                 child.wait_ended(whom=spare.kept.process, timeout_s=END_TIMEOUT_S)
                 child.close()
                 self._remove(spare)
+        self._log.close()

@@ -11,9 +11,9 @@ from kintsugi.config import Config, Stage, stages
 from kintsugi.control.protocol import Raise
 from kintsugi.control.state import MasterState
 from kintsugi.facts import FilterReason
-from kintsugi.graph.advantages import has_equal_rewards, ticket_of
+from kintsugi.graph.advantages import has_equal_rewards
 from kintsugi.messages import CallDone
-from kintsugi.types import SampleMeta
+from kintsugi.types import SampleMeta, ticket_of
 
 Values = Mapping[str, Mapping[str, float]]
 """Sample → what the master knows of it after the step's calls."""

@@ -36,6 +36,19 @@ def plan_layout(config: Config) -> tuple[ProcessPlan, ...]:
     return tuple(plan)
 
 
+def plan_servers(config: Config, count: int) -> tuple[ProcessPlan, ...]:
+    """The generation servers of a run that shall have this many: whatever else runs stays where it is."""
+    generation = msgspec.structs.replace(config.generation, servers=count)
+    plan = plan_layout(msgspec.structs.replace(config, generation=generation))
+    return tuple(each for each in plan if each.role is Role.SERVER)
+
+
+def most_servers(config: Config) -> int | None:
+    """More servers than samples of a step would have nothing to do; None where what is sampled has no such bound."""
+    main = stages(config)[-1]
+    return main.algorithm.batch_size * main.algorithm.group_size if main.samples_completions else None
+
+
 def num_spread_processes(config: Config) -> int:
     """Processes that may run on any host."""
     return sum(1 for _ in _spread(config))

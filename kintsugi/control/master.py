@@ -23,6 +23,7 @@ from kintsugi.control.agenda import carried_stage, evaluation_is_due, is_last, m
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.episodes import Episodes, episode_of
 from kintsugi.control.evaluating import Evaluating
+from kintsugi.control.failure import Failure
 from kintsugi.control.layout import ProcessPlan
 from kintsugi.control.mending import DUMP, OPERATION, Mending
 from kintsugi.control.phases import Phase
@@ -35,18 +36,20 @@ from kintsugi.control.protocol import (
     Joined,
     Replied,
     RequestFailed,
+    ScaleRequested,
     StopRequested,
     Suspected,
     Tick,
 )
 from kintsugi.control.publication import AGAIN, Publication
 from kintsugi.control.saving import Saving
-from kintsugi.control.staff import START, STOP, Arrival, Staff
+from kintsugi.control.scaling import Scaling
+from kintsugi.control.staff import RETIRE, START, STOP, Arrival, Staff
 from kintsugi.control.state import MasterState
 from kintsugi.control.suspicion import INSPECT, Suspicions
 from kintsugi.control.takeover import begin_epoch, clear_the_past, greet_the_living, predecessor_lost
 from kintsugi.control.training import CALL, Training
-from kintsugi.errors import Fault, StartKilled, root_first
+from kintsugi.errors import Fault, StartKilled
 from kintsugi.facts import RunEnded, StageStarted, StopAccepted
 from kintsugi.messages import (
     CallDone,
@@ -63,8 +66,6 @@ from kintsugi.messages import (
 from kintsugi.recovery.states import RecoveryState
 from kintsugi.types import Role
 
-FAULT_GRACE_S = 1.0
-"""How long to listen, after the run was called failed, for what explains it."""
 ROLLING = frozenset({Phase.COLLECTING, Phase.EVALUATING, Phase.RECOVERING})
 """Phases in which groups are handed out."""
 
@@ -85,6 +86,8 @@ class Master:
         self.config, self.state, self.phase = config, state, Phase.STARTING
         self._num_eval_rows = num_eval_rows
         draft = self._draft = Draft(state)
+        self._failure = failure = Failure(state)
+        self._fail, self._fault = failure.begin, failure.new_fault
         talk = self.talk = Conversation(draft, first_s=config.cluster.start_timeout_s)
         talk.num_tokens = most_tokens(config, num_eval_rows=num_eval_rows)
         limit_s = config.cluster.start_timeout_s
@@ -109,12 +112,11 @@ class Master:
             config, num_eval_rows, draft=draft, talk=talk, episodes=episodes, done=go_on, wrong=disagree
         )
         self._saving = Saving(checkpoint_folder, draft=draft, talk=talk, done=go_on)
-        explain = self._mending.explain
-        self._suspicions = Suspicions(draft=draft, talk=talk, staff=staff, explain=explain)
+        mending = self._mending
+        self._scaling = Scaling(config, draft=draft, staff=staff, staffed=mending.joined)
+        self._suspicions = Suspicions(draft=draft, talk=talk, staff=staff, explain=mending.explain)
         self._failed_before = 0
         self._ready_stage = ""
-        self._faults: dict[str, Fault] = {}
-        self._fail_at: float | None = None
         self._timing: dict[str, float] = {}
         self._since = self._began = 0.0
 
@@ -138,6 +140,8 @@ class Master:
                     self._lost(process, fault, now)
             case StopRequested():
                 self._on_stop_requested(event, now)
+            case ScaleRequested():
+                self._scaling.requested(event, now, phase=self.phase, failed=self._failure.begun)
             case Began():
                 self._on_began(event, now)
         return self._draft.take()
@@ -211,7 +215,7 @@ class Master:
         """Keep groups coming, and train when the oldest ones are complete."""
         ledger, stage = self.state.ledger, self.stage
         problem = self._episodes.drop_unusable(stage, before=self._failed_before)
-        if problem is not None and self._fail_at is None:
+        if problem is not None and not self._failure.begun:
             self._fail(self._fault("EpisodesFailed", problem), now)
             return
         self._episodes.collect(stage, now)
@@ -249,7 +253,7 @@ class Master:
         self.talk.ask_all(bodies, now, then=lambda at: self._end(outcome, at))
 
     def _end(self, outcome: str, now: float) -> None:
-        faults = tuple(root_first(self._faults.values()))
+        faults = self._failure.causes
         outcome = "failed" if faults else outcome
         hashes = (a.sha256 for a in self.talk.answers.values() if isinstance(a, WeightsHashed))
         fault, sha256 = faults[0] if faults else None, next(hashes, "")
@@ -265,7 +269,9 @@ class Master:
         self._mending.begin(now)
 
     def _give_up_step(self, now: float, why: str) -> None:
-        """What the ranks were doing ends; groups that run elsewhere go on."""
+        """What the ranks were doing ends; groups that run elsewhere go on. A step that is a fact stays one."""
+        if self.phase is Phase.COMMITTING:
+            self._episodes.let_go()
         self.talk.abandon_round()
         self._training.abandon()
         self._publication.abandon()
@@ -274,8 +280,8 @@ class Master:
 
     def _rank_failed(self, process: str, fault: Fault, now: float) -> None:
         """A rank that lives could not do what was asked of it."""
-        if self._fail_at is not None:
-            self._faults[fault.id] = fault
+        if self._failure.begun:
+            self._failure.note(fault)
             return
         phase = self.phase
         self._give_up_step(now, f"{process}: {fault.message}")
@@ -287,7 +293,7 @@ class Master:
         self._mending.note(fault, now, phase=phase, lost=process)
         if role is Role.ROLLOUT:
             self._episodes.worker_lost(process)
-        if self._fail_at is not None or (role is not Role.MODEL and self._mending.beyond_help()):
+        if self._failure.begun or (role is not Role.MODEL and self._mending.beyond_help()):
             if self.recovery_state is not RecoveryState.DUMPING:  # Which ends by itself, with its own cause.
                 self._fail(fault, now)
             return
@@ -326,7 +332,7 @@ class Master:
         self._mending.adopt(now)
         self._mending.note(fault, now, phase=Phase.RECOVERING, lost=fault.process)
         greet_the_living(self._draft)
-        self._staff.order_missing(now, first=self.state.step == 0)
+        self._staff.adjust(now, first=self.state.step == 0)
         self._episodes.adopt(now)
         if self.state.step == 0 and self._staff.missing():
             return  # As at the start: the ranks come together when everybody is there.
@@ -340,7 +346,7 @@ class Master:
         if event.role is Role.AGENT:
             for process in self._staff.reconcile(event, now):
                 self._suspicions.missed(process, now, time=event.time)
-            self._staff.order_missing(now, first=self.phase is Phase.STARTING and self.state.step == 0)
+            self._staff.adjust(now, first=self.phase is Phase.STARTING and self.state.step == 0)
         if arrival is Arrival.AGAIN:
             return
         if event.role is Role.MANAGER:
@@ -406,6 +412,8 @@ class Master:
                 self._mending.answered(event.sender, body, now)
             case Ok() if event.token.startswith(f"{STOP}:"):
                 self._on_stopped(event, now)
+            case Ok() if event.token.startswith(f"{RETIRE}:"):
+                self._staff.given_back(event.token, now)
             case body if event.token.startswith(f"{DUMP}:"):
                 if isinstance(body, Saved):
                     self._saving.note(body)
@@ -434,6 +442,8 @@ class Master:
             self._suspicions.not_inspected(event.token)
         elif purpose == STOP:
             self._staff.stop_failed(event.token, now)
+        elif purpose == RETIRE:
+            self._staff.given_back(event.token, now)
         elif purpose == AGAIN and not self._publication.failed(fault, now):
             self._fail(fault, now)
         elif purpose in (OPERATION, CALL):
@@ -467,8 +477,8 @@ class Master:
             self._draft.fact(StopAccepted(event.reason))
 
     def _on_tick(self, now: float) -> None:
-        if self._fail_at is not None:
-            if now >= self._fail_at:
+        if self._failure.begun:
+            if self._failure.is_due(now):
                 self._end("failed", now)
             return
         for part in (self._staff, self._mending, self._publication):
@@ -480,16 +490,6 @@ class Master:
             self._fail(self._fault("StartFailed", f"not registered: {who}"), now)
 
     # What the phases have in common.
-
-    def _fail(self, fault: Fault, now: float) -> None:
-        """Note a fault that the run can not survive; it ends after a moment in which the real cause may still show."""
-        self._faults[fault.id] = fault
-        if self._fail_at is None:
-            self._fail_at = now + FAULT_GRACE_S
-
-    def _fault(self, kind: str, message: str, *, process: str = "master-0", time: float = 0.0) -> Fault:
-        number = f"{self.state.epoch}.{self.state.num_incarnations}.{len(self._faults)}"
-        return Fault(f"{number}.{process}", kind, process, message, time)
 
     def _enter(self, phase: Phase, now: float, reason: str) -> None:
         self._timing[self.phase.value] = self._timing.get(self.phase.value, 0.0) + now - self._since

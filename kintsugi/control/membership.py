@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from kintsugi.facts import ProcessJoined, ProcessLost, ProcessRequested
+from kintsugi.facts import ProcessJoined, ProcessLost, ProcessRequested, ProcessRetired
 from kintsugi.messages import AddressBook, Heartbeat
 from kintsugi.types import Peer, Progress, Role, Wait, role_of
 
@@ -16,8 +16,12 @@ class MemberStatus(StrEnum):
 
     REQUESTED = "requested"
     LIVE = "live"
+    LEAVING = "leaving"
+    """Not needed any more: it ends, and nothing is lost with it."""
     LOST = "lost"
 
+
+MemberFact = ProcessRequested | ProcessJoined | ProcessRetired | ProcessLost
 
 TRANSITIONS: dict[tuple[MemberStatus | None, type], MemberStatus] = {
     (None, ProcessRequested): MemberStatus.REQUESTED,
@@ -25,6 +29,9 @@ TRANSITIONS: dict[tuple[MemberStatus | None, type], MemberStatus] = {
     (MemberStatus.REQUESTED, ProcessJoined): MemberStatus.LIVE,
     (MemberStatus.REQUESTED, ProcessLost): MemberStatus.LOST,
     (MemberStatus.LIVE, ProcessLost): MemberStatus.LOST,
+    (MemberStatus.REQUESTED, ProcessRetired): MemberStatus.LEAVING,
+    (MemberStatus.LIVE, ProcessRetired): MemberStatus.LEAVING,
+    (MemberStatus.LEAVING, ProcessLost): MemberStatus.LOST,
     (MemberStatus.LOST, ProcessRequested): MemberStatus.REQUESTED,
     (MemberStatus.LOST, ProcessJoined): MemberStatus.LIVE,  # an agent again, which nobody orders
 }
@@ -45,6 +52,7 @@ class Member(msgspec.Struct):
     last_heartbeat: float = 0.0
     progress: Progress = Progress({})
     waits: tuple[Wait, ...] = ()
+    gauges: dict[str, float] = {}
 
 
 class Membership:
@@ -56,7 +64,7 @@ class Membership:
         self._live: dict[Role, list[str]] = {}
         """Living processes by role, until somebody comes or goes."""
 
-    def apply(self, fact: ProcessRequested | ProcessJoined | ProcessLost) -> None:
+    def apply(self, fact: MemberFact) -> None:
         process = fact.peer.process if isinstance(fact, ProcessJoined) else fact.process
         self._live.clear()
         member = self.members.get(process)
@@ -73,7 +81,7 @@ class Membership:
             member.status = after
         self.book_number += 1
 
-    def accepts(self, fact: ProcessRequested | ProcessJoined | ProcessLost) -> str | None:
+    def accepts(self, fact: MemberFact) -> str | None:
         """Why a fact does not apply (late, repeated, of an older incarnation), or None if it does."""
         process = fact.peer.process if isinstance(fact, ProcessJoined) else fact.process
         incarnation = fact.peer.incarnation if isinstance(fact, ProcessJoined) else fact.incarnation
@@ -108,6 +116,7 @@ class Membership:
         if member is not None:
             member.load, member.last_heartbeat = heartbeat.load, now
             member.progress, member.waits = heartbeat.progress, heartbeat.waits
+            member.gauges = heartbeat.gauges
 
     def live(self, role: Role) -> list[str]:
         """Living processes of a role, in index order."""
@@ -133,10 +142,9 @@ class Membership:
         self.book_number = epoch << 32
 
     def address_book(self, master: Peer) -> AddressBook:
-        """Everyone alive, the master included."""
-        peers = [
-            m.peer for m in self.members.values() if m.status is MemberStatus.LIVE and m.peer is not None
-        ]
+        """Everyone alive, the master included; who is about to leave has to give back what it does."""
+        here = (MemberStatus.LIVE, MemberStatus.LEAVING)
+        peers = [m.peer for m in self.members.values() if m.status in here and m.peer is not None]
         return AddressBook(self.book_number, (master, *peers))
 
     def pids(self) -> dict[str, list[int]]:

@@ -91,11 +91,18 @@ class StopRequested(_Event, frozen=True):
     reason: str
 
 
+class ScaleRequested(_Event, frozen=True):
+    """Someone asked for a number of generation servers; it comes again until it is answered."""
+
+    request: str
+    servers: int
+
+
 class Tick(_Event, frozen=True):
     """Time passed."""
 
 
-Event = Began | Joined | Exited | Replied | RequestFailed | Suspected | StopRequested | Tick
+Event = Began | Joined | Exited | Replied | RequestFailed | Suspected | StopRequested | ScaleRequested | Tick
 
 
 class Request(msgspec.Struct, frozen=True):

@@ -10,9 +10,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from kintsugi.bootstrap import Bootstrap
 from kintsugi.config import Config
 from kintsugi.control.inputs import InputRecorder
-from kintsugi.control.membership import Member
+from kintsugi.control.membership import Member, MemberStatus
 from kintsugi.control.protocol import Event, RecordEvaluation, RecordStep
 from kintsugi.control.summary import stage_seconds
 from kintsugi.data.source import open_data
@@ -28,7 +29,7 @@ from kintsugi.observe.metrics import (
 )
 from kintsugi.observe.processes import ProcessReport, ProcessReports, write_processes
 from kintsugi.runs import SUMMARY_FILE
-from kintsugi.runtime import COUNTERS
+from kintsugi.runtime import COUNTERS, WAITS
 
 STEP_PARTS = ("data", "generate", "reward", "train", "commit", "weights")
 """What a step's time consists of; evaluations and saves come beside it."""
@@ -132,7 +133,23 @@ def report_of(member: Member, now: float) -> ProcessReport:
         load=member.load,
         silent_s=now - member.last_heartbeat if member.last_heartbeat else None,
         counters=member.progress.counters,
+        gauges=member.gauges,
         waits=member.waits,
+    )
+
+
+def own_report(bootstrap: Bootstrap) -> ProcessReport:
+    """What the process says of itself that nobody else would hear: the master."""
+    return ProcessReport(
+        process=bootstrap.process,
+        role=bootstrap.role.value,
+        host=bootstrap.host,
+        pid=os.getpid(),
+        incarnation=bootstrap.incarnation,
+        status=MemberStatus.LIVE,
+        silent_s=0.0,
+        counters=COUNTERS.snapshot().counters,
+        waits=WAITS.declared(),
     )
 
 

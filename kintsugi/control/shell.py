@@ -43,7 +43,9 @@ from kintsugi.control.protocol import (
     Tell,
     Tick,
 )
-from kintsugi.control.records import Records, report_of
+from kintsugi.control.records import Records, own_report, report_of
+from kintsugi.control.requests import Requests
+from kintsugi.control.staff import RETIRED
 from kintsugi.control.state import MasterState
 from kintsugi.control.summary import summarize_run
 from kintsugi.data.source import open_data
@@ -75,10 +77,10 @@ from kintsugi.messages import (
     Shutdown,
 )
 from kintsugi.observe.events import Alert, EventLog, FaultSeen, Note, Transition, events_path
-from kintsugi.observe.processes import ProcessReport, ProcessReports
+from kintsugi.observe.processes import ProcessReports
 from kintsugi.recipe import load_config
 from kintsugi.runs import living_launcher
-from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, WAITS, WorkingClock, wait
+from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, WorkingClock, wait
 from kintsugi.signals import Signals
 from kintsugi.transport import Delivery, PendingReply
 from kintsugi.types import role_of
@@ -113,6 +115,7 @@ class MasterShell:
         self._journal, self._master, self._first = self._open_run()
         job = self._master.state.job or bootstrap.job
         self._records = Records(self._run_dir, self._log, config=config, job=job)
+        self._requests = Requests(self._run_dir)
         self._lookout = Lookout()
         self._endpoint = open_endpoint(bootstrap)
         self._processes: dict[str, list[int]] = {}
@@ -176,12 +179,22 @@ class MasterShell:
         now = self._clock.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
+            self._take_requests()
             self._feed(Tick())
             for found in self._lookout.check(now, self._master.talk):
                 self._feed(msgspec.structs.replace(found, time=self._clock.wall()))
         if now >= self._next_report:
             self._next_report = now + REPORT_S
             self._records.processes(self._reports())
+
+    def _take_requests(self) -> None:
+        """What people ask for lies where it is until the answer is durable."""
+        for request in self._requests.waiting():
+            self._feed(request)
+            if request.request in self._master.state.answered:
+                self._with_space(self._journal.sync)
+                self._requests.take_away(request.request)
+                self._log.emit(Note(f"answered request {request.request} for {request.servers} servers"))
 
     def _poll(self) -> list[Delivery]:
         try:
@@ -323,7 +336,7 @@ class MasterShell:
             case Admit(peer=peer):
                 self._endpoint.admit(peer)
             case Forget(process=process, fault=fault):
-                self._log.emit(FaultSeen(fault))
+                self._log.emit(Note(fault.message) if fault.kind == RETIRED else FaultSeen(fault))
                 self._lookout.forget(process)
                 self._endpoint.forget(process, fault)
             case ShareBook():
@@ -369,17 +382,7 @@ class MasterShell:
     def _reports(self) -> ProcessReports:
         """What every process said last; this one speaks for itself."""
         now = self._clock.monotonic()
-        own = ProcessReport(
-            process=self._bootstrap.process,
-            role=self._bootstrap.role.value,
-            host=self._bootstrap.host,
-            pid=os.getpid(),
-            incarnation=self._bootstrap.incarnation,
-            status="live",
-            silent_s=0.0,
-            counters=COUNTERS.snapshot().counters,
-            waits=WAITS.declared(),
-        )
+        own = own_report(self._bootstrap)
         others = (report_of(member, now) for member in self._master.state.members.members.values())
         master = self._master
         return ProcessReports(

@@ -1,4 +1,5 @@
-"""Who comes and goes: orders processes from their agents, takes them in, notes their loss, and orders them again."""
+"""Who comes and goes: orders processes from their agents, takes them in, notes their loss, and orders them again; sees
+off who is not needed any more."""
 
 from __future__ import annotations
 
@@ -11,16 +12,24 @@ from kintsugi.control.layout import ProcessPlan
 from kintsugi.control.membership import Member, MemberStatus
 from kintsugi.control.protocol import Admit, Exited, Forget, Joined, ShareBook
 from kintsugi.errors import Fault
-from kintsugi.facts import ProcessJoined, ProcessLost, ProcessRequested
-from kintsugi.messages import ProcessStarted, StartProcess, StopProcess
+from kintsugi.facts import ProcessJoined, ProcessLost, ProcessRequested, ProcessRetired
+from kintsugi.messages import ProcessStarted, Retire, StartProcess, StopProcess
 from kintsugi.runtime import describe_status
 from kintsugi.types import Peer, Role
 
+_LEAVING = MemberStatus.LEAVING
 START = "start"
 STOP = "stop"
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
 STOP_AGAIN_S = 1.0
+RETIRE = "retire"
+LEAVE_S = 10.0
+"""The longest time for which who is not needed any more lives on, until the manager has taken back what it does."""
+LEAVE_GRACE_S = 2.0
+"""From SIGTERM to SIGKILL."""
+RETIRED = "Retired"
+"""Why a process ended that was not needed any more: no fault, though the journal tells of it as of one."""
 ASK_AGAIN_S = 5.0
 """Longer than most starts take."""
 COMPUTE = (Role.MODEL, Role.SERVER)
@@ -60,6 +69,14 @@ class Staff:
         """Incarnation → why it was ended by us."""
         self._without_chip: set[str] = set()
         """Hosts whose accelerators are all broken."""
+
+    def plan(self, role: Role, plans: Sequence[ProcessPlan]) -> None:
+        """From now on these are the processes of a role; `adjust` sees to it."""
+        planned = {plan.process: plan for plan in plans}
+        for name in [n for n, plan in self.plans.items() if plan.role is role and n not in planned]:
+            del self.plans[name], self._failed_starts[name]
+            self._order_at.pop(name, None)
+        self.plans |= planned
 
     def missing(self, role: Role | None = None) -> list[str]:
         """Planned processes that are not there."""
@@ -124,16 +141,21 @@ class Staff:
                     self._admit(child.process, child.incarnation, host, child.public_key)
             elif member.status is MemberStatus.REQUESTED:
                 self._ask_start(member, now)
-            else:
+            elif member.status is MemberStatus.LIVE:
                 missed.append(member.process)
         for child in living.values():
-            if child.process in self.plans:
-                self.stop(child.process, child.incarnation, now, host=host)
+            self.stop(child.process, child.incarnation, now, host=host)
         return missed
 
-    def order_missing(self, now: float, *, first: bool) -> None:
-        """Order everything that is planned and neither there nor on its way; at `first`, once all agents have come."""
+    def adjust(self, now: float, *, first: bool) -> None:
+        """See off who is not planned; order everything that is planned and neither there nor on its way, at `first`
+        once all agents have come."""
         members = self._draft.state.members
+        for known in list(members.members.values()):
+            if known.process not in self.plans and known.role is not Role.AGENT:
+                self._retire(known)
+            if known.status is _LEAVING:
+                self._see_off(known, now)
         if first and len(members.live(Role.AGENT)) < self._num_hosts:
             return
         for name in self.plans:
@@ -233,14 +255,42 @@ class Staff:
 
     # Departures.
 
+    def _retire(self, member: Member) -> None:
+        """It is not needed any more: nobody gives it work, it ends, and it is not replaced."""
+        retired = ProcessRetired(member.process, member.incarnation)
+        if self._draft.state.members.accepts(retired) is None:
+            self._draft.fact(retired)
+            self._draft.because(f"{member.process} is not needed any more")
+            self._expect_no_more(member)
+
+    def _see_off(self, member: Member, now: float) -> None:
+        """Let the manager take back what a leaving server does, then end it; one that never came has nothing to give
+        back, and without a manager nobody has given it anything."""
+        token = f"{RETIRE}:{member.incarnation}"
+        if self._talk.is_open(token) or self._talk.is_open(f"{STOP}:{member.incarnation}"):
+            return
+        managers = self._draft.state.members.live(Role.MANAGER)
+        self._stop_at.setdefault(member.process, now + (LEAVE_S if member.peer and managers else 0.0))
+        for manager in managers if member.peer is not None else ():
+            self._talk.ask(token, manager, Retire(member.process, member.incarnation), now)
+
+    def given_back(self, token: str, now: float) -> None:
+        """The manager has taken back what a leaving server did, or can not any more."""
+        member = self._by_incarnation(token.removeprefix(f"{RETIRE}:"))
+        if member is not None:
+            self._stop_at.pop(member.process, None)
+            self.stop(member.process, member.incarnation, now)
+
     def stop(self, process: str, incarnation: str, now: float, *, host: str = "") -> None:
-        """End a process that must not go on, at once; its exit is reported as any other."""
+        """End a process that must not go on, at once, or one that is leaving; its exit is reported as any other."""
         members = self._draft.state.members
         member = members.members.get(process)
         agent = members.agent_of(host or (member.host if member is not None else ""))
         token = f"{STOP}:{incarnation}"
         if agent is not None and not self._talk.is_open(token):
-            self._talk.ask(token, agent, StopProcess(process, incarnation, 0.0), now)
+            is_leaving = member is not None and member.status is _LEAVING
+            grace_s = LEAVE_GRACE_S if is_leaving else 0.0
+            self._talk.ask(token, agent, StopProcess(process, incarnation, grace_s), now)
 
     def stop_failed(self, token: str, now: float) -> None:
         """Its agent could not be asked: try again while the process is still ours."""
@@ -305,17 +355,32 @@ class Staff:
         return Fault(name, kind, member.process, message, time, verdict)
 
     def _lose(self, member: Member, fault: Fault) -> bool:
+        """Note the end of a process; whether something is lost with it. One that was to leave has left."""
+        is_lost = member.status is not _LEAVING
+        if not is_lost:
+            message = f"{member.process} (pid {member.pid}) was not needed any more and has ended"
+            fault = Fault(fault.id, RETIRED, member.process, message, fault.time)
         fact = ProcessLost(member.process, member.incarnation, fault)
         if self._draft.state.members.accepts(fact) is not None:
             return False
         self._draft.fact(fact)
         self._talk.abandon(member.process)
-        self._talk.withdraw(f"{START}:{member.incarnation}")
-        self._requested_at.pop(member.process, None)
-        self._ask_again_at.pop(member.incarnation, None)
+        self._talk.withdraw(f"{RETIRE}:{member.incarnation}")
+        self._expect_no_more(member)
         self._stop_at.pop(member.process, None)
         self._verdicts.pop(member.incarnation, None)
         self._draft.do(Forget(member.process, fault))
         self._draft.do(ShareBook())
-        self._draft.because(f"lost {member.process}: {fault.message}")
-        return True
+        self._draft.because(f"lost {member.process}: {fault.message}" if is_lost else fault.message)
+        if not is_lost and member.process in self.plans:  # It is needed again.
+            self._order_at[member.process] = 0.0
+        if member.role is Role.MANAGER:  # What it had given to those who leave is asked of the next one anew.
+            leaving = (m for m in self._draft.state.members.members.values() if m.status is _LEAVING)
+            self._stop_at |= {each.process: 0.0 for each in leaving}
+        return is_lost
+
+    def _expect_no_more(self, member: Member) -> None:
+        """Nobody waits for this one to come any more."""
+        self._talk.withdraw(f"{START}:{member.incarnation}")
+        self._requested_at.pop(member.process, None)
+        self._ask_again_at.pop(member.incarnation, None)

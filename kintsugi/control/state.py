@@ -18,9 +18,12 @@ from kintsugi.facts import (
     ProcessJoined,
     ProcessLost,
     ProcessRequested,
+    ProcessRetired,
     RolledBack,
     RunEnded,
     RunStarted,
+    ScaleRefused,
+    ServersScaled,
     StageStarted,
     StepCommitted,
     StopAccepted,
@@ -94,6 +97,10 @@ class MasterState:
         self.version = -1
         self.num_incarnations = 0
         self.members = Membership()
+        self.num_servers: int | None = None
+        """Generation servers that were asked for while the run went on; None: as configured."""
+        self.answered: set[str] = set()
+        """Requests that people were given an answer to."""
         self.ledger = Ledger(min_valid=min_valid)
         self.tallies: dict[str, Tally] = {}
         """By stage."""
@@ -116,9 +123,13 @@ class MasterState:
         if isinstance(fact, LedgerFact):
             self.ledger.apply(fact)
         match fact:
-            case ProcessRequested() | ProcessJoined() | ProcessLost():
+            case ProcessRequested() | ProcessJoined() | ProcessRetired() | ProcessLost():
                 self.members.apply(fact)
                 self.num_incarnations += isinstance(fact, ProcessRequested)
+            case ServersScaled() | ScaleRefused():
+                self.answered.add(fact.request)
+                if isinstance(fact, ServersScaled):
+                    self.num_servers = fact.servers
             case StepCommitted():
                 self._commit(fact)
             case RolledBack():

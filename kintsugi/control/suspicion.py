@@ -83,8 +83,10 @@ class Suspicions:
             self._staff.has_no_chip(chip.host)
         self._explain(self._chip_fault(event, chip), chip.host, now)
         for member in list(self._draft.state.members.members.values()):
-            on_it = member.capabilities.get(CHIP) == chip.uuid
-            named = chip.processes.get(member.process) == member.incarnation
+            uses = member.capabilities.get(CHIP)
+            on_it = uses == chip.uuid
+            # Who said that it uses another one knows that better than who goes by its number.
+            named = not uses and chip.processes.get(member.process) == member.incarnation
             if member.host == chip.host and member.status is not MemberStatus.LOST and (on_it or named):
                 self._staff.condemn(member.process, self._chip_fault(event, chip), now)
 

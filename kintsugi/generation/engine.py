@@ -1,128 +1,135 @@
-"""Continuous batching over fixed slots: every step feeds one token to every slot, whatever the slots hold.
+"""Continuous batching over paged keys and values: decides who runs, in which pages; a `Runner` computes.
 
-A free slot takes the next waiting request, is fed its prompt token by token, and from the prompt's last token on
-is fed what it sampled, until its end token or its length limit. Prompts pass through the same fixed-shape step as
-everything else, and so do the tokens of a request that is resumed: a sample's bits then depend on its own tokens and
-noise only, not on its slot, its neighbours, the engine or an interruption.
+A request waits, then has a slot and pages and its prompt is prefilled, then its row decodes, until it ends:
 
-All state of the slots lives in tensors that are allocated once and updated in place. The host looks at the device
-once per step, and only at steps that can end a request.
+    WAITING ──► PREFILLING ──► RUNNING ──► Output
+       ▲             │            │
+       └─────────────┴────────────┘  put back: pages ran out, or new weights want new keys and values
+
+Nothing is lost by being put back: the tokens it has are kept, and computed again like a prompt, or in deterministic
+mode fed again through the same step that first made them. A sample's tokens depend on its own tokens and noise only,
+not on its slot, its neighbours, the engine or an interruption; in deterministic mode, to the bit.
+
+Each `step` is one visit to the device: some prefill and some decode steps for every row. With `overlap` a visit is
+launched before the result of the one before is read, so the device never waits for the host; that a row has ended is
+then known one visit late, and what it sampled since is discarded.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from heapq import heappop, heappush
+from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from kintsugi.errors import DataError, ModelError, UserError
-from kintsugi.generation.noise import uniforms
-from kintsugi.generation.sampler import sample
-from kintsugi.model.transformer import Transformer
-from kintsugi.types import MIN_TEMPERATURE, Finish
+from kintsugi.errors import UserError
+from kintsugi.generation.backend import Running
+from kintsugi.generation.pages import PagePool, num_pages_of, page_keys
+from kintsugi.generation.requests import Output, Request, RequestId, Tokens
+from kintsugi.generation.rows import Flight, Landed, Rows
+from kintsugi.generation.runner import Chunk, Row, Runner
+from kintsugi.generation.scheduler import Part, admit, must_give_way, num_steps_of_visit, plan_chunks
+from kintsugi.generation.stops import TextOf, first_stop
+from kintsugi.generation.validation import MAX_STOP_TOKENS, check_request
+from kintsugi.types import Finish
 
-MAX_STOP_TOKENS = 16
-"""End tokens of the model and stop tokens of a request together."""
-
-_NEVER = np.iinfo(np.int64).max
-_ENDED_BY_STOP = 2
-_NUM_FIELDS = 6
-
-
-RequestId = tuple[int, int]
-"""(what the caller numbers its requests by, sample); unique among the requests that an engine holds."""
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-class Tokens(NamedTuple):
-    """Sampled tokens of one request: ids (int32), log-probabilities (float32), weight versions (int32)."""
-
-    ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]
-
-    def followed_by(self, more: Tokens) -> Tokens:
-        return Tokens(
-            np.concatenate([self.ids, more.ids]),
-            np.concatenate([self.logprobs, more.logprobs]),
-            np.concatenate([self.versions, more.versions]),
-        )
+class _State(Enum):
+    WAITING = auto()
+    PREFILLING = auto()
+    RUNNING = auto()
+    GONE = auto()
 
 
-NO_TOKENS = Tokens(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """One sample to be made: `Request((17, 3), prompt=ids, noise_key=…, temperature=1.0, max_new_tokens=5)`."""
-
-    id: RequestId
-    prompt: NDArray[np.int32]
-    noise_key: int
-    """Of `noise.stream_key`."""
-    temperature: float
-    max_new_tokens: int
-    """`produced` counts towards it."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Beside the model's own end tokens."""
-    produced: Tokens = NO_TOKENS
-    """Tokens of an interrupted attempt; they are replayed, not sampled again."""
-
-    @property
-    def num_forced(self) -> int:
-        return len(self.prompt) + len(self.produced.ids)
-
-    @property
-    def max_length(self) -> int:
-        return len(self.prompt) + self.max_new_tokens
-
-
-@dataclass(frozen=True, eq=False)
-class Output:
-    """What became of a request. `finish` is None when it was interrupted."""
+@dataclass(eq=False)
+class _Sequence:
+    """A request under way."""
 
     request: Request
-    tokens: Tokens
-    finish: Finish | None
+    arrival: int
+    produced: Tokens
+    """All that it had when it was last put into the queue."""
+    known: NDArray[np.int32]
+    """Prompt and `produced`."""
+    prefill_length: int = 0
+    """So many of its first tokens are prefilled; those after are fed by decode steps."""
+    keys: Sequence[bytes] = ()
+    """Of the pages that are prefilled."""
+    state: _State = _State.WAITING
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    num_filled: int = 0
+    copy: tuple[int, int] | None = None
+    generation: int = -1
+    """Of the pages, when it was admitted."""
 
-    @property
-    def finite(self) -> bool:
-        """False when the model's logits overflowed; the tokens then mean nothing."""
-        return bool(np.isfinite(self.tokens.logprobs).all())
-
-    def resume(self) -> Request:
-        """The request that continues an interrupted one from its last token."""
-        assert self.finish is None, f"request {self.request.id} ended by {self.finish} and cannot be resumed"
-        return replace(self.request, produced=self.tokens)
+    def __lt__(self, other: _Sequence) -> bool:
+        return self.arrival < other.arrival
 
 
 class Engine:
     """Samples with one model. Not thread-safe: whoever calls `step` also submits, interrupts and loads."""
 
     def __init__(
-        self, model: Transformer, *, slots: int, max_length: int, end_token_ids: Sequence[int] = ()
+        self,
+        runner: Runner,
+        *,
+        end_token_ids: Sequence[int] = (),
+        deterministic: bool,
+        text_of: TextOf | None = None,
+        steps_per_visit: int = 1,
+        overlap: bool = False,
     ) -> None:
-        self._model = model
-        self._cache = model.new_cache(num_slots=slots, max_length=max_length)
-        self._max_length = max_length
+        shape = runner.shape
+        num_needed = num_pages_of(shape.max_length, page_size=shape.page_size)
+        if shape.num_pages < num_needed:
+            raise UserError(
+                f"expected memory for at least one request of `generation.max_length` {shape.max_length}, "
+                f"which takes {num_needed} pages, got {shape.num_pages}"
+            )
+        if len(end_token_ids) > MAX_STOP_TOKENS:
+            raise UserError(f"expected at most {MAX_STOP_TOKENS} end tokens, got {len(end_token_ids)}")
+        assert shape.chunk_size % shape.page_size == 0 and steps_per_visit > 0
+        self._runner = runner
+        self._shape = shape
         self._end_token_ids = tuple(end_token_ids)
+        self._deterministic = deterministic
+        self._text_of = text_of
+        self._steps_per_visit = steps_per_visit
+        self._overlap = overlap
+        self._pool = PagePool(shape.num_pages, page_size=shape.page_size)
+        self._rows = Rows(shape.num_slots, max_length=shape.max_length)
+        self._sequences: dict[RequestId, _Sequence] = {}
+        self._queue: list[_Sequence] = []
+        """A heap by arrival; who has been interrupted since is still in it."""
+        self._prefilling: list[_Sequence] = []
+        """In order of arrival."""
+        self._running: dict[int, _Sequence] = {}
+        self._stop_slots: set[int] = set()
+        """Those of `_running` whose requests have stop texts."""
+        self._last_keys: tuple[NDArray[np.int32], Sequence[bytes]] | None = None
+        self._free_slots = list(reversed(range(shape.num_slots)))
+        self._flight: Flight | None = None
+        self._finished: list[Output] = []
         self._version = -1
         self._num_steps = 0
-        self._waiting: deque[Request] = deque()
-        self._running: dict[int, Request] = {}
-        self._free = list(reversed(range(slots)))
-        self._state = _SlotState(slots, max_length=max_length, device=model.device)
-        self._samples_from_step = np.full(slots, _NEVER, dtype=np.int64)
-        self._started_at_step = np.zeros(slots, dtype=np.int64)
+        self._num_arrived = 0
+        self._counts = dict.fromkeys(
+            ("preemptions", "prefix_hit_tokens", "prefilled_tokens", "decoded_tokens"), 0
+        )
+        self.last_reason = ""
+        """Why the oldest waiting request waits, or why one was put back."""
 
     @property
     def version(self) -> int:
-        """Of the weights that the next step uses; -1 before the first `load`."""
         return self._version
 
     @property
@@ -131,229 +138,344 @@ class Engine:
 
     @property
     def num_requests(self) -> int:
-        """Waiting and running."""
-        return len(self._waiting) + len(self._running)
+        return len(self._sequences)
 
     @property
     def idle(self) -> bool:
-        return not self._waiting and not self._running
+        return not self._sequences and not self._finished
+
+    def stats(self) -> dict[str, float]:
+        num_admitted = len(self._running) + len(self._prefilling)
+        return {
+            "pages_free": self._pool.num_free,
+            "pages_used": self._pool.num_used,
+            "pages_cached": self._pool.num_cached,
+            "running": num_admitted,
+            "waiting": len(self._sequences) - num_admitted,
+            **self._counts,
+        }
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Queue requests; they start in this order as slots become free. Refuses all of them if it refuses one."""
         requests = list(requests)
         for request in requests:
-            self._check(request)
-        self._waiting.extend(requests)
-
-    @torch.no_grad()
-    def load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Copy new weights into the model's memory, between two steps. Running requests go on with the cache they
-        have; their next token carries the new version."""
-        parameters = dict(self._model.named_parameters())
-        if parameters.keys() != tensors.keys():
-            different = sorted(parameters.keys() ^ tensors.keys())
-            raise ModelError(
-                f"expected weights of exactly the model's parameters, got a difference in {different[:4]}"
+            check_request(
+                request,
+                max_length=self._shape.max_length,
+                vocab_size=self._shape.vocab_size,
+                num_end_tokens=len(self._end_token_ids),
+                reads_text=self._text_of is not None,
             )
-        for name, parameter in parameters.items():
-            if parameter.shape != tensors[name].shape:
-                raise ModelError(
-                    f"expected weight `{name}` of shape {tuple(parameter.shape)}, got {tuple(tensors[name].shape)}"
-                )
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
-        self._version = version
+        ids = {request.id for request in requests}
+        assert len(ids) == len(requests) and ids.isdisjoint(self._sequences), "a request is already held"
+        for request in requests:
+            produced = request.produced
+            if produced is None:
+                produced = Tokens.none(num_top=request.sampling.top_logprobs)
+            sequence = _Sequence(request, self._num_arrived, produced, request.prompt)
+            self._num_arrived += 1
+            self._sequences[request.id] = sequence
+            self._enqueue(sequence)
 
-    def interrupt(self, request_id: RequestId) -> Output | None:
-        """Take a request out, with what it has produced; None if the engine does not hold it."""
-        for request in self._waiting:
-            if request.id == request_id:
-                self._waiting.remove(request)
-                return Output(request, request.produced, None)
-        for slot, request in self._running.items():
-            if request.id == request_id:
-                num_fed = self._num_steps - int(self._started_at_step[slot])
-                length = max(request.num_forced, num_fed + 1)
-                (output,) = self._release([slot], lengths=[length], finishes=[None])
-                return output
-        return None
-
-    @torch.inference_mode()
     def step(self) -> list[Output]:
-        """Feed one token to every slot, sample where a prompt is through, and give the requests that ended."""
-        self._admit()
-        if not self._running:
-            return []
-        state = self._state
-        hidden = self._model.forward_decode(state.tokens, state.positions, self._cache)
-        finished: list[Output] = []
-        if self._samples_from_step.min() <= self._num_steps:
-            ended = state.sample(self._model.logits(hidden), version=self._version)
-            self._num_steps += 1
-            finished = self._collect(ended)
-        else:
-            self._num_steps += 1
-        state.advance()
+        """One visit; gives the requests that ended."""
+        flight = self._launch()
+        self._settle()
+        self._flight = flight
+        if not self._overlap:
+            self._settle()
+        finished, self._finished = self._finished, []
         return finished
 
-    def _check(self, request: Request) -> None:
-        name = "/".join(map(str, request.id))
-        if len(request.prompt) == 0:
-            raise DataError(f"expected a prompt of at least one token, got none for {name}")
-        if request.max_new_tokens < 1:
-            raise UserError(
-                f"expected `max_new_tokens` of at least 1, got {request.max_new_tokens} for {name}"
+    def interrupt(self, request_id: RequestId) -> Output | None:
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return None
+        tokens = self._tokens_of(sequence)
+        if sequence.state is _State.PREFILLING:
+            # Others may be waiting for what it has promised to compute.
+            for other in reversed(self._prefilling[self._prefilling.index(sequence) + 1 :]):
+                self._put_back(other)
+        if sequence.state is not _State.WAITING:
+            self._take_out([sequence])
+        sequence.state = _State.GONE
+        return Output(sequence.request, tokens, None)
+
+    def produced(self, request_id: RequestId) -> Tokens | None:
+        sequence = self._sequences.get(request_id)
+        return None if sequence is None else self._tokens_of(sequence)
+
+    def load(self, version: int, tensors: Mapping[str, Tensor], *, running: Running = "keep") -> None:
+        """Change the weights after the visit that is under way, whose tokens keep the old version.
+
+        A prompt whose prefill is under way begins again in any case: nothing has been sampled from it yet.
+        """
+        if running == "recompute":
+            self._settle()
+        self._runner.load(tensors)
+        self._version = version
+        for sequence in reversed(self._prefilling.copy()):
+            self._put_back(sequence)
+        if running == "recompute":
+            for sequence in list(self._running.values()):
+                self._put_back(sequence)
+        self._pool.forget_all()
+
+    def _enqueue(self, sequence: _Sequence) -> None:
+        """Let it wait for its turn, by its arrival, however often it had its turn before."""
+        sequence.known = known = sequence.request.prompt
+        if len(sequence.produced.ids) > 0:
+            sequence.known = np.concatenate([known, sequence.produced.ids])
+        prefilled = known if self._deterministic else sequence.known
+        sequence.prefill_length = len(prefilled) - 1
+        sequence.keys = self._keys_of(prefilled)
+        sequence.state = _State.WAITING
+        heappush(self._queue, sequence)
+
+    def _keys_of(self, prefilled: NDArray[np.int32]) -> Sequence[bytes]:
+        """Samples of one prompt come one after the other, with the same array."""
+        if self._last_keys is None or self._last_keys[0] is not prefilled:
+            self._last_keys = (prefilled, page_keys(prefilled[:-1], page_size=self._shape.page_size))
+        return self._last_keys[1]
+
+    def _tokens_of(self, sequence: _Sequence) -> Tokens:
+        if sequence.state is _State.RUNNING:
+            return self._rows.sampled(sequence.slot, start=len(sequence.request.prompt))
+        return sequence.produced
+
+    def _ends_of(self, sequence: _Sequence) -> tuple[int, ...]:
+        sampling = sequence.request.sampling
+        return (*(() if sampling.ignore_end else self._end_token_ids), *sampling.stop_token_ids)
+
+    def _launch(self) -> Flight | None:
+        """Everything that a visit gives to the device."""
+        self._grow()
+        self._admit()
+        self._prefill()
+        self._start()
+        if not self._running:
+            return None
+        slots = np.sort(np.fromiter(self._running, np.int64, len(self._running)))
+        num_left = self._rows.max_lengths[slots] - 1 - self._rows.positions[slots]
+        slots = slots[num_left > 0]
+        if len(slots) == 0:
+            return None
+        num_steps = num_steps_of_visit(
+            steps_per_visit=self._steps_per_visit,
+            num_left=int(num_left.max()),
+            is_prefill_left=bool(self._prefilling),
+        )
+        pending = self._runner.decode(slots.tolist(), num_steps=num_steps)
+        self._num_steps += num_steps
+        return self._rows.launch(pending, slots=slots, num_steps=num_steps, version=self._version)
+
+    def _grow(self) -> None:
+        """Give every running row the pages that this visit may write to."""
+        slots, num_more = self._pages_to_come()
+        if num_more.sum() > self._pool.num_available:
+            # Rows may have ended, and who is put back takes along all that it has sampled.
+            self._settle()
+            slots, num_more = self._pages_to_come()
+        while True:
+            num_admitted = len(self._running) + len(self._prefilling)
+            is_needed, reason = must_give_way(
+                num_needed=int(num_more.sum()),
+                num_available=self._pool.num_available,
+                num_admitted=num_admitted,
             )
-        if request.max_length > self._max_length:
-            raise DataError(
-                f"expected prompt + `max_new_tokens` within `generation.max_length` {self._max_length}, "
-                f"got {len(request.prompt)} + {request.max_new_tokens} for {name}"
-            )
-        if request.temperature != 0 and not MIN_TEMPERATURE <= request.temperature < float("inf"):
-            raise UserError(
-                f"expected `temperature` 0 or at least {MIN_TEMPERATURE}, got {request.temperature} for {name}"
-            )
-        if len(self._end_token_ids) + len(request.stop_token_ids) > MAX_STOP_TOKENS:
-            raise UserError(f"expected at most {MAX_STOP_TOKENS} end and stop tokens, got more for {name}")
-        vocab_size = self._model.config.vocab_size
-        if request.prompt.min() < 0 or request.prompt.max() >= vocab_size:
-            raise DataError(
-                f"expected prompt tokens within the vocabulary of {vocab_size}, got others for {name}"
-            )
-        if any(not 0 <= token < vocab_size for token in request.stop_token_ids):
-            raise UserError(
-                f"expected stop tokens within the vocabulary of {vocab_size}, got others for {name}"
-            )
-        assert len(request.produced.ids) < request.max_new_tokens, f"{name} is already finished"
+            if not is_needed:
+                break
+            self.last_reason = reason
+            self._counts["preemptions"] += 1
+            self._put_back(max((*self._running.values(), *self._prefilling)))
+            slots, num_more = self._pages_to_come()
+        if len(slots) == 0:
+            return
+        tables = {}
+        pages = iter(self._pool.allocate(int(num_more.sum())))
+        for slot, count in zip(slots.tolist(), num_more.tolist(), strict=True):
+            sequence = self._running[slot]
+            sequence.pages += islice(pages, count)
+            tables[slot] = sequence.pages
+        self._rows.num_pages[slots] += num_more
+        self._runner.set_pages(tables)
+
+    def _pages_to_come(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Slots whose rows need more pages for this visit, and how many each."""
+        rows = self._rows
+        slots = np.fromiter(self._running, np.int64, len(self._running))
+        num_written = np.minimum(rows.positions[slots] + self._steps_per_visit, rows.max_lengths[slots] - 1)
+        num_more = -(-num_written // self._shape.page_size) - rows.num_pages[slots]
+        needs_more = num_more > 0
+        return slots[needs_more], num_more[needs_more]
 
     def _admit(self) -> None:
-        """Give free slots to waiting requests, first come first served."""
-        num_admitted = min(len(self._free), len(self._waiting))
-        if num_admitted == 0:
-            return
-        slots = [self._free.pop() for _ in range(num_admitted)]
-        requests = [self._waiting.popleft() for _ in range(num_admitted)]
-        for slot, request in zip(slots, requests, strict=True):
-            self._running[slot] = request
-            self._started_at_step[slot] = self._num_steps
-            self._samples_from_step[slot] = self._num_steps + request.num_forced - 1
-        self._state.start(slots, requests=requests, end_token_ids=self._end_token_ids)
-
-    def _collect(self, ended: Tensor) -> list[Output]:
-        """The requests whose rows `ended` names: 0 goes on, 1 reached its limit, 2 sampled an end token."""
-        codes = ended.cpu().numpy()
-        slots = np.flatnonzero(codes).tolist()
-        if not slots:
-            return []
-        lengths = [self._num_steps - int(self._started_at_step[slot]) + 1 for slot in slots]
-        finishes = [Finish.EOS if codes[slot] == _ENDED_BY_STOP else Finish.LENGTH for slot in slots]
-        return self._release(slots, lengths=lengths, finishes=finishes)
-
-    def _release(
-        self, slots: list[int], *, lengths: Sequence[int], finishes: Sequence[Finish | None]
-    ) -> list[Output]:
-        rows = self._state.stop(slots)
-        outputs = []
-        for row, (slot, length, finish) in enumerate(zip(slots, lengths, finishes, strict=True)):
-            request = self._running.pop(slot)
-            new = slice(request.num_forced, length)
-            sampled = Tokens(rows.ids[row, new], rows.logprobs[row, new], rows.versions[row, new])
-            outputs.append(Output(request, request.produced.followed_by(sampled), finish))
-            self._samples_from_step[slot] = _NEVER
-            self._free.append(slot)
-            if not outputs[-1].finite:
-                self._clear(slot)
-        return outputs
-
-    def _clear(self, slot: int) -> None:
-        """Values that are not finite would reach the slot's next request through the mask."""
-        for layer in range(self._model.config.num_layers):
-            for stored in self._cache.read(layer):
-                stored[slot].zero_()
-
-
-class _SlotState:
-    """One row per slot, on the model's device.
-
-    `sequences`, `logprobs` and `versions` have a column per position and one more, which takes what is sampled while
-    the next token is already known.
-    """
-
-    def __init__(self, slots: int, *, max_length: int, device: torch.device) -> None:
-        self._spare_column = max_length
-        self._fields = torch.zeros(_NUM_FIELDS + MAX_STOP_TOKENS, slots, dtype=torch.int64, device=device)
-        (
-            self.tokens,
-            self.positions,
-            self._advance,
-            self._num_forced,
-            self._max_lengths,
-            self._noise_keys,
-            *_,
-        ) = self._fields.unbind()
-        self._stop_token_ids = self._fields[_NUM_FIELDS:]
-        self._temperatures = torch.zeros(slots, dtype=torch.float32, device=device)
-        columns = (slots, max_length + 1)
-        self._sequences = torch.zeros(columns, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(columns, dtype=torch.float32, device=device)
-        self._versions = torch.zeros(columns, dtype=torch.int32, device=device)
-        self._num_forced.fill_(max_length + 1)
-
-    def start(self, slots: list[int], *, requests: Sequence[Request], end_token_ids: tuple[int, ...]) -> None:
-        fields = np.zeros((self._fields.shape[0], len(slots)), dtype=np.int64)
-        fields[_NUM_FIELDS:] = -1
-        sequences = np.zeros((len(slots), self._spare_column + 1), dtype=np.int64)
-        for row, request in enumerate(requests):
-            forced = sequences[row, : request.num_forced]
-            forced[: len(request.prompt)] = request.prompt
-            forced[len(request.prompt) :] = request.produced.ids
-            fields[:_NUM_FIELDS, row] = (
-                forced[0],
-                0,
-                1,
-                request.num_forced,
-                request.max_length,
-                request.noise_key,
+        """Give slots and pages to waiting requests, first come first served."""
+        while self._queue:
+            sequence = self._queue[0]
+            if sequence.state is _State.GONE:
+                heappop(self._queue)
+                continue
+            length = sequence.prefill_length
+            num_ahead = min(self._steps_per_visit, sequence.request.max_length - 1 - length)
+            found = self._pool.look_up(sequence.keys, num_tokens=length, num_ahead=num_ahead)
+            decision = admit(
+                num_free_slots=len(self._free_slots),
+                num_needed=found.num_needed,
+                num_available=self._pool.num_available,
+                num_admitted=len(self._running) + len(self._prefilling),
             )
-            stops = (*end_token_ids, *request.stop_token_ids)
-            fields[_NUM_FIELDS : _NUM_FIELDS + len(stops), row] = stops
-        temperatures = torch.tensor([request.temperature for request in requests], dtype=torch.float32)
-        device = self._fields.device
-        where = torch.tensor(slots, device=device)
-        self._fields.index_copy_(1, where, torch.from_numpy(fields).to(device))
-        self._sequences.index_copy_(0, where, torch.from_numpy(sequences).to(device))
-        self._temperatures.index_copy_(0, where, temperatures.to(device))
+            if not decision.admitted:
+                self.last_reason = decision.reason
+                return
+            heappop(self._queue)
+            placed = self._pool.place(found, keys=sequence.keys, num_tokens=length, num_ahead=num_ahead)
+            sequence.pages, sequence.num_filled, sequence.copy = placed.pages, placed.num_known, placed.copy
+            sequence.generation = self._pool.generation
+            sequence.slot = self._free_slots.pop()
+            sequence.state = _State.PREFILLING
+            self._prefilling.append(sequence)
+            self._counts["prefix_hit_tokens"] += placed.num_known
 
-    def sample(self, logits: Tensor, *, version: int) -> Tensor:
-        """Write down a token for every row whose next token is open, and say which rows end with it."""
-        next_positions = self.positions + 1
-        sampled = sample(
-            logits,
-            temperatures=self._temperatures,
-            uniforms=uniforms(self._noise_keys, counters=next_positions),
+    def _prefill(self) -> None:
+        """The chunks of this visit, in one call."""
+        shape = self._shape
+        spans = plan_chunks(
+            [Part(sequence.num_filled, sequence.prefill_length) for sequence in self._prefilling],
+            chunk_size=shape.chunk_size,
+            max_chunks=shape.max_chunks,
         )
-        is_open = next_positions >= self._num_forced
-        column = torch.where(is_open, next_positions, self._spare_column).unsqueeze(-1)
-        self._sequences.scatter_(1, column, sampled.tokens.unsqueeze(-1))
-        self._logprobs.scatter_(1, column, sampled.logprobs.unsqueeze(-1))
-        self._versions.scatter_(1, column, version)
-        stopped = (self._stop_token_ids == sampled.tokens).any(dim=0)
-        ended = torch.where(stopped, _ENDED_BY_STOP, next_positions + 1 >= self._max_lengths)
-        return ended.mul_(is_open)
+        if not spans:
+            return
+        chunks = []
+        for index, start, end, num_known in spans:
+            sequence = self._prefilling[index]
+            num_pages = num_pages_of(end, page_size=shape.page_size)
+            tokens = sequence.known[start:end]
+            chunks.append(Chunk(tokens, start, sequence.pages[:num_pages], num_known))
+            self._pool.fill(sequence.pages[(start + num_known) // shape.page_size : num_pages])
+            sequence.num_filled = end
+            self._counts["prefilled_tokens"] += end - start
+        self._runner.prefill(chunks)
 
-    def advance(self) -> None:
-        """Move every running row to its next token; idle rows feed token 0 at position 0."""
-        self.positions.add_(self._advance)
-        torch.gather(self._sequences, 1, self.positions.unsqueeze(-1), out=self.tokens.unsqueeze(-1))
+    def _start(self) -> None:
+        """Let rows decode whose prompts are in their pages."""
+        ready = [sequence for sequence in self._prefilling if self._is_ready(sequence)]
+        if not ready:
+            return
+        copies = [sequence.copy for sequence in ready if sequence.copy is not None]
+        if copies:
+            self._runner.copy_pages(copies)
+            self._pool.release([source for source, _ in copies])
+        starting = []
+        for sequence in ready:
+            sequence.copy = None
+            request = sequence.request
+            ends = self._ends_of(sequence)
+            self._rows.start(
+                sequence.slot,
+                prompt=request.prompt,
+                produced=sequence.produced,
+                position=sequence.prefill_length,
+                max_length=request.max_length,
+                end_token_ids=ends,
+                num_pages=len(sequence.pages),
+            )
+            if request.num_produced < len(sequence.produced.ids):
+                request = replace(request, produced=sequence.produced)
+            starting.append(Row(sequence.slot, request, sequence.prefill_length, sequence.known, ends))
+            sequence.state = _State.RUNNING
+            self._running[sequence.slot] = sequence
+            if request.sampling.stop:
+                self._stop_slots.add(sequence.slot)
+        self._prefilling = [each for each in self._prefilling if each.state is _State.PREFILLING]
+        self._runner.start(starting)
+        self._runner.set_pages({sequence.slot: sequence.pages for sequence in ready})
 
-    def stop(self, slots: list[int]) -> Tokens:
-        """Make rows idle; gives what they hold, a row per slot and a column per position."""
-        where = torch.tensor(slots, device=self._fields.device)
-        idle = torch.zeros(self._fields.shape[0], len(slots), dtype=torch.int64)
-        idle[3] = self._spare_column + 1
-        self._fields.index_copy_(1, where, idle.to(self._fields.device))
-        return Tokens(
-            self._sequences.index_select(0, where).cpu().numpy().astype(np.int32),
-            self._logprobs.index_select(0, where).cpu().numpy(),
-            self._versions.index_select(0, where).cpu().numpy(),
-        )
+    def _is_ready(self, sequence: _Sequence) -> bool:
+        """Whether its prompt is in its pages, computed by itself or by one that came before it."""
+        if sequence.num_filled < sequence.prefill_length or not self._pool.are_filled(sequence.pages):
+            return False
+        return sequence.copy is None or self._pool.are_filled(sequence.copy[:1])
+
+    def _settle(self) -> None:
+        """Read the visit that is under way, if one is, and take out what has ended in it."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        landed = self._rows.land(flight, flight.pending.result())
+        self._counts["decoded_tokens"] += landed.num_tokens
+        finishes = self._find_stops(flight, landed)
+        for column in np.flatnonzero(landed.ended).tolist():
+            slot = int(flight.slots[column])
+            finish = Finish.EOS if landed.stopped[column] else Finish.LENGTH
+            finishes.setdefault(slot, finish)
+            if landed.broken[column]:
+                self._pool.spoil(self._running[slot].pages)
+        ended = [self._running[slot] for slot in finishes]
+        for sequence, finish in zip(ended, finishes.values(), strict=True):
+            del self._sequences[sequence.request.id]
+            self._finished.append(Output(sequence.request, self._tokens_of(sequence), finish))
+        self._take_out(ended)
+
+    def _find_stops(self, flight: Flight, landed: Landed) -> dict[int, Finish]:
+        """Slots in which a stop text has been completed; what was sampled after it is cut off."""
+        finishes = {}
+        for slot in sorted(self._stop_slots):
+            column = flight.column_of(slot)
+            if column is None or not landed.is_live[column] or landed.broken[column]:
+                continue
+            assert self._text_of is not None, "stop texts are refused without a tokenizer"
+            request = self._running[slot].request
+            tokens = self._rows.known(slot)[len(request.prompt) :]
+            start = int(landed.starts[column]) - len(request.prompt)
+            place = first_stop(tokens, start=start, stop=request.sampling.stop, text_of=self._text_of)
+            if place is None or (landed.stopped[column] and place == len(tokens) - 1):
+                continue
+            self._rows.lengths[slot] = len(request.prompt) + place + 1
+            self._counts["decoded_tokens"] -= len(tokens) - place - 1
+            finishes[slot] = Finish.STOP
+        return finishes
+
+    def _put_back(self, sequence: _Sequence) -> None:
+        """Into the queue, with all tokens that it has."""
+        sequence.produced = self._tokens_of(sequence)
+        self._take_out([sequence])
+        self._enqueue(sequence)
+
+    def _take_out(self, sequences: Sequence[_Sequence]) -> None:
+        """Free the slots and pages of requests that are prefilled or running."""
+        slots = [sequence.slot for sequence in sequences if sequence.state is _State.RUNNING]
+        if slots:
+            self._runner.stop(slots)
+        for sequence in sequences:
+            if sequence.state is _State.RUNNING:
+                self._remember(sequence)
+                self._rows.stop(sequence.slot)
+                self._stop_slots.discard(sequence.slot)
+                del self._running[sequence.slot]
+            else:
+                self._prefilling.remove(sequence)
+            if sequence.copy is not None:
+                self._pool.release(sequence.copy[:1])
+                sequence.copy = None
+            self._pool.release(sequence.pages)
+            self._free_slots.append(sequence.slot)
+            sequence.pages = []
+            sequence.slot = -1
+        spoiled = self._pool.take_spoiled()
+        if spoiled:
+            # What idle rows wrote with the same weights is in the scratch page.
+            self._runner.clear_pages([*spoiled, self._shape.num_pages])
+
+    def _remember(self, sequence: _Sequence) -> None:
+        """Let a later request find the pages that decoding filled: the next turn begins with this one's tokens. Not in
+        deterministic mode, where a prefill would have given other bits."""
+        if self._deterministic or sequence.generation != self._pool.generation:
+            return
+        # The last token was never fed.
+        num_full = (int(self._rows.lengths[sequence.slot]) - 1) // self._shape.page_size
+        num_known = sequence.prefill_length // self._shape.page_size
+        tokens = self._rows.known(sequence.slot)[: num_full * self._shape.page_size]
+        keys = page_keys(tokens, page_size=self._shape.page_size, known=sequence.keys[:num_known])
+        for page, key in zip(sequence.pages[num_known:num_full], keys[num_known:], strict=True):
+            self._pool.enter(page, key)

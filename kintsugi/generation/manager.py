@@ -1,9 +1,9 @@
-"""The generation manager: one address for all servers. Sends requests where `router` says, again if a server dies.
+"""The generation manager: one address for all servers. Sends requests where `router` says, on if a server dies.
 
-A request is answered once, however many servers it was sent to: a `Generate` names its own noise, so that whoever
-carries it out gives the same tokens. New weights go to all servers at once, and to later ones when they appear; a
-server gets requests only while it holds the weights that were sent last, a later one only after it has shown with a
-tiny request of our own that it can generate with them.
+What a server says while it works is kept (`transcript`), so that another goes on from the last token when it dies or is
+retired: nothing is lost, nothing is sampled or told twice. In deterministic mode whoever goes on gives the same tokens,
+because a `Generate` names its own noise. New weights go to all servers at once, and to later ones when they appear
+(`distribution`); a server gets requests only while it holds the weights that were sent last.
 
 What is known here is learned again after a restart: servers from the address book, weights from the master, requests
 from those who wait for an answer.
@@ -11,27 +11,40 @@ from those who wait for an answer.
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import xxhash
 
 from kintsugi.bootstrap import Bootstrap
-from kintsugi.errors import (
-    DeadlineExceeded,
-    IntegrityError,
-    KintsugiError,
-    ProcessDied,
-    RefusedError,
-    RemoteError,
+from kintsugi.config import Strategy
+from kintsugi.errors import DeadlineExceeded, KintsugiError, ProcessDied, RefusedError, RemoteError
+from kintsugi.generation.distribution import Distribution, Loaded, ModelVersion
+from kintsugi.generation.fleet import Fleet, Member, identity
+from kintsugi.generation.router import Choice, ServerView, choose
+from kintsugi.generation.transcript import Transcript, verify_answer
+from kintsugi.messages import (
+    Cancel,
+    Failed,
+    Generate,
+    Generated,
+    Interrupt,
+    LoadWeights,
+    Ok,
+    Produced,
+    Retire,
+    WeightsLoaded,
 )
-from kintsugi.generation.router import Choice, Health, ServerView, choose
-from kintsugi.messages import Failed, Generate, Generated, LoadWeights, WeightsLoaded
 from kintsugi.observe.events import EventLog, Note, events_path
+from kintsugi.recipe import load_config
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, WAITS, Clock, WaitTable
 from kintsugi.transport import Delivery, Endpoint, PendingReply
-from kintsugi.types import Peer, Role, Sampling, Wait, WeightManifest, role_of
+from kintsugi.types import Fragment, Wait
 from kintsugi.worker import HEARTBEAT_S, Membership, open_endpoint
 
 MAX_REQUESTS = 4096
@@ -39,150 +52,255 @@ MAX_REQUESTS = 4096
 MAX_ATTEMPTS = 5
 """Faults that living servers may answer one request with. Deaths do not count: they are not the request's doing, and
 its deadline bounds them."""
-MAX_LOAD_ATTEMPTS = 3
-LOAD_TIMEOUT_S = 120.0
-PROBE_TIMEOUT_S = 30.0
+INTERRUPT_TIMEOUT_S = 30.0
 FLUSH_S = 1.0
 """Longest time that the last replies may take to leave."""
 
 _USER_ERRORS = {"UserError", "ConfigError", "DataError", "ModelError"}
 
 
-class _Server:
-    """A server in the address book, and what is under way on it."""
+class Asker(Protocol):
+    """Whoever waits for a `Generate`. It is told of the end once, by `done` or by `failed`, unless it cancels."""
 
-    def __init__(self, peer: Peer, *, proven: bool) -> None:
-        self.peer = peer
-        self.proven = proven
-        """False until a server that joined later has answered the probe."""
-        self.loaded: WeightsLoaded | None = None
-        """What it was admitted with last."""
-        self.loading = False
-        self.load_faults = 0
-        self.suspect = False
-        self.jobs: dict[_Job, None] = {}
-        """Sent to it and unanswered, in the order of sending."""
-        self.tokens_in_flight = 0
+    def produced(self, fragments: tuple[Fragment, ...]) -> None:
+        """New tokens of a request with `stream`: before `done`, every token comes here exactly once and in order, the
+        last ones of a sample with its `finish`."""
+        ...
 
-    def view(self, current: LoadWeights | None) -> ServerView:
-        if not self.holds(current):
-            health = Health.STALE
-        else:
-            health = Health.SUSPECT if self.suspect else Health.HEALTHY
-        version = -1 if self.loaded is None else self.loaded.version
-        return ServerView(self.peer.process, health, version, self.tokens_in_flight)
+    def done(self, generated: Generated) -> None: ...
 
-    def add(self, job: _Job) -> None:
-        self.jobs[job] = None
-        self.tokens_in_flight += job.num_tokens
+    def failed(self, error: KintsugiError) -> None:
+        """A `RemoteError` whose cause is a `UserError` is the asker's own mistake, as a server saw it."""
+        ...
 
-    def remove(self, job: _Job) -> None:
-        del self.jobs[job]
-        self.tokens_in_flight -= job.num_tokens
-
-    def holds(self, weights: LoadWeights | None) -> bool:
-        if weights is None or self.loaded is None:
-            return False
-        return _identity(self.loaded) == _identity(weights.manifest)
+    @property
+    def is_gone(self) -> bool:
+        """Nobody would hear the answer; asked whenever the address book changes."""
+        ...
 
 
-class _Job:
-    """A request of ours to answer."""
+class Job:
+    """A `Generate` on its way to an answer: what `Manager.submit` gives and `Manager.cancel` takes."""
 
-    def __init__(self, delivery: Delivery, request: Generate, *, now: float) -> None:
-        self.delivery = delivery
+    def __init__(self, request: Generate, asker: Asker, *, now: float) -> None:
         self.request = request
+        self.asker = asker
+        self.transcript = Transcript(request)
         self.since = now
         self.deadline = now + request.timeout_s
-        self.num_sent = 0
+        self.ended = False
+        self.number = 0
+        """Under which it was sent last; 0 before."""
         self.num_faults = 0
         self.last_error: KintsugiError | None = None
-        prompt_tokens = len(request.prompt) // 4
-        self.num_tokens = len(request.wanted) * (prompt_tokens + request.sampling.max_new_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Most tokens that its unfinished samples take, prompts included."""
+        per_sample = len(self.request.prompt) // 4 + self.request.sampling.max_new_tokens
+        return len(self.transcript.unfinished) * per_sample
+
+    def begin_again(self) -> None:
+        """Forget what was produced, unless the asker has been told of it."""
+        if not self.request.stream:
+            self.transcript = Transcript(self.request)
+
+    def open_request(self) -> Generate:
+        """What is left to be done of it."""
+        unfinished = self.transcript.unfinished
+        return msgspec.structs.replace(
+            self.request,
+            samples=self.request.samples if unfinished == self.request.wanted else unfinished,
+            produced=self.transcript.produced(),
+            number=self.number,
+        )
+
+
+class _Sent(msgspec.Struct, frozen=True, eq=False):
+    """A job on its way through a server."""
+
+    job: Job
+    member: Member
+    request: Generate
+
+
+class _Remote:
+    """Another process that asked, and wants the whole answer only."""
+
+    def __init__(self, endpoint: Endpoint, fleet: Fleet, delivery: Delivery) -> None:
+        self._endpoint = endpoint
+        self._fleet = fleet
+        self._delivery = delivery
+
+    def produced(self, fragments: tuple[Fragment, ...]) -> None:
+        pass
+
+    def done(self, generated: Generated) -> None:
+        self._endpoint.reply(self._delivery, generated)
+
+    def failed(self, error: KintsugiError) -> None:
+        if isinstance(error, RemoteError) and error.cause is not None and error.cause.kind in _USER_ERRORS:
+            self._endpoint.reply(self._delivery, Failed(error.cause))
+        else:
+            self._endpoint.fail(self._delivery, error)
+
+    @property
+    def is_gone(self) -> bool:
+        return not self._fleet.is_known(self._delivery.peer)
 
 
 class Manager:
-    """Consumes `Generate` and `LoadWeights`, produces their replies. It never blocks: `turn` is called after every
-    poll of the endpoint, and what it waits for is unblocked by a reply, a new address book or a deadline."""
+    """Consumes `Generate`, `LoadWeights`, `Retire` and `Produced`, or the calls that mean the same from within its
+    process, and produces answers. It never blocks: `turn` is called after every poll of the endpoint, and what it waits
+    for is unblocked by a reply, a new address book or a deadline. Everything belongs to the endpoint's thread."""
 
     def __init__(
         self,
         endpoint: Endpoint,
         *,
         note: Callable[[str], None],
+        strategy: Strategy = "least_loaded",
+        max_requests: int = MAX_REQUESTS,
         clock: Clock = SYSTEM_CLOCK,
         waits: WaitTable = WAITS,
     ) -> None:
         """`note` records a change that is worth a line."""
         self._endpoint = endpoint
         self._note = note
+        self._strategy = strategy
+        self._max_requests = max_requests
         self._clock = clock
         self._waits = waits
         self._declared: dict[str, tuple[int, Wait]] = {}
-        self._book_number = -1
-        self._servers: dict[str, _Server] = {}
-        self._waiting: deque[_Job] = deque()
-        self._weights: LoadWeights | None = None
-        self._weights_asked: list[Delivery] = []
-        """The requests that `_weights` came with, until they are answered."""
-        self._weights_deadline = 0.0
+        self._fleet = Fleet(endpoint, note=note)
+        self._distribution = Distribution(endpoint, self._fleet, note=note, clock=clock)
+        self._waiting: deque[Job] = deque()
+        self._sent: dict[int, _Sent] = {}
+        # Numbers of another incarnation, which a server may still use, are not ours.
+        self._num_sent = xxhash.xxh32_intdigest(endpoint.incarnation.encode()) << 31
+        self._retiring: list[tuple[Member, Callable[[], None]]] = []
+
+    # From within the process.
+
+    def submit(self, request: Generate, asker: Asker) -> Job:
+        """Take a request in; RefusedError while too many are unanswered."""
+        if self.num_unanswered >= self._max_requests:
+            raise RefusedError(f"{self.num_unanswered} requests are unanswered; try again later")
+        COUNTERS.add("requests")
+        job = Job(request, asker, now=self._clock.monotonic())
+        self._waiting.append(job)
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Nobody wants the answer any more, and nobody is told of it: what the request holds is given back."""
+        if job.ended:
+            return
+        job.ended = True
+        COUNTERS.add("cancelled")
+        if (sent := self._take_back(job.number)) is not None:
+            self._endpoint.send(sent.member.process, Cancel(job.number))
+
+    def load_weights(self, weights: LoadWeights, then: Loaded) -> None:
+        """Let all servers load these weights, and later ones when they appear; `then` hears when all who live have."""
+        current, new = self._fleet.current, identity(weights.manifest)
+        self._distribution.distribute(weights, then)
+        if current is not None and new != current and new[0] <= current[0]:
+            # The run went back: what was drawn with weights that are no part of it any more does not count.
+            for job in self._unanswered():
+                job.begin_again()
+
+    def retire(self, process: str, then: Callable[[], None], *, incarnation: str = "") -> None:
+        """Send a server nothing more and let others go on with what it does; `then` is called when it has nothing left
+        to lose, or is gone. With an `incarnation`, only that one: the request may come late."""
+        member = self._fleet.living(process)
+        if member is None or incarnation not in ("", member.peer.incarnation):
+            then()
+            return
+        self._retiring.append((member, then))
+        if not member.retired:
+            member.retired = True
+            self._note(f"{process} {member.peer.incarnation} is retired, {len(member.sent)} requests move")
+            # What does not come by this comes when the server is gone.
+            self._endpoint.request(process, Interrupt(), deadline_s=INTERRUPT_TIMEOUT_S)
+
+    def servers(self) -> list[ServerView]:
+        """Every server and its health; the dead are listed until they are replaced."""
+        return self._fleet.views()
+
+    def versions(self) -> tuple[ModelVersion, ...]:
+        """The versions that were given lately, the current one last, and who holds each."""
+        return self._distribution.versions()
+
+    @property
+    def num_unanswered(self) -> int:
+        return len(self._waiting) + len(self._sent)
 
     @property
     def load(self) -> float:
         """Tokens that the unanswered requests may still need."""
-        in_flight = sum(server.tokens_in_flight for server in self._servers.values())
+        in_flight = sum(member.tokens_in_flight for member in self._fleet)
         return float(in_flight + sum(job.num_tokens for job in self._waiting))
 
+    def gauges(self) -> dict[str, float]:
+        """What there is to say of it, as of now."""
+        return {"waiting": len(self._waiting), "sent": len(self._sent), "servers": len(self._fleet.in_use())}
+
+    # From other processes.
+
     def handle(self, delivery: Delivery) -> None:
-        """Take one request in. Whoever the address book had before is known before."""
+        """Take one message in. Whoever the address book had before is known before."""
         self._follow_book()
         body = delivery.body
-        if isinstance(body, Generate):
-            self._accept(delivery, body)
-        elif isinstance(body, LoadWeights):
-            self._accept_weights(delivery, body)
-        elif delivery.wants_reply:
-            error = RefusedError(f"a generation manager does not answer {type(body).__name__}")
-            self._endpoint.fail(delivery, error)
+        try:
+            match body:
+                case Generate():
+                    self.submit(body, _Remote(self._endpoint, self._fleet, delivery))
+                case Produced():
+                    self._produced(delivery.peer.process, body)
+                case LoadWeights():
+                    self.load_weights(body, partial(self._answer_weights, delivery))
+                case Retire():
+                    done = partial(self._endpoint.reply, delivery, Ok())
+                    self.retire(body.process, done, incarnation=body.incarnation)
+                case _:
+                    raise RefusedError(f"a generation manager does not answer {type(body).__name__}")
+        except KintsugiError as error:
+            if delivery.wants_reply:
+                self._endpoint.fail(delivery, error)
+
+    def _answer_weights(self, delivery: Delivery, outcome: WeightsLoaded | KintsugiError) -> None:
+        if isinstance(outcome, KintsugiError):
+            self._endpoint.fail(delivery, outcome)
+        else:
+            self._endpoint.reply(delivery, outcome)
 
     def turn(self) -> None:
         """Act on everything that has changed."""
         self._follow_book()
-        self._send_weights()
-        self._answer_weights()
+        self._distribution.turn()
         reason = self._dispatch()
+        self._answer_retiring()
         self._declare(reason)
 
     def _follow_book(self) -> None:
-        """Servers come and go with the address book. Those who come while the run is under way are probed."""
-        if self._endpoint.book_number == self._book_number:
+        if not self._fleet.follow_book():
             return
-        self._book_number = self._endpoint.book_number
-        listed = {
-            process: peer
-            for process, peer in self._endpoint.peers.items()
-            if role_of(process) is Role.SERVER and peer.address
-        }
-        for process, server in list(self._servers.items()):
-            if process not in listed or listed[process].incarnation != server.peer.incarnation:
-                del self._servers[process]
-                self._note(f"{process} {server.peer.incarnation} has left")
-        for process, peer in listed.items():
-            if process not in self._servers:
-                self._servers[process] = _Server(peer, proven=self._weights is None)
-                self._note(f"{process} {peer.incarnation} has joined, stale until it has loaded the weights")
+        for job in self._unanswered():
+            if job.asker.is_gone:
+                self.cancel(job)
+
+    def _unanswered(self) -> list[Job]:
+        return [*self._waiting, *(sent.job for sent in self._sent.values())]
+
+    def _answer_retiring(self) -> None:
+        retiring, self._retiring = self._retiring, []
+        for member, then in retiring:
+            if member.sent and not member.dead:
+                self._retiring.append((member, then))
+            else:
+                then()
 
     # Requests.
-
-    def _accept(self, delivery: Delivery, request: Generate) -> None:
-        num_unanswered = len(self._waiting) + sum(len(server.jobs) for server in self._servers.values())
-        if num_unanswered >= MAX_REQUESTS:
-            self._endpoint.fail(
-                delivery, RefusedError(f"{num_unanswered} requests are unanswered; try again later")
-            )
-            return
-        COUNTERS.add("requests")
-        self._waiting.append(_Job(delivery, request, now=self._clock.monotonic()))
 
     def _dispatch(self) -> str:
         """Send on what can be sent; gives the reason why the rest, if any, waits."""
@@ -190,194 +308,134 @@ class Manager:
         now = self._clock.monotonic()
         jobs, self._waiting = self._waiting, deque()
         for job in jobs:
-            if not self._is_known(job.delivery.peer):
+            if job.ended:
                 continue
             version = job.request.version
-            choice = unservable.get(version) or self._choose(version)
+            choice = unservable.get(version) or self._choose(job)
             if now >= job.deadline:
                 self._expire(job, now=now, reason=choice.reason)
             elif choice.server is not None:
-                self._send(job, self._servers[choice.server], timeout_s=job.deadline - now)
+                self._send(job, choice.server, timeout_s=job.deadline - now)
             else:
                 unservable[version] = choice
                 self._waiting.append(job)
         return "; ".join(choice.reason for choice in unservable.values())
 
-    def _is_known(self, peer: Peer) -> bool:
-        known = self._endpoint.peers.get(peer.process)
-        return known is not None and known.incarnation == peer.incarnation
-
-    def _choose(self, version: int) -> Choice:
-        return choose([server.view(self._weights) for server in self._servers.values()], version=version)
-
-    def _send(self, job: _Job, server: _Server, *, timeout_s: float) -> None:
-        job.num_sent += 1
-        if job.num_sent > 1:
-            COUNTERS.add("resent")
-        server.add(job)
-        self._endpoint.request(
-            server.peer.process,
-            job.request,
-            deadline_s=timeout_s,
-            on_done=partial(self._settled, job, server),
+    def _choose(self, job: Job) -> Choice:
+        return choose(
+            self._fleet.views(),
+            version=job.request.version,
+            strategy=self._strategy,
+            prompt=job.request.prompt,
+            num_tokens=job.num_tokens,
+            turn=self._num_sent,
         )
 
-    def _settled(self, job: _Job, server: _Server, pending: PendingReply) -> None:
-        server.remove(job)
-        try:
-            reply = pending.result()
-            generated = reply.expect(Generated)
-            _verify(generated, job.request, server=server.peer.process)
-        except KintsugiError as error:
-            self._failed(job, server, error)
-            return
-        server.suspect = False
-        self._endpoint.reply(job.delivery, generated)
+    def _send(self, job: Job, process: str, *, timeout_s: float) -> None:
+        member = self._fleet.living(process)
+        assert member is not None, f"{process} was chosen and is dead"
+        if job.number:
+            COUNTERS.add("resent")
+        self._num_sent += 1
+        job.number = self._num_sent
+        request = job.open_request()
+        member.add(job.number, job.num_tokens)
+        self._sent[job.number] = _Sent(job, member, request)
+        self._endpoint.request(
+            process, request, deadline_s=timeout_s, on_done=partial(self._settled, job.number)
+        )
 
-    def _failed(self, job: _Job, server: _Server, error: KintsugiError) -> None:
-        """Answer the user's mistakes as they are; try everything else on another server, while that may help."""
-        server.suspect = True
+    def _take_back(self, number: int) -> _Sent | None:
+        sent = self._sent.pop(number, None)
+        if sent is not None:
+            sent.member.remove(number)
+        return sent
+
+    def _produced(self, process: str, body: Produced) -> None:
+        """Keep what a server says of requests that it was sent, under the numbers that they were sent with: what comes
+        late, of an attempt that was given up, may be other tokens than those of the next one."""
+        for number, fragments in body.fragments.items():
+            sent = self._sent.get(number)
+            if sent is None or sent.member.process != process:
+                continue
+            try:
+                self._take(sent.job, sent.job.transcript.add(fragments))
+            except KintsugiError as error:
+                self._distrust(sent.member, error)
+
+    def _take(self, job: Job, new: tuple[Fragment, ...]) -> None:
+        if new and job.request.stream and not job.ended:
+            job.asker.produced(new)
+
+    def _settled(self, number: int, pending: PendingReply) -> None:
+        sent = self._take_back(number)
+        if sent is None:
+            return  # It was cancelled.
+        job, member = sent.job, sent.member
+        try:
+            generated = pending.result().expect(Generated)
+            verify_answer(generated, sent.request, server=member.process)
+            for completion in generated.completions:
+                self._take(job, job.transcript.settle(completion))
+        except KintsugiError as error:
+            self._failed(job, member, error)
+            return
+        member.suspect = False
+        if job.ended:
+            return  # By the asker, when it was told of the tokens.
+        self._go_on(job, member)
+
+    def _go_on(self, job: Job, member: Member) -> None:
+        """With what is left to be done of it; nothing may be, though its server died before it could answer."""
+        if job.transcript.unfinished:
+            self._waiting.append(job)
+            return
+        job.ended = True
+        request, completions = job.request, job.transcript.completions()
+        job.asker.done(Generated(request.ticket, request.turn, completions, member.process))
+
+    def _failed(self, job: Job, member: Member, error: KintsugiError) -> None:
+        """Tell the asker of its own mistakes; try everything else on another server, while that may help."""
         if not isinstance(error, ProcessDied):
             job.num_faults += 1
-        fault = error.cause if isinstance(error, RemoteError) else None
-        if fault is not None and fault.kind in _USER_ERRORS:
-            server.suspect = False
-            self._endpoint.reply(job.delivery, Failed(fault))
-        elif isinstance(error, DeadlineExceeded) or job.num_faults >= MAX_ATTEMPTS:
-            self._endpoint.fail(job.delivery, error)
+        if isinstance(error, DeadlineExceeded):
+            self._endpoint.send(member.process, Cancel(job.number))
+        is_user_error = (
+            isinstance(error, RemoteError) and error.cause is not None and error.cause.kind in _USER_ERRORS
+        )
+        if not is_user_error:
+            self._distrust(member, error)
+        if is_user_error or isinstance(error, DeadlineExceeded) or job.num_faults >= MAX_ATTEMPTS:
+            job.ended = True
+            job.asker.failed(error)
         else:
             job.last_error = error
-            self._waiting.append(job)
+            self._go_on(job, member)
 
-    def _expire(self, job: _Job, *, now: float, reason: str) -> None:
+    def _distrust(self, member: Member, error: KintsugiError) -> None:
+        if not member.suspect and not isinstance(error, ProcessDied):
+            self._note(f"{member.process} is suspect: {error}")
+        member.doubt(self._clock.monotonic())
+
+    def _expire(self, job: Job, *, now: float, reason: str) -> None:
         cause = None if job.last_error is None else job.last_error.cause
         what = f"Generate {job.request.ticket}: {reason}"
-        error = DeadlineExceeded(whom="a generation server", what=what, waited_s=now - job.since, cause=cause)
-        self._endpoint.fail(job.delivery, error)
-
-    # Weights.
-
-    def _accept_weights(self, delivery: Delivery, weights: LoadWeights) -> None:
-        """Take the weights that count from now on. The same ones come again when a master took over or a rank that
-        published them was replaced: whoever holds them keeps them, and later ones get them from the new sources."""
-        manifest = weights.manifest
-        if not self._is_current(manifest):
-            self._fail_weights(
-                RefusedError(f"superseded by version {manifest.version} before all servers had loaded it")
-            )
-        self._weights = weights
-        self._weights_asked.append(delivery)
-        self._weights_deadline = self._clock.monotonic() + LOAD_TIMEOUT_S
-        for server in self._servers.values():
-            server.load_faults = 0
-
-    def _is_current(self, manifest: WeightManifest) -> bool:
-        return self._weights is not None and _identity(self._weights.manifest) == _identity(manifest)
-
-    def _send_weights(self) -> None:
-        """Let every server load the current weights that has not, newcomers included."""
-        weights = self._weights
-        if weights is None:
-            return
-        for server in list(self._servers.values()):
-            if server.holds(weights) or server.loading or server.load_faults >= MAX_LOAD_ATTEMPTS:
-                continue
-            server.loading = True
-            self._endpoint.request(
-                server.peer.process,
-                weights,
-                deadline_s=LOAD_TIMEOUT_S,
-                on_done=partial(self._loaded, server, weights.manifest),
-            )
-
-    def _loaded(self, server: _Server, manifest: WeightManifest, pending: PendingReply) -> None:
-        process = server.peer.process
-        try:
-            loaded = pending.result().expect(WeightsLoaded)
-            _verify_loaded(loaded, manifest, server=process)
-        except KintsugiError as error:
-            self._load_failed(server, manifest, error)
-            return
-        if server.proven:
-            self._admit(server, loaded)
-            return
-        self._endpoint.request(
-            process,
-            probe(manifest.version),
-            deadline_s=PROBE_TIMEOUT_S,
-            on_done=partial(self._probed, server, manifest, loaded),
+        job.ended = True
+        job.asker.failed(
+            DeadlineExceeded(whom="a generation server", what=what, waited_s=now - job.since, cause=cause)
         )
-
-    def _probed(
-        self, server: _Server, manifest: WeightManifest, loaded: WeightsLoaded, pending: PendingReply
-    ) -> None:
-        process = server.peer.process
-        try:
-            _verify_probe(pending.result().expect(Generated), version=manifest.version, server=process)
-        except KintsugiError as error:
-            self._load_failed(server, manifest, error)
-            return
-        server.proven = True
-        self._note(
-            f"{process} {server.peer.incarnation} is admitted: it answered the probe of version {manifest.version}"
-        )
-        self._admit(server, loaded)
-
-    def _admit(self, server: _Server, loaded: WeightsLoaded) -> None:
-        server.loading = False
-        server.loaded = loaded
-        server.suspect = False
-
-    def _load_failed(self, server: _Server, manifest: WeightManifest, error: KintsugiError) -> None:
-        """A living server is asked again, a few times; one that died is gone with the next address book."""
-        server.loading = False
-        if isinstance(error, ProcessDied):
-            return
-        self._note(f"{server.peer.process} did not load version {manifest.version}: {error}")
-        server.load_faults += 1
-        if server.load_faults >= MAX_LOAD_ATTEMPTS:
-            self._fail_weights(error)
-
-    def _answer_weights(self) -> None:
-        """A version is loaded when every server that lives has acknowledged it."""
-        if not self._weights_asked or self._weights is None:
-            return
-        manifest = self._weights.manifest
-        missing = self._without_weights()
-        if self._servers and not missing:
-            loaded = WeightsLoaded(manifest.version, manifest.digest, tuple(sorted(self._servers)))
-            for delivery in self._take_asked():
-                self._endpoint.reply(delivery, loaded)
-        elif self._clock.monotonic() >= self._weights_deadline:
-            whom = ", ".join(missing) or "any generation server"
-            what = f"loading version {manifest.version}"
-            self._fail_weights(DeadlineExceeded(whom=whom, what=what, waited_s=LOAD_TIMEOUT_S))
-
-    def _without_weights(self) -> list[str]:
-        return sorted(process for process, server in self._servers.items() if not server.holds(self._weights))
-
-    def _fail_weights(self, error: KintsugiError) -> None:
-        for delivery in self._take_asked():
-            self._endpoint.fail(delivery, error)
-
-    def _take_asked(self) -> list[Delivery]:
-        asked, self._weights_asked = self._weights_asked, []
-        return asked
 
     # Declared waits.
 
     def _declare(self, reason: str) -> None:
         """Say for whom this process waits: a server that owes answers, weights that are being loaded, a queue."""
         waits: dict[str, Wait] = {}
-        for process, server in self._servers.items():
-            if server.jobs:
-                oldest = next(iter(server.jobs))
-                waits[process] = Wait(process, "Generated", oldest.since, oldest.deadline)
-        if self._weights_asked and self._weights is not None:
-            deadline = self._weights_deadline
-            whom = ", ".join(self._without_weights()) or "server"
-            what = f"loading version {self._weights.manifest.version}"
-            waits["weights"] = Wait(whom, what, deadline - LOAD_TIMEOUT_S, deadline)
+        for member in self._fleet:
+            if member.sent:
+                oldest = self._sent[next(iter(member.sent))].job
+                waits[member.process] = Wait(member.process, "Generated", oldest.since, oldest.deadline)
+        if (loading := self._distribution.awaited()) is not None:
+            waits["weights"] = loading
         if self._waiting:
             waits["queue"] = Wait("server", reason, self._waiting[0].since, self._waiting[0].deadline)
         for key, (token, declared) in list(self._declared.items()):
@@ -391,6 +449,7 @@ class Manager:
 
 def main(bootstrap: Bootstrap) -> int:
     """Run the manager's loop until the master, or the end of the lifeline, tells it to end."""
+    config = load_config(Path(bootstrap.run_dir) / "config.yaml")
     endpoint = open_endpoint(bootstrap)
     membership = Membership(endpoint, bootstrap, capabilities={})
 
@@ -402,10 +461,14 @@ def main(bootstrap: Bootstrap) -> int:
     with closing(
         EventLog(events_path(bootstrap.run_dir, bootstrap.process), process=bootstrap.process)
     ) as events:
-        manager = Manager(endpoint, note=lambda message: events.emit(Note(message)))
+        manager = Manager(
+            endpoint,
+            note=lambda message: events.emit(Note(message)),
+            strategy=config.generation.strategy,
+        )
         try:
             while membership.shutdown_reason is None:
-                membership.load = manager.load
+                membership.load, membership.gauges = manager.load, manager.gauges()
                 membership.tick(SYSTEM_CLOCK.monotonic())
                 for delivery in endpoint.poll(HEARTBEAT_S / 2):
                     if not membership.handle(delivery):
@@ -415,48 +478,3 @@ def main(bootstrap: Bootstrap) -> int:
         finally:
             endpoint.close(flush_s=FLUSH_S)
     return 0
-
-
-def probe(version: int) -> Generate:
-    """The smallest request that goes through all of a server: every vocabulary has these tokens."""
-    prompt = array("i", [0, 1]).tobytes()
-    sampling = Sampling(temperature=0.0, max_new_tokens=2)
-    return Generate("probe", 0, prompt, sampling, version, timeout_s=PROBE_TIMEOUT_S)
-
-
-def _identity(weights: WeightManifest | WeightsLoaded) -> tuple[int, str]:
-    return weights.version, weights.digest
-
-
-def _verify_loaded(loaded: WeightsLoaded, manifest: WeightManifest, *, server: str) -> None:
-    if _identity(loaded) != _identity(manifest):
-        raise IntegrityError(
-            f"{server}: expected version {manifest.version} with digest {manifest.digest}, "
-            f"got version {loaded.version} with digest {loaded.digest}"
-        )
-
-
-def _verify_probe(generated: Generated, *, version: int, server: str) -> None:
-    """Something was sampled, all of it with these weights."""
-    _verify(generated, probe(version), server=server)
-    for completion in generated.completions:
-        versions = set(array("i", completion.versions))
-        if not completion.tokens or versions != {version}:
-            raise IntegrityError(
-                f"{server}: expected tokens of version {version} as answer to the probe, "
-                f"got {len(completion.tokens) // 4} of versions {sorted(versions)}"
-            )
-
-
-def _verify(generated: Generated, request: Generate, *, server: str) -> None:
-    """The answer must be to this request, and complete."""
-    found = tuple(sorted(completion.sample for completion in generated.completions))
-    if (generated.ticket, generated.turn, found) != (
-        request.ticket,
-        request.turn,
-        tuple(sorted(request.wanted)),
-    ):
-        raise IntegrityError(
-            f"{server}: expected samples {request.wanted} of {request.ticket} turn {request.turn}, "
-            f"got {found} of {generated.ticket} turn {generated.turn}"
-        )

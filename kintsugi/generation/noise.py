@@ -16,10 +16,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-_GOLDEN_RATIO = 0x9E3779B97F4A7C15
-_FIRST_FACTOR = 0xBF58476D1CE4E5B9
-_SECOND_FACTOR = 0x94D049BB133111EB
-_UNIFORM_BITS = 52
+GOLDEN_RATIO = 0x9E3779B97F4A7C15
+FIRST_FACTOR = 0xBF58476D1CE4E5B9
+SECOND_FACTOR = 0x94D049BB133111EB
+UNIFORM_BITS = 52
 
 
 def _signed(value: int) -> int:
@@ -41,11 +41,11 @@ def uniforms(keys: Tensor, *, counters: Tensor) -> Tensor:
 
     52 bits and not 53, so that `uniform × total` rounds to less than `total` for every float64 `total`.
     """
-    mixed = keys + (counters + 1) * _signed(_GOLDEN_RATIO)
-    _fold(mixed, by=30).mul_(_signed(_FIRST_FACTOR))
-    _fold(mixed, by=27).mul_(_signed(_SECOND_FACTOR))
+    mixed = keys + (counters + 1) * _signed(GOLDEN_RATIO)
+    _fold(mixed, by=30).mul_(_signed(FIRST_FACTOR))
+    _fold(mixed, by=27).mul_(_signed(SECOND_FACTOR))
     _fold(mixed, by=31)
-    return _shifted(mixed, by=64 - _UNIFORM_BITS).to(torch.float64).mul_(2.0**-_UNIFORM_BITS)
+    return _shifted(mixed, by=64 - UNIFORM_BITS).to(torch.float64).mul_(2.0**-UNIFORM_BITS)
 
 
 def _shifted(values: Tensor, *, by: int) -> Tensor:

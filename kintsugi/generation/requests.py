@@ -38,11 +38,24 @@ class Tokens(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[Tokens]) -> Tokens:
-        return cls(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+        return cls(
+            np.concatenate([part.ids for part in parts]),
+            np.concatenate([part.logprobs for part in parts]),
+            np.concatenate([part.versions for part in parts]),
+            np.concatenate([part.top_ids for part in parts]),
+            np.concatenate([part.top_logprobs for part in parts]),
+        )
 
     def between(self, start: int, end: int | None = None) -> Tokens:
         """Those from `start` on, up to `end`."""
-        return Tokens(*(column[start:end] for column in self))
+        part = slice(start, end)
+        return Tokens(
+            self.ids[part],
+            self.logprobs[part],
+            self.versions[part],
+            self.top_ids[part],
+            self.top_logprobs[part],
+        )
 
 
 @dataclass(frozen=True, eq=False)

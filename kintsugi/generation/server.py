@@ -1,35 +1,44 @@
-"""One generation server: an engine that takes requests and weights between two of its steps."""
+"""One generation server: a back end that takes requests and weights between two of its steps, and says what it does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
 from kintsugi.bootstrap import Bootstrap
 from kintsugi.cluster.segments import SegmentClient
 from kintsugi.config import Config
-from kintsugi.errors import DataError, IntegrityError, KintsugiError, RefusedError, UserError, WorldError
-from kintsugi.generation.engine import Engine, Output, Request
+from kintsugi.errors import IntegrityError, KintsugiError, RefusedError, WorldError
+from kintsugi.generation.backend import Backend, Running
+from kintsugi.generation.building import build_engine
+from kintsugi.generation.jobs import Job, check, produced_of, prompt_of
 from kintsugi.generation.noise import stream_key
-from kintsugi.messages import Body, FetchWeights, Generate, Generated, LoadWeights, WeightsLoaded
+from kintsugi.generation.requests import Output, Request, Tokens
+from kintsugi.messages import (
+    Body,
+    Cancel,
+    FetchWeights,
+    Generate,
+    Interrupt,
+    LoadWeights,
+    Ok,
+    Produced,
+    WeightsLoaded,
+)
 from kintsugi.model.device import choose_device, identity
 from kintsugi.model.faults import as_world_error
 from kintsugi.model.plan import plan_model
-from kintsugi.model.transformer import Transformer
 from kintsugi.observe.events import Note
 from kintsugi.recipe import load_config
-from kintsugi.runtime import COUNTERS
+from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, Clock
 from kintsugi.transport import Delivery, Reply
-from kintsugi.types import Completion, WeightManifest, WeightSource
+from kintsugi.types import Fragment, WeightManifest, WeightSource
 from kintsugi.weights.fetch import describe, fetch
 from kintsugi.worker import Shell, run_worker
 
@@ -38,6 +47,14 @@ FETCH_TIMEOUT_S = 60.0
 """Of one request of a bulk stream."""
 MAX_WAITING_SAMPLES = 1 << 16
 """Samples in the engine; a further request is refused."""
+STREAM_S = 0.01
+"""Askers that want every token at once are told this often: a message per token and sample would cost more than the
+token."""
+PROGRESS_S = 0.25
+"""The others are told this often, so that not much is lost with this server; most requests are done before."""
+MAX_STREAMING_SHARE, MAX_PROGRESS_SHARE = 0.1, 0.02
+"""Of the time, however many requests there are: then they are told less often."""
+REPORT_S = 0.25
 
 Fetch = Callable[[WeightManifest, Sequence[WeightSource]], Mapping[str, Tensor]]
 """Gets the tensors of a manifest, verified against its digests."""
@@ -57,38 +74,32 @@ class Speaker(Protocol):
 
     def fail(self, delivery: Delivery, error: BaseException) -> None: ...
 
-    def set_load(self, load: float) -> None: ...
+    def send(self, process: str, body: Body) -> None: ...
 
-
-@dataclass(eq=False)
-class _Job:
-    """A `Generate` under way, and its samples that are done."""
-
-    deliveries: list[Delivery]
-    """All that asked for it, to be answered alike: a manager that was restarted asks again."""
-    request: Generate
-    weights: WeightsLoaded | None
-    """That were there when it began."""
-    completions: dict[int, Completion] = field(default_factory=dict)
-
-    @property
-    def num_tokens(self) -> int:
-        """Most tokens that its unfinished samples take, prompts included."""
-        num_unfinished = len(self.request.wanted) - len(self.completions)
-        return num_unfinished * (len(self.request.prompt) // 4 + self.request.sampling.max_new_tokens)
+    def report(self, *, load: float, gauges: dict[str, float]) -> None: ...
 
 
 class Server:
-    """Consumes `Generate` and `LoadWeights`, produces their replies; waits only while the engine has nothing to do,
-    and is unblocked by the next request."""
+    """Consumes `Generate`, `Cancel`, `Interrupt` and `LoadWeights`, produces their replies and `Produced`; waits only
+    while the back end has nothing to do, and is unblocked by the next request."""
 
-    def __init__(self, shell: Speaker, engine: Engine, *, fetch: Fetch) -> None:
+    def __init__(
+        self, shell: Speaker, backend: Backend, *, fetch: Fetch, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         self._shell = shell
-        self._engine = engine
+        self._backend = backend
         self._fetch = fetch
-        self._jobs: dict[int, _Job] = {}
+        self._clock = clock
+        self._jobs: dict[int, Job] = {}
+        self._numbers: dict[str, list[int]] = {}
+        """Of the jobs of each ticket."""
+        self._streaming: dict[int, Job] = {}
         self._num_jobs = 0
         self._held: WeightsLoaded | None = None
+        self._stream_at = 0.0
+        self._progress_at = 0.0
+        self._reported = (clock.monotonic(), 0.0)
+        """When, and how many tokens there were."""
 
     def serve(self) -> NoReturn:
         """Until the shell raises ShuttingDown."""
@@ -96,8 +107,8 @@ class Server:
             self.turn(IDLE_WAIT_S)
 
     def turn(self, idle_wait_s: float) -> None:
-        """Take what has come in, then run one step of the engine. A device that fails ends the server, by its own name:
-        what the engine was doing is lost with it, and the manager gives the requests to another one."""
+        """Take what has come in, then run one step of the back end. A device that fails ends the server, by its own
+        name: what it was doing goes on elsewhere, from what was told of it."""
         try:
             self._take_all(idle_wait_s)
             self._advance()
@@ -108,7 +119,8 @@ class Server:
             raise fault from error
 
     def _take_all(self, idle_wait_s: float) -> None:
-        if self._engine.idle:
+        if self._backend.idle:
+            self._report(self._clock.monotonic())
             first = self._shell.next_request(idle_wait_s)
             if first is not None:
                 self._take(first)
@@ -116,22 +128,39 @@ class Server:
             self._take(delivery)
 
     def _advance(self) -> None:
-        if self._engine.idle:
+        if self._backend.idle:
             return
-        for output in self._engine.step():
+        num_steps = self._backend.num_steps
+        for output in self._backend.step():
             self._finish(output)
-        COUNTERS.add("steps")
-        self._shell.set_load(sum(job.num_tokens for job in self._jobs.values()))
+        COUNTERS.add("steps", self._backend.num_steps - num_steps)
+        now = self._clock.monotonic()
+        if self._streaming and now >= self._stream_at:
+            spent_s = self._tell(self._streaming)
+            self._stream_at = now + max(STREAM_S, spent_s / MAX_STREAMING_SHARE)
+        if now >= self._progress_at:
+            spent_s = self._tell(
+                {key: job for key, job in self._jobs.items() if job.since <= now - PROGRESS_S}
+            )
+            self._progress_at = now + max(PROGRESS_S, spent_s / MAX_PROGRESS_SHARE)
+        if now >= self._reported[0] + REPORT_S:
+            self._report(now)
 
     def _take(self, delivery: Delivery) -> None:
         body = delivery.body
         try:
-            if isinstance(body, Generate):
-                self._start(delivery, body)
-            elif isinstance(body, LoadWeights):
-                self._shell.reply(delivery, self._load(body))
-            elif delivery.wants_reply:
-                raise RefusedError(f"a generation server does not answer {type(body).__name__}")
+            match body:
+                case Generate():
+                    self._start(delivery, body)
+                case Cancel():
+                    self._cancel(delivery, body.number)
+                case Interrupt():
+                    self._interrupt()
+                    self._shell.reply(delivery, Ok())
+                case LoadWeights():
+                    self._shell.reply(delivery, self._load(body))
+                case _ if delivery.wants_reply:
+                    raise RefusedError(f"a generation server does not answer {type(body).__name__}")
         except KintsugiError as error:
             self._shell.fail(delivery, error)
 
@@ -141,113 +170,170 @@ class Server:
         wanted = WeightsLoaded(manifest.version, manifest.digest, (self._shell.process,))
         if self._held != wanted:
             tensors = self._fetch(manifest, body.sources)
-            self._engine.load(manifest.version, tensors)
+            if body.running == "interrupt":
+                self._interrupt()
+            running: Running = "recompute" if body.running == "recompute" else "keep"
+            self._backend.load(manifest.version, tensors, running=running)
             self._held = wanted
         return wanted
 
     def _start(self, delivery: Delivery, request: Generate) -> None:
-        if (running := self._running(request)) is not None:
-            running.deliveries.append(delivery)
-            return
-        version = self._engine.version
+        for number in self._numbers.get(request.ticket, ()):
+            job = self._jobs[number]
+            if job.weights is self._held and job.gives(request):
+                job.join(delivery)
+                if request.stream:
+                    self._streaming[number] = job
+                return
+        version = self._backend.version
         if version < request.version:
             raise RefusedError(f"server at version {version}, expected at least {request.version}")
-        if self._engine.num_requests + len(request.wanted) > MAX_WAITING_SAMPLES:
-            raise RefusedError(f"{self._engine.num_requests} samples are under way; try again later")
-        if not request.wanted or len(set(request.wanted)) < len(request.wanted):
-            raise UserError(f"expected samples of {request.ticket}, each once, got {request.wanted}")
-        if len(request.prompt) % 4:
-            raise DataError(
-                f"expected int32 tokens as prompt of {request.ticket}, got {len(request.prompt)} bytes"
-            )
-        sampling = request.sampling
-        prompt = np.frombuffer(request.prompt, dtype="<i4")
+        if self._backend.num_requests + len(request.wanted) > MAX_WAITING_SAMPLES:
+            raise RefusedError(f"{self._backend.num_requests} samples are under way; try again later")
+        check(request)
         number = self._num_jobs
-        self._engine.submit(
-            Request(
-                (number, sample),
-                prompt=prompt,
-                noise_key=stream_key(request.ticket, seed=sampling.seed, sample=sample, turn=request.turn),
-                temperature=sampling.temperature,
-                max_new_tokens=sampling.max_new_tokens,
-                stop_token_ids=sampling.stop_token_ids,
-            )
-            for sample in request.wanted
-        )
+        self._backend.submit(_samples_of(request, number=number))
         self._num_jobs += 1
-        self._jobs[number] = _Job([delivery], request, self._held)
+        job = Job(delivery, request, weights=self._held, now=self._clock.monotonic())
+        self._jobs[number] = job
+        self._numbers.setdefault(request.ticket, []).append(number)
+        if request.stream:
+            self._streaming[number] = job
         COUNTERS.add("requests")
 
-    def _running(self, request: Generate) -> _Job | None:
-        """The job that will give what is asked, to the bit: begun with the same weights, for the same request."""
-        for job in self._jobs.values():
-            if job.weights is self._held and _is_same(job.request, request):
-                return job
-        return None
+    def _cancel(self, delivery: Delivery, number: int) -> None:
+        """Who asked has left, or asks somebody else; the last one takes the work with it."""
+        for key, job in list(self._jobs.items()):
+            for left in job.leave(delivery.peer, number):
+                COUNTERS.add("cancelled")
+                self._shell.fail(left, RefusedError(f"{job.request.ticket} was cancelled"))
+            if not job.deliveries:
+                self._drop(key)
+
+    def _interrupt(self) -> None:
+        """Answer everything with what it has."""
+        for number, job in list(self._jobs.items()):
+            for sample in job.unfinished:
+                output = self._backend.interrupt((number, sample))
+                if output is not None:
+                    job.add(output)
+            COUNTERS.add("interrupted")
+            # What has ended without having been given out is given by the next step, and then the job is answered.
+            if not job.unfinished:
+                self._answer(self._remove(number))
 
     def _finish(self, output: Output) -> None:
         """Keep a finished sample; the last one of its job, or a broken one, answers the request."""
-        number, sample = output.request.id
+        number, _ = output.request.id
+        COUNTERS.add("tokens", len(output.tokens.ids) - output.request.num_produced)
         job = self._jobs.get(number)
-        COUNTERS.add("tokens", len(output.tokens.ids))
         if job is None:
-            return  # Another sample of the request was broken, and it has been answered.
+            return  # It was answered, or nobody wants it any more.
         if not output.finite:
-            self._abandon(number, job)
-            return
-        assert output.finish is not None, "only `interrupt` gives an unfinished output"
-        job.completions[sample] = Completion(
-            sample,
-            output.tokens.ids.astype("<i4").tobytes(),
-            output.tokens.logprobs.astype("<f4").tobytes(),
-            output.tokens.versions.astype("<i4").tobytes(),
-            output.finish,
-        )
-        wanted = job.request.wanted
-        if len(job.completions) == len(wanted):
-            del self._jobs[number]
-            completions = tuple(job.completions[sample] for sample in wanted)
-            generated = Generated(job.request.ticket, job.request.turn, completions, self._shell.process)
+            self._drop(number)
+            error = IntegrityError(
+                f"the logits of {job.request.ticket} are not finite at version {self._backend.version}"
+            )
             for delivery in job.deliveries:
-                self._shell.reply(delivery, generated)
+                self._shell.fail(delivery, error)
+            return
+        job.add(output)
+        if not job.unfinished:
+            self._answer(self._remove(number))
 
-    def _abandon(self, number: int, job: _Job) -> None:
-        del self._jobs[number]
-        for sample in job.request.wanted:
-            self._engine.interrupt((number, sample))
-        version = self._engine.version
-        error = IntegrityError(f"the logits of {job.request.ticket} are not finite at version {version}")
+    def _answer(self, job: Job) -> None:
+        generated = job.answer(server=self._shell.process)
         for delivery in job.deliveries:
-            self._shell.fail(delivery, error)
+            self._shell.reply(delivery, generated)
+
+    def _drop(self, number: int) -> None:
+        job = self._remove(number)
+        for sample in job.unfinished:
+            self._backend.interrupt((number, sample))
+
+    def _remove(self, number: int) -> Job:
+        job = self._jobs.pop(number)
+        self._streaming.pop(number, None)
+        same_ticket = self._numbers[job.request.ticket]
+        same_ticket.remove(number)
+        if not same_ticket:
+            del self._numbers[job.request.ticket]
+        return job
+
+    def _tell(self, jobs: Mapping[int, Job]) -> float:
+        """One message to each who asked, with all that is new of all that it asked for; gives how long it took."""
+        since = self._clock.monotonic()
+        news: dict[str, dict[int, tuple[Fragment, ...]]] = {}
+        for number, job in jobs.items():
+            fragments = job.news(partial(self._produced, number))
+            if fragments:
+                for process, asked in job.numbers():
+                    news.setdefault(process, {})[asked] = fragments
+        for process, fragments_of in news.items():
+            self._shell.send(process, Produced(fragments_of))
+        return self._clock.monotonic() - since
+
+    def _produced(self, number: int, sample: int) -> Tokens | None:
+        return self._backend.produced((number, sample))
+
+    def _report(self, now: float) -> None:
+        """Let the next heartbeat say how much there is to do, and how fast it goes."""
+        load = sum(job.num_tokens for job in self._jobs.values())
+        stats = self._backend.stats()
+        decoded = stats.get("decoded_tokens", 0.0)
+        since, before = self._reported
+        if now > since:
+            stats["tokens_per_s"] = round(max(0.0, decoded - before) / (now - since), 1)
+        self._reported = (now, decoded)
+        self._shell.report(load=float(load), gauges=stats)
 
 
-def _is_same(request: Generate, other: Generate) -> bool:
-    """However long each of those who ask would wait for it."""
-    return request.ticket == other.ticket and request == msgspec.structs.replace(
-        other, timeout_s=request.timeout_s
-    )
+def _samples_of(request: Generate, *, number: int) -> list[Request]:
+    prompt, sampling = prompt_of(request), request.sampling
+    return [
+        Request(
+            (number, sample),
+            prompt=prompt,
+            noise_key=stream_key(request.ticket, seed=sampling.seed, sample=sample, turn=request.turn),
+            sampling=sampling,
+            produced=produced_of(request, sample),
+        )
+        for sample in request.wanted
+    ]
 
 
-def build_engine(config: Config, *, device: torch.device) -> Engine:
-    """The engine that a run's configuration describes; its weights arrive by `LoadWeights`."""
+def open_backend(bootstrap: Bootstrap, config: Config, *, device: torch.device) -> Backend:
+    """What makes this server's tokens; its weights arrive by `LoadWeights`."""
+    generation = config.generation
+    if generation.backend != "embedded":
+        # Only here: who computes by itself needs nothing that speaks to other servers.
+        from kintsugi.generation import backends
+
+        index = int(bootstrap.process.rpartition("-")[2])
+        folder = Path(bootstrap.run_dir) / "handed_over" / bootstrap.process
+        return backends.open_backend(config, index, folder=folder)
     architecture, tokenizer = plan_model(config)
-    model = Transformer(architecture, dtype=getattr(torch, config.actor.dtype), device=device)
-    return Engine(
-        model,
-        slots=config.generation.slots,
-        max_length=config.generation.max_length,
-        end_token_ids=tuple({*architecture.eos_token_ids, tokenizer.eos_token_id}),
+    return build_engine(
+        architecture,
+        tokenizer,
+        slots=generation.slots,
+        max_length=generation.max_length,
+        dtype=getattr(torch, config.actor.dtype),
+        device=device,
+        deterministic=config.deterministic,
+        kv_cache_gib=generation.kv_cache_gib,
     )
 
 
 def main(bootstrap: Bootstrap) -> int:
-    """Build the model that the run folder describes, report to the master, and serve until told to end."""
+    """Open the back end that the run folder describes, report to the master, and serve until told to end."""
     torch.set_num_threads(1)
+    config = load_config(Path(bootstrap.run_dir) / "config.yaml")
     device = choose_device(bootstrap.process, broken=bootstrap.broken_chips)
-    engine = build_engine(load_config(Path(bootstrap.run_dir) / "config.yaml"), device=device)
+    backend = open_backend(bootstrap, config, device=device)
     return run_worker(
         bootstrap,
-        lambda shell: Server(shell, engine, fetch=partial(_fetch, shell)).serve(),
+        lambda shell: Server(shell, backend, fetch=partial(_fetch, shell)).serve(),
         capabilities={"device": str(device), "chip": identity(device)},
     )
 

@@ -14,7 +14,7 @@ from functools import partial
 from math import sqrt
 
 from kintsugi.config import Stage
-from kintsugi.types import Finish, SampleMeta, ShardItem
+from kintsugi.types import Finish, SampleMeta, ShardItem, ticket_of
 
 STD_EPSILON = 1e-4
 """Added to the group's standard deviation, as TRL does."""
@@ -88,19 +88,15 @@ def shaped_reward(stage: Stage, meta: SampleMeta, *, max_new_tokens: int) -> flo
 
 
 def is_uninformative(stage: Stage, group: Sequence[SampleMeta], *, max_new_tokens: int) -> bool:
-    """Whether a group's valid samples all earned the same: such groups are counted, and DAPO replaces them.
+    """Whether a group's valid samples all earned the same, or there are fewer than two: DAPO replaces such groups.
 
     Decided on the shaped reward without KL, which moves no two samples apart that the task holds equal. A reward
     model's score is known only in the batch and is hardly ever equal, so with one no group is uninformative beforehand.
     """
-    if stage.reward_model is not None:
+    valid = [meta for meta in group if not is_masked(stage, meta)]
+    if stage.reward_model is not None and len(valid) > 1:
         return False
-    rewards = [
-        shaped_reward(stage, meta, max_new_tokens=max_new_tokens)
-        for meta in group
-        if not is_masked(stage, meta)
-    ]
-    return has_equal_rewards(rewards)
+    return has_equal_rewards([shaped_reward(stage, meta, max_new_tokens=max_new_tokens) for meta in valid])
 
 
 def initial_values(stage: Stage, metas: Sequence[SampleMeta], *, max_new_tokens: int) -> Scalars:
@@ -154,11 +150,6 @@ def advantages(stage: Stage, items: Sequence[ShardItem], *, baseline: Callable[.
             )
         )
     return {"advantage": found}
-
-
-def ticket_of(sample_key: str) -> str:
-    """`ticket_of("grpo:0:17:0/3") == "grpo:0:17:0"`."""
-    return sample_key.rsplit("/", 1)[0]
 
 
 MASTER_CALLS: Mapping[str, Callable[[Stage, Sequence[ShardItem]], Scalars]] = {

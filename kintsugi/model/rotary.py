@@ -17,9 +17,6 @@ class Rotation(NamedTuple):
     cosine: Tensor
     signed_sine: Tensor
 
-    def select(self, positions: Tensor) -> Rotation:
-        return Rotation(self.cosine.index_select(0, positions), self.signed_sine.index_select(0, positions))
-
 
 def inverse_frequencies(config: ModelConfig, *, device: torch.device) -> Tensor:
     """Radians per position of each of the `head_dim / 2` pairs, in fp32, after scaling."""

@@ -32,6 +32,8 @@ TOKENIZER_FILES = (
 )
 """What belongs to a tokenizer in a model folder, so that other tools find all of it beside our weights."""
 
+_TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What a template, which is somebody else's code, may run into with messages that it does not expect."""
 _SPECIAL_FIELDS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -156,10 +158,22 @@ class Tokenizer:
         """
         return self.decode(ids[:-1] if ended else ids, skip_special=False)
 
+    def piece(self, token_id: int) -> str | None:
+        """What the vocabulary calls a token; byte-level ones spell its bytes so."""
+        text = self._backend.id_to_token(token_id)
+        return None if text is None else str(text)
+
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as one text, ready for `encode`; the template's own special tokens are in it."""
+        """The conversation as one text, ready for `encode`; the template's own special tokens are in it.
+
+        `variables` are what templates may know beside it: `tools`, `tool_choice`.
+        """
         if self.chat_template is None:
             raise ModelError(
                 f"{self._where}: field `chat_template` is missing, so conversations cannot be formatted; "
@@ -167,9 +181,12 @@ class Tokenizer:
             )
         try:
             return _compiled_template(self.chat_template).render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **self._special_tokens
+                messages=list(messages),
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+                **(variables or {}),
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, *_TEMPLATE_ERRORS) as error:
             raise ModelError(f"{self._where}: the chat template failed: {error}") from error
 
     def _required_id(self, field: str) -> int:

@@ -1,21 +1,22 @@
-"""One transformer for training and generation, so that both compute the same function by construction.
+"""One transformer, from whose parameters training and generation both compute.
 
-Two ways in share one set of layers: `forward_packed` for many tokens of many sequences, and `forward_decode` for one
-new token in each slot of a static cache. Parameter names are Hugging Face's.
+`forward_packed` takes many tokens of many sequences. Generation runs the same layers without gradients, over keys and
+values that it keeps (`kintsugi.generation`). Parameter names are Hugging Face's.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
+from kintsugi.errors import ModelError
 from kintsugi.model.architecture import ModelConfig
-from kintsugi.model.attention import KVCache, PackedLayout, packed_attention
+from kintsugi.model.attention import PackedLayout, packed_attention
 from kintsugi.model.logprobs import DEFAULT_CHUNK_SIZE, project_to_vocabulary, token_logprobs
 from kintsugi.model.rotary import Rotation, inverse_frequencies, rotate, rotation_at
 
@@ -34,6 +35,10 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
+    qkv_weight: Tensor
+    """Of a packed model: the three projections in one matrix, of which their own weights are views."""
+    qkv_bias: Tensor | None
+
     def __init__(self, config: ModelConfig, *, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.layer = layer
@@ -63,6 +68,10 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
+    gate_up_weight: Tensor
+    """Of a packed model: both projections in one matrix, of which their own weights are views."""
+    gate_up_bias: Tensor | None
+
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
@@ -114,6 +123,9 @@ class Transformer(nn.Module):
 
     Its memory is allocated but not filled: call `initialize`, or get one from `huggingface.load`. Weights never move
     afterwards, so a new version is an in-place copy into `named_parameters()`.
+
+    `packed` lays out a layer's query, key and value projections in one matrix, and gate and up in another, so that
+    generation makes one product of each; names and shapes of the parameters stay as they are.
     """
 
     def __init__(
@@ -121,6 +133,7 @@ class Transformer(nn.Module):
         config: ModelConfig,
         *,
         with_value_head: bool = False,
+        packed: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -135,7 +148,12 @@ class Transformer(nn.Module):
             if with_value_head:
                 self.value_head = nn.Linear(config.hidden_size, 1, dtype=dtype)
         _allocate(self, device=torch.device(device))
-        self._frequencies = inverse_frequencies(config, device=torch.device(device))
+        if packed:
+            for layer in self.model.layers:
+                assert isinstance(layer, DecoderLayer)
+                _pack(layer)
+        self.frequencies = inverse_frequencies(config, device=torch.device(device))
+        """Of the rotary embedding, in fp32."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -150,49 +168,32 @@ class Transformer(nn.Module):
         """The [vocabulary, hidden] matrix that makes logits."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def new_cache(self, *, num_slots: int, max_length: int) -> KVCache:
-        return KVCache(
-            self.config, num_slots=num_slots, max_length=max_length, dtype=self.dtype, device=self.device
-        )
+    def forward_packed(self, tokens: Tensor, positions: Tensor, layout: PackedLayout) -> Tensor:
+        """Final hidden states [tokens, hidden] of packed sequences; differentiable."""
+        rotation = rotation_at(positions, frequencies=self.frequencies, config=self.config, dtype=self.dtype)
 
-    def forward_packed(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        layout: PackedLayout,
-        *,
-        cache: KVCache | None = None,
-        slots: Tensor | None = None,
-    ) -> Tensor:
-        """Final hidden states [tokens, hidden] of packed sequences; differentiable.
-
-        With a `cache`, sequence i's keys and values are also stored in slot `slots[i]`, so that decoding continues
-        from there (prefill, without gradient).
-        """
-        assert (cache is None) == (slots is None), "a prefill needs both a cache and the slots to fill"
-        rotation = rotation_at(positions, frequencies=self._frequencies, config=self.config, dtype=self.dtype)
-        rows = None
-        if cache is not None and slots is not None:
-            rows = cache.rows_of(slots[layout.sequence_index], positions=positions)
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            if cache is not None and rows is not None:
-                cache.store(layer, rows=rows, key=key.detach(), value=value.detach())
+        def attend(_layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return packed_attention(query, key=key, value=value, layout=layout)
 
         hidden: Tensor = self.model(tokens, rotation, attend)
         return hidden
 
-    @torch.inference_mode()
-    def forward_decode(self, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
-        """Final hidden states [slots, hidden] of one token per slot at its own position.
-
-        Every slot takes part in every step; an idle one may hold any token at any position of its own row. A row's
-        bits depend on its own tokens only: not on its slot, not on the other rows.
-        """
-        step = cache.begin_step(positions)
-        hidden: Tensor = self.model(tokens, step.rotation, step.attend)
-        return hidden
+    @torch.no_grad()
+    def copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy a version into the parameters' memory; nothing is changed unless all of it fits."""
+        parameters = dict(self.named_parameters())
+        if parameters.keys() != tensors.keys():
+            different = sorted(parameters.keys() ^ tensors.keys())
+            raise ModelError(
+                f"expected weights of exactly the model's parameters, got a difference in {different[:4]}"
+            )
+        for name, parameter in parameters.items():
+            if parameter.shape != tensors[name].shape:
+                raise ModelError(
+                    f"expected weight `{name}` of shape {tuple(parameter.shape)}, got {tuple(tensors[name].shape)}"
+                )
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -229,6 +230,30 @@ def _allocate(model: nn.Module, *, device: torch.device) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             setattr(module, name, nn.Parameter(memory))
+
+
+def _pack(layer: DecoderLayer) -> None:
+    attention, feed_forward = layer.self_attn, layer.mlp
+    attention.qkv_weight, attention.qkv_bias = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
+    feed_forward.gate_up_weight, feed_forward.gate_up_bias = _joined(
+        feed_forward.gate_proj, feed_forward.up_proj
+    )
+
+
+def _joined(*projections: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """One weight and one bias for all of them; their own become views of these."""
+    sizes = [projection.out_features for projection in projections]
+    first = projections[0]
+    weight = first.weight.new_empty(sum(sizes), first.in_features, requires_grad=False)
+    for projection, rows in zip(projections, weight.split(sizes), strict=True):
+        projection.weight = nn.Parameter(rows)
+    own_bias: Tensor | None = first.bias
+    if own_bias is None:
+        return weight, None
+    bias = own_bias.new_empty(sum(sizes), requires_grad=False)
+    for projection, entries in zip(projections, bias.split(sizes), strict=True):
+        projection.bias = nn.Parameter(entries)
+    return weight, bias
 
 
 @torch.no_grad()

@@ -24,12 +24,14 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     incarnation: str
     status: str
-    """`requested`, `live` or `lost`."""
+    """`requested`, `live`, `leaving` or `lost`."""
     load: float = 0.0
     silent_s: float | None = None
     """Seconds since its last heartbeat; None before the first."""
     counters: dict[str, int] = {}
     """Its progress; which of them move tells slow from stuck."""
+    gauges: dict[str, float] = {}
+    """What else it said of itself: the pages of a server."""
     waits: tuple[Wait, ...] = ()
     """What it said it waits for; the times are seconds of its own clock."""
 

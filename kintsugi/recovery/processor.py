@@ -101,11 +101,6 @@ class Processor:
         """Of the latest round that this rank has heard of; -1 before the first."""
         return self._sequence
 
-    @property
-    def locked_after(self) -> int | None:
-        """The step after which nothing runs, while the rank is locked."""
-        return self._locked_after
-
     def admit(self, step: int, *, goes_on: bool = False) -> None:
         """Refuse to run a step that is not the next one, or that must not run now. A rank that `goes_on` is half
         updated in good order: it has finished some of the step's training calls, and another one follows."""

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import msgspec
 import xxhash
 
+from kintsugi.errors import IntegrityError
+from kintsugi.messages import Generated
 from kintsugi.types import Completion, Finish, SampleMeta, Trajectory, sample_key
 
 _encoder = msgspec.msgpack.Encoder()
@@ -24,6 +26,7 @@ def trajectory_digest(trajectory: Trajectory) -> str:
 
 def sampled_trajectory(ticket: str, prompt: bytes, completion: Completion) -> Trajectory:
     """Prompt and completion as they went through the model; only sampled tokens are in the loss."""
+    assert completion.finish is not None, f"sample {completion.sample} of {ticket} was interrupted"
     num_prompt, num_sampled = len(prompt) // 4, len(completion.tokens) // 4
     return Trajectory(
         key=sample_key(ticket, completion.sample),
@@ -33,6 +36,14 @@ def sampled_trajectory(ticket: str, prompt: bytes, completion: Completion) -> Tr
         versions=int32([-1] * num_prompt) + completion.versions,
         finish=completion.finish,
     )
+
+
+def whole(answer: Generated) -> tuple[Completion, ...]:
+    """Its completions. One that was cut short is refused: trained on, it would pass for a truncated one."""
+    cut = [completion.sample for completion in answer.completions if completion.finish is None]
+    if cut:
+        raise IntegrityError(f"{answer.server}: expected finished samples of {answer.ticket}, {cut} are not")
+    return answer.completions
 
 
 def demonstrated_trajectory(

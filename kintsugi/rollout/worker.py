@@ -11,6 +11,7 @@ is not begun twice, a finished one is answered from what is kept. A group whose 
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -36,14 +37,25 @@ from kintsugi.model.plan import plan_model
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.observe.events import EventLog, FaultSeen, Note, events_path
 from kintsugi.recipe import load_config
-from kintsugi.rollout.episode import demonstrated_trajectory, describe, int32, sampled_trajectory
+from kintsugi.rollout.episode import demonstrated_trajectory, describe, int32, sampled_trajectory, whole
 from kintsugi.rollout.judge import Case, Failed, Judged
 from kintsugi.rollout.judging import Judging
 from kintsugi.rollout.replay import replay
 from kintsugi.rollout.scoring import parse_rewards, total
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, WAITS, wait
 from kintsugi.transport import Delivery, PendingReply
-from kintsugi.types import Completion, Finish, Role, Row, SampleText, Trajectory, Wait, process_id, sample_key
+from kintsugi.types import (
+    Completion,
+    Finish,
+    Role,
+    Row,
+    SampleText,
+    Trajectory,
+    Wait,
+    process_id,
+    sample_key,
+    ticket_of,
+)
 from kintsugi.worker import Membership, open_endpoint
 
 IDLE_S = 0.25
@@ -189,12 +201,11 @@ class RolloutWorker:
                 self._fail(delivery, RefusedError(f"a rollout worker takes no {type(other).__name__}"))
 
     def _fail(self, delivery: Delivery, error: KintsugiError) -> None:
-        fault = self.endpoint.fail(delivery, error)
-        self._log.emit(FaultSeen(fault))
+        self._log.emit(FaultSeen(self.endpoint.fail(delivery, error)))
 
     def _hand_over(self, delivery: Delivery, keys: tuple[str, ...]) -> None:
         try:
-            samples = tuple(self._finished[key.rsplit("/", 1)[0]].trajectories[key] for key in keys)
+            samples = tuple(self._finished[ticket_of(key)].trajectories[key] for key in keys)
         except KeyError as error:
             self._fail(delivery, RefusedError(f"{self._process} does not keep sample {error}"))
             return
@@ -235,7 +246,9 @@ class RolloutWorker:
         now = self._clock.monotonic()
         try:
             row, fed = self._row(request)
-        except RowNotYet:
+        except RowNotYet as error:
+            if not self._unread:
+                self._log.emit(Note(f"waiting for a stream: {error}"))
             self._unread.append(Unread(delivery, request, now, now + request.timeout_s))
             return
         group = Group([delivery], request, row, int32(fed.prompt), now, now + request.timeout_s)
@@ -275,10 +288,8 @@ class RolloutWorker:
     def _has_come(self, request: RunEpisodes) -> bool:
         try:
             self._row(request)
-        except RowNotYet:
-            return False
-        except KintsugiError:
-            return True  # Whoever begins it will be told.
+        except KintsugiError as error:  # Of another one, whoever begins it will be told.
+            return not isinstance(error, RowNotYet)
         return True
 
     def _row(self, request: RunEpisodes) -> tuple[Row, Fed]:
@@ -287,11 +298,9 @@ class RolloutWorker:
         ticket = request.ticket
         if request.split == "eval":
             return self._feed.held_out(ticket.position)
+        seed = self._stages[ticket.stage].seed
         return self._feed.training(
-            stage=ticket.stage,
-            seed=self._stages[ticket.stage].seed,
-            epoch=ticket.epoch,
-            position=ticket.position,
+            stage=ticket.stage, seed=seed, epoch=ticket.epoch, position=ticket.position
         )
 
     def _check_length(self, length: int, row: Row) -> None:
@@ -343,27 +352,22 @@ class RolloutWorker:
         body = Generate(
             request.ticket.id, 0, group.prompt, request.sampling, request.version, timeout_s=timeout_s
         )
-        self.endpoint.request(
-            MANAGER,
-            body,
-            deadline_s=timeout_s,
-            on_done=lambda pending: self._generated(group, pending),
-        )
+        self.endpoint.request(MANAGER, body, deadline_s=timeout_s, on_done=partial(self._generated, group))
 
     def _generated(self, group: Group, pending: PendingReply) -> None:
         if not self._is_running(group):
             return
         try:
-            answer = pending.result().expect(Generated)
+            completions = whole(pending.result().expect(Generated))
         except (ProcessDied, DeadlineExceeded):  # A later order may have given it more time.
             self._unsent.append(group)
             return
         except KintsugiError as error:
             self._give_up(group, error)
             return
-        group.completions = answer.completions
+        group.completions = completions
         group.generated_s = self._since(group.since)
-        COUNTERS.add("completions", len(answer.completions))
+        COUNTERS.add("completions", len(completions))
         self._score(group)
 
     def _give_up(self, group: Group, error: KintsugiError) -> None:

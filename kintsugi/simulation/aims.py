@@ -28,7 +28,10 @@ from kintsugi.simulation.coverage import (
 from kintsugi.simulation.faults import Hold, Kind, Plan, Planned, named
 from kintsugi.types import Role
 
-EVENTS, BOUNDARIES = possible_events(), possible_boundaries()
+SCALE = "ScaleRequested"
+EVENTS = [pair for pair in possible_events() if pair[1] != SCALE]
+SCALINGS = [pair for pair in possible_events() if pair[1] == SCALE]
+BOUNDARIES = possible_boundaries()
 LAST_STEP, STAGE_STEP = 10, 2
 """Of a simulated run, and of its first stage."""
 LONGEST_HOLD_S = 6.0
@@ -126,6 +129,13 @@ class Aim:
             self._linger(hold.state, step=step, share=1.5 if kind is Kind.STOP else 0.1)
             self._add(Planned(kind, victim, state=hold.state, step=step))
 
+    def at_scaling(self, pair: Pair) -> None:
+        """Ask for more or fewer servers in the state."""
+        state, _ = pair
+        servers = self._draw.choice((1, 3, 4))
+        self._plan.scalings.append(Planned(Kind.SCALE, state=state, servers=servers))
+        self._lead_to(state, step=self._step(state))
+
     # A crash.
 
     def at_crash(self, pair: Pair) -> None:
@@ -220,8 +230,11 @@ class Aim:
 
 
 def aim(draw: random.Random, plan: Plan, seed: int, layout: Sequence[ProcessPlan]) -> None:
-    """A third of the seeds aims at an event in a state, a third at a crash, each in turn, and a third at nothing."""
+    """A third of the seeds aims at an event in a state, a third at a crash, each in turn; of the rest every second one
+    at a scaling in a state, and the others at nothing."""
     if seed % 3 == 0:
         Aim(draw, plan, layout).at_event(EVENTS[(seed // 3) % len(EVENTS)])
     elif seed % 3 == 1:
         Aim(draw, plan, layout).at_crash(BOUNDARIES[(seed // 3) % len(BOUNDARIES)])
+    elif seed % 2:
+        Aim(draw, plan, layout).at_scaling(SCALINGS[(seed // 6) % len(SCALINGS)])

@@ -36,7 +36,7 @@ from kintsugi.runtime import SystemProcesses
 from kintsugi.simulation.aims import aim
 from kintsugi.simulation.cluster import Cluster, Outcome, undisturbed
 from kintsugi.simulation.coverage import Coverage, Pair
-from kintsugi.simulation.faults import Plan, draw_faults
+from kintsugi.simulation.faults import Plan, draw_faults, draw_scalings
 from kintsugi.simulation.invariants import Reference
 from kintsugi.simulation.master import NewMaster
 
@@ -61,6 +61,8 @@ class Figures(msgspec.Struct):
     """Seeds with at least 9 processes, 10 committed steps and 3 faults, one of them during a recovery."""
     events: int = 0
     faults: int = 0
+    scalings: int = 0
+    """Requests for another number of servers that were made."""
     rollbacks: int = 0
     seconds: float = 0.0
     """Processor time."""
@@ -76,6 +78,7 @@ class Figures(msgspec.Struct):
             "counted",
             "events",
             "faults",
+            "scalings",
             "rollbacks",
             "seconds",
             "virtual_s",
@@ -154,6 +157,7 @@ def draw_plan(seed: int, layout: Sequence[ProcessPlan], *, num_steps: int) -> Pl
     draw = random.Random(f"plan {seed}")
     plan = draw_faults(draw, layout, num_steps=num_steps)
     aim(draw, plan, seed, layout)
+    draw_scalings(random.Random(f"scalings {seed}"), plan, layout, num_steps=num_steps)
     return plan
 
 
@@ -200,6 +204,7 @@ class Runner:
             figures.counted += outcome.counts
             figures.events += outcome.num_events
             figures.faults += len(outcome.faults)
+            figures.scalings += len(outcome.scalings)
             figures.rollbacks += outcome.num_rollbacks
             figures.virtual_s += outcome.virtual_s
             if outcome.violations:
@@ -220,11 +225,13 @@ class Runner:
 def summary_of(seed: int, outcome: Outcome) -> str:
     """One run in a few lines."""
     faults = [f"{fault.kind} {fault.target} {fault.other} in {fault.fired_in}" for fault in outcome.faults]
+    scalings = [f"to {scaling.servers} servers in {scaling.fired_in}" for scaling in outcome.scalings]
     return "\n".join(
         [
             f"seed {seed}: {outcome.outcome}, {outcome.num_steps} steps, {outcome.num_events} events",
             f"  {outcome.virtual_s:.1f} virtual s, trace {outcome.trace_hash}",
             *(f"  fault: {fault}" for fault in faults),
+            *(f"  scaling: {scaling}" for scaling in scalings),
             *(f"  violation: {violation}" for violation in outcome.violations),
         ]
     )
@@ -252,6 +259,7 @@ def run_campaign(
         "violations": total.num_violations,
         "violating": msgspec.to_builtins(total.violations),
         "faults": total.faults,
+        "scalings": total.scalings,
         "rollbacks": total.rollbacks,
         "events": total.events,
         "events_per_run": total.events / max(1, total.seeds),

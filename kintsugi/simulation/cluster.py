@@ -46,6 +46,8 @@ class Outcome(msgspec.Struct):
     violations: list[str]
     faults: list[Planned]
     """Those that hit something."""
+    scalings: list[Planned]
+    """Those that were asked for."""
     num_steps: int
     num_rollbacks: int
     num_events: int
@@ -84,6 +86,9 @@ class Cluster:
         self.disk = MemoryDisk()
         self.disk.mkdir(JOURNAL.parent)
         self.checkpoints: dict[str, Snapshot] = {}
+        self.requests: dict[str, int] = {}
+        """What people left in the run folder: request → servers that are asked for."""
+        self._num_requests = 0
         self.master: SimulatedMaster | None = None
         self.outcome: str | None = None
         self._new_master, self._flow, self._num_rows = new_master, flow, num_rows
@@ -121,6 +126,8 @@ class Cluster:
             invariants.violated(f"the run failed: {self._cause()}")
         if self.outcome == "finished":
             invariants.compare_ends()
+            assert self.master is not None
+            invariants.compare_servers(self.master.master.state, num_planned=self.config.generation.servers)
         last = max(invariants.found.digests, default=0)
         return Outcome(
             self.outcome or "broken off",
@@ -128,6 +135,7 @@ class Cluster:
             invariants.found.digests.get(last, ""),
             invariants.violations,
             [fault for fault in self.injector.plan.faults if fault.fired_in is not None],
+            [scaling for scaling in self.injector.plan.scalings if scaling.fired_in is not None],
             invariants.step,
             invariants.num_rollbacks,
             world.num_events,
@@ -145,6 +153,13 @@ class Cluster:
         last = self.invariants.facts[-1] if self.invariants.facts else None
         fault = getattr(last, "fault", None)
         return fault.message if fault is not None else repr(last)
+
+    def scale(self, servers: int) -> None:
+        """Somebody asks for a number of servers; the master comes upon it at once, or at its next look."""
+        self._num_requests += 1
+        self.requests[f"{self._num_requests:04d}"] = servers
+        if self.process("master-0") is not None and self.master is not None:
+            self.world.after(0.0, self.master.enter, self.master.take_requests, ())
 
     # Who is there.
 
@@ -293,6 +308,7 @@ class Cluster:
             disk=self.disk,
             observer=self.invariants,
             num_rows=self._num_rows,
+            requests=self.requests,
             new_master=self._new_master,
             on_finish=self._finished,
         )

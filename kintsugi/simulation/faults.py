@@ -14,7 +14,7 @@ import msgspec
 
 from kintsugi.control.layout import ProcessPlan
 from kintsugi.simulation.coverage import HOPELESS_STATES, NORMAL_STATES, RECOVERY_STATES
-from kintsugi.types import Role
+from kintsugi.types import Role, process_id
 
 STEP_STATES = ("collecting", "training", "committing", "publishing")
 """What every step goes through."""
@@ -44,6 +44,8 @@ class Kind(StrEnum):
     """A rank finds the user's mistake: repeating and replacing can not help, the run must end with this cause."""
     SIGNAL = "signal"
     """Someone asks for a stop; the run is resumed afterwards."""
+    SCALE = "scale"
+    """Someone asks for another number of generation servers: no fault, but it may come at any time."""
 
 
 class Planned(msgspec.Struct):
@@ -66,6 +68,8 @@ class Planned(msgspec.Struct):
     """Of a start that fails: the process that is to be started; empty for any."""
     times: int = 1
     """Of a request that fails: how often."""
+    servers: int = 0
+    """That are asked for."""
     or_last: bool = False
     """In a recovery that does not come to `state`: in its last state."""
     fired_in: str | None = None
@@ -88,6 +92,7 @@ class Plan(msgspec.Struct):
     """Everything that befalls one run."""
 
     faults: list[Planned]
+    scalings: list[Planned] = []
     hold: Hold | None = None
     weather: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Shares of lost, repeated and late messages, as long as there are faults."""
@@ -107,6 +112,24 @@ def draw_faults(draw: random.Random, layout: Sequence[ProcessPlan], *, num_steps
     if draw.random() < 0.4:
         plan.weather = (draw.uniform(0, 0.04), draw.uniform(0, 0.05), draw.uniform(0, 0.05))
     return plan
+
+
+def draw_scalings(draw: random.Random, plan: Plan, layout: Sequence[ProcessPlan], *, num_steps: int) -> None:
+    """Half of the runs are scaled, once or several times; often a server that comes or goes is hit meanwhile."""
+    num_servers, asked = len(named(layout, Role.SERVER)), draw.choice((0, 0, 0, 1, 1, 3))
+    for _ in range(asked):
+        state = draw.choice(("", *STEP_STATES, *NORMAL_STATES[2:], *RECOVERY_STATES))
+        step, delay_s = draw.randint(0, num_steps - 1), draw.choice((0.0, 0.01, 0.3))
+        servers = draw.choice((1, 1, num_servers + 1, num_servers + 2, num_servers + 2, 2 * num_servers, 99))
+        scaling = Planned(Kind.SCALE, state=state, step=step, delay_s=delay_s, servers=servers)
+        plan.scalings.append(scaling)
+        if draw.random() < 0.5:
+            kind = draw.choice((Kind.KILL, Kind.KILL, Kind.STOP, Kind.PAUSE))
+            target = process_id(Role.SERVER, draw.randrange(num_servers + 2))
+            later_s = delay_s + draw.choice((0.0, 0.05, 0.2, 0.5, 1.0))
+            hit = Planned(kind, target, state=state, step=step, delay_s=later_s)
+            hit.duration_s = draw.choice((0.3, 4.0, 12.0))
+            plan.faults.append(hit)
 
 
 def named(layout: Sequence[ProcessPlan], *roles: Role) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kintsugi.config import stages
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Tick
-from kintsugi.messages import Body, ProcessExited, ProcessSuspected, Register, Save
+from kintsugi.messages import Body, ProcessExited, ProcessSuspected, Register, Save, StartProcess
 from kintsugi.simulation.coverage import NOTIFYING
 from kintsugi.simulation.faults import Kind, Plan, Planned
 from kintsugi.simulation.master import Crash, SimulatedMaster
@@ -35,6 +35,7 @@ class Injector:
         self._cluster, self.plan = cluster, plan
         self._world, self._network = cluster.world, cluster.network
         self._touched: set[str] = set()
+        self._all_touched = False
         self._where: tuple[str, int] = ("", 0)
         self._held: list[tuple[SimulatedMaster, Callable[..., None], tuple[Any, ...]]] = []
         self._slow: dict[str, float] = {}
@@ -44,14 +45,13 @@ class Injector:
 
     def take(self, plan: Plan) -> None:
         """Let this plan happen, before the run begins."""
-        self.plan, self._waiting, self._holding = plan, list(plan.faults), plan.hold is not None
+        self.plan, self._holding = plan, plan.hold is not None
+        self._waiting = [*plan.faults, *plan.scalings]
         self.resumes = any(fault.kind is Kind.SIGNAL for fault in plan.faults)
 
     def begin(self) -> None:
         weather = self._network.weather
         weather.loss, weather.repetition, weather.spike = self.plan.weather
-        if not weather.is_clear:
-            self._everybody_is_touched(slightly=True)
         if self.plan.faults:
             self.last_at = ABANDON_S
             self._world.after(ABANDON_S, self._calm)
@@ -67,12 +67,7 @@ class Injector:
         weather.loss = weather.repetition = weather.spike = 0.0
 
     def touched(self, process: str) -> bool:
-        return process in self._touched
-
-    def _everybody_is_touched(self, *, slightly: bool) -> None:
-        """Lost messages may make anybody look dead, if enough of them are lost."""
-        if not slightly:
-            self._touched.update(plan.process for plan in self._cluster.layout)
+        return self._all_touched or process in self._touched
 
     @property
     def poisoned(self) -> bool:
@@ -173,6 +168,9 @@ class Injector:
                 return self._lose_host(self._cluster.hosts[fault.target], fault)
             case Kind.LOSS | Kind.SPIKES:
                 return self._disturb(fault)
+            case Kind.SCALE:
+                self._cluster.scale(fault.servers)
+                return True
             case _:
                 process = self._cluster.process(fault.target)
                 return process is not None and self._hit(process, fault)
@@ -243,8 +241,8 @@ class Injector:
 
     def _disturb(self, fault: Planned) -> bool:
         weather = self._network.weather
-        if fault.share > 0.1:
-            self._everybody_is_touched(slightly=False)
+        if fault.share > 0.1:  # Lost messages may make anybody look dead, if enough of them are lost.
+            self._all_touched = True
         before = (weather.loss, weather.spike)
         if fault.kind is Kind.LOSS:
             weather.loss = fault.share
@@ -264,6 +262,9 @@ class Injector:
         if not living:
             return False
         self._touched.update(process.name for process in living)
+        if self._cluster.master is not None:  # Also who was only ordered there.
+            members = self._cluster.master.master.state.members.members.values()
+            self._touched.update(member.process for member in members if member.host == host.name)
         agent = host.agent
         for process in living:
             if process is not agent:
@@ -297,6 +298,8 @@ class Injector:
             if fault.about and getattr(body, "process", "") != fault.about:
                 handle(delivery)
                 return
+            if isinstance(body, StartProcess):
+                self._touched.add(body.process)
             fault.times -= 1
             if fault.times == 0:
                 process.handle = handle  # type: ignore[method-assign]

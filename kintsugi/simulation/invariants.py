@@ -6,19 +6,25 @@ with the moment it happened; the first one is what counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from kintsugi.control.membership import MemberStatus
 from kintsugi.control.protocol import Decision, Event
 from kintsugi.control.shell import DURABLE
+from kintsugi.control.staff import RETIRED
+from kintsugi.control.state import MasterState
 from kintsugi.facts import (
     BatchFormed,
     EpochStarted,
     Fact,
     ProcessLost,
+    ProcessRetired,
     RolledBack,
     RunEnded,
+    ScaleRefused,
+    ServersScaled,
     StepCommitted,
 )
 from kintsugi.messages import Body, Register
@@ -61,7 +67,11 @@ class Invariants:
         self._epoch = 0
         self._owners: dict[int, str] = {}
         self._trained: dict[str, int] = {}
+        self._retired: set[tuple[str, str]] = set()
+        self._answered: set[str] = set()
         self._heard: dict[tuple[str, str], int] = {}
+        self._unsure: tuple[str, tuple[Fact, ...]] | None = None
+        """The last append, by whom and what, while it is not durable."""
         self._on_decision: list[Callable[[SimulatedMaster], None]] = []
 
     def violated(self, what: str) -> None:
@@ -93,13 +103,36 @@ class Invariants:
     def crashed(self, state: str, what: str) -> None:
         self._coverage.crashes[state, what] += 1
 
-    def journaled(self, master: SimulatedMaster, facts: tuple[Fact, ...]) -> None:
+    def journaled(self, master: SimulatedMaster, facts: tuple[Fact, ...], *, durable: bool) -> None:
+        """What must last counts only when it does: nobody hears of it before, and a power cut may undo it."""
+        self._unsure = (master.incarnation, facts)
+        if durable:
+            self.synced()
+
+    def synced(self) -> None:
+        assert self._unsure is not None, "only what was journaled is synced"
+        incarnation, facts = self._unsure
+        self._unsure = None
+        self._count(facts, incarnation=incarnation)
+
+    def taken_over(self, facts: Sequence[Fact]) -> None:
+        """As much of the last append as its successor has found, was journaled."""
+        if self._unsure is None:
+            return
+        incarnation, unsure = self._unsure
+        self._unsure = None
+        for count in range(len(unsure), 0, -1):
+            if tuple(facts[-count:]) == unsure[:count]:
+                self._count(unsure[:count], incarnation=incarnation)
+                break
+
+    def _count(self, facts: tuple[Fact, ...], *, incarnation: str) -> None:
         self.facts.extend(facts)
         for fact in facts:
             self._check(fact)
-        if self._owners.get(self._epoch) != master.incarnation:
-            owner = self._owners.get(self._epoch)
-            self.violated(f"master {master.incarnation} journals in epoch {self._epoch}, which {owner} owns")
+        owner = self._owners.get(self._epoch)
+        if owner != incarnation:
+            self.violated(f"master {incarnation} journals in epoch {self._epoch}, which {owner} owns")
 
     def _check(self, fact: Fact) -> None:
         match fact:
@@ -109,6 +142,12 @@ class Invariants:
                 self._batch_formed(fact)
             case ProcessLost():
                 self._lost(fact)
+            case ProcessRetired():
+                self._retired.add((fact.process, fact.incarnation))
+            case ServersScaled() | ScaleRefused():
+                if fact.request in self._answered:
+                    self.violated(f"request {fact.request} is answered twice")
+                self._answered.add(fact.request)
             case RolledBack():
                 self._rolled_back(fact)
             case EpochStarted():
@@ -153,7 +192,9 @@ class Invariants:
         self._trained = {ticket: step for ticket, step in self._trained.items() if step <= fact.step}
 
     def _lost(self, fact: ProcessLost) -> None:
-        if fact.fault.kind != "Stopped" and not self._touched(fact.process):
+        if fact.fault.kind == RETIRED and (fact.process, fact.incarnation) not in self._retired:
+            self.violated(f"{fact.process} {fact.incarnation} left though it was needed")
+        if fact.fault.kind not in ("Stopped", RETIRED) and not self._touched(fact.process):
             self.violated(
                 f"{fact.process} {fact.incarnation}, which no fault hit, was given up: {fact.fault.message}"
             )
@@ -171,6 +212,24 @@ class Invariants:
             self.violated(
                 f"finished with weights {self.found.weights_sha256}, not {reference.weights_sha256}"
             )
+
+    def compare_servers(self, state: MasterState, *, num_planned: int) -> None:
+        """Nobody stays beyond the number that was asked for last, and a crash does not undo it."""
+        wanted = num_planned if state.num_servers is None else state.num_servers
+        too_many = [
+            member.process
+            for member in state.members.members.values()
+            if member.role is Role.SERVER
+            and member.status in (MemberStatus.REQUESTED, MemberStatus.LIVE)
+            and int(member.process.rpartition("-")[2]) >= wanted
+        ]
+        if too_many:
+            self.violated(f"{', '.join(too_many)} stayed though {wanted} servers were wanted")
+        last = None
+        for fact in self.facts:
+            last = fact.servers if isinstance(fact, ServersScaled) else last
+        if state.num_servers != last:
+            self.violated(f"the run ends with {state.num_servers} servers, asked for were {last}")
 
     # Messages.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +32,7 @@ from kintsugi.control.protocol import (
     Replied,
     Request,
     RequestFailed,
+    ScaleRequested,
     ShareBook,
     StopRequested,
     Tell,
@@ -92,7 +93,13 @@ class Observer(Protocol):
 
     def decided(self, master: SimulatedMaster, state: str, event: Event, decision: Decision) -> None: ...
 
-    def journaled(self, master: SimulatedMaster, facts: tuple[Fact, ...]) -> None: ...
+    def journaled(self, master: SimulatedMaster, facts: tuple[Fact, ...], *, durable: bool) -> None:
+        """Facts are in the journal; unless `durable`, a power cut takes them until `synced`."""
+
+    def synced(self) -> None: ...
+
+    def taken_over(self, facts: Sequence[Fact]) -> None:
+        """A new master has found these in the journal."""
 
     def crashed(self, state: str, what: str) -> None: ...
 
@@ -120,12 +127,13 @@ class SimulatedMaster(Process):
         disk: Disk,
         observer: Observer,
         num_rows: int,
+        requests: dict[str, int],
         new_master: NewMaster = Master,
         on_finish: Callable[[str], None],
         **names: Any,
     ) -> None:
         super().__init__(*arguments, **names)
-        self._config, self._disk, self._observer = config, disk, observer
+        self._config, self._disk, self._observer, self._requests = config, disk, observer, requests
         self._on_finish = on_finish
         self._is_large = len(layout) > LARGE
         self.finished = False
@@ -141,6 +149,7 @@ class SimulatedMaster(Process):
             self.journal, facts = Journal.open(JOURNAL, owner=owner, take_over=True, disk=disk)
             for fact in facts:
                 state.apply(fact)
+            observer.taken_over(facts)
         else:
             self.journal = Journal.create(JOURNAL, owner=owner, disk=disk)
         self.master = new_master(
@@ -168,6 +177,7 @@ class SimulatedMaster(Process):
         self.after(TICK_S, self._tick)
 
     def _tick(self) -> None:
+        self.take_requests()
         for suspected in self.lookout.check(self.world.now, self.master.talk):
             self.feed(suspected)
         self.feed(Tick())
@@ -176,6 +186,14 @@ class SimulatedMaster(Process):
 
     def request_stop(self) -> None:
         self.feed(StopRequested("asked to"))
+
+    def take_requests(self) -> None:
+        """A request for servers lies in the run folder until the answer to it is durable."""
+        for name, servers in sorted(self._requests.items()):
+            self.feed(ScaleRequested(name, servers))
+            if self.alive and not self.finished and name in self.master.state.answered:
+                self.journal.sync()
+                del self._requests[name]
 
     # What arrives.
 
@@ -272,11 +290,13 @@ class SimulatedMaster(Process):
             self._boundary("append", after=False)
             self.journal.append(decision.facts)
             self._current_book = None
-            self._observer.journaled(self, decision.facts)
+            must_last = any(isinstance(fact, DURABLE) for fact in decision.facts)
+            self._observer.journaled(self, decision.facts, durable=not must_last)
             self._boundary("append", after=True)
-            if any(isinstance(fact, DURABLE) for fact in decision.facts):
+            if must_last:
                 self._boundary("sync", after=False)
                 self.journal.sync()
+                self._observer.synced()
                 self._boundary("sync", after=True)
         for effect in decision.effects:
             if not self.crashes:

@@ -28,6 +28,7 @@ from kintsugi.messages import (
     Ping,
     Register,
     Registered,
+    Retire,
     RunEpisodes,
     SamplesFetched,
     Shutdown,
@@ -48,6 +49,7 @@ from kintsugi.types import (
     Wait,
     role_of,
     sample_key,
+    ticket_of,
 )
 from kintsugi.worker import HEARTBEAT_S, REGISTER_DEADLINE_S
 
@@ -257,7 +259,7 @@ class Rollout(Worker):
     def _hand_over(self, delivery: Delivery, keys: tuple[str, ...]) -> None:
         samples = []
         for key in keys:
-            says = self.kept.get(key.rpartition("/")[0], {}).get(key)
+            says = self.kept.get(ticket_of(key), {}).get(key)
             if says is None:
                 self.endpoint.fail(delivery, "RefusedError", f"{self.name} does not keep sample {key}")
                 return
@@ -276,6 +278,9 @@ class Manager(Worker):
         self._weights: LoadWeights | None = None
         self._asked: list[Delivery] = []
         self._waiting: deque[tuple[Delivery, Generate]] = deque()
+        self._sent: dict[str, dict[int, tuple[Delivery, Generate]]] = {}
+        """Server → number → what it was asked and has not answered."""
+        self._retired: set[tuple[str, str]] = set()
         self._turn = 0
 
     def follow_book(self) -> None:
@@ -283,7 +288,7 @@ class Manager(Worker):
         listed = {
             name: peer.incarnation
             for name, peer in peers.items()
-            if role_of(name) is Role.SERVER and peer.address
+            if role_of(name) is Role.SERVER and peer.address and (name, peer.incarnation) not in self._retired
         }
         for name, incarnation in self._servers.items():
             if listed.get(name) != incarnation:
@@ -303,6 +308,12 @@ class Manager(Worker):
                     self._asked = []
                 self._weights = body
                 self._asked.append(delivery)
+            case Retire():
+                self._retired.add((body.process, body.incarnation))
+                if self._servers.get(body.process) == body.incarnation:
+                    self._waiting += self._sent.pop(body.process, {}).values()
+                    self.follow_book()
+                self.endpoint.reply(delivery, Ok())
             case _:
                 self.endpoint.fail(delivery, "RefusedError", f"a manager takes no {type(body).__name__}")
         self._act()
@@ -354,7 +365,12 @@ class Manager(Worker):
             self.endpoint.request(name, weights, deadline_s=FETCH_DEADLINE_S, on_done=loaded)
 
     def _send_on(self, delivery: Delivery, request: Generate, server: str) -> None:
+        number = self._turn
+        self._sent.setdefault(server, {})[number] = (delivery, request)
+
         def answered(answer: Body | None, fault: Fault | None) -> None:
+            if self._sent.get(server, {}).pop(number, None) is None:
+                return  # It was taken back.
             if isinstance(answer, Generated):
                 self.endpoint.reply(delivery, answer)
             else:

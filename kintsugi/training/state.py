@@ -273,12 +273,11 @@ class TrainingState:
         The critic follows the actor's schedule at a rate of its own, also through the steps in which the actor waits.
         """
         stage, counters = self.stage, self._counters
-        num_steps, per_step = stage.algorithm.steps, stage.algorithm.updates_per_step
         if part == CRITIC:
             settings = msgspec.structs.replace(stage.actor, learning_rate=stage.critic.learning_rate)
-            return settings, counters.critic_updates, num_steps * per_step
-        waiting = stage.critic.warmup_steps if stage.has_critic else 0
-        return stage.actor, counters.updates, (num_steps - waiting) * per_step
+            num_updates = stage.algorithm.steps * stage.algorithm.updates_per_step
+            return settings, counters.critic_updates, num_updates
+        return stage.actor, counters.updates, stage.num_updates
 
     def _count(self, name: str) -> None:
         number = getattr(self._counters, name) + 1

@@ -173,11 +173,6 @@ class ModelWorker:
         elif self._adapter.ranks:
             self._offer_copy()  # What the other host's agent lost, or could not keep when it was sent.
 
-    @property
-    def has_backlog(self) -> bool:
-        """Whether requests wait that arrived while another was being handled, and can be handled now."""
-        return any(not self._comes_early(delivery.body) for delivery in self._backlog)
-
     def _next_in_backlog(self) -> Delivery | None:
         """The oldest request that can be handled now."""
         for index, delivery in enumerate(self._backlog):

@@ -6,12 +6,14 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kintsugi.errors import IntegrityError, RefusedError, WorldError
 from kintsugi.messages import FetchWeights, WeightsFetched
 from kintsugi.transport import Reply
-from kintsugi.types import SegmentSource, StreamSource, WeightManifest, WeightSource
+from kintsugi.types import FolderSource, SegmentSource, StreamSource, WeightManifest, WeightSource
+from kintsugi.weights.folder import read_folder
 from kintsugi.weights.manifest import tensor_views, verify
 from kintsugi.weights.publish import Segments
 
@@ -48,19 +50,21 @@ def fetch(
     segments: Segments | None,
     fetch_stream: FetchStream,
 ) -> Fetched:
-    """Get and verify a version: from shared memory of this host if there is any, else by stream.
+    """Get and verify a version: from shared memory of this host if there is any, else by stream or from a folder.
 
     When a source fails, the next is tried. When all have failed, the first failure is raised, the others as notes.
     """
     local = [source for source in sources if isinstance(source, SegmentSource) and source.host == host]
-    streams = [source for source in sources if isinstance(source, StreamSource)]
-    candidates: list[WeightSource] = [*(local if segments is not None else ()), *streams]
+    others = [source for source in sources if not isinstance(source, SegmentSource)]
+    candidates: list[WeightSource] = [*(local if segments is not None else ()), *others]
     failures: list[WorldError] = []
     for source in candidates:
         try:
             if isinstance(source, SegmentSource):
                 assert segments is not None
                 buffer = _map_segment(source, segments=segments)
+            elif isinstance(source, FolderSource):
+                buffer = read_folder(manifest, Path(source.path))
             else:
                 buffer = _stream(manifest, source, fetch_stream=fetch_stream)
             verify(manifest, buffer, source=describe(source))
@@ -73,8 +77,8 @@ def fetch(
         raise RefusedError(
             f"no source of version {manifest.version} can be reached from {host}; there are: {named}"
         )
-    first, *others = failures
-    for other in others:
+    first, *later = failures
+    for other in later:
         first.add_note(f"then: {other}")
     raise first
 
@@ -83,6 +87,8 @@ def describe(source: WeightSource) -> str:
     """For people: `describe(StreamSource("model-0")) == "stream of model-0"`."""
     if isinstance(source, SegmentSource):
         return f"segment {source.name} on {source.host}"
+    if isinstance(source, FolderSource):
+        return f"folder {source.path}"
     return f"stream of {source.process}"
 
 

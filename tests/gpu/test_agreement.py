@@ -6,16 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from kintsugi.generation.engine import Engine, Request
+from kintsugi.generation.engine import Engine
 from kintsugi.generation.noise import stream_key
+from kintsugi.generation.requests import Request
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.attention import PackedLayout
 from kintsugi.model.transformer import Transformer, initialize
+from kintsugi.types import Sampling
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+CudaRunner = pytest.importorskip("kintsugi.generation.cuda", reason="needs Triton").CudaRunner
 
 CONFIG = ModelConfig(
     family="qwen3",
@@ -35,14 +38,14 @@ TEMPERATURE = 0.9
 def sampled(model: Transformer) -> tuple[list[np.ndarray], list[int], np.ndarray]:
     """Whole sequences, their prompts' lengths, and the sampler's log-probabilities of what it sampled."""
     random = np.random.default_rng(0)
-    engine = Engine(model, slots=32, max_length=160)
+    runner = CudaRunner(model, num_slots=32, max_length=160, num_pages=320, deterministic=False)
+    engine = Engine(runner, deterministic=False, steps_per_visit=8, overlap=True)
     engine.submit(
         Request(
             (index, 0),
             prompt=random.integers(0, CONFIG.vocab_size, 4 + index % 29).astype(np.int32),
             noise_key=stream_key(f"grpo:0:{index}:0", seed=0, sample=0, turn=0),
-            temperature=TEMPERATURE,
-            max_new_tokens=120,
+            sampling=Sampling(temperature=TEMPERATURE, max_new_tokens=120),
         )
         for index in range(48)
     )
@@ -56,7 +59,7 @@ def sampled(model: Transformer) -> tuple[list[np.ndarray], list[int], np.ndarray
 
 def differences(dtype: torch.dtype) -> np.ndarray:
     """Between sampler and trainer, at every sampled token."""
-    model = Transformer(CONFIG, dtype=dtype, device="cuda")
+    model = Transformer(CONFIG, packed=True, dtype=dtype, device="cuda")
     initialize(model, seed=2)
     sequences, prompt_lengths, expected = sampled(model)
     layout = PackedLayout.from_lengths([len(sequence) for sequence in sequences], device="cuda")

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
+from kintsugi.buffer.lifecycle import SampleState
 from kintsugi.config import Config, Stage
 from kintsugi.control.episodes import Episodes
 from kintsugi.facts import EvaluationDone, FilterReason, StepCommitted, TicketFiltered
@@ -16,6 +17,7 @@ from kintsugi.simulation.campaign import VARIANTS, Runner, shape_of, simulated_c
 from kintsugi.simulation.cluster import Cluster, Outcome, undisturbed
 from kintsugi.simulation.faults import Kind, Plan, Planned
 from kintsugi.simulation.invariants import Reference
+from kintsugi.types import Role, sample_key
 
 CONFIGS: dict[str, Config] = {variant.name: simulated_config(6, variant) for variant in VARIANTS}
 
@@ -75,8 +77,10 @@ def test_groups_that_are_judged_as_they_arrive_are_caught(monkeypatch: pytest.Mo
         ledger, step = self._draft.state.ledger, self._draft.state.step + 1
         left = stage.algorithm.resampling_rounds * stage.algorithm.batch_size
         left -= len(ledger.dropped_in(step, reason=FilterReason.EQUAL_REWARDS))
-        for ticket in ledger.ready_tickets():
-            if left > 0 and is_uninformative(stage, ledger.metas(ticket), max_new_tokens=16):
+        workers = self._draft.state.members.live(Role.ROLLOUT)
+        for ticket in [ticket for worker in workers for ticket in ledger.assigned_to(worker)]:
+            is_ready = ledger.state(sample_key(ticket, 0)) is SampleState.READY
+            if left > 0 and is_ready and is_uninformative(stage, ledger.metas(ticket), max_new_tokens=16):
                 self._draft.fact(TicketFiltered(ticket, FilterReason.EQUAL_REWARDS))
                 left -= 1
 

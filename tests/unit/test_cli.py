@@ -18,6 +18,7 @@ from kintsugi.cluster import launcher
 from kintsugi.config import Config
 from kintsugi.control.journal import Journal
 from kintsugi.errors import Fault, ProcessDied, UserError
+from kintsugi.facts import ScaleRefused, ServersScaled
 from kintsugi.model.plan import plan_model
 from kintsugi.observe.events import Alert, EventLog, FaultSeen, events_path
 from kintsugi.observe.processes import write_processes
@@ -332,6 +333,22 @@ def test_stop_of_a_run_that_does_not_run_says_so(kintsugi: Kintsugi, cluster: Fa
     result = kintsugi("stop", "grpo_arithmetic-1")
     assert result.code == 2
     assert "is not running (it is finished)" in result.errors
+
+
+def test_a_run_that_does_not_run_is_not_scaled(kintsugi: Kintsugi, cluster: FakeCluster) -> None:
+    kintsugi("train", GRPO)
+    result = kintsugi("scale", "grpo_arithmetic-1", "--servers", "4")
+    assert result.code == 2
+    assert "is not running (it is finished); there is nothing to scale" in result.errors
+    assert kintsugi("scale", "grpo_arithmetic-1", "--servers", "0").code == 2
+
+
+def test_status_tells_that_a_run_was_scaled(kintsugi: Kintsugi, cluster: FakeCluster) -> None:
+    kintsugi("train", GRPO, "run_dir=mine")
+    journal = Journal.create(Path("mine/journal"), owner="test")
+    journal.append([ServersScaled("a", 4), ScaleRefused("b", "too many")])
+    journal.close()
+    assert "4, scaled from 2" in kintsugi("status", "mine").output
 
 
 def test_status_and_runs_and_samples_tell_of_a_run(kintsugi: Kintsugi, cluster: FakeCluster) -> None:

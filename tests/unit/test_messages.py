@@ -4,7 +4,7 @@ import typing
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kintsugi import wire
@@ -39,6 +39,8 @@ def _plain(kind: typing.Any) -> object:
         return [_plain(arguments[0])] if arguments[-1] is ... else [_plain(part) for part in arguments]
     if origin is dict:
         return {_plain(part): _plain(value) for part, value in [typing.get_args(kind)]}
+    if origin is typing.Literal:
+        return typing.get_args(kind)[0]
     if origin is not None:
         return _plain(typing.get_args(kind)[0])
     return {str: "text", int: 7, float: 0.5, bytes: b"\0\1", bool: True}[kind]
@@ -84,6 +86,7 @@ def test_an_unknown_message_is_refused() -> None:
 
 
 @given(st.binary(max_size=200))
+@example(b"\x92\x96\xa7\x00\x00\x00\x00\x00\x00\x80")
 def test_decoding_nonsense_raises_nothing_but_a_decode_error(frame: bytes) -> None:
     for decode in (wire.decode, wire.decode_envelope):
         try:

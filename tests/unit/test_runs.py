@@ -15,6 +15,7 @@ from kintsugi import runs
 from kintsugi.config import AlgorithmSection, Config, WarmupSection
 from kintsugi.control.journal import Journal
 from kintsugi.errors import ConfigError, Fault, KintsugiError, StorageError, UserError
+from kintsugi.exporting import export_checkpoint
 from kintsugi.facts import CheckpointSaved, ProcessJoined, ProcessLost, RunEnded
 from kintsugi.incidents import report_of
 from kintsugi.observe.events import Alert, EventLog, FaultSeen, events_path
@@ -253,14 +254,14 @@ def test_the_last_save_of_a_step_is_its_checkpoint(folder: Path) -> None:
 
 def test_an_export_needs_a_checkpoint_and_a_free_place(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="none yet"):
-        runs.export_checkpoint(folder, to=tmp_path / "out")
+        export_checkpoint(folder, to=tmp_path / "out")
     (folder / "checkpoints" / "step-000025").mkdir(parents=True)
     with pytest.raises(UserError, match=r"\(25\), got 7"):
-        runs.export_checkpoint(folder, to=tmp_path / "out", step=7)
+        export_checkpoint(folder, to=tmp_path / "out", step=7)
     with pytest.raises(UserError, match="does not exist yet"):
-        runs.export_checkpoint(folder, to=tmp_path)
+        export_checkpoint(folder, to=tmp_path)
     with pytest.raises(StorageError):
-        runs.export_checkpoint(folder, to=tmp_path / "out")
+        export_checkpoint(folder, to=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -271,7 +272,7 @@ def test_an_export_goes_beside_us_under_the_runs_name_if_no_place_is_given(
     (folder / "checkpoints" / "step-000025").mkdir(parents=True)
     (tmp_path / "mine-1-step-25").mkdir()
     with pytest.raises(UserError, match="does not exist yet, found mine-1-step-25"):
-        runs.export_checkpoint(folder)
+        export_checkpoint(folder)
 
 
 FAULT = Fault("f", "StorageError", "master-0", "disk full", 50.0)

@@ -34,6 +34,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     | {"buffer", "graph", "data.source", "checkpoint.store", "recovery", "runs", "incidents"},
     "recovery": SHARED,
     "cluster": SHARED | {"runs"},
+    "serving": SHARED | {"generation", "cluster", "weights"},
     "simulation": SHARED | {"control", "recovery", "buffer"},
     "lab": SHARED | {"control", "simulation", "runs", "cluster"},
     "model": frozenset({"types", "errors", "config"}),
@@ -48,14 +49,16 @@ fetches or saves them, through memory that the host's agent keeps (`cluster.segm
 """
 
 WITH_TORCH = frozenset(
-    {"training", "generation.engine", "generation.noise", "generation.sampler", "generation.server"}
-    | {"model.attention", "model.device", "model.faults", "model.huggingface", "model.importing"}
+    {"training", "generation.noise", "generation.sampler", "generation.server", "generation.building"}
+    | {"generation.cuda", "generation.kernels"}
+    | {"generation.cpu", "generation.cpu_network", "generation.cpu_places", "generation.cpu_rows"}
+    | {"serving.server", "model.attention", "model.device", "model.faults", "model.huggingface", "model.importing"}
     | {"model.logprobs", "model.rotary", "model.transformer"}
 )
 """What computes. Everything else is the control plane and must start without torch, a new module too."""
 
 TOUCHES_THE_WORLD = frozenset(
-    {f"kintsugi.control.{name}" for name in ("shell", "journal", "inputs", "records")}
+    {f"kintsugi.control.{name}" for name in ("shell", "journal", "inputs", "records", "requests")}
 )
 """The master's edge; the rest of `control` decides, and is replayed and simulated."""
 WORLD = frozenset(

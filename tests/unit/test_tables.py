@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from io import StringIO
+
 import msgspec
+from rich.console import Console
 
 from kintsugi import tables
 from kintsugi.incidents import IncidentReport, Loss, report_of
-from kintsugi.observe.processes import ProcessReports
+from kintsugi.observe.processes import ProcessReport, ProcessReports
 from tests.unit.test_incidents import MENDED, OPENED, fault
 
 MENDED_REPORT, OPEN_REPORT = report_of(MENDED), report_of(OPENED)
@@ -82,3 +85,20 @@ def test_a_fault_whose_message_does_not_name_its_process_is_told_with_it() -> No
     told = msgspec.structs.replace(incident.cause, message="disk full", kind="StorageError")
     text = text_of(IncidentReport((msgspec.structs.replace(incident, faults=(told,)),), ()))
     assert f"cause     {fault('model-1').process}: disk full (StorageError)" in text
+
+
+def test_the_table_of_processes_has_counters_and_gauges_beside_each_other() -> None:
+    report = ProcessReport(
+        process="server-0",
+        role="server",
+        host="host-0",
+        pid=17,
+        incarnation="1",
+        status="live",
+        counters={"tokens": 1234567},
+        gauges={"pages_free": 7.0, "tokens_per_s": 12.5},
+    )
+    console = Console(width=200, file=StringIO())
+    console.print(tables.processes_table(ProcessReports(5.0, (report,))))
+    assert isinstance(console.file, StringIO)
+    assert "pages_free 7, tokens 1,234,567, tokens_per_s 12.5" in console.file.getvalue()

@@ -75,6 +75,9 @@ def test_the_recipes_of_the_project_are_valid(recipe: str) -> None:
         ("rollout.workers=33", ["`rollout.workers`", "`algorithm.batch_size`=32"]),
         ("generation.servers=500", ["`generation.servers`", "256 samples"]),
         ("generation.slots=3", ["`generation.slots`", "at least 4"]),
+        ("generation.kv_cache_gib=0", ["`generation.kv_cache_gib`", "positive", "got 0"]),
+        ("generation.urls=[http://a]", ["`generation.urls`", "0 addresses", "embedded"]),
+        ("generation.backend=vllm", ["`deterministic`", "false", "vllm"]),
         ("generation.max_length=10", ["`generation.max_length`", "at least 11", "6 tokens", "got 10"]),
         ("generation.max_length=100", ["`generation.max_length`", "32 positions"]),
         ("model.new=null", ["`model.path` and `model.new`", "neither"]),
@@ -114,7 +117,7 @@ def test_the_recipes_of_the_project_are_valid(recipe: str) -> None:
         ("actor.learning_rate=.nan", ["`actor.learning_rate`", "finite"]),
         ("actor.learning_rate=0", ["`actor.learning_rate`", "positive"]),
         ("actor.beta2=1.0", ["`actor.beta2`", "less than 1"]),
-        ("actor.warmup_steps=1000", ["`actor.warmup_steps`", "150 steps"]),
+        ("actor.warmup_steps=151", ["`actor.warmup_steps`", "150 optimizer updates"]),
         ("cluster.hosts=7", ["`cluster.hosts`", "at most 6", "got 7"]),
         ("cluster.port=70000", ["`cluster.port`", "65535"]),
         ("name=a/b", ["`name`", "'a/b'"]),
@@ -312,3 +315,9 @@ def test_a_new_model_is_of_its_family(family: str) -> None:
     assert (model.attention_bias, model.qk_norm) == (family == "qwen2", family == "qwen3")
     assert model.vocab_size == 4
     assert num_parameters(model) > 200_000
+
+
+def test_a_warm_up_is_counted_in_updates_of_which_a_step_may_have_several() -> None:
+    validate(resolved("algorithm.updates_per_step=2", "actor.warmup_steps=300"))
+    told = refusal("algorithm.updates_per_step=2", "actor.warmup_steps=301")
+    assert "at most the stage's 300 optimizer updates, got 301" in told

@@ -148,12 +148,13 @@ def test_a_worker_registers_with_what_it_can_do(master: Master, shell: Shell) ->
 
 def test_heartbeats_carry_progress_load_and_waits(master: Master, shell: Shell) -> None:
     COUNTERS.add("steps_of_this_test", 3)
-    shell.set_load(0.5)
+    shell.report(load=0.5, gauges={"pages_free": 7.0})
 
     def complete(heartbeat: Heartbeat) -> bool:
         declared = {(wait.whom, wait.what) for wait in heartbeat.waits}
         steps = heartbeat.progress.counters.get("steps_of_this_test")
-        return (steps, heartbeat.load) == (3, 0.5) and ("the worker", "the expected state") in declared
+        said = (steps, heartbeat.load, heartbeat.gauges)
+        return said == (3, 0.5, {"pages_free": 7.0}) and ("the worker", "the expected state") in declared
 
     master.work_until(lambda: any(complete(heartbeat) for heartbeat in master.bodies(Heartbeat)))
 

@@ -8,6 +8,7 @@ import pytest
 
 from kintsugi.buffer import ledger as ledger_module
 from kintsugi.buffer.ledger import Ledger, LedgerError, SampleState, replay
+from kintsugi.buffer.lifecycle import LIVE
 from kintsugi.facts import (
     BatchFormed,
     FilterReason,
@@ -63,6 +64,11 @@ def made_ready(*positions: int) -> list[LedgerFact]:
     return facts
 
 
+def num_live_samples(ledger: Ledger) -> int:
+    """Those that have not ended."""
+    return sum(count for state, count in ledger.counts().items() if state in LIVE)
+
+
 def test_the_worked_example_holds() -> None:
     assert doctest.testmod(ledger_module).failed == 0
 
@@ -70,9 +76,9 @@ def test_the_worked_example_holds() -> None:
 def test_a_group_is_ready_only_when_all_its_samples_are_settled() -> None:
     ledger = replay([*issued(1, num_samples=3), TicketAssigned("g:0:0:0", "rollout-0", "a")])
     ledger.apply(scored("g:0:0:0", 0, 2))
-    assert ledger.ready_tickets() == []
+    assert ledger.oldest_ready(3) == []
     ledger.apply(SampleQuarantined("g:0:0:0/1", "the reward function raised"))
-    assert ledger.ready_tickets() == ["g:0:0:0"]
+    assert ledger.oldest_ready(3) == ["g:0:0:0"]
     assert [m.key for m in ledger.metas("g:0:0:0")] == ["g:0:0:0/0", "g:0:0:0/2"]
     assert ledger.reason("g:0:0:0/1") == "the reward function raised"
 
@@ -80,22 +86,22 @@ def test_a_group_is_ready_only_when_all_its_samples_are_settled() -> None:
 def test_a_group_with_too_few_valid_samples_is_unusable_and_can_be_filtered() -> None:
     ledger = replay([*issued(1), TicketAssigned("g:0:0:0", "rollout-0", "a"), scored("g:0:0:0", 0)])
     ledger.apply(SampleQuarantined("g:0:0:0/1", "timeout"))
-    assert ledger.ready_tickets() == [] and ledger.unusable_tickets() == ["g:0:0:0"]
+    assert ledger.oldest_ready(3) == [] and ledger.unusable_tickets() == ["g:0:0:0"]
     ledger.apply(TicketFiltered("g:0:0:0", "1 of 2 samples valid"))
     assert ledger.state("g:0:0:0/0") is SampleState.FILTERED
     assert ledger.state("g:0:0:0/1") is SampleState.QUARANTINED
-    assert (ledger.num_live, ledger.num_dropped("g")) == (0, 1)
+    assert (num_live_samples(ledger), ledger.num_dropped("g")) == (0, 1)
 
 
 def test_a_group_of_one_needs_one_valid_sample_whatever_min_valid_is() -> None:
     facts = [*issued(1, num_samples=1), TicketAssigned("g:0:0:0", "rollout-0", "a"), scored("g:0:0:0", 0)]
-    assert replay(facts, min_valid=2).ready_tickets() == ["g:0:0:0"]
+    assert replay(facts, min_valid=2).oldest_ready(3) == ["g:0:0:0"]
 
 
 def test_a_fully_quarantined_group_has_ended() -> None:
     facts = [SampleQuarantined("g:0:0:0/0", "x"), SampleQuarantined("g:0:0:0/1", "x")]
     ledger = replay([*issued(1), *facts])
-    assert (ledger.num_live, ledger.num_dropped("g")) == (0, 1)
+    assert (num_live_samples(ledger), ledger.num_dropped("g")) == (0, 1)
     assert (
         ledger.accepts(TicketAssigned("g:0:0:0", "rollout-0", "a"))
         == "every sample of g:0:0:0 is quarantined"
@@ -135,7 +141,8 @@ def test_a_batch_that_loses_a_member_is_dissolved_and_formed_again_with_the_same
     ledger = replay([*issued(3), *made_ready(0, 1, 2)])
     ledger.apply(BatchFormed(1, ledger.next_batch(2)))
     ledger.apply(TicketReturned("g:0:0:0", "its holder died"))
-    assert ledger.in_batch(1) == () and ledger.ready_tickets() == ["g:0:1:0", "g:0:2:0"]
+    assert ledger.in_batch(1) == ()
+    assert [ledger.state(f"g:0:{place}:0/0") for place in (1, 2)] == [SampleState.READY, SampleState.READY]
     assert ledger.next_batch(2) == ()
     for fact in made_ready(0):
         ledger.apply(fact)
@@ -233,7 +240,7 @@ def test_leftovers_of_a_stage_expire_from_any_live_state_but_a_batch() -> None:
     assert ledger.accepts(TicketExpired("g:0:0:0", "the stage is over")) == "g:0:0:0/0 is in_batch"
     for position in (1, 2, 3):
         ledger.apply(TicketExpired(ticket(position).id, "the stage is over"))
-    assert (ledger.num_live, ledger.num_dropped("g")) == (1, 3)
+    assert (num_live_samples(ledger), ledger.num_dropped("g")) == (2, 3)
 
 
 def test_forgotten_tickets_leave_their_counters_and_stay_refused() -> None:
@@ -270,9 +277,8 @@ def test_what_was_in_a_batch_that_was_dissolved_is_issued_again_by_a_rollback() 
     ledger = replay([*issued(3), *made_ready(0, 1, 2), BatchFormed(1, ("g:0:0:0",)), StepCommitted(1, "d")])
     ledger.apply(BatchFormed(2, ("g:0:1:0", "g:0:2:0")))
     ledger.apply(TicketReturned("g:0:1:0", "its holder died"))
-    assert ledger.ready_tickets() == ["g:0:2:0"]
+    assert ledger.state("g:0:2:0/0") is SampleState.READY
     ledger.apply(RolledBack(0, "the state is lost"))
-    assert ledger.ready_tickets() == []
     assert [ticket.id for ticket in ledger.issued_unassigned()] == ["g:0:0:0", "g:0:1:0", "g:0:2:0"]
 
 
@@ -335,3 +341,15 @@ def test_samples_are_counted_by_why_they_ended() -> None:
         FilterReason.TOO_FEW_VALID: 1,
     }
     assert ledger.reasons(SampleState.EXPIRED) == {}
+
+
+def test_the_digest_tells_why_groups_ended_that_are_forgotten() -> None:
+    """What failed counts against its step, what was not wanted against another bound."""
+
+    def digest(reason: FilterReason) -> str:
+        facts = [*issued(2), *made_ready(0, 1), TicketFiltered("g:0:0:0", reason)]
+        ledger = replay([*facts, BatchFormed(1, ("g:0:1:0",)), StepCommitted(1, "d")])
+        ledger.forget_before(2)
+        return ledger.digest()
+
+    assert len({digest(reason) for reason in FilterReason}) == len(FilterReason)

@@ -253,6 +253,11 @@ def test_nvidias_library_is_read_into_a_reading() -> None:
     assert probe.read() == (msgspec.structs.replace(expected, xids=()),), "an event is told once"
 
 
+def test_process_numbers_of_another_namespace_name_nobody() -> None:
+    (reading,) = NvmlProbe(FakeNvml(), shares_pids=False).read()
+    assert reading.pids == ()
+
+
 def test_a_card_that_the_driver_lost_is_told_from_one_that_it_can_not_read() -> None:
     nvml = FakeNvml()
     probe = NvmlProbe(nvml)

@@ -18,9 +18,10 @@ from kintsugi.cluster.children import Kept, process_start_time
 from kintsugi.cluster.orphans import children_of
 from kintsugi.cluster.placement import PREPARED, Start
 from kintsugi.cluster.restarts import MOST_RESTARTS
-from kintsugi.cluster.spares import PREPARE_S, RESTOCK_S, Spares
+from kintsugi.cluster.spares import MOST_FAILURES, PREPARE_S, RESTOCK_S, Spares
 from kintsugi.errors import StartFailed
 from kintsugi.messages import ProcessStarted
+from kintsugi.observe.events import Alert, read_events
 from kintsugi.runtime import Child, SystemProcesses, VirtualClock
 from kintsugi.types import Peer, Placement, Role
 from tests.unit.cluster.conftest import until
@@ -262,11 +263,32 @@ def test_a_spare_that_is_never_prepared_or_stands_still_is_ended(world: World) -
     until(world.births.children[1].ended, "the end of a spare that stands still")
 
 
-def test_spares_that_always_end_are_made_at_a_bounded_rate(world: World) -> None:
-    world.births.unwilling = True
+def test_spares_that_always_end_once_prepared_are_made_at_a_bounded_rate(world: World) -> None:
     for _ in range(10 * MOST_RESTARTS):
         world.look_after(seconds=RESTOCK_S / 10)
-    assert 3 <= len(world.births.orders) <= MOST_RESTARTS + 1
+        if world.spares.pids:
+            world.prepare()
+            world.end(world.births.children[-1])
+    assert MOST_FAILURES < len(world.births.orders) <= MOST_RESTARTS + 1
+
+
+def test_spares_that_can_not_be_prepared_are_given_up_and_people_are_told_once(world: World) -> None:
+    world.births.unwilling = True
+    for _ in range(10 * MOST_FAILURES):
+        world.look_after(seconds=RESTOCK_S)
+    assert len(world.births.orders) == MOST_FAILURES
+    told = [record.event for record in read_events(Path(world.bootstrap.run_dir))]
+    why = f"{MOST_FAILURES} in a row could not be prepared; see logs/spare-{MOST_FAILURES - 1}.log"
+    assert told == [Alert(f"no more spares are made: {why}")]
+
+
+def test_spares_that_fail_now_and_then_are_made_on(world: World) -> None:
+    for number in range(1, 2 * MOST_FAILURES):
+        world.look_after(seconds=60.0)
+        if number % (MOST_FAILURES - 1) == 0:
+            world.prepare()
+        world.end(world.births.children[-1])
+    assert len(world.births.children) == 2 * MOST_FAILURES - 1
 
 
 def test_spares_that_may_hold_a_broken_chip_end(world: World) -> None:

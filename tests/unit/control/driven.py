@@ -13,8 +13,9 @@ from kintsugi.config import (
     DataSection,
     EvaluationSection,
 )
+from kintsugi.control.failure import FAULT_GRACE_S
 from kintsugi.control.layout import plan_layout
-from kintsugi.control.master import FAULT_GRACE_S, Master
+from kintsugi.control.master import Master
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import (
     Began,

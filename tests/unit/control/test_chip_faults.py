@@ -94,6 +94,13 @@ def test_who_said_that_it_uses_the_chip_is_found_without_the_drivers_help(driven
     assert losses(driven) == [("model-0", "ChipFault")]
 
 
+def test_who_said_that_it_uses_another_chip_is_left_alone_whatever_number_it_has(driven: Driven) -> None:
+    driven.state.members.members["model-0"].capabilities["chip"] = "b2"
+    tell(driven, fault_of_chip(processes=users(driven, "model-0", "model-1")))
+    driven.until(Phase.ENDED)
+    assert losses(driven) == [("model-1", "ChipFault")]
+
+
 def test_the_same_chip_of_another_host_concerns_nobody_here(driven: Driven) -> None:
     driven.state.members.members["model-0"].capabilities["chip"] = "a1"
     tell(driven, fault_of_chip(host="host-9"))

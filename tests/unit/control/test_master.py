@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kintsugi.config import ClusterSection
-from kintsugi.control.master import FAULT_GRACE_S
+from kintsugi.control.failure import FAULT_GRACE_S
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Finish, Raise, Replied, RequestFailed, StopRequested, Tick
 from kintsugi.errors import Fault

@@ -69,9 +69,10 @@ def test_a_heartbeat_is_noted_without_a_fact() -> None:
     members = Membership()
     members.apply(requested())
     members.apply(joined())
-    members.heard("model-0", Heartbeat(Progress({"steps": 3}), 0.5), now=9.0)
+    members.heard("model-0", Heartbeat(Progress({"steps": 3}), 0.5, gauges={"pages_free": 7.0}), now=9.0)
     member = members.members["model-0"]
     assert (member.load, member.last_heartbeat, member.progress.counters) == (0.5, 9.0, {"steps": 3})
+    assert member.gauges == {"pages_free": 7.0}
 
 
 def test_a_lost_agent_may_come_back_under_a_new_incarnation_only() -> None:

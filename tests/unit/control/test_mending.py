@@ -26,6 +26,7 @@ from kintsugi.messages import RunCall, Save, StartProcess
 from kintsugi.operations import NotifyNormal, PreLock, RebuildGroup, Repair
 from kintsugi.recovery.policy import MAX_ATTEMPTS
 from kintsugi.recovery.processor import Flow
+from kintsugi.types import sample_key
 from tests.unit.control.driven import CONFIG, Driven
 from tests.unit.control.outcomes import TWO_STAGES, begun, outcome, undisturbed
 
@@ -355,3 +356,19 @@ def test_the_last_checkpoint_is_asked_of_who_made_the_mistake_known_for_the_othe
     assert [request.to for request in driven.asked(Save)] == [rank]
     driven.until(Phase.ENDED)
     assert driven.state.saved_steps == [1]
+
+
+def test_samples_of_a_step_are_let_go_also_when_a_rank_is_lost_while_the_others_adopt_it() -> None:
+    driven = begun()
+    driven.until(Phase.COMMITTING)
+    trained = {
+        sample_key(ticket, index)
+        for ticket in driven.state.ledger.trained_in(driven.state.step)
+        for index in range(driven.state.ledger.ticket(ticket).num_samples)
+    }
+    assert any(trained & kept for kept in driven.world.kept.values())
+    driven.lose("model-1")
+    assert driven.master.phase is Phase.RECOVERING
+    assert not any(trained & kept for kept in driven.world.kept.values())
+    driven.until(Phase.ENDED)
+    assert outcome(driven.facts) == EXPECTED

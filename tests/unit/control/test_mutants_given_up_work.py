@@ -124,7 +124,7 @@ def test_failures_of_a_group_that_was_scored_in_the_end_are_not_held_against_it_
             desk.draft.fact(TicketAssigned(TICKET.id, "rollout-0", "1.1"))
         samples = scored(TICKET, version=0).samples
         assert desk.episodes.done(EpisodesDone(TICKET.id, samples), "rollout-0") is None
-        assert desk.draft.state.ledger.ready_tickets() == [TICKET.id]
+        assert desk.draft.state.ledger.oldest_ready(1) == [TICKET.id]
         desk.draft.fact(TicketReturned(TICKET.id, "its holder died"))
 
 

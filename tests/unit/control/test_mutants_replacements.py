@@ -313,7 +313,7 @@ def test_a_process_moves_to_the_host_where_fewest_live_whoever_was_lost_there() 
 def test_what_was_ordered_by_the_last_master_and_never_came_is_asked_for_again() -> None:
     team, draft = staff()
     draft.fact(ProcessRequested("model-0", Role.MODEL, "host-0", "0.7"))
-    team.order_missing(0.0, first=True)
+    team.adjust(0.0, first=True)
     assert asked(draft) == [StartProcess("model-0", Role.MODEL, "0.7")]
 
 

@@ -17,13 +17,24 @@ from kintsugi.config import Config
 from kintsugi.control.draft import Conversation
 from kintsugi.control.inputs import read_inputs
 from kintsugi.control.journal import read_facts
+from kintsugi.control.layout import plan_layout
 from kintsugi.control.lookout import Lookout
+from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Decision, RecordEvaluation, RecordStep, StopRequested, Suspected
+from kintsugi.control.requests import Requests
 from kintsugi.control.shell import MasterShell
 from kintsugi.control.suspicion import HOST_LOST_S
 from kintsugi.disk import SystemDisk, SystemFile
 from kintsugi.errors import DataError, Fault, FencedError, KintsugiError, RemoteError, StorageError
-from kintsugi.facts import EpochStarted, ProcessJoined, ProcessLost, RunEnded, StepCommitted
+from kintsugi.facts import (
+    EpochStarted,
+    ProcessJoined,
+    ProcessLost,
+    ProcessRequested,
+    RunEnded,
+    ServersScaled,
+    StepCommitted,
+)
 from kintsugi.messages import AddressBook, Body, ProcessExited, Register
 from kintsugi.observe.events import Alert, Note, read_events
 from kintsugi.observe.processes import read_processes
@@ -419,3 +430,24 @@ def test_what_the_watch_suspects_is_an_input_like_any_other_and_a_recorded_run_g
     assert msgspec.structs.replace(event, time=0.0) == gone and event.time > 0.0
     again, journaled = replay(begun.run_dir)
     assert again == journaled and any(isinstance(fact, ProcessLost) for fact in journaled)
+
+
+def test_a_request_lies_where_it_is_until_the_run_has_begun(begun: Run) -> None:
+    name = Requests(begun.run_dir).leave(servers=3)
+    ticks = begun.shell._next_tick
+    begun.turn_until(lambda: begun.shell._next_tick > ticks)
+    assert Requests(begun.run_dir).is_waiting(name)
+
+
+def test_a_request_goes_only_when_the_answer_to_it_is_durable(begun: Run) -> None:
+    begun.ask(begun.register())
+    begun.shell._master.phase = Phase.COLLECTING
+    name = Requests(begun.run_dir).leave(servers=3)
+    begun.disk.fail(code=errno.ENOSPC, times=1)
+    begun.turn_until(lambda: not Requests(begun.run_dir).is_waiting(name))
+    assert begun.disk.num_failures == 0, "the disk was full when the answer was journaled"
+    facts = read_facts(begun.run_dir / "journal")
+    assert [fact for fact in facts if isinstance(fact, ServersScaled)] == [ServersScaled(name, 3)]
+    assert {"server-2"} == {fact.process for fact in facts if isinstance(fact, ProcessRequested)} - {
+        plan.process for plan in plan_layout(begun.config)
+    }

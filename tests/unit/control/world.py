@@ -25,6 +25,7 @@ from kintsugi.messages import (
     ProcessStarted,
     Publish,
     Published,
+    Retire,
     RunCall,
     RunEpisodes,
     Save,
@@ -241,6 +242,8 @@ class World:
                 done = scored(ticket, version=version, holder=to, rewards=self.rewards)
                 self.kept.setdefault(to, set()).update(meta.key for meta in done.samples)
                 return done
+            case Retire():
+                return Ok()
             case LoadWeights(manifest=manifest):
                 return WeightsLoaded(manifest.version, manifest.digest, ("server-0", "server-1"))
             case _:

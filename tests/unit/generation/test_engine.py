@@ -1,264 +1,462 @@
+"""With a runner that has no model but checks whatever it reads; `test_engine_cpu.py` has the same with a real one."""
+
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
 
-from kintsugi.errors import DataError, ModelError, UserError
-from kintsugi.generation.engine import NO_TOKENS, Engine, Output, Request
-from kintsugi.generation.noise import stream_key
-from kintsugi.model.architecture import ModelConfig
-from kintsugi.model.attention import PackedLayout
-from kintsugi.model.transformer import Transformer, initialize
+from kintsugi.errors import DataError, UserError
+from kintsugi.generation.engine import Engine
+from kintsugi.generation.requests import Output, Request, RequestId, Tokens
 from kintsugi.types import Finish
-
-_CONFIG = ModelConfig(
-    family="llama",
-    vocab_size=14,
-    hidden_size=96,
-    intermediate_size=256,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=24,
-    max_positions=64,
+from tests.unit.generation.fake_runner import (
+    END,
+    FakeRunner,
+    draw,
+    expected,
+    make_request,
+    make_shape,
+    text_of,
 )
-_END = 13
 
 
-@pytest.fixture(scope="module")
-def model() -> Transformer:
-    model = Transformer(_CONFIG)
-    initialize(model, 0)
-    return model
+def _make(
+    *,
+    deterministic: bool = True,
+    steps_per_visit: int = 1,
+    overlap: bool = False,
+    end_token_ids: Sequence[int] = (END,),
+    **shape: int,
+) -> tuple[Engine, FakeRunner]:
+    runner = FakeRunner(make_shape(**shape), deterministic=deterministic)
+    engine = Engine(
+        runner,
+        end_token_ids=end_token_ids,
+        deterministic=deterministic,
+        text_of=text_of,
+        steps_per_visit=steps_per_visit,
+        overlap=overlap,
+    )
+    engine.load(1, {})
+    return engine, runner
 
 
-def _engine(model: Transformer, *, slots: int = 8, end_token_ids: Sequence[int] = ()) -> Engine:
-    return Engine(model, slots=slots, max_length=32, end_token_ids=end_token_ids)
-
-
-def _request(sample: int, *, job: int = 0, **changes: Any) -> Request:
-    """A request whose prompt and lengths depend on `sample`, so that neighbours are out of step."""
-    fields: dict[str, Any] = {
-        "prompt": (np.arange(3 + sample % 5, dtype=np.int32) * 5 + sample) % 12,
-        "noise_key": stream_key(f"ticket {job}", seed=0, sample=sample, turn=0),
-        "temperature": 1.0,
-        "max_new_tokens": 6 + sample % 7,
-    }
-    return Request((job, sample), **{**fields, **changes})
-
-
-def _drain(engine: Engine) -> dict[object, Output]:
-    outputs: dict[object, Output] = {}
-    while not engine.idle:
+def _drain(engine: Engine, *, max_visits: int = 2000) -> dict[RequestId, Output]:
+    outputs: dict[RequestId, Output] = {}
+    for _ in range(max_visits):
+        if engine.idle:
+            return outputs
         outputs |= {output.request.id: output for output in engine.step()}
-    return outputs
+    raise AssertionError(f"not idle after {max_visits} visits: {engine.stats()}")
 
 
-def _generate(engine: Engine, requests: Iterable[Request]) -> dict[object, Output]:
+def _generate(engine: Engine, requests: Iterable[Request]) -> dict[RequestId, Output]:
     engine.submit(requests)
     return _drain(engine)
 
 
-def _bits(output: Output) -> tuple[bytes, bytes, Finish | None]:
-    return output.tokens.ids.tobytes(), output.tokens.logprobs.tobytes(), output.finish
+def _assert_undisturbed(output: Output) -> None:
+    ids, logprobs, finish = expected(output.request)
+    assert output.tokens.ids.tolist() == ids
+    assert output.tokens.logprobs.tolist() == logprobs
+    assert output.finish is finish
 
 
-def test_a_sample_has_the_same_bits_alone_among_others_in_any_slot_and_on_another_engine(
-    model: Transformer,
+def _assert_empty(engine: Engine, runner: FakeRunner) -> None:
+    stats = engine.stats()
+    assert stats["pages_used"] == stats["running"] == stats["waiting"] == runner.num_live == 0
+    assert stats["pages_free"] + stats["pages_cached"] == runner.shape.num_pages
+
+
+def _long(number: int, sample: int = 0, **sampling: Any) -> Request:
+    """One that uses all its tokens."""
+    prompt = [(number * 7 + place * 3) % 20 for place in range(10)]
+    return make_request(number, sample, prompt=prompt, ignore_end=True, **{"max_new_tokens": 20, **sampling})
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("num_samples", [1, 4])
+def test_samples_of_one_prompt_that_come_together_compute_it_once(
+    deterministic: bool, num_samples: int
 ) -> None:
-    wanted = _request(20)
-    (alone,) = _generate(_engine(model, slots=64), [wanted]).values()
-    others = [_request(sample, job=1) for sample in range(63)]
-    among = _engine(model, slots=64)
-    for place in (0, 17, 63):
-        together = _generate(among, [*others[:place], wanted, *others[place:]])
-        assert len(together) == 64
-        assert _bits(together[wanted.id]) == _bits(alone)
+    engine, runner = _make(deterministic=deterministic)
+    prompt = list(range(19))
+    requests = [make_request(0, sample, prompt=prompt) for sample in range(num_samples)]
+    for output in _generate(engine, requests).values():
+        _assert_undisturbed(output)
+    assert runner.prefilled == [(0, 8), (8, 8), (16, 2)]
+    assert len(runner.copied) == num_samples - 1
+    assert engine.stats()["prefix_hit_tokens"] == 18 * (num_samples - 1)
 
 
-def test_the_number_of_slots_changes_rounding_only(model: Transformer) -> None:
-    """Not the bits on every processor: matrix libraries may choose their kernel by the number of rows."""
-    requests = [_request(sample) for sample in range(40)]
-    few = _generate(_engine(model, slots=4), requests)
-    many = _generate(_engine(model, slots=128), requests)
-    for key, output in few.items():
-        np.testing.assert_array_equal(output.tokens.ids, many[key].tokens.ids)
-        np.testing.assert_allclose(output.tokens.logprobs, many[key].tokens.logprobs, atol=1e-5)
+def test_samples_that_wait_for_a_slot_copy_the_last_page_of_their_prompt_too() -> None:
+    engine, runner = _make(num_slots=2)
+    requests = [make_request(0, sample, prompt=range(11), max_new_tokens=3) for sample in range(7)]
+    for output in _generate(engine, requests).values():
+        _assert_undisturbed(output)
+    assert runner.prefilled == [(0, 8), (8, 2)]
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 5, 7, 10])
-def test_a_sample_has_the_same_bits_after_being_interrupted_and_resumed(
-    model: Transformer, num_steps: int
-) -> None:
-    wanted = _request(20, prompt=np.arange(6, dtype=np.int32))
-    (undisturbed,) = _generate(_engine(model), [wanted]).values()
-    first, second = _engine(model), _engine(model)
-    first.submit([_request(1, max_new_tokens=20), wanted])
-    for _ in range(num_steps):
-        first.step()
-    interrupted = first.interrupt(wanted.id)
-    assert interrupted is not None and interrupted.finish is None
-    assert len(interrupted.tokens.ids) == max(0, num_steps - 5)
-    resumed = _generate(second, [_request(2), _request(3), interrupted.resume()])[wanted.id]
-    assert _bits(resumed) == _bits(undisturbed)
-    assert _drain(first).keys() == {(0, 1)}
+def test_only_a_partial_page_is_ever_copied() -> None:
+    engine, runner = _make()
+    outputs = _generate(engine, [make_request(0, sample, prompt=range(17)) for sample in range(4)])
+    for output in outputs.values():
+        _assert_undisturbed(output)
+    assert runner.copied == [] and sum(count for _, count in runner.prefilled) == 16
 
 
-def test_log_probabilities_are_those_of_a_packed_forward_pass(model: Transformer) -> None:
-    for output in _generate(_engine(model), [_request(sample) for sample in range(12)]).values():
-        prompt = output.request.prompt
-        sequence = torch.from_numpy(np.concatenate([prompt, output.tokens.ids])).long()
-        layout = PackedLayout.from_lengths([len(sequence) - 1])
-        hidden = model.forward_packed(sequence[:-1], layout.positions, layout)
-        logprobs, _ = model.token_logprobs(hidden, sequence[1:])
-        sampled = torch.from_numpy(output.tokens.logprobs)
-        torch.testing.assert_close(logprobs[len(prompt) - 1 :].detach(), sampled, atol=1e-5, rtol=0)
-
-
-def test_an_end_token_is_kept_when_sampled_and_never_appended(model: Transformer) -> None:
-    requests = [_request(sample, max_new_tokens=12) for sample in range(60)]
-    outputs = _generate(_engine(model, end_token_ids=[_END]), requests).values()
-    ended = [output for output in outputs if output.finish is Finish.EOS]
-    truncated = [output for output in outputs if output.finish is Finish.LENGTH]
-    assert len(ended) + len(truncated) == 60 and ended and truncated
-    for output in ended:
-        assert output.tokens.ids[-1] == _END and _END not in output.tokens.ids[:-1]
-    for output in truncated:
-        assert len(output.tokens.ids) == 12 and _END not in output.tokens.ids[:-1]
-
-
-def test_a_stop_token_of_the_request_ends_it_and_no_other(model: Transformer) -> None:
-    (free,) = _generate(_engine(model), [_request(5)]).values()
-    stop = int(free.tokens.ids[2])
-    first = free.tokens.ids.tolist().index(stop)
-    stopping = _request(5, job=1, stop_token_ids=(stop,), noise_key=_request(5).noise_key)
-    outputs = _generate(_engine(model), [stopping, _request(5)])
-    assert outputs[stopping.id].tokens.ids.tolist() == free.tokens.ids[: first + 1].tolist()
-    assert outputs[stopping.id].finish is Finish.EOS
-    assert _bits(outputs[0, 5]) == _bits(free)
-
-
-def test_every_token_carries_the_version_of_the_weights_that_made_it(model: Transformer) -> None:
-    engine = _engine(model)
-    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    engine.load(7, weights)
-    engine.submit([_request(0, prompt=np.arange(4, dtype=np.int32), max_new_tokens=5)])
-    for _ in range(6):
-        engine.step()
-    engine.load(8, weights)
-    (output,) = _drain(engine).values()
-    assert output.tokens.versions.tolist() == [7, 7, 7, 8, 8]
-
-
-def test_new_weights_are_copied_into_the_same_memory() -> None:
-    model = Transformer(_CONFIG)
-    initialize(model, 0)
-    other = Transformer(_CONFIG)
-    initialize(other, 1)
-    engine = _engine(model)
-    addresses = [parameter.data_ptr() for parameter in model.parameters()]
-    engine.load(1, dict(other.named_parameters()))
-    (loaded,) = _generate(engine, [_request(0)]).values()
-    (expected,) = _generate(_engine(other), [_request(0)]).values()
-    assert _bits(loaded) == _bits(expected)
-    assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
-
-
-def test_weights_of_another_model_are_refused_before_any_is_copied() -> None:
-    model = Transformer(_CONFIG)
-    initialize(model, 0)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    engine = _engine(model)
-    with pytest.raises(ModelError, match="exactly the model's parameters"):
-        engine.load(1, dict(list(before.items())[:-1]))
-    zeros = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
-    with pytest.raises(ModelError, match="of shape"):
-        engine.load(1, zeros | {"model.norm.weight": torch.zeros(3)})
-    assert all(parameter.equal(before[name]) for name, parameter in model.named_parameters())
-    assert engine.version == -1
-
-
-def test_greedy_tokens_are_those_of_transformers() -> None:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
+def test_different_prompts_are_prefilled_in_one_call_beside_the_samples_of_the_first() -> None:
+    engine, runner = _make(num_slots=6, max_chunks=4)
+    engine.submit(
+        make_request(number, sample, prompt=[number] * 6) for number in (1, 2) for sample in (0, 1, 2)
     )
-    reference = transformers.LlamaForCausalLM(config).eval()
-    model = Transformer(ModelConfig.from_huggingface(config.to_dict()))
-    engine = _engine(model)
-    engine.load(0, dict(reference.named_parameters()))
-    prompts = [(np.arange(2 + row, dtype=np.int32) * 7 + row) % 50 for row in range(12)]
+    engine.step()
+    assert runner.prefilled == [(0, 5), (0, 5)] and runner.num_live == 6
+
+
+def test_a_prompt_of_one_token_has_nothing_to_prefill() -> None:
+    engine, runner = _make()
+    outputs = _generate(engine, [make_request(number, prompt=[number]) for number in range(6)])
+    for output in outputs.values():
+        _assert_undisturbed(output)
+    assert runner.prefilled == [] and len(outputs) == 6
+
+
+@pytest.mark.parametrize(("deterministic", "num_known"), [(True, 8), (False, 16)])
+def test_the_next_turn_finds_what_decoding_filled_but_not_in_deterministic_mode(
+    deterministic: bool, num_known: int
+) -> None:
+    """There a prefill would have given other bits. Chunks begin at multiples of eight."""
+    engine, runner = _make(deterministic=deterministic)
+    (first,) = _generate(engine, [_long(0, max_new_tokens=12)]).values()
+    runner.prefilled.clear()
+    prompt = [*first.request.prompt, *first.tokens.ids, 1, 2, 3]
+    (second,) = _generate(engine, [make_request(1, prompt=prompt)]).values()
+    _assert_undisturbed(second)
+    assert sum(count for _, count in runner.prefilled) == len(prompt) - 1 - num_known
+
+
+def test_requests_start_in_order_of_arrival_and_the_small_do_not_overtake() -> None:
+    engine, runner = _make(num_pages=12, max_chunks=8)
+    requests = [_long(0), _long(1), make_request(2, prompt=[1]), _long(3), make_request(4, prompt=[2])]
+    _generate(engine, requests)
+    arrivals = [row.request.id[0] for row in runner.started if row.request.num_produced == 0]
+    assert arrivals == sorted(arrivals) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_youngest_gives_way_and_loses_nothing(overlap: bool) -> None:
+    engine, runner = _make(num_pages=12, overlap=overlap)
+    outputs = _generate(engine, [_long(number) for number in range(3)])
+    for output in outputs.values():
+        _assert_undisturbed(output)
+    assert engine.stats()["preemptions"] > 0
+    assert runner.num_sampled == 3 * 20
+    resumed = {row.request.id[0] for row in runner.started if row.request.num_produced > 0}
+    assert resumed and 0 not in resumed
+    _assert_empty(engine, runner)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_one_request_of_the_longest_kind_always_fits(overlap: bool) -> None:
+    engine, runner = _make(num_pages=10, max_length=40, steps_per_visit=8, overlap=overlap)
+    outputs = _generate(engine, [_long(number, max_new_tokens=30) for number in range(5)])
+    for output in outputs.values():
+        _assert_undisturbed(output)
+    _assert_empty(engine, runner)
+
+
+def test_memory_for_less_than_one_request_is_refused() -> None:
+    with pytest.raises(UserError, match="takes 10 pages, got 9"):
+        _make(num_pages=9, max_length=40)
+
+
+def test_rows_take_one_step_between_two_calls_while_prompts_are_prefilled() -> None:
+    engine, runner = _make(steps_per_visit=8, num_slots=2, max_chunks=1)
+    engine.submit([_long(0)])
+    engine.step()
+    engine.step()
+    assert engine.produced((0, 0)) is not None
+    engine.submit([make_request(1, prompt=range(20))])
+    before = engine.num_steps
+    engine.step()
+    engine.step()
+    assert engine.num_steps == before + 2
+    engine.step()
+    assert engine.num_steps == before + 10 and len(runner.started) == 2
+
+
+@pytest.mark.parametrize("steps_per_visit", [1, 3, 8])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_a_row_samples_after_its_end_is_not_reported(steps_per_visit: int, overlap: bool) -> None:
+    engine, _ = _make(steps_per_visit=steps_per_visit, overlap=overlap)
     outputs = _generate(
-        engine,
-        [
-            _request(row, prompt=prompt, temperature=0.0, max_new_tokens=12)
-            for row, prompt in enumerate(prompts)
-        ],
+        engine, [make_request(number, prompt=[number % 20], max_new_tokens=30) for number in range(30)]
     )
-    for row, prompt in enumerate(prompts):
-        ids = torch.from_numpy(prompt).long()[None]
-        expected = reference.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, pad_token_id=0
-        )
-        assert outputs[0, row].tokens.ids.tolist() == expected[0, len(prompt) :].tolist()
+    finishes = {output.finish for output in outputs.values()}
+    for output in outputs.values():
+        _assert_undisturbed(output)
+    assert finishes == {Finish.EOS, Finish.LENGTH}
 
 
-def test_an_overflowed_sample_is_marked_and_leaves_nothing_in_its_slot() -> None:
-    model = Transformer(_CONFIG)
-    initialize(model, 0)
-    engine = _engine(model, slots=4)
-    good = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    expected = _generate(engine, [_request(sample) for sample in range(4)])
-    engine.load(1, good | {"model.layers.0.mlp.up_proj.weight": torch.full((256, 96), float("inf"))})
-    broken = _generate(engine, [_request(sample, max_new_tokens=20) for sample in range(4)])
-    assert not any(output.finite for output in broken.values())
-    engine.load(2, good)
-    again = _generate(engine, [_request(sample) for sample in range(4)])
-    assert {key: _bits(output) for key, output in again.items()} == {
-        key: _bits(output) for key, output in expected.items()
-    }
+def test_end_tokens_are_ignored_on_request_but_stop_tokens_are_not() -> None:
+    request = make_request(3, prompt=[1, 2], max_new_tokens=38, ignore_end=True)
+    ids, _, _ = expected(request)
+    assert END in ids
+    stop = ids[ids.index(END) + 1]
+    first = ids.index(stop)
+    engine, _ = _make()
+    stopping = make_request(3, 0, prompt=[1, 2], max_new_tokens=38, ignore_end=True, stop_token_ids=(stop,))
+    (output,) = _generate(engine, [stopping]).values()
+    assert output.tokens.ids.tolist() == ids[: first + 1] and output.finish is Finish.EOS
+
+
+@pytest.mark.parametrize("steps_per_visit", [1, 2, 5, 8])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_stop_text_ends_at_the_token_that_completes_it_however_long_a_visit_is(
+    steps_per_visit: int, overlap: bool
+) -> None:
+    engine, runner = _make(steps_per_visit=steps_per_visit, overlap=overlap, num_slots=8)
+    stops = [("stop",), ("€",), ("é", "ij"), ("a", "b"), ("st", "op"), ("dc", "ca", " a"), ("y",)]
+    requests = [
+        make_request(number, prompt=[number % 20, 3], max_new_tokens=30, stop=stops[number % len(stops)])
+        for number in range(40)
+    ]
+    outputs = _generate(engine, requests)
+    for output in outputs.values():
+        _assert_undisturbed(output)
+    assert {output.finish for output in outputs.values()} == set(Finish)
+    sampled = sum(len(output.tokens.ids) for output in outputs.values())
+    assert engine.stats()["decoded_tokens"] == sampled
+    _assert_empty(engine, runner)
+
+
+def test_a_stop_text_may_begin_in_what_was_produced_elsewhere() -> None:
+    request = make_request(3, prompt=[1, 2], max_new_tokens=30, ignore_end=True)
+    text = text_of(expected(request)[0][:8])[-3:]
+    stopping = make_request(3, prompt=[1, 2], max_new_tokens=30, ignore_end=True, stop=(text,))
+    ids, _, finish = expected(stopping)
+    assert finish is Finish.STOP and len(ids) > 2
+    first, _ = _make()
+    first.submit([stopping])
+    while len(_produced(first, stopping)) < len(ids) - 1:
+        first.step()
+    interrupted = first.interrupt(stopping.id)
+    assert interrupted is not None
+    second, _ = _make(deterministic=False)
+    (output,) = _generate(second, [interrupted.resume()]).values()
+    assert output.tokens.ids.tolist() == ids and output.finish is Finish.STOP
+
+
+def _produced(engine: Engine, request: Request) -> list[int]:
+    tokens = engine.produced(request.id)
+    assert tokens is not None
+    return tokens.ids.tolist()
+
+
+def test_the_most_likely_tokens_are_reported_to_those_who_asked() -> None:
+    engine, _ = _make(steps_per_visit=3, num_pages=12)
+    requests = [_long(number, top_logprobs=number, max_new_tokens=15) for number in range(4)]
+    outputs = _generate(engine, requests)
+    assert engine.stats()["preemptions"] > 0
+    for number in range(4):
+        tokens = outputs[number, 0].tokens
+        assert tokens.top_ids.tolist() == [[token + k for k in range(number)] for token in tokens.ids]
+        assert (tokens.top_logprobs == -tokens.top_ids.astype(np.float32)).all()
+        assert tokens.top_ids.shape == (15, number)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_produced_grows_and_is_what_an_interruption_gives(overlap: bool) -> None:
+    engine, runner = _make(overlap=overlap, steps_per_visit=2)
+    request = _long(0)
+    engine.submit([request])
+    seen: list[int] = []
+    for _ in range(8):
+        engine.step()
+        now = _produced(engine, request)
+        assert now[: len(seen)] == seen
+        seen = now
+    interrupted = engine.interrupt(request.id)
+    assert interrupted is not None and interrupted.finish is None
+    assert interrupted.tokens.ids.tolist() == seen == expected(request)[0][: len(seen)] and len(seen) >= 8
+    assert engine.idle and engine.interrupt(request.id) is None and engine.produced(request.id) is None
+    _assert_empty(engine, runner)
+
+
+def test_an_interrupted_request_that_waits_has_what_it_came_with() -> None:
+    engine, _ = _make(num_slots=1)
+    produced = Tokens(np.ones(2, np.int32), np.zeros(2, np.float32), np.ones(2, np.int32), *_no_tops(2))
+    waiting = Request((1, 0), np.array([1], np.int32), 1, _long(0).sampling, produced)
+    engine.submit([_long(0), waiting])
+    engine.step()
+    interrupted = engine.interrupt((1, 0))
+    assert interrupted is not None and interrupted.tokens.ids.tolist() == [1, 1]
+    assert len(_drain(engine)) == 1
+
+
+def _no_tops(count: int) -> tuple[Any, Any]:
+    return np.empty((count, 0), np.int32), np.empty((count, 0), np.float32)
+
+
+def test_what_is_being_replayed_is_not_lost_by_another_interruption() -> None:
+    engine, _ = _make()
+    request = _long(0)
+    engine.submit([request])
+    for _ in range(9):
+        engine.step()
+    for num_visits in (1, 3, 6):
+        interrupted = engine.interrupt(request.id)
+        assert interrupted is not None and len(interrupted.tokens.ids) == 9
+        engine.submit([interrupted.resume()])
+        for _ in range(num_visits):
+            engine.step()
+    (output,) = _drain(engine).values()
+    _assert_undisturbed(output)
+
+
+def test_who_computes_a_prompt_for_others_can_be_interrupted() -> None:
+    engine, runner = _make(max_chunks=1)
+    requests = [make_request(0, sample, prompt=range(20)) for sample in range(3)]
+    engine.submit(requests)
+    engine.step()
+    assert engine.stats()["running"] == 3 and runner.num_live == 0
+    interrupted = engine.interrupt((0, 0))
+    assert interrupted is not None and len(interrupted.tokens.ids) == 0
+    outputs = _drain(engine)
+    assert outputs.keys() == {(0, 1), (0, 2)}
+    for output in outputs.values():
+        _assert_undisturbed(output)
+    _assert_empty(engine, runner)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("running", ["keep", "recompute"])
+def test_every_token_carries_the_version_of_the_weights_that_made_it(running: Any, overlap: bool) -> None:
+    engine, runner = _make(overlap=overlap)
+    engine.load(7, {})
+    engine.submit([_long(0, max_new_tokens=5)])
+    for _ in range(3):
+        engine.step()
+    engine.load(8, {}, running=running)
+    (output,) = _drain(engine).values()
+    _assert_undisturbed(output)
+    assert output.tokens.versions.tolist() == [7, 7, 7, 8, 8]
+    assert len(runner.started) == (2 if running == "recompute" else 1)
+
+
+def test_nothing_computed_with_old_weights_is_found_after_the_new_ones_came() -> None:
+    engine, runner = _make(deterministic=False)
+    engine.submit([_long(0)])
+    for _ in range(5):
+        engine.step()
+    engine.load(2, {})
+    runner.prefilled.clear()
+    engine.submit([_long(0, 1)])
+    outputs = _drain(engine)
+    assert sum(count for _, count in runner.prefilled) == 9
+    runner.prefilled.clear()
+    follow_up = [*outputs[0, 0].request.prompt, *outputs[0, 0].tokens.ids]
+    _generate(engine, [make_request(9, prompt=follow_up)])
+    # Of the row that ran through the change nothing is known, but the first chunk of its twin.
+    assert sum(count for _, count in runner.prefilled) == 29 - 8
+
+
+def test_a_prompt_that_is_being_prefilled_begins_again_with_new_weights() -> None:
+    engine, runner = _make(max_chunks=1)
+    engine.submit([make_request(0, prompt=range(20))])
+    engine.step()
+    engine.load(2, {})
+    (output,) = _drain(engine).values()
+    _assert_undisturbed(output)
+    assert runner.prefilled == [(0, 8), (0, 8), (8, 8), (16, 3)] and set(output.tokens.versions) == {2}
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_an_overflowed_sample_is_marked_and_leaves_nothing_behind(deterministic: bool) -> None:
+    engine, runner = _make(deterministic=deterministic, num_pages=24)
+    broken, sibling, other = _long(0, 0), _long(0, 1), _long(1)
+    runner.poison[broken.noise_key] = 13
+    outputs = _generate(engine, [broken, sibling, other])
+    assert [output.finite for _, output in sorted(outputs.items())] == [False, True, True]
+    assert len(outputs[0, 0].tokens.ids) == 5
+    assert runner.shape.num_pages in runner.cleared and len(runner.cleared) > 2
+    runner.poison.clear()
+    for output in (outputs[0, 1], outputs[1, 0], *_generate(engine, [_long(0, 3), _long(2)]).values()):
+        _assert_undisturbed(output)
+    _assert_empty(engine, runner)
+
+
+def _oddly(**sampling: Any) -> dict[str, Any]:
+    return sampling
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("sampling", "error", "message"),
     [
-        ({"prompt": np.empty(0, np.int32)}, DataError, "at least one token"),
-        ({"prompt": np.full(30, 1, np.int32)}, DataError, "generation.max_length"),
-        ({"prompt": np.array([14], np.int32)}, DataError, "vocabulary of 14"),
-        ({"max_new_tokens": 0}, UserError, "max_new_tokens"),
-        ({"temperature": -1.0}, UserError, "temperature"),
-        ({"temperature": float("nan")}, UserError, "temperature"),
-        ({"stop_token_ids": (1,) * 17}, UserError, "at most 16 end and stop tokens"),
-        ({"stop_token_ids": (14,)}, UserError, "vocabulary of 14"),
+        (_oddly(prompt=[]), DataError, "at least one token"),
+        (_oddly(prompt=[1] * 33), DataError, r"generation.max_length` 40, got 33 \+ 8 for 1/0"),
+        (_oddly(prompt=[24]), DataError, "vocabulary of 24"),
+        (_oddly(prompt=[-1]), DataError, "vocabulary of 24"),
+        (_oddly(max_new_tokens=0), UserError, "max_new_tokens"),
+        (_oddly(temperature=-1.0), UserError, "temperature"),
+        (_oddly(temperature=float("nan")), UserError, "temperature"),
+        (_oddly(temperature=float("inf")), UserError, "temperature"),
+        (_oddly(top_k=-1), UserError, "top_k"),
+        (_oddly(top_p=0.0), UserError, "top_p"),
+        (_oddly(top_p=1.1), UserError, "top_p"),
+        (_oddly(top_p=float("nan")), UserError, "top_p"),
+        (_oddly(min_p=1.0), UserError, "min_p"),
+        (_oddly(min_p=-0.1), UserError, "min_p"),
+        (_oddly(repetition_penalty=0.0), UserError, "repetition_penalty"),
+        (_oddly(repetition_penalty=float("inf")), UserError, "repetition_penalty"),
+        (_oddly(logit_bias=((24, 1.0),)), UserError, "logit_bias"),
+        (_oddly(logit_bias=((2, float("inf")),)), UserError, "logit_bias"),
+        (_oddly(logit_bias=((2, 1.0), (2, 2.0))), UserError, "once"),
+        (_oddly(top_logprobs=21), UserError, "top_logprobs"),
+        (_oddly(top_logprobs=-1), UserError, "top_logprobs"),
+        (_oddly(stop_token_ids=(1,) * 16), UserError, "at most 16 end and stop tokens"),
+        (_oddly(stop_token_ids=(24,)), UserError, "vocabulary of 24"),
+        (_oddly(stop=("a",) * 17), UserError, "at most 16 stop texts"),
+        (_oddly(stop=("",)), UserError, "empty"),
+        (_oddly(stop=("\ufffd",)), UserError, "FFFD"),
     ],
 )
 def test_an_impossible_request_is_refused_and_its_batch_with_it(
-    model: Transformer, changes: dict[str, Any], error: type[Exception], message: str
+    sampling: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    engine = _engine(model)
+    engine, _ = _make()
     with pytest.raises(error, match=message):
-        engine.submit([_request(0), _request(1, **changes)])
+        engine.submit([_long(0), make_request(1, **{"prompt": [1], **sampling})])
     assert engine.idle
 
 
-def test_an_interrupted_request_that_waits_has_produced_nothing(model: Transformer) -> None:
-    engine = _engine(model, slots=4)
-    engine.submit([_request(sample) for sample in range(6)])
+def test_stop_texts_are_refused_where_nobody_can_read() -> None:
+    engine = Engine(FakeRunner(make_shape()), deterministic=True)
+    with pytest.raises(UserError, match="tokenizer"):
+        engine.submit([make_request(0, prompt=[1], stop=("a",))])
+
+
+def test_produced_tokens_that_cannot_be_are_refused() -> None:
+    engine, _ = _make()
+    request = make_request(0, prompt=[1], max_new_tokens=2)
+    for ids in ([1, 2], [24]):
+        count = len(ids)
+        columns = (np.array(ids, np.int32), np.zeros(count, np.float32), np.zeros(count, np.int32))
+        with pytest.raises(DataError, match="produced tokens"):
+            engine.submit(
+                [Request((0, 0), request.prompt, 0, request.sampling, Tokens(*columns, *_no_tops(count)))]
+            )
+
+
+def test_the_runner_without_a_model_notices_a_wrong_page() -> None:
+    """The tests here are worth what its checks are worth."""
+    engine, runner = _make(steps_per_visit=2)
+    engine.submit([_long(0), _long(1)])
     engine.step()
-    waiting = engine.interrupt((0, 5))
-    assert waiting is not None and waiting.tokens is NO_TOKENS
-    assert engine.interrupt((0, 5)) is None
-    assert len(_drain(engine)) == 5
+    engine.step()
+    runner.damage()
+    with pytest.raises(AssertionError, match="another's tokens"):
+        _drain(engine)
+    assert draw(np.zeros(1, np.int32), 0) != draw(np.zeros(1, np.int32), 1)

@@ -1,14 +1,16 @@
+from array import array
 from collections.abc import Iterator
 
 import pytest
 
+from kintsugi.config import Strategy
 from kintsugi.errors import DataError, DeadlineExceeded, RefusedError, RemoteError
-from kintsugi.generation import manager as manager_module
-from kintsugi.generation.manager import MAX_ATTEMPTS, MAX_LOAD_ATTEMPTS
+from kintsugi.generation.distribution import MAX_LOAD_ATTEMPTS
+from kintsugi.generation.manager import MAX_ATTEMPTS
 from kintsugi.messages import Generated, Ping, WeightsLoaded
 from kintsugi.transport import PendingReply
 from kintsugi.types import StreamSource
-from tests.unit.generation.harness import World
+from tests.unit.generation.world import World, said
 
 
 @pytest.fixture
@@ -18,8 +20,12 @@ def world() -> Iterator[World]:
     world.close()
 
 
-def _texts(pending: PendingReply) -> list[bytes]:
-    return [completion.tokens for completion in pending.result().expect(Generated).completions]
+def _texts(pending: PendingReply) -> list[list[int]]:
+    return [array("i", part.tokens).tolist() for part in pending.result().expect(Generated).completions]
+
+
+def _both(ticket: str) -> list[list[int]]:
+    return [said(ticket, 0), said(ticket, 1)]
 
 
 def _held(world: World) -> list[str]:
@@ -37,8 +43,23 @@ def test_requests_are_spread_by_tokens_in_flight(world: World) -> None:
     for server in world.servers.values():
         server.answer()
     world.until(lambda: big.done and all(pending.done for pending in small))
-    assert _texts(big) == [b"big/0", b"big/1"]
+    assert _texts(big) == _both("big")
     assert world.manager.load == 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shares"), [("least_loaded", [3, 3]), ("round_robin", [3, 3]), ("prefix_affine", [0, 6])]
+)
+def test_requests_that_begin_alike_are_spread_as_the_strategy_says(
+    world: World, strategy: Strategy, shares: list[int]
+) -> None:
+    world.restart_manager(strategy=strategy)
+    world.load(1)
+    for index in range(6):
+        world.generate(str(index))
+    world.until(lambda: len(_held(world)) == 6)
+    assert sorted(len(server.tickets) for server in world.servers.values()) == shares
+    assert world.manager.gauges() == {"waiting": 0, "sent": 6, "servers": 2}
 
 
 def test_a_dead_servers_requests_are_sent_again_and_answered_once(world: World) -> None:
@@ -56,9 +77,7 @@ def test_a_dead_servers_requests_are_sent_again_and_answered_once(world: World) 
     world.until(lambda: all(pending.done for pending in asked.values()))
     assert sorted(answers) == ["a", "b", "c", "d"]
     assert "server-0 a has left" in world.notes
-    assert all(
-        _texts(pending) == [f"{ticket}/{n}".encode() for n in (0, 1)] for ticket, pending in asked.items()
-    )
+    assert all(_texts(pending) == _both(ticket) for ticket, pending in asked.items())
 
 
 def test_a_request_that_a_server_fails_is_tried_on_another(world: World) -> None:
@@ -105,7 +124,7 @@ def test_an_answer_to_another_question_is_not_accepted(world: World) -> None:
     world.until(lambda: world.servers["server-1"].held)
     world.servers["server-1"].answer()
     world.until(lambda: pending.done)
-    assert _texts(pending) == [b"a/0", b"a/1"]
+    assert _texts(pending) == _both("a")
 
 
 def test_weights_reach_every_server_before_they_count_as_loaded(world: World) -> None:
@@ -153,7 +172,7 @@ def test_a_server_that_joins_later_is_not_used_until_it_has_loaded_the_weights(w
     assert replacement.loaded == [1]
     replacement.answer()
     world.until(lambda: pending.done)
-    assert _texts(pending) == [b"a/0", b"a/1"]
+    assert _texts(pending) == _both("a")
 
 
 def test_a_request_for_a_newer_version_waits_for_it_and_does_not_hold_up_others(world: World) -> None:
@@ -193,8 +212,8 @@ def test_newer_weights_supersede_those_that_are_still_being_loaded(world: World)
     assert world.servers["server-0"].loaded == [1, 2]
 
 
-def test_the_queue_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager_module, "MAX_REQUESTS", 3)
+def test_the_queue_is_bounded(world: World) -> None:
+    world.restart_manager(max_requests=3)
     asked = [world.generate(str(index)) for index in range(4)]
     world.until(lambda: asked[3].done)
     with pytest.raises(RemoteError, match="3 requests are unanswered"):
@@ -245,7 +264,7 @@ def test_servers_that_were_there_before_the_first_weights_are_not_probed(world: 
     pending = world.load(1, wait=False)
     while not (deliveries := world.manager_endpoint.poll(0.01)):
         world.master.turn(0)
-    assert world.manager._book_number < world.manager_endpoint.book_number
+    assert world.manager._fleet._book_number < world.manager_endpoint.book_number
     for delivery in deliveries:
         world.manager.handle(delivery)
     world.until(lambda: pending.done)
@@ -284,7 +303,7 @@ def test_a_request_survives_more_deaths_than_it_may_meet_faults(world: World) ->
     assert not pending.done
     world.servers["server-0"].answer()
     world.until(lambda: pending.done)
-    assert _texts(pending) == [b"a/0", b"a/1"]
+    assert _texts(pending) == _both("a")
 
 
 def test_requests_and_weights_wait_for_a_stopped_server_until_it_is_killed(world: World) -> None:
@@ -300,7 +319,7 @@ def test_requests_and_weights_wait_for_a_stopped_server_until_it_is_killed(world
     world.until(lambda: loaded.done and len(world.servers["server-1"].held) == 4)
     world.servers["server-1"].answer()
     world.until(lambda: all(pending.done for pending in asked))
-    assert [_texts(pending)[0] for pending in asked] == [f"{index}/0".encode() for index in range(4)]
+    assert [_texts(pending) for pending in asked] == [_both(str(index)) for index in range(4)]
     assert loaded.result().expect(WeightsLoaded).servers == ("server-1",)
     assert not any("did not load" in note for note in world.notes)
 
@@ -317,7 +336,7 @@ def test_a_restarted_manager_keeps_requests_until_it_is_told_the_weights_again(w
     for server in world.servers.values():
         server.answer()
     world.until(lambda: pending.done)
-    assert _texts(pending) == [b"a/0", b"a/1"]
+    assert _texts(pending) == _both("a")
     assert [server.probed for server in world.servers.values()] == [[], []]
 
 
@@ -340,7 +359,7 @@ def test_a_master_that_took_over_joins_the_loading_that_its_predecessor_began(wo
     world.until(lambda: world.servers["server-0"].loaded == [1])
     world.restart_master()
     again = world.load(1, wait=False)
-    world.until(lambda: len(world.manager._weights_asked) == 2)
+    world.until(lambda: len(world.manager._distribution._asked) == 2)
     world.stopped.clear()
     world.until(lambda: again.done)
     assert again.result().expect(WeightsLoaded).servers == ("server-0", "server-1")

@@ -160,6 +160,15 @@ def test_a_group_that_a_reward_model_will_score_is_not_judged_beforehand() -> No
     assert not is_uninformative(scored, [meta("g", 0, 0.0), meta("g", 1, 0.0)], max_new_tokens=8)
 
 
+@pytest.mark.parametrize("num_valid", [0, 1])
+def test_a_group_with_fewer_than_two_valid_samples_says_nothing_whoever_scores_it(num_valid: int) -> None:
+    algorithm = AlgorithmSection(name="dapo", mask_truncated=True)
+    group = [meta("g", i, 1.0, finish=Finish.LENGTH) for i in range(2 - num_valid)]
+    group += [meta("g", 2, 0.0)] * num_valid
+    for stage in (stage_of(algorithm), stage_of(algorithm, reward_model=RewardModelSection(path="r"))):
+        assert is_uninformative(stage, group, max_new_tokens=8)
+
+
 def test_denominators_count_what_is_learned_from_in_the_whole_batch() -> None:
     metas = [
         meta("a", 0, 1.0, tokens=5),

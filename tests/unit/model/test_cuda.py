@@ -54,18 +54,3 @@ def test_packed_logprobs_and_gradients_on_the_gpu_are_those_of_the_cpu(
     torch.testing.assert_close(logprobs, expected_logprobs, atol=tolerance, rtol=0)
     torch.testing.assert_close(entropy, expected_entropy, atol=tolerance, rtol=0)
     assert (gradient - expected_gradient).norm() <= tolerance * expected_gradient.norm()
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
-def test_decoding_on_the_gpu_continues_from_a_prefill(dtype: torch.dtype, tolerance: float) -> None:
-    _, model = make_models(dtype)
-    tokens = (torch.arange(sum(LENGTHS)) % CONFIG.vocab_size).cuda()
-    layout = PackedLayout.from_lengths(LENGTHS, device="cuda")
-    cache = model.new_cache(num_slots=len(LENGTHS), max_length=80)
-    ends = layout.cumulative_lengths[1:].long() - 1
-    with torch.inference_mode():
-        expected = model.forward_packed(
-            tokens, layout.positions, layout, cache=cache, slots=torch.arange(4, device="cuda")
-        )
-    hidden = model.forward_decode(tokens[ends], layout.positions[ends], cache)
-    torch.testing.assert_close(hidden, expected[ends], atol=tolerance, rtol=0)

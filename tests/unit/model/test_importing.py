@@ -12,6 +12,7 @@ from kintsugi.model.attention import PackedLayout
 from kintsugi.model.importing import import_model
 from kintsugi.model.tokenizer import Tokenizer, character_tokenizer
 from kintsugi.model.transformer import Transformer, initialize
+from tests.unit.generation.driven_runner import Driven, request_of, runner_of
 
 PROMPTS = [
     "The capital of France is",
@@ -105,20 +106,10 @@ def test_a_damaged_gguf_file_is_named(tmp_path: Path) -> None:
 
 
 def greedy(model: Transformer, prompt: list[int]) -> list[int]:
-    """Greedy tokens by the cache: a prefill, then one token at a time."""
-    length = len(prompt) + NEW_TOKENS
-    cache = model.new_cache(num_slots=4, max_length=length)
-    layout = PackedLayout.from_lengths([len(prompt)])
-    with torch.inference_mode():
-        hidden = model.forward_packed(
-            torch.tensor(prompt), layout.positions, layout, cache=cache, slots=torch.tensor([0])
-        )
-        tokens = [int(model.logits(hidden[-1:]).argmax())]
-        for position in range(len(prompt), length - 1):
-            row = torch.zeros(4, dtype=torch.int64)
-            positions = row.clone()
-            row[0], positions[0] = tokens[-1], position
-            tokens.append(int(model.logits(model.forward_decode(row, positions, cache))[0].argmax()))
+    """As generation computes them: a prefill, then one token at a time."""
+    driven = Driven(runner_of(model, max_length=len(prompt) + NEW_TOKENS, deterministic=False))
+    driven.start(0, request_of(prompt, temperature=0.0, max_new_tokens=NEW_TOKENS))
+    tokens: list[int] = driven.decode([0], NEW_TOKENS).tokens[:, 0].tolist()
     return tokens
 
 

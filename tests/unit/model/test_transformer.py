@@ -1,4 +1,4 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from kintsugi.model.architecture import (
     parameter_shapes,
 )
 from kintsugi.model.attention import PackedLayout
-from kintsugi.model.transformer import Transformer, initialize
+from kintsugi.model.transformer import DecoderLayer, Transformer, initialize
 
 LLAMA3 = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32)
 YARN = YarnRope(factor=4.0, original_max_positions=32)
@@ -103,68 +103,51 @@ def test_logits_of_packed_sequences_are_those_of_transformers(name: str) -> None
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_decoding_token_by_token_gives_the_hidden_states_of_the_packed_pass(name: str) -> None:
+@pytest.mark.parametrize("name", ["llama-full-heads-biases", "qwen2", "qwen3"])
+def test_a_packed_model_has_the_same_parameters_and_a_layers_projections_in_one_piece(name: str) -> None:
     config = make_config(**CONFIGS[name])
-    model = make_model(config)
+    plain, packed = Transformer(config), Transformer(config, packed=True)
+    initialize(plain, 3)
+    packed.copy_weights({name: parameter.detach() for name, parameter in plain.named_parameters()})
+    assert {name: parameter.shape for name, parameter in packed.named_parameters()} == parameter_shapes(
+        config
+    )
+    layer = packed.model.layers[1]
+    assert isinstance(layer, DecoderLayer)
+    attention, feed_forward = layer.self_attn, layer.mlp
+    parts = [attention.q_proj, attention.k_proj, attention.v_proj]
+    assert attention.qkv_weight.equal(torch.cat([part.weight for part in parts]))
+    assert feed_forward.gate_up_weight.equal(
+        torch.cat([feed_forward.gate_proj.weight, feed_forward.up_proj.weight])
+    )
+    if config.attention_bias:
+        assert attention.qkv_bias is not None
+        assert attention.qkv_bias.equal(torch.cat([part.bias for part in parts]))
     layout = PackedLayout.from_lengths(LENGTHS)
     tokens = random_tokens(config, layout.num_tokens)
-    packed = model.forward_packed(tokens, layout.positions, layout).detach().split(list(LENGTHS))
-    sequences = tokens.split(list(LENGTHS))
-    cache = model.new_cache(num_slots=len(LENGTHS), max_length=20)
-    for position in range(max(LENGTHS)):
-        inputs = torch.stack([sequence[min(position, len(sequence) - 1)] for sequence in sequences])
-        positions = torch.tensor([min(position, length - 1) for length in LENGTHS])
-        hidden = model.forward_decode(inputs, positions, cache)
-        for row, length in enumerate(LENGTHS):
-            if position < length:
-                torch.testing.assert_close(hidden[row], packed[row][position], atol=1e-5, rtol=1e-5)
+    hidden = [model.forward_packed(tokens, layout.positions, layout) for model in (plain, packed)]
+    assert hidden[0].equal(hidden[1])
 
 
-def test_decoding_continues_from_a_prefill() -> None:
-    config = make_config(**CONFIGS["qwen3"])
-    model = make_model(config)
-    layout = PackedLayout.from_lengths((6, 3))
-    tokens = random_tokens(config, 9)
-    cache = model.new_cache(num_slots=4, max_length=8)
-    shorter = PackedLayout.from_lengths((5, 2))
-    prefix = torch.cat((tokens[:5], tokens[6:8]))
-    with torch.no_grad():
-        expected = model.forward_packed(tokens, layout.positions, layout)
-        model.forward_packed(prefix, shorter.positions, shorter, cache=cache, slots=torch.tensor([3, 1]))
-    hidden = model.forward_decode(
-        torch.tensor([0, int(tokens[8]), 0, int(tokens[5])]), torch.tensor([0, 2, 0, 5]), cache
-    )
-    torch.testing.assert_close(hidden[[3, 1]], expected[[5, 8]], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize(("num_slots", "max_length"), [(4, 16), (7, 33), (64, 16), (128, 16)])
-def test_a_rows_bits_depend_neither_on_its_slot_nor_on_the_other_rows(
-    name: str, num_slots: int, max_length: int
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda weights: weights.pop("model.norm.weight"), "a difference in .'model.norm.weight'"),
+        (
+            lambda weights: weights.update({"model.norm.weight": torch.ones(31)}),
+            r"`model.norm.weight` of shape \(32,\), got \(31,\)",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_change_nothing(
+    change: Callable[[dict[str, Tensor]], object], expected: str
 ) -> None:
-    config = make_config(**CONFIGS[name], hidden_size=96, intermediate_size=256)
-    model = make_model(config)
-    sequence = random_tokens(config, 12)
-
-    def decode(slot: int, *, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        cache = model.new_cache(num_slots=num_slots, max_length=max_length)
-        for tensor in (cache._keys, cache._values):
-            tensor.normal_(generator=generator)
-        rows = []
-        for position, token in enumerate(sequence):
-            tokens = torch.randint(0, config.vocab_size, (num_slots,), generator=generator)
-            positions = torch.randint(0, max_length, (num_slots,), generator=generator)
-            tokens[slot], positions[slot] = token, position
-            with torch.inference_mode():
-                hidden = model.forward_decode(tokens, positions, cache)
-                rows.append(torch.cat((hidden[slot], model.logits(hidden)[slot])))
-        return torch.stack(rows)
-
-    reference = decode(0, seed=0)
-    for slot in {1, num_slots // 2, num_slots - 2, num_slots - 1}:
-        assert torch.equal(decode(slot, seed=slot), reference)
+    model, other = make_model(make_config(**CONFIGS["llama"])), make_model(make_config(**CONFIGS["llama"]))
+    weights = {name: parameter.detach() * 2 for name, parameter in model.named_parameters()}
+    change(weights)
+    with pytest.raises(ModelError, match=expected):
+        model.copy_weights(weights)
+    assert all(a.equal(b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_packed_bits_do_not_depend_on_the_neighbours_when_the_padded_length_is_fixed() -> None:
@@ -250,15 +233,3 @@ def test_initialisation_depends_on_the_seed_alone() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert not torch.equal(first.output_weight, other.output_weight)
-
-
-@pytest.mark.parametrize(
-    ("num_slots", "max_length", "expected"),
-    [(3, 16, "at least 4 slots"), (4, 129, "`max_positions` 128, got 129")],
-)
-def test_a_cache_that_cannot_keep_its_promises_is_refused(
-    num_slots: int, max_length: int, expected: str
-) -> None:
-    model = Transformer(make_config(**CONFIGS["llama"]))
-    with pytest.raises(ModelError, match=expected):
-        model.new_cache(num_slots=num_slots, max_length=max_length)

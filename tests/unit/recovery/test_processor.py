@@ -141,7 +141,9 @@ def test_what_repeats_itself_after_the_round_is_over_is_answered_and_changes_not
     rank.adapter.train(4, KEYS[4])
     for late in (PreLock(2, 5), Rollback(3, 5), NotifyNormal(2, 5), DeviceStop(1, 5)):
         assert rank.processor.carry_out(late).prepared_step == 4
-    assert rank.processor.locked_after is None and rank.adapter.generation == 1
+    assert rank.adapter.generation == 1
+    rank.adapter.commit(4)
+    rank.processor.admit(5)
 
 
 def test_an_attempt_that_fails_has_still_ended_the_rounds_before_it() -> None:
@@ -169,7 +171,8 @@ def test_training_goes_on_only_from_where_the_rank_stands() -> None:
     rank.processor.carry_out(PreLock(2, 1))
     with pytest.raises(RefusedError, match="can not go on from step 5: this rank has committed 2"):
         rank.processor.carry_out(NotifyNormal(5, 2))
-    assert rank.processor.locked_after == 2
+    with pytest.raises(RefusedError, match="locked after step 2"):
+        rank.processor.admit(3)
 
 
 def test_a_repair_falls_to_the_next_source_and_says_which_it_was() -> None:
@@ -267,7 +270,6 @@ def test_a_rank_that_is_locked_after_a_step_may_still_run_that_step() -> None:
     rank = Rank(Flow.ROLLBACK).start()
     rank.run(1, 1)
     rank.processor.carry_out(PreLock(2, 1))
-    assert rank.processor.locked_after == 2
     rank.processor.admit(2)
     rank.run(2, 2)
     with pytest.raises(RefusedError, match="locked after step 2"):

@@ -1,8 +1,11 @@
 from array import array
 
 import msgspec
+import pytest
 import xxhash
 
+from kintsugi.errors import IntegrityError
+from kintsugi.messages import Generated
 from kintsugi.rollout.episode import (
     demonstrated_trajectory,
     describe,
@@ -10,6 +13,7 @@ from kintsugi.rollout.episode import (
     repetition,
     sampled_trajectory,
     trajectory_digest,
+    whole,
 )
 from kintsugi.types import Completion, Finish
 
@@ -52,3 +56,11 @@ def test_the_description_carries_the_oldest_version_and_a_digest_of_the_encoded_
 def test_repetition_is_the_share_of_n_grams_seen_before() -> None:
     assert repetition([1, 2, 3]) == 0.0
     assert repetition([1, 2, 3, 4, 1, 2, 3, 4]) == 1 - 4 / 5
+
+
+def test_an_answer_with_a_sample_that_was_cut_short_is_refused() -> None:
+    done = Completion(0, b"", b"", b"", Finish.LENGTH)
+    cut = Completion(1, b"", b"", b"", None)
+    assert whole(Generated("a", 0, (done,), "server-0")) == (done,)
+    with pytest.raises(IntegrityError, match=r"server-0: expected finished samples of a, \[1\] are not"):
+        whole(Generated("a", 0, (done, cut), "server-0"))

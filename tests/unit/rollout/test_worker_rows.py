@@ -53,8 +53,11 @@ class TestStream:
         asked = here.begin(run())
         here.until(lambda: any(wait.whom == "stream" for wait in WAITS.declared()))
         assert not asked.done
+        here.begin(run("grpo:0:1:0"))
+        here.worker.turn()
         (tmp_path / "rows.jsonl").write_text(self.line(prompt="2+2="))
         here.until(lambda: asked.done)
+        assert (tmp_path / "events.jsonl").read_text().count("waiting for a stream: row 0 has not come") == 1
         assert {text.prompt for text in asked.result().expect(EpisodesDone).texts.values()} == {"2+2="}
 
     def test_a_row_that_does_not_come_in_time_is_an_error(self, here: World) -> None:

@@ -1,0 +1,87 @@
+"""The engine that a model, a device and some memory call for."""
+
+from __future__ import annotations
+
+import torch
+
+from kintsugi.generation.cpu import PAGE_SIZE, CpuRunner
+from kintsugi.generation.engine import Engine
+from kintsugi.generation.pages import num_pages_of
+from kintsugi.model.architecture import ModelConfig
+from kintsugi.model.tokenizer import Tokenizer
+from kintsugi.model.transformer import Transformer
+
+SHARE_OF_FREE_MEMORY = 0.5
+"""Of a device; the rest is for activations, and for others who use it."""
+STEPS_PER_VISIT = 8
+"""Of a device that the host visits; new weights wait for a visit to end."""
+
+
+def build_engine(
+    architecture: ModelConfig,
+    tokenizer: Tokenizer,
+    *,
+    slots: int,
+    max_length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    deterministic: bool,
+    kv_cache_gib: float | None = None,
+) -> Engine:
+    """An engine whose weights are still to be loaded.
+
+    `kv_cache_gib` is the memory for keys and values; without it there is enough for all slots at full length, on an
+    accelerator as far as it has memory: with less, requests wait for each other.
+    """
+    model = Transformer(architecture, packed=True, dtype=dtype, device=device)
+    end_token_ids = tuple({*architecture.eos_token_ids, tokenizer.eos_token_id})
+    if device.type == "cpu":
+        num_pages = _num_pages(
+            slots * num_pages_of(max_length, page_size=PAGE_SIZE),
+            page_bytes=PAGE_SIZE * _token_bytes(architecture, torch.float32),
+            kv_cache_gib=kv_cache_gib,
+        )
+        cpu_runner = CpuRunner(
+            model,
+            num_slots=slots,
+            max_length=max_length,
+            num_pages=num_pages,
+            deterministic=deterministic,
+        )
+        return Engine(
+            cpu_runner, end_token_ids=end_token_ids, deterministic=deterministic, text_of=tokenizer.decode
+        )
+    # Only here: its kernels need a compiler that a CPU build of torch does not bring.
+    from kintsugi.generation import cuda
+
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    num_pages = _num_pages(
+        slots * num_pages_of(max_length, page_size=cuda.PAGE_SIZE),
+        page_bytes=cuda.PAGE_SIZE * _token_bytes(architecture, dtype),
+        kv_cache_gib=kv_cache_gib,
+        most_bytes=int(SHARE_OF_FREE_MEMORY * free_bytes),
+    )
+    cuda_runner = cuda.CudaRunner(
+        model, num_slots=slots, max_length=max_length, num_pages=num_pages, deterministic=deterministic
+    )
+    return Engine(
+        cuda_runner,
+        end_token_ids=end_token_ids,
+        deterministic=deterministic,
+        text_of=tokenizer.decode,
+        steps_per_visit=STEPS_PER_VISIT,
+        overlap=True,
+    )
+
+
+def _token_bytes(architecture: ModelConfig, dtype: torch.dtype) -> int:
+    """What one token's keys and values take."""
+    return architecture.num_layers * 2 * architecture.kv_size * dtype.itemsize
+
+
+def _num_pages(
+    num_wanted: int, *, page_bytes: int, kv_cache_gib: float | None, most_bytes: int | None = None
+) -> int:
+    if kv_cache_gib is not None:
+        return int(kv_cache_gib * 2**30) // page_bytes
+    return num_wanted if most_bytes is None else min(num_wanted, most_bytes // page_bytes)

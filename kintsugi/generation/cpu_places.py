@@ -1,0 +1,97 @@
+"""Where the rows of the CPU runner have their keys and values while they decode: one place per row, side by side.
+
+Reading pages through a table costs as much again as the attention itself, and so do gaps between places. So places are
+only as long as the longest row needs, and are laid out anew when it outgrows them. Memory that no row has come to is
+never touched, and so costs nothing.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from mmap import mmap
+
+import torch
+from torch import Tensor
+
+_PLACES_AT_ONCE = 64
+"""That are moved together: little enough to stay in the processor's cache."""
+
+
+def untouched_zeros(*shape: int) -> Tensor:
+    """float32 zeros that take no memory before they are written, at the beginning of a page of memory."""
+    return torch.frombuffer(mmap(-1, 4 * prod(shape)), dtype=torch.float32).view(shape)
+
+
+class Places:
+    """Keys and values in float32, [layers, 2, rows, kv_heads, length, head_dim], of up to `max_length` each."""
+
+    def __init__(
+        self, *, num_layers: int, num_rows: int, num_kv_heads: int, head_dim: int, max_length: int
+    ) -> None:
+        self._num_rows, self._num_kv_heads, self._head_dim = num_rows, num_kv_heads, head_dim
+        self._memory = untouched_zeros(num_layers, 2 * num_rows * num_kv_heads * max_length * head_dim)
+        self._length = 0
+        self.masks = torch.empty(0)
+        """[pairs of row and kv head, 1, length]: 0 where a row has a key, else -∞."""
+        self._starts = torch.empty(0, dtype=torch.int64)
+        """Where key and value of position 0 lie in a layer's memory, in heads, [rows, 2, kv_heads]."""
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def lay_out(self, length: int, *, held: Tensor) -> None:
+        """Change the length of all places; row i keeps its first `held[i]` tokens."""
+        if self._length > 0:
+            for memory in self._memory:
+                self._move_all(memory, length)
+        self._length = length
+        pairs = torch.arange(self._num_rows * self._num_kv_heads).view(self._num_rows, 1, -1)
+        self._starts = (torch.arange(2).view(1, 2, 1) * pairs.numel() + pairs) * length
+        is_held = torch.arange(length) < held.repeat_interleave(self._num_kv_heads).view(-1, 1, 1)
+        self.masks = torch.where(is_held, 0.0, float("-inf"))
+
+    def _move_all(self, memory: Tensor, length: int) -> None:
+        num_places, num_kept = 2 * self._num_rows * self._num_kv_heads, min(length, self._length)
+        old, new = (
+            memory[: num_places * each * self._head_dim].view(num_places, each, self._head_dim)
+            for each in (self._length, length)
+        )
+        groups = range(0, num_places, _PLACES_AT_ONCE)
+        # In the order in which none is overwritten before it has been moved.
+        for first in groups if length < self._length else reversed(groups):
+            some = slice(first, first + _PLACES_AT_ONCE)
+            kept = old[some, :num_kept].clone()
+            # Whatever lies behind what a row holds must be finite, because 0 × NaN is not 0.
+            new[some, num_kept:].zero_()
+            new[some, :num_kept] = kept
+
+    def _layer(self, memory: Tensor) -> Tensor:
+        """[2, pairs, length, head_dim]"""
+        sizes = (2, self._num_rows * self._num_kv_heads, self._length, self._head_dim)
+        return memory[: prod(sizes)].view(sizes)
+
+    def of_row(self, row: int) -> Tensor:
+        """[layers, 2, kv_heads, length, head_dim]"""
+        sizes = (2, self._num_rows, self._num_kv_heads, self._length, self._head_dim)
+        return self._memory[:, : prod(sizes)].unflatten(1, sizes)[:, :, row]
+
+    def show(self, row: int, length: int) -> None:
+        """Let a row see its first keys, and no others."""
+        masks = self.masks[row * self._num_kv_heads : (row + 1) * self._num_kv_heads]
+        masks.fill_(float("-inf"))[..., :length].zero_()
+
+    def open(self, positions: Tensor) -> Tensor:
+        """Let the first rows see one more position each; gives where `write` is to write there."""
+        targets = self._starts[: len(positions)] + positions.view(-1, 1, 1)
+        self.masks.view(-1).index_fill_(0, targets[:, 0].flatten(), 0.0)
+        return targets.flatten()
+
+    def write(self, layer: int, *, targets: Tensor, heads: Tensor) -> None:
+        """`heads` are [rows × 2 × kv_heads, head_dim]: each row's keys, then its values."""
+        self._memory[layer].view(-1, self._head_dim).index_copy_(0, targets, heads)
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values, each [pairs of row and kv head, length, head_dim]."""
+        keys, values = self._layer(self._memory[layer])
+        return keys, values

@@ -1,0 +1,147 @@
+"""What the CPU runner remembers of each row that decodes: host arrays, updated in place, all rows at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kintsugi.generation.noise import uniforms
+from kintsugi.generation.runner import Row
+from kintsugi.generation.sampler import Bending, Sampled, sample
+from kintsugi.generation.validation import MAX_STOP_TOKENS
+
+_NO_TOKEN = -1
+
+
+class CpuRows:
+    """A row without a request feeds token 0 at position 0, over and over."""
+
+    def __init__(self, num_rows: int, *, max_length: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self.tokens = np.zeros(num_rows, np.int64)
+        """Fed by the next step, at `positions`."""
+        self.positions = np.zeros(num_rows, np.int64)
+        self.has_ended = np.ones(num_rows, np.bool_)
+        self.is_broken = np.zeros(num_rows, np.bool_)
+        """Its keys and values may hold numbers that are not finite."""
+        self.num_top = np.zeros(num_rows, np.int64)
+        self._num_known = np.zeros(num_rows, np.int64)
+        self._max_lengths = np.zeros(num_rows, np.int64)
+        self._noise_keys = np.zeros(num_rows, np.int64)
+        self._sequences = np.zeros((num_rows, max_length + 1), np.int64)
+        self._end_tokens = np.full((num_rows, MAX_STOP_TOKENS), _NO_TOKEN, np.int64)
+        self._temperatures = np.ones(num_rows, np.float32)
+        self._is_bent = np.zeros(num_rows, np.bool_)
+        self._penalties = np.ones(num_rows, np.float32)
+        self._top_ks = np.zeros(num_rows, np.int64)
+        self._top_ps = np.ones(num_rows, np.float32)
+        self._min_ps = np.zeros(num_rows, np.float32)
+        self._seen: Tensor | None = None
+        """Like `_biases`, made when the first row needs it: as large as the logits."""
+        self._biases: Tensor | None = None
+        self._row_numbers = np.arange(num_rows)
+
+    def start(self, row: int, new: Row) -> None:
+        sampling = new.request.sampling
+        self.tokens[row] = new.tokens[new.start]
+        self.positions[row] = new.start
+        self.has_ended[row] = False
+        self.is_broken[row] = False
+        self.num_top[row] = sampling.top_logprobs
+        self._num_known[row] = len(new.tokens)
+        self._max_lengths[row] = new.request.max_length
+        self._noise_keys[row] = new.request.noise_key
+        self._sequences[row, : len(new.tokens)] = new.tokens
+        self._end_tokens[row] = _NO_TOKEN
+        self._end_tokens[row, : len(new.end_token_ids)] = new.end_token_ids
+        self._temperatures[row] = sampling.temperature
+        self._penalties[row] = sampling.repetition_penalty
+        self._top_ks[row] = sampling.top_k
+        self._top_ps[row] = sampling.top_p
+        self._min_ps[row] = sampling.min_p
+        self._is_bent[row] = (
+            sampling.repetition_penalty != 1
+            or sampling.top_k != 0
+            or sampling.top_p != 1
+            or sampling.min_p != 0
+            or bool(sampling.logit_bias)
+        )
+        if self._is_bent[row]:
+            self._bend(row, new)
+
+    def _bend(self, row: int, new: Row) -> None:
+        if self._seen is None or self._biases is None:
+            shape = (len(self.tokens), self._vocab_size)
+            self._seen, self._biases = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape)
+        # Tokens from `start` on are seen when they are fed.
+        self._seen[row].zero_()[torch.from_numpy(new.tokens[: new.start].astype(np.int64))] = True
+        self._biases[row].zero_()
+        for token, bias in new.request.sampling.logit_bias:
+            self._biases[row, token] += bias
+
+    def stop(self, row: int) -> None:
+        self.tokens[row] = 0
+        self.positions[row] = 0
+        self.has_ended[row] = True
+        self.num_top[row] = 0
+        self._num_known[row] = 0
+        self._temperatures[row] = 1
+        self._is_bent[row] = False
+
+    def move(self, source: int, *, to: int) -> None:
+        arrays = [value for value in vars(self).values() if isinstance(value, np.ndarray)]
+        for array in arrays:
+            if array is not self._row_numbers:
+                array[to] = array[source]
+        for tensor in (self._seen, self._biases):
+            if tensor is not None:
+                tensor[to] = tensor[source]
+
+    def sample(self, logits: Tensor) -> Sampled:
+        """A token for each row of `logits`, which are the first of these rows."""
+        num_rows = len(logits)
+        is_bent = self._is_bent[:num_rows]
+        return sample(
+            logits,
+            temperatures=torch.from_numpy(self._temperatures[:num_rows]),
+            uniforms=uniforms(
+                torch.from_numpy(self._noise_keys[:num_rows]),
+                counters=torch.from_numpy(self.positions[:num_rows] + 1),
+            ),
+            bending=self._bending(num_rows) if is_bent.any() else None,
+            num_top=int(self.num_top[:num_rows].max()),
+        )
+
+    def _bending(self, num_rows: int) -> Bending:
+        """With the tokens that have just been fed."""
+        assert self._seen is not None and self._biases is not None
+        self._seen[
+            torch.from_numpy(self._row_numbers[:num_rows]), torch.from_numpy(self.tokens[:num_rows])
+        ] = True
+        return Bending(
+            penalties=torch.from_numpy(self._penalties[:num_rows]),
+            seen=self._seen[:num_rows],
+            biases=self._biases[:num_rows],
+            top_ks=torch.from_numpy(self._top_ks[:num_rows]),
+            top_ps=torch.from_numpy(self._top_ps[:num_rows]),
+            min_ps=torch.from_numpy(self._min_ps[:num_rows]),
+        )
+
+    def advance(
+        self, sampled: NDArray[np.int64], *, logprobs: NDArray[np.float32], is_fed: NDArray[np.bool_]
+    ) -> None:
+        """Go to the next token: the known one, or what has been sampled, unless the row ends with that."""
+        num_rows = len(sampled)
+        following = self.positions[:num_rows] + 1
+        is_known = following < self._num_known[:num_rows]
+        known = self._sequences[self._row_numbers[:num_rows], following]
+        is_end = (self._end_tokens[:num_rows] == sampled[:, None]).any(axis=1)
+        is_last = following + 1 >= self._max_lengths[:num_rows]
+        has_ended = ~is_known & (is_end | is_last)
+        self.has_ended[:num_rows] |= is_fed & has_ended
+        self.is_broken[:num_rows] |= ~np.isfinite(logprobs)
+        goes_on = is_fed & ~has_ended
+        np.copyto(self.tokens[:num_rows], np.where(is_known, known, sampled), where=goes_on)
+        np.copyto(self.positions[:num_rows], following, where=goes_on)

@@ -1,0 +1,181 @@
+"""A `Generate` on a server: who asked for it, what is done of it, and what was told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kintsugi.errors import DataError, UserError
+from kintsugi.generation.requests import Output, Tokens
+from kintsugi.messages import Generate, Generated, WeightsLoaded
+from kintsugi.transport import Delivery
+from kintsugi.types import Completion, Fragment, Peer
+
+_ITEM_BYTES = 4
+Number = TypeVar("Number", np.int32, np.float32)
+
+
+class Job:
+    """One or more askers want the same: a manager that was restarted asks again for what is running."""
+
+    def __init__(
+        self, delivery: Delivery, request: Generate, *, weights: WeightsLoaded | None, now: float
+    ) -> None:
+        self.deliveries = [delivery]
+        self.request = request
+        self.weights = weights
+        """That were there when it began."""
+        self.since = now
+        self._completions: dict[int, Completion] = {}
+        self._told = {part.sample: len(part.tokens) // _ITEM_BYTES for part in request.produced}
+        """Tokens of each sample that the askers know of."""
+        self._told_finished: set[int] = set()
+
+    @property
+    def unfinished(self) -> list[int]:
+        return [sample for sample in self.request.wanted if sample not in self._completions]
+
+    @property
+    def num_tokens(self) -> int:
+        """Most tokens that its unfinished samples take, prompts included."""
+        per_sample = len(self.request.prompt) // _ITEM_BYTES + self.request.sampling.max_new_tokens
+        return len(self.unfinished) * per_sample
+
+    def gives(self, request: Generate) -> bool:
+        """Whether its answer is one to this request too, however and for how long each asker waits for it."""
+        mine = self.request
+        if mine.ticket != request.ticket or request.produced not in ((), mine.produced):
+            return False
+        return mine == msgspec.structs.replace(
+            request,
+            timeout_s=mine.timeout_s,
+            stream=mine.stream,
+            number=mine.number,
+            produced=mine.produced,
+        )
+
+    def join(self, delivery: Delivery) -> None:
+        """One more wants the answer, and knows nothing of it yet; the others ignore what they are told again."""
+        self.deliveries.append(delivery)
+        self._told.clear()
+        self._told_finished.clear()
+
+    def leave(self, peer: Peer, number: int) -> list[Delivery]:
+        """Take out whoever asked under this number."""
+        left = [
+            delivery
+            for delivery in self.deliveries
+            if delivery.peer.process == peer.process and _body(delivery).number == number
+        ]
+        self.deliveries = [delivery for delivery in self.deliveries if delivery not in left]
+        return left
+
+    def add(self, output: Output) -> None:
+        """A sample has ended, or was interrupted."""
+        sample = output.request.id[1]
+        tokens, logprobs, versions, *top = _columns(output.tokens)
+        self._completions[sample] = Completion(sample, tokens, logprobs, versions, output.finish, *top)
+
+    def answer(self, *, server: str) -> Generated:
+        completions = tuple(self._completions[sample] for sample in self.request.wanted)
+        return Generated(self.request.ticket, self.request.turn, completions, server)
+
+    def news(self, produced: Callable[[int], Tokens | None]) -> tuple[Fragment, ...]:
+        """What the askers do not know yet; `produced` gives the tokens so far of a sample that is being made."""
+        fragments = []
+        for sample in self.request.wanted:
+            if sample in self._told_finished:
+                continue
+            told = self._told.get(sample, 0)
+            done = self._completions.get(sample)
+            if done is not None:
+                fragments.append(_rest(done, told))
+                self._told_finished.add(sample)
+                continue
+            tokens = produced(sample)
+            if tokens is not None and len(tokens.ids) > told:
+                fragments.append(Fragment(sample, told, *_columns(tokens.between(told))))
+                self._told[sample] = len(tokens.ids)
+        return tuple(fragments)
+
+    def numbers(self) -> list[tuple[str, int]]:
+        """Who is told of it, and under which number each asked."""
+        return [(delivery.peer.process, _body(delivery).number) for delivery in self.deliveries]
+
+
+def check(request: Generate) -> None:
+    """Raise what is wrong with it as a whole; each sample is checked by who makes it."""
+    if not request.wanted or len(set(request.wanted)) < len(request.wanted):
+        raise UserError(f"expected samples of {request.ticket}, each once, got {request.wanted}")
+    brought = [part.sample for part in request.produced]
+    if len(set(brought)) < len(brought) or not set(brought) <= set(request.wanted):
+        raise UserError(
+            f"expected produced tokens of wanted samples of {request.ticket}, got them of {brought}"
+        )
+
+
+def prompt_of(request: Generate) -> NDArray[np.int32]:
+    return _array(request.prompt, np.int32, (-1,), request.ticket)
+
+
+def produced_of(request: Generate, sample: int) -> Tokens | None:
+    """What other servers have made of a sample."""
+    part = next((part for part in request.produced if part.sample == sample), None)
+    if part is None:
+        return None
+    count, num_top, ticket = len(part.tokens) // _ITEM_BYTES, request.sampling.top_logprobs, request.ticket
+    return Tokens(
+        _array(part.tokens, np.int32, (count,), ticket),
+        _array(part.logprobs, np.float32, (count,), ticket),
+        _array(part.versions, np.int32, (count,), ticket),
+        _array(part.top_tokens, np.int32, (count, num_top), ticket),
+        _array(part.top_logprobs, np.float32, (count, num_top), ticket),
+    )
+
+
+def _array(data: bytes, kind: type[Number], shape: tuple[int, ...], ticket: str) -> NDArray[Number]:
+    """As it travels: little-endian, four bytes each."""
+    expected = len(data) // _ITEM_BYTES if shape == (-1,) else prod(shape)
+    if len(data) != expected * _ITEM_BYTES:
+        raise DataError(
+            f"expected {expected} numbers of 4 bytes in the tokens of {ticket}, got {len(data)} bytes"
+        )
+    array = np.frombuffer(data, dtype=np.dtype(kind).newbyteorder("<"))
+    return array.astype(kind, copy=False).reshape((expected,) if shape == (-1,) else shape)
+
+
+def _columns(tokens: Tokens) -> tuple[bytes, bytes, bytes, bytes, bytes]:
+    return (
+        tokens.ids.astype("<i4", copy=False).tobytes(),
+        tokens.logprobs.astype("<f4", copy=False).tobytes(),
+        tokens.versions.astype("<i4", copy=False).tobytes(),
+        tokens.top_ids.astype("<i4", copy=False).tobytes(),
+        tokens.top_logprobs.astype("<f4", copy=False).tobytes(),
+    )
+
+
+def _rest(done: Completion, told: int) -> Fragment:
+    """Its last tokens, with its end."""
+    num_tokens = len(done.tokens) // _ITEM_BYTES
+    start = told * _ITEM_BYTES
+    top_start = told * (len(done.top_tokens) // num_tokens) if num_tokens else 0
+    return Fragment(
+        done.sample,
+        told,
+        done.tokens[start:],
+        done.logprobs[start:],
+        done.versions[start:],
+        done.top_tokens[top_start:],
+        done.top_logprobs[top_start:],
+        done.finish,
+    )
+
+
+def _body(delivery: Delivery) -> Generate:
+    assert isinstance(delivery.body, Generate)
+    return delivery.body

@@ -1,0 +1,215 @@
+"""One decode step as a whole, from the slots' tokens to their next ones, without the host.
+
+All that a step reads and writes is allocated once, so that it can be captured and replayed. What the host changes
+between steps is small and goes through `Slots`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kintsugi.generation.kernels.bending import (
+    Edits,
+    bend,
+    is_bent,
+    is_edited,
+    packed_cuts,
+    report_top,
+)
+from kintsugi.generation.kernels.network import PagedNetwork
+from kintsugi.generation.kernels.sampling import Summary, draw, summarize
+from kintsugi.generation.kernels.state import ALIVE, NUM_FIELDS, packed_rows
+from kintsugi.generation.runner import Row
+from kintsugi.generation.validation import MAX_TOP_LOGPROBS
+from kintsugi.types import Sampling
+
+MAX_STEPS = 64
+"""Of one visit."""
+
+Upload = Callable[[NDArray[np.generic]], Tensor]
+"""Brings an array to the device, behind everything that was begun before."""
+
+
+class StepKind(NamedTuple):
+    """What a step's shape and kernels depend on."""
+
+    num_rows: int
+    num_splits: int
+    """Room for the longest context, in splits of the attention."""
+    is_bent: bool = False
+    is_edited: bool = False
+    has_top: bool = False
+
+
+class Slots:
+    """The device's memory of each slot, and of one more that no request uses."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        max_length: int,
+        page_size: int,
+        scratch_page: int,
+        vocab_size: int,
+        device: torch.device,
+        upload: Upload,
+    ) -> None:
+        self.num_slots = num_slots
+        self._scratch_page = scratch_page
+        self._vocab_size = vocab_size
+        self._device = device
+        self._upload = upload
+        num_rows = num_slots + 1
+        self.state = torch.zeros(num_rows, NUM_FIELDS, dtype=torch.int64, device=device)
+        self.known = torch.zeros(num_rows, max_length, dtype=torch.int32, device=device)
+        max_pages = -(-max_length // page_size)
+        self.tables = torch.full((num_rows, max_pages), scratch_page, dtype=torch.int32, device=device)
+        self.cuts = self._upload(packed_cuts([Sampling()])).expand(num_rows, 4).contiguous()
+        self.edits: Edits | None = None
+        self._samplings: dict[int, Sampling] = {}
+        """Of slots whose rows need more than a temperature."""
+        self._bent_slots: set[int] = set()
+        """Those whose cuts and edits are not those of everybody, their row gone or not."""
+        self.limits = np.zeros(num_slots, np.int64)
+        """Tokens that a slot's row may come to see, as far as the host knows."""
+
+    def start(self, rows: Sequence[Row]) -> None:
+        slots = np.array([row.slot for row in rows], np.int64)
+        index = self._upload(slots)
+        self.state.index_copy_(0, index, self._upload(packed_rows(rows)))
+        self.limits[slots] = [row.start for row in rows]
+        replayed = [row for row in rows if len(row.tokens) > row.start + 1]
+        if replayed:
+            known = np.zeros((len(replayed), max(len(row.tokens) for row in replayed)), np.int32)
+            for target, row in zip(known, replayed, strict=True):
+                target[: len(row.tokens)] = row.tokens
+            index = self._upload(np.array([row.slot for row in replayed], np.int64))
+            self.known[:, : known.shape[1]].index_copy_(0, index, self._upload(known))
+        self._start_bending(rows)
+
+    def _start_bending(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            sampling = row.request.sampling
+            if is_bent(sampling) or sampling.top_logprobs > 0:
+                self._samplings[row.slot] = sampling
+        changed = [row for row in rows if row.slot in self._bent_slots or is_bent(row.request.sampling)]
+        if not changed:
+            return
+        self._bent_slots.difference_update(row.slot for row in changed)
+        self._bent_slots.update(row.slot for row in changed if is_bent(row.request.sampling))
+        index = self._upload(np.array([row.slot for row in changed], np.int64))
+        self.cuts.index_copy_(0, index, self._upload(packed_cuts([row.request.sampling for row in changed])))
+        if self.edits is None and any(is_edited(row.request.sampling) for row in changed):
+            self.edits = Edits.none(self.num_slots + 1, vocab_size=self._vocab_size, device=self._device)
+        if self.edits is not None:
+            seen = np.zeros((len(changed), self._vocab_size), np.uint8)
+            biases = np.zeros((len(changed), self._vocab_size), np.float32)
+            for row, own_seen, own_biases in zip(changed, seen, biases, strict=True):
+                if row.request.sampling.repetition_penalty != 1.0:
+                    own_seen[row.tokens] = 1
+                for token, bias in row.request.sampling.logit_bias:
+                    own_biases[token] = bias
+            self.edits.seen.index_copy_(0, index, self._upload(seen))
+            self.edits.biases.index_copy_(0, index, self._upload(biases))
+
+    def set_pages(self, tables: Mapping[int, Sequence[int]]) -> None:
+        if not tables:
+            return
+        padded = np.full((len(tables), max(map(len, tables.values()))), self._scratch_page, np.int32)
+        for target, pages in zip(padded, tables.values(), strict=True):
+            target[: len(pages)] = pages
+        index = self._upload(np.array(list(tables), np.int64))
+        self.tables[:, : padded.shape[1]].index_copy_(0, index, self._upload(padded))
+
+    def stop(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._samplings.pop(slot, None)
+        self.state[:, ALIVE].index_fill_(0, self._upload(np.array(slots, np.int64)), 0)
+
+    def kind_of(self, slots: Sequence[int]) -> tuple[bool, bool, int]:
+        """Whether a row of these is bent, and edited, and how many top log-probabilities the most curious wants."""
+        if not self._samplings:
+            return False, False, 0
+        samplings = [self._samplings[slot] for slot in slots if slot in self._samplings]
+        return (
+            any(map(is_bent, samplings)),
+            any(map(is_edited, samplings)),
+            max((sampling.top_logprobs for sampling in samplings), default=0),
+        )
+
+
+class DecodeStep:
+    """Feeds one token to each row of `rows`, a slot each, and writes what was sampled to the results."""
+
+    def __init__(self, network: PagedNetwork, slots: Slots, *, max_rows: int, vocab_size: int) -> None:
+        self._network = network
+        self._slots = slots
+        self._vocab_size = vocab_size
+        device = slots.state.device
+        self.rows = torch.full((max_rows,), slots.num_slots, dtype=torch.int32, device=device)
+        self.cursors = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        """The place of each row's next result."""
+        self.results = torch.zeros(MAX_STEPS, 2, max_rows, dtype=torch.int32, device=device)
+        """Tokens, and the bits of their log-probabilities."""
+        self.top_results: Tensor | None = None
+        """[steps, 2, rows, MAX_TOP_LOGPROBS], likewise; there once somebody has asked for them."""
+        self._summary = Summary.empty(max_rows, vocab_size=vocab_size, device=device)
+        self._bent: tuple[Tensor, Summary] | None = None
+
+    def prepare(self, kind: StepKind) -> None:
+        """Allocate what only some kinds of step need."""
+        device, max_rows = self.rows.device, self.rows.shape[0]
+        if kind.is_bent and self._bent is None:
+            bent = torch.empty(max_rows, self._vocab_size, dtype=torch.float32, device=device)
+            self._bent = (bent, Summary.empty(max_rows, vocab_size=self._vocab_size, device=device))
+        if kind.has_top and self.top_results is None:
+            num_top = min(MAX_TOP_LOGPROBS, self._vocab_size)
+            shape = (MAX_STEPS, 2, max_rows, num_top)
+            self.top_results = torch.zeros(shape, dtype=torch.int32, device=device)
+
+    def run(self, kind: StepKind) -> None:
+        slots = self._slots
+        rows, cursors = self.rows[: kind.num_rows], self.cursors[: kind.num_rows]
+        logits = self._network.decode(
+            rows, state=slots.state, tables=slots.tables, num_splits=kind.num_splits
+        )
+        summary = self._summary.first(kind.num_rows)
+        summarize(logits, slots=rows, state=slots.state, is_scaled=False, summary=summary)
+        if kind.has_top:
+            assert self.top_results is not None
+            report_top(
+                logits,
+                summary,
+                slots=rows,
+                state=slots.state,
+                cursors=cursors,
+                result_tokens=self.top_results[:, 0],
+                result_logprobs=self.top_results[:, 1].view(torch.float32),
+            )
+        draw(
+            logits,
+            summary,
+            bent=self._bend(logits, rows, kind) if kind.is_bent else None,
+            slots=rows,
+            state=slots.state,
+            known=slots.known,
+            cursors=cursors,
+            result_tokens=self.results[:, 0],
+            result_logprobs=self.results[:, 1].view(torch.float32),
+        )
+
+    def _bend(self, logits: Tensor, rows: Tensor, kind: StepKind) -> tuple[Tensor, Summary]:
+        assert self._bent is not None
+        bent, summary = self._bent[0][: kind.num_rows], self._bent[1].first(kind.num_rows)
+        state = self._slots.state
+        edits = self._slots.edits if kind.is_edited else None
+        bend(logits, slots=rows, state=state, cuts=self._slots.cuts, edits=edits, output=bent)
+        summarize(bent, slots=rows, state=state, is_scaled=True, summary=summary)
+        return bent, summary

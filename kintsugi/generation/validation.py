@@ -1,0 +1,113 @@
+"""Which requests are refused before anything is done for them, and in which words."""
+
+from __future__ import annotations
+
+from math import isfinite
+
+from kintsugi.errors import DataError, UserError
+from kintsugi.generation.requests import Request
+from kintsugi.types import MIN_TEMPERATURE, Sampling
+
+MAX_STOP_TOKENS = 16
+"""End tokens of the model and stop tokens of a request together."""
+MAX_STOP_TEXTS = 16
+MAX_TOP_LOGPROBS = 20
+
+
+def check_request(
+    request: Request, *, max_length: int, vocab_size: int, num_end_tokens: int, reads_text: bool
+) -> None:
+    """Raise what is wrong with it: a DataError about its tokens, a UserError about how it is to be sampled."""
+    name = "/".join(map(str, request.id))
+    sampling = request.sampling
+    if len(request.prompt) == 0:
+        raise DataError(f"expected a prompt of at least one token, got none for {name}")
+    if sampling.max_new_tokens < 1:
+        raise UserError(f"expected `max_new_tokens` of at least 1, got {sampling.max_new_tokens} for {name}")
+    if request.max_length > max_length:
+        raise DataError(
+            f"expected prompt + `max_new_tokens` within `generation.max_length` {max_length}, "
+            f"got {len(request.prompt)} + {sampling.max_new_tokens} for {name}"
+        )
+    if request.prompt.min() < 0 or request.prompt.max() >= vocab_size:
+        raise DataError(
+            f"expected prompt tokens within the vocabulary of {vocab_size}, got others for {name}"
+        )
+    if request.produced is not None:
+        _check_produced(request, vocab_size=vocab_size, name=name)
+    _check_distribution(sampling, vocab_size=vocab_size, name=name)
+    _check_ends(
+        sampling, vocab_size=vocab_size, num_end_tokens=num_end_tokens, reads_text=reads_text, name=name
+    )
+
+
+def _check_produced(request: Request, *, vocab_size: int, name: str) -> None:
+    """It came over the wire, from another server that made it."""
+    tokens = request.produced
+    assert tokens is not None
+    num_tokens = len(tokens.ids)
+    if num_tokens >= request.sampling.max_new_tokens:
+        raise DataError(
+            f"expected fewer produced tokens than `max_new_tokens` {request.sampling.max_new_tokens}, "
+            f"got {num_tokens} for {name}"
+        )
+    if num_tokens and (tokens.ids.min() < 0 or tokens.ids.max() >= vocab_size):
+        raise DataError(
+            f"expected produced tokens within the vocabulary of {vocab_size}, got others for {name}"
+        )
+    shape = (num_tokens, request.sampling.top_logprobs)
+    if not (
+        len(tokens.logprobs) == len(tokens.versions) == num_tokens
+        and tokens.top_ids.shape == tokens.top_logprobs.shape == shape
+    ):
+        raise DataError(f"expected a log-probability and a version per produced token, got others for {name}")
+
+
+def _check_distribution(sampling: Sampling, *, vocab_size: int, name: str) -> None:
+    if sampling.temperature != 0 and not MIN_TEMPERATURE <= sampling.temperature < float("inf"):
+        raise UserError(
+            f"expected `temperature` 0 or at least {MIN_TEMPERATURE}, got {sampling.temperature} for {name}"
+        )
+    if sampling.top_k < 0:
+        raise UserError(f"expected `top_k` of at least 0, got {sampling.top_k} for {name}")
+    if not 0 < sampling.top_p <= 1:
+        raise UserError(f"expected `top_p` above 0 and up to 1, got {sampling.top_p} for {name}")
+    if not 0 <= sampling.min_p < 1:
+        raise UserError(f"expected `min_p` from 0 and below 1, got {sampling.min_p} for {name}")
+    if not 0 < sampling.repetition_penalty < float("inf"):
+        raise UserError(
+            f"expected a finite `repetition_penalty` above 0, got {sampling.repetition_penalty} for {name}"
+        )
+    for token, bias in sampling.logit_bias:
+        if not 0 <= token < vocab_size:
+            raise UserError(
+                f"expected tokens of `logit_bias` within the vocabulary of {vocab_size}, got {token} for {name}"
+            )
+        if not isfinite(bias):
+            raise UserError(f"expected finite values in `logit_bias`, got {bias} for token {token} of {name}")
+    if len({token for token, _ in sampling.logit_bias}) < len(sampling.logit_bias):
+        raise UserError(f"expected each token of `logit_bias` once, got one twice for {name}")
+    if not 0 <= sampling.top_logprobs <= min(MAX_TOP_LOGPROBS, vocab_size):
+        raise UserError(
+            f"expected `top_logprobs` from 0 to {min(MAX_TOP_LOGPROBS, vocab_size)}, "
+            f"got {sampling.top_logprobs} for {name}"
+        )
+
+
+def _check_ends(
+    sampling: Sampling, *, vocab_size: int, num_end_tokens: int, reads_text: bool, name: str
+) -> None:
+    if num_end_tokens + len(sampling.stop_token_ids) > MAX_STOP_TOKENS:
+        raise UserError(f"expected at most {MAX_STOP_TOKENS} end and stop tokens, got more for {name}")
+    if any(not 0 <= token < vocab_size for token in sampling.stop_token_ids):
+        raise UserError(f"expected stop tokens within the vocabulary of {vocab_size}, got others for {name}")
+    if len(sampling.stop) > MAX_STOP_TEXTS:
+        raise UserError(f"expected at most {MAX_STOP_TEXTS} stop texts, got {len(sampling.stop)} for {name}")
+    if not all(sampling.stop):
+        raise UserError(f"expected stop texts of at least one character, got an empty one for {name}")
+    if any("\ufffd" in text for text in sampling.stop):
+        raise UserError(
+            f"expected stop texts without U+FFFD, which stands for a character yet incomplete, got one for {name}"
+        )
+    if sampling.stop and not reads_text:
+        raise UserError(f"expected no stop texts where there is no tokenizer, got some for {name}")

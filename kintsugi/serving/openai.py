@@ -1,0 +1,415 @@
+"""What may be asked for: the OpenAI API's requests, strictly, and what they come to for generation.
+
+Decoding says what is wrong with a field by its name; a field that the API does not have is refused as the API does.
+Fields that change nothing here (`user`, `metadata`, …) are taken and ignored; those that would change the answer in a
+way that is not supported are refused unless they ask for nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from kintsugi.errors import DataError, ModelError
+from kintsugi.model.tokenizer import Tokenizer
+from kintsugi.serving.refusals import Refusal, too_long, unknown_model
+from kintsugi.types import MIN_TEMPERATURE, Sampling
+
+MAX_CHOICES = 128
+"""Of one request: prompts × n."""
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 512
+MAX_BIASES = 1024
+MAX_COMPLETION_LOGPROBS, MAX_CHAT_LOGPROBS = 5, 20
+DEFAULT_COMPLETION_TOKENS = 16
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+Count = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+TokenCount = Annotated[int, Meta(ge=1, le=1 << 31)]
+Share = Annotated[float, Meta(ge=0.0, lt=1.0)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    """Taken and ignored."""
+
+
+class _Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What both kinds of requests have."""
+
+    model: str
+    n: Count | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    seed: Int64 | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    max_tokens: TokenCount | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    # As in vLLM's API.
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    # They change nothing here.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+
+class CompletionRequest(_Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of `/v1/completions`."""
+
+    prompt: str | list[Any]
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: Count | None = None
+    suffix: str | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    type: str
+
+
+class ChatRequest(_Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of `/v1/chat/completions`."""
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    max_completion_tokens: TokenCount | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_CHAT_LOGPROBS)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    modalities: list[str] | None = None
+    # They change nothing here.
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    prediction: Any = None
+
+
+class NewWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of `/admin/weights`."""
+
+    path: str
+    """A folder with the same architecture."""
+
+
+class NewServers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of `/admin/servers`."""
+
+    count: Annotated[int, Meta(ge=1, le=64)]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the served model can do."""
+
+    model: str
+    """Its name in the API."""
+    vocab_size: int
+    max_length: int
+    """Longest prompt + completion, in tokens."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A request as generation needs it: one `Generate` per prompt, `sampling.num_samples` choices of each."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    samplings: tuple[Sampling, ...]
+    """One per prompt: how long a completion may become depends on it."""
+    seeded: bool
+    """Asked for again, the answer is the same."""
+    stream: bool
+    include_usage: bool
+    with_logprobs: bool
+    echo: tuple[str, ...] = ()
+    """What stands before each prompt's completions: the prompts themselves, where that was asked for."""
+
+    @property
+    def num_choices(self) -> int:
+        return sum(sampling.num_samples for sampling in self.samplings)
+
+
+def decode(kind: type[Struct], body: bytes) -> Struct:
+    """The request, or what is wrong with it."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refusal(f"We could not parse the JSON body of your request: {error}") from error
+
+
+def completion_order(
+    asked: CompletionRequest, *, tokenizer: Tokenizer, limits: Limits, new_seed: Callable[[], int]
+) -> Order:
+    """What `/v1/completions` is asked for. `new_seed` gives the seed of a request that has none."""
+    _check_common(asked, limits)
+    n = asked.n or 1
+    if asked.best_of not in (None, n):
+        raise Refusal(f"expected `best_of` to be `n` ({n}), got {asked.best_of}", param="best_of")
+    if asked.suffix:
+        raise Refusal("`suffix` is not supported by this model", param="suffix")
+    if asked.echo and asked.logprobs is not None:
+        raise Refusal("`echo` together with `logprobs` is not supported", param="echo")
+    texts, prompts = _prompts(asked.prompt, tokenizer=tokenizer, limits=limits)
+    sampling = _sampling(asked, limits=limits, top_logprobs=asked.logprobs or 0, new_seed=new_seed)
+    max_new_tokens = asked.max_tokens or DEFAULT_COMPLETION_TOKENS
+    return _order(
+        asked,
+        prompts=prompts,
+        sampling=sampling,
+        limits=limits,
+        max_new_tokens=max_new_tokens,
+        with_logprobs=asked.logprobs is not None,
+        echo=tuple(texts) if asked.echo else (),
+    )
+
+
+def chat_order(
+    asked: ChatRequest, *, tokenizer: Tokenizer, limits: Limits, new_seed: Callable[[], int]
+) -> Order:
+    """What `/v1/chat/completions` is asked for: the conversation goes through the model's own template."""
+    _check_common(asked, limits)
+    if asked.top_logprobs and not asked.logprobs:
+        raise Refusal("expected `logprobs` to be true where `top_logprobs` is set", param="top_logprobs")
+    if asked.response_format is not None and asked.response_format.type != "text":
+        raise Refusal(
+            f"expected `response_format` of type text, got {asked.response_format.type!r}",
+            param="response_format",
+        )
+    if asked.modalities not in (None, ["text"]):
+        raise Refusal('expected `modalities` to be ["text"]', param="modalities")
+    messages = [_message(each, number) for number, each in enumerate(asked.messages)]
+    tools = asked.tools if asked.tools and asked.tool_choice != "none" else None
+    variables: dict[str, Any] = {} if tools is None else {"tools": tools, "tool_choice": asked.tool_choice}
+    try:
+        prompt = tokenizer.encode(tokenizer.apply_chat_template(messages, variables=variables))
+    except (ModelError, DataError) as error:
+        raise Refusal(str(error), param="messages") from error
+    sampling = _sampling(asked, limits=limits, top_logprobs=asked.top_logprobs or 0, new_seed=new_seed)
+    return _order(
+        asked,
+        prompts=[_checked(prompt, limits=limits, param="messages")],
+        sampling=sampling,
+        limits=limits,
+        max_new_tokens=asked.max_completion_tokens or asked.max_tokens,
+        with_logprobs=bool(asked.logprobs),
+        echo=(),
+    )
+
+
+def _order(
+    asked: _Asked,
+    *,
+    prompts: Sequence[tuple[int, ...]],
+    sampling: Sampling,
+    limits: Limits,
+    max_new_tokens: int | None,
+    with_logprobs: bool,
+    echo: tuple[str, ...],
+) -> Order:
+    """Without `max_new_tokens`, as long as the context lasts."""
+    samplings = []
+    for prompt in prompts:
+        room = limits.max_length - len(prompt)
+        wanted = max_new_tokens or max(1, room)
+        if wanted > room:
+            raise too_long(len(prompt), wanted, max_length=limits.max_length)
+        samplings.append(msgspec.structs.replace(sampling, max_new_tokens=wanted))
+    order = Order(
+        tuple(prompts),
+        tuple(samplings),
+        seeded=asked.seed is not None,
+        stream=bool(asked.stream),
+        include_usage=asked.stream_options is not None and asked.stream_options.include_usage,
+        with_logprobs=with_logprobs,
+        echo=echo,
+    )
+    if order.num_choices > MAX_CHOICES:
+        raise Refusal(
+            f"expected at most {MAX_CHOICES} choices in all (prompts × n), got {order.num_choices}",
+            param="n",
+        )
+    return order
+
+
+def _check_common(asked: _Asked, limits: Limits) -> None:
+    if asked.model != limits.model:
+        raise unknown_model(asked.model, served=limits.model)
+    if asked.presence_penalty:
+        raise Refusal(
+            "`presence_penalty` is not supported; `repetition_penalty` is", param="presence_penalty"
+        )
+    if asked.frequency_penalty:
+        raise Refusal(
+            "`frequency_penalty` is not supported; `repetition_penalty` is", param="frequency_penalty"
+        )
+    if asked.stream_options is not None and not asked.stream:
+        raise Refusal("`stream_options` is only allowed when `stream` is true", param="stream_options")
+
+
+def _sampling(
+    asked: _Asked,
+    *,
+    limits: Limits,
+    top_logprobs: int,
+    new_seed: Callable[[], int],
+) -> Sampling:
+    """All but `max_new_tokens`, which depends on the prompt."""
+    temperature = 1.0 if asked.temperature is None else asked.temperature
+    for token in asked.stop_token_ids or ():
+        _check_token(token, limits=limits, param="stop_token_ids")
+    return Sampling(
+        temperature=max(temperature, MIN_TEMPERATURE) if temperature > 0 else 0.0,
+        num_samples=asked.n or 1,
+        seed=new_seed() if asked.seed is None else asked.seed,
+        stop_token_ids=tuple(asked.stop_token_ids or ()),
+        stop=_stops(asked.stop),
+        top_k=max(0, asked.top_k or 0),
+        top_p=1.0 if asked.top_p is None else asked.top_p,
+        min_p=asked.min_p or 0.0,
+        repetition_penalty=asked.repetition_penalty or 1.0,
+        logit_bias=_biases(asked.logit_bias or {}, limits=limits),
+        ignore_end=bool(asked.ignore_eos),
+        top_logprobs=top_logprobs,
+    )
+
+
+def _stops(given: str | list[str] | None) -> tuple[str, ...]:
+    stops = [given] if isinstance(given, str) else given or []
+    if len(stops) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
+        raise Refusal(
+            f"expected at most {MAX_STOPS} stop texts of 1 to {MAX_STOP_CHARACTERS} characters", param="stop"
+        )
+    return tuple(stops)
+
+
+def _biases(given: Mapping[str, float], *, limits: Limits) -> tuple[tuple[int, float], ...]:
+    if len(given) > MAX_BIASES:
+        raise Refusal(f"expected at most {MAX_BIASES} entries, got {len(given)}", param="logit_bias")
+    biases = []
+    for key, bias in given.items():
+        if not re.fullmatch(r"[0-9]{1,9}", key, re.ASCII):
+            raise Refusal(f"expected token ids as keys, got {key!r}", param="logit_bias")
+        biases.append((_check_token(int(key), limits=limits, param="logit_bias"), bias))
+    if len({token for token, _ in biases}) < len(biases):
+        raise Refusal("expected each token once", param="logit_bias")
+    return tuple(biases)
+
+
+def _prompts(
+    given: str | list[Any], *, tokenizer: Tokenizer, limits: Limits
+) -> tuple[list[str], list[tuple[int, ...]]]:
+    """Each prompt as text and as tokens: the API takes one text, several, one list of tokens, or several."""
+    if isinstance(given, str) or (given and all(type(each) is int for each in given)):
+        given = [given]
+    if not 0 < len(given) <= MAX_CHOICES:
+        raise Refusal(f"expected 1 to {MAX_CHOICES} prompts, got {len(given)}", param="prompt")
+    texts, prompts = [], []
+    for each in given:
+        if isinstance(each, str):
+            try:
+                ids: Sequence[Any] = tokenizer.encode_prompt(each)
+            except DataError as error:
+                raise Refusal(str(error), param="prompt") from error
+            text = each
+        elif isinstance(each, list):
+            ids = _checked(each, limits=limits, param="prompt")
+            text = tokenizer.decode(ids)
+        else:
+            raise Refusal(
+                f"expected text, a list of texts, or lists of token ids, got {each!r:.40}", param="prompt"
+            )
+        prompts.append(_checked(ids, limits=limits, param="prompt"))
+        texts.append(text)
+    return texts, prompts
+
+
+def _checked(ids: Sequence[Any], *, limits: Limits, param: str) -> tuple[int, ...]:
+    if not ids:
+        raise Refusal("expected a prompt of at least one token", param=param)
+    if len(ids) >= limits.max_length:
+        raise too_long(len(ids), 1, max_length=limits.max_length)
+    return tuple(_check_token(token, limits=limits, param=param) for token in ids)
+
+
+def _check_token(token: Any, *, limits: Limits, param: str) -> int:
+    if type(token) is not int or not 0 <= token < limits.vocab_size:
+        raise Refusal(f"expected token ids from 0 to {limits.vocab_size - 1}, got {token!r:.40}", param=param)
+    return token
+
+
+def _message(given: dict[str, Any], number: int) -> dict[str, Any]:
+    """A message as chat templates expect it: text as one string, arguments of tool calls as objects."""
+    where = f"messages.[{number}]"
+    role = given.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise Refusal(
+            f"expected `role` to be one of {', '.join(sorted(ROLES))}, got {role!r:.40}", param=where
+        )
+    message = {**given, "role": "system" if role == "developer" else role}
+    if "content" not in given and role != "assistant":
+        raise Refusal("expected `content`", param=where)
+    message["content"] = _content(given.get("content"), where=f"{where}.content")
+    if isinstance(calls := given.get("tool_calls"), list):
+        message["tool_calls"] = [_tool_call(call, where=f"{where}.tool_calls") for call in calls]
+    return message
+
+
+def _content(content: Any, *, where: str) -> str:
+    """Of text alone; None, as an assistant's message has it that only calls a tool, is no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise Refusal(f"expected text or a list of parts, got {content!r:.40}", param=where)
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise Refusal(f"expected parts of type text only, got {part!r:.80}", param=where)
+    return "".join(part["text"] for part in content)
+
+
+def _tool_call(call: Any, *, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Refusal(
+            f"expected tool calls with a `function` that has a `name`, got {call!r:.80}", param=where
+        )
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments)
+        except (msgspec.DecodeError, RecursionError):
+            pass  # What a model wrote need not be JSON; the template gets it as it is.
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _invalid(said: str) -> Refusal:
+    """msgspec's sentence, with the field in the API's place for it."""
+    if (unknown := re.match(r"Object contains unknown field `(.*?)`(?: - at `\$(.*)`)?$", said)) is not None:
+        param = f"{unknown[2] or ''}.{unknown[1]}".lstrip(".")
+        return Refusal(f"Unrecognized request argument supplied: {param}", param=param)
+    if (missing := re.match(r"Object missing required field `(.*?)`", said)) is not None:
+        return Refusal(f"you must provide a {missing[1]} parameter", param=missing[1])
+    where = re.search(r" - at `(?:key in )?`?\$\.?(.*?)`$", said)
+    return Refusal(said.replace("`$.", "`"), param=where[1] or None if where is not None else None)

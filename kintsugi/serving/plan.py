@@ -1,0 +1,83 @@
+"""What `kintsugi serve` was asked for, as its servers read it: one file in a folder of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from kintsugi.config import Strategy
+from kintsugi.errors import ModelError, UserError
+from kintsugi.model.architecture import ModelConfig
+from kintsugi.model.folder import check_weights, load_config
+from kintsugi.model.tokenizer import Tokenizer
+
+PLAN_FILE = "serve.json"
+LONGEST_BY_DEFAULT = 4096
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+_CHOICES = {"dtype": get_args(Dtype), "device": get_args(Device), "strategy": get_args(Strategy)}
+
+
+class ServePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """`ServePlan(model="models/SmolLM2", slots=64, max_length=2048)`."""
+
+    model: str
+    """A Hugging Face folder."""
+    slots: int = 64
+    """Sequences that one server works on at once."""
+    max_length: int
+    """Longest prompt + completion, in tokens."""
+    dtype: Dtype = "auto"
+    """In which the model computes; `auto`: as it is stored, on a CPU float32."""
+    device: Device = "auto"
+    """`auto`: an accelerator if there is one."""
+    deterministic: bool = False
+    """The same request gives the same tokens to the bit, whatever else is going on and whoever answers."""
+    strategy: Strategy = "least_loaded"
+
+
+def make_plan(
+    model: Path, config: ModelConfig, *, max_length: int | None, given: Mapping[str, Any]
+) -> ServePlan:
+    """With what the command line says; UserError where that is none of what there is."""
+    for name, choices in _CHOICES.items():
+        if given[name] not in choices:
+            raise UserError(f"expected `--{name}` to be one of {', '.join(choices)}, got {given[name]!r}")
+    values = {"model": str(model.resolve()), "max_length": _longest(config, max_length), **given}
+    return msgspec.convert(values, type=ServePlan)
+
+
+def write_plan(plan: ServePlan, folder: Path) -> None:
+    (folder / PLAN_FILE).write_bytes(msgspec.json.encode(plan))
+
+
+def read_plan(folder: Path) -> ServePlan:
+    return msgspec.json.decode((folder / PLAN_FILE).read_bytes(), type=ServePlan)
+
+
+def described(model: Path) -> tuple[ModelConfig, Tokenizer]:
+    """The model in a folder, its weights checked by their headers."""
+    config = load_config(model)
+    tokenizer = Tokenizer.load(model)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ModelError(
+            f"expected a tokenizer of at most `vocab_size`={config.vocab_size} tokens in {model}, "
+            f"got {tokenizer.vocab_size}"
+        )
+    check_weights(model, config=config)
+    return config, tokenizer
+
+
+def _longest(config: ModelConfig, asked: int | None) -> int:
+    """How long prompt and completion may be together."""
+    if asked is None:
+        return min(config.max_positions, LONGEST_BY_DEFAULT)
+    if not 2 <= asked <= config.max_positions:
+        raise UserError(
+            f"expected `--max-length` from 2 to {config.max_positions}, the model's positions, got {asked}"
+        )
+    return asked

@@ -1,0 +1,123 @@
+"""What the API says when it does not do what was asked, in the API's own words and shape."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+import msgspec
+
+from kintsugi.errors import Fault
+
+USER_FAULTS = frozenset({"UserError", "ConfigError", "DataError", "ModelError"})
+"""Kinds of faults with which a server refuses the request itself."""
+RETRY_AFTER_S = 1
+
+
+class Refusal(Exception):
+    """An answer that is an error: `Refusal("expected …", param="n")` is a 400.
+
+    Not of the tree in `errors.py`: it crosses no process border, and what it tells of is no failure of ours.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: HTTPStatus = HTTPStatus.BAD_REQUEST,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def body(self) -> bytes:
+        """`{"error": {"message": …, "type": …, "param": …, "code": …}}`."""
+        return msgspec.json.encode(
+            {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        )
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+def too_long(num_prompt: int, max_new_tokens: int, *, max_length: int) -> Refusal:
+    """A prompt that leaves no room for what is to follow it."""
+    return Refusal(
+        f"This model's maximum context length is {max_length} tokens. However, you requested "
+        f"{num_prompt + max_new_tokens} tokens ({num_prompt} in the prompt, {max_new_tokens} for the completion). "
+        "Please reduce the length of the prompt or of the completion.",
+        param="messages",
+        code="context_length_exceeded",
+    )
+
+
+def queue_full(num_unanswered: int, *, limit: int) -> Refusal:
+    return Refusal(
+        f"The server is overloaded: {num_unanswered} requests are unanswered, and at most {limit} may be. "
+        "Please try again later.",
+        status=HTTPStatus.TOO_MANY_REQUESTS,
+        kind="rate_limit_error",
+        code="queue_full",
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
+def unavailable(why: str) -> Refusal:
+    """Nobody can answer now; soon, somebody may."""
+    return Refusal(
+        f"No generation server is ready: {why}. Please try again later.",
+        status=HTTPStatus.SERVICE_UNAVAILABLE,
+        kind="service_unavailable_error",
+        code="no_server_ready",
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
+def broken() -> Refusal:
+    """Our own mistake, which the log tells of."""
+    return Refusal(
+        "The server had an error while processing your request.",
+        status=HTTPStatus.INTERNAL_SERVER_ERROR,
+        kind="server_error",
+    )
+
+
+def wrong_key(*, given: bool) -> Refusal:
+    said = "Incorrect API key provided." if given else "You didn't provide an API key."
+    return Refusal(
+        f"{said} Send it as `Authorization: Bearer YOUR_KEY`.",
+        status=HTTPStatus.UNAUTHORIZED,
+        code="invalid_api_key" if given else None,
+    )
+
+
+def unknown_model(name: str, *, served: str) -> Refusal:
+    return Refusal(
+        f"The model `{name}` does not exist; this server has `{served}`.",
+        status=HTTPStatus.NOT_FOUND,
+        param="model",
+        code="model_not_found",
+    )
+
+
+def of_fault(fault: Fault) -> Refusal:
+    """How the end of a request that generation gave up is told."""
+    if fault.kind in USER_FAULTS:
+        return Refusal(fault.message)
+    if fault.kind == "DeadlineExceeded":
+        return Refusal(
+            f"The request timed out: {fault.message}",
+            status=HTTPStatus.GATEWAY_TIMEOUT,
+            kind="timeout_error",
+            code="timeout",
+        )
+    return unavailable(f"{fault.kind}: {fault.message}")

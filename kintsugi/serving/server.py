@@ -1,0 +1,63 @@
+"""A generation server of the gateway: the same as in a run, built from a model folder instead of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from kintsugi.bootstrap import Bootstrap
+from kintsugi.errors import RefusedError, UserError
+from kintsugi.generation.building import build_engine
+from kintsugi.generation.server import Server
+from kintsugi.model.device import choose_device, identity
+from kintsugi.serving.plan import ServePlan, described, read_plan
+from kintsugi.serving.pool import HOST
+from kintsugi.types import WeightManifest, WeightSource
+from kintsugi.weights.fetch import fetch
+from kintsugi.worker import run_worker
+
+
+def main(bootstrap: Bootstrap) -> int:
+    """Build the engine that the plan describes, report to the gateway, and serve until told to end."""
+    torch.set_num_threads(1)
+    plan = read_plan(Path(bootstrap.run_dir))
+    config, tokenizer = described(Path(plan.model))
+    device = torch.device("cpu") if plan.device == "cpu" else choose_device(bootstrap.process)
+    if plan.device == "cuda" and device.type != "cuda":
+        raise UserError("expected an accelerator for `--device cuda`, this process sees none")
+    engine = build_engine(
+        config,
+        tokenizer,
+        slots=plan.slots,
+        max_length=plan.max_length,
+        dtype=_dtype(plan, device),
+        device=device,
+        deterministic=plan.deterministic,
+    )
+    return run_worker(
+        bootstrap,
+        lambda shell: Server(shell, engine, fetch=_fetch).serve(),
+        capabilities={"device": str(device), "chip": identity(device)},
+    )
+
+
+def _fetch(manifest: WeightManifest, sources: Sequence[WeightSource]) -> Mapping[str, Tensor]:
+    """From the folder that the gateway names, verified against what it found there."""
+
+    def fetch_stream(process: str, request: object) -> NoReturn:
+        raise RefusedError(f"{process} has no weights to give: a gateway names a folder")
+
+    return fetch(manifest, sources, host=HOST, segments=None, fetch_stream=fetch_stream).tensors()
+
+
+def _dtype(plan: ServePlan, device: torch.device) -> torch.dtype:
+    """Accelerators compute in bfloat16 unless told otherwise, processors in float32, which all of them have."""
+    if plan.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = getattr(torch, plan.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

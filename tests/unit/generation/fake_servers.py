@@ -1,0 +1,362 @@
+"""Small servers that speak as vLLM and SGLang do, for tests of the back ends. They break on demand.
+
+Their model: the next token is the sum of all tokens so far plus a number that the weights hold, in the vocabulary.
+Token t has the logit -t: log-probabilities are not normalised, but scale with the temperature as real ones do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from aiohttp import web
+from safetensors.torch import load_file
+
+VOCAB_SIZE = 40
+MAX_LENGTH = 64
+
+
+def next_token(tokens: list[int], *, offset: int) -> int:
+    return (sum(tokens) + offset) % VOCAB_SIZE
+
+
+def logprob(token: int, temperature: float) -> float:
+    return -token / (temperature or 1.0)
+
+
+class Order(NamedTuple):
+    """A request for tokens, as the fake model understands it."""
+
+    name: str
+    tokens: list[int]
+    temperature: float
+    max_new_tokens: int
+    ends: list[int]
+    num_top: int
+
+
+class Sampled(NamedTuple):
+    token: int
+    logprob: float
+    tops: list[tuple[int, float]]
+    finish: str | None
+
+
+class FakeServer:
+    """Runs in a thread of its own while the `with` block lasts."""
+
+    def __init__(self) -> None:
+        self.fault: str | None = None
+        self.release_after = MAX_LENGTH
+        """A stream stands still after so many tokens, until `released`."""
+        self.keeps = ""
+        """A parameter that keeps its old values."""
+        self.label = "default"
+        self.scales = True
+        self.orders: list[Order] = []
+        self.calls: list[str] = []
+        self.num_running = self.most_running = 0
+        self.weights: dict[str, torch.Tensor] = {}
+        self.app = web.Application(middlewares=[self._note])
+        self._running: dict[str, asyncio.Event] = {}
+        self._loop = asyncio.new_event_loop()
+        self._released = asyncio.Event()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self.url = self._call(self._start())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._call(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def release(self) -> None:
+        self._loop.call_soon_threadsafe(self._released.set)
+
+    def close(self) -> None:
+        """Nobody answers at its address any more."""
+        self._call(self._runner.cleanup())
+
+    @property
+    def offset(self) -> int:
+        return int(self.weights["model.norm.weight"][0]) if self.weights else 0
+
+    def _call(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+
+    async def _start(self) -> str:
+        self._runner = web.AppRunner(self.app, shutdown_timeout=0.1, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        return f"http://{host}:{port}"
+
+    async def _stop(self) -> None:
+        self._released.set()
+        await self._runner.cleanup()
+
+    @web.middleware
+    async def _note(self, request: web.Request, handler: Any) -> Any:
+        self.calls.append(request.path)
+        if self.fault == "hangs":
+            await asyncio.Event().wait()
+        return await handler(request)
+
+    def load(self, folder: str) -> None:
+        if self.fault == "forgets weights":
+            return
+        kept = {self.keeps: self.weights[self.keeps]} if self.keeps else {}
+        self.weights = load_file(Path(folder) / "model.safetensors") | kept
+
+    def abort(self, name: str | None = None) -> None:
+        for each, aborted in self._running.items():
+            if name in (None, each):
+                aborted.set()
+
+    async def sample(self, order: Order) -> AsyncIterator[Sampled | None]:
+        """None where it was aborted."""
+        self.orders.append(order)
+        aborted = self._running[order.name] = asyncio.Event()
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        scale = order.temperature if self.scales else 1.0
+        tokens = list(order.tokens)
+        try:
+            for count in range(1, order.max_new_tokens + 1):
+                if count > self.release_after:
+                    waits = [asyncio.ensure_future(each.wait()) for each in (aborted, self._released)]
+                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                    for each in waits:
+                        each.cancel()
+                if aborted.is_set():
+                    yield None
+                    return
+                token = next_token(tokens, offset=self.offset)
+                tokens.append(token)
+                finish = (
+                    "stop" if token in order.ends else "length" if count == order.max_new_tokens else None
+                )
+                tops = [(each, logprob(each, scale)) for each in range(order.num_top)]
+                yield Sampled(token, logprob(token, scale), tops, finish)
+                if finish:
+                    return
+                await asyncio.sleep(0)
+        finally:
+            self.num_running -= 1
+            self._running.pop(order.name, None)
+
+    async def stream(
+        self, request: web.Request, order: Order, event: Callable[..., Any]
+    ) -> web.StreamResponse:
+        if self.fault == "refuses":
+            return web.json_response({"error": {"message": "too clever", "code": 400}}, status=400)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        so_far: list[Sampled] = []
+        async for sampled in self.sample(order):
+            if sampled is not None:
+                so_far.append(sampled)
+            data = json.dumps(event(so_far, sampled))
+            await response.write(f"data: {data}\n\n".encode())
+            if self.fault == "dies" and len(so_far) == 2:
+                assert request.transport is not None
+                request.transport.abort()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+class FakeVllm(FakeServer):
+    """As of vLLM 0.32 with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out."""
+
+    def __init__(self, *, dev_mode: bool = True, scale_out: bool = True) -> None:
+        super().__init__()
+        self.scale_out = scale_out
+        routes = [
+            web.get("/health", self._ok),
+            web.get("/v1/models", self._models),
+            web.post("/inference/v1/generate", self._generate),
+        ]
+        if dev_mode:
+            routes += [
+                web.get("/weight_info", self._weight_info),
+                web.post("/pause", self._pause),
+                web.post("/resume", self._ok),
+                web.post("/collective_rpc", self._collective_rpc),
+                web.post("/reset_prefix_cache", self._ok),
+                web.post("/update_weight_version", self._update_weight_version),
+                web.post("/weight_checker", self._weight_checker),
+            ]
+        self.app.add_routes(routes)
+
+    async def _ok(self, request: web.Request) -> web.Response:
+        return web.json_response({"success": True})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "model", "max_model_len": MAX_LENGTH}]})
+
+    async def _weight_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.label})
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        assert request.query["mode"] == "abort"
+        self.abort()
+        return web.json_response({"status": "paused"})
+
+    async def _collective_rpc(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        assert body["method"] == "reload_weights"
+        self.load(body["kwargs"]["weights_path"])
+        return web.json_response({"results": [None]})
+
+    async def _update_weight_version(self, request: web.Request) -> web.Response:
+        self.label = (await request.json())["new_version"]
+        return web.json_response({"success": True})
+
+    async def _weight_checker(self, request: web.Request) -> web.Response:
+        tensors = dict(self.weights)
+        for fused, parts in (
+            ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+            ("gate_up_proj", ("gate_proj", "up_proj")),
+        ):
+            for name in [name for name in tensors if f".{parts[0]}." in name]:
+                together = [tensors.pop(name.replace(parts[0], part)) for part in parts]
+                tensors[name.replace(parts[0], fused)] = torch.cat(together)
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            padding = tensors[name].new_zeros(-VOCAB_SIZE % 64, tensors[name].shape[1])
+            tensors[name] = torch.cat([tensors[name], padding])
+        digests = {
+            f"dp0:pp0:pcp0:tp0:{name}": hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+            for name, tensor in tensors.items()
+        }
+        return web.json_response({"checksums": digests})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        if not self.scale_out:
+            return web.json_response({"error": "disabled"}, status=403)
+        if not request.can_read_body:
+            return web.json_response({"error": "no body"}, status=422)
+        body = await request.json()
+        sampling = body["sampling_params"]
+        order = Order(
+            body["request_id"],
+            body["token_ids"],
+            sampling["temperature"],
+            sampling["max_tokens"],
+            sampling["stop_token_ids"],
+            sampling["logprobs"],
+        )
+        return await self.stream(request, order, self._event)
+
+    def _event(self, so_far: list[Sampled], new: Sampled | None) -> Any:
+        content = []
+        if new is not None and self.fault != "drops logprobs":
+            tops = [{"token_id": token, "logprob": value} for token, value in new.tops]
+            content = [{"token_id": new.token, "logprob": new.logprob, "top_logprobs": tops}]
+        finish = "abort" if new is None else new.finish
+        spans = [{"version": self.label, "start": 0, "end": len(so_far)}] if finish else None
+        choice = {
+            "index": 0,
+            "finish_reason": finish,
+            "token_ids": [new.token] if new else [],
+            "logprobs": {"content": content},
+            "weight_versions": spans,
+        }
+        return {"request_id": "generate-tokens-x", "choices": [choice]}
+
+
+class FakeSGLang(FakeServer):
+    """As of SGLang 0.5, with or without --incremental-streaming-output."""
+
+    def __init__(self, *, incremental: bool = False) -> None:
+        super().__init__()
+        self.incremental = incremental
+        self.paused = False
+        self.app.add_routes(
+            [
+                web.get("/health_generate", self._ok),
+                web.get("/v1/models", self._models),
+                web.get("/model_info", self._model_info),
+                web.post("/generate", self._generate),
+                web.post("/abort_request", self._abort_request),
+                web.post("/pause_generation", self._pause_generation),
+                web.post("/continue_generation", self._continue_generation),
+                web.post("/update_weights_from_disk", self._update_weights_from_disk),
+                web.post("/get_weights_by_name", self._get_weights_by_name),
+            ]
+        )
+
+    async def _ok(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "model", "max_model_len": MAX_LENGTH}]})
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.label})
+
+    async def _abort_request(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.abort(None if body.get("abort_all") else body["rid"])
+        return web.Response()
+
+    async def _pause_generation(self, request: web.Request) -> web.Response:
+        assert (await request.json())["mode"] == "retract"
+        self.paused = True
+        return web.json_response({"status": "ok"})
+
+    async def _continue_generation(self, request: web.Request) -> web.Response:
+        self.paused = False
+        return web.json_response({"status": "ok"})
+
+    async def _update_weights_from_disk(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        assert self.paused and body["flush_cache"] and not self._running
+        self.load(body["model_path"])
+        self.label = body["weight_version"]
+        return web.json_response({"success": True, "message": "", "num_paused_requests": 0})
+
+    async def _get_weights_by_name(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        values = self.weights[body["name"]][: body["truncate_size"]].tolist() if self.weights else []
+        return web.json_response(values)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        sampling = body["sampling_params"]
+        ends = [] if sampling["ignore_eos"] else sampling["stop_token_ids"]
+        order = Order(
+            body["rid"],
+            body["input_ids"],
+            sampling["temperature"],
+            sampling["max_new_tokens"],
+            ends,
+            body["top_logprobs_num"],
+        )
+        return await self.stream(request, order, self._event)
+
+    def _event(self, so_far: list[Sampled], new: Sampled | None) -> Any:
+        told = so_far
+        if self.incremental:
+            told = so_far[-1:] if new is not None else []
+        finish = {"type": "abort"} if new is None else new.finish and {"type": new.finish}
+        logprobs = [[each.logprob, each.token, None] for each in told]
+        meta = {
+            "id": "x",
+            "finish_reason": finish or None,
+            "completion_tokens": len(so_far),
+            "weight_version": self.label,
+            "output_token_logprobs": logprobs[1:] if self.fault == "drops logprobs" else logprobs,
+            "output_top_logprobs": [[[lp, token, None] for token, lp in each.tops] for each in told],
+        }
+        return {"text": "", "output_ids": [each.token for each in told], "meta_info": meta}

@@ -1,0 +1,40 @@
+"""What a `worker.Shell` is to a server, in the thread of the test."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from kintsugi.messages import Body
+from kintsugi.transport import Delivery, Endpoint
+
+
+class Loopback:
+    """Receives when it is asked to, and keeps what is to be sent until it is let go."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self.process = endpoint.process
+        self.unsent: deque[tuple[str, Body]] = deque()
+        """`Produced` that the test lets go when, and as often as, it likes."""
+
+    def next_request(self, timeout_s: float) -> Delivery | None:
+        return None
+
+    def take_all(self) -> list[Delivery]:
+        return self._endpoint.poll(0)
+
+    def reply(self, delivery: Delivery, body: Body) -> None:
+        self._endpoint.reply(delivery, body)
+
+    def fail(self, delivery: Delivery, error: BaseException) -> None:
+        self._endpoint.fail(delivery, error)
+
+    def send(self, process: str, body: Body) -> None:
+        self.unsent.append((process, body))
+
+    def report(self, *, load: float, gauges: dict[str, float]) -> None:
+        pass
+
+    def flush(self) -> None:
+        while self.unsent:
+            self._endpoint.send(*self.unsent.popleft())

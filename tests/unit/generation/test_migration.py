@@ -1,0 +1,93 @@
+"""A request that moves from one engine to another in the middle ends in the bits of one that did not."""
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from kintsugi.config import Config, GenerationSection, ModelSection, NewModel
+from kintsugi.generation.building import build_engine
+from kintsugi.generation.server import Server
+from kintsugi.messages import Generated
+from kintsugi.model.plan import plan_model
+from kintsugi.model.transformer import Transformer, initialize
+from kintsugi.transport import Endpoint
+from kintsugi.types import WeightManifest, WeightSource
+from tests.unit.generation.loopback import Loopback
+from tests.unit.generation.world import Cluster, FakeAsker
+
+_CONFIG = Config(
+    name="migration",
+    model=ModelSection(new=NewModel(hidden_size=32, intermediate_size=64, max_positions=128)),
+    generation=GenerationSection(slots=8, max_length=64),
+)
+
+
+class _EngineServer:
+    """A server over the engine of this package, with weights that its version says."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self._architecture, tokenizer = plan_model(_CONFIG)
+        self.engine = build_engine(
+            self._architecture,
+            tokenizer,
+            slots=_CONFIG.generation.slots,
+            max_length=_CONFIG.generation.max_length,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            deterministic=True,
+        )
+        self._loopback = Loopback(endpoint)
+        self._server = Server(self._loopback, self.engine, fetch=self._fetch)
+
+    def _fetch(self, manifest: WeightManifest, sources: Sequence[WeightSource]) -> Mapping[str, Tensor]:
+        model = Transformer(self._architecture)
+        initialize(model, manifest.version)
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def turn(self) -> None:
+        self._server.turn(0)
+        self._loopback.flush()
+
+
+def _run(*, disturb: str) -> tuple[Generated, int]:
+    """The answer, and how many tokens were known when it moved."""
+    cluster = Cluster(_EngineServer)
+    try:
+        cluster.load(1)
+        _, asker = cluster.ask("a", num_samples=4, max_new_tokens=40, endless=True)
+        known = 0
+        if disturb:
+            cluster.until(lambda: _num_known(asker) >= 40)
+            (busy,) = [name for name, server in cluster.servers.items() if not server.engine.idle]
+            if disturb == "kill":
+                known = _num_known(asker)
+                cluster.kill(busy)
+                cluster.publish_book()
+            else:
+                cluster.manager.retire(busy, lambda: None)
+                known = _num_known(asker)
+        cluster.until(lambda: asker.ended)
+        assert asker.generated is not None
+        return asker.generated, known
+    finally:
+        cluster.close()
+
+
+def _num_known(asker: FakeAsker) -> int:
+    return sum(map(len, asker.streamed.values()))
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Generated:
+    return _run(disturb="")[0]
+
+
+@pytest.mark.parametrize("disturb", ["kill", "retire"])
+def test_a_request_that_moves_in_the_middle_has_the_same_bits(undisturbed: Generated, disturb: str) -> None:
+    moved, known = _run(disturb=disturb)
+    assert 40 <= known < 160
+    assert moved.server != undisturbed.server
+    assert moved.completions == undisturbed.completions

@@ -1,0 +1,24 @@
+"""A server without an engine, which starts in a moment: it registers, and does what the file `behaviour` says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kintsugi.bootstrap import Bootstrap
+from kintsugi.errors import UserError
+from kintsugi.worker import Shell, run_worker
+
+
+def main(bootstrap: Bootstrap) -> int:
+    path = Path(bootstrap.run_dir) / "behaviour"
+    match path.read_text() if path.exists() else "serve":
+        case "die":
+            return 3
+        case "refuse":
+            raise UserError("this model is no good")
+    return run_worker(bootstrap, idle)
+
+
+def idle(shell: Shell) -> None:
+    while True:
+        shell.next_request(5.0)

@@ -1,0 +1,70 @@
+"""A model folder as a version of the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kintsugi.config import NewModel
+from kintsugi.errors import IntegrityError, ModelError
+from kintsugi.model.architecture import ModelConfig
+from kintsugi.model.huggingface import save
+from kintsugi.model.plan import new_model_config
+from kintsugi.model.tokenizer import character_tokenizer
+from kintsugi.model.transformer import Transformer
+from kintsugi.types import FolderSource
+from kintsugi.weights.fetch import Fetched, fetch
+from kintsugi.weights.folder import folder_manifest
+
+CONFIG = new_model_config(
+    NewModel(hidden_size=16, num_heads=2, num_kv_heads=2), tokenizer=character_tokenizer("ab")
+)
+
+
+def written(
+    folder: Path, *, dtype: torch.dtype = torch.float32, max_shard_bytes: int = 1 << 30
+) -> dict[str, torch.Tensor]:
+    state = {name: torch.randn(each.shape).to(dtype) for name, each in Transformer(CONFIG).named_parameters()}
+    save(state, config=CONFIG, folder=folder, max_shard_bytes=max_shard_bytes)
+    return state
+
+
+def fetched(folder: Path, *, config: ModelConfig = CONFIG) -> Fetched:
+    manifest = folder_manifest(folder, config=config, version=3)
+    source = FolderSource(str(folder))
+
+    def unused(process: str, request: object) -> object:
+        raise AssertionError("there is no stream")
+
+    return fetch(manifest, [source], host="here", segments=None, fetch_stream=unused)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_shard_bytes", [1 << 30, 4096])
+def test_what_is_read_is_what_was_written(tmp_path: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
+    state = written(tmp_path, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    found = fetched(tmp_path).tensors()
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_a_folder_that_changed_since_is_not_taken(tmp_path: Path) -> None:
+    written(tmp_path)
+    manifest = folder_manifest(tmp_path, config=CONFIG, version=0)
+    written(tmp_path)
+    with pytest.raises(IntegrityError, match="expected xxh3"):
+        fetch(manifest, [FolderSource(str(tmp_path))], host="", segments=None, fetch_stream=None)  # type: ignore[arg-type]
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(IntegrityError, match="has changed"):
+        fetch(manifest, [FolderSource(str(tmp_path))], host="", segments=None, fetch_stream=None)  # type: ignore[arg-type]
+
+
+def test_weights_of_another_shape_are_the_users_mistake(tmp_path: Path) -> None:
+    written(tmp_path)
+    other = new_model_config(
+        NewModel(hidden_size=32, num_heads=2, num_kv_heads=2), tokenizer=character_tokenizer("ab")
+    )
+    with pytest.raises(ModelError, match="wrong shape"):
+        folder_manifest(tmp_path, config=other, version=0)
