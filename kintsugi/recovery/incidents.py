@@ -39,6 +39,7 @@ class Incident:
     def progressed(self) -> None:
         """A step was committed: what the policy judges by counts from here."""
         self.num_faults = 0
+        """Without the first loss of each process: a host takes all of its processes with it, a hundred perhaps."""
         self.deaths: Counter[str] = Counter()
         """Process → how often it was lost."""
         self.attempts = 0
@@ -83,7 +84,8 @@ class Incidents:
         current = self.current = self.current or Incident(number, now)
         if len(current.faults) < MAX_FAULTS:
             current.faults.append(fault)
-        current.num_faults += 1
+        if not lost or lost in current.deaths:
+            current.num_faults += 1
         current.last_fault_at = current.staffed_at = now
         if lost:
             current.processes[lost] = None

@@ -24,8 +24,8 @@ from kintsugi.types import Role, role_of
 MAX_ATTEMPTS = 6
 """Recoveries of one incident that may fail by themselves; after that the same thing fails again and again."""
 MAX_FAULTS = 64
-"""Faults that one incident may collect: whoever breaks faster than it is mended is not mended for ever."""
-
+"""Faults before a step is committed again, the first loss of each process aside: whoever breaks faster than it is
+mended is not mended for ever."""
 
 MAX_DEATHS = 6
 """Losses of one and the same process before a step is committed again: it dies of what it does."""
@@ -102,7 +102,7 @@ class Situation(msgspec.Struct, frozen=True):
     faults: tuple[Fault, ...]
     """Of this incident, in the order of their arrival."""
     num_faults: int
-    """Since a step was last committed."""
+    """Since a step was last committed, without the first loss of each process."""
     beyond_help: str
     """Why nothing can help, where that is known already."""
     lost: tuple[str, ...]
@@ -166,7 +166,7 @@ def hopeless(situation: Situation) -> str:
     if situation.most_deaths >= MAX_DEATHS:
         return f"the same process was lost {situation.most_deaths} times"
     if situation.num_faults >= MAX_FAULTS:
-        return f"{situation.num_faults} faults came before a step was through"
+        return f"{situation.num_faults} more faults came before a step was through"
     return ""
 
 

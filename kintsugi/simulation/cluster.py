@@ -223,6 +223,9 @@ class Cluster:
         incarnation = self.master.incarnation if self.master is not None else "1"
         return Peer("master-0", incarnation, "host-0", MASTER_ADDRESS, b"key of master-0")
 
+    def _agent_key(self, name: str) -> bytes:
+        return f"key of {name} {self._num_sessions}".encode()
+
     def _start_agent(self, host: Host, name: str) -> None:
         number = self._agents.get(name, -1) + 1
         self._agents[name] = number
@@ -234,7 +237,7 @@ class Cluster:
             role=Role.AGENT,
             host=host.name,
             incarnation=str(number),
-            key=f"key of {name} {self._num_sessions}".encode(),
+            key=self._agent_key(name),
             master=self._master_peer(),
             pid=self._num_born,
             home=host,
@@ -281,9 +284,11 @@ class Cluster:
         home = self.hosts["host-0"]
         home.adopt(master)
         self.injector.master_born(master)
-        for host in self.hosts.values():
-            if host.agent is not None:
-                master.endpoint.admit(host.agent.peer)
+        for index, host in enumerate(self.hosts.values()):
+            # Every agent of the session has the key that its launcher made, also one that is being restarted.
+            name = process_id(Role.AGENT, index)
+            known = Peer(name, str(self._agents[name]), host.name, "", self._agent_key(name))
+            master.endpoint.admit(known if host.agent is None else host.agent.peer)
         step, path = 0, None
         if resumed and self.checkpoints:
             path = max(self.checkpoints, key=lambda path: self.checkpoints[path].step)

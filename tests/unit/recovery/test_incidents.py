@@ -39,6 +39,14 @@ def test_a_committed_step_clears_what_is_counted_but_not_what_is_told() -> None:
     assert len(incidents.current.faults) == 2 and list(incidents.current.processes) == ["model-0"]
 
 
+def test_a_host_that_takes_a_hundred_processes_with_it_is_not_a_hundred_faults() -> None:
+    incidents = opened(*((f"rollout-{number}", 1.0) for number in range(100)))
+    assert incidents.current is not None and incidents.current.num_faults == 0
+    incidents.fault(fault("rollout-7"), number=1, now=2.0, lost="rollout-7")
+    incidents.fault(fault("model-0"), number=1, now=2.0)
+    assert incidents.current.num_faults == 2
+
+
 def test_an_incident_is_timed_from_its_last_fault_and_its_outage_from_its_first() -> None:
     incidents = opened(("model-0", 1.0), ("model-1", 5.0))
     assert incidents.current is not None
