@@ -29,7 +29,7 @@ ROOFLINE_BATCHES = (64, 256, 512)
 STEPS = 64
 """Decode steps that are timed; the context grows by so much meanwhile, with the stated one in the middle."""
 GROWTH_BATCHES = {"cpu": (1, 4, 16, 64), "cuda": (1, 8, 64, 256, 512)}
-GROWTH_CONTEXTS = {"cpu": (128, 512, 2048), "cuda": (128, 512, 1024, 2048, 4096, 8192)}
+GROWTH_CONTEXTS = {"cpu": (128, 256, 512, 1024), "cuda": (128, 512, 1024, 2048, 4096, 8192)}
 GROWTH_KV_GIB = {"cpu": 1.0, "cuda": 90.0}
 NUMBERS = count(step=100_000)
 """Of requests: no two have the same."""

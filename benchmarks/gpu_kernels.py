@@ -9,11 +9,13 @@ cache. Bandwidths are compared with a read measured in the same run. A variant t
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,17 +30,16 @@ from benchmarks.gpu_checks import (
     QWEN3_06B,
     Cache,
     attention_for,
-    check,
     check_everything,
     failed,
-    relative,
     report,
     rows_of,
     run_part,
 )
-from benchmarks.gpu_products import TILINGS, new_partials, product
 from kintsugi.generation.cuda import PAGE_SIZE, CudaRunner
+from kintsugi.generation.kernels import products
 from kintsugi.generation.kernels.attention import DecodeTiling
+from kintsugi.generation.kernels.products import ProductTiling, multiply_in_parts
 from kintsugi.generation.runner import Chunk
 from kintsugi.model.architecture import ModelConfig, num_parameters
 from kintsugi.model.transformer import Transformer
@@ -58,6 +59,29 @@ QWEN2_15B = ModelConfig(
     tie_embeddings=True,
     attention_bias=True,
 )
+
+
+SMOLLM2_135M = ModelConfig(
+    family="llama",
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    max_positions=8192,
+    rope_theta=1e5,
+    tie_embeddings=True,
+)
+
+
+def new_model(config: ModelConfig) -> Transformer:
+    model = Transformer(config, packed=True, dtype=torch.bfloat16, device=DEVICE)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+    return model
 
 
 def median_us(calls: Sequence[Callable[[], object]], *, num_replays: int = 7) -> float:
@@ -111,120 +135,76 @@ def time_decode(cache: Cache, tiling: DecodeTiling, *, num_rows: int, length: in
     return median_us([call(table) for table in cache.tables(num_rows, length)] * 3)
 
 
-def tune_decode(bandwidth: float, *, limit_s: float) -> None:
+def compare_decode(bandwidth: float) -> None:
     """Percent of the measured read bandwidth, by variant."""
-    config, deadline = QWEN3_06B, time.monotonic() + limit_s
+    config = QWEN3_06B
+    tilings = [DecodeTiling(), DecodeTiling(64, 4, 3), DecodeTiling(128, 4, 3)]
+    shapes = [(8, 4096), (64, 384), (64, 1024), (64, 4096), (128, 384), (256, 384), (256, 4096), (512, 1024)]
+    cache = Cache(config, num_tokens=1 << 21, page_size=PAGE_SIZE, dtype=torch.bfloat16)
     table: dict[str, dict[str, float]] = {}
-
-    def measure(cache: Cache, tiling: DecodeTiling, num_rows: int, length: int) -> float:
-        name = f"page {cache.page_size} block {tiling.block_size} warps {tiling.num_warps}"
+    for tiling, (num_rows, length) in itertools.product(tilings, shapes):
+        name = f"block {tiling.block_size} warps {tiling.num_warps}"
         name += f" stages {tiling.num_stages} split {tiling.split_length}"
-        if time.monotonic() > deadline:
-            return 0.0
         try:
             taken = time_decode(cache, tiling, num_rows=num_rows, length=length)
         except FAILURES as error:
             failed(f"decode {name}", error)
-            return 0.0
+            continue
         num_bytes = num_rows * length * 2 * config.kv_size * 2
         share = 100 * num_bytes / taken / 1e6 / bandwidth
         table.setdefault(name, {})[f"{num_rows}x{length}"] = round(share, 1)
-        return share
-
-    best: list[tuple[float, int, DecodeTiling]] = []
-    for page_size in (16, 32):
-        cache = Cache(config, num_tokens=1 << 21, page_size=page_size, dtype=torch.bfloat16)
-        shapes = [
-            (64, 4, 3),
-            (64, 4, 4),
-            (64, 4, 2),
-            (32, 4, 3),
-            (32, 4, 5),
-            (32, 2, 4),
-            (128, 4, 3),
-            (128, 8, 3),
-            (64, 8, 4),
-        ]
-        for block, warps, stages in shapes if page_size == 16 else shapes[:4]:
-            tiling = DecodeTiling(512, block, warps, stages)
-            score = measure(cache, tiling, 256, 384) + measure(cache, tiling, 64, 384)
-            best.append((score, page_size, tiling))
-        del cache
-    best.sort(key=lambda each: -each[0])
-    _, page_size, winner = best[0]
-    cache = Cache(config, num_tokens=1 << 21, page_size=page_size, dtype=torch.bfloat16)
-    for split in (512, 256, 1024, 128):
-        tiling = DecodeTiling(split, winner.block_size, winner.num_warps, winner.num_stages)
-        for num_rows, length in itertools.product((64, 256, 512), (384, 1024, 4096)):
-            measure(cache, tiling, num_rows, length)
-        measure(cache, tiling, 8, 4096)
     report["decode_percent"] = table
-    columns = list(dict.fromkeys(itertools.chain.from_iterable(table.values())))
-    print(f"decode attention, % of {bandwidth:.2f} TB/s\n{'':44}" + "".join(f"{each:>9}" for each in columns))
+    columns = [f"{num_rows}x{length}" for num_rows, length in shapes]
+    print(f"decode attention, % of {bandwidth:.2f} TB/s\n{'':36}" + "".join(f"{each:>9}" for each in columns))
     for name, row in table.items():
-        print(f"{name:44}" + "".join(f"{row.get(each, 0):9.1f}" for each in columns))
+        print(f"{name:36}" + "".join(f"{row.get(each, 0):9.1f}" for each in columns))
 
 
 def time_products(model: Transformer) -> None:
-    """The library's, over all layers' weights, microseconds per launch."""
-    config = model.config
+    """Over all layers' weights, microseconds per launch: the library's, and ours in parts (which leave their sum to the
+    launch that follows) by splits, columns, depth and rows of a tile, warps and stages."""
     decoders: list[Any] = list(model.model.layers)
-    products = {
-        "qkv": [each.self_attn.qkv_weight for each in decoders],
-        "out": [each.self_attn.o_proj.weight for each in decoders],
-        "gate_up": [each.mlp.gate_up_weight for each in decoders],
-        "down": [each.mlp.down_proj.weight for each in decoders],
-    }
-    rows: dict[str, dict[str, float]] = {}
-    for library, count in itertools.product(("cublas", "cublaslt"), (16, 64, 256, 512)):
-        torch.backends.cuda.preferred_blas_library(library)
-        for name, weights in products.items():
-            data = torch.randn(count, weights[0].shape[1], dtype=model.dtype, device=DEVICE)
-            output = torch.empty(count, weights[0].shape[0], dtype=model.dtype, device=DEVICE)
-            calls = [partial(torch.mm, data, each.t(), out=output) for each in weights]
-            rows.setdefault(f"{name} {library}", {})[str(count)] = median_us(calls)
-        logits = torch.empty(count, config.vocab_size, device=DEVICE)
-        data = torch.randn(count, config.hidden_size, dtype=model.dtype, device=DEVICE)
-        project = partial(torch.mm, data, model.output_weight.t(), out_dtype=torch.float32, out=logits)
-        rows.setdefault(f"logits {library}", {})[str(count)] = median_us([project] * 3)
-    torch.backends.cuda.preferred_blas_library("default")
-    report["products_us"] = rows
-    print("matrix products, µs" + "".join(f"{each:>9}" for each in (16, 64, 256, 512)))
-    for name, row in rows.items():
-        print(f"{name:19}" + "".join(f"{row[str(each)]:9.1f}" for each in (16, 64, 256, 512)))
-
-
-def time_candidates(model: Transformer) -> None:
-    """Our own products of few rows: the best tiling of each, microseconds per launch."""
-    decoders: list[Any] = list(model.model.layers)
-    products = {
-        "qkv": [each.self_attn.qkv_weight for each in decoders],
+    weights = {
         "out": [each.self_attn.o_proj.weight.detach() for each in decoders],
-        "gate_up": [each.mlp.gate_up_weight for each in decoders],
         "down": [each.mlp.down_proj.weight.detach() for each in decoders],
     }
-    found: dict[str, dict[str, float]] = {}
-    for name, weights in products.items():
-        for count, tiling in itertools.product((16, 64, 128), TILINGS):
-            data = torch.randn(count, weights[0].shape[1], dtype=model.dtype, device=DEVICE)
-            partials = new_partials(data, weights[0], tiling=tiling)
-            calls = [partial(product, data, each, partials=partials, tiling=tiling) for each in weights]
+    counts = (8, 16, 32, 64, 128)
+    table: dict[str, dict[str, float]] = {}
+    for (name, each), count in itertools.product(weights.items(), counts):
+        for variant, calls in product_variants(each, count=count).items():
             try:
                 taken = median_us(calls, num_replays=5)
             except FAILURES as error:
-                failed(f"product {name} {tiling}", error)
+                failed(f"{name} {variant}", error)
                 continue
-            off = relative(partials.float().sum(0), data @ weights[-1].t())
-            check(f"product {name} {count} {tuple(tiling)}", off, limit=8e-3)
-            found.setdefault(f"{name} {count}", {})[str(tuple(tiling))] = taken
-    report["candidates_us"] = found
-    print("our products: µs of the best tilings (rows, columns, depth, splits, warps, stages)")
-    for name, times in found.items():
-        best = sorted(times.items(), key=lambda each: each[1])[:2]
-        print(f"{name:12} " + "   ".join(f"{taken:6.2f} {tiling}" for tiling, taken in best))
+            table.setdefault(f"{name} {variant}", {})[str(count)] = round(taken, 2)
+    report["products_us"] = table
+    print(f"{'products, µs, by rows':44}" + "".join(f"{each:>8}" for each in counts))
+    for name, row in table.items():
+        print(f"{name:44}" + "".join(f"{row.get(str(each), 0):8.2f}" for each in counts))
+
+
+def product_variants(weights: Sequence[Tensor], *, count: int) -> dict[str, list[Callable[[], Any]]]:
+    num_columns, depth = weights[0].shape
+    new: Any = {"dtype": weights[0].dtype, "device": DEVICE}
+    rows, output = torch.randn(count, depth, **new), torch.empty(count, num_columns, **new)
+    variants: dict[str, list[Callable[[], Any]]] = {
+        "library": [partial(torch.mm, rows, each.t(), out=output) for each in weights]
+    }
+    tilings = [ProductTiling(4), ProductTiling(8, 64, 64)]
+    tilings += [ProductTiling(4, block_rows=block_rows) for block_rows in (16, 32) if count <= block_rows]
+    for tiling in tilings:
+        parts = torch.empty(tiling.num_splits, count, num_columns, dtype=torch.float32, device=DEVICE)
+        variants[f"in parts {tuple(tiling)}"] = [
+            partial(multiply_in_parts, rows, each, parts=parts, tiling=tiling) for each in weights
+        ]
+    return variants
 
 
 def new_runner(model: Transformer, *, num_slots: int, max_length: int, **options: Any) -> CudaRunner:
+    # A runner before this one has cycles, and much memory.
+    gc.collect()
+    torch.cuda.empty_cache()
     num_pages = num_slots * -(-max_length // PAGE_SIZE)
     runner = CudaRunner(
         model, num_slots=num_slots, max_length=max_length, num_pages=num_pages, deterministic=False, **options
@@ -247,37 +227,90 @@ def visit_ms(runner: CudaRunner, count: int, *, length: int, num_steps: int) -> 
     return (time.perf_counter() - start) * 1000 / num_steps
 
 
-def time_steps(model: Transformer, bandwidth: float) -> None:
-    runner = new_runner(model, num_slots=512, max_length=448)
-    config, num_steps, length = model.config, 32, 368
+def step_ms(runner: CudaRunner, count: int, *, length: int, num_steps: int) -> float:
+    return statistics.median(visit_ms(runner, count, length=length, num_steps=num_steps) for _ in range(5))
+
+
+def time_steps(
+    model: Transformer, bandwidth: float, *, title: str, counts: Sequence[int], lengths: Sequence[int]
+) -> None:
+    config, num_steps = model.config, 32
+    runner = new_runner(model, num_slots=max(counts), max_length=max(lengths) + 80)
     weight_bytes = num_parameters(config) * 2
-    rows = []
-    print("whole step at context 368 … 400:  rows     ms   tok/s  roofline %   first visit ms")
-    for count in (1, 8, 16, 32, 64, 128, 256, 512):
+    rows = report.setdefault("steps", [])
+    print(f"{title:30} context   rows      ms   tok/s  roofline %   first visit ms")
+    for length, count in itertools.product(lengths, counts):
         first = visit_ms(runner, count, length=length, num_steps=1)
-        taken = statistics.median(
-            visit_ms(runner, count, length=length, num_steps=num_steps) for _ in range(5)
-        )
+        taken = step_ms(runner, count, length=length, num_steps=num_steps)
         kv_bytes = config.num_layers * 2 * config.kv_size * 2 * count * (length + num_steps / 2)
         share = 100 * (weight_bytes + kv_bytes) / bandwidth / 1e9 / taken
-        rows.append({"rows": count, "ms": taken, "percent": share, "first_ms": first})
-        print(f"{count:38} {taken:6.3f} {count / taken * 1000:7.0f} {share:11.1f} {first:16.0f}", flush=True)
-    report["steps"] = rows
-    for count in (64, 256):
-        profile_step(runner, count, length=length)
-    chunk = Chunk(np.arange(256, dtype=np.int32), 0, list(range(16)))
-    for count in (1, 8, 64):
-        runner.prefill([chunk] * count)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(3):
-            runner.prefill([chunk] * count)
-        launched = time.perf_counter() - start
-        torch.cuda.synchronize()
-        taken = (time.perf_counter() - start) / 3
-        report[f"prefill_{count}x256_ms"] = taken * 1000
-        print(f"prefill {count} × 256: {taken * 1000:.2f} ms ({launched / 3 * 1000:.2f} to launch), "
-              f"{count * 256 / taken:,.0f} tok/s")  # fmt: skip
+        rows.append({"model": title, "rows": count, "context": length + num_steps / 2, "ms": taken,
+                     "percent": share, "first_ms": first})  # fmt: skip
+        print(f"{length + num_steps // 2:38} {count:6} {taken:7.3f} {count / taken * 1000:7.0f} {share:11.1f}"
+              f" {first:16.0f}", flush=True)  # fmt: skip
+    if 64 in counts and len(lengths) == 1:
+        profile_step(runner, 64, length=lengths[0])
+
+
+@contextmanager
+def changed(module: Any, **values: Any) -> Iterator[None]:
+    """Attributes of a module, for a comparison."""
+    before = {name: getattr(module, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+def compare_steps(model: Transformer) -> None:
+    """Whole steps at context 384, with no products in parts, and with those of twice as many rows."""
+    counts = (1, 8, 16, 32, 64, 96, 128)
+    print(f"{'whole step, ms, by rows':34}" + "".join(f"{each:>8}" for each in counts))
+    for most in (0, 2 * products.MAX_SPLIT_ROWS):
+        with changed(products, MAX_SPLIT_ROWS=most):
+            runner = new_runner(model, num_slots=129, max_length=448)
+            taken = [step_ms(runner, count, length=368, num_steps=32) for count in counts]
+        report.setdefault("step_by_split_rows", {})[most] = dict(zip(counts, taken, strict=True))
+        print(f"{f'in parts up to {most} rows':34}" + "".join(f"{each:8.3f}" for each in taken), flush=True)
+
+
+def time_prefill(model: Transformer) -> None:
+    """Few chunks as they are, and launched one by one; then what an admission costs rows that decode."""
+    for uses_graphs in (True, False):
+        runner = new_runner(model, num_slots=512, max_length=448, uses_graphs=uses_graphs)
+        sizes = [(1, 60), (1, 256), (2, 256), (4, 256), (8, 256), (16, 256), (64, 60), (64, 256)]
+        for count, size in sizes if uses_graphs else sizes[1::3]:
+            chunks = [Chunk(np.arange(size, dtype=np.int32), 0, list(range(-(-size // 16))))] * count
+            for _ in range(2):
+                runner.prefill(chunks)
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(5):
+                runner.prefill(chunks)
+            launched_ms = (time.perf_counter() - start) * 200
+            torch.cuda.synchronize()
+            taken_ms = (time.perf_counter() - start) * 200
+            name = f"prefill {count} × {size}" + ", launched one by one" * (not uses_graphs)
+            report.setdefault("prefill_ms", {})[name] = (taken_ms, launched_ms)
+            print(f"{name}: {taken_ms:.2f} ms ({launched_ms:.2f} to launch), "
+                  f"{count * size / taken_ms * 1000:,.0f} tok/s", flush=True)  # fmt: skip
+        if uses_graphs:
+            plain = step_ms(runner, 64, length=368, num_steps=8) * 8
+            admitting = statistics.median(_admitting_ms(runner, chunks[:1]) for _ in range(5))
+            report["visit_ms"] = {"plain": plain, "admitting": admitting}
+            print(f"visit of 8 steps of 64 rows: {plain:.2f} ms; beginning with 1 × 256: {admitting:.2f} ms")
+
+
+def _admitting_ms(runner: CudaRunner, chunks: Sequence[Chunk]) -> float:
+    runner.start(rows_of([Sampling(max_new_tokens=16)] * 64, length=368))
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    runner.prefill(chunks)
+    runner.decode(range(64), num_steps=8).result()
+    return (time.perf_counter() - start) * 1000
 
 
 def profile_step(runner: CudaRunner, count: int, *, length: int) -> None:
@@ -296,9 +329,7 @@ def profile_step(runner: CudaRunner, count: int, *, length: int) -> None:
 
 
 def time_swap() -> None:
-    model = Transformer(QWEN2_15B, packed=True, dtype=torch.bfloat16, device=DEVICE)
-    for parameter in model.parameters():
-        parameter.data.normal_(std=0.02)
+    model = new_model(QWEN2_15B)
     runner = new_runner(model, num_slots=8, max_length=64)
     host = {name: each.detach().cpu() for name, each in model.named_parameters()}
     start = time.perf_counter()
@@ -322,7 +353,6 @@ def time_swap() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--tuning-s", type=float, default=75.0, help="how long variants may be tried")
     arguments = parser.parse_args()
     torch.manual_seed(time.time_ns())
     report["torch"], report["device"] = torch.__version__, torch.cuda.get_device_name(DEVICE)
@@ -330,15 +360,21 @@ def main() -> None:
     bandwidth = measured_read_tb_s()
     report["read_tb_s"] = bandwidth
     print(f"read {bandwidth:.2f} TB/s", flush=True)
-    model = Transformer(QWEN3_06B, packed=True, dtype=torch.bfloat16, device=DEVICE)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.02)
+    model, small_model = new_model(QWEN3_06B), new_model(SMOLLM2_135M)
+    counts = (1, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
+    name, small_name = "Qwen3-0.6B", "SmolLM2-135M"
     parts: dict[str, Callable[[], None]] = {
-        "steps": partial(time_steps, model, bandwidth),
+        "steps": partial(time_steps, model, bandwidth, title=name, counts=counts, lengths=[368]),
+        "products in steps": partial(compare_steps, model),
+        "long contexts": partial(
+            time_steps, model, bandwidth, title=name, counts=[64], lengths=[1008, 4080, 8176]
+        ),
+        "small steps": partial(
+            time_steps, small_model, bandwidth, title=small_name, counts=counts[::2], lengths=[368]
+        ),
+        "prefill": partial(time_prefill, model),
         "products": partial(time_products, model),
-        "decode attention": partial(tune_decode, bandwidth, limit_s=arguments.tuning_s),
-        "candidates": partial(time_candidates, model),
+        "decode attention": partial(compare_decode, bandwidth),
         "swap": time_swap,
     }
     for name, part in parts.items():

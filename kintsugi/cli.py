@@ -358,9 +358,15 @@ def serve(
     max_length: Annotated[
         int | None, typer.Option(min=2, help="Longest prompt + completion; at most 4096 if not given.")
     ] = None,
+    kv_cache_gib: Annotated[
+        float | None,
+        typer.Option(help="Memory of a server for keys and values; if not given, for all slots."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    queue: Annotated[int, typer.Option(min=1, help="Unanswered prompts; more are refused with 429.")] = 1024,
+    queue: Annotated[
+        int, typer.Option(min=1, max=65536, help="Unanswered completions; more are refused with 429.")
+    ] = 1024,
     strategy: Annotated[
         str, typer.Option(help="Who answers: least_loaded, round_robin or prefix_affine.")
     ] = "least_loaded",
@@ -383,6 +389,7 @@ def serve(
     )
     plan = {
         "slots": slots,
+        "kv_cache_gib": kv_cache_gib,
         "dtype": dtype,
         "device": device,
         "strategy": strategy,

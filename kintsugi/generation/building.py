@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kintsugi.errors import UserError
 from kintsugi.generation.cpu import PAGE_SIZE, CpuRunner
 from kintsugi.generation.engine import Engine
 from kintsugi.generation.pages import num_pages_of
@@ -11,6 +12,7 @@ from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.model.transformer import Transformer
 
+_GIB = 2**30
 SHARE_OF_FREE_MEMORY = 0.5
 """Of a device; the rest is for activations, and for others who use it."""
 STEPS_PER_VISIT = 8
@@ -37,8 +39,9 @@ def build_engine(
     end_token_ids = tuple({*architecture.eos_token_ids, tokenizer.eos_token_id})
     if device.type == "cpu":
         num_pages = _num_pages(
-            slots * num_pages_of(max_length, page_size=PAGE_SIZE),
-            page_bytes=PAGE_SIZE * _token_bytes(architecture, torch.float32),
+            num_pages_of(max_length, page_size=PAGE_SIZE),
+            slots=slots,
+            page_bytes=PAGE_SIZE * _token_bytes(architecture, dtype),
             kv_cache_gib=kv_cache_gib,
         )
         cpu_runner = CpuRunner(
@@ -56,7 +59,8 @@ def build_engine(
 
     free_bytes, _ = torch.cuda.mem_get_info(device)
     num_pages = _num_pages(
-        slots * num_pages_of(max_length, page_size=cuda.PAGE_SIZE),
+        num_pages_of(max_length, page_size=cuda.PAGE_SIZE),
+        slots=slots,
         page_bytes=cuda.PAGE_SIZE * _token_bytes(architecture, dtype),
         kv_cache_gib=kv_cache_gib,
         most_bytes=int(SHARE_OF_FREE_MEMORY * free_bytes),
@@ -80,8 +84,21 @@ def _token_bytes(architecture: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def _num_pages(
-    num_wanted: int, *, page_bytes: int, kv_cache_gib: float | None, most_bytes: int | None = None
+    num_longest: int,
+    *,
+    slots: int,
+    page_bytes: int,
+    kv_cache_gib: float | None,
+    most_bytes: int | None = None,
 ) -> int:
-    if kv_cache_gib is not None:
-        return int(kv_cache_gib * 2**30) // page_bytes
-    return num_wanted if most_bytes is None else min(num_wanted, most_bytes // page_bytes)
+    """`num_longest` pages hold the longest request."""
+    if kv_cache_gib is None:
+        num_wanted = slots * num_longest
+        return num_wanted if most_bytes is None else min(num_wanted, most_bytes // page_bytes)
+    num_pages = int(kv_cache_gib * _GIB) // page_bytes
+    if num_pages < num_longest:
+        raise UserError(
+            f"expected `kv_cache_gib` of at least {num_longest * page_bytes / _GIB:.3g}, which the keys and values of "
+            f"one request of `max_length` take, got {kv_cache_gib:g}"
+        )
+    return num_pages

@@ -1,7 +1,8 @@
 """Generation on the CPU.
 
 Pages are what outlives a row and what rows share. While a row decodes, its keys and values lie in a place of its own
-(`cpu_places`): a row that starts copies what its pages hold into its place, and what it writes later it writes to both.
+(`cpu_places`): a row that starts copies what its pages hold into its place, and what it has decoded goes to its pages
+when it stops. In deterministic mode it does not: nobody would read it, because a prefill gives other bits.
 
 In deterministic mode a row is the slot itself, and every step has the same shape: all rows, keys of the whole length,
 prefill always of `max_chunks` × `chunk_size` tokens. Otherwise rows are kept together, and a step takes those that
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+import torch.nn.functional as functional
 from torch import Tensor
 
 from kintsugi.errors import ModelError
@@ -73,11 +74,15 @@ class CpuRunner:
         self._row_of = np.full(num_slots, -1, np.int64)
         self._slot_of = np.full(num_rows, -1, np.int64)
         self._tables = np.zeros((num_slots, max_pages), np.int64)
-        self._unread: dict[int, int] = {}
-        """Slots whose rows have yet to copy so many tokens from their pages."""
+        self._num_saved = np.zeros(num_slots, np.int64)
+        """So many tokens of a slot are in its pages."""
+        self._unread: set[int] = set()
+        """Slots whose rows have yet to copy these."""
         self._scratch_page, self._blank_page = num_pages, num_pages + 1
         kv_size = 2 * config.num_kv_heads * config.head_dim
-        self._pages = untouched_zeros((num_pages + 2) * PAGE_SIZE, config.num_layers, kv_size)
+        self._pages = untouched_zeros(
+            (num_pages + 2) * PAGE_SIZE, config.num_layers, kv_size, dtype=model.dtype
+        )
         """A token's keys and values of all layers lie together."""
         self._places = Places(
             num_layers=config.num_layers,
@@ -85,10 +90,9 @@ class CpuRunner:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             max_length=self._num_keys,
+            dtype=model.dtype,
         )
         self._lay_out(self._num_keys if deterministic else self._round_up(1))
-        self._written = torch.empty(config.num_layers, num_rows, kv_size)
-        """What one step writes, to be taken to the pages together."""
 
     @property
     def shape(self) -> RunnerShape:
@@ -112,6 +116,9 @@ class CpuRunner:
             positions[index, :count] = places = np.arange(chunk.start, chunk.start + count)
             pages = np.asarray(chunk.pages, np.int64)
             tables[index, : len(pages)] = pages
+            # The mask does not help against what is not finite, and nobody knows who had the last page before.
+            end = pages[-1] * PAGE_SIZE + places[-1] % PAGE_SIZE + 1
+            self._pages[end : (pages[-1] + 1) * PAGE_SIZE].zero_()
             rows = pages[places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE
             targets[index, chunk.num_known : count] = rows[chunk.num_known :]
         self._run_prefill(
@@ -126,14 +133,20 @@ class CpuRunner:
         group = self._num_heads // self._num_kv_heads
         num_keys = len(tables) // num_chunks * PAGE_SIZE
         is_hidden = torch.arange(num_keys) > positions.unsqueeze(-1)
-        mask = torch.zeros(num_chunks, size, num_keys).masked_fill_(is_hidden, float("-inf"))
+        mask = torch.zeros(num_chunks, size, num_keys, dtype=self._model.dtype).masked_fill_(
+            is_hidden, float("-inf")
+        )
         mask = mask[:, None, :, None].expand(-1, self._num_kv_heads, -1, group, -1)
         mask = mask.reshape(num_chunks * self._num_kv_heads, size * group, num_keys)
         pages = self._pages.unflatten(0, (-1, PAGE_SIZE))
 
-        def attend(layer: int, heads: Tensor) -> Tensor:
-            query, new = heads.split((self._num_heads, 2 * self._num_kv_heads), dim=1)
+        def write(layer: int, heads: Tensor) -> None:
+            new = heads.narrow(1, self._num_heads, 2 * self._num_kv_heads)
             self._pages.select(1, layer).index_copy_(0, targets, new.flatten(1))
+
+        def attend(layer: int, heads: Tensor) -> Tensor:
+            write(layer, heads)
+            query = heads.narrow(1, 0, self._num_heads)
             held = pages.select(2, layer).index_select(0, tables)
             held = held.view(num_chunks, num_keys, 2, self._num_kv_heads, self._head_dim)
             keys, values = held.permute(2, 0, 3, 1, 4).flatten(1, 2)
@@ -143,7 +156,7 @@ class CpuRunner:
             attended = attended.view(num_chunks, self._num_kv_heads, size, group, self._head_dim)
             return attended.permute(0, 2, 1, 3, 4).reshape(num_chunks * size, -1)
 
-        self._network.forward(tokens.flatten(), positions=positions.flatten(), attend=attend)
+        self._network.fill(tokens.flatten(), positions=positions.flatten(), attend=attend, write=write)
 
     @torch.inference_mode()
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -162,7 +175,8 @@ class CpuRunner:
                 # What is not finite would reach this request through the mask.
                 self._places.of_row(row).zero_()
             self._rows.start(row, new)
-            self._unread[new.slot] = new.start
+            self._num_saved[new.slot] = new.start
+            self._unread.add(new.slot)
 
     def _free_row(self, slot: int) -> int:
         assert self._row_of[slot] < 0, f"slot {slot} is in use"
@@ -172,19 +186,22 @@ class CpuRunner:
         for slot, pages in tables.items():
             self._tables[slot, : len(pages)] = pages
 
+    @torch.inference_mode()
     def stop(self, slots: Sequence[int]) -> None:
         for slot in slots:
             row = self._row_of[slot]
             if row >= 0:
+                if not self._deterministic and slot not in self._unread:
+                    self._write_pages(slot)
                 self._rows.stop(row)
                 self._slot_of[row] = self._row_of[slot] = -1
-                self._unread.pop(slot, None)
+                self._unread.discard(slot)
 
     @torch.inference_mode()
     def decode(self, slots: Sequence[int], *, num_steps: int) -> _Done:
         self._make_room(num_steps)
-        for slot, length in self._unread.items():
-            self._read_pages(slot, length)
+        for slot in self._unread:
+            self._read_pages(slot)
         self._unread.clear()
         num_rows = len(self._slot_of) if self._deterministic else self._gather_rows()
         rows = self._row_of[np.asarray(slots, np.int64)]
@@ -200,7 +217,7 @@ class CpuRunner:
         )
         for step in range(num_steps):
             is_fed = is_asked & ~self._rows.has_ended[:num_rows]
-            sampled = self._rows.sample(self._network.logits(self._feed(num_rows, is_fed=is_fed)))
+            sampled = self._rows.sample(self._network.logits(self._feed(num_rows)))
             tokens, logprobs = sampled.tokens.numpy(), sampled.logprobs.numpy()
             decoded.tokens[step], decoded.logprobs[step] = tokens[rows], logprobs[rows]
             if num_top:
@@ -209,44 +226,54 @@ class CpuRunner:
             self._rows.advance(tokens, logprobs=logprobs, is_fed=is_fed)
         return _Done(decoded)
 
-    def _feed(self, num_rows: int, *, is_fed: NDArray[np.bool_]) -> Tensor:
-        """Each row's token at its position, through all layers. A row that is not `is_fed` gives what it gave before
-        to its own place again, and nothing to its pages."""
+    def _feed(self, num_rows: int) -> Tensor:
+        """Each row's token at its position, through all layers. A row that has ended, or was not asked for, gives
+        what it gave before to its own place again."""
         state = self._rows
         positions = torch.from_numpy(state.positions[:num_rows])
         targets = self._places.open(positions)
         num_pairs = num_rows * self._num_kv_heads
         mask = self._places.masks[:num_pairs]
-        written = self._written[:, :num_rows]
 
         def attend(layer: int, heads: Tensor) -> Tensor:
             query = heads.narrow(1, 0, self._num_heads).reshape(num_pairs, -1, self._head_dim)
-            new = written[layer].copy_(heads.narrow(1, self._num_heads, 2 * self._num_kv_heads).flatten(1))
-            self._places.write(layer, targets=targets, heads=new.view(-1, self._head_dim))
+            new = heads.narrow(1, self._num_heads, 2 * self._num_kv_heads)
+            self._places.write(layer, targets=targets, heads=new.reshape(-1, self._head_dim))
             keys, values = self._places.read(layer)
             attended = self._attend(query, keys=keys[:num_pairs], values=values[:num_pairs], mask=mask)
-            return attended.view(num_rows, -1)
+            return attended.reshape(num_rows, -1)
 
-        hidden = self._network.forward(
+        return self._network.forward(
             torch.from_numpy(state.tokens[:num_rows]), positions=positions, attend=attend
         )
-        self._write_pages(written, is_fed=is_fed)
-        return hidden
 
     def _attend(self, query: Tensor, *, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """[pairs of sequence and kv head, queries, head_dim]; the heads that share a kv head are queries of it."""
-        scores = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=self._scale)
-        return torch.bmm(torch.softmax(scores, dim=-1), values)
+        if query.dtype == torch.float32:
+            scores = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=self._scale)
+            return torch.bmm(torch.softmax(scores, dim=-1), values)
+        # Half as fast for many short rows, but it rounds where the trainer's attention rounds: to the same bits, if
+        # there are enough queries for the same kernel.
+        num_queries = query.shape[1]
+        if num_queries < MIN_EQUAL_BITS_ROWS:
+            query = functional.pad(query, (0, 0, 0, MIN_EQUAL_BITS_ROWS - num_queries))
+        attended = functional.scaled_dot_product_attention(
+            query.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1), attn_mask=mask.unsqueeze(1)
+        )
+        return attended[:, 0, :num_queries]
 
-    def _write_pages(self, written: Tensor, *, is_fed: NDArray[np.bool_]) -> None:
-        num_rows = len(is_fed)
-        positions, slots = self._rows.positions[:num_rows], self._slot_of[:num_rows]
-        pages = np.where(is_fed, self._tables[slots, positions // PAGE_SIZE], self._scratch_page)
-        targets = torch.from_numpy(pages * PAGE_SIZE + positions % PAGE_SIZE)
-        self._pages.index_copy_(0, targets, written.transpose(0, 1))
+    def _write_pages(self, slot: int) -> None:
+        """Copy what a row has decoded from its place to its pages."""
+        row = int(self._row_of[slot])
+        new = np.arange(self._num_saved[slot], self._rows.positions[row] + self._rows.has_ended[row])
+        if len(new) > 0:
+            targets = self._tables[slot, new // PAGE_SIZE] * PAGE_SIZE + new % PAGE_SIZE
+            held = self._places.of_row(row)[:, :, :, new[0] : new[-1] + 1].permute(3, 0, 1, 2, 4)
+            self._pages.index_copy_(0, torch.from_numpy(targets), held.flatten(2))
 
-    def _read_pages(self, slot: int, length: int) -> None:
+    def _read_pages(self, slot: int) -> None:
         """Copy a row's first tokens from its pages to its place."""
+        length = int(self._num_saved[slot])
         num_pages = -(-length // PAGE_SIZE)
         table = torch.from_numpy(self._tables[slot, :num_pages])
         held = self._pages.unflatten(0, (-1, PAGE_SIZE)).index_select(0, table).flatten(0, 1)[:length]
@@ -299,11 +326,6 @@ class CpuRunner:
         self._model.copy_weights(tensors)
         self._network.refresh()
 
-    @torch.inference_mode()
-    def clear_pages(self, pages: Sequence[int]) -> None:
-        """Places are cleared by whoever starts there next."""
-        self._pages.unflatten(0, (-1, PAGE_SIZE))[torch.tensor(pages, dtype=torch.int64)] = 0.0
-
 
 def _batch_size(num_rows: int, *, most: int) -> int:
     """A number of rows, at least `num_rows`, out of few."""
@@ -314,8 +336,9 @@ def _batch_size(num_rows: int, *, most: int) -> int:
 
 
 def _prefill_shape(max_length: int, *, deterministic: bool) -> tuple[int, int]:
-    """Tokens of a chunk, and chunks of a call. Where padding is computed, too, short prompts want small ones."""
+    """Tokens of a chunk, and chunks of a call. Where padding is computed, too, short prompts want few; otherwise a call
+    takes many, so that rows begin together and decode together."""
     longest = -(-max_length // PAGE_SIZE) * PAGE_SIZE
     if not deterministic:
-        return min(8 * PAGE_SIZE, longest), 4
+        return min(2 * PAGE_SIZE, longest), 16
     return min((1 if max_length <= 128 else 2 if max_length <= 1024 else 4) * PAGE_SIZE, longest), 4

@@ -1,11 +1,10 @@
 """The model's layers as the CPU computes them fastest without gradients.
 
 The same function as `Transformer.forward_packed`, from the same parameters, with weights kept once more in the block
-layout of the processor's matrix library: products of few rows are up to twice as fast. Residuals are added inside the
-products, and query and key are rotated in place as complex numbers, for which the rows of their projections are
-reordered so that the two halves of a rotary pair are neighbours; attention does not see the difference.
-
-Whatever the model's type, heads are rotated and attended to in float32, and logits are float32.
+layout of the processor's matrix library: products of few rows are up to twice as fast. In float32 residuals are added
+inside the products, and query and key are rotated in place as complex numbers, for which the rows of their projections
+are reordered so that the two halves of a rotary pair are neighbours; attention does not see the difference. In bfloat16
+everything is rounded where the trainer rounds it, or their log-probabilities would differ by half as much again.
 """
 
 from __future__ import annotations
@@ -16,12 +15,18 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from kintsugi.model.rotary import rotation_at
+from kintsugi.model.rotary import Rotation, rotate, rotation_at
 from kintsugi.model.transformer import DecoderLayer, RMSNorm, Transformer
 
 Attend = Callable[[int, Tensor], Tensor]
-"""(layer, rotated heads [rows, heads + 2 kv_heads, head_dim] in float32: query, key, value) to what each query attended
-to, [rows, heads × head_dim] in float32."""
+"""(layer, rotated heads [rows, heads + 2 kv_heads, head_dim]: query, key, value) to what each query attended to, [rows,
+heads × head_dim]."""
+Write = Callable[[int, Tensor], None]
+"""Keeps key and value of such heads."""
+Rotate = Callable[[Tensor], object]
+"""Rotates [rows, heads, head_dim] in place."""
+_LARGE_PRODUCT = 1 << 18
+"""Weights."""
 
 
 class Product:
@@ -40,7 +45,7 @@ class Product:
         self._source_bias = bias
         self._order = order
         self._dtype = weight.dtype if dtype is None else dtype
-        self._is_blocked = _has_block_layout(self._dtype)
+        self._is_blocked = _has_block_layout(weight.numel(), self._dtype)
         self.refresh()
 
     def refresh(self) -> None:
@@ -53,35 +58,37 @@ class Product:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._is_blocked else weight
 
     def __call__(self, rows: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        if not self._is_blocked:
-            product = functional.linear(rows, self._weight, self._bias)
-            return product if residual is None else product.add_(residual)
-        if residual is None:
-            result: Tensor = torch.ops.mkldnn._linear_pointwise(
-                rows, self._weight, self._bias, "none", [], ""
-            )
-        else:
-            result = torch.ops.mkldnn._linear_pointwise.binary(
+        """A residual is added to what has been rounded, as the trainer adds it; in float32 there is no difference."""
+        if self._is_blocked and residual is not None and self._dtype == torch.float32:
+            result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
                 rows, residual, self._weight, self._bias, "add"
             )
-        return result
+            return result
+        if self._is_blocked:
+            result = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
+        else:
+            result = functional.linear(rows, self._weight, self._bias)
+        return result if residual is None else result.add_(residual)
 
 
-def _has_block_layout(dtype: torch.dtype) -> bool:
+def _has_block_layout(num_weights: int, dtype: torch.dtype) -> bool:
+    """A small float32 product is over before the library has chosen how to do it."""
     if not torch.backends.mkldnn.is_available():
         return False
-    return dtype == torch.float32 or (
-        dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+    if dtype == torch.float32:
+        return num_weights >= _LARGE_PRODUCT
+    return dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class Norm:
-    """What `RMSNorm` computes, in fewer steps than torch takes on the CPU."""
+    """What `RMSNorm` computes; in float32 in fewer steps than torch takes on the CPU."""
 
     def __init__(self, norm: RMSNorm, *, order: Tensor | None = None) -> None:
         self._source = norm.weight
         self._order = order
-        self._epsilon = torch.tensor(norm.epsilon)
+        self._epsilon = norm.epsilon
+        self._wide_epsilon = torch.tensor(norm.epsilon)
+        self._share = 1 / norm.weight.numel()
         self.refresh()
 
     def refresh(self) -> None:
@@ -89,25 +96,30 @@ class Norm:
         self._weight = weight if self._order is None else weight.index_select(0, self._order)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        wide = hidden.float()
-        lengths = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        means = torch.addcmul(self._epsilon, lengths, lengths, value=1 / len(self._weight))
-        return wide.mul(means.rsqrt_()).mul_(self._weight).to(hidden.dtype)
+        if hidden.dtype != torch.float32:
+            # A last bit of a mean that rounds a single entry the other way is a tenth of a percent of it, and
+            # after thirty layers of most entries.
+            return functional.rms_norm(hidden, self._weight.shape, self._weight, self._epsilon)
+        lengths = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+        means = torch.addcmul(self._wide_epsilon, lengths, lengths, value=self._share)
+        return hidden.mul(means.rsqrt_()).mul_(self._weight)
 
 
 class CpuLayer:
     def __init__(self, layer: DecoderLayer, *, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         attention, feed_forward = layer.self_attn, layer.mlp
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
-        neighbours = torch.arange(head_dim).view(2, -1).t().flatten()
-        """Which entries of a head stand side by side: 0, head_dim / 2, 1, head_dim / 2 + 1, …"""
+        entries = torch.arange(head_dim)
+        if attention.qkv_weight.dtype == torch.float32:
+            # 0, head_dim / 2, 1, head_dim / 2 + 1, …
+            entries = entries.view(2, -1).t().flatten()
         self._first_norm = Norm(layer.input_layernorm)
         self._second_norm = Norm(layer.post_attention_layernorm)
         self._head_norms = [
-            Norm(norm, order=neighbours) for norm in (attention.q_norm, attention.k_norm) if norm is not None
+            Norm(norm, order=entries) for norm in (attention.q_norm, attention.k_norm) if norm is not None
         ]
         size = num_heads + num_kv_heads
-        rotated = torch.arange(size)[:, None] * head_dim + neighbours
+        rotated = torch.arange(size)[:, None] * head_dim + entries
         values = torch.arange(size * head_dim, (size + num_kv_heads) * head_dim)
         order = torch.cat([rotated.flatten(), values])
         self._qkv = Product(attention.qkv_weight, bias=attention.qkv_bias, order=order)
@@ -116,21 +128,24 @@ class CpuLayer:
         self._down = Product(feed_forward.down_proj.weight, bias=feed_forward.down_proj.bias)
 
     def refresh(self) -> None:
-        for part in (self._qkv, self._output, self._gate_up, self._down, *self._head_norms):
-            part.refresh()
+        for product in (self._qkv, self._output, self._gate_up, self._down):
+            product.refresh()
+        for norm in self._head_norms:
+            norm.refresh()
 
-    def forward(self, hidden: Tensor, *, layer: int, rotation: Tensor, attend: Attend) -> Tensor:
+    def heads(self, hidden: Tensor, *, rotate: Rotate) -> Tensor:
+        """Query, key and value, rotated: [rows, heads + 2 kv_heads, head_dim]."""
         heads = self._qkv(self._first_norm(hidden)).unflatten(-1, (-1, self._head_dim))
         if self._head_norms:
             query_norm, key_norm = self._head_norms
             query, key, _ = heads.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=1)
             query.copy_(query_norm(query))
             key.copy_(key_norm(key))
-        heads = heads.float()
-        pairs = heads.narrow(1, 0, self._num_heads + self._num_kv_heads).unflatten(-1, (-1, 2))
-        torch.view_as_complex(pairs).mul_(rotation)
-        attended = attend(layer, heads).to(hidden.dtype)
-        hidden = self._output(attended, residual=hidden)
+        rotate(heads.narrow(1, 0, self._num_heads + self._num_kv_heads))
+        return heads
+
+    def forward(self, hidden: Tensor, *, layer: int, rotate: Rotate, attend: Attend) -> Tensor:
+        hidden = self._output(attend(layer, self.heads(hidden, rotate=rotate)), residual=hidden)
         gate, up = self._gate_up(self._second_norm(hidden)).chunk(2, dim=-1)
         return self._down(functional.silu(gate).mul_(up), residual=hidden)
 
@@ -154,10 +169,20 @@ class CpuNetwork:
         # log-probabilities; the float32 copy makes the same numbers as `logprobs.project_to_vocabulary`.
         self._last_norm = Norm(model.model.norm)
         self._to_vocabulary = Product(model.output_weight, dtype=torch.float32)
-        rotation = rotation_at(
-            torch.arange(max_length), frequencies=model.frequencies, config=config, dtype=torch.float32
+        self._rotation = rotation_at(
+            torch.arange(max_length), frequencies=model.frequencies, config=config, dtype=model.dtype
         )
-        self._rotations = torch.complex(rotation.cosine[:, :, 0], rotation.signed_sine[:, :, 1])
+        self._as_complex: Tensor | None = None
+        if model.dtype == torch.float32:
+            cosine, sine = self._rotation.cosine[:, :, 0], self._rotation.signed_sine[:, :, 1]
+            self._as_complex = torch.complex(cosine, sine)
+
+    def _rotate_at(self, positions: Tensor) -> Rotate:
+        if self._as_complex is not None:
+            turns = self._as_complex.index_select(0, positions)
+            return lambda heads: torch.view_as_complex(heads.unflatten(-1, (-1, 2))).mul_(turns)
+        rotation = Rotation(*(each.index_select(0, positions) for each in self._rotation))
+        return lambda heads: heads.copy_(rotate(heads, rotation))
 
     def refresh(self) -> None:
         """Take over what has been copied into the model's parameters."""
@@ -167,11 +192,20 @@ class CpuNetwork:
 
     def forward(self, tokens: Tensor, *, positions: Tensor, attend: Attend) -> Tensor:
         """Final hidden states [rows, hidden], before the last norm."""
-        rotation = self._rotations.index_select(0, positions)
+        rotate_rows = self._rotate_at(positions)
         hidden = functional.embedding(tokens, self._model.model.embed_tokens.weight)
         for number, layer in enumerate(self._layers):
-            hidden = layer.forward(hidden, layer=number, rotation=rotation, attend=attend)
+            hidden = layer.forward(hidden, layer=number, rotate=rotate_rows, attend=attend)
         return hidden
+
+    def fill(self, tokens: Tensor, *, positions: Tensor, attend: Attend, write: Write) -> None:
+        """Keys and values of all layers; of the last one nothing else, which nobody would read."""
+        rotate_rows = self._rotate_at(positions)
+        hidden = functional.embedding(tokens, self._model.model.embed_tokens.weight)
+        *layers, last = self._layers
+        for number, layer in enumerate(layers):
+            hidden = layer.forward(hidden, layer=number, rotate=rotate_rows, attend=attend)
+        write(len(layers), last.heads(hidden, rotate=rotate_rows))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._to_vocabulary(self._last_norm(hidden).float())

@@ -68,7 +68,8 @@ class CpuRows:
             or sampling.min_p != 0
             or bool(sampling.logit_bias)
         )
-        if self._is_bent[row]:
+        # Also where it is not bent itself: beside one that is, what the row's last request left would bend it.
+        if self._is_bent[row] or self._seen is not None:
             self._bend(row, new)
 
     def _bend(self, row: int, new: Row) -> None:

@@ -37,10 +37,10 @@ FAST_PREFILL = (256, 64)
 """Chunk size, and the most chunks of one call: enough tokens to fill the device."""
 DETERMINISTIC_PREFILL = (64, 16)
 """Likewise, but always computed in full, so that a short prompt does not cost much."""
-CAPTURED_PREFILL = 16
-"""Most chunks of a call that is captured; with more, the device is the slower one."""
 PREFILL_BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096)
-"""Tokens of a captured call, all chunks together."""
+"""Tokens of a captured call, all chunks together; with more, the device is slower than the host's launches."""
+FEW_CHUNKS = 16
+"""What a captured call has room for, or for the most there can be."""
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
 DEVICE_TIMEOUT_S = 600.0
 """A visit takes milliseconds; this only bounds the wait for a device that has failed."""
@@ -177,10 +177,6 @@ class CudaRunner:
             pages = self._network.kv_pages
             pages.index_copy_(2, targets, pages.index_select(2, sources))
 
-    def clear_pages(self, pages: Sequence[int]) -> None:
-        with self._running():
-            self._network.kv_pages.index_fill_(2, self._upload(np.array(pages, np.int64)), 0)
-
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         if not chunks:
             return
@@ -207,9 +203,9 @@ class CudaRunner:
         num_tokens = sum(len(chunk.tokens) for chunk in chunks)
         if self._deterministic:
             num_rows, num_chunks = shape.max_chunks * shape.chunk_size, shape.max_chunks
-        elif len(chunks) <= CAPTURED_PREFILL:
+        elif num_tokens <= PREFILL_BUCKETS[-1]:
             num_rows = min(bucket for bucket in PREFILL_BUCKETS if num_tokens <= bucket)
-            num_chunks = CAPTURED_PREFILL
+            num_chunks = FEW_CHUNKS if len(chunks) <= FEW_CHUNKS else shape.max_chunks
         else:
             max_pages = _rounded_up(max(len(chunk.pages) for chunk in chunks), multiple=16)
             num_rows = _rounded_up(num_tokens, multiple=64)

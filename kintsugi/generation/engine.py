@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,9 @@ from kintsugi.types import Finish
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_FEW_GONE = 64
+"""So many interrupted requests are not worth searching the queue for."""
 
 
 class _State(Enum):
@@ -109,7 +112,7 @@ class Engine:
         self._rows = Rows(shape.num_slots, max_length=shape.max_length)
         self._sequences: dict[RequestId, _Sequence] = {}
         self._queue: list[_Sequence] = []
-        """A heap by arrival; who has been interrupted since is still in it."""
+        """A heap by arrival; who has been interrupted since may still be in it."""
         self._prefilling: list[_Sequence] = []
         """In order of arrival."""
         self._running: dict[int, _Sequence] = {}
@@ -145,15 +148,22 @@ class Engine:
         return not self._sequences and not self._finished
 
     def stats(self) -> dict[str, float]:
-        num_admitted = len(self._running) + len(self._prefilling)
         return {
             "pages_free": self._pool.num_free,
             "pages_used": self._pool.num_used,
             "pages_cached": self._pool.num_cached,
-            "running": num_admitted,
-            "waiting": len(self._sequences) - num_admitted,
+            "running": self._num_admitted,
+            "waiting": self._num_waiting,
             **self._counts,
         }
+
+    @property
+    def _num_admitted(self) -> int:
+        return len(self._running) + len(self._prefilling)
+
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._sequences) - self._num_admitted
 
     def submit(self, requests: Iterable[Request]) -> None:
         requests = list(requests)
@@ -166,7 +176,9 @@ class Engine:
                 reads_text=self._text_of is not None,
             )
         ids = {request.id for request in requests}
-        assert len(ids) == len(requests) and ids.isdisjoint(self._sequences), "a request is already held"
+        assert len(ids) == len(requests) and self._sequences.keys().isdisjoint(ids), (
+            "a request is already held"
+        )
         for request in requests:
             produced = request.produced
             if produced is None:
@@ -198,6 +210,9 @@ class Engine:
         if sequence.state is not _State.WAITING:
             self._take_out([sequence])
         sequence.state = _State.GONE
+        if len(self._queue) > 2 * self._num_waiting + _FEW_GONE:
+            self._queue = [each for each in self._queue if each.state is _State.WAITING]
+            heapify(self._queue)
         return Output(sequence.request, tokens, None)
 
     def produced(self, request_id: RequestId) -> Tokens | None:
@@ -276,11 +291,10 @@ class Engine:
             self._settle()
             slots, num_more = self._pages_to_come()
         while True:
-            num_admitted = len(self._running) + len(self._prefilling)
             is_needed, reason = must_give_way(
                 num_needed=int(num_more.sum()),
                 num_available=self._pool.num_available,
-                num_admitted=num_admitted,
+                num_admitted=self._num_admitted,
             )
             if not is_needed:
                 break
@@ -322,7 +336,7 @@ class Engine:
                 num_free_slots=len(self._free_slots),
                 num_needed=found.num_needed,
                 num_available=self._pool.num_available,
-                num_admitted=len(self._running) + len(self._prefilling),
+                num_admitted=self._num_admitted,
             )
             if not decision.admitted:
                 self.last_reason = decision.reason
@@ -422,17 +436,19 @@ class Engine:
         finishes = {}
         for slot in sorted(self._stop_slots):
             column = flight.column_of(slot)
-            if column is None or not landed.is_live[column] or landed.broken[column]:
+            if column is None or not landed.is_live[column]:
                 continue
             assert self._text_of is not None, "stop texts are refused without a tokenizer"
             request = self._running[slot].request
-            tokens = self._rows.known(slot)[len(request.prompt) :]
+            known = self._rows.known(slot)[len(request.prompt) :]
+            # What made a stop text complete before the logits overflowed is as good as ever.
+            tokens = known[:-1] if landed.broken[column] else known
             start = int(landed.starts[column]) - len(request.prompt)
             place = first_stop(tokens, start=start, stop=request.sampling.stop, text_of=self._text_of)
             if place is None or (landed.stopped[column] and place == len(tokens) - 1):
                 continue
             self._rows.lengths[slot] = len(request.prompt) + place + 1
-            self._counts["decoded_tokens"] -= len(tokens) - place - 1
+            self._counts["decoded_tokens"] -= len(known) - place - 1
             finishes[slot] = Finish.STOP
         return finishes
 
@@ -462,10 +478,6 @@ class Engine:
             self._free_slots.append(sequence.slot)
             sequence.pages = []
             sequence.slot = -1
-        spoiled = self._pool.take_spoiled()
-        if spoiled:
-            # What idle rows wrote with the same weights is in the scratch page.
-            self._runner.clear_pages([*spoiled, self._shape.num_pages])
 
     def _remember(self, sequence: _Sequence) -> None:
         """Let a later request find the pages that decoding filled: the next turn begins with this one's tokens. Not in

@@ -12,6 +12,10 @@ from kintsugi.types import Peer, Role, WeightManifest, role_of
 SUSPICION_S = 1.0
 """How long a server that answered with a fault is left alone before it is probed."""
 
+MAX_SENT = 2048
+"""Requests with one server; the others wait for it here. An endpoint takes only so many of one caller, and beyond them
+loses what must not wait: weights, and who has left."""
+
 Identity = tuple[int, str]
 """Version and digest of weights."""
 
@@ -64,7 +68,8 @@ class Member:
         else:
             health = Health.SUSPECT if self.suspect else Health.HEALTHY
         version = -1 if self.held is None else self.held[0]
-        return ServerView(self.process, health, version, self.tokens_in_flight, self.retired)
+        full = len(self.sent) >= MAX_SENT
+        return ServerView(self.process, health, version, self.tokens_in_flight, self.retired, full)
 
 
 class Fleet:

@@ -17,6 +17,8 @@ from kintsugi.transport import Delivery
 from kintsugi.types import Completion, Fragment, Peer
 
 _ITEM_BYTES = 4
+Incarnation = tuple[str, str]
+"""One life of a process: (its name, incarnation)."""
 Number = TypeVar("Number", np.int32, np.float32)
 
 
@@ -31,6 +33,7 @@ class Job:
         self.weights = weights
         """That were there when it began."""
         self.since = now
+        self._num_wanted = len(request.wanted)
         self._completions: dict[int, Completion] = {}
         self._told = {part.sample: len(part.tokens) // _ITEM_BYTES for part in request.produced}
         """Tokens of each sample that the askers know of."""
@@ -44,7 +47,7 @@ class Job:
     def num_tokens(self) -> int:
         """Most tokens that its unfinished samples take, prompts included."""
         per_sample = len(self.request.prompt) // _ITEM_BYTES + self.request.sampling.max_new_tokens
-        return len(self.unfinished) * per_sample
+        return (self._num_wanted - len(self._completions)) * per_sample
 
     def gives(self, request: Generate) -> bool:
         """Whether its answer is one to this request too, however and for how long each asker waits for it."""
@@ -65,12 +68,12 @@ class Job:
         self._told.clear()
         self._told_finished.clear()
 
-    def leave(self, peer: Peer, number: int) -> list[Delivery]:
-        """Take out whoever asked under this number."""
+    def leave(self, asker: Incarnation, number: int | None = None) -> list[Delivery]:
+        """Take out what this one asked, under this number or under any."""
         left = [
             delivery
             for delivery in self.deliveries
-            if delivery.peer.process == peer.process and _body(delivery).number == number
+            if incarnation_of(delivery.peer) == asker and number in (None, _body(delivery).number)
         ]
         self.deliveries = [delivery for delivery in self.deliveries if delivery not in left]
         return left
@@ -103,9 +106,13 @@ class Job:
                 self._told[sample] = len(tokens.ids)
         return tuple(fragments)
 
-    def numbers(self) -> list[tuple[str, int]]:
-        """Who is told of it, and under which number each asked."""
-        return [(delivery.peer.process, _body(delivery).number) for delivery in self.deliveries]
+    def asked(self) -> list[tuple[Incarnation, int]]:
+        """Who wants it, and under which number each asked."""
+        return [(incarnation_of(delivery.peer), _body(delivery).number) for delivery in self.deliveries]
+
+
+def incarnation_of(peer: Peer) -> Incarnation:
+    return peer.process, peer.incarnation
 
 
 def check(request: Generate) -> None:

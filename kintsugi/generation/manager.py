@@ -98,7 +98,7 @@ class Job:
     def num_tokens(self) -> int:
         """Most tokens that its unfinished samples take, prompts included."""
         per_sample = len(self.request.prompt) // 4 + self.request.sampling.max_new_tokens
-        return len(self.transcript.unfinished) * per_sample
+        return self.transcript.num_unfinished * per_sample
 
     def begin_again(self) -> None:
         """Forget what was produced, unless the asker has been told of it."""
@@ -197,17 +197,14 @@ class Manager:
             return
         job.ended = True
         COUNTERS.add("cancelled")
-        if (sent := self._take_back(job.number)) is not None:
-            self._endpoint.send(sent.member.process, Cancel(job.number))
+        self._recall(job)
 
     def load_weights(self, weights: LoadWeights, then: Loaded) -> None:
         """Let all servers load these weights, and later ones when they appear; `then` hears when all who live have."""
         current, new = self._fleet.current, identity(weights.manifest)
         self._distribution.distribute(weights, then)
         if current is not None and new != current and new[0] <= current[0]:
-            # The run went back: what was drawn with weights that are no part of it any more does not count.
-            for job in self._unanswered():
-                job.begin_again()
+            self._begin_again()
 
     def retire(self, process: str, then: Callable[[], None], *, incarnation: str = "") -> None:
         """Send a server nothing more and let others go on with what it does; `then` is called when it has nothing left
@@ -288,6 +285,21 @@ class Manager:
         for job in self._unanswered():
             if job.asker.is_gone:
                 self.cancel(job)
+
+    def _begin_again(self) -> None:
+        """The run went back: what was drawn with weights that are no part of it any more does not count, nor would what
+        servers add to it with older ones. Who streams has been told of it, and goes on."""
+        taken_back = [sent.job for sent in self._sent.values() if not sent.job.request.stream]
+        for job in taken_back:
+            self._recall(job)
+        self._waiting.extendleft(reversed(taken_back))
+        for job in self._waiting:
+            job.begin_again()
+
+    def _recall(self, job: Job) -> None:
+        """From the server that has it, if one has."""
+        if (sent := self._take_back(job.number)) is not None:
+            self._endpoint.send(sent.member.process, Cancel(job.number))
 
     def _unanswered(self) -> list[Job]:
         return [*self._waiting, *(sent.job for sent in self._sent.values())]
@@ -387,7 +399,7 @@ class Manager:
 
     def _go_on(self, job: Job, member: Member) -> None:
         """With what is left to be done of it; nothing may be, though its server died before it could answer."""
-        if job.transcript.unfinished:
+        if job.transcript.num_unfinished:
             self._waiting.append(job)
             return
         job.ended = True

@@ -82,7 +82,6 @@ class PagePool:
         self._keys_of: dict[int, list[bytes]] = {}
         self._promised: set[int] = set()
         self._spoiled: set[int] = set()
-        self._to_clear: list[int] = []
 
     @property
     def num_free(self) -> int:
@@ -94,7 +93,7 @@ class PagePool:
 
     @property
     def num_used(self) -> int:
-        return self.num_pages - len(self._free) - len(self._cached) - len(self._to_clear)
+        return self.num_pages - len(self._free) - len(self._cached)
 
     @property
     def num_available(self) -> int:
@@ -135,10 +134,8 @@ class PagePool:
             if page in self._promised:
                 self._promised.remove(page)
                 self._drop_keys(page)
-            if page in self._spoiled:
-                self._spoiled.remove(page)
-                self._to_clear.append(page)
-            elif page in self._keys_of:
+            self._spoiled.discard(page)
+            if page in self._keys_of:
                 self._cached[page] = None
             else:
                 self._free.append(page)
@@ -213,16 +210,10 @@ class PagePool:
         return self._promised.isdisjoint(pages)
 
     def spoil(self, pages: Iterable[int]) -> None:
-        """These hold values that are not finite: nobody may find them, and they are cleared when nobody uses them."""
+        """These hold values that are not finite: nobody may find them."""
         for page in pages:
             self._drop_keys(page)
             self._spoiled.add(page)
-
-    def take_spoiled(self) -> list[int]:
-        """Pages that are free from now on and have to be cleared first."""
-        pages, self._to_clear = self._to_clear, []
-        self._free.extend(pages)
-        return pages
 
     def forget_all(self) -> None:
         """The weights have changed: what the pages hold is of use only to those who already read them."""
@@ -240,7 +231,7 @@ class PagePool:
     def check(self) -> None:
         """That every page is in exactly one place, and that index and references agree."""
         used = [page for page, count in enumerate(self._references) if count > 0]
-        places = [*self._free, *self._cached, *self._to_clear, *used]
+        places = [*self._free, *self._cached, *used]
         assert sorted(places) == list(range(self.num_pages)), "a page is lost or in two places"
         assert all(count >= 0 for count in self._references), "a page was given back too often"
         assert len(used) == self.num_used, f"{len(used)} pages are used, {self.num_used} are counted"

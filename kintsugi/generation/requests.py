@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kintsugi.errors import UserError
 from kintsugi.types import Finish, Sampling
 
 RequestId = tuple[int, int]
@@ -93,6 +94,8 @@ class Output:
     tokens: Tokens
     """All of them, `request.produced` first."""
     finish: Finish | None
+    refusal: UserError | None = None
+    """What was wrong with it, where that is known only after it was accepted."""
 
     @property
     def finite(self) -> bool:

@@ -54,9 +54,12 @@ class ServerView(msgspec.Struct, frozen=True):
     """Tokens that its unanswered requests may still need."""
     retired: bool = False
     """It is to be stopped and gets nothing more, however healthy it is."""
+    full: bool = False
+    """It has as many requests as may be under way with it."""
 
     def __str__(self) -> str:
-        return f"{self.process} {'retired' if self.retired else self.health} at version {self.version}"
+        state = "retired" if self.retired else "full" if self.full else self.health
+        return f"{self.process} {state} at version {self.version}"
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -87,7 +90,7 @@ def choose(
             (
                 each
                 for each in servers
-                if each.health is health and each.version >= version and not each.retired
+                if each.health is health and each.version >= version and not (each.retired or each.full)
             ),
             key=lambda server: server.process,
         )

@@ -2,7 +2,9 @@
 
 An engine decides (who runs, in which pages); a runner computes. There is one for the CPU and one for CUDA, and one
 without a model for tests. Keys and values live in pages of `page_size` tokens; page `num_pages` is scratch: what has
-nowhere to go is written there. A runner has one row of state per slot, and one more, which is never used by a request.
+nowhere to go is written there. Behind what a sequence has written to its last page lies whatever the page's last owner
+left, perhaps not even finite: it must not be read, not even through a mask. A runner has one row of state per slot, and
+one more, which is never used by a request.
 
 A prompt's tokens but the last are fed by `prefill`, in chunks that begin at multiples of `chunk_size`; everything
 after is fed by `decode`, one token per step, and only there anything is sampled. In deterministic mode both always
@@ -123,8 +125,4 @@ class Runner(Protocol):
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy weights to where the old ones are, after all steps begun before and before all later ones."""
-        ...
-
-    def clear_pages(self, pages: Sequence[int]) -> None:
-        """Zeros, after values that were not finite: they would reach the next owner through the mask."""
         ...

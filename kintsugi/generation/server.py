@@ -17,7 +17,7 @@ from kintsugi.config import Config
 from kintsugi.errors import IntegrityError, KintsugiError, RefusedError, WorldError
 from kintsugi.generation.backend import Backend, Running
 from kintsugi.generation.building import build_engine
-from kintsugi.generation.jobs import Job, check, produced_of, prompt_of
+from kintsugi.generation.jobs import Incarnation, Job, check, incarnation_of, produced_of, prompt_of
 from kintsugi.generation.noise import stream_key
 from kintsugi.generation.requests import Output, Request, Tokens
 from kintsugi.messages import (
@@ -38,7 +38,7 @@ from kintsugi.observe.events import Note
 from kintsugi.recipe import load_config
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, Clock
 from kintsugi.transport import Delivery, Reply
-from kintsugi.types import Fragment, WeightManifest, WeightSource
+from kintsugi.types import Fragment, Peer, WeightManifest, WeightSource
 from kintsugi.weights.fetch import describe, fetch
 from kintsugi.worker import Shell, run_worker
 
@@ -55,6 +55,8 @@ PROGRESS_S = 0.25
 MAX_STREAMING_SHARE, MAX_PROGRESS_SHARE = 0.1, 0.02
 """Of the time, however many requests there are: then they are told less often."""
 REPORT_S = 0.25
+ORPHANED_S = 10.0
+"""How long work goes on whose asker is gone: its successor may ask for the same, and joins it."""
 
 Fetch = Callable[[WeightManifest, Sequence[WeightSource]], Mapping[str, Tensor]]
 """Gets the tensors of a manifest, verified against its digests."""
@@ -65,6 +67,8 @@ class Speaker(Protocol):
 
     @property
     def process(self) -> str: ...
+
+    def peer(self, process: str) -> Peer | None: ...
 
     def next_request(self, timeout_s: float) -> Delivery | None: ...
 
@@ -93,6 +97,10 @@ class Server:
         self._jobs: dict[int, Job] = {}
         self._numbers: dict[str, list[int]] = {}
         """Of the jobs of each ticket."""
+        self._asked: dict[tuple[Incarnation, int], int] = {}
+        """The job that somebody asked for under a number of its own."""
+        self._askers: dict[Incarnation, float | None] = {}
+        """Those who have asked, and since when each is gone."""
         self._streaming: dict[int, Job] = {}
         self._num_jobs = 0
         self._held: WeightsLoaded | None = None
@@ -145,6 +153,7 @@ class Server:
             self._progress_at = now + max(PROGRESS_S, spent_s / MAX_PROGRESS_SHARE)
         if now >= self._reported[0] + REPORT_S:
             self._report(now)
+            self._drop_orphans(now)
 
     def _take(self, delivery: Delivery) -> None:
         body = delivery.body
@@ -173,6 +182,8 @@ class Server:
             if body.running == "interrupt":
                 self._interrupt()
             running: Running = "recompute" if body.running == "recompute" else "keep"
+            # If this fails, neither version may be there.
+            self._held = None
             self._backend.load(manifest.version, tensors, running=running)
             self._held = wanted
         return wanted
@@ -182,8 +193,7 @@ class Server:
             job = self._jobs[number]
             if job.weights is self._held and job.gives(request):
                 job.join(delivery)
-                if request.stream:
-                    self._streaming[number] = job
+                self._note_asker(delivery, request, number)
                 return
         version = self._backend.version
         if version < request.version:
@@ -197,18 +207,48 @@ class Server:
         job = Job(delivery, request, weights=self._held, now=self._clock.monotonic())
         self._jobs[number] = job
         self._numbers.setdefault(request.ticket, []).append(number)
-        if request.stream:
-            self._streaming[number] = job
+        self._note_asker(delivery, request, number)
         COUNTERS.add("requests")
+
+    def _note_asker(self, delivery: Delivery, request: Generate, number: int) -> None:
+        asker = incarnation_of(delivery.peer)
+        self._askers.setdefault(asker, None)
+        self._asked[asker, request.number] = number
+        if request.stream:
+            self._streaming[number] = self._jobs[number]
 
     def _cancel(self, delivery: Delivery, number: int) -> None:
         """Who asked has left, or asks somebody else; the last one takes the work with it."""
-        for key, job in list(self._jobs.items()):
-            for left in job.leave(delivery.peer, number):
+        asker = incarnation_of(delivery.peer)
+        key = self._asked.pop((asker, number), None)
+        if key is None:
+            return
+        job = self._jobs[key]
+        for left in job.leave(asker, number):
+            COUNTERS.add("cancelled")
+            # Not a fault, and nobody listens: it only must not be asked again.
+            self._shell.reply(left, Ok())
+        if not job.deliveries:
+            self._drop(key)
+
+    def _drop_orphans(self, now: float) -> None:
+        """Nobody cancels for an asker that died. Its successor asks again, here or elsewhere, for what is wanted."""
+        for asker, since in list(self._askers.items()):
+            peer = self._shell.peer(asker[0])
+            if peer is not None and incarnation_of(peer) == asker:
+                self._askers[asker] = None
+            elif since is None:
+                self._askers[asker] = now
+            elif now >= since + ORPHANED_S:
+                del self._askers[asker]
+                self._drop_all_of(asker)
+
+    def _drop_all_of(self, asker: Incarnation) -> None:
+        for number, job in list(self._jobs.items()):
+            if job.leave(asker) and not job.deliveries:
                 COUNTERS.add("cancelled")
-                self._shell.fail(left, RefusedError(f"{job.request.ticket} was cancelled"))
-            if not job.deliveries:
-                self._drop(key)
+                self._drop(number)
+        self._asked = {key: number for key, number in self._asked.items() if key[0] != asker}
 
     def _interrupt(self) -> None:
         """Answer everything with what it has."""
@@ -229,11 +269,13 @@ class Server:
         job = self._jobs.get(number)
         if job is None:
             return  # It was answered, or nobody wants it any more.
+        error: KintsugiError | None = output.refusal
         if not output.finite:
-            self._drop(number)
             error = IntegrityError(
                 f"the logits of {job.request.ticket} are not finite at version {self._backend.version}"
             )
+        if error is not None:
+            self._drop(number)
             for delivery in job.deliveries:
                 self._shell.fail(delivery, error)
             return
@@ -254,6 +296,8 @@ class Server:
     def _remove(self, number: int) -> Job:
         job = self._jobs.pop(number)
         self._streaming.pop(number, None)
+        for asked in job.asked():
+            self._asked.pop(asked, None)
         same_ticket = self._numbers[job.request.ticket]
         same_ticket.remove(number)
         if not same_ticket:
@@ -267,7 +311,7 @@ class Server:
         for number, job in jobs.items():
             fragments = job.news(partial(self._produced, number))
             if fragments:
-                for process, asked in job.numbers():
+                for (process, _), asked in job.asked():
                     news.setdefault(process, {})[asked] = fragments
         for process, fragments_of in news.items():
             self._shell.send(process, Produced(fragments_of))

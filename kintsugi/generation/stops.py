@@ -8,8 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 TextOf = Callable[[Sequence[int]], str]
-"""Decodes tokens; a character of which a part is missing becomes U+FFFD."""
+"""Decodes tokens; a character of which a part is missing becomes U+FFFD, with some tokenizers also those beside it that
+are spelled in bytes."""
 
+_MISSING = "\ufffd"
 _SLACK = 8
 """Characters at the beginning of a decoded window that may differ from those of the whole text: the rest of a character
 that began before the window, a space that a tokenizer leaves out at the beginning."""
@@ -19,24 +21,30 @@ def first_stop(tokens: NDArray[np.int32], *, start: int, stop: Sequence[str], te
     """The first place, from `start` on, of a token that completes one of the texts `stop`; None if none does.
 
     `tokens` are a whole completion, in which nothing stopped before `start`. Only its end is decoded: the new tokens
-    and as many before as a text that is completed by them can reach. Where the new tokens end does not matter: a text,
-    once complete, stays so whatever follows.
+    and as many before as a text that is completed by them can reach. A text, once complete, stays so whatever follows,
+    except while a character after it is incomplete.
     """
     if start >= len(tokens):
         return None
     num_characters = num_back = max(map(len, stop)) + _SLACK
     begin = max(0, start - num_back)
-    while begin > 0 and len(text_of(tokens[begin:start].tolist())) < num_characters:
+    while begin > 0 and not _reads(text_of(tokens[begin:start].tolist()), num_characters):
         # Special tokens have no text, and several tokens may make one character.
         num_back *= 2
         begin = max(0, start - num_back)
     window = tokens[begin:].tolist()
-    if not _contains(text_of(window), stop):
+    text = text_of(window)
+    if _MISSING not in text and not _contains(text, stop):
         return None
     for length in range(start - begin + 1, len(window)):
         if _contains(text_of(window[:length]), stop):
             return begin + length - 1
-    return len(tokens) - 1
+    return len(tokens) - 1 if _contains(text, stop) else None
+
+
+def _reads(text: str, num_characters: int) -> bool:
+    """Whether a text does not begin inside a character, and is long enough."""
+    return not text.startswith(_MISSING) and len(text) - text.count(_MISSING) >= num_characters
 
 
 def _contains(text: str, stop: Sequence[str]) -> bool:

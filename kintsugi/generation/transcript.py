@@ -37,6 +37,7 @@ class Transcript:
         width = _ITEM_BYTES * request.sampling.top_logprobs
         widths = (_ITEM_BYTES, _ITEM_BYTES, _ITEM_BYTES, width, width)
         self._samples = {sample: _Sample(widths) for sample in request.wanted}
+        self.num_unfinished = len(self._samples)
         for completion in request.produced:
             self.settle(completion)
 
@@ -96,7 +97,9 @@ class Transcript:
         new = [more[overlap * width :] for more, width in zip(columns, sample.widths, strict=True)]
         for column, more in zip(sample.columns, new, strict=True):
             column += more
-        sample.finish = fragment.finish
+        if fragment.finish is not None:
+            sample.finish = fragment.finish
+            self.num_unfinished -= 1
         return Fragment(fragment.sample, known, new[0], new[1], new[2], new[3], new[4], fragment.finish)
 
     def _verified(self, fragment: Fragment, columns: Sequence[bytes]) -> _Sample:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import isfinite
-
 from kintsugi.errors import DataError, UserError
 from kintsugi.generation.requests import Request
 from kintsugi.types import MIN_TEMPERATURE, Sampling
@@ -12,6 +10,10 @@ MAX_STOP_TOKENS = 16
 """End tokens of the model and stop tokens of a request together."""
 MAX_STOP_TEXTS = 16
 MAX_TOP_LOGPROBS = 20
+MAX_TOP_K = 1 << 31
+MAX_LOGIT_BIAS = 1e6
+MAX_REPETITION_PENALTY = 1e3
+"""These keep bent logits finite in float32, at every temperature; 1 / this is the least penalty."""
 
 
 def check_request(
@@ -68,23 +70,26 @@ def _check_distribution(sampling: Sampling, *, vocab_size: int, name: str) -> No
         raise UserError(
             f"expected `temperature` 0 or at least {MIN_TEMPERATURE}, got {sampling.temperature} for {name}"
         )
-    if sampling.top_k < 0:
-        raise UserError(f"expected `top_k` of at least 0, got {sampling.top_k} for {name}")
+    if not 0 <= sampling.top_k <= MAX_TOP_K:
+        raise UserError(f"expected `top_k` from 0 to {MAX_TOP_K}, got {sampling.top_k} for {name}")
     if not 0 < sampling.top_p <= 1:
         raise UserError(f"expected `top_p` above 0 and up to 1, got {sampling.top_p} for {name}")
     if not 0 <= sampling.min_p < 1:
         raise UserError(f"expected `min_p` from 0 and below 1, got {sampling.min_p} for {name}")
-    if not 0 < sampling.repetition_penalty < float("inf"):
+    if not 1 / MAX_REPETITION_PENALTY <= sampling.repetition_penalty <= MAX_REPETITION_PENALTY:
         raise UserError(
-            f"expected a finite `repetition_penalty` above 0, got {sampling.repetition_penalty} for {name}"
+            f"expected `repetition_penalty` from {1 / MAX_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}, "
+            f"got {sampling.repetition_penalty} for {name}"
         )
     for token, bias in sampling.logit_bias:
         if not 0 <= token < vocab_size:
             raise UserError(
                 f"expected tokens of `logit_bias` within the vocabulary of {vocab_size}, got {token} for {name}"
             )
-        if not isfinite(bias):
-            raise UserError(f"expected finite values in `logit_bias`, got {bias} for token {token} of {name}")
+        if not abs(bias) <= MAX_LOGIT_BIAS:
+            raise UserError(
+                f"expected values within ±{MAX_LOGIT_BIAS} in `logit_bias`, got {bias} for token {token} of {name}"
+            )
     if len({token for token, _ in sampling.logit_bias}) < len(sampling.logit_bias):
         raise UserError(f"expected each token of `logit_bias` once, got one twice for {name}")
     if not 0 <= sampling.top_logprobs <= min(MAX_TOP_LOGPROBS, vocab_size):

@@ -32,6 +32,8 @@ TOKENIZER_FILES = (
 )
 """What belongs to a tokenizer in a model folder, so that other tools find all of it beside our weights."""
 
+LONG_TEXT = 1 << 14
+"""Characters that take milliseconds."""
 _TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What a template, which is somebody else's code, may run into with messages that it does not expect."""
 _SPECIAL_FIELDS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -124,12 +126,18 @@ class Tokenizer:
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
         """Ids of exactly this text; `add_special` lets the tokenizer put its own tokens around it (BOS)."""
         try:
-            return list(self._backend.encode(text, add_special_tokens=add_special).ids)
+            if len(text) > LONG_TEXT:
+                # Only batches are encoded without the interpreter's lock, which a process with other threads needs.
+                (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
+            else:
+                encoding = self._backend.encode(text, add_special_tokens=add_special)
+            return list(encoding.ids)
         except Exception as error:  # the library raises plain Exception; only a character it lacks leads here
             unknown = sorted(
                 {character for character in text if self._backend.token_to_id(character) is None}
             )
-            raise DataError(f"the tokenizer has no token for {unknown} in {text!r}: {error}") from error
+            where = text if len(text) <= LONG_TEXT else f"{text[:40]}…"
+            raise DataError(f"the tokenizer has no token for {unknown} in {where!r}: {error}") from error
 
     def encode_conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a prompt in the model's chat template, up to where its answer begins."""
@@ -142,7 +150,7 @@ class Tokenizer:
         add too.
         """
         plain = self.encode(text)
-        begins = self.encode(text, add_special=True)[:1]
+        begins = self.encode("", add_special=True)[:1]
         return [*begins, *plain] if begins == [self.bos_token_id] != plain[:1] else plain
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:

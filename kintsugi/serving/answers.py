@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.serving.text import Writer, token_bytes
+from kintsugi.serving.tools import ToolCall, ToolReader
 from kintsugi.types import Completion, Finish, Fragment
 
+CHAT_PREFIX = "chatcmpl-"
 FINISH_REASONS = {Finish.EOS: "stop", Finish.STOP: "stop", Finish.LENGTH: "length"}
 
 
@@ -35,18 +37,29 @@ class Delta:
     tokens: tuple[SampledToken, ...] = ()
     """Those whose text has begun to be given; only where log-probabilities are wanted."""
     finish_reason: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    """All of them, with the end."""
 
 
 class Choice:
     """One completion as it is told to the client."""
 
-    def __init__(self, tokenizer: Tokenizer, *, stops: Sequence[str], with_logprobs: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stops: Sequence[str],
+        with_logprobs: bool,
+        with_tools: bool = False,
+    ) -> None:
+        """`with_tools`: calls of tools are no text."""
         self.num_tokens = 0
         """All that were sampled, an end token too."""
         self.finish_reason: str | None = None
         self._writer = Writer(tokenizer.decode, stops=stops)
         self._with_logprobs = with_logprobs
         self._untold: list[SampledToken] = []
+        self._tools = ToolReader() if with_tools else None
 
     def take(self, fragment: Fragment | Completion) -> Delta:
         """More of it; what is known already, as of a `Completion` after its fragments, is left out."""
@@ -69,7 +82,18 @@ class Choice:
             text += self._writer.end()
             end = Finish.STOP if self._writer.stopped or fragment.finish is None else fragment.finish
             self.finish_reason = FINISH_REASONS[end]
-        return Delta(text, self._tell(), self.finish_reason)
+        return self._delta(text)
+
+    def _delta(self, text: str) -> Delta:
+        calls: tuple[ToolCall, ...] = ()
+        if self._tools is not None:
+            text = self._tools.push(text)
+            if self.finish_reason is not None:
+                rest, calls = self._tools.end()
+                text += rest
+        if calls and self.finish_reason == "stop":
+            self.finish_reason = "tool_calls"
+        return Delta(text, self._tell(), self.finish_reason, calls)
 
     def _take_each(
         self, fragment: Fragment | Completion, ids: NDArray[np.int32], known: int, last: int
@@ -169,16 +193,29 @@ class ChatShape(Shape):
 
     def _choice(self, index: int, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
         logprobs = {"content": [self._logprob(token) for token in delta.tokens], "refusal": None}
-        said: dict[str, Any]
-        if is_chunk:
-            said = {"delta": {"content": delta.text} if delta.text or delta.finish_reason is None else {}}
-        else:
-            said = {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
+        said: dict[str, Any] = {"content": delta.text}
+        if not delta.text and delta.tool_calls:
+            said = {"content": None}
+        elif not delta.text and delta.finish_reason is not None and is_chunk:
+            said = {}
+        if delta.tool_calls:
+            calls = enumerate(delta.tool_calls)
+            said["tool_calls"] = [self._tool_call(call, index, number, is_chunk) for number, call in calls]
+        if not is_chunk:
+            said = {"role": "assistant", **said, "refusal": None}
         return {
             "index": index,
-            **said,
+            "delta" if is_chunk else "message": said,
             "logprobs": logprobs if self.with_logprobs else None,
             "finish_reason": delta.finish_reason,
+        }
+
+    def _tool_call(self, call: ToolCall, choice: int, number: int, is_chunk: bool) -> dict[str, Any]:
+        return {
+            **({"index": number} if is_chunk else {}),
+            "id": f"call_{self.id.removeprefix(CHAT_PREFIX)}_{choice}_{number}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
         }
 
     def _logprob(self, token: SampledToken) -> dict[str, Any]:
@@ -203,7 +240,7 @@ def completion_shape(
 
 def chat_shape(number: str, *, model: str, created: int, tokenizer: Tokenizer, with_logprobs: bool) -> Shape:
     return ChatShape(
-        f"chatcmpl-{number}",
+        f"{CHAT_PREFIX}{number}",
         model,
         created,
         tokenizer,

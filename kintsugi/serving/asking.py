@@ -42,7 +42,12 @@ class Asked:
         self._choices: list[Choice] = []
         for sampling in order.samplings:
             for _ in range(sampling.num_samples):
-                choice = Choice(tokenizer, stops=sampling.stop, with_logprobs=order.with_logprobs)
+                choice = Choice(
+                    tokenizer,
+                    stops=sampling.stop,
+                    with_logprobs=order.with_logprobs,
+                    with_tools=order.with_tools,
+                )
                 self._choices.append(choice)
             self._first.append(len(self._choices))
         self._heard: deque[tuple[int, Outcome]] = deque()
@@ -120,4 +125,5 @@ def joined(parts: Sequence[Delta], *, before: str = "") -> Delta:
     text = before + "".join(part.text for part in parts)
     tokens = tuple(token for part in parts for token in part.tokens)
     reasons = [part.finish_reason for part in parts if part.finish_reason is not None]
-    return Delta(text, tokens, reasons[0] if reasons else None)
+    calls = tuple(call for part in parts for call in part.tool_calls)
+    return Delta(text, tokens, reasons[0] if reasons else None, calls)

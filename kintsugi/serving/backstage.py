@@ -20,7 +20,14 @@ from uuid import uuid4
 from kintsugi.cluster.handover import Programs
 from kintsugi.cluster.orphans import subreaper
 from kintsugi.config import Strategy
-from kintsugi.errors import KintsugiError, ProcessDied, RefusedError, fault_of
+from kintsugi.errors import (
+    DeadlineExceeded,
+    IntegrityError,
+    KintsugiError,
+    ProcessDied,
+    RefusedError,
+    fault_of,
+)
 from kintsugi.generation.distribution import Loaded
 from kintsugi.generation.manager import Job, Manager
 from kintsugi.generation.router import Health
@@ -37,6 +44,8 @@ PROCESS = process_id(Role.MANAGER, 0)
 POLL_S = 0.25
 FIGURES_S = 0.1
 """Between two pictures of the servers."""
+LOAD_GRACE_S = 5.0
+"""For other servers to take the first weights, when one has refused them."""
 JOIN_S = 15.0
 MOST_UNANSWERED = 1 << 16
 """The manager's own limit; the gateway's queue is bounded long before."""
@@ -115,6 +124,8 @@ class Backstage:
         self._closing = False
         self._is_over = False
         self._figures_at = 0.0
+        self._unloaded: tuple[KintsugiError, float] | None = None
+        """Why the first weights were refused, and until when somebody else may take them."""
         self._thread = threading.Thread(target=self._run, name="backstage", daemon=True)
         self._failure: BaseException | None = None
         self.picture = Picture()
@@ -252,6 +263,7 @@ class Backstage:
         self._flush()
         if SYSTEM_CLOCK.monotonic() >= self._figures_at:
             self._take_picture()
+            self._check_weights()
 
     def _handle(self, delivery: Delivery) -> None:
         if not self._pool.handle(delivery):
@@ -282,8 +294,21 @@ class Backstage:
         self._manager.retire(process, lambda: self._pool.dismiss(process))
 
     def _first_weights(self, outcome: object) -> None:
+        """Who died is replaced, and what takes long may still come; but weights that are refused stay as they are."""
         if isinstance(outcome, KintsugiError) and not isinstance(outcome, ProcessDied):
-            self._note(f"the first weights were not loaded by all servers: {outcome}")
+            self._tell_of_server(f"the first weights were not loaded by all servers: {outcome}")
+            if not isinstance(outcome, DeadlineExceeded):
+                self._unloaded = outcome, SYSTEM_CLOCK.monotonic() + LOAD_GRACE_S
+
+    def _check_weights(self) -> None:
+        """End with the reason where no server takes the model; nothing would ever be answered."""
+        if self._unloaded is None:
+            return
+        error, give_up_at = self._unloaded
+        if self.picture.is_ready:
+            self._unloaded = None
+        elif SYSTEM_CLOCK.monotonic() >= give_up_at:
+            raise IntegrityError(f"no generation server took the model's weights: {error}")
 
     def _tell(self, listener: Listener, outcome: Outcome) -> None:
         self._outgoing.append((listener, outcome))

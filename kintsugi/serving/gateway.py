@@ -51,8 +51,11 @@ from kintsugi.serving.refusals import Refusal, broken, queue_full, unavailable, 
 MAX_BODY_BYTES = 8 << 20
 LONG_BODY_BYTES = 64 << 10
 """Longer ones are tokenised in another thread: the event loop has others to serve."""
+READ_TIMEOUT_S = 60.0
+"""For the body of a request to arrive."""
 WRITE_TIMEOUT_S = 60.0
 """A client that takes nothing for so long has left."""
+PIECE_BYTES = 64 << 10
 CLOSED_REQUEST = 499
 """The status under which a request is counted whose client left."""
 JSON = "application/json"
@@ -89,7 +92,7 @@ class Rules:
     limits: Limits
     api_key: str | None = None
     queue: int = 1024
-    """Prompts that may be unanswered."""
+    """Completions that may be unanswered: each of a request's prompts counts `n` times."""
     timeout_s: float = 600.0
 
 
@@ -157,9 +160,15 @@ class Gateway:
         except web.RequestPayloadError as error:
             status = HTTPStatus.BAD_REQUEST.value
             return _refused(Refusal(f"We could not read the body of your request: {error}"))
-        except (ConnectionResetError, asyncio.CancelledError):
+        except asyncio.CancelledError:
             self.metrics.cancelled += 1
             raise
+        except ConnectionResetError:
+            self.metrics.cancelled += 1
+            # Closing would wait until the client has taken what is buffered. Nobody gets the answer.
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response(status=CLOSED_REQUEST)
         except Exception as error:  # noqa: BLE001 - the outermost boundary of a request: others go on.
             self._generation.record(error)
             status = HTTPStatus.INTERNAL_SERVER_ERROR.value
@@ -194,7 +203,7 @@ class Gateway:
     async def _ordered(
         self, request: web.Request, kind: type[Body], translate: Callable[..., Order]
     ) -> Order:
-        body = await request.read()
+        body = await _body(request)
 
         def translated() -> Order:
             return translate(
@@ -229,8 +238,12 @@ class Gateway:
             choices = [
                 (index, joined(parts, before=asked.echo_of(index))) for index, parts in enumerate(deltas)
             ]
+            response = web.StreamResponse(headers={"Content-Type": f"{JSON}; charset=utf-8"})
             body = shape.whole(choices, asked.usage())
-        return web.Response(body=body, content_type=JSON)
+            response.content_length = len(body)
+            await response.prepare(request)
+            await _write_last(request, response, body)
+        return response
 
     def _admit(self, order: Order) -> None:
         picture = self._generation.picture
@@ -238,7 +251,7 @@ class Gateway:
             raise unavailable("it is shutting down")
         if not picture.is_ready:
             raise unavailable(picture.why_not or "they are being started")
-        if self._num_unanswered + len(order.prompts) > self._rules.queue:
+        if self._num_unanswered + order.num_choices > self._rules.queue:
             raise queue_full(self._num_unanswered, limit=self._rules.queue)
 
     async def _streamed(
@@ -264,21 +277,26 @@ class Gateway:
                     if delta.text or delta.tokens or delta.finish_reason is not None:
                         events.append(shape.chunk(index, delta, with_usage=order.include_usage))
                 await _write(response, b"".join(events))
-        except Refusal as refusal:
+        except ConnectionResetError:
+            raise
+        except Exception as error:
+            # Where the status is told already, this is the outermost boundary of the request.
             if not response.prepared:
                 raise
-            await _write(response, event(msgspec.json.decode(refusal.body)))
+            if not isinstance(error, Refusal):
+                self._generation.record(error)
+            refusal = error if isinstance(error, Refusal) else broken()
+            last = event(msgspec.json.decode(refusal.body))
         else:
-            tail = shape.usage_chunk(asked.usage()) if order.include_usage else b""
-            await _write(response, tail + DONE)
-        await response.write_eof()
+            last = (shape.usage_chunk(asked.usage()) if order.include_usage else b"") + DONE
+        await _write_last(request, response, last)
         return response
 
     @asynccontextmanager
     async def _under_way(self, order: Order, *, name: str) -> AsyncIterator[Asked]:
         """The order's requests under way; whatever is unanswered at the end is cancelled, whyever it ends."""
         asked = Asked(order, self._tokenizer)
-        self._num_unanswered += len(order.prompts)
+        self._num_unanswered += order.num_choices
         self.metrics.prompt_tokens += asked.num_prompt_tokens
         listeners: list[Listener] = []
         try:
@@ -286,7 +304,7 @@ class Gateway:
                 listeners.append(self._generation.submit(generate, asked.hear_of(number)))
             yield asked
         finally:
-            self._num_unanswered -= len(order.prompts)
+            self._num_unanswered -= order.num_choices
             self.metrics.completion_tokens += asked.num_completion_tokens
             for number, listener in enumerate(listeners):
                 if not asked.has_ended(number):
@@ -341,12 +359,12 @@ class Gateway:
 
     async def _admin_weights(self, request: web.Request) -> web.Response:
         administration = self._administrator()
-        asked = decode(NewWeights, await request.read())
+        asked = decode(NewWeights, await _body(request))
         return _json(await administration.load_weights(asked.path))
 
     async def _admin_servers(self, request: web.Request) -> web.Response:
         administration = self._administrator()
-        asked = decode(NewServers, await request.read())
+        asked = decode(NewServers, await _body(request))
         return _json(await administration.resize(asked.count))
 
     def _administrator(self) -> Administration:
@@ -376,12 +394,35 @@ class _Stopwatch:
         self._since, self._num_tokens = now, num_tokens
 
 
+async def _body(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            return await request.read()
+    except TimeoutError as error:
+        raise Refusal(
+            f"the body of your request has not arrived in {READ_TIMEOUT_S:.0f} s",
+            status=HTTPStatus.REQUEST_TIMEOUT,
+        ) from error
+
+
 async def _write(response: web.StreamResponse, content: bytes) -> None:
-    if not content:
-        return
+    """Piece by piece, each of which has its own time: a slow client is served, one that takes nothing has left."""
+    for start in range(0, len(content), PIECE_BYTES):
+        await _taken(response.write(content[start : start + PIECE_BYTES]))
+
+
+async def _write_last(request: web.Request, response: web.StreamResponse, content: bytes) -> None:
+    """Nobody looks after what would be left in the connection's own buffer, so nothing is left there."""
+    await _write(response, content[:-PIECE_BYTES])
+    if request.transport is not None:
+        request.transport.set_write_buffer_limits(high=0)
+    await _taken(response.write_eof(content[-PIECE_BYTES:]))
+
+
+async def _taken(writing: Awaitable[None]) -> None:
     try:
         async with asyncio.timeout(WRITE_TIMEOUT_S):
-            await response.write(content)
+            await writing
     except TimeoutError as error:
         raise ConnectionResetError(f"the client has taken nothing for {WRITE_TIMEOUT_S:.0f} s") from error
 

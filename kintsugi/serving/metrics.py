@@ -86,7 +86,7 @@ class Metrics:
             ("resent_requests_total", "counter", "Requests that went on at another server.", resent),
             ("prompt_tokens_total", "counter", "Tokens of accepted prompts.", self.prompt_tokens),
             ("completion_tokens_total", "counter", "Tokens sampled for clients.", self.completion_tokens),
-            ("queue_depth", "gauge", "Requests that are not answered yet.", num_unanswered),
+            ("queue_depth", "gauge", "Completions that are not answered yet.", num_unanswered),
         ):
             yield from _head(name, kind, help_text)
             yield f"{PREFIX}{name} {value}"
@@ -117,7 +117,7 @@ def _server_lines(servers: Sequence[ServerFigures]) -> Iterator[str]:
         kind = "counter" if name.endswith("_total") else "gauge"
         yield from _head(name, kind, name.replace("_", " ").capitalize() + ".")
         for process, value in values.items():
-            yield f'{PREFIX}{name}{{server="{process}"}} {value:g}'
+            yield f'{PREFIX}{name}{{server="{process}"}} {value}'
 
 
 def _head(name: str, kind: str, help_text: str) -> tuple[str, str]:

@@ -142,6 +142,8 @@ class Order:
     stream: bool
     include_usage: bool
     with_logprobs: bool
+    with_tools: bool = False
+    """Calls of tools are read out of the text."""
     echo: tuple[str, ...] = ()
     """What stands before each prompt's completions: the prompts themselves, where that was asked for."""
 
@@ -215,7 +217,7 @@ def chat_order(
         limits=limits,
         max_new_tokens=asked.max_completion_tokens or asked.max_tokens,
         with_logprobs=bool(asked.logprobs),
-        echo=(),
+        with_tools=tools is not None,
     )
 
 
@@ -227,7 +229,8 @@ def _order(
     limits: Limits,
     max_new_tokens: int | None,
     with_logprobs: bool,
-    echo: tuple[str, ...],
+    with_tools: bool = False,
+    echo: tuple[str, ...] = (),
 ) -> Order:
     """Without `max_new_tokens`, as long as the context lasts."""
     samplings = []
@@ -244,6 +247,7 @@ def _order(
         stream=bool(asked.stream),
         include_usage=asked.stream_options is not None and asked.stream_options.include_usage,
         with_logprobs=with_logprobs,
+        with_tools=with_tools,
         echo=echo,
     )
     if order.num_choices > MAX_CHOICES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -31,6 +32,8 @@ class ServePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences that one server works on at once."""
     max_length: int
     """Longest prompt + completion, in tokens."""
+    kv_cache_gib: float | None = None
+    """Memory of one server for keys and values; unset: for all slots at full length, as far as there is memory."""
     dtype: Dtype = "auto"
     """In which the model computes; `auto`: as it is stored, on a CPU float32."""
     device: Device = "auto"
@@ -47,6 +50,8 @@ def make_plan(
     for name, choices in _CHOICES.items():
         if given[name] not in choices:
             raise UserError(f"expected `--{name}` to be one of {', '.join(choices)}, got {given[name]!r}")
+    if (memory := given.get("kv_cache_gib")) is not None and not 0 < memory < math.inf:
+        raise UserError(f"expected `--kv-cache-gib` to be positive, got {memory:g}")
     values = {"model": str(model.resolve()), "max_length": _longest(config, max_length), **given}
     return msgspec.convert(values, type=ServePlan)
 

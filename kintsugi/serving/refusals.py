@@ -62,7 +62,7 @@ def too_long(num_prompt: int, max_new_tokens: int, *, max_length: int) -> Refusa
 
 def queue_full(num_unanswered: int, *, limit: int) -> Refusal:
     return Refusal(
-        f"The server is overloaded: {num_unanswered} requests are unanswered, and at most {limit} may be. "
+        f"The server is overloaded: {num_unanswered} completions are unanswered, and at most {limit} may be. "
         "Please try again later.",
         status=HTTPStatus.TOO_MANY_REQUESTS,
         kind="rate_limit_error",

@@ -37,6 +37,7 @@ def main(bootstrap: Bootstrap) -> int:
         dtype=_dtype(plan, device),
         device=device,
         deterministic=plan.deterministic,
+        kv_cache_gib=plan.kv_cache_gib,
     )
     return run_worker(
         bootstrap,

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shlex
-import shutil
 import signal
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from kintsugi.cluster.handover import Programs
-from kintsugi.errors import KintsugiError, ModelError, UserError, WorldError
+from kintsugi.errors import KintsugiError, ModelError, UserError
 from kintsugi.messages import LoadWeights, WeightsLoaded
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.folder import load_config
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.serving.backstage import Backstage
 from kintsugi.serving.gateway import Gateway, Rules
+from kintsugi.serving.logs import folder_of_logs
 from kintsugi.serving.openai import Limits
 from kintsugi.serving.plan import ServePlan, described, make_plan, write_plan
 from kintsugi.serving.refusals import Refusal
@@ -32,6 +34,8 @@ from kintsugi.weights.folder import folder_manifest
 
 DRAIN_S = 30.0
 """For requests that are under way when the gateway is asked to end."""
+KEEPALIVE_S = 75.0
+"""A connection that asks nothing for so long is closed."""
 BACKLOG = 1024
 PROGRAMS = Programs(
     entries={Role.SERVER: "kintsugi.serving.server:main"},
@@ -61,26 +65,11 @@ def serve(options: ServeOptions, given: Mapping[str, Any], *, say: Callable[[str
         )
     config, tokenizer = described(options.model)
     plan = make_plan(options.model, config, max_length=options.max_length, given=given)
-    with _folder_of_logs(say) as run_dir:
+    with folder_of_logs(say=say) as run_dir:
         write_plan(plan, run_dir)
         session = Session(options, plan, config=config, tokenizer=tokenizer, run_dir=run_dir, say=say)
         asyncio.run(session.run())
     return 0
-
-
-@contextmanager
-def _folder_of_logs(say: Callable[[str], None]) -> Iterator[Path]:
-    """It goes when all was well, and when the user was wrong; else it stays, for who wants to know what happened."""
-    run_dir = Path(tempfile.mkdtemp(prefix="kintsugi-serve-"))
-    try:
-        yield run_dir
-    except WorldError:
-        say(f"the servers' logs are in {run_dir}")
-        raise
-    except BaseException:
-        shutil.rmtree(run_dir, ignore_errors=True)
-        raise
-    shutil.rmtree(run_dir, ignore_errors=True)
 
 
 class Session:
@@ -124,10 +113,12 @@ class Session:
             )
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._signalled)
+            logging.getLogger("aiohttp.server").addFilter(_is_worth_a_line)
             runner = web.AppRunner(
                 self._gateway.application(),
                 handler_cancellation=True,
                 access_log=None,
+                keepalive_timeout=KEEPALIVE_S,
                 shutdown_timeout=1.0,
             )
             await runner.setup()
@@ -191,7 +182,8 @@ class Session:
         host = f"[{options.host}]" if ":" in options.host else options.host
         address = f"http://{host}:{self._port}"
         key = ' -H "Authorization: Bearer $KINTSUGI_API_KEY"' if options.api_key else ""
-        body = f'{{"model": "{self._name}", "prompt": "Hello", "max_tokens": 16}}'
+        asked = {"model": self._name, "prompt": "Hello", "max_tokens": 16}
+        body = msgspec.json.encode(asked).decode()
         count = f"{len(servers)} server{'s' * (len(servers) != 1)}"
         most = f"{self._plan.max_length} tokens at most"
         return [
@@ -219,6 +211,11 @@ class Session:
     async def resize(self, num_servers: int) -> dict[str, Any]:
         self._backstage.resize(num_servers)
         return {"servers": num_servers}
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """What is no HTTP is refused, and nobody's business here: whoever can connect could fill the log with it."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
 def _settle(future: asyncio.Future[Any], outcome: object) -> None:

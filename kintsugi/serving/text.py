@@ -13,6 +13,8 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"
 """What a decoder makes of bytes that are not, or not yet, a character."""
 WINDOW = 32
 """Tokens that are decoded together, so that a token's text does not depend on whether it stands alone; more are cut."""
+LONGEST_CHARACTER = 4
+"""In tokens, of which each is at least one of its bytes."""
 
 
 class Writer:
@@ -52,12 +54,22 @@ class Writer:
         self._ids += ids
         window = self._decode(self._ids[self._start :])
         if window.endswith(BROKEN) or len(window) <= len(self._window):
-            return ""
+            return self._wait(window)
         fresh = window[len(self._window) :]
         start, self._read, self._window = self._read, len(self._ids), window
         if self._read - self._start > WINDOW:
             self._start = start
             self._window = self._decode(self._ids[start:])
+        return self._give(fresh, is_last=False)
+
+    def _wait(self, window: str) -> str:
+        """For the rest of a character; but no character takes a whole window, and what is no text would make the window
+        grow with every token. Then only the last few may still become a character."""
+        if len(self._ids) - self._read <= WINDOW:
+            return ""
+        fresh = window[len(self._window) :].removesuffix(BROKEN)
+        self._start = self._read = len(self._ids) - LONGEST_CHARACTER
+        self._window = self._decode(self._ids[self._start :]).removesuffix(BROKEN)
         return self._give(fresh, is_last=False)
 
     def end(self) -> str:
@@ -75,24 +87,29 @@ class Writer:
             self.stopped = True
             certain = min(found)
         else:
-            certain = len(held) if is_last else len(held) - self._suspicious(held)
+            certain = len(held) if is_last else len(held) - begun(held, self._stops)
         self._held = "" if self.stopped else held[certain:]
         text = held[:certain]
         self._given.append(text)
         self.length += len(text)
         return text
 
-    def _suspicious(self, held: str) -> int:
-        """How many of the last characters may be the beginning of a stop text."""
-        longest = max(map(len, self._stops), default=1) - 1
-        return next(
-            (
-                size
-                for size in range(min(longest, len(held)), 0, -1)
-                if any(stop.startswith(held[-size:]) for stop in self._stops)
-            ),
-            0,
-        )
+
+def begun(text: str, marks: Sequence[str]) -> int:
+    """How many of the last characters may be the beginning of one of the marks.
+
+    >>> begun("a <to", ["<tool_call>"])
+    3
+    """
+    longest = max(map(len, marks), default=1) - 1
+    return next(
+        (
+            size
+            for size in range(min(longest, len(text)), 0, -1)
+            if any(mark.startswith(text[-size:]) for mark in marks)
+        ),
+        0,
+    )
 
 
 def token_bytes(text: str, *, piece: str | None) -> list[int] | None:

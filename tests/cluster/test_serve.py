@@ -314,6 +314,20 @@ def test_a_model_that_no_server_can_serve_ends_the_gateway_with_the_reason(model
 
 
 @pytest.mark.slow
+def test_weights_that_give_no_numbers_end_the_gateway_with_the_reason(tmp_path: Path) -> None:
+    damaged = make_model(tmp_path / "damaged")
+    with (damaged / "model.safetensors").open("r+b") as file:
+        file.seek(-400, os.SEEK_END)
+        file.write(b"\xff" * 400)
+    command = [sys.executable, "-m", "kintsugi", "serve", str(damaged), "--port", "0"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert result.returncode not in (0, 2)
+    assert "no generation server took the model's weights" in result.stderr
+    assert "the servers' logs are in" in result.stdout
+
+
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_the_users_mistake(served: Served, model: Path) -> None:
     port = served.address.rpartition(":")[2]
     assert refused(str(model), "--port", port).startswith(f"error: can not listen on 127.0.0.1:{port}")

@@ -52,7 +52,14 @@ WITH_TORCH = frozenset(
     {"training", "generation.noise", "generation.sampler", "generation.server", "generation.building"}
     | {"generation.cuda", "generation.kernels"}
     | {"generation.cpu", "generation.cpu_network", "generation.cpu_places", "generation.cpu_rows"}
-    | {"serving.server", "model.attention", "model.device", "model.faults", "model.huggingface", "model.importing"}
+    | {
+        "serving.server",
+        "model.attention",
+        "model.device",
+        "model.faults",
+        "model.huggingface",
+        "model.importing",
+    }
     | {"model.logprobs", "model.rotary", "model.transformer"}
 )
 """What computes. Everything else is the control plane and must start without torch, a new module too."""

@@ -6,7 +6,7 @@ Each request is a stream of events; at most `slots` are open, the rest wait here
     load     the server ends all streams, which wait again with the tokens they have; it reads the weights from a
              folder, they are verified, and the streams go on
     failure  a WorldError: the server is gone, or not what it should be. The process that holds this ends, and what its
-             requests have produced is continued elsewhere
+             requests have produced is continued elsewhere. A UserError is about one request, which alone ends by it
 
 Streams end before weights change: each has one version from its first to its last token, and the keys and values of
 running requests are always computed again. A server that kept them would give those of old weights to later prompts.
@@ -18,7 +18,6 @@ last. Ends are looked for here, by the rules of the embedded engine, whatever th
 from __future__ import annotations
 
 import secrets
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +27,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from kintsugi.errors import ConfigError, IntegrityError, WorldError
+from kintsugi.errors import ConfigError, IntegrityError, KintsugiError, UserError, WorldError
 from kintsugi.generation.backend import Running
 from kintsugi.generation.backends.dialect import Dialect, Increment
 from kintsugi.generation.backends.folders import WeightFolders
@@ -107,8 +106,13 @@ class RemoteBackend:
         self._origin = secrets.token_hex(4)
         """In all labels and names, so that they are not taken for those of another process."""
         self._version = -1
-        self._waiting: deque[Request] = deque()
+        self._waiting: dict[RequestId, Request] = {}
+        """In order."""
         self._streams: dict[str, _Stream] = {}
+        self._names: dict[RequestId, str] = {}
+        """Of the open streams."""
+        self._load_failure: KintsugiError | None = None
+        """Why nobody knows which weights the server has, and whether it is halted."""
         self._ended_by_us: list[Request] | None = None
         """While all streams are being ended, those that will go on; else None."""
         self._finished: list[Output] = []
@@ -144,10 +148,12 @@ class RemoteBackend:
                 reads_text=True,
             )
             self._dialect.check(request.sampling)
-        self._waiting.extend(requests)
+        self._waiting.update((request.id, request) for request in requests)
 
     def step(self) -> list[Output]:
         """Open streams, and take what arrives in some milliseconds."""
+        if self._load_failure is not None:
+            raise WorldError(f"{self._where} did not take new weights: {self._load_failure}")
         self._open_streams()
         if self._streams:
             self._receive()
@@ -155,10 +161,9 @@ class RemoteBackend:
         return finished
 
     def interrupt(self, request_id: RequestId) -> Output | None:
-        for request in self._waiting:
-            if request.id == request_id:
-                self._waiting.remove(request)
-                return Output(request, _produced(request), None)
+        request = self._waiting.pop(request_id, None)
+        if request is not None:
+            return Output(request, _produced(request), None)
         for output in self._finished:
             if output.request.id == request_id:
                 self._finished.remove(output)
@@ -173,24 +178,30 @@ class RemoteBackend:
         stream = self._stream_of(request_id)
         if stream is not None:
             return stream.tokens(version=self._version)
-        for output in self._finished:
-            if output.request.id == request_id:
-                return output.tokens
-        return next((_produced(request) for request in self._waiting if request.id == request_id), None)
+        if request_id in self._waiting:
+            return _produced(self._waiting[request_id])
+        return next((each.tokens for each in self._finished if each.request.id == request_id), None)
 
     def load(self, version: int, tensors: Mapping[str, Tensor], *, running: Running = "keep") -> None:
         """Running requests go on with new keys and values, also where old ones would do."""
         tensors = self._folders.complete(tensors)
         folder = self._folders.write(version, tensors)
+        try:
+            self._change_weights(folder, tensors, label=self._label(version))
+        except KintsugiError as error:
+            self._load_failure = error
+            raise
+        self._load_failure = None
+        self._version = version
+        self._folders.keep_only(folder)
+        self._open_streams()
+
+    def _change_weights(self, folder: Path, tensors: Mapping[str, Tensor], *, label: str) -> None:
         self._end_streams()
-        label = self._label(version)
         self._dialect.update(self._client, folder, label=label)
         self._verify_labels({self._dialect.label(self._client)}, expected=label)
         self._dialect.verify(self._client, tensors)
         self._dialect.proceed(self._client)
-        self._version = version
-        self._folders.keep_only(folder)
-        self._open_streams()
 
     def stats(self) -> dict[str, float]:
         return {
@@ -210,7 +221,8 @@ class RemoteBackend:
         return f"{self._origin}:{version}"
 
     def _stream_of(self, request_id: RequestId) -> _Stream | None:
-        return next((each for each in self._streams.values() if each.request.id == request_id), None)
+        name = self._names.get(request_id)
+        return None if name is None else self._streams[name]
 
     def _check_server(self) -> None:
         """Whether it is well and was started as it must be. What a dead predecessor of ours left there is ended."""
@@ -256,7 +268,7 @@ class RemoteBackend:
             self._verify_labels({self._dialect.label(self._client)}, expected=self._label(self._version))
             self._last_arrival = self._last_check = self._clock.monotonic()
         while self._waiting and len(self._streams) < self._slots:
-            self._open(self._waiting.popleft())
+            self._open(self._waiting.pop(next(iter(self._waiting))))
 
     def _open(self, request: Request) -> None:
         self._num_opened += 1
@@ -270,6 +282,7 @@ class RemoteBackend:
             ends=self._ends(request),
         )
         self._streams[stream.name] = stream
+        self._names[request.id] = stream.name
         self._client.open(stream.name, self._dialect.generate_path, body=body)
 
     def _ends(self, request: Request) -> list[int]:
@@ -297,9 +310,14 @@ class RemoteBackend:
         stream = self._streams.get(str(arrival.name))
         if stream is None:
             return
-        if arrival.failure is not None:
-            raise arrival.failure
-        increment = self._increment(stream, arrival.event)
+        try:
+            if arrival.failure is not None:
+                raise arrival.failure
+            increment = self._increment(stream, arrival.event)
+        except UserError as error:
+            self._hang_up(stream)
+            self._finish(stream, None, refusal=error)
+            return
         stream.ids += increment.ids
         stream.logprobs += increment.logprobs
         stream.tops += increment.tops
@@ -367,26 +385,31 @@ class RemoteBackend:
             return finish
         return Finish.LENGTH if stream.num_missing == 0 else None
 
-    def _finish(self, stream: _Stream, finish: Finish) -> None:
+    def _finish(self, stream: _Stream, finish: Finish | None, *, refusal: UserError | None = None) -> None:
+        self._forget(stream)
+        tokens = stream.tokens(version=self._version)
+        self._finished.append(Output(stream.request, tokens, finish, refusal))
+
+    def _forget(self, stream: _Stream) -> None:
         self._streams.pop(stream.name, None)
-        self._finished.append(Output(stream.request, stream.tokens(version=self._version), finish))
+        self._names.pop(stream.request.id, None)
 
     def _put_back(self, stream: _Stream) -> None:
         if self._ended_by_us is None:
             raise WorldError(f"{self._where} gave up a request that nobody cancelled")
-        del self._streams[stream.name]
+        self._forget(stream)
         self._ended_by_us.append(Output(stream.request, stream.tokens(version=self._version), None).resume())
 
     def _hang_up(self, stream: _Stream) -> None:
         """Nobody wants more of it: its memory is for others."""
-        del self._streams[stream.name]
+        self._forget(stream)
         self._client.abandon(stream.name)
         self._dialect.abort(self._client, stream.name)
 
     def _end_streams(self) -> None:
         """The server ends all that it has; what is not finished by then waits again, before those that waited."""
-        self._ended_by_us = []
-        self._dialect.halt(self._client)
+        ended: list[Request] = []
+        self._ended_by_us = ended
 
         def attempt(remaining_s: float) -> bool | None:
             if self._streams:
@@ -394,9 +417,13 @@ class RemoteBackend:
                     self._take(arrival)
             return None if self._streams else True
 
-        wait(attempt, whom=self._client.url, what="the end of all streams", timeout_s=CALL_TIMEOUT_S)
-        self._waiting.extendleft(sorted(self._ended_by_us, key=lambda request: request.id, reverse=True))
-        self._ended_by_us = None
+        try:
+            self._dialect.halt(self._client)
+            wait(attempt, whom=self._client.url, what="the end of all streams", timeout_s=CALL_TIMEOUT_S)
+        finally:
+            ended.sort(key=lambda request: request.id)
+            self._waiting = {request.id: request for request in ended} | self._waiting
+            self._ended_by_us = None
 
 
 def _produced(request: Request) -> Tokens:

@@ -22,35 +22,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kintsugi.generation.kernels.launching import await_predecessor, launch_options
 from kintsugi.model.architecture import ModelConfig
 
 MIN_DOT_ROWS = 16
 """Of a matrix product of tensor cores."""
 
-
 SPLIT_LENGTH = 1024
 """Keys of one split, a multiple of every block size. Contexts up to it need no joining."""
-FEW_ROWS = 128
 
 
 @dataclass(frozen=True)
 class DecodeTiling:
     """How decode attention is cut into programs; chosen by `benchmarks/gpu_kernels.py`."""
 
-    block_size: int = 64
+    block_size: int = 32
     """Keys that are attended to at once."""
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int = 5
     split_length: int = SPLIT_LENGTH
 
     @classmethod
-    def of(cls, dtype: torch.dtype, *, num_rows: int) -> DecodeTiling:
-        """A step that always has all rows always has the same tiling, so that a row's bits stay its own. Keys of twice
-        the size leave room for half as many."""
-        if dtype == torch.float32:
-            return cls(block_size=32, num_stages=2)
-        return cls() if num_rows <= FEW_ROWS else cls(block_size=32, num_stages=5)
+    def of(cls, dtype: torch.dtype) -> DecodeTiling:
+        """Keys of twice the size leave room for fewer."""
+        return cls(num_stages=2) if dtype == torch.float32 else cls()
 
 
 def num_splits_of(length: int) -> int:
@@ -162,12 +156,11 @@ def _decode_attention(
     split_length: tl.constexpr,
     max_splits: tl.constexpr,
     stages: tl.constexpr,
-    starts_early: tl.constexpr,
 ):
-    await_predecessor(starts_early)
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(lengths + row)
     begin = split * split_length
+    table = tables + tl.load(slots + row).to(tl.int64) * table_stride
+    length = tl.load(lengths + row)
     if begin < length:
         end = tl.minimum(begin + split_length, length)
         in_group, dims = tl.arange(0, padded_group), tl.arange(0, padded_dim)
@@ -175,7 +168,6 @@ def _decode_attention(
         heads = kv_head * group + in_group
         valid = is_head[:, None] & is_dim[None, :]
         query = tl.load(qkv + row * qkv_stride + heads[:, None] * head_dim + dims[None, :], valid, 0.0)
-        table = tables + tl.load(slots + row).to(tl.int64) * table_stride
         maximum = tl.full([padded_group], float("-inf"), tl.float32)
         total = tl.zeros([padded_group], tl.float32)
         attended = tl.zeros([padded_group, padded_dim], tl.float32)
@@ -242,9 +234,7 @@ def _prefill_attention(
     block_rows: tl.constexpr,
     block_size: tl.constexpr,
     stages: tl.constexpr,
-    starts_early: tl.constexpr,
 ):
-    await_predecessor(starts_early)
     chunk, tile, kv_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tile_tokens: tl.constexpr = block_rows // padded_group
     first_row = tl.load(chunks + chunk * 3)
@@ -295,15 +285,14 @@ class PagedAttention:
         decode: DecodeTiling | None = None,
         prefill: PrefillTiling | None = None,
     ) -> None:
-        self._decode_tiling = decode
+        self._decode_tiling = DecodeTiling.of(dtype) if decode is None else decode
         self._prefill_tiling = PrefillTiling.of(dtype) if prefill is None else prefill
-        split_length = SPLIT_LENGTH if decode is None else decode.split_length
         self._page_size = page_size
         self._num_kv_heads, self._head_dim = config.num_kv_heads, config.head_dim
         self._group = config.num_heads // config.num_kv_heads
         self._padded_dim = max(MIN_DOT_ROWS, triton.next_power_of_2(config.head_dim))
         self._scale = config.head_dim**-0.5 * math.log2(math.e)
-        self.max_splits: int = triton.cdiv(max_length, split_length)
+        self.max_splits: int = triton.cdiv(max_length, self._decode_tiling.split_length)
         num_heads = max_rows * config.num_heads
         # Rows that fit into one split never touch these.
         places = self.max_splits if self.max_splits > 1 else 0
@@ -326,7 +315,7 @@ class PagedAttention:
     ) -> None:
         """Attend from row i's query in `qkv` to the first `lengths[i]` keys of slot `slots[i]`; 0 leaves `output` as
         it is. No length needs more than `num_splits` splits."""
-        tiling = self._decode_tiling or DecodeTiling.of(qkv.dtype, num_rows=qkv.shape[0])
+        tiling = self._decode_tiling
         _decode_attention[(qkv.shape[0], self._num_kv_heads, num_splits)](
             qkv,
             key_pages,
@@ -353,7 +342,6 @@ class PagedAttention:
             max_splits=self.max_splits,
             stages=tiling.num_stages,
             num_warps=tiling.num_warps,
-            **launch_options(qkv.device),
         )
 
     def prefill(
@@ -394,5 +382,4 @@ class PagedAttention:
             block_size=tiling.block_size,
             stages=tiling.num_stages,
             num_warps=tiling.num_warps,
-            **launch_options(qkv.device),
         )

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kintsugi.generation.kernels.launching import await_predecessor, launch_options
 from kintsugi.generation.kernels.state import ALIVE, POSITION, TOKEN
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.rotary import inverse_frequencies, rotation_at
@@ -83,9 +82,7 @@ def _begin_rows(
     page_size: tl.constexpr,
     size: tl.constexpr,
     padded_size: tl.constexpr,
-    starts_early: tl.constexpr,
 ):
-    await_predecessor(starts_early)
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
     own = state + slot * state_stride
@@ -135,7 +132,6 @@ def begin_rows(
         size=size,
         padded_size=triton.next_power_of_2(size),
         num_warps=_warps_for(size),
-        **launch_options(slots.device),
     )
 
 
@@ -149,13 +145,11 @@ def _add_and_normalize(
     num_parts: tl.constexpr,
     size: tl.constexpr,
     padded_size: tl.constexpr,
-    starts_early: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, padded_size)
     mask = columns < size
     scale = tl.load(weight + columns, mask, 0.0).to(tl.float32)
-    await_predecessor(starts_early)
     hidden = tl.load(residual + row * size + columns, mask, 0.0)
     if num_parts > 0:
         added = tl.zeros([padded_size], tl.float32)
@@ -187,7 +181,6 @@ def add_and_normalize(
         size=size,
         padded_size=triton.next_power_of_2(size),
         num_warps=_warps_for(size),
-        **launch_options(residual.device),
     )
 
 
@@ -239,9 +232,7 @@ def _rotate_and_store(
     padded_half: tl.constexpr,
     page_size: tl.constexpr,
     has_norm: tl.constexpr,
-    starts_early: tl.constexpr,
 ):
-    await_predecessor(starts_early)
     row, kv_head = tl.program_id(0), tl.program_id(1)
     head_dim: tl.constexpr = 2 * half
     columns, in_group = tl.arange(0, padded_half), tl.arange(0, padded_group)
@@ -308,15 +299,11 @@ def rotate_and_store(
         page_size=page_size,
         has_norm=query_weight is not None,
         num_warps=1 if group <= 4 else 4,
-        **launch_options(qkv.device),
     )
 
 
 @triton.jit
-def _silu_and_multiply(
-    gate_up, output, size: tl.constexpr, block_size: tl.constexpr, starts_early: tl.constexpr
-):
-    await_predecessor(starts_early)
+def _silu_and_multiply(gate_up, output, size: tl.constexpr, block_size: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block_size + tl.arange(0, block_size)
     mask = columns < size
@@ -337,5 +324,4 @@ def silu_and_multiply(gate_up: Tensor, *, output: Tensor) -> None:
         size=size,
         block_size=block_size,
         num_warps=_warps_for(block_size),
-        **launch_options(output.device),
     )

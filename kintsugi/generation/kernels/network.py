@@ -1,8 +1,8 @@
 """A packed model's layers over paged keys and values, written into memory that never moves.
 
-The same function as `Transformer.forward_packed`, from the same parameters: the matrix products are the library's where
-there are many rows, what stands between them is fused. With its memory allocated once, a decode step can be captured
-and replayed.
+The same function as `Transformer.forward_packed`, from the same parameters: the matrix products are the library's but
+for those it is slow at, what stands between them is fused. With its memory allocated once, a decode step can be
+captured and replayed.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ class _Linear(NamedTuple):
     bias: Tensor | None
 
     def into(self, output: Tensor, rows: Tensor) -> None:
-        if products.is_whole_ours(rows):
-            products.multiply(rows, self.weight, bias=self.bias, output=output)
-        elif self.bias is None:
+        if self.bias is None:
             torch.mm(rows, self.weight.t(), out=output)
         else:
             torch.addmm(self.bias, rows, self.weight.t(), out=output)
@@ -53,7 +51,7 @@ class _Linear(NamedTuple):
             return output
         shape = (tiling.num_splits, *output.shape)
         parts = parts[: math.prod(shape)].view(shape)
-        products.multiply(rows, self.weight, output=parts, tiling=tiling)
+        products.multiply_in_parts(rows, self.weight, parts=parts, tiling=tiling)
         return parts
 
 
@@ -77,8 +75,10 @@ def _linear(module: torch.nn.Linear) -> _Linear:
 
 
 class Activations(NamedTuple):
-    """[rows, …] each."""
+    """[rows, …] each, but for the first."""
 
+    parts: Tensor
+    """Of the update, flat and in fp32, where its product is split."""
     residual: Tensor
     normalized: Tensor
     qkv: Tensor
@@ -86,11 +86,9 @@ class Activations(NamedTuple):
     update: Tensor
     gate_up: Tensor
     inner: Tensor
-    parts: Tensor
-    """Of the update, flat and in fp32, where its product is split."""
 
     def first(self, num_rows: int) -> Activations:
-        return Activations(*(each[:num_rows] for each in self[:-1]), self.parts)
+        return Activations(self.parts, *(each[:num_rows] for each in self[1:]))
 
 
 class PagedNetwork:
@@ -138,8 +136,8 @@ class PagedNetwork:
         dtype, device = self._model.dtype, self._model.device
         num_parts = products.MAX_SPLITS * min(num_rows, products.MAX_SPLIT_ROWS) * config.hidden_size
         return Activations(
-            *(torch.empty(num_rows, size, dtype=dtype, device=device) for size in sizes),
             torch.empty(num_parts, dtype=torch.float32, device=device),
+            *(torch.empty(num_rows, size, dtype=dtype, device=device) for size in sizes),
         )
 
     def decode(self, slots: Tensor, *, state: Tensor, tables: Tensor, num_splits: int) -> Tensor:
@@ -186,6 +184,8 @@ class PagedNetwork:
         """Write keys and values of chunks."""
         tokens, places, tables, chunks, max_tokens = inputs
         activations = self._activations(tokens.shape[0])
+        # Tokens of no chunk, which only fill up a fixed shape, attend to nothing.
+        activations.attended.zero_()
         torch.index_select(self._embedding, 0, tokens, out=activations.residual)
         add_and_normalize(
             activations.residual,
@@ -206,8 +206,6 @@ class PagedNetwork:
                 output=output,
             )
 
-        # Tokens of no chunk, which only fill up a fixed shape, attend to nothing.
-        activations.attended.zero_()
         for index in range(len(self._layers) - 1):
             self._store_keys(index, activations, places)
             self._finish_layer(index, activations, attend)
@@ -231,15 +229,12 @@ class PagedNetwork:
     def _finish_layer(self, index: int, activations: Activations, attend: Attend) -> None:
         """Attention and feed-forward, up to what the next layer begins with."""
         layer = self._layers[index]
-        residual, normalized, qkv, attended, update, gate_up, inner, parts = activations
+        parts, residual, normalized, qkv, attended, update, gate_up, inner = activations
         attend(qkv, self.kv_pages[index, 0], self.kv_pages[index, 1], attended)
         added = layer.attended.into_parts(parts, update, attended)
         add_and_normalize(residual, added, weight=layer.second_norm, epsilon=self._epsilon, output=normalized)
-        if layer.gate_up.bias is None and products.is_whole_ours(normalized):
-            products.multiply_gated(normalized, layer.gate_up.weight, output=inner)
-        else:
-            layer.gate_up.into(gate_up, normalized)
-            silu_and_multiply(gate_up, output=inner)
+        layer.gate_up.into(gate_up, normalized)
+        silu_and_multiply(gate_up, output=inner)
         added = layer.down.into_parts(parts, update, inner)
         following = self._first_norms[index + 1]
         add_and_normalize(residual, added, weight=following, epsilon=self._epsilon, output=normalized)

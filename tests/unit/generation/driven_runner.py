@@ -95,10 +95,12 @@ class Driven:
         return self.runner.decode(slots, num_steps=num_steps).result()
 
 
-def logprobs_by_the_trainer(model: Transformer, sequence: Sequence[int]) -> NDArray[np.float32]:
+def logprobs_by_the_trainer(
+    model: Transformer, sequence: Sequence[int], *, padded_length: int | None = None
+) -> NDArray[np.float32]:
     """Of every token but the first."""
     tokens = torch.tensor(sequence)
-    layout = PackedLayout.from_lengths([len(sequence)])
+    layout = PackedLayout.from_lengths([len(sequence)], padded_length=padded_length)
     with torch.no_grad():
         hidden = model.forward_packed(tokens, layout.positions, layout)
         logprobs, _ = model.token_logprobs(hidden[:-1], tokens[1:])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kintsugi.errors import DataError
+from kintsugi.errors import DataError, UserError
 from kintsugi.generation.backend import Running
 from kintsugi.generation.requests import Output, Request, RequestId, Tokens
 from kintsugi.types import Finish
@@ -49,6 +49,7 @@ class FakeBackend:
         self.num_sampled = 0
         self.loaded: list[tuple[int, Running]] = []
         self.overflows = False
+        self._refusals: dict[RequestId, UserError] = {}
 
     @property
     def num_requests(self) -> int:
@@ -67,9 +68,17 @@ class FakeBackend:
             begun = request.produced or Tokens.none(num_top=request.sampling.top_logprobs)
             self._held[request.id] = (request, begun)
 
+    def refuse(self, request_id: RequestId, refusal: UserError) -> None:
+        """Find out in the next step what is wrong with it."""
+        self._refusals[request_id] = refusal
+
     def step(self) -> list[Output]:
         self.num_steps += 1
-        ended = []
+        ended = [
+            Output(*self._held.pop(request_id), None, refusal)
+            for request_id, refusal in self._refusals.items()
+        ]
+        self._refusals.clear()
         for request, tokens in list(self._held.values())[: self._slots]:
             self.num_sampled += 1
             token = next_token(request, len(tokens.ids), salt=self._salt)

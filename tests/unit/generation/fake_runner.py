@@ -137,7 +137,6 @@ class FakeRunner:
         self.prefilled: list[tuple[int, int]] = []
         """(start, number of tokens) of every chunk, in order."""
         self.copied: list[tuple[int, int]] = []
-        self.cleared: list[int] = []
         self.started: list[Row] = []
         self.num_sampled = 0
 
@@ -167,6 +166,7 @@ class FakeRunner:
             self._positions[new] = np.arange(written, end)
             self._versions[new] = self.version
             self._kinds[new] = "p"
+            self._poisoned[new] = False
             self.prefilled.append((chunk.start, len(chunk.tokens)))
 
     def _where(self, pages: Sequence[int], length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -231,7 +231,7 @@ class FakeRunner:
         is_poisoned = position >= self.poison.get(request.noise_key, self._shape.max_length)
         self._poisoned[page[-1], place[-1]] = is_poisoned
         token, logprob = draw(read, request.noise_key)
-        if self._poisoned[live.pages].any():
+        if self._poisoned[page, place].any():
             logprob = np.float32("nan")
         live.position += 1
         if live.position == len(live.tokens):
@@ -248,8 +248,3 @@ class FakeRunner:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self.version += 1
-
-    def clear_pages(self, pages: Sequence[int]) -> None:
-        assert len(set(pages)) == len(pages)
-        self._poisoned[list(pages)] = False
-        self.cleared += pages

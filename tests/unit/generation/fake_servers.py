@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 VOCAB_SIZE = 40
 MAX_LENGTH = 64
+_WEIGHT_PATHS = ("/collective_rpc", "/update_weights_from_disk")
 
 
 def next_token(tokens: list[int], *, offset: int) -> int:
@@ -57,6 +58,8 @@ class FakeServer:
         """A stream stands still after so many tokens, until `released`."""
         self.keeps = ""
         """A parameter that keeps its old values."""
+        self.num_deaf = 0
+        """So many streams go on when all are to end."""
         self.label = "default"
         self.scales = True
         self.orders: list[Order] = []
@@ -111,6 +114,8 @@ class FakeServer:
         self.calls.append(request.path)
         if self.fault == "hangs":
             await asyncio.Event().wait()
+        if self.fault == "takes no weights" and request.path in _WEIGHT_PATHS:
+            return web.Response(status=500)
         return await handler(request)
 
     def load(self, folder: str) -> None:
@@ -120,8 +125,9 @@ class FakeServer:
         self.weights = load_file(Path(folder) / "model.safetensors") | kept
 
     def abort(self, name: str | None = None) -> None:
+        spared = list(self._running)[: self.num_deaf] if name is None else []
         for each, aborted in self._running.items():
-            if name in (None, each):
+            if name in (None, each) and each not in spared:
                 aborted.set()
 
     async def sample(self, order: Order) -> AsyncIterator[Sampled | None]:
@@ -163,6 +169,9 @@ class FakeServer:
             return web.json_response({"error": {"message": "too clever", "code": 400}}, status=400)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
+        if self.fault == "refuses late":
+            await response.write(b'data: {"error": {"message": "too late", "code": 400}}\n\ndata: [DONE]\n\n')
+            return response
         so_far: list[Sampled] = []
         async for sampled in self.sample(order):
             if sampled is not None:

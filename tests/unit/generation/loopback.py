@@ -6,6 +6,7 @@ from collections import deque
 
 from kintsugi.messages import Body
 from kintsugi.transport import Delivery, Endpoint
+from kintsugi.types import Peer
 
 
 class Loopback:
@@ -16,6 +17,9 @@ class Loopback:
         self.process = endpoint.process
         self.unsent: deque[tuple[str, Body]] = deque()
         """`Produced` that the test lets go when, and as often as, it likes."""
+
+    def peer(self, process: str) -> Peer | None:
+        return self._endpoint.peers.get(process)
 
     def next_request(self, timeout_s: float) -> Delivery | None:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,16 @@ def has(backend: RemoteBackend, number: int, count: int) -> Callable[[], bool]:
         return tokens is not None and len(tokens.ids) == count
 
     return is_so
+
+
+def halfway(server: FakeServer, opened: Opened) -> RemoteBackend:
+    """With two requests that have two tokens each and get no more."""
+    backend = opened(server)
+    server.release_after = 2
+    backend.submit([request(), request(1, prompt=(1,))])
+    for number in range(2):
+        step_until(backend, has(backend, number, 2))
+    return backend
 
 
 @pytest.fixture(params=["vllm", "sglang", "sglang incremental"])
@@ -243,13 +254,9 @@ def test_a_waiting_request_can_be_interrupted(server: FakeServer, opened: Opened
 
 
 def test_new_weights_reach_running_requests_between_two_tokens(server: FakeServer, opened: Opened) -> None:
-    backend = opened(server)
-    server.release_after = 2
-    backend.submit([request(), request(1, prompt=(1,))])
-    step_until(backend, has(backend, 0, 2))
-    step_until(backend, has(backend, 1, 2))
-    server.release_after = MAX_LENGTH
+    backend = halfway(server, opened)
     backend.load(2, weights(2))
+    server.release()
     first, last = finished(backend)
     old = expected([3, 5], 2, offset=1)
     assert first.tokens.ids.tolist() == [*old, *expected([3, 5, *old], 4, offset=2)]
@@ -388,12 +395,63 @@ def test_a_vllm_that_was_started_otherwise_is_refused_with_the_option_it_needs(
         opened(server)
 
 
-def test_what_the_server_refuses_is_the_users_mistake(server: FakeServer, opened: Opened) -> None:
+def test_what_the_server_refuses_is_the_users_mistake_and_no_concern_of_others(
+    server: FakeServer, opened: Opened
+) -> None:
     backend = opened(server)
-    server.fault = "refuses"
+    server.release_after = 1
     backend.submit([request()])
-    with pytest.raises(UserError, match=r"answered 400: .*too clever"):
-        finished(backend)
+    step_until(backend, has(backend, 0, 1))
+    server.fault = "refuses"
+    backend.submit([request(1)])
+    while not (refused := backend.step()):
+        pass
+    assert [output.request.id for output in refused] == [(1, 0)]
+    assert isinstance(refused[0].refusal, UserError) and "too clever" in str(refused[0].refusal)
+    server.release()
+    (output,) = finished(backend)
+    assert output.refusal is None and output.tokens.ids.tolist() == expected([3, 5], 6, offset=1)
+
+
+def test_a_request_that_ends_by_an_error_in_its_stream_is_refused_alone(
+    server: FakeServer, opened: Opened
+) -> None:
+    backend = opened(server)
+    server.fault = "refuses late"
+    backend.submit([request()])
+    (output,) = finished(backend)
+    assert isinstance(output.refusal, UserError) and "too late" in str(output.refusal)
+
+
+def test_what_waits_is_found_without_a_search(vllm: FakeVllm, opened: Opened) -> None:
+    """A run hands over thousands of samples, and each is asked for again and again while it waits."""
+    backend = opened(vllm, slots=1)
+    backend.submit([request(number) for number in range(20_000)])
+    start = time.process_time()
+    for number in range(20_000):
+        assert backend.produced((number, 0)) is not None
+    for number in reversed(range(20_000)):
+        assert backend.interrupt((number, 0)) is not None
+    assert time.process_time() - start < 2.0 and backend.idle
+
+
+@pytest.mark.parametrize("is_deaf", [False, True])
+def test_no_request_is_lost_where_weights_do_not_come_and_none_goes_on_before_they_do(
+    server: FakeServer, opened: Opened, monkeypatch: pytest.MonkeyPatch, is_deaf: bool
+) -> None:
+    backend = halfway(server, opened)
+    server.fault, server.num_deaf = None if is_deaf else "takes no weights", int(is_deaf)
+    monkeypatch.setattr(remote, "CALL_TIMEOUT_S", 0.2)
+    with pytest.raises(WorldError):
+        backend.load(2, weights(2))
+    monkeypatch.undo()
+    assert backend.num_requests == 2 and all(has(backend, number, 2)() for number in range(2))
+    with pytest.raises(WorldError, match="did not take new weights"):
+        backend.step()
+    server.fault, server.num_deaf = None, 0
+    backend.load(2, weights(2))
+    server.release()
+    assert [output.tokens.versions.tolist() for output in finished(backend)] == [[1, 1, 2, 2, 2, 2]] * 2
 
 
 def test_one_request_that_is_refused_refuses_all(server: FakeServer, opened: Opened) -> None:

@@ -71,12 +71,15 @@ def test_logprobs_are_the_trainers(name: str, deterministic: bool) -> None:
     np.testing.assert_allclose(decoded.logprobs[:, 0], expected[len(PROMPT) - 1 :], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_logprobs_in_bfloat16_are_nearly_the_trainers(name: str) -> None:
-    model = make_model(name, dtype=torch.bfloat16)
-    decoded = decode_alone(model, num_steps=28, max_length=64)
-    expected = logprobs_by_the_trainer(model, [*PROMPT, *decoded.tokens[:, 0].tolist()])
-    assert np.abs(decoded.logprobs[:, 0] - expected[len(PROMPT) - 1 :]).mean() < 0.02
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_logprobs_in_bfloat16_are_the_trainers_too(name: str, deterministic: bool) -> None:
+    """Over as many keys everything is rounded alike; a single entry that is not would grow from layer to layer."""
+    model = make_model(name, dtype=torch.bfloat16, num_layers=8)
+    decoded = decode_alone(model, num_steps=28, max_length=64, deterministic=deterministic)
+    sequence = [*PROMPT, *decoded.tokens[:, 0].tolist()]
+    expected = logprobs_by_the_trainer(model, sequence, padded_length=64)
+    np.testing.assert_allclose(decoded.logprobs[:, 0], expected[len(PROMPT) - 1 :], atol=1e-5, rtol=0)
 
 
 def among_others(model: Transformer, *, slot: int, num_slots: int, seed: int) -> Decoded:
@@ -191,11 +194,14 @@ def pages_of(runner: CpuRunner) -> torch.Tensor:
     return runner._pages.unflatten(0, (-1, runner.shape.page_size))
 
 
-def test_what_is_decoded_is_in_the_pages_as_if_prefilled() -> None:
+@pytest.mark.parametrize("ends_itself", [True, False])
+def test_what_a_row_decoded_is_in_its_pages_when_it_stops_as_if_prefilled(ends_itself: bool) -> None:
     model = make_model()
-    driven = Driven(runner_of(model))
-    driven.start(1, request_of(PROMPT), pages=[6, 1, 3])
+    driven = Driven(runner_of(model, deterministic=False))
+    max_new_tokens = 8 if ends_itself else 20
+    driven.start(1, request_of(PROMPT, max_new_tokens=max_new_tokens), pages=[6, 1, 3])
     decoded = driven.decode([1], 8)
+    driven.runner.stop([1])
     written = pages_of(driven.runner)[[6, 1]].flatten(0, 1)[: len(PROMPT) + 7].clone()
     prefilled = Driven(runner_of(model))
     sequence = np.asarray([*PROMPT, *decoded.tokens[:7, 0].tolist()], np.int32)
@@ -212,10 +218,10 @@ def test_a_row_that_ends_feeds_nothing_more(deterministic: bool) -> None:
     driven.start(0, request_of(PROMPT), end_token_ids=(tokens[2],))
     first_end = tokens.index(tokens[2])
     driven.decode([0], first_end + 1)
-    held = driven.runner._pages.clone()
+    held = driven.runner._places.of_row(0).clone()
+    assert held[..., len(PROMPT) + first_end - 1, :].any()
     driven.decode([0], 3)
-    scratch = (driven.runner.shape.num_pages) * driven.runner.shape.page_size
-    assert driven.runner._pages[:scratch].equal(held[:scratch])
+    assert driven.runner._places.of_row(0).equal(held)
 
 
 def test_a_row_that_is_not_asked_for_waits_where_it_is() -> None:
@@ -286,7 +292,6 @@ def test_numbers_that_are_not_finite_do_not_reach_the_next_request(deterministic
     driven.start(0, request_of((PROMPT * 2)[:38]), pages=[0, 1, 2])
     assert not np.isfinite(driven.decode([0], 3).logprobs).any()
     driven.runner.stop([0])
-    driven.runner.clear_pages([0, 1, 2])
     driven.runner.load(weights)
     driven.start(0, request_of(PROMPT), pages=[2, 1, 0])
     decoded = driven.decode([0], 8)

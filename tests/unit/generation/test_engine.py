@@ -1,12 +1,14 @@
 """With a runner that has no model but checks whatever it reads; `test_engine_cpu.py` has the same with a real one."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
 
-from kintsugi.errors import DataError, UserError
+from kintsugi.errors import UserError
 from kintsugi.generation.engine import Engine
 from kintsugi.generation.requests import Output, Request, RequestId, Tokens
 from kintsugi.types import Finish
@@ -381,73 +383,55 @@ def test_an_overflowed_sample_is_marked_and_leaves_nothing_behind(deterministic:
     outputs = _generate(engine, [broken, sibling, other])
     assert [output.finite for _, output in sorted(outputs.items())] == [False, True, True]
     assert len(outputs[0, 0].tokens.ids) == 5
-    assert runner.shape.num_pages in runner.cleared and len(runner.cleared) > 2
     runner.poison.clear()
     for output in (outputs[0, 1], outputs[1, 0], *_generate(engine, [_long(0, 3), _long(2)]).values()):
         _assert_undisturbed(output)
     _assert_empty(engine, runner)
 
 
-def _oddly(**sampling: Any) -> dict[str, Any]:
-    return sampling
+@pytest.mark.parametrize("steps_per_visit", [1, 8])
+def test_a_stop_text_that_was_complete_before_the_logits_overflowed_counts(steps_per_visit: int) -> None:
+    engine, runner = _make(steps_per_visit=steps_per_visit)
+    requests = (_long(number, stop=("a",)) for number in range(100))
+    stopped = next(request for request in requests if 2 <= len(expected(request)[0]) <= 5)
+    num_tokens = len(expected(stopped)[0])
+    runner.poison[stopped.noise_key] = len(stopped.prompt) - 1 + num_tokens
+    (output,) = _generate(engine, [stopped]).values()
+    _assert_undisturbed(output)
+    assert output.finite and engine.stats()["decoded_tokens"] == num_tokens
+    _assert_empty(engine, runner)
 
 
-@pytest.mark.parametrize(
-    ("sampling", "error", "message"),
-    [
-        (_oddly(prompt=[]), DataError, "at least one token"),
-        (_oddly(prompt=[1] * 33), DataError, r"generation.max_length` 40, got 33 \+ 8 for 1/0"),
-        (_oddly(prompt=[24]), DataError, "vocabulary of 24"),
-        (_oddly(prompt=[-1]), DataError, "vocabulary of 24"),
-        (_oddly(max_new_tokens=0), UserError, "max_new_tokens"),
-        (_oddly(temperature=-1.0), UserError, "temperature"),
-        (_oddly(temperature=float("nan")), UserError, "temperature"),
-        (_oddly(temperature=float("inf")), UserError, "temperature"),
-        (_oddly(top_k=-1), UserError, "top_k"),
-        (_oddly(top_p=0.0), UserError, "top_p"),
-        (_oddly(top_p=1.1), UserError, "top_p"),
-        (_oddly(top_p=float("nan")), UserError, "top_p"),
-        (_oddly(min_p=1.0), UserError, "min_p"),
-        (_oddly(min_p=-0.1), UserError, "min_p"),
-        (_oddly(repetition_penalty=0.0), UserError, "repetition_penalty"),
-        (_oddly(repetition_penalty=float("inf")), UserError, "repetition_penalty"),
-        (_oddly(logit_bias=((24, 1.0),)), UserError, "logit_bias"),
-        (_oddly(logit_bias=((2, float("inf")),)), UserError, "logit_bias"),
-        (_oddly(logit_bias=((2, 1.0), (2, 2.0))), UserError, "once"),
-        (_oddly(top_logprobs=21), UserError, "top_logprobs"),
-        (_oddly(top_logprobs=-1), UserError, "top_logprobs"),
-        (_oddly(stop_token_ids=(1,) * 16), UserError, "at most 16 end and stop tokens"),
-        (_oddly(stop_token_ids=(24,)), UserError, "vocabulary of 24"),
-        (_oddly(stop=("a",) * 17), UserError, "at most 16 stop texts"),
-        (_oddly(stop=("",)), UserError, "empty"),
-        (_oddly(stop=("\ufffd",)), UserError, "FFFD"),
-    ],
-)
-def test_an_impossible_request_is_refused_and_its_batch_with_it(
-    sampling: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_what_was_interrupted_while_it_waited_is_forgotten() -> None:
+    """Also behind one that waits for long."""
+    engine, _ = _make(num_slots=1)
+    engine.submit([_long(0), _long(1)])
+    engine.step()
+    gone = []
+    for number in range(2, 1002):
+        request = _long(number)
+        gone.append(ref(request))
+        engine.submit([request])
+        engine.interrupt(request.id)
+    del request
+    assert sum(each() is not None for each in gone) < 100
+    assert len(_drain(engine)) == 2
+
+
+def test_a_request_costs_the_same_however_many_are_held() -> None:
+    class Id(tuple[int, int]):
+        __slots__ = ()
+        num_uses = 0
+
+        def __hash__(self) -> int:
+            Id.num_uses += 1
+            return super().__hash__()
+
     engine, _ = _make()
-    with pytest.raises(error, match=message):
-        engine.submit([_long(0), make_request(1, **{"prompt": [1], **sampling})])
-    assert engine.idle
-
-
-def test_stop_texts_are_refused_where_nobody_can_read() -> None:
-    engine = Engine(FakeRunner(make_shape()), deterministic=True)
-    with pytest.raises(UserError, match="tokenizer"):
-        engine.submit([make_request(0, prompt=[1], stop=("a",))])
-
-
-def test_produced_tokens_that_cannot_be_are_refused() -> None:
-    engine, _ = _make()
-    request = make_request(0, prompt=[1], max_new_tokens=2)
-    for ids in ([1, 2], [24]):
-        count = len(ids)
-        columns = (np.array(ids, np.int32), np.zeros(count, np.float32), np.zeros(count, np.int32))
-        with pytest.raises(DataError, match="produced tokens"):
-            engine.submit(
-                [Request((0, 0), request.prompt, 0, request.sampling, Tokens(*columns, *_no_tops(count)))]
-            )
+    engine.submit(replace(_long(number), id=Id((number, 0))) for number in range(500))
+    Id.num_uses = 0
+    engine.submit([replace(_long(500), id=Id((500, 0)))])
+    assert 0 < Id.num_uses < 10
 
 
 def test_the_runner_without_a_model_notices_a_wrong_page() -> None:

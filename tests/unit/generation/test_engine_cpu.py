@@ -249,6 +249,33 @@ def test_weights_of_another_model_are_refused_before_any_is_copied(model: Transf
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
+def test_what_bent_the_last_request_of_a_row_does_not_bend_the_next_one(
+    model: Transformer, deterministic: bool
+) -> None:
+    """Nor what bends its neighbour, for whom the biases of all rows are added."""
+    asked = [_request(2, max_new_tokens=12), _request(3, top_k=4)]
+    expected = _generate(_engine(model, deterministic=deterministic), asked)
+    engine = _engine(model, deterministic=deterministic)
+    _generate(engine, [_request(sample, logit_bias=((1, 50.0),)) for sample in range(8)])
+    again = _generate(engine, asked)
+    assert {key: output.tokens.ids.tolist() for key, output in again.items()} == {
+        key: output.tokens.ids.tolist() for key, output in expected.items()
+    }
+
+
+def test_a_prompt_that_overflowed_and_never_decoded_leaves_nothing_in_its_pages(model: Transformer) -> None:
+    good = _weights(model)
+    engine = _engine(model)
+    engine.load(1, {name: torch.full_like(tensor, float("nan")) for name, tensor in good.items()})
+    engine.submit(_request(sample, prompt=[sample, *[1] * 40], max_new_tokens=4) for sample in range(5))
+    broken = engine.step()
+    assert len(broken) == 1 and not broken[0].finite and engine.stats()["running"] == 4
+    engine.load(2, good)
+    outputs = _drain(engine) | _generate(engine, [_request(sample, job=1) for sample in range(8)])
+    assert len(outputs) == 12 and all(output.finite for output in outputs.values())
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
 def test_an_overflowed_sample_is_marked_and_leaves_nothing_in_its_place(
     model: Transformer, deterministic: bool
 ) -> None:

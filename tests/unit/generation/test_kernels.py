@@ -93,7 +93,7 @@ def test_fused_layers_round_where_the_model_rounds(
 
 
 @pytest.mark.parametrize(("num_columns", "depth"), [(64, 256), (40, 300)])
-def test_products_in_parts_whole_and_gated_are_those_of_torch(num_columns: int, depth: int) -> None:
+def test_products_in_parts_are_those_of_torch(num_columns: int, depth: int) -> None:
     gpu_checks.check_products(torch.float16, num_columns=num_columns, depth=depth, limit=1e-3)
     assert gpu_checks.wrong_checks() == []
 
@@ -109,7 +109,7 @@ def test_tokens_and_logprobs_are_those_of_the_cpus_sampler(vocab_size: int) -> N
 def test_splits_of_a_product_cover_its_depth_and_none_is_empty(num_columns: int, depth: int) -> None:
     tilings = {
         split_tiling(count, num_columns=num_columns, depth=depth, dtype=torch.bfloat16)
-        for count in (1, 64, 128)
+        for count in (1, 17, 64)
     }
     (tiling,) = tilings
     if tiling is None:
@@ -117,15 +117,18 @@ def test_splits_of_a_product_cover_its_depth_and_none_is_empty(num_columns: int,
         return
     assert (tiling.num_splits - 1) * tiling.split_depth(depth) < depth
     assert tiling.num_splits * tiling.split_depth(depth) >= depth
-    assert split_tiling(129, num_columns=num_columns, depth=depth, dtype=torch.bfloat16) is None
+    assert split_tiling(65, num_columns=num_columns, depth=depth, dtype=torch.bfloat16) is None
     assert split_tiling(1, num_columns=num_columns, depth=depth, dtype=torch.float32) is None
 
 
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-6), (torch.float16, 4e-3)])
 @torch.no_grad()
-def test_a_step_feeds_replays_samples_and_ends_rows_by_itself() -> None:
-    model = Transformer(CONFIG, packed=True)
+def test_a_step_feeds_replays_samples_and_ends_rows_by_itself(dtype: torch.dtype, limit: float) -> None:
+    model = Transformer(CONFIG, packed=True, dtype=dtype)
     initialize(model, seed=0)
     network = PagedNetwork(model, num_pages=9, page_size=PAGE_SIZE, max_rows=4, max_length=64)
+    # Nothing may come of what others left in its pages.
+    network.kv_pages.fill_(float("nan"))
     slots = Slots(
         3,
         max_length=64,
@@ -159,4 +162,4 @@ def test_a_step_feeds_replays_samples_and_ends_rows_by_itself() -> None:
     layout = PackedLayout.from_lengths([len(sequence)])
     hidden = model.forward_packed(sequence, layout.positions, layout)
     expected, _ = model.token_logprobs(hidden[23:-1], sequence[24:], temperature=0.9)
-    np.testing.assert_allclose(logprobs, expected.numpy(), atol=2e-6)
+    np.testing.assert_allclose(logprobs, expected.numpy(), atol=limit)

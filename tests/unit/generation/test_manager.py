@@ -5,10 +5,12 @@ import pytest
 
 from kintsugi.config import Strategy
 from kintsugi.errors import DataError, DeadlineExceeded, RefusedError, RemoteError
+from kintsugi.generation import fleet
 from kintsugi.generation.distribution import MAX_LOAD_ATTEMPTS
 from kintsugi.generation.manager import MAX_ATTEMPTS
 from kintsugi.messages import Generated, Ping, WeightsLoaded
 from kintsugi.transport import PendingReply
+from kintsugi.transport.sockets import QUEUED_MESSAGES
 from kintsugi.types import StreamSource
 from tests.unit.generation.world import World, said
 
@@ -219,6 +221,21 @@ def test_the_queue_is_bounded(world: World) -> None:
     with pytest.raises(RemoteError, match="3 requests are unanswered"):
         asked[3].result()
     assert not any(pending.done for pending in asked[:3])
+
+
+def test_a_server_is_sent_no_more_than_its_endpoint_takes_beside_weights_and_cancels(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fleet.MAX_SENT < QUEUED_MESSAGES
+    monkeypatch.setattr(fleet, "MAX_SENT", 2)
+    world.load(1)
+    asked = [world.generate(str(index)) for index in range(6)]
+    world.until(lambda: world.manager.gauges() == {"waiting": 2, "sent": 4, "servers": 2})
+    assert [len(server.held) for server in world.servers.values()] == [2, 2]
+    assert any("server-0 full at version 1" in wait.what for wait in world.waits.declared())
+    for server in world.servers.values():
+        server.answer()
+    world.until(lambda: sum(pending.done for pending in asked) == 4 and len(_held(world)) == 2)
 
 
 def test_requests_of_a_process_that_is_gone_are_dropped(world: World) -> None:

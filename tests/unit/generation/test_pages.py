@@ -121,7 +121,7 @@ def test_nothing_is_found_after_new_weights_and_pages_in_use_stay_with_their_own
     pool.check()
 
 
-def test_spoiled_pages_are_never_found_and_are_cleared_when_their_last_user_has_left() -> None:
+def test_spoiled_pages_are_not_found_and_are_like_others_once_their_last_user_has_left() -> None:
     pool = PagePool(6, page_size=_PAGE_SIZE)
     first = _filled(pool, range(8))
     _, second = _place(pool, range(8))
@@ -129,12 +129,12 @@ def test_spoiled_pages_are_never_found_and_are_cleared_when_their_last_user_has_
     assert pool.look_up(_keys(range(8)), num_tokens=8, num_ahead=0).full == []
     assert not pool.enter(first[0], _keys(range(8))[0])
     pool.release(first)
-    assert pool.take_spoiled() == []
+    pool.check()
+    assert not pool.enter(first[0], _keys(range(8))[0])
     pool.release(second.pages)
     pool.check()
-    assert pool.num_free == 4
-    assert sorted(pool.take_spoiled()) == sorted(first)
     assert pool.num_free == 6
+    assert pool.enter(pool.allocate(6)[0], _keys(range(8))[0])
 
 
 def test_giving_back_twice_and_taking_too_much_are_noticed() -> None:
@@ -177,7 +177,6 @@ class PoolMachine(RuleBasedStateMachine):
         if spoils:
             self.pool.spoil(placed.pages)
         self.pool.release(placed.pages)
-        self.pool.take_spoiled()
 
     @rule()
     def forget(self) -> None:
@@ -192,7 +191,6 @@ class PoolMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for _, placed in self.held:
             self.pool.release(placed.pages)
-        self.pool.take_spoiled()
         assert self.pool.num_used == 0 and self.pool.num_available == 12
 
 

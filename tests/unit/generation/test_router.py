@@ -26,6 +26,8 @@ _STRATEGIES: tuple[Strategy, ...] = ("least_loaded", "round_robin", "prefix_affi
         pytest.param([("a", _SUSPECT, 3, 0), ("b", _HEALTHY, 3, 99)], "b", id="healthy before suspect"),
         pytest.param([("a", _SUSPECT, 3, 0), ("b", _STALE, 3, 0)], "a", id="suspect is better than nobody"),
         pytest.param([("a", _HEALTHY, 3, 0, True), ("b", _SUSPECT, 3, 9)], "b", id="retired"),
+        pytest.param([("a", _HEALTHY, 3, 0, False, True), ("b", _HEALTHY, 3, 9)], "b", id="full"),
+        pytest.param([("a", _HEALTHY, 3, 0, False, True)], None, id="full and alone"),
     ],
 )
 def test_a_request_goes_to(servers: list[tuple[str, Health, int, int]], chosen: str | None) -> None:

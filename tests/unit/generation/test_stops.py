@@ -3,8 +3,9 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import decoders
 
-from kintsugi.generation.stops import first_stop
+from kintsugi.generation.stops import TextOf, first_stop
 from tests.unit.generation.fake_runner import PIECES, text_of
 
 _EMPTY = PIECES.index(b"")
@@ -12,7 +13,18 @@ _EURO = [PIECES.index(piece) for piece in (b"\xe2", b"\x82", b"\xac")]
 _S = PIECES.index(b"stop")
 
 
-def _in_pieces(tokens: Sequence[int], *, stop: Sequence[str], sizes: Sequence[int]) -> int | None:
+_FALLBACK = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+_SPELLED = ["a", "b", "ab", *(f"<0x{byte:02X}>" for byte in "€é\n".encode())]
+
+
+def _text_by_fallback(tokens: Sequence[int]) -> str:
+    """Characters may be spelled in bytes; a run of these that is incomplete at an end is not read."""
+    return str(_FALLBACK.decode([_SPELLED[token] for token in tokens]))
+
+
+def _in_pieces(
+    tokens: Sequence[int], *, stop: Sequence[str], sizes: Sequence[int], text_of: TextOf = text_of
+) -> int | None:
     """As an engine asks, visit after visit."""
     start = 0
     for size in [*sizes, len(tokens)]:
@@ -24,7 +36,7 @@ def _in_pieces(tokens: Sequence[int], *, stop: Sequence[str], sizes: Sequence[in
     return None
 
 
-def _by_definition(tokens: Sequence[int], *, stop: Sequence[str]) -> int | None:
+def _by_definition(tokens: Sequence[int], *, stop: Sequence[str], text_of: TextOf = text_of) -> int | None:
     for place in range(len(tokens)):
         if any(text in text_of(tokens[: place + 1]) for text in stop):
             return place
@@ -44,6 +56,22 @@ def test_a_stop_text_is_found_where_the_whole_text_first_contains_it(
     tokens: list[int], stop: list[str], sizes: list[int]
 ) -> None:
     assert _in_pieces(tokens, stop=stop, sizes=sizes) == _by_definition(tokens, stop=stop)
+
+
+@given(
+    st.lists(st.sampled_from([[0], [1], [2], [3, 4, 5], [6, 7], [8]]), max_size=50),
+    st.lists(st.text("ab€é\n", min_size=1, max_size=5), min_size=1, max_size=3),
+    st.lists(st.integers(1, 9), max_size=60),
+)
+@example([[3, 4, 5]] * 5 + [[8]], ["\n"], [1] * 16)
+@example([[8], [3, 4, 5]], ["\n"], [2, 2])
+@example([[3, 4, 5]] * 30, ["€" * 30], [1] * 90)
+def test_characters_that_are_spelled_in_bytes_are_read_however_they_are_cut(
+    characters: list[list[int]], stop: list[str], sizes: list[int]
+) -> None:
+    tokens = [token for character in characters for token in character]
+    found = _in_pieces(tokens, stop=stop, sizes=sizes, text_of=_text_by_fallback)
+    assert found == _by_definition(tokens, stop=stop, text_of=_text_by_fallback)
 
 
 def test_only_the_end_is_decoded() -> None:

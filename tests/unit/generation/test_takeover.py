@@ -261,6 +261,29 @@ def test_what_was_drawn_with_weights_that_were_taken_back_does_not_count(world: 
     assert asker.streamed == {} and _tokens(asker)[0] == said("a", 0)
 
 
+def test_what_runs_with_weights_that_were_taken_back_is_drawn_again_when_its_version_is_there(
+    world: World,
+) -> None:
+    """Its server would go on with the older weights, and whoever asked for version 3 would get tokens of version 2."""
+    world.load(3)
+    pending = world.generate("a", version=3)
+    first = world.servers[world.holder("a")]
+    number = first.request("a").number
+    first.tell("a", {0: 2})
+    world.load(2)
+    world.until(lambda: first.cancelled == [number])
+    first.answer()
+    for _ in range(20):
+        world.turn()
+    assert not pending.done
+    world.load(3)
+    again = world.servers[world.holder("a")]
+    assert again.request("a").produced == ()
+    again.answer()
+    world.until(lambda: pending.done)
+    assert len(pending.result().expect(Generated).completions) == 2
+
+
 class _RealServer:
     """A server whose back end says other things than anyone else's would: only what is handed over can be the same."""
 

@@ -1,4 +1,5 @@
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +201,30 @@ def test_a_template_that_fails_or_leaves_its_sandbox_is_reported(template: str, 
     tokenizer.chat_template = template
     with pytest.raises(ModelError, match=expected):
         tokenizer.apply_chat_template([{"role": "user", "content": "1"}])
+
+
+def test_a_long_text_leaves_other_threads_running() -> None:
+    text = "ab" * 40_000
+    tokenizer = character_tokenizer("ab")
+    num_ticks, encoded = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal num_ticks
+        while not encoded.wait(0.001):
+            num_ticks += 1
+
+    other = threading.Thread(target=tick)
+    other.start()
+    try:
+        ids = tokenizer.encode(text)
+    finally:
+        encoded.set()
+        other.join()
+    assert ids == tokenizer.encode("ab") * 40_000
+    assert num_ticks > 5
+
+
+def test_a_long_text_that_has_no_tokens_is_not_repeated_in_the_error() -> None:
+    with pytest.raises(DataError, match="no token for") as refused:
+        character_tokenizer("ab").encode("abc" * 100_000)
+    assert len(str(refused.value)) < 300

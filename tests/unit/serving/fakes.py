@@ -20,7 +20,7 @@ from kintsugi.serving.metrics import ServerFigures
 from kintsugi.serving.openai import Limits
 from kintsugi.types import Completion, Finish, Fragment
 
-ALPHABET = 'abcdefghijklmnopqrstuvwxyz .:?{}"ABC<>|_\n'
+ALPHABET = 'abcdefghijklmnopqrstuvwxyz .:?{}"ABC<>|_\n/'
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
     "{% if tools %}{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% endif %}A:"

@@ -43,7 +43,7 @@ def test_pieces_join_to_the_text_and_none_has_half_a_character(text: str, cuts: 
     assert BROKEN in text or not any(BROKEN in piece for piece in pieces)
 
 
-@given(st.binary(max_size=60), st.lists(st.integers(0, 60), max_size=30))
+@given(st.binary(max_size=120), st.lists(st.integers(0, 120), max_size=120))
 @settings(max_examples=150, deadline=None)
 def test_bytes_that_are_no_text_join_to_what_decoding_at_once_gives(content: bytes, cuts: list[int]) -> None:
     pieces, _ = pieces_of(content, cuts)
@@ -73,7 +73,10 @@ def test_what_might_have_become_a_stop_text_is_given_at_the_end() -> None:
     assert [writer.push(list(b"xE")), writer.push(list(b"N")), writer.end()] == ["x", "", "EN"]
 
 
-def test_a_long_text_is_decoded_in_windows() -> None:
+@pytest.mark.parametrize(
+    "content", [b"word " * 400, b"\xff" * 2000, b"\xf0\x9f" * 1000, b"\x80" * 999 + "é".encode() * 500]
+)
+def test_what_is_long_is_decoded_in_windows_even_if_it_is_no_text(content: bytes) -> None:
     longest = 0
 
     def watched(ids: object) -> str:
@@ -82,8 +85,9 @@ def test_a_long_text_is_decoded_in_windows() -> None:
         return decode(ids)
 
     writer = Writer(watched)
-    text = "".join(writer.push([byte]) for byte in b"word " * 400)
-    assert (text, longest < 100) == ("word " * 400, True)
+    text = "".join(writer.push([byte]) for byte in content)
+    assert longest < 100
+    assert text + writer.end() == decode(content)
 
 
 @pytest.mark.parametrize(
