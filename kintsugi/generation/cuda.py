@@ -11,6 +11,7 @@ as the smallest bucket that holds the slots that were asked for.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -55,6 +56,18 @@ def row_bucket(num_rows: int, *, num_slots: int) -> int:
 
 def _rounded_up(number: int, *, multiple: int) -> int:
     return -(-number // multiple) * multiple
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Garbage may hold graphs, and to give up a graph while another is captured spoils the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Pending:
@@ -286,11 +299,12 @@ class CudaRunner:
         """Of what has been launched before, so that everything that it needs is compiled and there."""
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
-        try:
-            launch()
-        finally:
-            graph.capture_end()
+        with _uncollected():
+            graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
+            try:
+                launch()
+            finally:
+                graph.capture_end()
         return graph
 
     def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

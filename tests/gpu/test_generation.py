@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 
@@ -194,6 +195,20 @@ def test_many_short_prompts_are_prefilled_as_each_of_them_alone() -> None:
         followed.append(runner.decode(range(20), num_steps=4).result())
     for each in followed[1:]:
         np.testing.assert_allclose(each.logprobs, followed[0].logprobs, atol=1e-4)
+
+
+def test_garbage_that_holds_graphs_does_not_spoil_a_capture() -> None:
+    model = new_model()
+    for _ in range(2):
+        driver = Driver(model, deterministic=True)
+        driver.start(0, request(0, length=9, num_tokens=8))
+        threshold = gc.get_threshold()
+        gc.set_threshold(1, 1, 1)
+        try:
+            driver.decode([0], visits=(8,))
+        finally:
+            gc.set_threshold(*threshold)
+        driver.runner.itself = driver.runner  # So that only the collector ends it.
 
 
 def test_rows_end_by_themselves_and_write_no_further() -> None:
