@@ -358,10 +358,7 @@ def serve(
     max_length: Annotated[
         int | None, typer.Option(min=2, help="Longest prompt + completion; at most 4096 if not given.")
     ] = None,
-    kv_cache_gib: Annotated[
-        float | None,
-        typer.Option(help="Memory of a server for keys and values; if not given, for all slots."),
-    ] = None,
+    kv_cache_gib: Annotated[float | None, typer.Option(help="Memory of a server for its cache.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     queue: Annotated[

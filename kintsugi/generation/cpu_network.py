@@ -4,7 +4,7 @@ The same function as `Transformer.forward_packed`, from the same parameters, wit
 layout of the processor's matrix library: products of few rows are up to twice as fast. In float32 residuals are added
 inside the products, and query and key are rotated in place as complex numbers, for which the rows of their projections
 are reordered so that the two halves of a rotary pair are neighbours; attention does not see the difference. In bfloat16
-everything is rounded where the trainer rounds it, or their log-probabilities would differ by half as much again.
+every step is the trainer's own, to the bit: one entry rounded the other way spreads to most of them in thirty layers.
 """
 
 from __future__ import annotations
@@ -97,8 +97,7 @@ class Norm:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if hidden.dtype != torch.float32:
-            # A last bit of a mean that rounds a single entry the other way is a tenth of a percent of it, and
-            # after thirty layers of most entries.
+            # The steps below round a mean's last bit otherwise than the trainer.
             return functional.rms_norm(hidden, self._weight.shape, self._weight, self._epsilon)
         lengths = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
         means = torch.addcmul(self._wide_epsilon, lengths, lengths, value=self._share)

@@ -231,7 +231,7 @@ def test_a_server_is_sent_no_more_than_its_endpoint_takes_beside_weights_and_can
     world.load(1)
     asked = [world.generate(str(index)) for index in range(6)]
     world.until(lambda: world.manager.gauges() == {"waiting": 2, "sent": 4, "servers": 2})
-    assert [len(server.held) for server in world.servers.values()] == [2, 2]
+    world.until(lambda: [len(server.held) for server in world.servers.values()] == [2, 2])
     assert any("server-0 full at version 1" in wait.what for wait in world.waits.declared())
     for server in world.servers.values():
         server.answer()
