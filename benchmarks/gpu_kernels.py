@@ -144,7 +144,7 @@ def compare_decode(bandwidth: float) -> None:
     table: dict[str, dict[str, float]] = {}
     for tiling, (num_rows, length) in itertools.product(tilings, shapes):
         name = f"block {tiling.block_size} warps {tiling.num_warps}"
-        name += f" stages {tiling.num_stages} split {tiling.split_length}"
+        name += f" stages {tiling.num_stages}"
         try:
             taken = time_decode(cache, tiling, num_rows=num_rows, length=length)
         except FAILURES as error:

@@ -14,7 +14,7 @@ from kintsugi.model.transformer import Transformer
 
 _GIB = 2**30
 SHARE_OF_FREE_MEMORY = 0.5
-"""Of a device; the rest is for activations, and for others who use it."""
+"""Of a device, beside two versions of the weights; the rest is for activations, and for others who use it."""
 STEPS_PER_VISIT = 8
 """Of a device that the host visits; new weights wait for a visit to end."""
 
@@ -58,12 +58,14 @@ def build_engine(
     from kintsugi.generation import cuda
 
     free_bytes, _ = torch.cuda.mem_get_info(device)
+    # A new version arrives beside the one that is in use.
+    free_bytes -= sum(parameter.nbytes for parameter in model.parameters())
     num_pages = _num_pages(
         num_pages_of(max_length, page_size=cuda.PAGE_SIZE),
         slots=slots,
         page_bytes=cuda.PAGE_SIZE * _token_bytes(architecture, dtype),
         kv_cache_gib=kv_cache_gib,
-        most_bytes=int(SHARE_OF_FREE_MEMORY * free_bytes),
+        most_bytes=max(0, int(SHARE_OF_FREE_MEMORY * free_bytes)),
     )
     cuda_runner = cuda.CudaRunner(
         model, num_slots=slots, max_length=max_length, num_pages=num_pages, deterministic=deterministic

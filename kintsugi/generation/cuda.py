@@ -12,6 +12,7 @@ as the smallest bucket that holds the slots that were asked for.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -43,8 +44,10 @@ PREFILL_BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096)
 FEW_CHUNKS = 16
 """What a captured call has room for, or for the most there can be."""
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
-DEVICE_TIMEOUT_S = 600.0
-"""A visit takes milliseconds; this only bounds the wait for a device that has failed."""
+DEVICE_TIMEOUT_S = 60.0
+"""A visit takes milliseconds, also where others share the device; one that hangs ends the process after this."""
+_POLL_S = 1e-4
+"""Between two looks at the device. It has the next visit by then, so it does not wait for the host meanwhile."""
 _STAGED_BYTES = 64 << 20
 """Pinned at once for bringing in new weights."""
 
@@ -70,6 +73,19 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
+def _wait_for(event: torch.cuda.Event, *, what: str) -> None:
+    """Look at it now and then, as to synchronize with a device that hangs has no end; after the last pause as well, so
+    that a process that was stopped meanwhile does not take the device for hanging."""
+    pause = threading.Event()
+
+    def attempt(remaining_s: float) -> bool | None:
+        if not event.query():
+            pause.wait(min(_POLL_S, remaining_s))
+        return event.query() or None
+
+    wait(attempt, whom="the device", what=what, timeout_s=DEVICE_TIMEOUT_S)
+
+
 class _Pending:
     """Results on their way to the host."""
 
@@ -80,12 +96,8 @@ class _Pending:
         self._arrived = torch.cuda.Event()
         self._arrived.record()
 
-    def _attempt(self, _remaining_s: float) -> bool:
-        self._arrived.synchronize()
-        return True
-
     def result(self) -> Decoded:
-        wait(self._attempt, whom="the device", what="decode steps", timeout_s=DEVICE_TIMEOUT_S)
+        _wait_for(self._arrived, what="decode steps")
         columns = slice(self._num_rows)
         tokens = self._results[:, 0].numpy()[:, columns].copy()
         logprobs = self._results[:, 1].view(torch.float32).numpy()[:, columns].copy()
@@ -123,6 +135,7 @@ class CudaRunner:
             max_chunks=max_chunks,
             vocab_size=model.config.vocab_size,
         )
+        self._model = model
         self._device = model.device
         self._deterministic = deterministic
         self._uses_graphs = uses_graphs
@@ -288,7 +301,6 @@ class CudaRunner:
         graph = self._graphs.get(kind)
         if graph is None:
             self._set_rows(())
-            self._step.prepare(kind)
             self._step.cursors.zero_()
             for _ in range(2):
                 self._step.run(kind)
@@ -297,7 +309,7 @@ class CudaRunner:
 
     def _capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Of what has been launched before, so that everything that it needs is compiled and there."""
-        self._stream.synchronize()
+        _wait_for(self._stream.record_event(), what="what came before a capture")
         graph = torch.cuda.CUDAGraph()
         with _uncollected():
             graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
@@ -313,18 +325,11 @@ class CudaRunner:
         May be called from another thread while this one decodes. Returns when they are there; until they are loaded
         and let go, the device holds two versions.
         """
-        self._check_names(tensors)
+        self._model.check_weights(tensors)
         self._staging_stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.device(self._device), torch.cuda.stream(self._staging_stream), torch.no_grad():
             staged = {name: self._staged(name, tensor) for name, tensor in tensors.items()}
-            arrived = torch.cuda.Event()
-            arrived.record()
-
-        def attempt(_remaining_s: float) -> bool:
-            arrived.synchronize()
-            return True
-
-        wait(attempt, whom="the device", what="new weights", timeout_s=DEVICE_TIMEOUT_S)
+        _wait_for(self._staging_stream.record_event(), what="new weights")
         return staged
 
     def _staged(self, name: str, tensor: Tensor) -> Tensor:
@@ -339,15 +344,11 @@ class CudaRunner:
         return target
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
+        self._model.check_weights(tensors)
         if any(not tensor.is_cuda for tensor in tensors.values()):
             tensors = self.stage(tensors)
-        self._check_names(tensors)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with self._running():
             torch._foreach_copy_([self._parameters[name] for name in tensors], list(tensors.values()))
             for tensor in tensors.values():
                 tensor.record_stream(self._stream)
-
-    def _check_names(self, tensors: Mapping[str, Tensor]) -> None:
-        unknown = sorted(tensors.keys() - self._parameters.keys())
-        assert not unknown, f"weights of no parameter: {unknown}"

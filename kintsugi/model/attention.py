@@ -26,6 +26,10 @@ MIN_EQUAL_BITS_ROWS = 4
 """A matrix product of fewer rows takes another kernel, whose bits differ."""
 
 
+PADDED_MULTIPLE = 16
+"""Keys that do not fill a vector are added up in another order, which bf16 shows; the sampler has none such either."""
+
+
 @dataclass(frozen=True, eq=False)
 class PackedLayout:
     """Where each sequence lies among packed tokens; made once per micro-batch and used by every layer.
@@ -36,7 +40,7 @@ class PackedLayout:
 
     lengths: tuple[int, ...]
     padded_length: int
-    """Keys per sequence in padded attention: the longest length, or more when the caller fixes it."""
+    """Keys per sequence in padded attention: the longest length, rounded up, or what the caller fixes."""
     cumulative_lengths: Tensor
     positions: Tensor
     sequence_index: Tensor
@@ -56,7 +60,7 @@ class PackedLayout:
             f"a layout needs sequences of at least one token: {lengths}"
         )
         longest = max(lengths)
-        padded = longest if padded_length is None else padded_length
+        padded = -(-longest // PADDED_MULTIPLE) * PADDED_MULTIPLE if padded_length is None else padded_length
         assert padded >= longest, f"padded_length {padded} is shorter than the longest sequence {longest}"
         per_sequence = torch.tensor(lengths, dtype=torch.int64)
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64)

@@ -15,6 +15,13 @@ def as_world_error(error: Exception) -> Exception:
 
     >>> as_world_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."))
     DeviceOutOfMemory('CUDA out of memory. Tried to allocate 2 GiB.')
+    >>> as_world_error(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
+    DeviceError('Triton Error [CUDA]: an illegal memory access was encountered')
+
+    Memory that torch does not manage, as that of a graph or of a kernel's code, is missed in other words:
+
+    >>> as_world_error(RuntimeError("CUDA error: out of memory"))
+    DeviceOutOfMemory('CUDA error: out of memory')
     """
     link: BaseException | None = error
     while link is not None:
@@ -22,8 +29,8 @@ def as_world_error(error: Exception) -> Exception:
         if isinstance(link, torch.OutOfMemoryError):
             return DeviceOutOfMemory(text)
         if isinstance(link, torch.AcceleratorError) or (
-            isinstance(link, RuntimeError) and text.startswith("CUDA error")
+            isinstance(link, RuntimeError) and text.startswith(("CUDA error", "Triton Error [CUDA]"))
         ):
-            return DeviceError(text)
+            return DeviceOutOfMemory(text) if "out of memory" in text else DeviceError(text)
         link = link.__cause__
     return error

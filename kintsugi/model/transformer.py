@@ -181,6 +181,12 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy a version into the parameters' memory; nothing is changed unless all of it fits."""
+        self.check_weights(tensors)
+        for name, parameter in self.named_parameters():
+            parameter.copy_(tensors[name])
+
+    def check_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """That these are a whole version of the parameters, by name and shape."""
         parameters = dict(self.named_parameters())
         if parameters.keys() != tensors.keys():
             different = sorted(parameters.keys() ^ tensors.keys())
@@ -192,8 +198,6 @@ class Transformer(nn.Module):
                 raise ModelError(
                     f"expected weight `{name}` of shape {tuple(parameter.shape)}, got {tuple(tensors[name].shape)}"
                 )
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

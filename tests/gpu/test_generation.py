@@ -11,6 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from kintsugi.errors import ModelError
 from kintsugi.generation.noise import stream_key
 from kintsugi.generation.requests import Request
 from kintsugi.generation.runner import Chunk, Decoded, Row
@@ -53,23 +54,29 @@ class Driver:
     """An engine of the simplest kind: every request gets its own pages, in an order of its own."""
 
     def __init__(
-        self, model: Transformer, *, deterministic: bool, seed: int = 0, uses_graphs: bool = True
+        self,
+        model: Transformer,
+        *,
+        deterministic: bool,
+        seed: int = 0,
+        uses_graphs: bool = True,
+        num_slots: int = NUM_SLOTS,
+        num_pages: int = NUM_SLOTS * MAX_LENGTH // 16,
     ) -> None:
-        num_pages = NUM_SLOTS * MAX_LENGTH // 16
         self.runner = CudaRunner(
             model,
-            num_slots=NUM_SLOTS,
+            num_slots=num_slots,
             max_length=MAX_LENGTH,
             num_pages=num_pages,
             deterministic=deterministic,
             uses_graphs=uses_graphs,
         )
-        self._free = np.random.default_rng(seed).permutation(num_pages).tolist()
+        self.free_pages = np.random.default_rng(seed).permutation(num_pages).tolist()
 
     def start(
         self, slot: int, request: Request, *, produced: Sequence[int] = (), ends: tuple[int, ...] = ()
     ) -> None:
-        pages = [self._free.pop() for _ in range(-(-request.max_length // 16))]
+        pages = [self.free_pages.pop() for _ in range(-(-request.max_length // 16))]
         known = np.concatenate([request.prompt, np.array(produced, np.int32)])
         prefilled = len(request.prompt) - 1
         size = self.runner.shape.chunk_size
@@ -166,6 +173,46 @@ def test_neither_neighbours_nor_slot_nor_pages_nor_a_replay_change_a_bit(dtype: 
     np.testing.assert_array_equal(again_logprobs[12:, 0], logprobs[12:, 0])
 
 
+@pytest.mark.parametrize("num_slots", [1, 3, 5, 130])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_row_of_a_step_of_any_size_has_the_same_bits(dtype: torch.dtype, num_slots: int) -> None:
+    driver = Driver(new_model(dtype), deterministic=True, num_slots=num_slots)
+    for slot in range(num_slots):
+        driver.start(slot, request(7, length=40))
+    tokens, logprobs = driver.decode(range(num_slots), visits=(8,))
+    np.testing.assert_array_equal(tokens, np.broadcast_to(tokens[:, :1], tokens.shape))
+    np.testing.assert_array_equal(logprobs, np.broadcast_to(logprobs[:, :1], logprobs.shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_prompts_place_among_others_of_its_prefill_does_not_change_a_bit(dtype: torch.dtype) -> None:
+    runner = Driver(new_model(dtype), deterministic=True).runner
+    prompt = request(7, length=80).prompt
+    other = Chunk(request(8, length=37).prompt, 0, [20, 21, 22])
+    for before, pages in ([], [0, 1, 2, 3, 4]), ([other], [9, 8, 7, 6, 5]):
+        runner.prefill([*before, Chunk(prompt[:64], 0, pages[:4]), Chunk(prompt[64:], 64, pages)])
+    torch.cuda.synchronize()
+    first, second = runner._network.kv_pages[:, :, :5], runner._network.kv_pages[:, :, 5:10].flip(2)
+    assert first.any() and torch.equal(first, second)
+
+
+def test_pages_may_lie_behind_two_billion_numbers() -> None:
+    num_pages = 2**31 // (16 * CONFIG.kv_size) + 256
+    driver = Driver(new_model(), deterministic=True, num_pages=num_pages)
+    for slot, first in enumerate((0, num_pages - 128)):
+        driver.free_pages = list(range(first, first + 128))
+        driver.start(slot, request(7, length=1100))
+    tokens, logprobs = driver.decode([0, 1], visits=(8,))
+    np.testing.assert_array_equal(tokens[:, 0], tokens[:, 1])
+    np.testing.assert_array_equal(logprobs[:, 0], logprobs[:, 1])
+    driver.runner.copy_pages([(num_pages - 30, 300), (100, num_pages - 200)])
+    torch.cuda.synchronize()
+    pages = driver.runner._network.kv_pages
+    assert pages[:, :, 100].any() and pages[:, :, num_pages - 30].any()
+    assert torch.equal(pages[:, :, 300], pages[:, :, num_pages - 30])
+    assert torch.equal(pages[:, :, num_pages - 200], pages[:, :, 100])
+
+
 def test_a_replayed_graph_gives_the_bits_of_its_launches() -> None:
     model = new_model()
     results = []
@@ -259,7 +306,7 @@ def test_drawn_tokens_have_the_frequencies_of_the_distribution() -> None:
 def test_cuts_edits_and_top_logprobs_apply_to_the_rows_that_ask_for_them() -> None:
     driver = Driver(new_model(), deterministic=True)
     driver.start(0, request(0, length=9))
-    plain, _ = driver.decode([0], visits=(8,))
+    plain, plain_logprobs = driver.decode([0], visits=(8,))
     driver.start(0, request(0, length=9))
     driver.start(1, request(0, length=9, top_k=1))
     driver.start(2, request(0, length=9, temperature=0.0, logit_bias=((17, 1000.0),)))
@@ -267,6 +314,7 @@ def test_cuts_edits_and_top_logprobs_apply_to_the_rows_that_ask_for_them() -> No
     driver.start(4, request(0, length=9, temperature=0.0, repetition_penalty=1e6))
     pending = driver.runner.decode(range(5), num_steps=8).result()
     np.testing.assert_array_equal(pending.tokens[:, 0], plain[:, 0])
+    np.testing.assert_array_equal(pending.logprobs[:, 0], plain_logprobs[:, 0])
     assert (pending.tokens[:, 2] == 17).all()
     np.testing.assert_array_equal(pending.tokens[:, 1], pending.tokens[:, 3])
     np.testing.assert_array_equal(pending.top_tokens[:, 3, 0], pending.tokens[:, 3])
@@ -299,6 +347,19 @@ def test_new_weights_take_effect_between_two_visits_and_in_place() -> None:
     tokens, _ = fresh.decode([0], visits=(16,))
     np.testing.assert_array_equal(old.tokens[:, 0], tokens[:8, 0])
     assert (new.tokens[:, 0] != tokens[8:, 0]).any()
+
+
+def test_weights_that_are_not_all_there_change_nothing() -> None:
+    model = new_model()
+    runner = Driver(model, deterministic=False).runner
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    weights = {name: parameter.detach() * 2 for name, parameter in model.named_parameters()}
+    del weights["model.norm.weight"]
+    for tensors in weights, {name: each.cpu() for name, each in weights.items()}:
+        with pytest.raises(ModelError, match="a difference in"):
+            runner.load(tensors)
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 def test_a_swap_of_staged_weights_takes_milliseconds() -> None:

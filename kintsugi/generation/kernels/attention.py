@@ -39,7 +39,6 @@ class DecodeTiling:
     """Keys that are attended to at once."""
     num_warps: int = 4
     num_stages: int = 5
-    split_length: int = SPLIT_LENGTH
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> DecodeTiling:
@@ -47,14 +46,10 @@ class DecodeTiling:
         return cls(num_stages=2) if dtype == torch.float32 else cls()
 
 
-def num_splits_of(length: int) -> int:
-    return int(triton.cdiv(length, SPLIT_LENGTH))
-
-
 @dataclass(frozen=True)
 class PrefillTiling:
     block_rows: int = 64
-    """Query tokens × grouped heads of one program."""
+    """Query tokens × grouped heads of one program, or more where one token has more heads."""
     block_size: int = 64
     num_warps: int = 4
     num_stages: int = 2
@@ -292,7 +287,7 @@ class PagedAttention:
         self._group = config.num_heads // config.num_kv_heads
         self._padded_dim = max(MIN_DOT_ROWS, triton.next_power_of_2(config.head_dim))
         self._scale = config.head_dim**-0.5 * math.log2(math.e)
-        self.max_splits: int = triton.cdiv(max_length, self._decode_tiling.split_length)
+        self.max_splits: int = triton.cdiv(max_length, SPLIT_LENGTH)
         num_heads = max_rows * config.num_heads
         # Rows that fit into one split never touch these.
         places = self.max_splits if self.max_splits > 1 else 0
@@ -338,7 +333,7 @@ class PagedAttention:
             padded_dim=self._padded_dim,
             page_size=self._page_size,
             block_size=tiling.block_size,
-            split_length=tiling.split_length,
+            split_length=SPLIT_LENGTH,
             max_splits=self.max_splits,
             stages=tiling.num_stages,
             num_warps=tiling.num_warps,
@@ -361,7 +356,8 @@ class PagedAttention:
         """
         tiling = self._prefill_tiling
         padded_group = triton.next_power_of_2(self._group)
-        num_tiles = triton.cdiv(max_tokens, tiling.block_rows // padded_group)
+        block_rows = max(tiling.block_rows, padded_group)
+        num_tiles = triton.cdiv(max_tokens, block_rows // padded_group)
         _prefill_attention[(chunks.shape[0], num_tiles, self._num_kv_heads)](
             qkv,
             key_pages,
@@ -378,7 +374,7 @@ class PagedAttention:
             head_dim=self._head_dim,
             padded_dim=self._padded_dim,
             page_size=self._page_size,
-            block_rows=tiling.block_rows,
+            block_rows=block_rows,
             block_size=tiling.block_size,
             stages=tiling.num_stages,
             num_warps=tiling.num_warps,

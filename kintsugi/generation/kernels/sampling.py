@@ -182,7 +182,10 @@ def _draw(
     base = row.to(tl.int64) * vocab_size
     scaled = tl.load(drawn_logits + base + columns, mask, float("-inf")) / drawn_divisor
     token_masses = tl.where(mask, tl.exp(scaled - maximum), 0.0).to(tl.float64)
-    index, _ = _index_at(token_masses, in_block, target - before)
+    # A block's mass is a float32 sum and not quite that of its tokens. The rest of the way through the one is as much
+    # of the way through the other; else what they differ by would be the probability of the block's last token.
+    share = (target - before) / tl.sum(tl.where(blocks == block, block_masses, 0.0), 0)
+    index, _ = _index_at(token_masses, in_block, tl.maximum(share, 0.0) * tl.sum(token_masses, 0))
     drawn = block * block_size + index
 
     largest = tl.load(drawn_maxima + at, is_block, float("-inf"))

@@ -109,15 +109,24 @@ class Slots:
         if self.edits is None and any(is_edited(row.request.sampling) for row in changed):
             self.edits = Edits.none(self.num_slots + 1, vocab_size=self._vocab_size, device=self._device)
         if self.edits is not None:
-            seen = np.zeros((len(changed), self._vocab_size), np.uint8)
-            biases = np.zeros((len(changed), self._vocab_size), np.float32)
-            for row, own_seen, own_biases in zip(changed, seen, biases, strict=True):
-                if row.request.sampling.repetition_penalty != 1.0:
-                    own_seen[row.tokens] = 1
-                for token, bias in row.request.sampling.logit_bias:
-                    own_biases[token] = bias
-            self.edits.seen.index_copy_(0, index, self._upload(seen))
-            self.edits.biases.index_copy_(0, index, self._upload(biases))
+            self._write_edits(self.edits, changed, index)
+
+    def _write_edits(self, edits: Edits, rows: Sequence[Row], index: Tensor) -> None:
+        """Only what is not zero comes from the host: a row of the vocabulary is large."""
+        for each in edits:
+            each.index_fill_(0, index, 0)
+        seen, biased, biases = [], [], []
+        for row in rows:
+            first, sampling = row.slot * self._vocab_size, row.request.sampling
+            if sampling.repetition_penalty != 1.0:
+                seen.append(first + np.unique(row.tokens).astype(np.int64))
+            biased += [first + token for token, _ in sampling.logit_bias]
+            biases += [bias for _, bias in sampling.logit_bias]
+        if seen:
+            edits.seen.view(-1).index_fill_(0, self._upload(np.concatenate(seen)), 1)
+        if biased:
+            places = self._upload(np.array(biased, np.int64))
+            edits.biases.view(-1).index_copy_(0, places, self._upload(np.array(biases, np.float32)))
 
     def set_pages(self, tables: Mapping[int, Sequence[int]]) -> None:
         if not tables:

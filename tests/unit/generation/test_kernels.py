@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +20,11 @@ pytest.importorskip("triton", reason="Triton is not installed: kernels are teste
 from benchmarks import gpu_checks
 from kintsugi.generation.kernels.chunks import PrefillShape, packed_chunks, unpacked
 from kintsugi.generation.kernels.network import PagedNetwork
-from kintsugi.generation.kernels.products import split_tiling
-from kintsugi.generation.kernels.state import ALIVE, POSITION
+from kintsugi.generation.kernels.products import MAX_SPLIT_ROWS, split_tiling
+from kintsugi.generation.kernels.sampling import Summary, draw, summarize
+from kintsugi.generation.kernels.state import ALIVE, NOISE_KEY, POSITION, packed_rows
 from kintsugi.generation.kernels.step import DecodeStep, Slots, StepKind
-from kintsugi.generation.noise import stream_key
+from kintsugi.generation.noise import stream_key, uniforms
 from kintsugi.generation.requests import Request
 from kintsugi.generation.runner import Chunk, Row
 from kintsugi.model.architecture import ModelConfig
@@ -50,7 +52,7 @@ CONFIG = ModelConfig(
     qk_norm=True,
     tie_embeddings=True,
 )
-HEADS = [(6, 2, 64), (4, 2, 24)]
+HEADS = [(6, 2, 64), (4, 2, 24), (40, 1, 16)]
 DTYPES = [(torch.float32, 2e-6), (torch.float16, 1e-3)]
 """And not bfloat16, which the interpreter does not multiply."""
 
@@ -104,12 +106,38 @@ def test_tokens_and_logprobs_are_those_of_the_cpus_sampler(vocab_size: int) -> N
     assert gpu_checks.wrong_checks() == []
 
 
+def test_what_a_blocks_mass_is_rounded_by_is_not_the_probability_of_its_last_token() -> None:
+    num_rows, vocab_size, key = 64, 4096, 13629332
+    (uniform,) = uniforms(torch.tensor([key]), counters=torch.tensor([1])).tolist()
+    assert 1 - 3e-8 < uniform < 1 - 2e-8
+    state = torch.from_numpy(packed_rows(gpu_checks.rows_of([Sampling()] * num_rows)))
+    state[:, NOISE_KEY] = key
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 2
+    logits[:, -1] = -60.0
+    slots = torch.arange(num_rows, dtype=torch.int32)
+    summary = Summary.empty(num_rows, vocab_size=vocab_size, device=CPU)
+    summarize(logits, slots=slots, state=state, is_scaled=False, summary=summary)
+    tokens = torch.zeros(1, num_rows, dtype=torch.int32)
+    draw(
+        logits,
+        summary,
+        bent=None,
+        slots=slots,
+        state=state,
+        known=torch.zeros(num_rows, 8, dtype=torch.int32),
+        cursors=torch.zeros(num_rows, dtype=torch.int32),
+        result_tokens=tokens,
+        result_logprobs=torch.zeros(1, num_rows),
+    )
+    assert (tokens > vocab_size - 300).all() and not (tokens == vocab_size - 1).any()
+
+
 @pytest.mark.parametrize("depth", [100, 128, 576, 1024, 3072, 8960])
 @pytest.mark.parametrize("num_columns", [16, 576, 1024, 1536, 4096])
 def test_splits_of_a_product_cover_its_depth_and_none_is_empty(num_columns: int, depth: int) -> None:
     tilings = {
         split_tiling(count, num_columns=num_columns, depth=depth, dtype=torch.bfloat16)
-        for count in (1, 17, 64)
+        for count in (1, 17, MAX_SPLIT_ROWS)
     }
     (tiling,) = tilings
     if tiling is None:
@@ -117,8 +145,41 @@ def test_splits_of_a_product_cover_its_depth_and_none_is_empty(num_columns: int,
         return
     assert (tiling.num_splits - 1) * tiling.split_depth(depth) < depth
     assert tiling.num_splits * tiling.split_depth(depth) >= depth
-    assert split_tiling(65, num_columns=num_columns, depth=depth, dtype=torch.bfloat16) is None
+    too_many = MAX_SPLIT_ROWS + 1
+    assert split_tiling(too_many, num_columns=num_columns, depth=depth, dtype=torch.bfloat16) is None
     assert split_tiling(1, num_columns=num_columns, depth=depth, dtype=torch.float32) is None
+
+
+def new_slots(num_slots: int) -> Slots:
+    return Slots(
+        num_slots,
+        max_length=64,
+        page_size=PAGE_SIZE,
+        scratch_page=8,
+        vocab_size=CONFIG.vocab_size,
+        device=CPU,
+        upload=lambda array: torch.from_numpy(np.ascontiguousarray(array)),
+    )
+
+
+def test_what_edits_a_slots_logits_is_that_of_its_last_request() -> None:
+    slots, prompt = new_slots(3), np.array([5, 9, 5], np.int32)
+
+    def start(slot: int, **sampling: Any) -> None:
+        request = Request((slot, 0), prompt, 0, Sampling(max_new_tokens=4, **sampling))
+        slots.start([Row(slot, request, 2, prompt, ())])
+
+    start(0, repetition_penalty=2.0)
+    start(1, logit_bias=((299, -3.0), (0, 4.0)))
+    start(2, repetition_penalty=2.0, logit_bias=((7, 1.0),))
+    start(2, top_k=3)
+    assert slots.edits is not None
+    seen, biases = (each.nonzero().tolist() for each in slots.edits)
+    assert (seen, biases) == ([[0, 5], [0, 9]], [[1, 0], [1, 299]])
+    assert slots.edits.biases[1, [0, 299]].tolist() == [4.0, -3.0]
+    for slot in range(2):
+        start(slot)
+    assert not any(each.any() for each in slots.edits)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-6), (torch.float16, 4e-3)])
@@ -129,15 +190,7 @@ def test_a_step_feeds_replays_samples_and_ends_rows_by_itself(dtype: torch.dtype
     network = PagedNetwork(model, num_pages=9, page_size=PAGE_SIZE, max_rows=4, max_length=64)
     # Nothing may come of what others left in its pages.
     network.kv_pages.fill_(float("nan"))
-    slots = Slots(
-        3,
-        max_length=64,
-        page_size=PAGE_SIZE,
-        scratch_page=8,
-        vocab_size=CONFIG.vocab_size,
-        device=CPU,
-        upload=lambda array: torch.from_numpy(np.ascontiguousarray(array)),
-    )
+    slots = new_slots(3)
     step = DecodeStep(network, slots, max_rows=4, vocab_size=CONFIG.vocab_size)
     known = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 24).astype(np.int32)
     prompt, pages = known[:21], [5, 2, 7]
