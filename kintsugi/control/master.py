@@ -44,7 +44,7 @@ from kintsugi.control.protocol import (
 from kintsugi.control.publication import AGAIN, Publication
 from kintsugi.control.saving import Saving
 from kintsugi.control.scaling import Scaling
-from kintsugi.control.staff import RETIRE, START, STOP, Arrival, Staff
+from kintsugi.control.staff import QUICK_RETRIES, RETIRE, START, STOP, Arrival, Staff
 from kintsugi.control.state import MasterState
 from kintsugi.control.suspicion import INSPECT, Suspicions
 from kintsugi.control.takeover import begin_epoch, clear_the_past, greet_the_living, predecessor_lost
@@ -484,8 +484,10 @@ class Master:
         for part in (self._staff, self._mending, self._publication):
             part.tick(now)
         self._episodes.tick(now, rolling=self.phase in ROLLING)
-        waited_s = now - self._since
-        if self.phase is Phase.STARTING and waited_s > self.config.cluster.start_timeout_s:
+        waited_s, limit_s = now - self._since, self.config.cluster.start_timeout_s
+        if not self._begins:  # Who hangs as it starts is ended after that time, and replaced.
+            limit_s *= 1 + QUICK_RETRIES
+        if self.phase is Phase.STARTING and waited_s > limit_s:
             who = f"{', '.join(self._staff.missing())} after {waited_s:.0f} s (cluster.start_timeout_s)"
             self._fail(self._fault("StartFailed", f"not registered: {who}"), now)
 

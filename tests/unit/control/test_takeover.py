@@ -11,10 +11,10 @@ from kintsugi.config import CheckpointSection, ClusterSection
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Admit, Finish, ShareBook, StopRequested, Tell
 from kintsugi.facts import EpochStarted, IncidentClosed, IncidentOpened, StopAccepted, StrategyChosen
-from kintsugi.messages import Drop, StartProcess
+from kintsugi.messages import Drop, StartProcess, StopProcess
 from kintsugi.operations import PreLock
 from kintsugi.recovery.processor import Flow
-from tests.unit.control.driven import Driven
+from tests.unit.control.driven import CONFIG, Driven
 from tests.unit.control.outcomes import TWO_STAGES, begun, outcome, undisturbed
 
 EXPECTED = undisturbed()
@@ -140,6 +140,21 @@ def test_a_stop_that_was_accepted_is_obeyed_by_the_next_master(carried_out: bool
     assert outcome(successor.facts).ended[0] == "stopped"
     assert len([fact for fact in successor.facts if isinstance(fact, StopAccepted)]) == 1
     assert (successor.state.step, successor.state.saved_steps) == (1, [1])
+
+
+def test_who_hangs_as_it_starts_under_a_new_master_is_replaced_and_does_not_end_the_run() -> None:
+    driven = begun()
+    driven.until(Phase.TRAINING)
+    driven.lose("server-1")
+    successor = driven.succeed(carried_out=False)
+    successor.take_over()
+    for _ in range(int(CONFIG.cluster.start_timeout_s) + 1):
+        for start in successor.asked(StartProcess):  # It is started, and nobody hears of it.
+            del successor.open[start.token]
+        successor.pass_time(1.0)
+    assert successor.master.phase is Phase.STARTING and successor.asked(StopProcess)
+    successor.until(Phase.ENDED)
+    assert outcome(successor.facts) == EXPECTED
 
 
 def test_a_master_that_dies_after_the_end_is_followed_by_one_that_only_says_goodbye() -> None:
