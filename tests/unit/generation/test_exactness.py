@@ -367,18 +367,13 @@ def test_greedy_tokens_of_real_weights_are_those_of_transformers(smollm2: Path) 
 
 @pytest.mark.slow
 def test_log_probabilities_of_real_weights_are_the_trainers(smollm2: Path) -> None:
-    """In float32 to 1e-5. In bfloat16 thirty layers round so often that the trainer itself is 0.03 away from float32;
-    the engine rounds as often and in other places, and is no further from it, nor much further from the trainer."""
-    exact = huggingface.load(smollm2, dtype=torch.float32)
-    for dtype in (torch.float32, torch.bfloat16):
+    """In bfloat16 thirty layers round so often that either is 0.03 away from float32, but both round alike."""
+    for dtype, mean in ((torch.float32, 1e-5), (torch.bfloat16, 5e-3)):
         model = huggingface.load(smollm2, dtype=dtype)
         outputs = _sampled_texts(model, Tokenizer.load(smollm2))
         sampled = np.concatenate([output.tokens.logprobs for output in outputs])
         trained = np.concatenate([_trainer_logprobs(model, output) for output in outputs])
-        truth = np.concatenate([_trainer_logprobs(exact, output) for output in outputs])
-        rounding = np.abs(trained - truth).mean()
-        assert np.abs(sampled - truth).mean() <= max(1e-5, 1.25 * rounding)
-        assert np.abs(sampled - trained).mean() <= max(1e-5, 1.5 * rounding)
+        assert np.abs(sampled - trained).mean() <= mean
 
 
 def _sampled_texts(model: Transformer, tokenizer: Tokenizer) -> list[Output]:
