@@ -61,6 +61,7 @@ class Invariants:
         """What this run came to."""
         self.step = 0
         self.num_rollbacks = 0
+        self._num_committed = 0
         self.facts: list[Fact] = []
         self._reference, self._coverage = reference, coverage
         self._touched, self._survives, self._is_saved = touched, survives, is_saved
@@ -116,15 +117,31 @@ class Invariants:
         self._count(facts, incarnation=incarnation)
 
     def taken_over(self, facts: Sequence[Fact]) -> None:
-        """As much of the last append as its successor has found, was journaled."""
-        if self._unsure is None:
-            return
-        incarnation, unsure = self._unsure
-        self._unsure = None
-        for count in range(len(unsure), 0, -1):
-            if tuple(facts[-count:]) == unsure[:count]:
-                self._count(unsure[:count], incarnation=incarnation)
-                break
+        """As much of the last append as its successor has found, was journaled. What need not last may be gone with the
+        power, a rollback too: the run then stands where the journal says."""
+        if self._unsure is not None:
+            incarnation, unsure = self._unsure
+            self._unsure = None
+            for count in range(len(unsure), 0, -1):
+                if tuple(facts[-count:]) == unsure[:count]:
+                    self._count(unsure[:count], incarnation=incarnation)
+                    break
+        committed = [fact for fact in facts if isinstance(fact, StepCommitted)]
+        if len(committed) != self._num_committed:
+            self.violated(f"{self._num_committed} steps were committed, the journal has {len(committed)}")
+        batches: dict[int, tuple[str, ...]] = {}
+        self.step, self._trained = 0, {}
+        for fact in facts:
+            match fact:
+                case BatchFormed():
+                    batches[fact.step] = fact.tickets
+                case StepCommitted():
+                    self.step = fact.step
+                    self._trained |= dict.fromkeys(batches.get(fact.step, ()), fact.step)
+                case RolledBack():
+                    self._return_to(fact.step)
+                case _:
+                    pass
 
     def _count(self, facts: tuple[Fact, ...], *, incarnation: str) -> None:
         self.facts.extend(facts)
@@ -172,6 +189,7 @@ class Invariants:
         if fact.step != self.step + 1:
             self.violated(f"step {fact.step} is committed after step {self.step}")
         self.step = fact.step
+        self._num_committed += 1
         for ticket in self.found.batches.get(fact.step, ()):
             if ticket in self._trained:
                 self.violated(f"{ticket} is trained in step {fact.step} and was in {self._trained[ticket]}")
@@ -188,8 +206,11 @@ class Invariants:
         holder = self._survives(self.step) if fact.step < self.step else ""
         if holder and not fact.reason.startswith("resumed"):
             self.violated(f"rolled back to step {fact.step} though {holder} holds step {self.step}")
-        self.step = fact.step
-        self._trained = {ticket: step for ticket, step in self._trained.items() if step <= fact.step}
+        self._return_to(fact.step)
+
+    def _return_to(self, step: int) -> None:
+        self.step = step
+        self._trained = {ticket: trained for ticket, trained in self._trained.items() if trained <= step}
 
     def _lost(self, fact: ProcessLost) -> None:
         if fact.fault.kind == RETIRED and (fact.process, fact.incarnation) not in self._retired:
