@@ -71,6 +71,8 @@ class Invariants:
         self._retired: set[tuple[str, str]] = set()
         self._answered: set[str] = set()
         self._heard: dict[tuple[str, str], int] = {}
+        self._host_was_hit = False
+        """Whether what is being counted tells of the loss of an agent that a fault hit."""
         self._unsure: tuple[str, tuple[Fact, ...]] | None = None
         """The last append, by whom and what, while it is not durable."""
         self._on_decision: list[Callable[[SimulatedMaster], None]] = []
@@ -145,6 +147,8 @@ class Invariants:
 
     def _count(self, facts: tuple[Fact, ...], *, incarnation: str) -> None:
         self.facts.extend(facts)
+        agents = [fact for fact in facts if isinstance(fact, ProcessLost) and _is_agent(fact.process)]
+        self._host_was_hit = any(self._touched(fact.process) for fact in agents)
         for fact in facts:
             self._check(fact)
         owner = self._owners.get(self._epoch)
@@ -215,6 +219,8 @@ class Invariants:
     def _lost(self, fact: ProcessLost) -> None:
         if fact.fault.kind == RETIRED and (fact.process, fact.incarnation) not in self._retired:
             self.violated(f"{fact.process} {fact.incarnation} left though it was needed")
+        if fact.fault.kind == "HostLost" and self._host_was_hit:
+            return  # With its agent, also one that was to start there and never came to be.
         if fact.fault.kind not in ("Stopped", RETIRED) and not self._touched(fact.process):
             self.violated(
                 f"{fact.process} {fact.incarnation}, which no fault hit, was given up: {fact.fault.message}"
@@ -268,3 +274,7 @@ class Invariants:
             self._heard[process, incarnation] = max(newest, envelope.epoch)
 
         return accepted
+
+
+def _is_agent(process: str) -> bool:
+    return role_of(process) is Role.AGENT

@@ -19,8 +19,10 @@ from tests.cluster.real_runs import RECIPE, Run, until
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 PROGRAM = """
-    import asyncio, sys, threading
+    import asyncio, signal, sys, threading
     from kintsugi import train
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background job ignores it.
 
     SHARE = 0.5
 
