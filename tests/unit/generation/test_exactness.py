@@ -22,6 +22,7 @@ from kintsugi.model.importing import import_model
 from kintsugi.model.tokenizer import Tokenizer, character_tokenizer
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.types import Finish, Sampling
+from tests.unit.model.test_importing import PROMPTS
 
 _CONFIG = ModelConfig(
     family="qwen3",
@@ -38,26 +39,7 @@ _CONFIG = ModelConfig(
 _MAX_LENGTH = 256
 _LONG_PROMPT = 150
 _PROMPTS = (
-    "The capital of France is",
-    "Water boils at",
-    "def fibonacci(n):",
-    "Once upon a time",
-    "2 + 2 =",
-    "The opposite of hot is",
-    "My favourite colour is",
-    "The largest planet in the solar system is",
-    "Photosynthesis is the process by which",
-    "In 1969, the first man",
-    "A triangle has",
-    "To be or not to be,",
-    "The chemical symbol for gold is",
-    "The days of the week are Monday,",
-    "Shakespeare wrote",
-    "import numpy as",
-    "The quick brown fox",
-    "Dogs are known for",
-    "How do I bake bread? First,",
-    "The speed of light is about",
+    *PROMPTS,
     "SELECT name FROM",
     "The mitochondria is",
     "Roses are red,",
