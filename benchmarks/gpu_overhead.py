@@ -25,10 +25,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs as a script.
 
 from benchmarks.overhead import stop_snapshots, upper_bound
-from kintsugi.config import ActorSection, AlgorithmSection, Stage, resolved
+from kintsugi.config import ActorSection, AlgorithmSection, resolved
 from kintsugi.messages import RunCall
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.transformer import Transformer, initialize
+from kintsugi.stages import Stage
 from kintsugi.training.batch import Sample
 from kintsugi.training.copies import Counters, digest_of
 from kintsugi.training.group import join_group

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kintsugi.config import (
         ActorSection,
         AlgorithmSection,
+        AsynchronySection,
         CheckpointSection,
         ClusterSection,
         Config,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         RolloutSection,
         SamplingSection,
         WarmupSection,
+        WeightsSection,
     )
 
 __version__ = "0.1.0"
@@ -37,6 +39,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ActorSection",
     "AlgorithmSection",
+    "AsynchronySection",
     "CheckpointSection",
     "ClusterSection",
     "Config",
@@ -53,6 +56,7 @@ __all__ = [
     "RunResult",
     "SamplingSection",
     "WarmupSection",
+    "WeightsSection",
     "read_run",
     "train",
 ]

@@ -15,8 +15,8 @@ from kintsugi.config import (
     Config,
     CriticSection,
     ReferenceSection,
-    Stage,
 )
+from kintsugi.stages import Stage
 
 Problem = tuple[str, str]
 """(field, what was expected of it)."""

@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 
 from kintsugi import runs
-from kintsugi.config import stages
 from kintsugi.errors import UserError
 from kintsugi.observe.evaluation import difference_interval, mcnemar, unpaired_interval
 from kintsugi.observe.metrics import VerdictRecord
 from kintsugi.recipe import fields_of, shown
+from kintsugi.stages import stages
 
 METRICS = ("reward/mean", "loss", "eval/accuracy", "kl", "entropy", "completions/mean_length")
 """Shown where a run has them, unless others are asked for."""

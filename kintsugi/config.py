@@ -6,7 +6,6 @@ cluster. A value the program can measure is not a setting.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -294,10 +293,50 @@ class GenerationSection(_Section, frozen=True):
     """Of those other servers, one for each of `servers`: `["http://127.0.0.1:8000"]`."""
 
 
+class AsynchronySection(_Section, frozen=True):
+    """How far rollout may run ahead of training. With `max_staleness` 0 a run is synchronous."""
+
+    max_staleness: int = 0
+    """Steps: no token is trained that was sampled from weights older than this many steps before its own."""
+    overtake: int = 0
+    """Groups that a batch may pass over because they are not complete; it takes the next ones in the order of issue.
+    What would become too old by being passed over once more is waited for."""
+    decay: float = 1.0
+    """Weight of a sample in the loss, to the power of its staleness."""
+    running: Literal["keep", "recompute", "interrupt"] = "keep"
+    """What becomes of completions that are being sampled when new weights arrive: they go on with the keys and values
+    they have, or with new ones, or are cut off and continued like those of a server that died."""
+    adaptive: bool = True
+    """Let the master move the number of groups in flight by what it measures."""
+
+
+Transport = Literal["auto", "in_place", "shared_memory", "collective", "stream", "disk"]
+"""How weights reach the servers; see `weights/`."""
+
+
+class WeightsSection(_Section, frozen=True):
+    """How new weights are published."""
+
+    transport: Transport = "auto"
+    """By itself: in place on one device, through shared memory on one host, by stream between hosts."""
+    deadline_s: float = 60.0
+    """How long a server may take to get and verify a version before it is left behind, and named."""
+
+
 class RolloutSection(_Section, frozen=True):
     """The rollout workers."""
 
     workers: int = 2
+    environment: str | None = None
+    """What the model acts in, over several turns: a name (`calculator`, `number_game`, `reasoning_gym`), or the dotted
+    path of a class with `reset`, `step` and `close`, or of an agent program; see `docs/own_environment.md`. Unset: one
+    turn, scored by `algorithm.reward`."""
+    options: dict[str, Any] = {}
+    """Arguments of the environment."""
+    max_turns: int = 8
+    """Of one episode; then it is cut off."""
+    turn_timeout_s: float = 30.0
+    """For one `reset` or `step` of the environment."""
     attempts: int = 3
     """How often a group is tried before its samples are quarantined."""
     reward_timeout_s: float = 10.0
@@ -360,110 +399,9 @@ class Config(_Section, frozen=True):
     sampling: SamplingSection = SamplingSection()
     generation: GenerationSection = GenerationSection()
     rollout: RolloutSection = RolloutSection()
+    asynchrony: AsynchronySection = AsynchronySection()
+    weights: WeightsSection = WeightsSection()
     eval: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     cluster: ClusterSection = ClusterSection()
     logging: LoggingSection = LoggingSection()
-
-
-class Stage(msgspec.Struct, frozen=True):
-    """One part of a run that has its own algorithm, optimizer and data order: the warm-up, or the main part."""
-
-    name: str
-    """Also the prefix of its ticket ids: "warmup", "grpo", "sft"."""
-    first_step: int
-    algorithm: Algorithm
-    actor: ActorSection
-    seed: int
-    """Of the order of its rows."""
-    critic: CriticSection = CriticSection()
-    reference: ReferenceSection = ReferenceSection()
-    reward_model: RewardModelSection | None = None
-
-    @property
-    def samples_completions(self) -> bool:
-        """Whether it learns from completions that the model samples and that earn a reward, and not from rows."""
-        return self.algorithm.name not in LEARN_ROWS
-
-    @property
-    def has_critic(self) -> bool:
-        """Whether a value model is trained beside the actor."""
-        return self.algorithm.name == "ppo"
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether anything is measured against a reference model; it is kept nowhere else."""
-        name, beta = self.algorithm.name, self.algorithm.beta
-        return name == "dpo" or (beta > 0 and name not in ("sft", "reward_model"))
-
-    @property
-    def takes_kl_off_reward(self) -> bool:
-        """Whether the distance to the reference costs reward, instead of adding to the loss."""
-        return self.has_reference and self.algorithm.kl_in == "reward"
-
-    @property
-    def moves_reference(self) -> bool:
-        """Whether the reference follows the actor, which makes it a part of every step's state."""
-        return self.has_reference and (self.reference.copy_every > 0 or self.reference.moving_average > 0)
-
-    @property
-    def num_updates(self) -> int:
-        """Optimizer updates that the actor makes, which waits while a critic warms up."""
-        waiting = self.critic.warmup_steps if self.has_critic else 0
-        return (self.algorithm.steps - waiting) * self.algorithm.updates_per_step
-
-    @property
-    def last_step(self) -> int:
-        """Global number of its last step; steps count from 1 over the whole run."""
-        return self.first_step + self.algorithm.steps - 1
-
-    def total_reward(self, values: Mapping[str, float]) -> float:
-        """What a sample earned: its own reward and, with a reward model, that model's weighted score."""
-        if self.reward_model is None:
-            return values["reward"]
-        return values["reward"] + self.reward_model.weight * values["score"]
-
-
-def stages(config: Config) -> tuple[Stage, ...]:
-    """The run's stages in order: an optional SFT warm-up, then the main algorithm, its values filled in."""
-    main = resolved(config.algorithm)
-    first_step = 1 if config.warmup is None else 1 + config.warmup.steps
-    main_stage = Stage(
-        main.name,
-        first_step,
-        main,
-        config.actor,
-        config.seed,
-        config.critic,
-        config.reference,
-        config.reward_model,
-    )
-    if config.warmup is None:
-        return (main_stage,)
-    warmup = config.warmup
-    sft = resolved(
-        AlgorithmSection(
-            name="sft",
-            steps=warmup.steps,
-            batch_size=warmup.batch_size,
-            reward=main.reward,
-        )
-    )
-    actor = msgspec.structs.replace(
-        config.actor,
-        learning_rate=warmup.learning_rate,
-        schedule=warmup.schedule,
-        warmup_steps=warmup.warmup_steps,
-    )
-    return (Stage("warmup", 1, sft, actor, warmup.seed), main_stage)
-
-
-def has_servers(config: Config) -> bool:
-    """Whether anything is ever sampled: a reward model learns from pairs and is judged by how it ranks pairs."""
-    return config.algorithm.name != "reward_model"
-
-
-def next_stage(config: Config, *, step: int) -> Stage:
-    """The stage that the step after `step` belongs to; the last one when all steps are done."""
-    every = stages(config)
-    return next((stage for stage in every if step < stage.last_step), every[-1])

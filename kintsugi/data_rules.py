@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from kintsugi.config import Config, MixedSource, SourceSection, has_servers, stages
+from kintsugi.config import Config, MixedSource, SourceSection
 from kintsugi.data.columns import held_out_needs_of, needs_of
 from kintsugi.data.feed import measured_tokens
 from kintsugi.data.order import SMALLEST_SHARE
@@ -19,6 +19,7 @@ from kintsugi.errors import DataError, ModelError
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.rollout.scoring import parse_rewards
+from kintsugi.stages import has_servers, stages
 
 Problem = tuple[str, str]
 """(field, what was expected of it)."""

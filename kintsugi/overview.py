@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import psutil
 
-from kintsugi.config import Config, Stage, stages
+from kintsugi.config import Config
 from kintsugi.control.layout import ProcessPlan, estimate_memory, plan_layout
 from kintsugi.data.source import describe_data
 from kintsugi.data.streams import UNKNOWN_LENGTH
@@ -15,6 +15,7 @@ from kintsugi.graph.mfc import estimate
 from kintsugi.model.architecture import ModelConfig, num_parameters
 from kintsugi.model.plan import plan_model
 from kintsugi.recipe import Resolved, fields_of, shown
+from kintsugi.stages import Stage, stages
 
 
 def overview(resolved: Resolved) -> str:

@@ -24,9 +24,9 @@ from kintsugi.config import (
     DataSection,
     ReferenceSection,
     SourceSection,
-    stages,
 )
 from kintsugi.errors import ConfigError, StorageError
+from kintsugi.stages import stages
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from kintsugi.cluster.children import boot_id, process_start_time
-from kintsugi.config import Config, next_stage, stages
+from kintsugi.config import Config
 from kintsugi.errors import ConfigError, Fault, KintsugiError, StorageError, UserError, root_first
 from kintsugi.facts import (
     CheckpointSaved,
@@ -38,6 +38,7 @@ from kintsugi.incidents import Incident, IncidentBook, IncidentReport, report_of
 from kintsugi.observe.events import Alert, FaultSeen, Record, events_path, read_events, records_in
 from kintsugi.observe.metrics import METRICS_FILE, SAMPLES_FILE, VERDICTS_FILE, SampleRecord, VerdictRecord
 from kintsugi.recipe import load_config
+from kintsugi.stages import next_stage, stages
 from kintsugi.types import Role, process_id
 
 CONFIG_FILE = "config.yaml"

@@ -8,12 +8,13 @@ from pathlib import Path
 import psutil
 
 from kintsugi import runs
-from kintsugi.config import Config, has_servers
+from kintsugi.config import Config
 from kintsugi.control.layout import estimate_memory
 from kintsugi.control.requests import Requests
 from kintsugi.errors import ProcessDied, UserError
 from kintsugi.model.plan import plan_model
 from kintsugi.runtime import Child, SystemProcesses, wait
+from kintsugi.stages import has_servers
 from kintsugi.types import Role
 
 GLANCE_S = 0.05

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kintsugi.algorithm_rules import algorithm_problems
-from kintsugi.config import LEARN_PAIRS, Config, Stage, has_servers, stages
+from kintsugi.config import LEARN_PAIRS, Config
 from kintsugi.control.layout import most_servers, num_spread_processes
 from kintsugi.data.source import open_data
 from kintsugi.data_rules import Lengths, data_problems
@@ -25,6 +25,7 @@ from kintsugi.recipe import fields_of, named_origin, shown
 from kintsugi.rollout import sandbox
 from kintsugi.rollout.rewards import program_output
 from kintsugi.rollout.scoring import load_rewards
+from kintsugi.stages import Stage, has_servers, stages
 from kintsugi.types import MIN_TEMPERATURE
 
 
@@ -120,6 +121,12 @@ _RULES: dict[str, Rule] = {
     "generation.kv_cache_gib": _POSITIVE,
     "rollout.workers": _POSITIVE,
     "rollout.attempts": _POSITIVE,
+    "rollout.max_turns": _POSITIVE,
+    "rollout.turn_timeout_s": _POSITIVE,
+    "asynchrony.max_staleness": _NOT_NEGATIVE,
+    "asynchrony.overtake": _NOT_NEGATIVE,
+    "asynchrony.decay": ("more than 0 and at most 1", lambda value: 0 < value <= 1),
+    "weights.deadline_s": _POSITIVE,
     "rollout.reward_timeout_s": _POSITIVE,
     "eval.every": _NOT_NEGATIVE,
     "eval.num_samples": _NOT_NEGATIVE,

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from kintsugi.buffer.ledger import Ledger
-from kintsugi.config import Config, Stage, stages
+from kintsugi.config import Config
 from kintsugi.control.protocol import Raise
 from kintsugi.control.state import MasterState
 from kintsugi.facts import FilterReason
 from kintsugi.graph.advantages import has_equal_rewards
 from kintsugi.messages import CallDone
+from kintsugi.stages import Stage, stages
 from kintsugi.types import SampleMeta, ticket_of
 
 Values = Mapping[str, Mapping[str, float]]

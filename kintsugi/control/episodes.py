@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kintsugi.buffer.admission import admissible
-from kintsugi.config import Config, Stage
+from kintsugi.config import Config
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.evaluation import Evaluation
 from kintsugi.control.protocol import Raise, Tell
@@ -23,6 +23,7 @@ from kintsugi.facts import (
 )
 from kintsugi.graph.advantages import is_uninformative
 from kintsugi.messages import Drop, EpisodesDone, RunEpisodes
+from kintsugi.stages import Stage
 from kintsugi.types import Role, SampleMeta, SampleText, Sampling, Ticket, sample_key, ticket_id
 
 EPISODE = "episode"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kintsugi.buffer.packing import shards_of_rank
-from kintsugi.config import Config, has_servers, next_stage
+from kintsugi.config import Config
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.episodes import Episodes
 from kintsugi.control.evaluation import Evaluation
@@ -14,6 +14,7 @@ from kintsugi.control.protocol import RecordEvaluation
 from kintsugi.facts import EvaluationDone
 from kintsugi.messages import EvaluatePairs, PairsEvaluated
 from kintsugi.observe.evaluation import summarize
+from kintsugi.stages import has_servers, next_stage
 
 
 class Evaluating:

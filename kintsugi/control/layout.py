@@ -7,8 +7,9 @@ from itertools import cycle
 
 import msgspec
 
-from kintsugi.config import Config, has_servers, stages
+from kintsugi.config import Config
 from kintsugi.model.architecture import ModelConfig, num_parameters
+from kintsugi.stages import has_servers, stages
 from kintsugi.types import Role, process_id
 
 

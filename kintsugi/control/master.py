@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kintsugi.config import Config, Stage, next_stage
+from kintsugi.config import Config
 from kintsugi.control.agenda import carried_stage, evaluation_is_due, is_last, most_tokens, save_is_due
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.episodes import Episodes, episode_of
@@ -64,6 +64,7 @@ from kintsugi.messages import (
     WeightsHashed,
 )
 from kintsugi.recovery.states import RecoveryState
+from kintsugi.stages import Stage, next_stage
 from kintsugi.types import Role
 
 ROLLING = frozenset({Phase.COLLECTING, Phase.EVALUATING, Phase.RECOVERING})

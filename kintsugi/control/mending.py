@@ -13,7 +13,7 @@ from statistics import median
 
 import msgspec
 
-from kintsugi.config import Config, next_stage
+from kintsugi.config import Config
 from kintsugi.control.agenda import carried_stage
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.protocol import Raise, ShareBook
@@ -27,6 +27,7 @@ from kintsugi.recovery.incidents import Incidents
 from kintsugi.recovery.policy import FaultClass, Situation, Strategy, classify, hopeless, impact, plan
 from kintsugi.recovery.processor import Flow
 from kintsugi.recovery.states import RecoveryState
+from kintsugi.stages import next_stage
 from kintsugi.types import Role
 
 OPERATION = "rank"

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kintsugi.config import Config, has_servers
+from kintsugi.config import Config
 from kintsugi.control.draft import Draft
 from kintsugi.control.layout import most_servers, plan_servers
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import ScaleRequested
 from kintsugi.control.staff import Staff
 from kintsugi.facts import ScaleRefused, ServersScaled
+from kintsugi.stages import has_servers
 from kintsugi.types import Role
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from kintsugi.buffer.lifecycle import SampleState
-from kintsugi.config import Config, stages
+from kintsugi.config import Config
 from kintsugi.control.state import MasterState
 from kintsugi.errors import Fault
 from kintsugi.incidents import Incident, headline
+from kintsugi.stages import stages
 
 TIMING_NAMES = {
     "starting": "start",

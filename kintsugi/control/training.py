@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kintsugi.config import LEARN_PAIRS, Config, Stage
+from kintsugi.config import LEARN_PAIRS, Config
 from kintsugi.control.agenda import alerts, commit_record, group_counts, slowest, with_final_rewards
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.episodes import Episodes
@@ -14,6 +14,7 @@ from kintsugi.graph.advantages import MASTER_CALLS, batch_totals, initial_values
 from kintsugi.graph.algorithms import build_graph
 from kintsugi.graph.executor import Walk
 from kintsugi.messages import CallDone, RunCall
+from kintsugi.stages import Stage
 from kintsugi.types import Role, SampleMeta, ShardItem
 
 CALL = "call"

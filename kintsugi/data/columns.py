@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from kintsugi.config import LEARN_PAIRS, Config, SourceSection, has_servers, stages
+from kintsugi.config import LEARN_PAIRS, Config, SourceSection
+from kintsugi.stages import has_servers, stages
 from kintsugi.types import Row
 
 COMPLETION, CHOSEN, REJECTED = "completion", "chosen", "rejected"

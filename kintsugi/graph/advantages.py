@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import sqrt
 
-from kintsugi.config import Stage
+from kintsugi.stages import Stage
 from kintsugi.types import Finish, SampleMeta, ShardItem, ticket_of
 
 STD_EPSILON = 1e-4

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kintsugi.config import Stage
 from kintsugi.graph.dfg import Graph
 from kintsugi.graph.mfc import Call, Key, Per
+from kintsugi.stages import Stage
 from kintsugi.types import Role
 
 PROMPT = Key("prompt", "text")

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from kintsugi.config import stages
 from kintsugi.errors import DeadlineExceeded
 from kintsugi.lab.faults import Aim, Deck, Kind, Moment, Target
 from kintsugi.lab.growth import Growth
 from kintsugi.lab.injector import Hit, Injector
 from kintsugi.lab.running import MarkedRun
 from kintsugi.lab.watching import Commit, Watch
+from kintsugi.stages import stages
 
 AIM_STEPS = 7
 """How many steps an aim may wait for its phase, which may come only every few steps, or pass too quickly."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from kintsugi.config import Config, stages
+from kintsugi.config import Config
 from kintsugi.control.journal import read_facts
 from kintsugi.errors import DeadlineExceeded
 from kintsugi.lab import report as reports
@@ -27,6 +27,7 @@ from kintsugi.lab.running import MarkedRun
 from kintsugi.lab.watching import Commit, Watch, detected_at
 from kintsugi.runs import JOURNAL_FILE, read_faults
 from kintsugi.runtime import SYSTEM_CLOCK, random_stream
+from kintsugi.stages import stages
 
 STEPS_PER_FAULT = 3
 """Mended by the next step or two, and then up to `checkpoint.every` more until the phase that is aimed at."""

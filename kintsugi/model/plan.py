@@ -7,11 +7,12 @@ from typing import Any
 
 import msgspec
 
-from kintsugi.config import Config, NewModel, stages
+from kintsugi.config import Config, NewModel
 from kintsugi.errors import ModelError
 from kintsugi.model.architecture import ModelConfig, value_config
 from kintsugi.model.folder import Head, check_weights, load_config
 from kintsugi.model.tokenizer import Tokenizer, character_tokenizer
+from kintsugi.stages import stages
 
 
 class Companions(msgspec.Struct, frozen=True):

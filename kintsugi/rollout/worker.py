@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from kintsugi.bootstrap import Bootstrap
-from kintsugi.config import LEARN_PAIRS, Config, Stage, stages
+from kintsugi.config import LEARN_PAIRS, Config
 from kintsugi.data.columns import CHOSEN, COMPLETION, REJECTED
 from kintsugi.data.feed import Feed
 from kintsugi.data.saved import saved_samples
@@ -43,6 +43,7 @@ from kintsugi.rollout.judging import Judging
 from kintsugi.rollout.replay import replay
 from kintsugi.rollout.scoring import parse_rewards, total
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, WAITS, wait
+from kintsugi.stages import Stage, stages
 from kintsugi.transport import Delivery, PendingReply
 from kintsugi.types import (
     Completion,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kintsugi.config import stages
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Tick
 from kintsugi.messages import Body, ProcessExited, ProcessSuspected, Register, Save, StartProcess
@@ -14,6 +13,7 @@ from kintsugi.simulation.faults import Kind, Plan, Planned
 from kintsugi.simulation.master import Crash, SimulatedMaster
 from kintsugi.simulation.network import Process
 from kintsugi.simulation.workers import Worker
+from kintsugi.stages import stages
 from kintsugi.transport.exchange import Delivery
 
 if TYPE_CHECKING:

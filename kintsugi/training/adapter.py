@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from kintsugi.config import Stage
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.operations import RankReady, RebuildGroup
 from kintsugi.recovery.processor import SNAPSHOT_PREFIX, Flow
 from kintsugi.runtime import wait
+from kintsugi.stages import Stage
 from kintsugi.training.copies import Counters
 from kintsugi.training.group import Interruption, ProcessGroup, join_group
 from kintsugi.training.state import TrainingState

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kintsugi.config import Stage
 from kintsugi.model import huggingface
 from kintsugi.model.plan import Companions
 from kintsugi.model.transformer import Transformer
+from kintsugi.stages import Stage
 
 Weights = Mapping[str, Tensor]
 """By Hugging Face name, float32."""

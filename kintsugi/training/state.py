@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from kintsugi.checkpoint.snapshot import HeldSnapshots, Segments, Snapshots
-from kintsugi.config import ActorSection, Stage
+from kintsugi.config import ActorSection
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.model.architecture import ModelConfig, parameter_shapes
 from kintsugi.model.plan import ACTOR_ALONE, Companions
 from kintsugi.model.transformer import Transformer
+from kintsugi.stages import Stage
 from kintsugi.training.buddy import StateCopy
 from kintsugi.training.copies import Counters, StateCopies, reference_digest
 from kintsugi.training.layout import ACTOR, CRITIC, Layout, Part, reference_by_name

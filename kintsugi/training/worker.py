@@ -22,7 +22,7 @@ from kintsugi.bootstrap import Bootstrap
 from kintsugi.buffer.packing import shards_of_rank
 from kintsugi.checkpoint.store import load_checkpoint, save_checkpoint
 from kintsugi.cluster.segments import SegmentClient
-from kintsugi.config import Config, stages
+from kintsugi.config import Config
 from kintsugi.errors import (
     DeadlineExceeded,
     DeviceError,
@@ -61,6 +61,7 @@ from kintsugi.operations import DeviceStop, FetchState, KeepState, PreLock, Rank
 from kintsugi.recipe import load_config
 from kintsugi.recovery.processor import Operation, Processor
 from kintsugi.runtime import COUNTERS, wait
+from kintsugi.stages import stages
 from kintsugi.training.adapter import TorchAdapter
 from kintsugi.training.buddy import KEEP_TIMEOUT_S, BuddyCopy, buddy_of
 from kintsugi.training.copies import Counters

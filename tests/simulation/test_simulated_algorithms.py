@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import pytest
 
 from kintsugi.buffer.lifecycle import SampleState
-from kintsugi.config import Config, Stage
+from kintsugi.config import Config
 from kintsugi.control.episodes import Episodes
 from kintsugi.facts import EvaluationDone, FilterReason, StepCommitted, TicketFiltered
 from kintsugi.graph.advantages import is_uninformative
@@ -17,6 +17,7 @@ from kintsugi.simulation.campaign import VARIANTS, Runner, shape_of, simulated_c
 from kintsugi.simulation.cluster import Cluster, Outcome, undisturbed
 from kintsugi.simulation.faults import Kind, Plan, Planned
 from kintsugi.simulation.invariants import Reference
+from kintsugi.stages import Stage
 from kintsugi.types import Role, sample_key
 
 CONFIGS: dict[str, Config] = {variant.name: simulated_config(6, variant) for variant in VARIANTS}

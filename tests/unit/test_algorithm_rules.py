@@ -13,8 +13,8 @@ from kintsugi.config import (
     ReferenceSection,
     RewardModelSection,
     SamplingSection,
-    stages,
 )
+from kintsugi.stages import stages
 
 NAMES: tuple[AlgorithmName, ...] = get_args(AlgorithmName)
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "kintsugi"
 
 GROUND = frozenset(
-    {"types", "messages", "operations", "wire", "errors", "config", "recipe", "facts", "bootstrap"}
+    {"types", "messages", "operations", "wire", "errors", "config", "stages", "recipe", "facts", "bootstrap"}
     | {"runtime", "signals", "disk", "transport", "worker", "patience"}
 )
 SHARED = GROUND | {"model", "observe"}
@@ -37,7 +37,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "serving": SHARED | {"generation", "cluster", "weights"},
     "simulation": SHARED | {"control", "recovery", "buffer"},
     "lab": SHARED | {"control", "simulation", "runs", "cluster"},
-    "model": frozenset({"types", "errors", "config"}),
+    "model": frozenset({"types", "errors", "config", "stages"}),
     "observe": GROUND,
     "transport": GROUND,
 }

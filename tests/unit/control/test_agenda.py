@@ -13,7 +13,6 @@ from kintsugi.config import (
     GenerationSection,
     RewardModelSection,
     WarmupSection,
-    stages,
 )
 from kintsugi.control.agenda import (
     alerts,
@@ -31,6 +30,7 @@ from kintsugi.control.state import MasterState
 from kintsugi.errors import Fault
 from kintsugi.facts import CheckpointFailed, CheckpointSaved, EvaluationDone
 from kintsugi.messages import CallDone
+from kintsugi.stages import stages
 from kintsugi.types import Ticket
 from tests.unit.control.driven import CONFIG, new_state, scored
 

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 from kintsugi.buffer.ledger import Ledger
-from kintsugi.config import stages
 from kintsugi.control.episodes import episode_of, next_tickets
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Exited, RequestFailed, Tick
 from kintsugi.errors import Fault
 from kintsugi.facts import SampleQuarantined, TicketAssigned, TicketReturned, TicketsIssued
 from kintsugi.messages import RunEpisodes
+from kintsugi.stages import stages
 from tests.unit.control.driven import CONFIG, Driven
 
 (STAGE,) = stages(CONFIG)

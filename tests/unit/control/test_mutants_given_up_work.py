@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kintsugi.config import stages
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.episodes import Episodes
 from kintsugi.control.evaluation import Evaluation
@@ -19,6 +18,7 @@ from kintsugi.facts import (
     TicketsIssued,
 )
 from kintsugi.messages import CallDone, EpisodesDone
+from kintsugi.stages import stages
 from kintsugi.types import Peer, Role, SampleText, Ticket
 from tests.unit.control.driven import CONFIG, new_state, scored
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from kintsugi.config import AlgorithmSection, Config, RewardModelSection, Stage, stages
+from kintsugi.config import AlgorithmSection, Config, RewardModelSection
 from kintsugi.graph.advantages import (
     MASTER_CALLS,
     STD_EPSILON,
@@ -16,6 +16,7 @@ from kintsugi.graph.advantages import (
     leave_one_out,
     overlong_cost,
 )
+from kintsugi.stages import Stage, stages
 from kintsugi.types import Finish, SampleMeta, ShardItem
 
 

@@ -2,10 +2,11 @@
 
 import pytest
 
-from kintsugi.config import AlgorithmName, AlgorithmSection, Config, RewardModelSection, Stage, stages
+from kintsugi.config import AlgorithmName, AlgorithmSection, Config, RewardModelSection
 from kintsugi.graph.algorithms import ALGORITHMS, build_graph
 from kintsugi.graph.dfg import Graph
 from kintsugi.graph.mfc import Per
+from kintsugi.stages import Stage, stages
 from kintsugi.types import Role
 
 PAIRS_AND_ROWS: tuple[AlgorithmName, ...] = ("sft", "reward_model", "dpo")

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kintsugi.config import AlgorithmName, AlgorithmSection, Config, RewardModelSection, Stage, stages
+from kintsugi.config import AlgorithmName, AlgorithmSection, Config, RewardModelSection
 from kintsugi.graph.advantages import MASTER_CALLS
 from kintsugi.graph.algorithms import build_graph
 from kintsugi.graph.dfg import Graph
 from kintsugi.graph.executor import Dispatch, Walk
 from kintsugi.graph.mfc import Call, Key, Per
 from kintsugi.messages import CallDone
+from kintsugi.stages import Stage, stages
 from kintsugi.types import Role, ShardItem
 
 RANKS = {Role.MODEL: ["model-0", "model-1"]}

@@ -10,15 +10,7 @@ from pathlib import Path
 import msgspec
 
 from kintsugi.checkpoint.snapshot import Segments
-from kintsugi.config import (
-    AlgorithmSection,
-    Config,
-    ModelSection,
-    NewModel,
-    ReferenceSection,
-    WarmupSection,
-    stages,
-)
+from kintsugi.config import AlgorithmSection, Config, ModelSection, NewModel, ReferenceSection, WarmupSection
 from kintsugi.errors import RefusedError, WorldError, fault_of
 from kintsugi.messages import (
     Body,
@@ -34,6 +26,7 @@ from kintsugi.messages import (
 from kintsugi.model.plan import plan_companions, plan_model
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.operations import RankReady, RebuildGroup
+from kintsugi.stages import stages
 from kintsugi.training.samples import Answer
 from kintsugi.training.state import TrainingState
 from kintsugi.training.worker import ModelWorker, load_model

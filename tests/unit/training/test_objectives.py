@@ -6,8 +6,9 @@ import msgspec
 import pytest
 import torch
 
-from kintsugi.config import LEARN_PAIRS, CriticSection, ReferenceSection, Stage
+from kintsugi.config import LEARN_PAIRS, CriticSection, ReferenceSection
 from kintsugi.errors import IntegrityError, RefusedError
+from kintsugi.stages import Stage
 from kintsugi.training.group import ProcessGroup
 from kintsugi.training.interfaces import ModelCalls
 from tests.unit.training.world import (

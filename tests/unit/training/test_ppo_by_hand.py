@@ -12,10 +12,11 @@ import xxhash
 from msgspec import msgpack
 from torch import Tensor
 
-from kintsugi.config import ActorSection, CriticSection, ReferenceSection, Stage
+from kintsugi.config import ActorSection, CriticSection, ReferenceSection
 from kintsugi.model.architecture import value_config
 from kintsugi.model.attention import PackedLayout
 from kintsugi.model.transformer import Transformer, initialize
+from kintsugi.stages import Stage
 from kintsugi.training.group import join_group
 from kintsugi.training.interfaces import ModelCalls
 from kintsugi.types import Finish, ShardItem, Trajectory

@@ -20,7 +20,6 @@ from kintsugi.config import (
     AlgorithmSection,
     CriticSection,
     ReferenceSection,
-    Stage,
     resolved,
 )
 from kintsugi.graph.algorithms import build_graph
@@ -28,6 +27,7 @@ from kintsugi.messages import RunCall
 from kintsugi.model.architecture import ModelConfig, value_config
 from kintsugi.model.plan import Companions
 from kintsugi.model.transformer import Transformer, initialize
+from kintsugi.stages import Stage
 from kintsugi.training.batch import sample_of
 from kintsugi.training.group import ProcessGroup, StoreServer, join_group
 from kintsugi.training.interfaces import ModelCalls
