@@ -1,7 +1,7 @@
 """Every message on the wire, one struct each. Nothing here is pickled or evaluated; decoding is strict.
 
-`wire.py` has the envelope that carries them; `operations.py` what recovery asks of a rank. The tables below say who
-sends what to whom.
+`wire.py` has the envelope that carries them; `operations.py` what recovery asks of a rank; `supervision.py` what
+agents are asked and see. The tables below say who sends what to whom.
 
 | request                          | from → to            | reply              |
 |----------------------------------|----------------------|--------------------|
@@ -51,13 +51,22 @@ from kintsugi.operations import (
     Rollback,
     StateFetched,
 )
+from kintsugi.supervision import (
+    ChipFault,
+    Inspect,
+    Inspected,
+    ProcessExited,
+    ProcessStarted,
+    ProcessSuspected,
+    StartProcess,
+    StopProcess,
+)
 from kintsugi.types import (
     ChildReport,
     Completion,
     Fragment,
     LogicalShard,
     Peer,
-    Placement,
     Progress,
     Role,
     SampleMeta,
@@ -136,86 +145,6 @@ class Shutdown(_Body, frozen=True):
     reason: str
     exit_code: int = 0
     """Of the run: what an agent ends with that can not learn the master's own."""
-
-
-# Agents.
-
-
-class StartProcess(_Body, frozen=True):
-    process: str
-    role: Role
-    incarnation: str
-    placement: Placement = Placement()
-
-
-class ProcessStarted(_Body, frozen=True):
-    """It runs under this pid and will speak with this key; it has not registered yet."""
-
-    process: str
-    incarnation: str
-    pid: int
-    public_key: bytes
-
-
-class StopProcess(_Body, frozen=True):
-    process: str
-    incarnation: str
-    grace_s: float = 2.0
-
-
-class ProcessExited(_Body, frozen=True):
-    """Seen through the kernel's pidfd. `status` as of waitid: exit code, or minus the signal; None if not our child.
-    `last_output` is the end of what it wrote to its standard error."""
-
-    process: str
-    incarnation: str
-    status: int | None
-    last_output: str = ""
-
-
-class ProcessSuspected(_Body, frozen=True):
-    """The agent has seen with its own eyes that a process does not run: it is stopped, or its device is in error."""
-
-    process: str
-    incarnation: str
-    evidence: str
-
-
-class ChipFault(_Body, frozen=True):
-    """The agent has seen that an accelerator of its host is broken, or shows a worrying sign."""
-
-    host: str
-    chip: str
-    """For people: "GPU 0 (NVIDIA H200)"."""
-    uuid: str
-    """What processes name as `chip` among their capabilities when they register."""
-    kind: str
-    detail: str
-    broken: bool = True
-    """Nobody can go on with it; False: a sign that people should know of."""
-    num_healthy: int = 0
-    """Accelerators that the host has left."""
-    processes: dict[str, str] = {}
-    """Process → incarnation of those that the driver names as its users; where it sees other numbers, none."""
-
-    @property
-    def summary(self) -> str:
-        return f"{self.chip} of {self.host} is {'broken' if self.broken else 'worrying'}: {self.detail}"
-
-
-class Inspect(_Body, frozen=True):
-    """Look at a process from outside: does it run at all?"""
-
-    process: str
-    incarnation: str
-
-
-class Inspected(_Body, frozen=True):
-    """As of /proc: `state` R, S, D, T, Z, or empty when there is no such process."""
-
-    state: str
-    cpu_s: float = 0.0
-    """Processor time of all its threads so far."""
 
 
 # Rollout.

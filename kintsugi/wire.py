@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from kintsugi import messages, operations
+from kintsugi import messages, operations, supervision
 from kintsugi.messages import Body
 from kintsugi.types import Role
 
@@ -57,12 +57,12 @@ SPOKEN_BY: dict[type[Body], frozenset[Role]] = {
     messages.Heartbeat: _ANYONE,
     messages.AddressBook: _MASTER,
     messages.Shutdown: _MASTER,
-    messages.StartProcess: _MASTER,
-    messages.StopProcess: _MASTER,
-    messages.Inspect: _MASTER,
-    messages.ProcessExited: _AGENT,
-    messages.ProcessSuspected: _AGENT,
-    messages.ChipFault: _AGENT,
+    supervision.StartProcess: _MASTER,
+    supervision.StopProcess: _MASTER,
+    supervision.Inspect: _MASTER,
+    supervision.ProcessExited: _AGENT,
+    supervision.ProcessSuspected: _AGENT,
+    supervision.ChipFault: _AGENT,
     messages.RunEpisodes: _MASTER,
     messages.Drop: _MASTER,
     messages.FetchSamples: _MODEL,
@@ -93,8 +93,8 @@ SPOKEN_BY: dict[type[Body], frozenset[Role]] = {
     messages.Ok: _NOBODY,
     messages.Failed: _NOBODY,
     messages.Registered: _NOBODY,
-    messages.ProcessStarted: _NOBODY,
-    messages.Inspected: _NOBODY,
+    supervision.ProcessStarted: _NOBODY,
+    supervision.Inspected: _NOBODY,
     messages.EpisodesDone: _NOBODY,
     messages.SamplesFetched: _NOBODY,
     messages.Generated: _NOBODY,

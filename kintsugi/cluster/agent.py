@@ -48,19 +48,19 @@ from kintsugi.cluster.restarts import STOPPED_S, RestartLimit, StoppedWatch
 from kintsugi.cluster.segments import SegmentServer
 from kintsugi.cluster.stopping import OwedStop
 from kintsugi.errors import RefusedError, StartFailed
-from kintsugi.messages import (
+from kintsugi.messages import Ok
+from kintsugi.operations import FetchState, KeepState
+from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, Child, Clock, Processes, SystemProcesses, describe_status
+from kintsugi.signals import Signals
+from kintsugi.supervision import (
     Inspect,
     Inspected,
-    Ok,
     ProcessExited,
     ProcessStarted,
     ProcessSuspected,
     StartProcess,
     StopProcess,
 )
-from kintsugi.operations import FetchState, KeepState
-from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, Child, Clock, Processes, SystemProcesses, describe_status
-from kintsugi.signals import Signals
 from kintsugi.transport import Delivery
 from kintsugi.types import ChildReport, Placement
 from kintsugi.worker import HEARTBEAT_S, Membership, open_endpoint, run_process

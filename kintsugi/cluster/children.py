@@ -17,8 +17,8 @@ import msgspec
 
 from kintsugi.cluster.placement import Start, StartReport
 from kintsugi.errors import StartFailed, StartKilled
-from kintsugi.messages import ChipFault, Inspected, StartProcess
 from kintsugi.runtime import Child, Processes, describe_status
+from kintsugi.supervision import ChipFault, Inspected, StartProcess
 from kintsugi.transport import Delivery
 from kintsugi.types import ChildReport
 

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 import msgspec
 
 from kintsugi.errors import DeadlineExceeded
-from kintsugi.messages import ChipFault
 from kintsugi.runtime import SYSTEM_CLOCK, Clock, wait
+from kintsugi.supervision import ChipFault
 
 FIRST_PID_NAMESPACE = 0xEFFFFFFC
 """As the kernel names it, of all in which processes may be counted (`PROC_PID_INIT_INO`)."""

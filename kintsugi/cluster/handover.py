@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from kintsugi.bootstrap import Bootstrap
-from kintsugi.messages import StartProcess
+from kintsugi.supervision import StartProcess
 from kintsugi.transport import new_key_pair
 from kintsugi.types import Peer, Role
 from kintsugi.worker import MAINS

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from kintsugi.control.protocol import Decision, Effect, Request
 from kintsugi.control.state import MasterState
 from kintsugi.facts import Fact
-from kintsugi.messages import Body, Inspect, StopProcess
+from kintsugi.messages import Body
 from kintsugi.operations import DeviceClean, DeviceStop, NotifyNormal, PreLock, RebuildGroup, Repair, Rollback
 from kintsugi.patience import Patience
+from kintsugi.supervision import Inspect, StopProcess
 
 OPERATIONS = frozenset({PreLock, DeviceStop, DeviceClean, RebuildGroup, Repair, Rollback, NotifyNormal})
 """What recovery asks of a rank: who does not answer soon is part of the trouble."""

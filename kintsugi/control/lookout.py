@@ -5,17 +5,10 @@ from __future__ import annotations
 from kintsugi.control.draft import Conversation
 from kintsugi.control.membership import Membership, MemberStatus
 from kintsugi.control.protocol import Event, Exited, Suspected
-from kintsugi.messages import (
-    Body,
-    CallDone,
-    ChipFault,
-    EpisodesDone,
-    Heartbeat,
-    ProcessExited,
-    ProcessSuspected,
-)
+from kintsugi.messages import Body, CallDone, EpisodesDone, Heartbeat
 from kintsugi.recovery.anomaly import Anomaly
 from kintsugi.recovery.detection import OpenRequest, Suspicion, SuspicionKind, Watch
+from kintsugi.supervision import ChipFault, ProcessExited, ProcessSuspected
 from kintsugi.types import Peer, Role, role_of
 
 TRAINING = "forward_backward"

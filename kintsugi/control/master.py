@@ -56,15 +56,14 @@ from kintsugi.messages import (
     CommitStep,
     EpisodesDone,
     HashWeights,
-    Inspected,
     Ok,
-    ProcessStarted,
     Saved,
     StartStage,
     WeightsHashed,
 )
 from kintsugi.recovery.states import RecoveryState
 from kintsugi.stages import Stage, next_stage
+from kintsugi.supervision import Inspected, ProcessStarted
 from kintsugi.types import Role
 
 ROLLING = frozenset({Phase.COLLECTING, Phase.EVALUATING, Phase.RECOVERING})

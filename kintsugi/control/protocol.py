@@ -10,7 +10,8 @@ import msgspec
 from kintsugi.errors import Fault
 from kintsugi.facts import Fact
 from kintsugi.graph.executor import CallSpan
-from kintsugi.messages import Body, ChipFault
+from kintsugi.messages import Body
+from kintsugi.supervision import ChipFault
 from kintsugi.types import ChildReport, Peer, Role, SampleMeta, SampleText
 
 

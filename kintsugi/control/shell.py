@@ -64,24 +64,14 @@ from kintsugi.errors import (
     root_first,
 )
 from kintsugi.facts import CheckpointSaved, EpochStarted, Fact, RolledBack, RunEnded, StepCommitted
-from kintsugi.messages import (
-    AddressBook,
-    ChipFault,
-    Heartbeat,
-    Ok,
-    Ping,
-    ProcessExited,
-    ProcessSuspected,
-    Register,
-    Registered,
-    Shutdown,
-)
+from kintsugi.messages import AddressBook, Heartbeat, Ok, Ping, Register, Registered, Shutdown
 from kintsugi.observe.events import Alert, EventLog, FaultSeen, Note, Transition, events_path
 from kintsugi.observe.processes import ProcessReports
 from kintsugi.recipe import load_config
 from kintsugi.runs import living_launcher
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, WorkingClock, wait
 from kintsugi.signals import Signals
+from kintsugi.supervision import ChipFault, ProcessExited, ProcessSuspected
 from kintsugi.transport import Delivery, PendingReply
 from kintsugi.types import role_of
 from kintsugi.worker import EXIT_ERROR, EXIT_USER_ERROR, open_endpoint

@@ -13,8 +13,9 @@ from kintsugi.control.membership import Member, MemberStatus
 from kintsugi.control.protocol import Admit, Exited, Forget, Joined, ShareBook
 from kintsugi.errors import Fault
 from kintsugi.facts import ProcessJoined, ProcessLost, ProcessRequested, ProcessRetired
-from kintsugi.messages import ProcessStarted, Retire, StartProcess, StopProcess
+from kintsugi.messages import Retire
 from kintsugi.runtime import describe_status
+from kintsugi.supervision import ProcessStarted, StartProcess, StopProcess
 from kintsugi.types import Peer, Role
 
 _LEAVING = MemberStatus.LEAVING

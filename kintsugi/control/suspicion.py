@@ -9,8 +9,8 @@ from kintsugi.control.membership import MemberStatus
 from kintsugi.control.protocol import Joined, Raise, Suspected
 from kintsugi.control.staff import Staff
 from kintsugi.errors import Fault
-from kintsugi.messages import ChipFault, Inspect, Inspected
 from kintsugi.recovery.detection import Resolution, SuspicionKind, confirm
+from kintsugi.supervision import ChipFault, Inspect, Inspected
 from kintsugi.types import Role
 
 INSPECT = "inspect"

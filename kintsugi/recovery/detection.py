@@ -17,7 +17,8 @@ from enum import StrEnum
 
 import msgspec
 
-from kintsugi.messages import Heartbeat, Inspected
+from kintsugi.messages import Heartbeat
+from kintsugi.supervision import Inspected
 from kintsugi.types import Role, Wait, role_of
 
 SILENT_S = 1.5

@@ -12,7 +12,6 @@ from kintsugi.control.master import Master
 from kintsugi.control.protocol import Began
 from kintsugi.disk import MemoryDisk
 from kintsugi.facts import Fact
-from kintsugi.messages import StartProcess
 from kintsugi.recovery.adapters import Snapshot
 from kintsugi.recovery.processor import Flow
 from kintsugi.simulation.coverage import Coverage
@@ -25,6 +24,7 @@ from kintsugi.simulation.network import Network, Process
 from kintsugi.simulation.ranks import HostMemory, Rank, Rendezvous
 from kintsugi.simulation.workers import Manager, Rollout, Server, Worker
 from kintsugi.simulation.world import World
+from kintsugi.supervision import StartProcess
 from kintsugi.types import Peer, Role, process_id
 
 MASTER_ADDRESS = "sim://master-0"

@@ -10,22 +10,21 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from kintsugi.messages import (
-    Body,
+from kintsugi.messages import Body, Ok
+from kintsugi.operations import FetchState, KeepState
+from kintsugi.simulation.network import Process
+from kintsugi.simulation.ranks import HostMemory, state_message, state_of
+from kintsugi.simulation.workers import Worker
+from kintsugi.supervision import (
     ChipFault,
     Inspect,
     Inspected,
-    Ok,
     ProcessExited,
     ProcessStarted,
     ProcessSuspected,
     StartProcess,
     StopProcess,
 )
-from kintsugi.operations import FetchState, KeepState
-from kintsugi.simulation.network import Process
-from kintsugi.simulation.ranks import HostMemory, state_message, state_of
-from kintsugi.simulation.workers import Worker
 from kintsugi.transport.exchange import Delivery
 from kintsugi.types import ChildReport, Role
 

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Tick
-from kintsugi.messages import Body, ProcessExited, ProcessSuspected, Register, Save, StartProcess
+from kintsugi.messages import Body, Register, Save
 from kintsugi.simulation.coverage import NOTIFYING
 from kintsugi.simulation.faults import Kind, Plan, Planned
 from kintsugi.simulation.master import Crash, SimulatedMaster
 from kintsugi.simulation.network import Process
 from kintsugi.simulation.workers import Worker
 from kintsugi.stages import stages
+from kintsugi.supervision import ProcessExited, ProcessSuspected, StartProcess
 from kintsugi.transport.exchange import Delivery
 
 if TYPE_CHECKING:

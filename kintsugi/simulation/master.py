@@ -42,20 +42,10 @@ from kintsugi.control.shell import DURABLE, TICK_S, new_state
 from kintsugi.disk import Disk
 from kintsugi.errors import Fault, FencedError
 from kintsugi.facts import Fact
-from kintsugi.messages import (
-    AddressBook,
-    Body,
-    ChipFault,
-    Heartbeat,
-    Ping,
-    ProcessExited,
-    ProcessSuspected,
-    Register,
-    Registered,
-    Shutdown,
-)
+from kintsugi.messages import AddressBook, Body, Heartbeat, Ping, Register, Registered, Shutdown
 from kintsugi.messages import Ok as OkBody
 from kintsugi.simulation.network import Process
+from kintsugi.supervision import ChipFault, ProcessExited, ProcessSuspected
 from kintsugi.transport.exchange import Delivery
 from kintsugi.types import Role, role_of
 

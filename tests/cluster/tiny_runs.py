@@ -17,7 +17,7 @@ from uuid import uuid4
 import msgspec
 
 from kintsugi.config import ClusterSection, Config
-from kintsugi.messages import StartProcess
+from kintsugi.supervision import StartProcess
 from kintsugi.types import Placement, Role, role_of
 
 PROGRAMS = Path(__file__).parent / "programs"

@@ -16,7 +16,19 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "kintsugi"
 
 GROUND = frozenset(
-    {"types", "messages", "operations", "wire", "errors", "config", "stages", "recipe", "facts", "bootstrap"}
+    {
+        "types",
+        "messages",
+        "operations",
+        "supervision",
+        "wire",
+        "errors",
+        "config",
+        "stages",
+        "recipe",
+        "facts",
+        "bootstrap",
+    }
     | {"runtime", "signals", "disk", "transport", "worker", "patience"}
 )
 SHARED = GROUND | {"model", "observe"}

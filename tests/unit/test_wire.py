@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from kintsugi import messages, operations
+from kintsugi import messages, operations, supervision
 from kintsugi.messages import Body
 from kintsugi.types import Role
 from kintsugi.wire import SPOKEN_BY
@@ -20,5 +20,5 @@ def test_a_reply_is_nobodys_to_say_unasked(reply: type[Body]) -> None:
 
 
 def test_what_changes_weights_or_processes_is_the_masters_word_alone() -> None:
-    orders = (messages.RunCall, messages.Save, operations.Repair, messages.StartProcess, messages.Shutdown)
+    orders = (messages.RunCall, messages.Save, operations.Repair, supervision.StartProcess, messages.Shutdown)
     assert {SPOKEN_BY[order] for order in orders} == {frozenset({Role.MASTER})}

@@ -18,14 +18,8 @@ from kintsugi.bootstrap import Bootstrap
 from kintsugi.cluster.chips import ChipReading
 from kintsugi.cluster.segments import SegmentClient
 from kintsugi.errors import KintsugiError
-from kintsugi.messages import (
-    ProcessExited,
-    ProcessStarted,
-    Register,
-    Registered,
-    Shutdown,
-    StartProcess,
-)
+from kintsugi.messages import Register, Registered, Shutdown
+from kintsugi.supervision import ProcessExited, ProcessStarted, StartProcess
 from kintsugi.transport import PendingReply
 from kintsugi.worker import open_endpoint
 

@@ -17,19 +17,16 @@ import pytest
 from kintsugi.bootstrap import Bootstrap
 from kintsugi.cluster.handover import AgentHandover, Programs
 from kintsugi.cluster.placement import execute, in_memory
-from kintsugi.messages import (
-    Body,
+from kintsugi.messages import Body, Heartbeat, Register, Registered
+from kintsugi.runtime import Child, SystemProcesses
+from kintsugi.supervision import (
     ChipFault,
-    Heartbeat,
     ProcessExited,
     ProcessStarted,
     ProcessSuspected,
-    Register,
-    Registered,
     StartProcess,
     StopProcess,
 )
-from kintsugi.runtime import Child, SystemProcesses
 from kintsugi.transport import Endpoint, new_key_pair
 from kintsugi.types import Peer, Placement, Role, role_of
 

@@ -13,7 +13,8 @@ import pytest
 from kintsugi.cluster.children import ChildrenTable, process_start_time, table_path
 from kintsugi.cluster.segments import SegmentClient
 from kintsugi.errors import RefusedError
-from kintsugi.messages import Inspect, Inspected, Ok, StopProcess
+from kintsugi.messages import Ok
+from kintsugi.supervision import Inspect, Inspected, StopProcess
 from tests.unit.cluster.conftest import until
 
 MakeHost = Callable[..., Any]

@@ -13,7 +13,8 @@ import pytest
 from kintsugi.cluster.children import ChildrenTable, process_start_time
 from kintsugi.cluster.segments import SegmentClient
 from kintsugi.errors import RefusedError, RemoteError
-from kintsugi.messages import AddressBook, Body, Shutdown, StartProcess, StopProcess
+from kintsugi.messages import AddressBook, Body, Shutdown
+from kintsugi.supervision import StartProcess, StopProcess
 from kintsugi.types import Placement, Role
 from tests.unit.cluster.conftest import until
 from tests.unit.transport.harness import make_endpoint

@@ -21,8 +21,8 @@ from kintsugi.cluster.chips import (
     signs,
 )
 from kintsugi.errors import KintsugiError
-from kintsugi.messages import ChipFault
 from kintsugi.runtime import VirtualClock
+from kintsugi.supervision import ChipFault
 from kintsugi.types import ChildReport
 from tests.unit.cluster.conftest import until
 

@@ -20,9 +20,9 @@ from kintsugi.cluster.placement import PREPARED, Start
 from kintsugi.cluster.restarts import MOST_RESTARTS
 from kintsugi.cluster.spares import MOST_FAILURES, PREPARE_S, RESTOCK_S, Spares
 from kintsugi.errors import StartFailed
-from kintsugi.messages import ProcessStarted
 from kintsugi.observe.events import Alert, read_events
 from kintsugi.runtime import Child, SystemProcesses, VirtualClock
+from kintsugi.supervision import ProcessStarted
 from kintsugi.types import Peer, Placement, Role
 from tests.unit.cluster.conftest import until
 

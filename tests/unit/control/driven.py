@@ -34,8 +34,9 @@ from kintsugi.control.protocol import (
 from kintsugi.control.state import MasterState
 from kintsugi.errors import Fault, KintsugiError, fault_of
 from kintsugi.facts import Fact
-from kintsugi.messages import Body, Drop, StartProcess, StopProcess
+from kintsugi.messages import Body, Drop
 from kintsugi.recovery.processor import Flow
+from kintsugi.supervision import StartProcess, StopProcess
 from kintsugi.types import Peer, Role, role_of
 from tests.unit.control.world import Rewards, World, every_second_is_right, scored
 

@@ -11,8 +11,9 @@ from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Joined, Raise, Suspected
 from kintsugi.facts import ProcessLost, RunEnded, StrategyChosen
 from kintsugi.incidents import report_of
-from kintsugi.messages import ChipFault, ProcessExited, ProcessSuspected, RunCall, StartProcess, StopProcess
+from kintsugi.messages import RunCall
 from kintsugi.recovery.policy import FaultClass, classify
+from kintsugi.supervision import ChipFault, ProcessExited, ProcessSuspected, StartProcess, StopProcess
 from kintsugi.types import Peer, role_of
 from tests.unit.control.driven import CONFIG, Driven
 from tests.unit.control.outcomes import begun, outcome, undisturbed

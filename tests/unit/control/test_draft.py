@@ -5,9 +5,10 @@ import pytest
 from kintsugi.control.draft import OPERATION_FLOOR_S, Conversation, Draft
 from kintsugi.control.protocol import Raise, Request
 from kintsugi.facts import EpochStarted, RunStarted
-from kintsugi.messages import Body, CommitStep, HashWeights, Inspect, Ok, Ping, StopProcess
+from kintsugi.messages import Body, CommitStep, HashWeights, Ok, Ping
 from kintsugi.operations import PreLock
 from kintsugi.patience import FLOOR_S
+from kintsugi.supervision import Inspect, StopProcess
 from tests.unit.control.driven import new_state
 
 RANKS = ("model-0", "model-1")

@@ -30,10 +30,10 @@ from kintsugi.messages import (
     RunCall,
     RunEpisodes,
     Save,
-    StartProcess,
     WeightsLoaded,
 )
 from kintsugi.operations import PreLock, RebuildGroup
+from kintsugi.supervision import StartProcess
 from kintsugi.types import StreamSource, WeightManifest
 from tests.unit.control.driven import CONFIG, Driven, scored
 from tests.unit.control.outcomes import begun, outcome, undisturbed

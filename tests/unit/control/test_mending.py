@@ -22,10 +22,11 @@ from kintsugi.facts import (
     StrategyChosen,
     TicketReturned,
 )
-from kintsugi.messages import RunCall, Save, StartProcess
+from kintsugi.messages import RunCall, Save
 from kintsugi.operations import NotifyNormal, PreLock, RebuildGroup, Repair
 from kintsugi.recovery.policy import MAX_ATTEMPTS
 from kintsugi.recovery.processor import Flow
+from kintsugi.supervision import StartProcess
 from kintsugi.types import sample_key
 from tests.unit.control.driven import CONFIG, Driven
 from tests.unit.control.outcomes import TWO_STAGES, begun, outcome, undisturbed

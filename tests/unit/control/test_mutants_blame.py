@@ -10,10 +10,11 @@ from kintsugi.control.mending import LONGEST_WAIT_S, REPAIR_ATTEMPTS
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Decision, Raise
 from kintsugi.facts import IncidentClosed, ProcessLost, RolledBack, StrategyChosen
-from kintsugi.messages import RunCall, RunEpisodes, StartProcess, StopProcess
+from kintsugi.messages import RunCall, RunEpisodes
 from kintsugi.operations import PreLock, RankReady, Repair, Rollback
 from kintsugi.recovery.policy import impact
 from kintsugi.recovery.processor import Operation
+from kintsugi.supervision import StartProcess, StopProcess
 from tests.unit.control.driven import CONFIG, Driven
 
 

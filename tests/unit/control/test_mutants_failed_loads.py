@@ -11,7 +11,8 @@ from kintsugi.control.protocol import Decision, Request, RequestFailed, Tick
 from kintsugi.control.publication import AGAIN, FIRST_PAUSE_S, MAX_FAILURES
 from kintsugi.errors import Fault
 from kintsugi.facts import VersionCurrent
-from kintsugi.messages import LoadWeights, StartProcess, StopProcess
+from kintsugi.messages import LoadWeights
+from kintsugi.supervision import StartProcess, StopProcess
 from tests.unit.control.driven import Driven
 
 

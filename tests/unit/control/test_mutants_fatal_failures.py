@@ -7,7 +7,8 @@ import pytest
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Exited, Tick
 from kintsugi.facts import RunEnded
-from kintsugi.messages import EpisodesDone, RunEpisodes, StartProcess
+from kintsugi.messages import EpisodesDone, RunEpisodes
+from kintsugi.supervision import StartProcess
 from tests.unit.control.driven import CONFIG, Driven, scored
 
 

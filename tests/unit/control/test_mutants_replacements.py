@@ -21,9 +21,10 @@ from kintsugi.control.staff import (
 )
 from kintsugi.errors import Fault
 from kintsugi.facts import ProcessRequested, StrategyChosen
-from kintsugi.messages import Body, ProcessStarted, StartProcess, StopProcess
+from kintsugi.messages import Body
 from kintsugi.recovery.policy import Strategy
 from kintsugi.recovery.states import RecoveryState
+from kintsugi.supervision import ProcessStarted, StartProcess, StopProcess
 from kintsugi.types import Peer, Role, role_of
 from tests.unit.control.driven import CONFIG, Driven, new_state
 

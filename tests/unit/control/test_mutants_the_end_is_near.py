@@ -8,7 +8,8 @@ from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import RequestFailed
 from kintsugi.errors import Fault
 from kintsugi.facts import ProcessRequested, RunEnded, SampleQuarantined, StrategyChosen
-from kintsugi.messages import EpisodesDone, RunEpisodes, StartProcess
+from kintsugi.messages import EpisodesDone, RunEpisodes
+from kintsugi.supervision import StartProcess
 from kintsugi.types import sample_key
 from tests.unit.control.driven import CONFIG, Driven
 

@@ -19,7 +19,8 @@ from kintsugi.facts import (
     ScaleRefused,
     ServersScaled,
 )
-from kintsugi.messages import HashWeights, Retire, StartProcess, StopProcess
+from kintsugi.messages import HashWeights, Retire
+from kintsugi.supervision import StartProcess, StopProcess
 from kintsugi.types import Role
 from tests.unit.control.driven import CONFIG, Driven
 from tests.unit.control.outcomes import TWO_STAGES, begun, outcome, undisturbed

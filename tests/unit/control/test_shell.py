@@ -35,13 +35,14 @@ from kintsugi.facts import (
     ServersScaled,
     StepCommitted,
 )
-from kintsugi.messages import AddressBook, Body, ProcessExited, Register
+from kintsugi.messages import AddressBook, Body, Register
 from kintsugi.observe.events import Alert, Note, read_events
 from kintsugi.observe.processes import read_processes
 from kintsugi.recipe import dump, load
 from kintsugi.runs import read_faults, read_summary
 from kintsugi.runtime import wait
 from kintsugi.simulation.replay import replay
+from kintsugi.supervision import ProcessExited
 from kintsugi.transport import Endpoint, PendingReply, new_key_pair
 from kintsugi.types import Peer, Role, Ticket
 from tests.unit.control.driven import scored

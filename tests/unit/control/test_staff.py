@@ -13,7 +13,7 @@ from kintsugi.control.protocol import Admit, Exited, Joined, Suspected
 from kintsugi.control.staff import LONGEST_RETRY_S, QUICK_RETRIES
 from kintsugi.control.suspicion import HOST_LOST_S
 from kintsugi.facts import ProcessLost, ProcessRequested, RunEnded
-from kintsugi.messages import StartProcess, StopProcess
+from kintsugi.supervision import StartProcess, StopProcess
 from kintsugi.types import Peer, Role
 from tests.unit.control.driven import Driven
 from tests.unit.control.outcomes import TWO_STAGES, begun, outcome, undisturbed

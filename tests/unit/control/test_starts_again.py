@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kintsugi.control.protocol import Replied, Tick
 from kintsugi.control.staff import ASK_AGAIN_S
-from kintsugi.messages import ProcessStarted, StartProcess
+from kintsugi.supervision import ProcessStarted, StartProcess
 from tests.unit.control.driven import Driven
 
 

@@ -7,8 +7,8 @@ import pytest
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Exited, Raise, Suspected
 from kintsugi.facts import ProcessLost
-from kintsugi.messages import Inspect, Inspected, StopProcess
 from kintsugi.recovery.detection import SuspicionKind
+from kintsugi.supervision import Inspect, Inspected, StopProcess
 from tests.unit.control.driven import Driven
 from tests.unit.control.outcomes import begun, outcome, undisturbed
 

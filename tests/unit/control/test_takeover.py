@@ -11,9 +11,10 @@ from kintsugi.config import CheckpointSection, ClusterSection
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Admit, Finish, ShareBook, StopRequested, Tell
 from kintsugi.facts import EpochStarted, IncidentClosed, IncidentOpened, StopAccepted, StrategyChosen
-from kintsugi.messages import Drop, StartProcess, StopProcess
+from kintsugi.messages import Drop
 from kintsugi.operations import PreLock
 from kintsugi.recovery.processor import Flow
+from kintsugi.supervision import StartProcess, StopProcess
 from tests.unit.control.driven import CONFIG, Driven
 from tests.unit.control.outcomes import TWO_STAGES, begun, outcome, undisturbed
 

@@ -17,12 +17,9 @@ from kintsugi.messages import (
     EpisodesDone,
     EvaluatePairs,
     HashWeights,
-    Inspect,
-    Inspected,
     LoadWeights,
     Ok,
     PairsEvaluated,
-    ProcessStarted,
     Publish,
     Published,
     Retire,
@@ -30,15 +27,14 @@ from kintsugi.messages import (
     RunEpisodes,
     Save,
     Saved,
-    StartProcess,
     StartStage,
-    StopProcess,
     WeightsHashed,
     WeightsLoaded,
 )
 from kintsugi.operations import RebuildGroup
 from kintsugi.recovery.adapters import ReplayAdapter, Snapshot, Snapshots
 from kintsugi.recovery.processor import Flow, Operation, Processor
+from kintsugi.supervision import Inspect, Inspected, ProcessStarted, StartProcess, StopProcess
 from kintsugi.types import (
     ChildReport,
     Finish,

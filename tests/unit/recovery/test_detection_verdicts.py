@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from kintsugi.messages import Inspected
 from kintsugi.recovery.detection import SILENT_S, STUCK_S, Resolution, confirm
+from kintsugi.supervision import Inspected
 
 
 @pytest.mark.parametrize("state", ["T", "t"])
