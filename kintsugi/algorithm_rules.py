@@ -11,6 +11,7 @@ from kintsugi.config import (
     COMPARE_SAMPLES,
     LEARN_PAIRS,
     LEARN_ROWS,
+    LEARN_SAMPLES,
     AlgorithmSection,
     Config,
     CriticSection,
@@ -22,24 +23,26 @@ Problem = tuple[str, str]
 """(field, what was expected of it)."""
 
 _PER_TOKEN: frozenset[str] = frozenset({"ppo", "reinforce_pp"})
-_SAMPLING: frozenset[str] = COMPARE_SAMPLES | _PER_TOKEN
 
 USED_BY: dict[str, frozenset[str]] = {
-    "clip_low": _SAMPLING,
-    "clip_high": _SAMPLING,
-    "ratio": _SAMPLING,
-    "beta": _SAMPLING | {"dpo"},
-    "kl": _SAMPLING,
-    "kl_in": _SAMPLING,
-    "entropy_weight": _SAMPLING,
-    "denominator": _SAMPLING | {"sft"},
+    "clip_low": LEARN_SAMPLES,
+    "clip_high": LEARN_SAMPLES,
+    "ratio": LEARN_SAMPLES,
+    "proximal": LEARN_SAMPLES,
+    "importance": LEARN_SAMPLES,
+    "importance_cap": LEARN_SAMPLES,
+    "beta": LEARN_SAMPLES | {"dpo"},
+    "kl": LEARN_SAMPLES,
+    "kl_in": LEARN_SAMPLES,
+    "entropy_weight": LEARN_SAMPLES,
+    "denominator": LEARN_SAMPLES | {"sft"},
     "scale_by_std": COMPARE_SAMPLES,
     "gamma": _PER_TOKEN,
     "gae_lambda": frozenset({"ppo"}),
-    "mask_truncated": _SAMPLING,
+    "mask_truncated": LEARN_SAMPLES,
     "resampling_rounds": COMPARE_SAMPLES,
-    "overlong_buffer": _SAMPLING,
-    "overlong_penalty": _SAMPLING,
+    "overlong_buffer": LEARN_SAMPLES,
+    "overlong_penalty": LEARN_SAMPLES,
 }
 """Settings that not every algorithm looks at, and those that do."""
 
@@ -48,6 +51,7 @@ def algorithm_problems(config: Config, stage: Stage) -> Iterator[Problem]:
     """Everything that is wrong with the main stage's algorithm and the models beside its actor, worst first."""
     yield from _group_size(stage)
     yield from _unused(config.algorithm)
+    yield from _off_policy(config, stage)
     yield from _divergence(config.algorithm, stage)
     yield from _shaping(config, stage)
     yield from _companions(config, stage)
@@ -74,12 +78,54 @@ def _unused(section: AlgorithmSection) -> Iterator[Problem]:
             yield f"algorithm.{field}", f"nothing: {section.name} does not use it ({used} do)"
 
 
+def _off_policy(config: Config, stage: Stage) -> Iterator[Problem]:
+    """What makes up for samples of another policy than the one that learns."""
+    said, algorithm, asynchrony = config.algorithm, stage.algorithm, config.asynchrony
+    if asynchrony.max_staleness == 0 and asynchrony.decay != 1:
+        yield "asynchrony.decay", "1 while `asynchrony.max_staleness` is 0: nothing is stale"
+    if algorithm.name not in LEARN_SAMPLES:
+        return
+    if algorithm.proximal == "approximate" and asynchrony.max_staleness == 0:
+        yield (
+            "algorithm.proximal",
+            "sampler or recompute while `asynchrony.max_staleness` is 0: what is not stale is estimated as the sampler",
+        )
+    if algorithm.proximal != "sampler" and algorithm.importance == "truncate":
+        yield (
+            "algorithm.importance",
+            f"cap or mask with `algorithm.proximal`={algorithm.proximal} (truncate is for sampler)",
+        )
+    if not stage.weighs_samples:
+        why = "nothing with `algorithm.proximal`=sampler: all weights are 1 unless `algorithm.importance`=truncate"
+        for field in ("importance", "importance_cap"):
+            if getattr(said, field) is not None:
+                yield f"algorithm.{field}", why
+    yield from _clipping(said, stage)
+
+
+def _clipping(said: AlgorithmSection, stage: Stage) -> Iterator[Problem]:
+    """A policy that is its own proximal policy is never away from it."""
+    algorithm = stage.algorithm
+    if algorithm.importance == "truncate":
+        why = "with `algorithm.importance`=truncate, which does not clip"
+    elif algorithm.proximal == "recompute" and not stage.asks_proximal:
+        why = (
+            "with one update per step and `algorithm.proximal`=recompute (its default where samples may be stale): "
+            "the update begins at the proximal policy, only a second one could be clipped"
+        )
+    else:
+        return
+    for field in ("clip_low", "clip_high"):
+        if getattr(said, field) is not None:
+            yield f"algorithm.{field}", f"nothing {why}"
+
+
 def _divergence(section: AlgorithmSection, stage: Stage) -> Iterator[Problem]:
     """The KL to the reference: how much, estimated how, and where it enters."""
     algorithm = stage.algorithm
     if algorithm.name == "dpo" and algorithm.beta == 0:
         yield "algorithm.beta", "a positive number with dpo (its inverse temperature, 0.1 is usual)"
-    if algorithm.name not in _SAMPLING:
+    if algorithm.name not in LEARN_SAMPLES:
         return
     if algorithm.beta == 0:
         for field in ("kl", "kl_in"):
@@ -122,7 +168,7 @@ def _companions(config: Config, stage: Stage) -> Iterator[Problem]:
             "reference.moving_average",
             f"0 with `reference.copy_every`={stage.reference.copy_every}: one of the two",
         )
-    if stage.reward_model is not None and name not in _SAMPLING:
+    if stage.reward_model is not None and name not in LEARN_SAMPLES:
         yield "reward_model.path", f"nothing (`reward_model=null`): {name} asks no model for scores"
     if stage.has_critic and stage.critic.warmup_steps >= stage.algorithm.steps:
         yield (

@@ -25,6 +25,8 @@ class Bootstrap(msgspec.Struct, frozen=True):
     bind: str = "tcp://127.0.0.1:*"
     listener: int = -1
     """Descriptor of an already listening socket to use instead of `bind` (the master's, which survives its restart)."""
+    agent: str = ""
+    """Of this process's host: who started it, and who says whose turn it is on a shared device."""
     segments: str = ""
     """Abstract Unix socket of the host's segment service; empty where there is none."""
     peers: tuple[Peer, ...] = ()

@@ -44,7 +44,8 @@ class SourceSection(_Section, frozen=True):
 
     source: str = "arithmetic"
     """What is read (`docs/own_data.md` has examples):
-    "arithmetic" (`12+39=` → the sum, its digits reversed) or "arithmetic:words" (`What is 12 + 39?` → the sum);
+    "arithmetic" (`12+39=` → the sum, its digits reversed), "arithmetic:words" (`What is 12 + 39?` → the sum) or
+    "arithmetic:products" (`(12+39)*47=` → its value);
     "reasoning_gym:TASK", any of its tasks by name;
     a .jsonl, .json or .parquet file, a folder of such files, or a pattern like `data/*.parquet`;
     a folder written by the library datasets (`folder:split` where it has splits), or "hf:NAME:CONFIG:SPLIT" of the hub;
@@ -112,6 +113,8 @@ LEARN_ROWS = LEARN_PAIRS | {"sft"}
 """Those that learn from what the data says, and sample nothing."""
 COMPARE_SAMPLES = frozenset({"grpo", "dr_grpo", "dapo", "rloo", "gspo"})
 """Those whose baseline is the other samples of the group, of which there must be at least two."""
+LEARN_SAMPLES = COMPARE_SAMPLES | {"ppo", "reinforce_pp"}
+"""Those that learn from what the model samples."""
 
 
 class AlgorithmSection(_Section, frozen=True):
@@ -128,8 +131,17 @@ class AlgorithmSection(_Section, frozen=True):
     clip_low: float | None = None
     clip_high: float | None = None
     ratio: Literal["token", "sequence", "sequence_mean"] | None = None
-    """What is compared with the policy that sampled: each token; the whole completion (the tokens' product); or its
+    """What is compared with the proximal policy: each token; the whole completion (the tokens' product); or its
     geometric mean per token."""
+    proximal: Literal["sampler", "recompute", "approximate"] | None = None
+    """From which policy the updates of a step may go away only as far as clipping lets them: the one that sampled; the
+    one with which the step begins, whose log-probabilities the trainer computes; or an estimate of these, between
+    sampler and policy by the token's staleness. None: "sampler" in a synchronous run, otherwise "recompute"."""
+    importance: Literal["cap", "mask", "truncate"] | None = None
+    """What is done with the weights proximal/sampler that make up for who sampled: kept at most at `importance_cap`;
+    or tokens above it are left out. "truncate", for "sampler": policy/sampler, kept at most at the cap, weighs each
+    token's gradient, and nothing is clipped."""
+    importance_cap: float | None = None
     beta: float = 0.0
     """Weight of the KL to the reference model; 0 loads no reference. For DPO, its inverse temperature."""
     kl: Literal["k1", "k2", "k3"] | None = None
@@ -191,6 +203,9 @@ class Algorithm(AlgorithmSection, frozen=True):
     clip_low: float = 0.2
     clip_high: float = 0.2
     ratio: Literal["token", "sequence", "sequence_mean"] = "token"
+    proximal: Literal["sampler", "recompute", "approximate"] = "sampler"
+    importance: Literal["cap", "mask", "truncate"] = "cap"
+    importance_cap: float = 5.0
     kl: Literal["k1", "k2", "k3"] = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
     denominator: Literal["tokens", "sequences", "constant"] = "tokens"
@@ -335,6 +350,9 @@ class RolloutSection(_Section, frozen=True):
     """Arguments of the environment."""
     max_turns: int = 8
     """Of one episode; then it is cut off."""
+    turn_discount: float = 1.0
+    """How much less each later turn's reward is worth: the reward of an episode is the sum of its turns' rewards, each
+    times this to the power of the turn's number, which counts from 0."""
     turn_timeout_s: float = 30.0
     """For one `reset` or `step` of the environment."""
     attempts: int = 3
@@ -360,6 +378,19 @@ class CheckpointSection(_Section, frozen=True):
     keep: int = 2
 
 
+ShareDevice = Literal["no", "keep", "offload"]
+"""See `lease/`."""
+
+
+class BandwidthSection(_Section, frozen=True):
+    """Bytes per second between hosts, at most, where other programs need the network too; null is no limit."""
+
+    samples: float | None = None
+    """What a host takes from others to train on."""
+    copies: float | None = None
+    """What a rank sends of its state for another host to keep; where steps are faster, some have no copy."""
+
+
 class ClusterSection(_Section, frozen=True):
     """Where the processes run."""
 
@@ -367,8 +398,13 @@ class ClusterSection(_Section, frozen=True):
     """Local node agents; hosts share nothing but the run folder."""
     port: int = 0
     """Port of the master; 0 takes a free one."""
+    bandwidth: BandwidthSection = BandwidthSection()
     start_timeout_s: float = 120.0
     """Longest start-up of a process, import of libraries included."""
+    share_device: ShareDevice = "no"
+    """Let ranks and generation servers that compute on the same accelerator (or on the processors of a host that has
+    none) take turns on it. "keep": everything stays in its memory. "offload": whose turn it is not keeps weights,
+    optimizer and cache in the host's memory; needs an accelerator."""
     spares: int = 0
     """Processes per host that are started beforehand and wait, device and all, to take the place of a rank or server.
     Each takes the memory of an idle process, and that of a context on the accelerator where there is one."""

@@ -11,14 +11,14 @@ from kintsugi.data.columns import held_out_needs_of, needs_of
 from kintsugi.data.feed import measured_tokens
 from kintsugi.data.order import SMALLEST_SHARE
 from kintsugi.data.saved import SavedRollouts
-from kintsugi.data.source import ARITHMETIC, IN_WORDS, DataSet, Part, named_sources
+from kintsugi.data.source import GENERATED, PRODUCTS, DataSet, Part, named_sources
 from kintsugi.data.streams import Stream, is_stream
 from kintsugi.data.tasks import TASK
 from kintsugi.data.tokens import Fed, Feeding
 from kintsugi.errors import DataError, ModelError
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.tokenizer import Tokenizer
-from kintsugi.rollout.scoring import parse_rewards
+from kintsugi.rollout.scoring import rewards_of
 from kintsugi.stages import has_servers, stages
 
 Problem = tuple[str, str]
@@ -35,14 +35,15 @@ def data_problems(config: Config) -> Iterator[Problem]:
     for prefix, section in named_sources(data):
         if section.num_eval < 1:
             yield f"{prefix}num_eval", "a positive number: the run is judged on held-out rows"
-        if section.source in (ARITHMETIC, IN_WORDS) and not 1 <= section.max_digits <= 3:
-            yield f"{prefix}max_digits", "1 to 3 (all problems are listed beforehand)"
+        most_digits = 2 if section.source == PRODUCTS else 3
+        if section.source in GENERATED and not 1 <= section.max_digits <= most_digits:
+            yield f"{prefix}max_digits", f"1 to {most_digits} (all problems are listed beforehand)"
         if not 0 < section.weight < math.inf:
             yield f"{prefix}weight", "a positive number"
         if section.options and not section.source.startswith(TASK):
             yield f"{prefix}options", "nothing: they are options of a reasoning-gym task"
-        if needs_of(config).pair and section.source.startswith(TASK):
-            yield f"{prefix}source", "data with pairs: reasoning-gym has no rejected answers"
+        if needs_of(config).pair and (section.source.startswith(TASK) or section.source == PRODUCTS):
+            yield f"{prefix}source", "data with pairs: here are no rejected answers"
     yield from _problems_together(named_sources(data))
 
 
@@ -121,7 +122,7 @@ class Lengths:
                 field,
                 f"rollouts within the model's {positions} positions, got {saved.longest} tokens in one",
             )
-        missing = {reward.name for reward in parse_rewards(self._config.algorithm.reward)} - saved.components
+        missing = {reward.name for reward in rewards_of(self._config)} - saved.components
         if missing:
             have = ", ".join(sorted(saved.components)) or "none"
             yield "algorithm.reward", f"functions whose rewards were saved ({have}), not {min(missing)}"

@@ -125,6 +125,8 @@ class TicketAssigned(_Fact, frozen=True):
     ticket: str
     worker: str
     incarnation: str
+    version: int = -1
+    """Of the weights that are current: none of its tokens will be older."""
 
 
 class TicketReturned(_Fact, frozen=True):
@@ -193,12 +195,24 @@ class VersionCurrent(_Fact, frozen=True):
     """Of its manifest."""
     sources: tuple[WeightSource, ...]
     servers: tuple[str, ...]
+    pause_ms: dict[str, float] = {}
+    """Server → how long it decoded nothing while the weights changed."""
 
 
 class RolledBack(_Fact, frozen=True):
     """Steps after `step` are undone; what they trained is issued again under the same tickets."""
 
     step: int
+    reason: str
+
+
+class PaceChanged(_Fact, frozen=True):
+    """The master lets rollout run further or less far ahead, or more or fewer groups at once, after this step."""
+
+    step: int
+    ahead: int
+    """Steps; at most `asynchrony.max_staleness`."""
+    groups: int
     reason: str
 
 
@@ -292,6 +306,7 @@ Fact = (
     | StepCommitted
     | VersionCurrent
     | RolledBack
+    | PaceChanged
     | EvaluationDone
     | CheckpointSaved
     | CheckpointFailed

@@ -1,7 +1,7 @@
 """Every message on the wire, one struct each. Nothing here is pickled or evaluated; decoding is strict.
 
 `wire.py` has the envelope that carries them; `operations.py` what recovery asks of a rank; `supervision.py` what
-agents are asked and see. The tables below say who sends what to whom.
+agents are asked and see; `leasing.py` what is said about a shared device. The tables below say who sends what to whom.
 
 | request                          | from → to            | reply              |
 |----------------------------------|----------------------|--------------------|
@@ -17,7 +17,9 @@ agents are asked and see. The tables below say who sends what to whom.
 | LoadWeights                      | master → manager, manager → server | WeightsLoaded |
 | PreLock, DeviceStop, DeviceClean, RebuildGroup, Repair, Rollback, NotifyNormal | master → model | RankReady |
 | FetchSamples                     | model → rollout      | SamplesFetched     |
-| FetchWeights                     | server → model       | WeightsFetched (+ bulk frames) |
+| FetchRelayed                     | model → model        | Relayed            |
+| FetchWeights                     | server → model, agent | WeightsFetched (+ bulk frames) |
+| UploadWeights (+ bulk frames)    | model → agent        | Ok                 |
 | FetchState                       | model → model, agent | StateFetched, or WeightsFetched (+ bulk frames) |
 | KeepState (+ bulk frames)        | model → agent        | Ok                 |
 
@@ -29,6 +31,8 @@ agents are asked and see. The tables below say who sends what to whom.
 | Drop                             | master → rollout     |
 | Produced                         | server → manager     |
 | Cancel                           | manager → server     |
+| LeaseRequested, LeaseAcknowledged, LeaseReleased | model, server → agent |
+| LeaseGranted, LeaseExtended, LeaseRecalled | agent → model, server |
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from typing import Literal
 import msgspec
 
 from kintsugi.errors import Fault
+from kintsugi.leasing import ToArbiter, ToHolder
 from kintsugi.operations import (
     DeviceClean,
     DeviceStop,
@@ -61,6 +66,7 @@ from kintsugi.supervision import (
     StartProcess,
     StopProcess,
 )
+from kintsugi.transfers import FetchRelayed, Relayed, Routes, Transfer
 from kintsugi.types import (
     ChildReport,
     Completion,
@@ -157,9 +163,11 @@ class RunEpisodes(_Body, frozen=True):
     split: str
     sampling: Sampling
     version: int
-    """Generate with weights at least this new."""
+    """Generate with weights at least this new; to evaluate, with exactly these."""
     timeout_s: float
     """When the master gives up; nobody on the way waits longer, or less."""
+    lineage: int = 0
+    """Grows when steps are undone: what was sampled before is no answer any more."""
 
 
 class EpisodesDone(_Body, frozen=True):
@@ -270,6 +278,10 @@ class RunCall(_Body, frozen=True):
     """Calls of this step to be finished first: all ranks work them off in one order; their collectives never cross."""
     prepares: bool = True
     """Of a training call: no other follows in this step, so it leaves the rank *prepared*."""
+    blocks: tuple[int, ...] = ()
+    """By rank: which contiguous block of shards each one has; empty means its own number."""
+    routes: Routes = Routes()
+    """The rank's way to the samples that it does not have yet."""
 
 
 class CallDone(_Body, frozen=True):
@@ -282,6 +294,8 @@ class CallDone(_Body, frozen=True):
     timing: dict[str, float] = {}
     outputs: dict[str, dict[str, float]] = {}
     """Key → sample → value, for calls that give per-sample scalars."""
+    transfers: tuple[Transfer, ...] = ()
+    """What was fetched for this call."""
 
 
 class EvaluatePairs(_Body, frozen=True):
@@ -311,6 +325,14 @@ class Publish(_Body, frozen=True):
 
     version: int
     step: int
+    transports: tuple[str, ...] = ("shared_memory", "stream")
+    """How it is to be had: `weights/choice.py` says which of them the servers need."""
+    share: tuple[int, int] = (0, 1)
+    """(k, n): only the k-th of n parts of the pieces; the others publish the rest, and all are put together."""
+    meta_server: str = ""
+    """The agent that the pieces are uploaded to, for servers on other hosts to fetch; none: they ask the rank."""
+    servers: tuple[str, ...] = ()
+    """Who takes part in a collective."""
 
 
 class Published(_Body, frozen=True):
@@ -326,6 +348,18 @@ class FetchWeights(_Body, frozen=True):
 
 class WeightsFetched(_Body, frozen=True):
     version: int
+    pieces: tuple[int, ...] = ()
+    """Which of those that were asked for came: a meta-server gives what it has, as soon as it has any. Empty: all."""
+
+
+class UploadWeights(_Body, frozen=True):
+    """Hold these pieces of a version, which come along, for whoever asks."""
+
+    version: int
+    digest: str
+    """Of what the rank publishes of this version; another one means that the run went back and began it anew."""
+    pieces: dict[int, int]
+    """Index → bytes, in the order in which they come."""
 
 
 class LoadWeights(_Body, frozen=True):
@@ -340,6 +374,12 @@ class WeightsLoaded(_Body, frozen=True):
     digest: str
     """Of the bytes as loaded; must equal the manifest's."""
     servers: tuple[str, ...] = ()
+    late: tuple[str, ...] = ()
+    """Servers that live but did not load it in time: they are left behind until they have."""
+    pause_ms: dict[str, float] = {}
+    """How long each server, by its own measure, decoded nothing while the weights changed."""
+    fetch_s: dict[str, float] = {}
+    """How long it took to get and verify them before, while decoding went on."""
 
 
 class Save(_Body, frozen=True):
@@ -392,6 +432,8 @@ Body = (
     | EpisodesDone
     | FetchSamples
     | SamplesFetched
+    | FetchRelayed
+    | Relayed
     | Drop
     | Generate
     | Generated
@@ -408,6 +450,7 @@ Body = (
     | Published
     | FetchWeights
     | WeightsFetched
+    | UploadWeights
     | LoadWeights
     | WeightsLoaded
     | Save
@@ -426,4 +469,6 @@ Body = (
     | NotifyNormal
     | RankReady
     | KeepState
+    | ToArbiter
+    | ToHolder
 )

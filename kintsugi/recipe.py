@@ -144,7 +144,7 @@ def _anchored_source(section: S) -> S:
 
 def anchored_path(source: str) -> str:
     """A source with its path, if it names one, made absolute: `folder:split` and `stream:PATH` too."""
-    if source in ("arithmetic", "arithmetic:words", "stream:-") or source.startswith(
+    if source in ("arithmetic", "arithmetic:words", "arithmetic:products", "stream:-") or source.startswith(
         ("reasoning_gym:", "hf:")
     ):
         return source

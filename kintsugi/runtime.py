@@ -169,6 +169,29 @@ class Counters:
 COUNTERS = Counters()
 
 
+class Idleness:
+    """How much of its life this process had nothing to do; for people, who look for the bottleneck."""
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+        self._since = clock.monotonic()
+        self._idle_s = 0.0
+
+    def begin(self) -> None:
+        """Life begins: a process may have been forked from one that waited."""
+        self._since, self._idle_s = self._clock.monotonic(), 0.0
+
+    def add(self, seconds: float) -> None:
+        self._idle_s += seconds
+
+    def gauges(self) -> dict[str, float]:
+        alive_s = self._clock.monotonic() - self._since
+        return {"idle_s": round(self._idle_s, 3), "alive_s": round(alive_s, 3)}
+
+
+IDLENESS = Idleness()
+
+
 def describe_status(status: int | None) -> str:
     """`describe_status(-9) == "killed by SIGKILL"`."""
     if status is None:

@@ -8,9 +8,11 @@ import msgspec
 
 from kintsugi.config import (
     LEARN_ROWS,
+    LEARN_SAMPLES,
     ActorSection,
     Algorithm,
     AlgorithmSection,
+    AsynchronySection,
     Config,
     CriticSection,
     ReferenceSection,
@@ -32,6 +34,7 @@ class Stage(msgspec.Struct, frozen=True):
     critic: CriticSection = CriticSection()
     reference: ReferenceSection = ReferenceSection()
     reward_model: RewardModelSection | None = None
+    asynchrony: AsynchronySection = AsynchronySection()
 
     @property
     def samples_completions(self) -> bool:
@@ -53,6 +56,17 @@ class Stage(msgspec.Struct, frozen=True):
     def takes_kl_off_reward(self) -> bool:
         """Whether the distance to the reference costs reward, instead of adding to the loss."""
         return self.has_reference and self.algorithm.kl_in == "reward"
+
+    @property
+    def asks_proximal(self) -> bool:
+        """Whether the proximal policy's log-probabilities take a pass of their own: with one update a step, those of
+        the update itself are the same."""
+        return self.algorithm.proximal == "recompute" and self.algorithm.updates_per_step > 1
+
+    @property
+    def weighs_samples(self) -> bool:
+        """Whether anything makes up for another policy having sampled, beside the ratio that is clipped."""
+        return self.algorithm.proximal != "sampler" or self.algorithm.importance == "truncate"
 
     @property
     def moves_reference(self) -> bool:
@@ -79,7 +93,7 @@ class Stage(msgspec.Struct, frozen=True):
 
 def stages(config: Config) -> tuple[Stage, ...]:
     """The run's stages in order: an optional SFT warm-up, then the main algorithm, its values filled in."""
-    main = resolved(config.algorithm)
+    main = resolved(_with_proximal(config))
     first_step = 1 if config.warmup is None else 1 + config.warmup.steps
     main_stage = Stage(
         main.name,
@@ -90,6 +104,7 @@ def stages(config: Config) -> tuple[Stage, ...]:
         config.critic,
         config.reference,
         config.reward_model,
+        config.asynchrony,
     )
     if config.warmup is None:
         return (main_stage,)
@@ -109,6 +124,15 @@ def stages(config: Config) -> tuple[Stage, ...]:
         warmup_steps=warmup.warmup_steps,
     )
     return (Stage("warmup", 1, sft, actor, warmup.seed), main_stage)
+
+
+def _with_proximal(config: Config) -> AlgorithmSection:
+    """The main algorithm with its proximal policy: one that lags behind is none to stay close to."""
+    section = config.algorithm
+    if section.proximal is not None or section.name not in LEARN_SAMPLES:
+        return section
+    is_sampler = config.asynchrony.max_staleness == 0 or section.importance == "truncate"
+    return msgspec.structs.replace(section, proximal="sampler" if is_sampler else "recompute")
 
 
 def has_servers(config: Config) -> bool:

@@ -170,6 +170,17 @@ class SampleMeta(msgspec.Struct, frozen=True, array_like=True):
     """Share of repeated 4-grams among the completion's tokens (0 when it is shorter)."""
 
 
+def staleness(version: int, *, step: int) -> int:
+    """Steps from the weights that sampled something to those with which the step that trains it begins.
+
+    0 for what no weights of this run sampled (version -1), and where a rollback took back the weights that did.
+
+    >>> staleness(3, step=6), staleness(5, step=6), staleness(-1, step=6)
+    (2, 0, 0)
+    """
+    return max(step - 1 - version, 0) if version >= 0 else 0
+
+
 class Completion(msgspec.Struct, frozen=True):
     sample: int
     tokens: bytes
@@ -258,7 +269,7 @@ class WeightManifest(msgspec.Struct, frozen=True):
     size: int
     """Bytes in all."""
     digest: str
-    """xxh3-64 over all pieces' bytes in order."""
+    """xxh3-64 over all pieces' names and digests in order."""
 
 
 class SegmentSource(msgspec.Struct, frozen=True, tag="segment"):
@@ -272,6 +283,9 @@ class StreamSource(msgspec.Struct, frozen=True, tag="stream"):
     """The pieces can be fetched from a process by bulk stream."""
 
     process: str
+    owners: tuple[str, ...] = ()
+    """Of a meta-server: the ranks that upload to it, by their share (`Piece.mesh["dp"]`). What does not come through it
+    can be asked of them."""
 
 
 class FolderSource(msgspec.Struct, frozen=True, tag="folder"):
@@ -280,7 +294,32 @@ class FolderSource(msgspec.Struct, frozen=True, tag="folder"):
     path: str
 
 
-WeightSource = SegmentSource | StreamSource | FolderSource
+class DeviceSource(msgspec.Struct, frozen=True, tag="device"):
+    """The pieces lie in memory of an accelerator, which other processes on the same one can map (CUDA IPC)."""
+
+    host: str
+    chip: str
+    """`device.identity` of the accelerator."""
+    handle: bytes
+    size: int
+    offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    event_is_needed: bool
+
+
+class CollectiveSource(msgspec.Struct, frozen=True, tag="collective"):
+    """The pieces are broadcast, once, by a process to these servers, who all have to come."""
+
+    process: str
+    store: str
+    """host:port at which they meet."""
+    key: str
+    servers: tuple[str, ...]
+
+
+WeightSource = SegmentSource | StreamSource | FolderSource | DeviceSource | CollectiveSource
 
 
 MIN_TEMPERATURE = 0.01

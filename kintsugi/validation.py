@@ -21,8 +21,9 @@ from kintsugi.data.source import open_data
 from kintsugi.data_rules import Lengths, data_problems
 from kintsugi.errors import ConfigError, ModelError
 from kintsugi.model.plan import plan_companions, plan_model
-from kintsugi.recipe import fields_of, named_origin, shown
+from kintsugi.recipe import DEFAULT, fields_of, named_origin, shown
 from kintsugi.rollout import sandbox
+from kintsugi.rollout.finding import try_environment
 from kintsugi.rollout.rewards import program_output
 from kintsugi.rollout.scoring import load_rewards
 from kintsugi.stages import Stage, has_servers, stages
@@ -84,6 +85,7 @@ _RULES: dict[str, Rule] = {
     "algorithm.group_size": _POSITIVE,
     "algorithm.clip_low": _FRACTION,
     "algorithm.clip_high": _NOT_NEGATIVE,
+    "algorithm.importance_cap": ("more than 1, the weight of what is not stale", lambda value: value > 1),
     "algorithm.beta": _NOT_NEGATIVE,
     "algorithm.updates_per_step": _POSITIVE,
     "algorithm.entropy_weight": _NOT_NEGATIVE,
@@ -122,6 +124,7 @@ _RULES: dict[str, Rule] = {
     "rollout.workers": _POSITIVE,
     "rollout.attempts": _POSITIVE,
     "rollout.max_turns": _POSITIVE,
+    "rollout.turn_discount": ("more than 0 and at most 1", lambda value: 0 < value <= 1),
     "rollout.turn_timeout_s": _POSITIVE,
     "asynchrony.max_staleness": _NOT_NEGATIVE,
     "asynchrony.overtake": _NOT_NEGATIVE,
@@ -136,6 +139,8 @@ _RULES: dict[str, Rule] = {
     "cluster.port": ("a port from 0 to 65535", lambda value: 0 <= value <= 65535),
     "cluster.start_timeout_s": _POSITIVE,
     "cluster.spares": _NOT_NEGATIVE,
+    "cluster.bandwidth.samples": _POSITIVE,
+    "cluster.bandwidth.copies": _POSITIVE,
 }
 
 _NEUTRAL_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -286,7 +291,9 @@ def _check_data(run: _Candidate) -> None:
     first = data_set.held_out_row(0)
     if run.config.data.system is not None and not (run.config.data.chat_template or first.messages):
         raise run.error("data.system", "nothing: plain text has no system prompt (`data.chat_template=true`)")
-    if has_servers(run.config):
+    if run.config.rollout.environment is not None:
+        _check_environment(run)
+    elif has_servers(run.config):
         _check_rewards(run, columns=sorted(first.columns))
     for field, expected in Lengths(run.config, *plan_model(run.config)).problems(data_set):
         raise run.error(field, expected)
@@ -310,6 +317,13 @@ def _check_rewards(run: _Candidate, *, columns: Sequence[str]) -> None:
                 "algorithm.reward",
                 f"functions `f(completions, **columns)` that can be called with {', '.join(given)}; {path}: {error}",
             ) from error
+
+
+def _check_environment(run: _Candidate) -> None:
+    """Its steps say what is earned: a reward function beside it would never be asked."""
+    if run.origins.get("algorithm.reward", DEFAULT) != DEFAULT:
+        raise run.error("algorithm.reward", "nothing beside `rollout.environment`, which gives the rewards")
+    try_environment(run.config.rollout)
 
 
 def _check_programs(run: _Candidate, *, columns: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from kintsugi import messages, operations, supervision
+from kintsugi import leasing, messages, operations, supervision, transfers
 from kintsugi.messages import Body
 from kintsugi.types import Role
 
@@ -50,6 +50,7 @@ _ANYONE = frozenset(Role)
 _MASTER = frozenset({Role.MASTER})
 _AGENT = frozenset({Role.AGENT})
 _MODEL = frozenset({Role.MODEL})
+_ON_DEVICE = frozenset({Role.MODEL, Role.SERVER})
 
 SPOKEN_BY: dict[type[Body], frozenset[Role]] = {
     messages.Ping: _ANYONE,
@@ -66,6 +67,7 @@ SPOKEN_BY: dict[type[Body], frozenset[Role]] = {
     messages.RunEpisodes: _MASTER,
     messages.Drop: _MASTER,
     messages.FetchSamples: _MODEL,
+    transfers.FetchRelayed: _MODEL,
     messages.Generate: frozenset({Role.ROLLOUT, Role.MANAGER}),
     messages.Interrupt: frozenset({Role.MANAGER}),
     messages.Retire: _MASTER,
@@ -80,6 +82,7 @@ SPOKEN_BY: dict[type[Body], frozenset[Role]] = {
     messages.HashWeights: _MASTER,
     messages.LoadWeights: frozenset({Role.MASTER, Role.MANAGER}),
     messages.FetchWeights: frozenset({Role.SERVER}),
+    messages.UploadWeights: _MODEL,
     operations.PreLock: _MASTER,
     operations.DeviceStop: _MASTER,
     operations.DeviceClean: _MASTER,
@@ -89,6 +92,12 @@ SPOKEN_BY: dict[type[Body], frozenset[Role]] = {
     operations.NotifyNormal: _MASTER,
     operations.FetchState: _MODEL,
     operations.KeepState: _MODEL,
+    leasing.LeaseRequested: _ON_DEVICE,
+    leasing.LeaseAcknowledged: _ON_DEVICE,
+    leasing.LeaseReleased: _ON_DEVICE,
+    leasing.LeaseGranted: _AGENT,
+    leasing.LeaseExtended: _AGENT,
+    leasing.LeaseRecalled: _AGENT,
     # Replies: nobody says them unasked.
     messages.Ok: _NOBODY,
     messages.Failed: _NOBODY,
@@ -97,6 +106,7 @@ SPOKEN_BY: dict[type[Body], frozenset[Role]] = {
     supervision.Inspected: _NOBODY,
     messages.EpisodesDone: _NOBODY,
     messages.SamplesFetched: _NOBODY,
+    transfers.Relayed: _NOBODY,
     messages.Generated: _NOBODY,
     messages.CallDone: _NOBODY,
     messages.PairsEvaluated: _NOBODY,

@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -22,7 +23,7 @@ from kintsugi.bootstrap import Bootstrap
 from kintsugi.errors import DeadlineExceeded, UserError, fault_of
 from kintsugi.messages import AddressBook, Body, Failed, Heartbeat, Ok, Ping, Register, Registered, Shutdown
 from kintsugi.observe.events import EventLog, FaultSeen, Note, ProcessBegan, ProcessEnded, events_path
-from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, WAITS, Clock, wait
+from kintsugi.runtime import COUNTERS, IDLENESS, SYSTEM_CLOCK, WAITS, Clock, wait
 from kintsugi.transport import Blob, Delivery, Endpoint, PendingReply, Reply
 from kintsugi.types import ChildReport, Peer, Role
 
@@ -41,6 +42,18 @@ MAINS: dict[Role, str] = {
     Role.MANAGER: "kintsugi.generation.manager:main",
     Role.SERVER: "kintsugi.generation.server:main",
 }
+
+
+class Attendant(Protocol):
+    """Has business of its own with other processes, beside the main thread; lives in the control thread."""
+
+    def tick(self, now: float) -> None:
+        """Called at least every `HEARTBEAT_S` / 2."""
+        ...
+
+    def handle(self, delivery: Delivery) -> bool:
+        """Take a message; False if it is someone else's business."""
+        ...
 
 
 class ShuttingDown(Exception):
@@ -81,6 +94,7 @@ class Membership:
         capabilities: dict[str, str],
         children: Callable[[], tuple[ChildReport, ...]] = tuple,
     ) -> None:
+        IDLENESS.begin()
         self._endpoint = endpoint
         self._children = children
         """Asked anew for every registration: what an agent's list leaves out is lost to the new master."""
@@ -111,8 +125,9 @@ class Membership:
             self._try_register()
         elif now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_S
+            gauges = self.gauges | IDLENESS.gauges()
             heartbeat = Heartbeat(
-                COUNTERS.snapshot(), self.load, WAITS.declared(), endpoint.book_number, self.gauges
+                COUNTERS.snapshot(), self.load, WAITS.declared(), endpoint.book_number, gauges
             )
             endpoint.send(self._master, heartbeat)
         while self._untold and self.registered:
@@ -212,6 +227,7 @@ class Shell:
         self._membership = Membership(self._endpoint, bootstrap, capabilities=capabilities)
         self._requests: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()
         self._orders: deque[Callable[[], object]] = deque()
+        self._attendants: tuple[Attendant, ...] = ()
         self._futures: dict[PendingReply, Future] = {}
         self._ended: str | None = None
         self._orphaned_at: float | None = None
@@ -254,6 +270,10 @@ class Shell:
         """How busy this process is, and what there is to say of it; sent with the next heartbeat."""
         self._membership.load, self._membership.gauges = load, gauges
 
+    def attend(self, attendant: Attendant) -> None:
+        """Let somebody live in the control thread from now on."""
+        self._attendants += (attendant,)
+
     def peer(self, process: str) -> Peer | None:
         """What the address book says about a process."""
         return self._endpoint.peers.get(process)
@@ -261,18 +281,26 @@ class Shell:
     # For the main thread.
 
     def next_request(self, timeout_s: float) -> Delivery | None:
-        """The next request or message; None after `timeout_s` seconds. ShuttingDown once the process is to end."""
+        """The next request or message; None after `timeout_s` seconds, or when woken. ShuttingDown once the process is
+        to end."""
         self._raise_if_ended()
+        since = SYSTEM_CLOCK.monotonic()
         try:
-            delivery = wait(self._attempt_request, whom="anyone", what="a request", timeout_s=timeout_s)
+            (delivery,) = wait(self._attempt_request, whom="anyone", what="a request", timeout_s=timeout_s)
         except DeadlineExceeded:
             return None
+        finally:
+            IDLENESS.add(SYSTEM_CLOCK.monotonic() - since)
         self._raise_if_ended()
         return delivery
 
-    def _attempt_request(self, remaining_s: float) -> Delivery | None:
+    def wake(self) -> None:
+        """Let the main thread look up from waiting for requests; for its other threads."""
+        self._requests.put(None)
+
+    def _attempt_request(self, remaining_s: float) -> tuple[Delivery | None] | None:
         try:
-            return self._requests.get(timeout=remaining_s)
+            return (self._requests.get(timeout=remaining_s),)
         except queue.Empty:
             return None
         finally:
@@ -373,6 +401,8 @@ class Shell:
         membership = self._membership
         now = self._clock.monotonic()
         membership.tick(now)
+        for attendant in self._attendants:
+            attendant.tick(now)
         if membership.registered:
             self._registered.set()
         if membership.shutdown_reason is not None and self._ended is None:
@@ -384,7 +414,7 @@ class Shell:
             os._exit(EXIT_ORPHANED)
         self._carry_out_orders()
         for delivery in self._endpoint.poll(HEARTBEAT_S / 2):
-            if not membership.handle(delivery):
+            if not any(each.handle(delivery) for each in (membership, *self._attendants)):
                 self._requests.put(delivery)
 
     def _carry_out_orders(self) -> None:

@@ -43,13 +43,16 @@ Why a rollback gives the same run again
 from __future__ import annotations
 
 import hashlib
+import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import msgspec
 
-from kintsugi.buffer.lifecycle import LIVE, TRANSITIONS, Group, SampleState, Stage
+from kintsugi.buffer.choosing import Candidate, choose_batch
+from kintsugi.buffer.ends import Ends
+from kintsugi.buffer.lifecycle import LIVE, TRANSITIONS, Group, SampleState, Stage, phase_of
 from kintsugi.facts import (
     BatchFormed,
     FilterReason,
@@ -100,6 +103,7 @@ class Ledger:
         self._stages: dict[str, Stage] = {}
         self._reasons: Counter[tuple[SampleState, str]] = Counter()
         self._counts: Counter[SampleState] = Counter()
+        self.ends = Ends()
         self._num_issued = 0
         self._forgotten = 0
 
@@ -159,6 +163,7 @@ class Ledger:
             case TicketAssigned():
                 group = self._groups[fact.ticket]
                 group.worker, group.incarnation = fact.worker, fact.incarnation
+                group.version = fact.version
                 group.attempts += 1
                 self._workers.setdefault(fact.worker, {})[fact.ticket] = group
                 self._move(group, TicketAssigned)
@@ -191,6 +196,10 @@ class Ledger:
         group = self._groups[ticket]
         return group.worker, group.incarnation
 
+    def version_of(self, ticket: str) -> int:
+        """The weights that were current when the group was last assigned; -1 if it was not since a rollback."""
+        return self._groups[ticket].version
+
     def attempts(self, ticket: str) -> int:
         """How often the group was assigned since it was issued or rolled back."""
         return self._groups[ticket].attempts
@@ -222,13 +231,18 @@ class Ledger:
         limit, ready = min(orders, default=self._num_issued), self._in_order(self._phases[_S.READY])[:size]
         return [group.ticket.id for group in ready if group.order < limit]
 
-    def next_batch(self, size: int) -> tuple[str, ...]:
-        """The oldest `size` groups that are in no batch, once all of them are ready; empty before.
+    def candidates(self, count: int) -> list[Candidate]:
+        """The oldest `count` groups that are in no batch, for `choosing.choose_batch`."""
+        free = (_S.ISSUED, _S.GENERATING, _S.SCORED, _S.READY)
+        groups = (group for phase in free for group in self._phases[phase].values())
+        return [
+            Candidate(group.ticket.id, group.phase is _S.READY, _oldest_version(group))
+            for group in heapq.nsmallest(count, groups, key=lambda group: group.order)
+        ]
 
-        Waiting for the oldest, instead of taking whoever is ready, makes a batch independent of who arrives when.
-        """
-        oldest = self.oldest_ready(size)
-        return tuple(oldest) if len(oldest) == size else ()
+    def next_batch(self, size: int) -> tuple[str, ...]:
+        """The oldest `size` groups that are in no batch, once all of them are ready; empty before."""
+        return choose_batch(self.candidates(size), size=size).batch
 
     def in_batch(self, step: int) -> tuple[str, ...]:
         """Tickets of the batch that was formed for `step` and is not committed."""
@@ -253,25 +267,9 @@ class Ledger:
         """Samples that ended in this state, per reason, the commonest first."""
         return {reason: count for (end, reason), count in self._reasons.most_common() if end is state}
 
-    def cursor(self, stage: str) -> tuple[int, int]:
-        """(epoch, position) behind the last issued prompt; past the data's end it means the next epoch's start."""
-        return self._stage(stage).cursor
-
-    def num_issued(self, stage: str) -> int:
-        """Tickets ever issued in the stage."""
-        return self._stage(stage).num_issued
-
-    def num_trained(self, stage: str) -> int:
-        """Tickets of the stage trained in steps that were not rolled back."""
-        return self._stage(stage).num_trained
-
-    def num_dropped(self, stage: str) -> int:
-        """Tickets of the stage that ended without being trained."""
-        return self._stage(stage).num_dropped
-
-    def num_failed(self, stage: str) -> int:
-        """Those of them that could not be trained, rather than were not wanted."""
-        return self._stage(stage).num_failed
+    def stage(self, name: str) -> Stage:
+        """Its counters; to be read, not kept."""
+        return self._stages.get(name) or Stage()
 
     def digest(self) -> str:
         """Stable hash of the whole state: equal for equal facts, with the same `forget_before` calls among them."""
@@ -280,6 +278,7 @@ class Ledger:
             sorted(self._batches.items()),
             sorted(self._dropped.items()),
             list(self.counts().values()),
+            (sorted(self.ends.sums.items()), self.ends.tokens_discarded),
             sorted(self._reasons.items()),
             {
                 name: (s.num_issued, s.num_trained, s.num_dropped, s.num_failed, s.cursor)
@@ -321,7 +320,7 @@ class Ledger:
                 if refusal is not None:
                     return refusal
                 continue
-            epoch, position = cursors.get(ticket.stage, self._stage(ticket.stage).cursor)
+            epoch, position = cursors.get(ticket.stage, self.stage(ticket.stage).cursor)
             if (ticket.epoch, ticket.position) not in ((epoch, position), (epoch + 1, 0)):
                 return f"ticket {ticket.id} is out of order: the cursor stands at epoch {epoch}, position {position}"
             cursors[ticket.stage] = (ticket.epoch, ticket.position + 1)
@@ -416,6 +415,7 @@ class Ledger:
         self.step = step
         for group in undone + live:
             group.attempts = group.step = 0
+            group.version = -1
             self._move(group, RolledBack)
 
     def _move(self, group: Group, kind: type[LedgerFact], indices: Iterable[int] | None = None) -> None:
@@ -430,12 +430,21 @@ class Ledger:
 
     def _set(self, group: Group, changes: Mapping[int, SampleState]) -> None:
         for index, state in changes.items():
-            self._counts[group.states[index]] -= 1
+            before_it, meta = group.states[index], group.metas[index]
+            self._counts[before_it] -= 1
             self._counts[state] += 1
             group.states[index] = state
+            if meta is None:
+                continue
+            if before_it is _S.TRAINED:
+                self.ends.add(before_it, (meta,), sign=-1)
+            if state not in LIVE:
+                self.ends.add(state, (meta,))
+            if state in (_S.ISSUED, _S.FILTERED, _S.EXPIRED):
+                self.ends.discard((meta,))
             if state is _S.ISSUED:
                 group.metas[index] = None
-        before, group.phase = group.phase, _phase(group.states)
+        before, group.phase = group.phase, phase_of(group.states)
         if group.phase is not before:
             self._enter(group, before)
         if group.phase not in (_S.GENERATING, _S.SCORED, _S.READY, _S.IN_BATCH):
@@ -461,18 +470,15 @@ class Ledger:
             stage.num_failed += group.reason != FilterReason.EQUAL_REWARDS
             self._dropped.setdefault(group.ended, []).append(id)
 
-    def _stage(self, name: str) -> Stage:
-        return self._stages.get(name) or Stage()
-
     @staticmethod
     def _in_order(groups: Mapping[str, Group]) -> list[Group]:
         return sorted(groups.values(), key=lambda group: group.order)
 
 
-def _phase(states: list[SampleState]) -> SampleState:
-    if _S.GENERATING in states:
-        return _S.GENERATING
-    return next((state for state in states if state is not _S.QUARANTINED), _S.QUARANTINED)
+def _oldest_version(group: Group) -> int:
+    """Of its tokens where they are known, else of the weights that it was handed out with."""
+    versions = [meta.version for meta in group.metas if meta is not None]
+    return min(versions) if group.phase is _S.READY and versions else group.version
 
 
 def _split(key: str) -> tuple[str, int]:

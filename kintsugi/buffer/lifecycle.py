@@ -85,6 +85,8 @@ class Group:
     worker: str = ""
     """Runs the group, and keeps its trajectories until the group ends."""
     incarnation: str = ""
+    version: int = -1
+    """Of the weights that were current when it was last assigned; its tokens are not older."""
     attempts: int = 0
     """Assignments since it was issued or rolled back."""
     step: int = 0
@@ -97,13 +99,24 @@ class Group:
     """Sample key → reason."""
 
 
+def phase_of(states: list[SampleState]) -> SampleState:
+    """Of a group whose samples are in these states; quarantined ones count only where there are no others."""
+    if _S.GENERATING in states:
+        return _S.GENERATING
+    return next((state for state in states if state is not _S.QUARANTINED), _S.QUARANTINED)
+
+
 @dataclass(slots=True)
 class Stage:
     """Counters of one stage, in tickets; they outlive forgotten tickets."""
 
     num_issued: int = 0
+    """Ever."""
     num_trained: int = 0
+    """In steps that were not rolled back."""
     num_dropped: int = 0
+    """Ended without being trained."""
     num_failed: int = 0
     """The dropped ones that could not be trained, rather than were not wanted."""
     cursor: tuple[int, int] = (0, 0)
+    """(epoch, position) behind the last issued prompt; past the data's end it means the next epoch's start."""

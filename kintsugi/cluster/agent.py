@@ -27,6 +27,7 @@ from kintsugi.cluster.children import (
     Kept,
     Successor,
     find_alive,
+    look_at,
     read_table,
     table_path,
     write_table,
@@ -41,20 +42,21 @@ from kintsugi.cluster.handover import (
     child_bootstrap,
 )
 from kintsugi.cluster.keeper import NUM_STEPS, Keeper
+from kintsugi.cluster.metaserver import MetaServer
 from kintsugi.cluster.nursery import Nursery
 from kintsugi.cluster.orphans import hold_descendants, kill_children, kill_group, reap_orphans, subreaper
 from kintsugi.cluster.placement import Start, log_path, own_session_and_log
 from kintsugi.cluster.restarts import STOPPED_S, RestartLimit, StoppedWatch
 from kintsugi.cluster.segments import SegmentServer
+from kintsugi.cluster.sharing import Sharing
 from kintsugi.cluster.stopping import OwedStop
 from kintsugi.errors import RefusedError, StartFailed
-from kintsugi.messages import Ok
+from kintsugi.messages import FetchWeights, Ok, UploadWeights
 from kintsugi.operations import FetchState, KeepState
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, Child, Clock, Processes, SystemProcesses, describe_status
 from kintsugi.signals import Signals
 from kintsugi.supervision import (
     Inspect,
-    Inspected,
     ProcessExited,
     ProcessStarted,
     ProcessSuspected,
@@ -98,10 +100,14 @@ class Agent:
         self._chips = ChipWatch(partial(open_probe, handover.programs.probe), host=own.host, clock=clock)
         self._endpoint = open_endpoint(own, clock=clock)
         self._membership = Membership(self._endpoint, own, capabilities={}, children=self._children)
+        self._leases = Sharing(
+            self._kept, self._endpoint, self._membership, own=own, remember=self._write_table, clock=clock
+        )
         self._signals = Signals(signal.SIGTERM, signal.SIGINT)
         capacity = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
         self._segments = SegmentServer(self._endpoint, job=own.job, host=own.host, capacity=capacity)
         self._keeper = Keeper(capacity=capacity // NUM_STEPS)
+        self._meta_server = MetaServer(self._endpoint, capacity=capacity)
         self._nursery = Nursery(
             self._endpoint,
             parent=self,
@@ -146,6 +152,7 @@ class Agent:
                 log = log_path(self._own.run_dir, record.process)
                 kept = self._kept[record.process] = Kept.adopted(record, child, log=log)
                 self._watch_end(kept)
+        self._leases.succeed(table.leases)
         return True
 
     def _begin_master(self, *, has_predecessor: bool) -> None:
@@ -177,9 +184,13 @@ class Agent:
             case StopProcess() as order:
                 self._stop_for(delivery, order)
             case Inspect(process=process, incarnation=incarnation):
-                self._endpoint.reply(delivery, self._inspected(process, incarnation))
+                self._endpoint.reply(delivery, look_at(self._kept.get(process), incarnation=incarnation))
+            case _ if self._leases.handle(delivery):
+                pass
             case KeepState() | FetchState():
                 self._keeper.handle(delivery, endpoint=self._endpoint)
+            case UploadWeights() | FetchWeights():
+                self._meta_server.handle(delivery)
             case body if delivery.wants_reply:
                 self._endpoint.fail(delivery, RefusedError(f"an agent does not do {type(body).__name__}"))
             case _:
@@ -233,10 +244,6 @@ class Agent:
             return
         kept.stop_requests.append(delivery)
         self._stop(kept, grace_s=order.grace_s)
-
-    def _inspected(self, process: str, incarnation: str) -> Inspected:
-        kept = self._kept.get(process)
-        return kept.inspected() if kept is not None and kept.incarnation == incarnation else Inspected("")
 
     # Births.
 
@@ -301,13 +308,10 @@ class Agent:
         assert kept.child is not None
         self._endpoint.watch(kept.child.pidfd, lambda: self._ended(kept))
 
-    def _write_table(self) -> None:
+    def _write_table(self) -> bool:
         records = [self._nursery.template_record(), *(kept.record() for kept in self._kept.values())]
-        try:
-            write_table(self._table, records, job=self._own.job, broken_chips=self._chips.broken)
-        except OSError:
-            # The table is for who comes after a killed agent; a full disk must not be what kills it.
-            COUNTERS.add("agent.table_not_written")
+        leases, broken = self._leases.users, self._chips.broken
+        return write_table(self._table, records, job=self._own.job, leases=leases, broken_chips=broken)
 
     # Deaths.
 
@@ -348,6 +352,7 @@ class Agent:
             kept.child.close()
             kept.child = None
         del self._kept[kept.process]
+        self._leases.ended(kept)
         self._write_table()
 
     def _answer_stops(self, kept: Kept) -> None:
@@ -436,6 +441,7 @@ class Agent:
         self._membership.load = os.getloadavg()[0]
         self._look_after(now)
         self._look_at_chips()
+        self._leases.tick(now)
         if not self._nursery.is_forking:
             reap_orphans(but=self.known_pids())
 

@@ -17,7 +17,8 @@ import msgspec
 
 from kintsugi.cluster.placement import Start, StartReport
 from kintsugi.errors import StartFailed, StartKilled
-from kintsugi.runtime import Child, Processes, describe_status
+from kintsugi.lease.service import LeaseUser
+from kintsugi.runtime import COUNTERS, Child, Processes, describe_status
 from kintsugi.supervision import ChipFault, Inspected, StartProcess
 from kintsugi.transport import Delivery
 from kintsugi.types import ChildReport
@@ -49,6 +50,8 @@ class ChildrenTable(msgspec.Struct, frozen=True):
     children: tuple[ChildRecord, ...]
     job: str = ""
     """A table that another session of the run left behind names nobody whom an agent of this one may adopt."""
+    leases: tuple[LeaseUser, ...] = ()
+    """Who may be using a shared device: a successor lets nobody in before they have given it back."""
     broken_chips: dict[str, ChipFault] = {}
     """Accelerators that are not to be used any more, by their identity: a successor would not see again why."""
 
@@ -170,6 +173,11 @@ class Kept:
         return tail(self._log, offset=self._log_offset)
 
 
+def look_at(kept: Kept | None, *, incarnation: str) -> Inspected:
+    """As the kernel shows it; one that is not here, or another incarnation, is not there."""
+    return kept.inspected() if kept is not None and kept.incarnation == incarnation else Inspected("")
+
+
 def tail(log: Path, *, offset: int = 0) -> str:
     """The last characters of a log, none of them before `offset`."""
     try:
@@ -235,15 +243,24 @@ def write_table(
     records: Iterable[ChildRecord | None],
     *,
     job: str,
+    leases: tuple[LeaseUser, ...] = (),
     broken_chips: Mapping[str, ChipFault] | None = None,
-) -> None:
-    """Replace the table as a whole; a reader sees the old one or the new one."""
+) -> bool:
+    """Replace the table as a whole; a reader sees the old one or the new one. False if the disk did not take it.
+
+    It is for who comes after a killed agent; a full disk must not be what kills one.
+    """
     living = tuple(record for record in records if record is not None)
-    path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
-    table = ChildrenTable(boot_id(), living, job, dict(broken_chips or {}))
-    new.write_bytes(msgspec.json.encode(table))
-    new.replace(path)
+    table = ChildrenTable(boot_id(), living, job, leases, dict(broken_chips or {}))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new.write_bytes(msgspec.json.encode(table))
+        new.replace(path)
+    except OSError:
+        COUNTERS.add("agent.table_not_written")
+        return False
+    return True
 
 
 def end_orphans(path: Path, *, processes: Processes, timeout_s: float) -> None:

@@ -102,6 +102,7 @@ def child_bootstrap(
         secret_key=secret_key,
         master=master,
         lifeline=lifeline,
+        agent=agent.process,
         segments=segments,
         broken_chips=broken_chips,
         epoch=epoch,

@@ -19,6 +19,7 @@ from kintsugi.types import SampleMeta, ticket_of
 Values = Mapping[str, Mapping[str, float]]
 """Sample → what the master knows of it after the step's calls."""
 
+STALENESS = "staleness/"
 RATIO_TOLERANCE = 1e-3
 """Before the first update of a synchronous step the policy is the one that sampled: the mean ratio must be 1."""
 
@@ -48,6 +49,15 @@ def evaluation_is_due(config: Config, state: MasterState) -> bool:
     into = step - main.first_step + 1
     is_round = into % every == 0 if every > 0 else into == 0
     return step == main.last_step or (into >= 0 and is_round)
+
+
+def needs_version(config: Config, state: MasterState, *, version: int, evaluates: bool) -> bool:
+    """Whether nothing more can be done while the servers have no newer weights than `version`: the next batch could not
+    be sampled within the staleness bound, or this step itself is to be judged, or is the last."""
+    if version < 0 or version + config.asynchrony.max_staleness < state.step:
+        return True
+    due = evaluates and evaluation_is_due(config, state)
+    return version < state.step and (due or is_last(config, step=state.step) or state.stop_reason is not None)
 
 
 def save_is_due(config: Config, state: MasterState, *, stopping: bool) -> bool:
@@ -94,6 +104,28 @@ def group_counts(stage: Stage, values: Values, *, ledger: Ledger, step: int) -> 
     return {**counts, "equal_reward_groups": float(equal), "filtered_groups": float(filtered)}
 
 
+def staleness_metrics(batch: Sequence[SampleMeta], *, version: int) -> dict[str, float]:
+    """How many samples are how many steps older than the weights that they train; rows of the data have no age.
+
+    `staleness/K` counts the samples whose oldest token is K steps old.
+    """
+    ages = [version - meta.version for meta in batch if meta.version >= 0]
+    if not ages:
+        return {}
+    counts = {f"{STALENESS}{age}": float(ages.count(age)) for age in sorted(set(ages))}
+    return {"staleness_mean": sum(ages) / len(ages), "staleness_max": float(max(ages)), **counts}
+
+
+def end_metrics(ledger: Ledger) -> dict[str, float]:
+    """Length and reward of samples by how they ended, over the whole run: whether what is dropped differs from what is
+    trained."""
+    return {
+        f"ended/{end}/{name}": value
+        for end, means in ledger.ends.means().items()
+        for name, value in means.items()
+    }
+
+
 def commit_record(
     batch: Sequence[SampleMeta], metrics: Mapping[str, float], timing: Mapping[str, float]
 ) -> dict[str, float]:
@@ -118,11 +150,11 @@ def slowest(calls: Iterable[Mapping[str, CallDone]]) -> dict[str, float]:
     return seconds
 
 
-def alerts(metrics: Mapping[str, float], *, replayed: bool = False) -> list[Raise]:
-    """What people should look at in a step's metrics, though the run goes on. Of samples that another policy drew long
-    ago (`replayed`), no ratio is expected."""
+def alerts(metrics: Mapping[str, float], *, off_policy: bool = False) -> list[Raise]:
+    """What people should look at in a step's metrics, though the run goes on. Of samples that another policy may have
+    drawn (`off_policy`: they are replayed, or may be stale), no ratio is expected."""
     found = []
-    ratio = 1.0 if replayed else metrics.get("ratio_mean", 1.0)
+    ratio = 1.0 if off_policy else metrics.get("ratio_mean", 1.0)
     if not abs(ratio - 1.0) <= RATIO_TOLERANCE:  # Also when it is not a number.
         found.append(Raise("the mean ratio before the first update is not 1", {"ratio_mean": ratio}))
     if metrics.get("skipped", 0.0) > 0:

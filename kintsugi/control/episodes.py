@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kintsugi.buffer.admission import admissible
+from kintsugi.buffer.choosing import choose_batch
 from kintsugi.config import Config
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.evaluation import Evaluation
@@ -17,6 +18,7 @@ from kintsugi.facts import (
     SampleQuarantined,
     SamplesScored,
     TicketAssigned,
+    TicketExpired,
     TicketFiltered,
     TicketReturned,
     TicketsIssued,
@@ -53,19 +55,26 @@ class Episodes:
         """Seconds that workers spent per call since it was last cleared."""
 
     def collect(self, stage: Stage, now: float) -> None:
-        """Filter what says nothing, issue what may be issued, hand out what waits; after a rollback the youngest wait
-        for their own step."""
-        ledger = self._draft.state.ledger
-        self._resample(stage)
+        """Issue what may be issued and hand out what waits; after a rollback the youngest wait for their own step.
+
+        What is sampled goes by the weights that the servers have; rows of the data by the step that learns them.
+        """
+        state, ledger, counters = self._draft.state, self._draft.state.ledger, self._draft.state.ledger.stage
+        version, staleness = state.step, 0
+        if stage.samples_completions:
+            version, staleness = state.version, self.ahead
         count, reason = admissible(
-            num_issued=ledger.num_issued(stage.name),
-            num_dropped=ledger.num_dropped(stage.name),
-            version=self._draft.state.step - stage.first_step + 1,
+            num_issued=counters(stage.name).num_issued,
+            num_dropped=counters(stage.name).num_dropped,
+            version=version - stage.first_step + 1,
             batch_size=stage.algorithm.batch_size,
-            max_staleness=0,
+            max_staleness=staleness,
+            num_steps=stage.algorithm.steps,
         )
+        if version < 0:  # Nobody has weights that count: what is under way goes on, nothing new begins.
+            return
         if count > 0:
-            issued = ledger.num_issued(stage.name)
+            issued = counters(stage.name).num_issued
             self._draft.fact(
                 TicketsIssued(next_tickets(stage, num_issued=issued, count=count, num_rows=self._num_rows))
             )
@@ -76,7 +85,41 @@ class Episodes:
                 self._scheduler.submit(ticket.id)
         self.hand_out(now)
 
-    def _resample(self, stage: Stage) -> None:
+    @property
+    def ahead(self) -> int:
+        """Steps that groups may now run ahead; never more than is configured."""
+        pace = self._draft.state.pace
+        return self._config.asynchrony.max_staleness if pace is None else pace.ahead
+
+    @property
+    def most_groups(self) -> int:
+        """That could run at once."""
+        return CAPACITY * max(1, len(self._draft.state.members.live(Role.ROLLOUT)))
+
+    @property
+    def num_waiting(self) -> int:
+        """Groups that are not handed out."""
+        return self._scheduler.num_pending
+
+    def next_batch(self, stage: Stage) -> tuple[str, ...]:
+        """The batch of the next step, if it is complete; what became too old for it is dropped, and replaced."""
+        state, section = self._draft.state, self._config.asynchrony
+        size = stage.algorithm.batch_size
+        choice = choose_batch(
+            state.ledger.candidates(size + section.overtake),
+            size=size,
+            version=state.step,
+            max_staleness=section.max_staleness,
+            overtake=section.overtake,
+        )
+        for ticket, reason in choice.expired.items():
+            self.last_reason = reason
+            self._draft.fact(TicketExpired(ticket, reason))
+        if choice.batch and choice.reason:
+            self._draft.because(choice.reason)
+        return choice.batch
+
+    def resample(self, stage: Stage) -> None:
         """Dynamic sampling: groups that say nothing are filtered, so that the next prompts replace them.
 
         A group is judged when all older ones of the step are complete and kept: in the order of issue, so that which
@@ -108,7 +151,7 @@ class Episodes:
         ledger = self._draft.state.ledger
         for ticket in ledger.unusable_tickets():
             self._draft.fact(TicketFiltered(ticket, FilterReason.TOO_FEW_VALID))
-        failed = ledger.num_failed(stage.name) - before
+        failed = ledger.stage(stage.name).num_failed - before
         if failed <= stage.algorithm.batch_size:
             return None
         why = f"{failed} groups of step {self._draft.state.step + 1} were set aside, more than its batch_size"
@@ -122,7 +165,8 @@ class Episodes:
 
     def hand_out(self, now: float) -> None:
         """Give waiting groups to workers that have room."""
-        live = self._draft.state.members.live(Role.ROLLOUT)
+        live, pace = self._draft.state.members.live(Role.ROLLOUT), self._draft.state.pace
+        self._scheduler.limit = None if pace is None or self.evaluation is not None else pace.groups
         reachable = [worker for worker in live if worker not in self._unreachable]
         for name, worker in self._scheduler.assign(reachable):
             self._run(name, worker, now)
@@ -172,7 +216,7 @@ class Episodes:
         may pass: it is tried again, and after the last attempt the run ends with that fault. Setting it aside would
         make the batch depend on the world.
         """
-        is_evaluation = self.evaluation is not None and name in self.evaluation.tasks
+        is_evaluation = self._is_evaluation(name)
         if not is_evaluation and not self._is_running(name):
             self._scheduler.complete(name)  # Asked for again by a new master, though it was scored.
             return None
@@ -189,6 +233,9 @@ class Episodes:
             self._draft.fact(TicketReturned(name, fault.message))
         self._scheduler.put_back(name)
         return None
+
+    def _is_evaluation(self, name: str) -> bool:
+        return self.evaluation is not None and name in self.evaluation.tasks
 
     def _is_running(self, name: str) -> bool:
         ledger = self._draft.state.ledger
@@ -220,10 +267,8 @@ class Episodes:
                 self._draft.fact(TicketReturned(ticket, f"{worker} was lost"))
         waiting = {ticket.id for ticket in ledger.issued_unassigned()}
         for task in self._scheduler.lost(worker):
-            is_evaluation = self.evaluation is not None and task in self.evaluation.tasks
-            if (
-                task not in waiting and not is_evaluation
-            ):  # In a batch, or trained: only its text was asked for again.
+            # In a batch, or trained: only its text was asked for again.
+            if task not in waiting and not self._is_evaluation(task):
                 self._scheduler.cancel(task)
 
     def reclaim(self) -> None:
@@ -268,20 +313,27 @@ class Episodes:
         self.evaluation = None
 
     def rebalance(self, now: float) -> None:
-        """A worker joined: give it a share of what the others have not finished."""
+        """A worker joined: give it a share of what the others have not finished. What is finished stays, though a new
+        master asked for its text again."""
         members = self._draft.state.members
-        for move in self._scheduler.rebalance(members.live(Role.ROLLOUT)):
+        moves = self._scheduler.rebalance(
+            members.live(Role.ROLLOUT),
+            may_move=lambda task: self._is_evaluation(task) or self._is_running(task),
+        )
+        for move in moves:
             self._talk.withdraw(self._tokens.pop(move.task))
             self._draft.do(Tell(move.source, Drop((move.task,))))
-            if self.evaluation is None or move.task not in self.evaluation.tasks:
+            if not self._is_evaluation(move.task):
                 self._draft.fact(TicketReturned(move.task, f"moved from {move.source} to {move.target}"))
             self._run(move.task, move.target, now)
         self.hand_out(now)
 
     def _run(self, name: str, worker: str, now: float) -> None:
-        if self.evaluation is None or name not in self.evaluation.tasks:
-            incarnation = self._draft.state.members.members[worker].incarnation
-            self._draft.fact(TicketAssigned(name, worker, incarnation))
+        if not self._is_evaluation(name):
+            state = self._draft.state
+            incarnation = state.members.members[worker].incarnation
+            version = state.version if state.version >= 0 else state.ledger.version_of(name)
+            self._draft.fact(TicketAssigned(name, worker, incarnation, version))
         self._ask(name, worker, now)
 
     def _ask(self, name: str, worker: str, now: float) -> None:
@@ -291,8 +343,9 @@ class Episodes:
             ticket, sampling = self.evaluation.tasks[name]
             body = RunEpisodes(ticket, "eval", sampling, state.step, timeout_s)
         else:
-            ticket = state.ledger.ticket(name)
-            body = RunEpisodes(ticket, "train", self._sampling(ticket.num_samples), state.step, timeout_s)
+            ticket, version = state.ledger.ticket(name), state.ledger.version_of(name)
+            sampling = self._sampling(ticket.num_samples)
+            body = RunEpisodes(ticket, "train", sampling, version, timeout_s, state.lineage)
         self._num_asked += 1
         self._tokens[name] = f"{EPISODE} {state.epoch}.{self._num_asked} {name}"
         self._talk.ask(self._tokens[name], worker, body, now)

@@ -5,9 +5,12 @@ A step goes through these phases:
     COLLECTING   tickets are issued, rollout workers generate and score   → the oldest groups fill a batch
     TRAINING     the batch walks the graph's model calls on every rank    → every rank is prepared, states agree
     COMMITTING   the step is journaled, the ranks adopt it                → every rank acknowledged
-    PUBLISHING   the new weights are laid out, servers load and verify    → the version is current
+    PUBLISHING   the new weights are laid out                             → they are; servers load beside what follows
     EVALUATING   held-out problems at this version, when due              → every answer is in
     SAVING       a durable checkpoint, when due                           → saved, or failed loudly
+
+Rollout goes on beside all of it, as far ahead as the staleness bound lets it. With a bound of 0 nothing can be sampled
+until the version is current, and PUBLISHING lasts so long.
 
 Before: STARTING (processes join), PREPARING (ranks form a group). After: ENDING (one last number to compare), ENDED.
 A rank that is lost or fails, and a master that takes over, lead to RECOVERING from anywhere, and from there to
@@ -19,14 +22,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kintsugi.config import Config
-from kintsugi.control.agenda import carried_stage, evaluation_is_due, is_last, most_tokens, save_is_due
+from kintsugi.control import agenda
+from kintsugi.control.collecting import Collecting
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.episodes import Episodes, episode_of
 from kintsugi.control.evaluating import Evaluating
 from kintsugi.control.failure import Failure
 from kintsugi.control.layout import ProcessPlan
 from kintsugi.control.mending import DUMP, OPERATION, Mending
-from kintsugi.control.phases import Phase
+from kintsugi.control.phases import ROLLING, Phase
 from kintsugi.control.protocol import (
     Began,
     Decision,
@@ -41,10 +45,10 @@ from kintsugi.control.protocol import (
     Suspected,
     Tick,
 )
-from kintsugi.control.publication import AGAIN, Publication
+from kintsugi.control.publication import AGAIN, LOAD, Publication
 from kintsugi.control.saving import Saving
 from kintsugi.control.scaling import Scaling
-from kintsugi.control.staff import QUICK_RETRIES, RETIRE, START, STOP, Arrival, Staff
+from kintsugi.control.staff import RETIRE, START, STOP, Arrival, Staff
 from kintsugi.control.state import MasterState
 from kintsugi.control.suspicion import INSPECT, Suspicions
 from kintsugi.control.takeover import begin_epoch, clear_the_past, greet_the_living, predecessor_lost
@@ -57,17 +61,14 @@ from kintsugi.messages import (
     EpisodesDone,
     HashWeights,
     Ok,
-    Saved,
     StartStage,
     WeightsHashed,
+    WeightsLoaded,
 )
 from kintsugi.recovery.states import RecoveryState
 from kintsugi.stages import Stage, next_stage
 from kintsugi.supervision import Inspected, ProcessStarted
 from kintsugi.types import Role
-
-ROLLING = frozenset({Phase.COLLECTING, Phase.EVALUATING, Phase.RECOVERING})
-"""Phases in which groups are handed out."""
 
 
 class Master:
@@ -88,13 +89,22 @@ class Master:
         draft = self._draft = Draft(state)
         self._failure = failure = Failure(state)
         self._fail, self._fault = failure.begin, failure.new_fault
-        talk = self.talk = Conversation(draft, first_s=config.cluster.start_timeout_s)
-        talk.num_tokens = most_tokens(config, num_eval_rows=num_eval_rows)
         limit_s = config.cluster.start_timeout_s
+        talk = self.talk = Conversation(draft, first_s=limit_s)
+        talk.num_tokens = agenda.most_tokens(config, num_eval_rows=num_eval_rows)
         self._staff = staff = Staff(layout, draft=draft, talk=talk, start_timeout_s=limit_s)
         self._episodes = episodes = Episodes(config, draft=draft, talk=talk, num_rows=num_rows)
-        disagree, go_on = self._disagree, self._continue
-        self._publication = Publication(draft=draft, talk=talk, staff=staff, current=go_on, wrong=disagree)
+        disagree, go_on, evaluates = self._disagree, self._continue, num_eval_rows > 0
+        self._publication = Publication(
+            config.asynchrony.running,
+            draft=draft,
+            talk=talk,
+            staff=staff,
+            needs=lambda version: agenda.needs_version(config, state, version=version, evaluates=evaluates),
+            go_on=go_on,
+            roll=self._roll,
+            wrong=disagree,
+        )
         self._training = Training(
             config, draft=draft, talk=talk, episodes=episodes, prepared=self._commit, wrong=disagree
         )
@@ -111,11 +121,13 @@ class Master:
         self._evaluating = Evaluating(
             config, num_eval_rows, draft=draft, talk=talk, episodes=episodes, done=go_on, wrong=disagree
         )
+        self._collecting = Collecting(
+            config, draft=draft, episodes=episodes, failure=failure, complete=self._begin_training
+        )
         self._saving = Saving(checkpoint_folder, draft=draft, talk=talk, done=go_on)
         mending = self._mending
         self._scaling = Scaling(config, draft=draft, staff=staff, staffed=mending.joined)
         self._suspicions = Suspicions(draft=draft, talk=talk, staff=staff, explain=mending.explain)
-        self._failed_before = 0
         self._ready_stage = ""
         self._timing: dict[str, float] = {}
         self._since = self._began = 0.0
@@ -128,7 +140,7 @@ class Master:
             case Replied():
                 self._on_replied(event, now)
             case Tick():
-                self._on_tick(now)
+                self._on_tick(event, now)
             case Joined():
                 self._on_joined(event, now)
             case Exited():
@@ -174,19 +186,21 @@ class Master:
 
     def _begin_publishing(self, now: float) -> None:
         """After a step, and whenever the ranks have come together."""
-        if self.phase is not Phase.COMMITTING:
-            self._ready_stage = carried_stage(self.config, step=self.state.step).name
+        if self.phase is Phase.COMMITTING:
+            self._episodes.let_go()
+        else:
+            self._ready_stage = agenda.carried_stage(self.config, step=self.state.step).name
         self._enter(Phase.PUBLISHING, now, f"{len(self._mending.ranks)} ranks hold version {self.state.step}")
         self._publication.begin(self._mending.ranks, now)
 
     def _continue(self, now: float) -> None:
         """The version is current: evaluate and save if due, then end, stop, change the stage, or take the next step."""
         stopping = self.state.stop_reason is not None
-        if self._num_eval_rows and evaluation_is_due(self.config, self.state):
+        if self._num_eval_rows and agenda.evaluation_is_due(self.config, self.state):
             self._begin_evaluating(now)
-        elif save_is_due(self.config, self.state, stopping=stopping):
+        elif agenda.save_is_due(self.config, self.state, stopping=stopping):
             self._begin_saving(now)
-        elif is_last(self.config, step=self.state.step):
+        elif agenda.is_last(self.config, step=self.state.step):
             self._begin_ending("finished", now)
         elif stopping:
             self._begin_ending("stopped", now)
@@ -198,46 +212,32 @@ class Master:
             self._begin_collecting(now)
 
     def _begin_stage(self, now: float) -> None:
-        self._ready_stage = name = self.stage.name
-        self._enter(Phase.PREPARING, now, f"stage {name} begins after step {self.state.step}")
-        body = StartStage(name, self.state.step)
+        body = StartStage(self.stage.name, self.state.step)
+        self._ready_stage = body.stage
+        self._enter(Phase.PREPARING, now, f"stage {body.stage} begins after step {body.step}")
         self.talk.ask_all(dict.fromkeys(self._mending.ranks, body), now, then=self._begin_collecting)
 
     def _begin_collecting(self, now: float) -> None:
         if self.state.stage != self.stage.name:
             self._draft.fact(StageStarted(self.stage.name, self.state.step + 1))
-        self._failed_before = self.state.ledger.num_failed(self.stage.name)
         self._enter(Phase.COLLECTING, now, f"collecting for step {self.state.step + 1}")
-        self._episodes.reclaim()
-        self._collect(now)
+        self._collecting.begin(self.stage, now)
 
-    def _collect(self, now: float) -> None:
-        """Keep groups coming, and train when the oldest ones are complete."""
-        ledger, stage = self.state.ledger, self.stage
-        problem = self._episodes.drop_unusable(stage, before=self._failed_before)
-        if problem is not None and not self._failure.begun:
-            self._fail(self._fault("EpisodesFailed", problem), now)
-            return
-        self._episodes.collect(stage, now)
-        batch = ledger.in_batch(self.state.step + 1) or ledger.next_batch(stage.algorithm.batch_size)
-        if batch:
-            ranks, generation = self._mending.ranks, self._mending.controller.generation
-            self._enter(Phase.TRAINING, now, f"step {self.state.step + 1} on {len(ranks)} ranks")
-            self._training.begin(batch, now, stage=stage, ranks=ranks, generation=generation)
+    def _begin_training(self, batch: tuple[str, ...], now: float) -> None:
+        ranks, generation = self._mending.ranks, self._mending.controller.generation
+        self._enter(Phase.TRAINING, now, f"step {self.state.step + 1} on {len(ranks)} ranks")
+        self._training.begin(batch, now, stage=self.stage, ranks=ranks, generation=generation)
 
     def _commit(self, now: float) -> None:
         """Every rank is prepared and stands at the same state: the step becomes a fact, then the ranks adopt it."""
         self._enter(Phase.COMMITTING, now, "every rank is prepared")
         self._training.commit(self._timing)
+        self._collecting.committed(self.stage, self._timing)
         training_s, step_s = self._timing.get(Phase.TRAINING, 0.0), sum(self._timing.values())
         self._timing = {}
         self._mending.committed(now, training_s=training_s, step_s=step_s)
         body = CommitStep(self.state.step)
-        self.talk.ask_all(dict.fromkeys(self._mending.ranks, body), now, then=self._after_commit)
-
-    def _after_commit(self, now: float) -> None:
-        self._episodes.let_go()
-        self._begin_publishing(now)
+        self.talk.ask_all(dict.fromkeys(self._mending.ranks, body), now, then=self._begin_publishing)
 
     def _begin_evaluating(self, now: float) -> None:
         self._enter(Phase.EVALUATING, now, f"evaluating version {self.state.version}")
@@ -249,8 +249,8 @@ class Master:
 
     def _begin_ending(self, outcome: str, now: float) -> None:
         self._enter(Phase.ENDING, now, f"{outcome} after step {self.state.step}")
-        bodies = {self._mending.ranks[0]: HashWeights()}
-        self.talk.ask_all(bodies, now, then=lambda at: self._end(outcome, at))
+        first = self._mending.ranks[0]
+        self.talk.ask_all({first: HashWeights()}, now, then=lambda at: self._end(outcome, at))
 
     def _end(self, outcome: str, now: float) -> None:
         faults = self._failure.causes
@@ -371,10 +371,6 @@ class Master:
         else:
             self._start_failed(event.process, fault, now)
 
-    def _on_stopped(self, event: Replied, now: float) -> None:
-        for process, fault, was_live in self._staff.stopped(event.token):
-            (self._lost if was_live else self._start_failed)(process, fault, now)
-
     def _start_failed(self, process: str, fault: Fault, now: float) -> None:
         if self.state.open_incident:
             self._mending.note(fault, now, phase=self.phase)
@@ -403,6 +399,8 @@ class Master:
                 self._after_episodes(now)
             case CallDone():
                 self._training.answered(event.token, event.sender, event.body, now)
+            case WeightsLoaded() if event.token.startswith(f"{LOAD}:"):
+                self._publication.loaded(event.body, now)
             case ProcessStarted():
                 self._staff.started(event.body)
             case Inspected():
@@ -411,12 +409,12 @@ class Master:
             case body if event.token.startswith(f"{OPERATION}:"):
                 self._mending.answered(event.sender, body, now)
             case Ok() if event.token.startswith(f"{STOP}:"):
-                self._on_stopped(event, now)
+                for process, fault, was_live in self._staff.stopped(event.token):
+                    (self._lost if was_live else self._start_failed)(process, fault, now)
             case Ok() if event.token.startswith(f"{RETIRE}:"):
                 self._staff.given_back(event.token, now)
             case body if event.token.startswith(f"{DUMP}:"):
-                if isinstance(body, Saved):
-                    self._saving.note(body)
+                self._saving.note(body)
                 self._mending.dumped(now)
 
     def _on_request_failed(self, event: RequestFailed, now: float) -> None:
@@ -444,8 +442,9 @@ class Master:
             self._staff.stop_failed(event.token, now)
         elif purpose == RETIRE:
             self._staff.given_back(event.token, now)
-        elif purpose == AGAIN and not self._publication.failed(fault, now):
-            self._fail(fault, now)
+        elif purpose in (AGAIN, LOAD):
+            if not self._publication.failed(fault, now):
+                self._fail(fault, now)
         elif purpose in (OPERATION, CALL):
             self._rank_failed(event.sender, fault, now)
         elif self.talk.in_round(event.token):
@@ -453,21 +452,24 @@ class Master:
 
     def _round_failed(self, event: RequestFailed, now: float) -> None:
         """A failed save is told and survived, except where no later one would come."""
-        if self.phase is Phase.SAVING and self._saving.failed(event.fault):
-            if is_last(self.config, step=self.state.step) or self.state.stop_reason is not None:
-                self._fail(event.fault, now)
-            else:
-                self._continue(now)
-        elif event.sender in self._mending.ranks:
+        if self.phase is not Phase.SAVING or not self._saving.failed(event.fault):
             self._rank_failed(event.sender, event.fault, now)
-        elif not self._publication.failed(event.fault, now):
+        elif agenda.is_last(self.config, step=self.state.step) or self.state.stop_reason is not None:
             self._fail(event.fault, now)
+        else:
+            self._continue(now)
 
     def _after_episodes(self, now: float) -> None:
         if self.phase is Phase.COLLECTING:
-            self._collect(now)
-        elif self.phase is Phase.EVALUATING:
+            self._collecting.go_on(self.stage, now)
+            return
+        if self.phase is Phase.EVALUATING:
             self._evaluating.go_on(now)
+        self._roll(now)
+
+    def _roll(self, now: float) -> None:
+        if self.phase in ROLLING:
+            self._collecting.roll(self.stage, now)
 
     def _on_stop_requested(self, event: StopRequested, now: float) -> None:
         self._draft.because(f"stop requested: {event.reason}")
@@ -476,20 +478,19 @@ class Master:
         elif self.state.stop_reason is None:
             self._draft.fact(StopAccepted(event.reason))
 
-    def _on_tick(self, now: float) -> None:
+    def _on_tick(self, event: Tick, now: float) -> None:
         if self._failure.begun:
             if self._failure.is_due(now):
                 self._end("failed", now)
             return
         for part in (self._staff, self._mending, self._publication):
             part.tick(now)
+        self._collecting.tick(self.stage, queue=event.queue)
         self._episodes.tick(now, rolling=self.phase in ROLLING)
-        waited_s, limit_s = now - self._since, self.config.cluster.start_timeout_s
-        if not self._begins:  # Who hangs as it starts is ended after that time, and replaced.
-            limit_s *= 1 + QUICK_RETRIES
-        if self.phase is Phase.STARTING and waited_s > limit_s:
-            who = f"{', '.join(self._staff.missing())} after {waited_s:.0f} s (cluster.start_timeout_s)"
-            self._fail(self._fault("StartFailed", f"not registered: {who}"), now)
+        if self.phase is Phase.STARTING:
+            overdue = self._staff.overdue(now - self._since, retries=not self._begins)
+            if overdue is not None:
+                self._fail(self._fault("StartFailed", overdue), now)
 
     # What the phases have in common.
 

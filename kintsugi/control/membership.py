@@ -118,6 +118,12 @@ class Membership:
             member.progress, member.waits = heartbeat.progress, heartbeat.waits
             member.gauges = heartbeat.gauges
 
+    def queue(self) -> float:
+        """Samples that wait at the servers, per sample that is decoded, as these last said."""
+        gauges = [self.members[name].gauges for name in self.live(Role.SERVER)]
+        running = sum(each.get("running", 0.0) for each in gauges)
+        return sum(each.get("waiting", 0.0) for each in gauges) / max(1.0, running)
+
     def live(self, role: Role) -> list[str]:
         """Living processes of a role, in index order."""
         if role not in self._live:
@@ -132,6 +138,11 @@ class Membership:
         if member is None or member.status is not MemberStatus.LIVE:
             return False
         return incarnation is None or member.incarnation == incarnation
+
+    def host_of(self, process: str) -> str:
+        """Where a process lives, or lived last; empty for one that never joined."""
+        member = self.members.get(process)
+        return member.host if member is not None else ""
 
     def agent_of(self, host: str) -> str | None:
         """The agent to order processes from on a host."""

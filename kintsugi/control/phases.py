@@ -19,3 +19,7 @@ class Phase(StrEnum):
     RECOVERING = "recovering"
     ENDING = "ending"
     ENDED = "ended"
+
+
+ROLLING = frozenset(Phase) - {Phase.STARTING, Phase.PREPARING, Phase.ENDING, Phase.ENDED}
+"""Phases in which groups are handed out."""

@@ -102,6 +102,9 @@ class ScaleRequested(_Event, frozen=True):
 class Tick(_Event, frozen=True):
     """Time passed."""
 
+    queue: float = 0.0
+    """Samples that wait at the servers, per sample that is decoded."""
+
 
 Event = Began | Joined | Exited | Replied | RequestFailed | Suspected | StopRequested | ScaleRequested | Tick
 

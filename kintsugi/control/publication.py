@@ -1,9 +1,14 @@
-"""New weights on their way to the servers: laid out by one rank per host, loaded through the manager, then current."""
+"""New weights on their way to the servers: laid out by one rank per host, loaded through the manager, then current.
+
+Laying out copies the committed weights and takes the ranks' time. From then on the ranks may go on, and the servers
+load beside everything else. One version is on its way at a time.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.staff import Staff
@@ -13,6 +18,7 @@ from kintsugi.messages import LoadWeights, Publish, Published, WeightsLoaded
 from kintsugi.types import Role
 
 AGAIN = "weights"
+LOAD = "load"
 FIRST_PAUSE_S = 0.1
 MAX_FAILURES = 3
 """Loads of one version that may fail before the manager is replaced."""
@@ -23,16 +29,23 @@ class Publication:
 
     def __init__(
         self,
+        running: Literal["keep", "recompute", "interrupt"],
         *,
         draft: Draft,
         talk: Conversation,
         staff: Staff,
-        current: Callable[[float], None],
+        needs: Callable[[int], bool],
+        go_on: Callable[[float], None],
+        roll: Callable[[float], None],
         wrong: Callable[[str, str, float], None],
     ) -> None:
-        """`current`: every live server has acknowledged the version. `wrong`: a rank's weights are not the others'."""
-        self._draft, self._talk, self._staff = draft, talk, staff
-        self._current, self._wrong = current, wrong
+        """`running`: what becomes of what is being sampled. `needs`: whether the run can not go on while servers have
+        nothing newer than this version. `go_on`: it can. `roll`: more may be sampled. `wrong`: a rank's weights are not
+        the others'."""
+        self._draft, self._talk, self._staff, self._running = draft, talk, staff, running
+        self._needs, self._go_on, self._roll, self._wrong = needs, go_on, roll, wrong
+        self._is_awaited = False
+        """Whether the run waits for what is on its way."""
         self._has_servers = any(plan.role is Role.SERVER for plan in staff.plans.values())
         self._published: Published | None = None
         self._loading = False
@@ -42,22 +55,37 @@ class Publication:
         self._ranks: Sequence[str] = ()
 
     def begin(self, ranks: Sequence[str], now: float) -> None:
-        """Have the lowest rank of each host lay the committed weights out; without servers, they are current."""
-        state, self._published, self._ranks = self._draft.state, None, ranks
-        self._loading, self._failures, self._load_at = False, 0, math.inf
+        """Have the lowest rank of each host lay the committed weights out; without servers, they are current.
+
+        Where servers are still loading an earlier version that will do, this one is left out. Where it will not do, the
+        run waits for it, and then this one follows.
+        """
+        self._ranks = ranks
+        before = self._published.manifest.version if self._loading and self._published is not None else None
+        if before is None:
+            self._lay_out(now)
+        elif self._needs(before):
+            self._is_awaited = True
+        else:
+            self._draft.because(f"servers are loading version {before}, so this one is left out")
+            self._go_on(now)
+
+    def _lay_out(self, now: float) -> None:
+        state, self._published, self._failures = self._draft.state, None, 0
         if not self._has_servers:
             self._draft.fact(VersionCurrent(state.step, "", (), ()))
-            self._current(now)
+            self._go_on(now)
             return
         hosts: dict[str, str] = {}
-        for rank in ranks:
+        for rank in self._ranks:
             hosts.setdefault(state.members.members[rank].host, rank)
         body = Publish(state.step, state.step)
         self._talk.ask_all(dict.fromkeys(hosts.values(), body), now, then=self._laid_out)
 
     def abandon(self) -> None:
         """The ranks come together again, and publish again when they have; until then nothing follows from a load."""
-        self._loading, self._load_at = False, math.inf
+        self._loading, self._is_awaited, self._load_at = False, False, math.inf
+        self._talk.withdraw_all(f"{LOAD}:")
 
     def manager_joined(self, now: float) -> None:
         """It knows nothing yet: neither what it was asked to load, nor what the servers have."""
@@ -78,22 +106,24 @@ class Publication:
         sources = tuple(source for answer in published for source in answer.sources)
         self._published = Published(published[0].manifest, sources)
         self._load(now)
+        self._is_awaited = self._needs(self._draft.state.version)
+        if not self._is_awaited:
+            self._go_on(now)
 
     def _load(self, now: float) -> None:
         """While there is no manager, nothing is asked: it will be when one joins."""
         assert self._published is not None
         self._loading = True
+        self._talk.withdraw_all(f"{LOAD}:")
         bodies = dict.fromkeys(self._draft.state.members.live(Role.MANAGER), self._body(self._published))
-        if bodies:
-            self._talk.ask_all(bodies, now, then=self._loaded)
+        self._talk.ask_each(LOAD, bodies, now)
 
-    @staticmethod
-    def _body(published: Published) -> LoadWeights:
-        return LoadWeights(published.manifest, published.sources)
+    def _body(self, published: Published) -> LoadWeights:
+        return LoadWeights(published.manifest, published.sources, self._running)
 
-    def _loaded(self, now: float) -> None:
-        (loaded,) = self._talk.answers.values()
-        assert isinstance(loaded, WeightsLoaded) and self._published is not None
+    def loaded(self, loaded: WeightsLoaded, now: float) -> None:
+        """The manager says that every live server has them."""
+        assert self._published is not None and self._loading
         manifest, self._loading, self._failures = self._published.manifest, False, 0
         if (loaded.version, loaded.digest) != (manifest.version, manifest.digest):
             held = f"servers hold version {loaded.version} with digest {loaded.digest}"
@@ -101,9 +131,17 @@ class Publication:
             self._wrong(self._ranks[0], problem, now)
             return
         self._draft.fact(
-            VersionCurrent(loaded.version, manifest.digest, self._published.sources, loaded.servers)
+            VersionCurrent(
+                loaded.version, manifest.digest, self._published.sources, loaded.servers, loaded.pause_ms
+            )
         )
-        self._current(now)
+        is_awaited, self._is_awaited = self._is_awaited, False
+        if not is_awaited:
+            self._roll(now)
+        elif self._needs(loaded.version):
+            self._lay_out(now)
+        else:
+            self._go_on(now)
 
     def failed(self, fault: Fault, now: float) -> bool:
         """A load failed: it is repeated after a pause, without the server that could not load, or with another manager

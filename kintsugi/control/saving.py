@@ -8,7 +8,7 @@ from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.protocol import Raise
 from kintsugi.errors import DeadlineExceeded, Fault, StorageError, StorageFull
 from kintsugi.facts import CheckpointFailed, CheckpointSaved
-from kintsugi.messages import Save, Saved
+from kintsugi.messages import Body, Save, Saved
 
 _OF_THE_DISK = (StorageError.__name__, StorageFull.__name__, DeadlineExceeded.__name__)
 """A save that takes absurdly long is the disk's fault too; a writer that hangs is found by its silence."""
@@ -28,12 +28,12 @@ class Saving:
 
     def _saved(self, now: float) -> None:
         (answer,) = self._talk.answers.values()
-        assert isinstance(answer, Saved)
         self.note(answer)
         self._done(now)
 
-    def note(self, saved: Saved) -> None:
+    def note(self, saved: Body) -> None:
         """A checkpoint exists, however it came about."""
+        assert isinstance(saved, Saved), f"expected Saved, got {type(saved).__name__}"
         self._draft.fact(CheckpointSaved(saved.step, saved.path, saved.digest))
 
     def failed(self, fault: Fault) -> bool:

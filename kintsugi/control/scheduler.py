@@ -6,7 +6,7 @@ front in their old order, so nothing is overtaken because of a fault.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 
 import msgspec
@@ -33,6 +33,8 @@ class TaskScheduler:
 
     def __init__(self, *, capacity: int) -> None:
         self.capacity = capacity
+        self.limit: int | None = None
+        """Of all workers together."""
         self._pending: dict[str, None] = {}
         self._running: dict[str, str] = {}
         self._by_worker: dict[str, dict[str, None]] = {}
@@ -55,6 +57,10 @@ class TaskScheduler:
             return TaskStatus.PENDING
         return TaskStatus.RUNNING if task in self._running else TaskStatus.UNKNOWN
 
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
     def load(self, worker: str) -> int:
         return len(self._by_worker.get(worker, ()))
 
@@ -62,7 +68,7 @@ class TaskScheduler:
         """Give pending tasks to the least loaded workers, in order, until all are full."""
         available = list(workers)
         given: list[tuple[str, str]] = []
-        while self._pending and available:
+        while self._pending and available and (self.limit is None or len(self._running) < self.limit):
             worker = min(available, key=lambda name: (self.load(name), name))
             if self.load(worker) >= self.capacity:
                 break
@@ -100,7 +106,7 @@ class TaskScheduler:
         self._pending = {**dict.fromkeys(tasks), **self._pending}
         return tasks
 
-    def rebalance(self, workers: Iterable[str]) -> list[Move]:
+    def rebalance(self, workers: Iterable[str], *, may_move: Callable[[str], bool]) -> list[Move]:
         """Move running tasks from the fullest to the emptiest worker until they differ by at most one."""
         names = sorted(workers)
         moves: list[Move] = []
@@ -109,7 +115,10 @@ class TaskScheduler:
             emptiest = min(names, key=lambda name: (self.load(name), name))
             if self.load(fullest) - self.load(emptiest) <= 1:
                 break
-            task = next(reversed(self._by_worker[fullest]))
+            task = next((task for task in reversed(self._by_worker[fullest]) if may_move(task)), None)
+            if task is None:
+                names.remove(fullest)
+                continue
             self.complete(task)
             self._start(task, emptiest)
             moves.append(Move(task, fullest, emptiest))

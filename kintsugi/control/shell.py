@@ -63,7 +63,15 @@ from kintsugi.errors import (
     fault_of,
     root_first,
 )
-from kintsugi.facts import CheckpointSaved, EpochStarted, Fact, RolledBack, RunEnded, StepCommitted
+from kintsugi.facts import (
+    CheckpointSaved,
+    EpochStarted,
+    Fact,
+    PaceChanged,
+    RolledBack,
+    RunEnded,
+    StepCommitted,
+)
 from kintsugi.messages import AddressBook, Heartbeat, Ok, Ping, Register, Registered, Shutdown
 from kintsugi.observe.events import Alert, EventLog, FaultSeen, Note, Transition, events_path
 from kintsugi.observe.processes import ProcessReports
@@ -170,7 +178,7 @@ class MasterShell:
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
             self._take_requests()
-            self._feed(Tick())
+            self._feed(Tick(self._master.state.members.queue()))
             for found in self._lookout.check(now, self._master.talk):
                 self._feed(msgspec.structs.replace(found, time=self._clock.wall()))
         if now >= self._next_report:
@@ -278,6 +286,9 @@ class MasterShell:
         for fact in decision.facts:
             if isinstance(fact, RolledBack):
                 self._records.truncate_after(fact.step)
+            elif isinstance(fact, PaceChanged):
+                pace = f"rollout runs {fact.ahead} steps ahead, {fact.groups} groups at once"
+                self._log.emit(Note(f"{pace}: {fact.reason}"))
         for effect in decision.effects:
             self._act(effect)
 

@@ -91,6 +91,13 @@ class Staff:
         missing = self.missing(role)
         return bool(missing) and all(self._failed_starts[name] >= QUICK_RETRIES for name in missing)
 
+    def overdue(self, waited_s: float, *, retries: bool) -> str | None:
+        """Who should have been there by now. With `retries`, who hangs as it starts is replaced first."""
+        limit_s = self._start_timeout_s * (1 + QUICK_RETRIES if retries else 1)
+        if waited_s <= limit_s:
+            return None
+        return f"not registered: {', '.join(self.missing())} after {waited_s:.0f} s (cluster.start_timeout_s)"
+
     # Arrivals.
 
     def joined(self, event: Joined) -> Arrival:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from kintsugi.buffer.ledger import Ledger
 from kintsugi.control.membership import Membership
 from kintsugi.errors import Fault
@@ -15,6 +17,7 @@ from kintsugi.facts import (
     IncidentClosed,
     IncidentOpened,
     LedgerFact,
+    PaceChanged,
     ProcessJoined,
     ProcessLost,
     ProcessRequested,
@@ -31,6 +34,8 @@ from kintsugi.facts import (
     VersionCurrent,
 )
 from kintsugi.incidents import IncidentBook
+
+PAUSES_KEPT = 10_000
 
 
 class Tally:
@@ -95,6 +100,13 @@ class MasterState:
         self.stage = ""
         self.step = 0
         self.version = -1
+        """-1 while nobody can say: a master has just begun, or steps were undone."""
+        self.pace: PaceChanged | None = None
+        """As the master last set it."""
+        self.pauses_ms: deque[float] = deque(maxlen=PAUSES_KEPT)
+        """Of servers at their last changes of weights."""
+        self.lineage = 0
+        """How often steps were undone."""
         self.num_incarnations = 0
         self.members = Membership()
         self.num_servers: int | None = None
@@ -136,6 +148,9 @@ class MasterState:
                 self._roll_back(fact)
             case VersionCurrent():
                 self.version = fact.version
+                self.pauses_ms.extend(fact.pause_ms.values())
+            case PaceChanged():
+                self.pace = fact
             case EvaluationDone():
                 self.evaluations.append(fact)
             case CheckpointSaved():
@@ -174,7 +189,8 @@ class MasterState:
         self.tallies.setdefault(self.stage, Tally()).add(fact.step, fact.metrics)
 
     def _roll_back(self, fact: RolledBack) -> None:
-        self.step = fact.step
+        self.step, self.version = fact.step, -1
+        self.lineage += 1
         self.digests = {step: digest for step, digest in self.digests.items() if step <= fact.step}
         for tally in self.tallies.values():
             tally.roll_back(fact.step)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kintsugi.buffer.lifecycle import SampleState
+from kintsugi.buffer.lifecycle import LIVE, SampleState
 from kintsugi.config import Config
+from kintsugi.control.agenda import STALENESS
+from kintsugi.control.membership import Member
 from kintsugi.control.state import MasterState
 from kintsugi.errors import Fault
 from kintsugi.incidents import Incident, headline
 from kintsugi.stages import stages
+from kintsugi.types import Role
 
 TIMING_NAMES = {
     "starting": "start",
@@ -24,6 +29,7 @@ TIMING_NAMES = {
 """Phase → stage of the step, as people call it; COLLECTING is divided by what the workers did in it."""
 EPISODE_NAMES = {"demonstrate": "data", "actor_generate": "generate", "reward": "reward"}
 """Call of a rollout worker → stage of the step."""
+QUANTILES = {"p50": 0.5, "p99": 0.99}
 REASONS_SHOWN = 20
 """The commonest; messages of a user's own code may all differ."""
 OTHER_REASONS = "other reasons"
@@ -75,10 +81,14 @@ def summarize_run(
         "run_dir": run_dir,
         "steps": state.step,
         "wall_s": state.wall_s,
+        "samples": _sample_counts(state, trained=int(sum(sums.get("samples", 0.0) for sums, _ in totals))),
+        "samples_by_end": state.ledger.ends.means(),
+        "staleness": _staleness(sums),
         "samples_trained": int(sum(sums.get("samples", 0.0) for sums, _ in totals)),
         "samples_filtered": _commonest(state.ledger.reasons(SampleState.FILTERED)),
         "samples_quarantined": _commonest(state.ledger.reasons(SampleState.QUARANTINED)),
         "tokens_generated": int(sum(sums.get("tokens_generated", 0.0) for sums, _ in totals)),
+        "tokens_discarded": state.ledger.ends.tokens_discarded,
         "tokens_trained": int(sum(sums.get("tokens_trained", 0.0) for sums, _ in totals)),
         "reward_first": first.get("reward_mean") if first else None,
         "reward_last": last.get("reward_mean") if last else None,
@@ -89,6 +99,8 @@ def summarize_run(
         ],
         "weights_sha256": state.weights_sha256,
         "weight_version": state.version,
+        "weight_update_pause_ms": _quantiles(state.pauses_ms),
+        "idle_share": _idle_share(state.members.members.values()),
         "processes": processes,
         "timing": timing,
         "logprob_abs_diff_mean": sums[agreement] / counts[agreement] if agreement in counts else None,
@@ -96,6 +108,54 @@ def summarize_run(
         "incidents": [_incident_line(incident) for incident in incidents],
         "incidents_open": sum(incident.mended_step is None for incident in incidents),
     }
+
+
+def _sample_counts(state: MasterState, *, trained: int) -> dict[str, int]:
+    """What became of the samples. `trained` counts those of all committed steps; the ledger knows each sample once.
+
+    When a run has finished, every sample that was ever issued has ended somehow: what has not is lost.
+    """
+    counts = state.ledger.counts()
+    ended = {each.value: counts[each] for each in SampleState if each not in LIVE}
+    unfinished = sum(counts[each] for each in LIVE)
+    return {
+        "issued": sum(counts.values()),
+        **ended,
+        "duplicated": trained - counts[SampleState.TRAINED],
+        "lost": unfinished if state.outcome == "finished" else 0,
+        "unfinished": unfinished,
+    }
+
+
+def _staleness(sums: Mapping[str, float]) -> dict[str, Any]:
+    """Of the samples that the main stage trained: how many were how many steps old."""
+    ages = {
+        int(name.removeprefix(STALENESS)): int(n) for name, n in sums.items() if name.startswith(STALENESS)
+    }
+    total = sum(ages.values())
+    return {
+        "max": max(ages, default=0),
+        "mean": sum(age * count for age, count in ages.items()) / total if total else 0.0,
+        "histogram": {str(age): ages[age] for age in sorted(ages)},
+    }
+
+
+def _quantiles(values: Iterable[float]) -> dict[str, float | int]:
+    """Median and 99th percentile: the smallest value that so many do not exceed."""
+    ordered = sorted(values)
+    at = {name: ordered[math.ceil(share * len(ordered)) - 1] for name, share in QUANTILES.items() if ordered}
+    return {**at, "count": len(ordered)}
+
+
+def _idle_share(members: Iterable[Member]) -> dict[str, float]:
+    """Role → share of their lives in which its processes, those that were there at the end, had nothing to do."""
+    seconds: dict[str, tuple[float, float]] = {}
+    for member in members:
+        if member.role in (Role.MODEL, Role.SERVER, Role.ROLLOUT) and "alive_s" in member.gauges:
+            idle_s, alive_s = seconds.get(member.role.value, (0.0, 0.0))
+            told = member.gauges
+            seconds[member.role.value] = idle_s + told["idle_s"], alive_s + told["alive_s"]
+    return {role: idle_s / alive_s for role, (idle_s, alive_s) in sorted(seconds.items()) if alive_s > 0}
 
 
 def _commonest(reasons: dict[str, int]) -> dict[str, int]:

@@ -5,17 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kintsugi.config import LEARN_PAIRS, Config
-from kintsugi.control.agenda import alerts, commit_record, group_counts, slowest, with_final_rewards
+from kintsugi.control.agenda import (
+    alerts,
+    commit_record,
+    end_metrics,
+    group_counts,
+    slowest,
+    staleness_metrics,
+    with_final_rewards,
+)
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.episodes import Episodes
 from kintsugi.control.protocol import RecordStep
+from kintsugi.dataplane.plan import Plan
+from kintsugi.dataplane.plane import DataPlane
 from kintsugi.facts import BatchFormed, StepCommitted
 from kintsugi.graph.advantages import MASTER_CALLS, batch_totals, initial_values
 from kintsugi.graph.algorithms import build_graph
 from kintsugi.graph.executor import Walk
 from kintsugi.messages import CallDone, RunCall
 from kintsugi.stages import Stage
-from kintsugi.types import Role, SampleMeta, ShardItem
+from kintsugi.types import LogicalShard, Role, SampleMeta, ShardItem
 
 CALL = "call"
 
@@ -39,6 +49,7 @@ class Training:
         self._walk: Walk | None = None
         self._stage: Stage | None = None
         self._generation = 0
+        self._plane = DataPlane(bytes_per_s=config.cluster.bandwidth.samples)
         self.batch: tuple[SampleMeta, ...] = ()
 
     def begin(
@@ -52,7 +63,7 @@ class Training:
         self._stage, self._generation = stage, generation
         self.batch = tuple(meta for ticket in tickets for meta in state.ledger.metas(ticket))
         limit = self._config.sampling.max_new_tokens
-        values = initial_values(stage, self.batch, max_new_tokens=limit)
+        values = initial_values(stage, self.batch, max_new_tokens=limit, version=state.step)
         items = [
             ShardItem(m.key, m.holder, m.digest, m.num_tokens, m.num_loss_tokens, values[m.key])
             for m in self.batch
@@ -64,9 +75,19 @@ class Training:
             num_shards=stage.actor.logical_shards,
             compute=lambda interface, items: MASTER_CALLS[interface](stage, items),
             keep_groups=stage.algorithm.name in LEARN_PAIRS,
+            planner=self._plan,
         )
         self._draft.because(f"{len(items)} samples of {len(tickets)} groups")
         self._dispatch(now)
+
+    def _plan(self, shards: Sequence[LogicalShard], ranks: Sequence[str]) -> Plan:
+        members = self._draft.state.members
+        processes = {*ranks, *(item.holder for shard in shards for item in shard.items)}
+        hosts = {process: members.host_of(process) for process in sorted(processes)}
+        plan, changed = self._plane.plan(shards, ranks=ranks, hosts=hosts)
+        if changed:
+            self._draft.because(f"samples go {plan.reason}")
+        return plan
 
     def answered(self, token: str, sender: str, done: CallDone, now: float) -> None:
         """A rank finished its part of a call."""
@@ -89,16 +110,27 @@ class Training:
         """Every rank is prepared and stands at the same state: the step becomes a fact."""
         assert self._walk is not None and self._stage is not None
         walk, stage, step = self._walk, self._stage, self._draft.state.step + 1
-        for alert in alerts(walk.metrics, replayed=all(meta.version < 0 for meta in self.batch)):
+        another = stage.asynchrony.max_staleness > 0 or all(meta.version < 0 for meta in self.batch)
+        for alert in alerts(walk.metrics, off_policy=another):
             self._draft.do(alert)
         counts = group_counts(stage, walk.values, ledger=self._draft.state.ledger, step=step)
-        metrics = {**walk.metrics, **counts}
+        metrics = {**walk.metrics, **counts, **staleness_metrics(self.batch, version=step - 1)}
+        transfers = self._plane.learn(walk.plan, walk.transfers)
         metas = with_final_rewards(stage, self.batch, walk.values)
         episodes = {f"episode_{name}": seconds for name, seconds in self._episodes.timing.items()}
         timing = {**timing, **episodes, **slowest(walk.answers.values())}
         texts = self._episodes.take_texts(self.batch)
         self._draft.do(
-            RecordStep(step, stage.name, metas, texts, walk.values, metrics, timing, tuple(walk.spans))
+            RecordStep(
+                step,
+                stage.name,
+                metas,
+                texts,
+                walk.values,
+                {**metrics, **transfers, **end_metrics(self._draft.state.ledger)},
+                timing,
+                tuple(walk.spans),
+            )
         )
         self._draft.fact(StepCommitted(step, walk.state_digest, commit_record(metas, metrics, timing)))
         self._episodes.timing.clear()
@@ -121,6 +153,8 @@ class Training:
                 stage=stage.name,
                 after=dispatch.after,
                 prepares=dispatch.prepares,
+                blocks=dispatch.blocks,
+                routes=dispatch.routes,
             )
             name = f"{CALL}:{dispatch.call.name}:{step}.{self._generation}:{dispatch.worker}"
             self._talk.ask(name, dispatch.worker, body, now)

@@ -1,4 +1,5 @@
-"""A generated task: additions, as signs with a reversed answer for small models, or in words for real ones.
+"""Generated tasks: additions, as signs with a reversed answer for small models, or in words for real ones; and products
+of sums, which small models can not do in their head.
 
 Reversed, because a model that writes from left to right then meets each carry when it knows it. `12+39=` → `15`.
 """
@@ -39,6 +40,31 @@ class Arithmetic:
             prompt, answer, wrong = f"{first}+{second}=", str(total)[::-1], str(_slip(first, second))[::-1]
         columns = {"answer": answer, "completion": answer, "chosen": answer, "rejected": wrong}
         return Row(prompt=prompt, columns=columns)
+
+
+class Products:
+    """`(a+b)*c=` → its value, for all numbers with exactly `num_digits` digits; `num_eval` problems are held out.
+
+    >>> Products(num_digits=1, split="eval", num_eval=10).row(0).columns.keys()
+    dict_keys(['answer', 'completion'])
+    """
+
+    def __init__(self, *, num_digits: int, split: str, num_eval: int) -> None:
+        low, high = 10 ** (num_digits - 1), 10**num_digits
+        self._low, self._span = low, high - low
+        order = list(range(self._span**3))
+        random_stream(_SPLIT_SEED, "products", num_digits).shuffle(order)
+        self._order = order[:num_eval] if split == "eval" else order[num_eval:]
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def row(self, index: int) -> Row:
+        rest, third = divmod(self._order[index], self._span)
+        first, second = divmod(rest, self._span)
+        first, second, third = (number + self._low for number in (first, second, third))
+        answer = str((first + second) * third)
+        return Row(f"({first}+{second})*{third}=", {"answer": answer, "completion": answer})
 
 
 def _slip(first: int, second: int) -> int:

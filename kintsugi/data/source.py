@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 
 from kintsugi.config import Config, DataSection, MixedSource, SourceSection
-from kintsugi.data.arithmetic import Arithmetic
+from kintsugi.data.arithmetic import Arithmetic, Products
 from kintsugi.data.cache import key_of
 from kintsugi.data.columns import held_out_needs_of, needs_of
 from kintsugi.data.files import HUB, files_of
@@ -33,7 +33,7 @@ from kintsugi.errors import DataError, UserError
 from kintsugi.observe.rollouts import ROLLOUTS_FOLDER, is_rollouts
 from kintsugi.types import Row
 
-ARITHMETIC, IN_WORDS = "arithmetic", "arithmetic:words"
+ARITHMETIC, IN_WORDS, PRODUCTS = GENERATED = ("arithmetic", "arithmetic:words", "arithmetic:products")
 _BAD_ROWS_TOLD = 3
 
 
@@ -223,7 +223,7 @@ class _Opening:
             raise DataError(
                 f"`{prefix}eval_source`: expected a source of held-out rows beside {beside}, got none"
             )
-        if source in (ARITHMETIC, IN_WORDS) or source.startswith(TASK):
+        if source in GENERATED or source.startswith(TASK):
             train, held_out = _generated(section, "train"), _generated(section, "eval")
             if len(train) == 0:
                 raise _too_many(section, prefix=prefix, there=_num_generated(train, held_out))
@@ -260,7 +260,7 @@ class _Opening:
                 max_bad_share=self._data.max_bad_share,
                 spooled=source != f"{STREAM}{path}",
             )
-        if source in (ARITHMETIC, IN_WORDS) or source.startswith(TASK):
+        if source in GENERATED or source.startswith(TASK):
             return _generated(msgspec.structs.replace(section, source=source), split)
         return self._lines(section, source, split, field=field)
 
@@ -289,6 +289,8 @@ def _generated(section: SourceSection, split: str) -> Source:
     if section.source.startswith(TASK):
         return Tasks(section, split=split)
     in_words, count = section.source == IN_WORDS, section.num_eval
+    if section.source == PRODUCTS:
+        return Products(num_digits=section.max_digits, split=split, num_eval=count)
     return Arithmetic(num_digits=section.max_digits, split=split, num_eval=count, in_words=in_words)
 
 

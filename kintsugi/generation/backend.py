@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from kintsugi.generation.requests import Output, Request, RequestId, Tokens
@@ -12,10 +12,12 @@ if TYPE_CHECKING:
 
 Running = Literal["keep", "recompute"]
 """What becomes of the keys and values of running requests when new weights come."""
+Pause = Callable[[], float]
+"""For how many milliseconds the device could not decode; asked later, so that nobody waits for the device."""
 
 
 class Backend(Protocol):
-    """Not thread-safe: whoever calls `step` also submits, interrupts and loads."""
+    """Not thread-safe, but for `stage`: whoever calls `step` also submits, interrupts and loads."""
 
     @property
     def version(self) -> int:
@@ -53,9 +55,14 @@ class Backend(Protocol):
         """All tokens so far of a request that is held, those it came with first."""
         ...
 
-    def load(self, version: int, tensors: Mapping[str, Tensor], *, running: Running = "keep") -> None:
+    def stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """In another thread, while steps go on: bring weights to where a `load` of what this gives takes a moment."""
+        ...
+
+    def load(self, version: int, tensors: Mapping[str, Tensor], *, running: Running = "keep") -> Pause | None:
         """Change the weights between two steps. Tokens that are sampled later carry the new version; running requests
-        go on with the keys and values they have, or with new ones, computed from the tokens they have."""
+        go on with the keys and values they have, or with new ones, computed from the tokens they have. Gives how long
+        the device took, where that is not how long this call took."""
         ...
 
     def stats(self) -> dict[str, float]: ...

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from kintsugi.config import ShareDevice
 from kintsugi.errors import UserError
+from kintsugi.generation.backend import Backend
 from kintsugi.generation.cpu import PAGE_SIZE, CpuRunner
 from kintsugi.generation.engine import Engine
 from kintsugi.generation.pages import num_pages_of
+from kintsugi.lease.client import Memory
+from kintsugi.lease.memory import Kept, check_policy
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.model.transformer import Transformer
@@ -78,6 +82,19 @@ def build_engine(
         steps_per_visit=STEPS_PER_VISIT,
         overlap=True,
     )
+
+
+def memory_of(backend: Backend, *, policy: ShareDevice, device: torch.device) -> Memory | None:
+    """What a server leaves on, or takes off, a device that it shares; its weights always stay."""
+    check_policy(policy, device=device)
+    if policy == "no" or device.type == "cpu" or not isinstance(backend, Engine):
+        return None
+    if policy == "keep":
+        return Kept(device)
+    from kintsugi.generation import cuda
+
+    assert isinstance(backend.runner, cuda.CudaRunner)
+    return backend.runner.move_pages(backend.used_pages)
 
 
 def _token_bytes(architecture: ModelConfig, dtype: torch.dtype) -> int:

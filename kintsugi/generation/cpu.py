@@ -217,13 +217,13 @@ class CpuRunner:
         )
         for step in range(num_steps):
             is_fed = is_asked & ~self._rows.has_ended[:num_rows]
-            sampled = self._rows.sample(self._network.logits(self._feed(num_rows)))
+            sampled = self._rows.sample(self._network.logits(self._feed(num_rows)), rows=slice(num_rows))
             tokens, logprobs = sampled.tokens.numpy(), sampled.logprobs.numpy()
             decoded.tokens[step], decoded.logprobs[step] = tokens[rows], logprobs[rows]
             if num_top:
                 decoded.top_tokens[step] = sampled.top_tokens.numpy()[rows]
                 decoded.top_logprobs[step] = sampled.top_logprobs.numpy()[rows]
-            self._rows.advance(tokens, logprobs=logprobs, is_fed=is_fed)
+            self._rows.advance(tokens, logprobs=logprobs, rows=slice(num_rows), is_fed=is_fed)
         return _Done(decoded)
 
     def _feed(self, num_rows: int) -> Tensor:
@@ -322,6 +322,10 @@ class CpuRunner:
         return min(-(-num_keys // step) * step, self._num_keys)
 
     @torch.inference_mode()
+    def stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        self._model.check_weights(tensors)
+        return tensors
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self._model.copy_weights(tensors)
         self._network.refresh()

@@ -12,6 +12,7 @@ from kintsugi.generation.runner import Row
 from kintsugi.generation.sampler import Bending, Sampled, sample
 from kintsugi.generation.validation import MAX_STOP_TOKENS
 
+RowNumbers = slice | NDArray[np.int64]
 _NO_TOKEN = -1
 
 
@@ -29,11 +30,11 @@ class CpuRows:
         self.num_top = np.zeros(num_rows, np.int64)
         self._num_known = np.zeros(num_rows, np.int64)
         self._max_lengths = np.zeros(num_rows, np.int64)
-        self._noise_keys = np.zeros(num_rows, np.int64)
+        self.noise_keys = np.zeros(num_rows, np.int64)
         self._sequences = np.zeros((num_rows, max_length + 1), np.int64)
         self._end_tokens = np.full((num_rows, MAX_STOP_TOKENS), _NO_TOKEN, np.int64)
-        self._temperatures = np.ones(num_rows, np.float32)
-        self._is_bent = np.zeros(num_rows, np.bool_)
+        self.temperatures = np.ones(num_rows, np.float32)
+        self.is_bent = np.zeros(num_rows, np.bool_)
         self._penalties = np.ones(num_rows, np.float32)
         self._top_ks = np.zeros(num_rows, np.int64)
         self._top_ps = np.ones(num_rows, np.float32)
@@ -52,16 +53,16 @@ class CpuRows:
         self.num_top[row] = sampling.top_logprobs
         self._num_known[row] = len(new.tokens)
         self._max_lengths[row] = new.request.max_length
-        self._noise_keys[row] = new.request.noise_key
+        self.noise_keys[row] = new.request.noise_key
         self._sequences[row, : len(new.tokens)] = new.tokens
         self._end_tokens[row] = _NO_TOKEN
         self._end_tokens[row, : len(new.end_token_ids)] = new.end_token_ids
-        self._temperatures[row] = sampling.temperature
+        self.temperatures[row] = sampling.temperature
         self._penalties[row] = sampling.repetition_penalty
         self._top_ks[row] = sampling.top_k
         self._top_ps[row] = sampling.top_p
         self._min_ps[row] = sampling.min_p
-        self._is_bent[row] = (
+        self.is_bent[row] = (
             sampling.repetition_penalty != 1
             or sampling.top_k != 0
             or sampling.top_p != 1
@@ -69,7 +70,7 @@ class CpuRows:
             or bool(sampling.logit_bias)
         )
         # Also where it is not bent itself: beside one that is, what the row's last request left would bend it.
-        if self._is_bent[row] or self._seen is not None:
+        if self.is_bent[row] or self._seen is not None:
             self._bend(row, new)
 
     def _bend(self, row: int, new: Row) -> None:
@@ -88,8 +89,8 @@ class CpuRows:
         self.has_ended[row] = True
         self.num_top[row] = 0
         self._num_known[row] = 0
-        self._temperatures[row] = 1
-        self._is_bent[row] = False
+        self.temperatures[row] = 1
+        self.is_bent[row] = False
 
     def move(self, source: int, *, to: int) -> None:
         arrays = [value for value in vars(self).values() if isinstance(value, np.ndarray)]
@@ -100,49 +101,50 @@ class CpuRows:
             if tensor is not None:
                 tensor[to] = tensor[source]
 
-    def sample(self, logits: Tensor) -> Sampled:
-        """A token for each row of `logits`, which are the first of these rows."""
-        num_rows = len(logits)
-        is_bent = self._is_bent[:num_rows]
+    def sample(self, logits: Tensor, *, rows: RowNumbers) -> Sampled:
+        """A token for each of these rows, which `logits` are of."""
         return sample(
             logits,
-            temperatures=torch.from_numpy(self._temperatures[:num_rows]),
+            temperatures=torch.from_numpy(self.temperatures[rows]),
             uniforms=uniforms(
-                torch.from_numpy(self._noise_keys[:num_rows]),
-                counters=torch.from_numpy(self.positions[:num_rows] + 1),
+                torch.from_numpy(self.noise_keys[rows]), counters=torch.from_numpy(self.positions[rows] + 1)
             ),
-            bending=self._bending(num_rows) if is_bent.any() else None,
-            num_top=int(self.num_top[:num_rows].max()),
+            bending=self.bending(rows) if self.is_bent[rows].any() else None,
+            num_top=int(self.num_top[rows].max()),
         )
 
-    def _bending(self, num_rows: int) -> Bending:
+    def bending(self, rows: RowNumbers) -> Bending:
         """With the tokens that have just been fed."""
         assert self._seen is not None and self._biases is not None
-        self._seen[
-            torch.from_numpy(self._row_numbers[:num_rows]), torch.from_numpy(self.tokens[:num_rows])
-        ] = True
+        numbers = torch.from_numpy(self._row_numbers[rows])
+        self._seen[numbers, torch.from_numpy(self.tokens[rows])] = True
         return Bending(
-            penalties=torch.from_numpy(self._penalties[:num_rows]),
-            seen=self._seen[:num_rows],
-            biases=self._biases[:num_rows],
-            top_ks=torch.from_numpy(self._top_ks[:num_rows]),
-            top_ps=torch.from_numpy(self._top_ps[:num_rows]),
-            min_ps=torch.from_numpy(self._min_ps[:num_rows]),
+            penalties=torch.from_numpy(self._penalties[rows]),
+            seen=self._seen[numbers],
+            biases=self._biases[numbers],
+            top_ks=torch.from_numpy(self._top_ks[rows]),
+            top_ps=torch.from_numpy(self._top_ps[rows]),
+            min_ps=torch.from_numpy(self._min_ps[rows]),
         )
 
     def advance(
-        self, sampled: NDArray[np.int64], *, logprobs: NDArray[np.float32], is_fed: NDArray[np.bool_]
+        self,
+        sampled: NDArray[np.int64],
+        *,
+        logprobs: NDArray[np.float32],
+        rows: RowNumbers,
+        is_fed: NDArray[np.bool_],
     ) -> None:
         """Go to the next token: the known one, or what has been sampled, unless the row ends with that."""
-        num_rows = len(sampled)
-        following = self.positions[:num_rows] + 1
-        is_known = following < self._num_known[:num_rows]
-        known = self._sequences[self._row_numbers[:num_rows], following]
-        is_end = (self._end_tokens[:num_rows] == sampled[:, None]).any(axis=1)
-        is_last = following + 1 >= self._max_lengths[:num_rows]
+        positions = self.positions[rows]
+        following = positions + 1
+        is_known = following < self._num_known[rows]
+        known = self._sequences[self._row_numbers[rows], following]
+        is_end = (self._end_tokens[rows] == sampled[:, None]).any(axis=1)
+        is_last = following + 1 >= self._max_lengths[rows]
         has_ended = ~is_known & (is_end | is_last)
-        self.has_ended[:num_rows] |= is_fed & has_ended
-        self.is_broken[:num_rows] |= ~np.isfinite(logprobs)
+        self.has_ended[rows] |= is_fed & has_ended
+        self.is_broken[rows] |= ~np.isfinite(logprobs)
         goes_on = is_fed & ~has_ended
-        np.copyto(self.tokens[:num_rows], np.where(is_known, known, sampled), where=goes_on)
-        np.copyto(self.positions[:num_rows], following, where=goes_on)
+        self.tokens[rows] = np.where(goes_on, np.where(is_known, known, sampled), self.tokens[rows])
+        self.positions[rows] = np.where(goes_on, following, positions)

@@ -23,11 +23,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kintsugi.generation.backend import Pause
 from kintsugi.generation.kernels.attention import SPLIT_LENGTH
 from kintsugi.generation.kernels.chunks import PrefillShape, packed_chunks, unpacked
 from kintsugi.generation.kernels.network import PagedNetwork
 from kintsugi.generation.kernels.step import MAX_STEPS, DecodeStep, Slots, StepKind
 from kintsugi.generation.runner import Chunk, Decoded, Row, RunnerShape
+from kintsugi.lease.memory import MappedMemory, MovedPages
 from kintsugi.model.attention import MIN_EQUAL_BITS_ROWS
 from kintsugi.runtime import wait
 
@@ -343,12 +345,35 @@ class CudaRunner:
             target_piece.copy_(piece.pin_memory(), non_blocking=True)
         return target
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def move_pages(self, used: Callable[[], list[int]]) -> MovedPages:
+        """Let the pages leave the device between two turns of this process on it; before the first graph is captured.
+        `used` says which of them hold something."""
+        assert not self._graphs and not self._prefill_graphs
+        network = self._network
+        shape, dtype, size = network.kv_pages.shape, network.kv_pages.dtype, network.kv_pages.nbytes
+        network.kv_pages = network.kv_pages.new_empty(0)
+        torch.cuda.empty_cache()
+        memory = MappedMemory(size, device=self._device)
+        with self._running():
+            network.kv_pages = memory.tensor.view(dtype).view(shape)
+            network.kv_pages.zero_()
+        return MovedPages(memory, network.kv_pages, used=used, device=self._device)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> Pause:
         self._model.check_weights(tensors)
         if any(not tensor.is_cuda for tensor in tensors.values()):
             tensors = self.stage(tensors)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with self._running():
+            begin.record()
             torch._foreach_copy_([self._parameters[name] for name in tensors], list(tensors.values()))
+            end.record()
             for tensor in tensors.values():
                 tensor.record_stream(self._stream)
+
+        def pause_ms() -> float:
+            _wait_for(end, what="the swap of the weights")
+            return begin.elapsed_time(end)
+
+        return pause_ms

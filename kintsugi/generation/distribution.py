@@ -2,6 +2,9 @@
 
 A server is admitted when it has acknowledged the weights by version and digest; one that joined later, or whose last
 answer was a fault, only after it has shown with a tiny request of ours that it can generate with them.
+
+Who is slow is named while it happens. After the deadline it is left behind: the others go on with the new version, and
+it is stale, and gets no requests, until it has caught up with what is current then.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ from kintsugi.transport import Endpoint, PendingReply
 from kintsugi.types import Sampling, Wait, WeightManifest
 
 MAX_LOAD_ATTEMPTS = 3
-LOAD_TIMEOUT_S = 120.0
+DEADLINE_S = 60.0
+PATIENCE = 3.0
+"""Who takes so many times as long as the slowest of those who are done is slow, if that is `SLOW_S` or more."""
+SLOW_S = 1.0
 PROBE_TIMEOUT_S = 30.0
 KEPT_VERSIONS = 8
 
@@ -46,7 +52,13 @@ class Distribution:
     """Never blocks: `turn` acts on what has changed."""
 
     def __init__(
-        self, endpoint: Endpoint, fleet: Fleet, *, note: Callable[[str], None], clock: Clock
+        self,
+        endpoint: Endpoint,
+        fleet: Fleet,
+        *,
+        note: Callable[[str], None],
+        clock: Clock,
+        deadline_s: float = DEADLINE_S,
     ) -> None:
         self._endpoint = endpoint
         self._fleet = fleet
@@ -55,7 +67,14 @@ class Distribution:
         self._weights: LoadWeights | None = None
         self._asked: list[Loaded] = []
         """Those who gave `_weights`, until they are told."""
-        self._deadline = 0.0
+        self._deadline_s = deadline_s
+        self._since = 0.0
+        """When `_weights` were given last."""
+        self._loads: dict[str, WeightsLoaded] = {}
+        """How it went for each server that has loaded them."""
+        self._slowest_s = 0.0
+        self._named: set[str] = set()
+        """Who was slow, or left behind, with these weights, and was said to be."""
         self._versions: deque[ModelVersion] = deque(maxlen=KEPT_VERSIONS)
 
     def distribute(self, weights: LoadWeights, then: Loaded) -> None:
@@ -63,6 +82,7 @@ class Distribution:
         published them was replaced: whoever holds them keeps them, and later ones get them from the new sources."""
         manifest = weights.manifest
         if identity(manifest) != self._fleet.current:
+            self._loads, self._slowest_s, self._named = {}, 0.0, set()
             superseded = f"superseded by version {manifest.version} before all servers had loaded it"
             self._tell(RefusedError(superseded))
             self._versions.append(
@@ -70,7 +90,7 @@ class Distribution:
             )
         self._weights, self._fleet.current = weights, identity(manifest)
         self._asked.append(then)
-        self._deadline = self._clock.monotonic() + LOAD_TIMEOUT_S
+        self._since = self._clock.monotonic()
         for member in self._fleet:
             member.load_faults = 0
 
@@ -91,6 +111,7 @@ class Distribution:
         for member in self._fleet.in_use():
             self._send(member, self._weights)
             self._look_again(member, now=now)
+        self._name_slow(self._weights.manifest, now=now)
         self._answer(self._weights.manifest, now=now)
 
     def awaited(self) -> Wait | None:
@@ -99,16 +120,19 @@ class Distribution:
             return None
         whom = ", ".join(self._missing()) or "server"
         what = f"loading version {self._weights.manifest.version}"
-        return Wait(whom, what, self._deadline - LOAD_TIMEOUT_S, self._deadline)
+        return Wait(whom, what, self._since, self._since + self._deadline_s)
 
     def _send(self, member: Member, weights: LoadWeights) -> None:
-        if self._holds(member) or member.loading or member.load_faults >= MAX_LOAD_ATTEMPTS:
+        """Also to who is still loading earlier ones: it does not finish what nobody wants."""
+        wanted = identity(weights.manifest)
+        is_failing = member.load_faults >= MAX_LOAD_ATTEMPTS
+        if self._holds(member) or member.loading == wanted or is_failing:
             return
-        member.loading = True
+        member.loading = wanted
         self._endpoint.request(
             member.process,
             weights,
-            deadline_s=LOAD_TIMEOUT_S,
+            deadline_s=MAX_LOAD_ATTEMPTS * self._deadline_s,
             on_done=partial(self._loaded, member, weights.manifest),
         )
 
@@ -117,10 +141,14 @@ class Distribution:
 
     def _loaded(self, member: Member, manifest: WeightManifest, pending: PendingReply) -> None:
         try:
-            _verify_loaded(pending.result().expect(WeightsLoaded), manifest, server=member.process)
+            loaded = pending.result().expect(WeightsLoaded)
+            _verify_loaded(loaded, manifest, server=member.process)
         except KintsugiError as error:
             self._load_failed(member, manifest, error)
             return
+        if identity(manifest) == self._fleet.current:
+            self._loads[member.process] = loaded
+            self._slowest_s = max(self._slowest_s, self._clock.monotonic() - self._since)
         if member.proven:
             self._admit(member, manifest)
         else:
@@ -147,13 +175,19 @@ class Distribution:
         self._admit(member, manifest)
 
     def _admit(self, member: Member, manifest: WeightManifest) -> None:
-        member.loading = False
+        if member.loading == identity(manifest):
+            member.loading = None
         member.held = identity(manifest)
         member.suspect = False
+        if member.process in self._named and self._holds(member):
+            self._named.discard(member.process)
+            self._note(f"{member.process} has caught up with version {manifest.version}")
 
     def _load_failed(self, member: Member, manifest: WeightManifest, error: KintsugiError) -> None:
         """A living server is asked again, a few times; one that died is gone with the next address book."""
-        member.loading = False
+        if member.loading != identity(manifest):
+            return  # Something later is on its way to it.
+        member.loading = None
         if isinstance(error, ProcessDied):
             return
         self._note(f"{member.process} did not load version {manifest.version}: {error}")
@@ -179,17 +213,50 @@ class Distribution:
             member.suspect = False
 
     def _answer(self, manifest: WeightManifest, *, now: float) -> None:
-        """A version is loaded when every server that lives has acknowledged it."""
+        """A version is loaded when every server that lives has acknowledged it, or when the deadline is over and some
+        have: those who have not are left behind."""
         if not self._asked:
             return
         missing, servers = self._missing(), self._fleet.in_use()
-        if servers and not missing:
-            names = tuple(sorted(member.process for member in servers))
-            self._tell(WeightsLoaded(manifest.version, manifest.digest, names))
-        elif now >= self._deadline:
+        is_over = now >= self._since + self._deadline_s
+        if len(missing) < len(servers) and (is_over or not missing):
+            for process in missing:
+                self._named.add(process)
+                self._note(
+                    f"{process} is left behind: it has not loaded version {manifest.version} within "
+                    f"{self._deadline_s:g} s"
+                )
+            self._tell(self._loaded_by(manifest, but=missing))
+        elif is_over:
             whom = ", ".join(missing) or "any generation server"
             what = f"loading version {manifest.version}"
-            self._tell(DeadlineExceeded(whom=whom, what=what, waited_s=LOAD_TIMEOUT_S))
+            self._tell(DeadlineExceeded(whom=whom, what=what, waited_s=self._deadline_s))
+
+    def _loaded_by(self, manifest: WeightManifest, *, but: list[str]) -> WeightsLoaded:
+        names = sorted(member.process for member in self._fleet.in_use() if member.process not in but)
+        loads = [load for process, load in self._loads.items() if process in names]
+        return WeightsLoaded(
+            manifest.version,
+            manifest.digest,
+            tuple(names),
+            late=tuple(but),
+            pause_ms={process: pause for load in loads for process, pause in load.pause_ms.items()},
+            fetch_s={process: fetch for load in loads for process, fetch in load.fetch_s.items()},
+        )
+
+    def _name_slow(self, manifest: WeightManifest, *, now: float) -> None:
+        """Say once who the others wait for, long before it is left behind."""
+        waited_s = now - self._since
+        if not self._asked or not self._loads or waited_s < max(SLOW_S, PATIENCE * self._slowest_s):
+            return
+        rate = manifest.size / 1e6 / waited_s
+        for process in self._missing():
+            if process not in self._named:
+                self._named.add(process)
+                self._note(
+                    f"{process} is slow to load version {manifest.version}: {waited_s:.1f} s so far, less than "
+                    f"{rate:.1f} MB/s; the slowest other took {self._slowest_s:.1f} s"
+                )
 
     def _missing(self) -> list[str]:
         return sorted(member.process for member in self._fleet.in_use() if not self._holds(member))

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kintsugi.errors import UserError
-from kintsugi.generation.backend import Running
+from kintsugi.generation.backend import Pause, Running
 from kintsugi.generation.pages import PagePool, num_pages_of, page_keys
 from kintsugi.generation.requests import Output, Request, RequestId, Tokens
 from kintsugi.generation.rows import Flight, Landed, Rows
@@ -101,7 +101,7 @@ class Engine:
         if len(end_token_ids) > MAX_STOP_TOKENS:
             raise UserError(f"expected at most {MAX_STOP_TOKENS} end tokens, got {len(end_token_ids)}")
         assert shape.chunk_size % shape.page_size == 0 and steps_per_visit > 0
-        self._runner = runner
+        self._runner = self.runner = runner
         self._shape = shape
         self._end_token_ids = tuple(end_token_ids)
         self._deterministic = deterministic
@@ -109,6 +109,7 @@ class Engine:
         self._steps_per_visit = steps_per_visit
         self._overlap = overlap
         self._pool = PagePool(shape.num_pages, page_size=shape.page_size)
+        self.used_pages = self._pool.filled
         self._rows = Rows(shape.num_slots, max_length=shape.max_length)
         self._sequences: dict[RequestId, _Sequence] = {}
         self._queue: list[_Sequence] = []
@@ -219,14 +220,17 @@ class Engine:
         sequence = self._sequences.get(request_id)
         return None if sequence is None else self._tokens_of(sequence)
 
-    def load(self, version: int, tensors: Mapping[str, Tensor], *, running: Running = "keep") -> None:
+    def stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return self._runner.stage(tensors)
+
+    def load(self, version: int, tensors: Mapping[str, Tensor], *, running: Running = "keep") -> Pause | None:
         """Change the weights after the visit that is under way, whose tokens keep the old version.
 
         A prompt whose prefill is under way begins again in any case: nothing has been sampled from it yet.
         """
         if running == "recompute":
             self._settle()
-        self._runner.load(tensors)
+        pause = self._runner.load(tensors)
         self._version = version
         for sequence in reversed(self._prefilling.copy()):
             self._put_back(sequence)
@@ -234,6 +238,7 @@ class Engine:
             for sequence in list(self._running.values()):
                 self._put_back(sequence)
         self._pool.forget_all()
+        return pause
 
     def _enqueue(self, sequence: _Sequence) -> None:
         """Let it wait for its turn, by its arrival, however often it had its turn before."""

@@ -33,7 +33,8 @@ class Member:
         """False until a server that joined later has answered the probe."""
         self.held: Identity | None = None
         """The weights that it was admitted with last."""
-        self.loading = False
+        self.loading: Identity | None = None
+        """The weights that it was sent last and has not answered for."""
         self.load_faults = 0
         self.suspect = False
         self.probe_at = 0.0

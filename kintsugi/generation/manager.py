@@ -24,7 +24,7 @@ import xxhash
 from kintsugi.bootstrap import Bootstrap
 from kintsugi.config import Strategy
 from kintsugi.errors import DeadlineExceeded, KintsugiError, ProcessDied, RefusedError, RemoteError
-from kintsugi.generation.distribution import Distribution, Loaded, ModelVersion
+from kintsugi.generation.distribution import DEADLINE_S, Distribution, Loaded, ModelVersion
 from kintsugi.generation.fleet import Fleet, Member, identity
 from kintsugi.generation.router import Choice, ServerView, choose
 from kintsugi.generation.transcript import Transcript, verify_answer
@@ -161,6 +161,7 @@ class Manager:
         note: Callable[[str], None],
         strategy: Strategy = "least_loaded",
         max_requests: int = MAX_REQUESTS,
+        weights_deadline_s: float = DEADLINE_S,
         clock: Clock = SYSTEM_CLOCK,
         waits: WaitTable = WAITS,
     ) -> None:
@@ -173,7 +174,9 @@ class Manager:
         self._waits = waits
         self._declared: dict[str, tuple[int, Wait]] = {}
         self._fleet = Fleet(endpoint, note=note)
-        self._distribution = Distribution(endpoint, self._fleet, note=note, clock=clock)
+        self._distribution = Distribution(
+            endpoint, self._fleet, note=note, clock=clock, deadline_s=weights_deadline_s
+        )
         self._waiting: deque[Job] = deque()
         self._sent: dict[int, _Sent] = {}
         # Numbers of another incarnation, which a server may still use, are not ours.
@@ -477,6 +480,7 @@ def main(bootstrap: Bootstrap) -> int:
             endpoint,
             note=lambda message: events.emit(Note(message)),
             strategy=config.generation.strategy,
+            weights_deadline_s=config.weights.deadline_s,
         )
         try:
             while membership.shutdown_reason is None:

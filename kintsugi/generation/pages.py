@@ -100,6 +100,11 @@ class PagePool:
         """What can be allocated, cached pages included."""
         return len(self._free) + len(self._cached)
 
+    def filled(self) -> list[int]:
+        """Used and cached pages."""
+        free = set(self._free)
+        return [page for page in range(self.num_pages) if page not in free]
+
     def allocate(self, count: int) -> list[int]:
         """Pages with one reference; the cached ones that were used longest ago give way."""
         assert 0 <= count <= self.num_available, f"{count} pages asked for, {self.num_available} available"

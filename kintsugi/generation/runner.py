@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kintsugi.generation.backend import Pause
 from kintsugi.generation.requests import Request
 
 if TYPE_CHECKING:
@@ -123,6 +124,10 @@ class Runner(Protocol):
         `max_length`, feeds nothing further by itself; the engine sees the same in the tokens and stops it."""
         ...
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """As `Backend.stage`: from any thread."""
+        ...
+
+    def load(self, tensors: Mapping[str, Tensor]) -> Pause | None:
         """Copy weights to where the old ones are, after all steps begun before and before all later ones."""
         ...

@@ -64,7 +64,7 @@ def sample(
     """
     greedy = temperatures == 0
     divisors = temperatures.masked_fill(greedy, 1.0).unsqueeze(-1)
-    bent = None if bending is None else _bent(logits, bending=bending, divisors=divisors)
+    bent = None if bending is None else bent_logits(logits, bending=bending, divisors=divisors)
     scaled = logits.div_(divisors)
     peaks = scaled.amax(dim=-1, keepdim=True)
     weights = (scaled - peaks).exp_()
@@ -115,7 +115,7 @@ def _invert(weights: Tensor, *, masses: Tensor, uniforms: Tensor) -> Tensor:
     return place.add_(block.mul_(BLOCK_SIZE)).clamp_max_(last_token).squeeze(-1)
 
 
-def _bent(logits: Tensor, *, bending: Bending, divisors: Tensor) -> Tensor:
+def bent_logits(logits: Tensor, *, bending: Bending, divisors: Tensor) -> Tensor:
     """The logits that are drawn from: penalised, biased, divided by the temperature, and -∞ where left out.
 
     Each way of leaving out is a threshold on the logit; what is as likely as the last token that stays, stays too.

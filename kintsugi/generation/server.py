@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol
 
 import torch
-from torch import Tensor
 
 from kintsugi.bootstrap import Bootstrap
 from kintsugi.cluster.segments import SegmentClient
 from kintsugi.config import Config
 from kintsugi.errors import IntegrityError, KintsugiError, RefusedError, WorldError
-from kintsugi.generation.backend import Backend, Running
-from kintsugi.generation.building import build_engine
+from kintsugi.generation.backend import Backend, Pause, Running
+from kintsugi.generation.building import build_engine, memory_of
 from kintsugi.generation.jobs import Incarnation, Job, check, incarnation_of, produced_of, prompt_of
 from kintsugi.generation.noise import stream_key
 from kintsugi.generation.requests import Output, Request, Tokens
+from kintsugi.generation.staging import Beside, Fetch, Load, Stager, in_thread, superseded
+from kintsugi.lease.client import UNSHARED, Lease, open_lease
 from kintsugi.messages import (
     Body,
     Cancel,
@@ -34,17 +35,18 @@ from kintsugi.messages import (
 from kintsugi.model.device import choose_device, identity
 from kintsugi.model.faults import as_world_error
 from kintsugi.model.plan import plan_model
-from kintsugi.observe.events import Note
+from kintsugi.observe.events import Alert, Note
 from kintsugi.recipe import load_config
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, Clock
-from kintsugi.transport import Delivery, Reply
+from kintsugi.transport import Delivery
 from kintsugi.types import Fragment, Peer, WeightManifest, WeightSource
-from kintsugi.weights.fetch import describe, fetch
+from kintsugi.weights.collective import receive
+from kintsugi.weights.device import MappedSlots
+from kintsugi.weights.fetch import Fetched, Fetcher, describe
+from kintsugi.weights.stream import Answer
 from kintsugi.worker import Shell, run_worker
 
 IDLE_WAIT_S = 5.0
-FETCH_TIMEOUT_S = 60.0
-"""Of one request of a bulk stream."""
 MAX_WAITING_SAMPLES = 1 << 16
 """Samples in the engine; a further request is refused."""
 STREAM_S = 0.01
@@ -57,9 +59,6 @@ MAX_STREAMING_SHARE, MAX_PROGRESS_SHARE = 0.1, 0.02
 REPORT_S = 0.25
 ORPHANED_S = 10.0
 """How long work goes on whose asker is gone: its successor may ask for the same, and joins it."""
-
-Fetch = Callable[[WeightManifest, Sequence[WeightSource]], Mapping[str, Tensor]]
-"""Gets the tensors of a manifest, verified against its digests."""
 
 
 class Speaker(Protocol):
@@ -82,18 +81,31 @@ class Speaker(Protocol):
 
     def report(self, *, load: float, gauges: dict[str, float]) -> None: ...
 
+    def wake(self) -> None: ...
+
 
 class Server:
     """Consumes `Generate`, `Cancel`, `Interrupt` and `LoadWeights`, produces their replies and `Produced`; waits only
-    while the back end has nothing to do, and is unblocked by the next request."""
+    while the back end has nothing to do, and is unblocked by the next request, or by weights that are ready."""
 
     def __init__(
-        self, shell: Speaker, backend: Backend, *, fetch: Fetch, clock: Clock = SYSTEM_CLOCK
+        self,
+        shell: Speaker,
+        backend: Backend,
+        *,
+        fetch: Fetch,
+        clock: Clock = SYSTEM_CLOCK,
+        beside: Beside = in_thread,
+        lease: Lease = UNSHARED,
     ) -> None:
         self._shell = shell
+        self._lease = lease
         self._backend = backend
-        self._fetch = fetch
         self._clock = clock
+        self._stager = Stager(fetch, backend.stage, wake=shell.wake, beside=beside, clock=clock)
+        self._swapped: list[tuple[Load, float, Pause | None]] = []
+        """Weights that are in place since this turn, and how long that took, by our clock and by the device's."""
+        self._gauges: dict[str, float] = {}
         self._jobs: dict[int, Job] = {}
         self._numbers: dict[str, list[int]] = {}
         """Of the jobs of each ticket."""
@@ -119,15 +131,26 @@ class Server:
         name: what it was doing goes on elsewhere, from what was told of it."""
         try:
             self._take_all(idle_wait_s)
+            self._swap_all()
             self._advance()
+            self._acknowledge_all()
+            self._lease.leave(wants_more=self._has_work)
         except RuntimeError as error:
             fault = as_world_error(error)
             if fault is error:
                 raise
             raise fault from error
 
+    @property
+    def _has_work(self) -> bool:
+        """For the device."""
+        return self._stager.is_ready or not self._backend.idle
+
     def _take_all(self, idle_wait_s: float) -> None:
-        if self._backend.idle:
+        if self._has_work:
+            if not self._lease.try_enter():
+                self._lease.await_turn()
+        else:
             self._report(self._clock.monotonic())
             first = self._shell.next_request(idle_wait_s)
             if first is not None:
@@ -136,7 +159,7 @@ class Server:
             self._take(delivery)
 
     def _advance(self) -> None:
-        if self._backend.idle:
+        if self._backend.idle or not self._lease.try_enter():
             return
         num_steps = self._backend.num_steps
         for output in self._backend.step():
@@ -167,26 +190,70 @@ class Server:
                     self._interrupt()
                     self._shell.reply(delivery, Ok())
                 case LoadWeights():
-                    self._shell.reply(delivery, self._load(body))
+                    self._order(delivery, body)
                 case _ if delivery.wants_reply:
                     raise RefusedError(f"a generation server does not answer {type(body).__name__}")
         except KintsugiError as error:
             self._shell.fail(delivery, error)
 
-    def _load(self, body: LoadWeights) -> WeightsLoaded:
-        """Copy a version in, unless it is there; all of it is verified before the first byte is overwritten."""
+    def _order(self, delivery: Delivery, body: LoadWeights) -> None:
+        """Weights are fetched and verified beside the decoding, unless they are there."""
+        held = self._held
         manifest = body.manifest
-        wanted = WeightsLoaded(manifest.version, manifest.digest, (self._shell.process,))
-        if self._held != wanted:
-            tensors = self._fetch(manifest, body.sources)
-            if body.running == "interrupt":
-                self._interrupt()
-            running: Running = "recompute" if body.running == "recompute" else "keep"
-            # If this fails, neither version may be there.
-            self._held = None
-            self._backend.load(manifest.version, tensors, running=running)
-            self._held = wanted
-        return wanted
+        is_held = held is not None and (held.version, held.digest) == (manifest.version, manifest.digest)
+        if held is not None and is_held and not self._stager.is_busy:
+            self._shell.reply(delivery, held)
+            return
+        for passed_over in self._stager.ask(delivery, body):
+            self._shell.fail(passed_over, superseded(manifest.version))
+        self._swap_all()
+
+    def _swap_all(self) -> None:
+        while self._stager.is_ready and self._lease.try_enter() and (load := self._stager.take()) is not None:
+            error = load.error
+            try:
+                if error is None:
+                    self._swap(load)
+            except KintsugiError as failure:
+                error = failure
+            if isinstance(error, KintsugiError):
+                load.release()
+                for delivery in load.deliveries:
+                    self._shell.fail(delivery, error)
+            elif error is not None:
+                raise error
+
+    def _swap(self, load: Load) -> None:
+        """Change the weights, all of which have been verified."""
+        since = self._clock.monotonic()
+        manifest = load.order.manifest
+        if load.order.running == "interrupt":
+            self._interrupt()
+        running: Running = "recompute" if load.order.running == "recompute" else "keep"
+        # If this fails, neither version may be there.
+        self._held = None
+        pause = self._backend.load(manifest.version, load.tensors, running=running)
+        self._held = WeightsLoaded(manifest.version, manifest.digest, (self._shell.process,))
+        self._swapped.append((load, (self._clock.monotonic() - since) * 1e3, pause))
+
+    def _acknowledge_all(self) -> None:
+        """After the next step has begun, as the device says only then how long it was kept from decoding."""
+        swapped, self._swapped = self._swapped, []
+        for load, pause_ms, pause in swapped:
+            if pause is not None:
+                pause_ms = pause()
+            load.release()
+            manifest, process = load.order.manifest, self._shell.process
+            self._gauges |= {"weight_pause_ms": round(pause_ms, 3), "weight_fetch_s": round(load.fetch_s, 4)}
+            loaded = WeightsLoaded(
+                manifest.version,
+                manifest.digest,
+                (process,),
+                pause_ms={process: pause_ms},
+                fetch_s={process: load.fetch_s},
+            )
+            for delivery in load.deliveries:
+                self._shell.reply(delivery, loaded)
 
     def _start(self, delivery: Delivery, request: Generate) -> None:
         for number in self._numbers.get(request.ticket, ()):
@@ -329,7 +396,7 @@ class Server:
         if now > since:
             stats["tokens_per_s"] = round(max(0.0, decoded - before) / (now - since), 1)
         self._reported = (now, decoded)
-        self._shell.report(load=float(load), gauges=stats)
+        self._shell.report(load=float(load), gauges=stats | self._gauges)
 
 
 def _samples_of(request: Generate, *, number: int) -> list[Request]:
@@ -375,30 +442,45 @@ def main(bootstrap: Bootstrap) -> int:
     config = load_config(Path(bootstrap.run_dir) / "config.yaml")
     device = choose_device(bootstrap.process, broken=bootstrap.broken_chips)
     backend = open_backend(bootstrap, config, device=device)
-    return run_worker(
-        bootstrap,
-        lambda shell: Server(shell, backend, fetch=partial(_fetch, shell)).serve(),
-        capabilities={"device": str(device), "chip": identity(device)},
-    )
+    policy = config.cluster.share_device
+    memory = memory_of(backend, policy=policy, device=device)
+
+    def body(shell: Shell) -> None:
+        fetcher = Fetcher(
+            process=shell.process,
+            host=bootstrap.host,
+            ask=partial(_ask, shell),
+            say=lambda message: shell.events.emit(Alert(message)),
+            card=MappedSlots(device) if device.type == "cuda" else None,
+            join=receive,
+        )
+        lease = open_lease(shell, policy=policy, device=identity(device), memory=memory)
+        Server(shell, backend, fetch=partial(_fetch, shell, fetcher), lease=lease).serve()
+
+    return run_worker(bootstrap, body, capabilities={"device": str(device), "chip": identity(device)})
 
 
-def _fetch(shell: Shell, manifest: WeightManifest, sources: Sequence[WeightSource]) -> Mapping[str, Tensor]:
-    """Through shared memory of this host if its agent answers, else from the process that published."""
+def _ask(shell: Shell, process: str, request: FetchWeights, deadline_s: float) -> Answer:
+    return shell.submit(process, request, deadline_s=deadline_s)
 
-    def fetch_stream(process: str, request: FetchWeights) -> Reply:
-        return shell.call(process, request, deadline_s=FETCH_TIMEOUT_S)
 
-    with ExitStack() as stack:
-        segments = None
-        if shell.bootstrap.segments:
-            try:
-                segments = stack.enter_context(closing(SegmentClient(shell.bootstrap.segments)))
-            except WorldError as error:
-                shell.events.emit(Note(f"no shared memory on {shell.bootstrap.host}: {error}"))
-        host = shell.bootstrap.host
-        fetched = fetch(manifest, sources, host=host, segments=segments, fetch_stream=fetch_stream)
+def _fetch(
+    shell: Shell, fetcher: Fetcher, manifest: WeightManifest, sources: Sequence[WeightSource]
+) -> Fetched:
+    """Through shared memory of this host if its agent answers, else by the ways that are left."""
+    segments = None
+    if shell.bootstrap.segments:
+        try:
+            segments = SegmentClient(shell.bootstrap.segments)
+        except WorldError as error:
+            shell.events.emit(Note(f"no shared memory on {shell.bootstrap.host}: {error}"))
+    if segments is None:
+        fetched = fetcher.fetch(manifest, sources)
+    else:
+        with closing(segments):
+            fetched = fetcher.fetch(manifest, sources, segments=segments)
     for failure in fetched.failures:
         shell.events.emit(
             Note(f"version {manifest.version} came by {describe(fetched.source)}, because {failure}")
         )
-    return fetched.tensors()
+    return fetched

@@ -14,7 +14,7 @@ from functools import partial
 from math import sqrt
 
 from kintsugi.stages import Stage
-from kintsugi.types import Finish, SampleMeta, ShardItem, ticket_of
+from kintsugi.types import Finish, SampleMeta, ShardItem, staleness, ticket_of
 
 STD_EPSILON = 1e-4
 """Added to the group's standard deviation, as TRL does."""
@@ -99,15 +99,19 @@ def is_uninformative(stage: Stage, group: Sequence[SampleMeta], *, max_new_token
     return has_equal_rewards([shaped_reward(stage, meta, max_new_tokens=max_new_tokens) for meta in valid])
 
 
-def initial_values(stage: Stage, metas: Sequence[SampleMeta], *, max_new_tokens: int) -> Scalars:
-    """Sample key → what its item carries before any call: `reward` (shaped), `truncated`, `mask` (0: learn nothing);
-    where rollouts are only kept, the rewards by function too."""
+def initial_values(
+    stage: Stage, metas: Sequence[SampleMeta], *, max_new_tokens: int, version: int
+) -> Scalars:
+    """Sample key → what its item carries before any call: `reward` (shaped), `truncated`, `mask` (0: learn nothing),
+    `staleness` against the weights `version` with which the step begins; where rollouts are only kept, the rewards by
+    function too."""
     keeps = stage.algorithm.name == "rollout"
     return {
         meta.key: {
             "reward": shaped_reward(stage, meta, max_new_tokens=max_new_tokens),
             "truncated": float(meta.finish is Finish.LENGTH),
             "mask": float(not is_masked(stage, meta)),
+            "staleness": float(staleness(meta.version, step=version + 1)),
             **{f"reward/{name}": value for name, value in meta.reward_components.items() if keeps},
         }
         for meta in metas

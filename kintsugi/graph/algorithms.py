@@ -7,7 +7,10 @@ its own (`config.ALGORITHM_DEFAULTS`); the docstrings here name them.
 To add one, write a function that returns a `Graph`, name it in `ALGORITHMS`, and give whatever interface it names that
 does not exist yet to the master (`graph/advantages.py`) or to the trainer (`training/interfaces.py`).
 
-Notation: π the policy, μ the policy that sampled, A the advantage, ρ = π/μ per token, r the reward of a sample.
+Notation: π the policy, μ the policy that sampled, A the advantage, ρ = π/prox per token, r the reward of a sample. The
+proximal policy prox is μ in a synchronous run. Where samples are older than the weights with which a step begins, it is
+that policy (`algorithm.proximal`), and prox/μ, capped, weighs the loss: PPO's objective decoupled from who sampled.
+Hilton et al. 2021 (arXiv 2110.00641), Fu et al. 2025 (arXiv 2505.24298). This holds for all algorithms that sample.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ TOKENS = Key("tokens", "int32", ("tokens",))
 LOSS_MASK = Key("loss_mask", "uint8", ("tokens",))
 LOGPROBS = Key("logprobs", "float32", ("tokens",))
 REFERENCE_LOGPROBS = Key("reference_logprobs", "float32", ("tokens",))
+PROXIMAL_LOGPROBS = Key("proximal_logprobs", "float32", ("tokens",))
+"""Of the policy with which the step begins."""
 REFERENCE_KL = Key("reference_kl", "float32")
 """The sample's estimated KL to the reference, summed over its tokens."""
 REWARD = Key("reward", "float32")
@@ -90,6 +95,7 @@ def ppo(stage: Stage) -> Graph:
         *reward_inference(stage),
         *reference_inference(stage),
         inference("critic_inference", VALUES),
+        *proximal_inference(stage),
         token_advantage(stage, "gae"),
         policy_train(stage, TOKEN_ADVANTAGES),
         critic_train(),
@@ -130,8 +136,8 @@ def dapo(stage: Stage) -> Graph:
 def gspo(stage: Stage) -> Graph:
     """GRPO with one ratio per sequence: the geometric mean of its tokens' ratios (`ratio: sequence_mean`).
 
-    s = exp(mean over tokens of log π/μ); −min(sA, clip(s)A), a mean over sequences; the clip range is hundreds of times
-    narrower than PPO's because a mean moves less than its parts. Zheng et al. 2025 (arXiv 2507.18071).
+    s = exp(mean over tokens of log π/prox); −min(sA, clip(s)A), a mean over sequences; the clip range is hundreds of
+    times narrower than PPO's because a mean moves less than its parts. Zheng et al. 2025 (arXiv 2507.18071).
     """
     return group_policy_gradient(stage, baseline="group_advantages")
 
@@ -160,6 +166,7 @@ def reinforce_pp(stage: Stage) -> Graph:
         reward(),
         *reward_inference(stage),
         *reference_inference(stage),
+        *proximal_inference(stage),
         token_advantage(stage, "reward_to_go"),
         policy_train(stage, TOKEN_ADVANTAGES),
     )
@@ -188,6 +195,7 @@ def group_policy_gradient(stage: Stage, *, baseline: str) -> Graph:
         reward(),
         *reward_inference(stage),
         *reference_inference(stage, summed=stage.takes_kl_off_reward),
+        *proximal_inference(stage),
         group_advantage(stage, baseline),
         policy_train(stage, ADVANTAGE),
     )
@@ -230,6 +238,14 @@ def reference_inference(stage: Stage, *, summed: bool = False) -> list[Call]:
     return [inference("ref_inference", *outputs, interface="reference_inference")]
 
 
+def proximal_inference(stage: Stage) -> list[Call]:
+    """The log-probabilities of the policy with which the step begins, where updates are to stay close to it and there
+    are several; a single one starts from them."""
+    if not stage.asks_proximal:
+        return []
+    return [inference("prox_inference", PROXIMAL_LOGPROBS, interface="proximal_inference")]
+
+
 def group_advantage(stage: Stage, interface: str) -> Call:
     """Each sample against its group; the master has all rewards and needs no model for it."""
     inputs = [REWARD]
@@ -262,7 +278,8 @@ def train(interface: str, *inputs: Key, name: str = "actor_train") -> Call:
 def policy_train(stage: Stage, advantages: Key) -> Call:
     """The actor's update by policy gradient; where there is a reference, the distance to it is at least reported."""
     reference = (REFERENCE_LOGPROBS,) if stage.has_reference else ()
-    return train("policy_train", LOGPROBS, advantages, *reference)
+    proximal = (PROXIMAL_LOGPROBS,) if stage.asks_proximal else ()
+    return train("policy_train", LOGPROBS, advantages, *reference, *proximal)
 
 
 def critic_train() -> Call:

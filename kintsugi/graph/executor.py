@@ -18,13 +18,17 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from kintsugi.buffer.packing import logical_shards, shards_of_rank
+from kintsugi.dataplane.plan import Plan, in_order
 from kintsugi.graph.dfg import Graph
 from kintsugi.graph.mfc import Call, Per
 from kintsugi.messages import CallDone
+from kintsugi.transfers import Routes, Transfer
 from kintsugi.types import LogicalShard, Role, ShardItem
 
 Compute = Callable[[str, Sequence[ShardItem]], Mapping[str, Mapping[str, float]]]
 """(interface, items of the batch) → output → sample → value: what the master computes itself, from scalars."""
+Planner = Callable[[Sequence[LogicalShard], Sequence[str]], Plan]
+"""(shards, ranks) → which rank computes which block of shards, and how it gets their samples."""
 
 
 class Dispatch(msgspec.Struct, frozen=True):
@@ -38,6 +42,8 @@ class Dispatch(msgspec.Struct, frozen=True):
     """Calls that the worker was sent before this one."""
     prepares: bool = False
     """No training call follows it."""
+    blocks: tuple[int, ...] = ()
+    routes: Routes = Routes()
 
 
 class CallSpan(msgspec.Struct, frozen=True):
@@ -67,11 +73,14 @@ class Walk:
         num_shards: int,
         compute: Compute,
         keep_groups: bool = False,
+        planner: Planner = lambda shards, ranks: in_order(len(ranks)),
     ) -> None:
-        """`keep_groups`: a group's samples are compared with each other, so they stay on one worker."""
+        """`keep_groups`: a group's samples are compared with each other, so they stay on one worker. `planner` places
+        the shards once, for all calls."""
         self._graph, self._workers, self._compute = graph, workers, compute
         self._items = {item.key: item for item in items}
         self._shards = logical_shards(items, num_shards=num_shards, keep_groups=keep_groups)
+        self.plan = planner(self._shards, workers[Role.MODEL])
         self._open: dict[str, dict[str, CallDone | None]] = {}
         self._started: dict[str, float] = {}
         self._keys_of: dict[str, dict[str, set[str]]] = {}
@@ -104,6 +113,15 @@ class Walk:
         return merged
 
     @property
+    def transfers(self) -> dict[str, list[Transfer]]:
+        """Worker → what it fetched for the calls that are done."""
+        fetched: dict[str, list[Transfer]] = {}
+        for answers in self.answers.values():
+            for worker, answer in answers.items():
+                fetched.setdefault(worker, []).extend(answer.transfers)
+        return fetched
+
+    @property
     def values(self) -> dict[str, dict[str, float]]:
         """Sample → what is known of it by now, what calls gave included."""
         return {key: item.values for key, item in self._items.items()}
@@ -133,11 +151,16 @@ class Walk:
         self._started[call.name] = now
         dispatches = []
         for rank, worker in enumerate(workers):
-            mine = shards_of_rank(len(self._shards), rank=rank, world_size=len(workers))
+            block = self.plan.blocks[rank]
+            mine = shards_of_rank(len(self._shards), rank=block, world_size=len(workers))
             shards = tuple(self._shards[i] for i in mine)
             self._keys_of.setdefault(call.name, {})[worker] = {i.key for shard in shards for i in shard.items}
             prepares = call.name == self._last_training
-            dispatches.append(Dispatch(call, worker, rank, shards, tuple(self._sent), prepares))
+            # Later calls of the step find the samples that the first one fetched.
+            routes = Routes() if self._sent else self.plan.routes[rank]
+            after = tuple(self._sent)
+            blocks = () if list(self.plan.blocks) == list(range(len(workers))) else self.plan.blocks
+            dispatches.append(Dispatch(call, worker, rank, shards, after, prepares, blocks, routes))
         self._sent.append(call.name)
         return dispatches
 

@@ -139,9 +139,11 @@ class Tokenizer:
             where = text if len(text) <= LONG_TEXT else f"{text[:40]}…"
             raise DataError(f"the tokenizer has no token for {unknown} in {where!r}: {error}") from error
 
-    def encode_conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_conversation(
+        self, messages: Sequence[Mapping[str, Any]], *, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Ids of a prompt in the model's chat template, up to where its answer begins."""
-        return self.encode(self.apply_chat_template(messages))
+        return self.encode(self.apply_chat_template(messages, variables=variables))
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a prompt that is plain text.

@@ -25,6 +25,10 @@ class EpisodeFailed(WorldError):
     """
 
 
+class EpisodeHangs(EpisodeFailed):
+    """The user's code took too long and can not be interrupted: its process is replaced."""
+
+
 class Policy(Protocol):
     """The model as a player meets it."""
 
@@ -75,7 +79,8 @@ class Environment(Protocol):
     """
 
     def reset(self, row: Row, *, seed: int) -> Any:
-        """Begin: a `str` or an `Observation`; None shows the row's prompt. All episodes of a group have the same seed."""
+        """Begin, and say what is shown: a `str` or an `Observation`; None is the row's prompt. All episodes of a group
+        have the same seed."""
         ...
 
     def step(self, action: str) -> Any:
@@ -84,6 +89,14 @@ class Environment(Protocol):
 
     def close(self) -> Any:
         """The episode is over, however it ended."""
+        ...
+
+
+class DemonstratingEnvironment(Environment, Protocol):
+    """One that can show how it is done: an SFT warm-up then learns whole episodes of it."""
+
+    def demonstrate(self) -> Any:
+        """The next action, a `str`; what it leads to is asked of `step` as ever."""
         ...
 
 
@@ -102,7 +115,8 @@ class Episode(msgspec.Struct, frozen=True, tag=True):
     sampling: Sampling
     """How the group is sampled; `max_new_tokens` is that of one turn."""
     demonstrate: bool = False
-    """Played by the environment's own `demonstrate`, for SFT; no policy is asked."""
+    """Show how it is done, for SFT: by the environment's own `demonstrate`, or by the row's completion. No policy is
+    asked."""
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -126,8 +140,10 @@ class EpisodeRecord(msgspec.Struct, frozen=True, tag=True):
     success: bool
     components: dict[str, float] = {}
     """What else is reported of it: {"turns": 3.0, "tool_errors": 1.0}."""
+    prompt: str = ""
+    """What was shown first, as people read it."""
     text: str = ""
-    """What was said after the prompt, as people read it."""
+    """What was said after it."""
     seconds: float = 0.0
     """Spent in the user's code."""
 
@@ -136,7 +152,8 @@ class Player(Protocol):
     """Plays episodes, many at once, in the loop of the process beside the rollout worker."""
 
     async def play(self, episode: Episode, policy: Policy) -> EpisodeRecord:
-        """`EpisodeFailed` says why there is no record; a `UserError` (configuration, data) is mended by no repetition."""
+        """`EpisodeFailed` says why there is no record; a `UserError` (configuration, data) is mended by no
+        repetition."""
         ...
 
     async def close(self) -> None:

@@ -10,6 +10,7 @@ import xxhash
 
 from kintsugi.errors import IntegrityError
 from kintsugi.messages import Generated
+from kintsugi.rollout.environment import Turn
 from kintsugi.types import Completion, Finish, SampleMeta, Trajectory, sample_key
 
 _encoder = msgspec.msgpack.Encoder()
@@ -24,18 +25,26 @@ def trajectory_digest(trajectory: Trajectory) -> str:
     return xxhash.xxh3_64_hexdigest(_encoder.encode(trajectory))
 
 
-def sampled_trajectory(ticket: str, prompt: bytes, completion: Completion) -> Trajectory:
-    """Prompt and completion as they went through the model; only sampled tokens are in the loss."""
-    assert completion.finish is not None, f"sample {completion.sample} of {ticket} was interrupted"
-    num_prompt, num_sampled = len(prompt) // 4, len(completion.tokens) // 4
+def episode_trajectory(key: str, turns: Sequence[Turn], *, finish: Finish) -> Trajectory:
+    """The turns one after the other, as they went through the model; only sampled tokens are in the loss."""
+    parts = [(turn.fed, len(turn.fed) // 4, turn.completion) for turn in turns]
     return Trajectory(
-        key=sample_key(ticket, completion.sample),
-        tokens=prompt + completion.tokens,
-        loss_mask=bytes(num_prompt) + b"\x01" * num_sampled,
-        logprobs=bytes(4 * num_prompt) + completion.logprobs,
-        versions=int32([-1] * num_prompt) + completion.versions,
-        finish=completion.finish,
+        key=key,
+        tokens=b"".join(fed + completion.tokens for fed, _, completion in parts),
+        loss_mask=b"".join(
+            bytes(count) + b"\x01" * (len(completion.tokens) // 4) for _, count, completion in parts
+        ),
+        logprobs=b"".join(bytes(4 * count) + completion.logprobs for _, count, completion in parts),
+        versions=b"".join(int32([-1] * count) + completion.versions for _, count, completion in parts),
+        finish=finish,
     )
+
+
+def sampled_trajectory(ticket: str, prompt: bytes, completion: Completion) -> Trajectory:
+    """An episode of one turn: prompt and completion."""
+    assert completion.finish is not None, f"sample {completion.sample} of {ticket} was interrupted"
+    key = sample_key(ticket, completion.sample)
+    return episode_trajectory(key, [Turn(prompt, completion)], finish=completion.finish)
 
 
 def whole(answer: Generated) -> tuple[Completion, ...]:
@@ -46,19 +55,31 @@ def whole(answer: Generated) -> tuple[Completion, ...]:
     return answer.completions
 
 
+def is_empty(completion: Completion) -> bool:
+    """Whether not a single token was sampled: nothing can be learned from it."""
+    return not completion.tokens
+
+
+def demonstrated_completion(ids: Sequence[int], *, finish: Finish, sample: int = 0) -> Completion:
+    """What shall be imitated, as if a policy had sampled it; no weights have."""
+    return Completion(sample, int32(ids), bytes(4 * len(ids)), int32([-1] * len(ids)), finish)
+
+
 def demonstrated_trajectory(
     ticket: str, prompt: Sequence[int], completion: Sequence[int], *, sample: int = 0
 ) -> Trajectory:
     """A row to imitate, or one of a pair: its completion, end token included, is in the loss."""
-    count = len(prompt) + len(completion)
-    return Trajectory(
-        key=sample_key(ticket, sample),
-        tokens=int32([*prompt, *completion]),
-        loss_mask=bytes(len(prompt)) + b"\x01" * len(completion),
-        logprobs=bytes(4 * count),
-        versions=int32([-1] * count),
-        finish=Finish.EOS,
-    )
+    shown = demonstrated_completion(completion, finish=Finish.EOS, sample=sample)
+    return sampled_trajectory(ticket, int32(prompt), shown)
+
+
+def discounted(rewards: Sequence[float], *, discount: float) -> float:
+    """What an episode is worth: its turns' rewards, each later one worth less by this factor.
+
+    >>> discounted([0.0, 0.5, 1.0], discount=0.5)
+    0.5
+    """
+    return sum((discount**turn * reward for turn, reward in enumerate(rewards)), start=0.0)
 
 
 def describe(

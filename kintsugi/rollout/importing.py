@@ -1,4 +1,4 @@
-"""How a reward is found: by the dotted path of an importable function, or in a file, `rewards.py:my_reward`."""
+"""How the user's code is found: by the dotted path of something importable, or in a file, `rewards.py:my_reward`."""
 
 from __future__ import annotations
 
@@ -23,28 +23,27 @@ def function_name(path: str) -> str:
     return path.rpartition(":" if IN_A_FILE in path else ".")[2]
 
 
-def import_function(path: str) -> Callable[..., Any]:
-    """The function at a path; ConfigError says the path, what was imported, and why that did not work."""
+def import_function(path: str, *, field: str = "algorithm.reward") -> Callable[..., Any]:
+    """The function or class at a path; ConfigError says the field that names it, what was imported, and why that did
+    not work."""
     name = function_name(path)
     where = path.removesuffix(name).rstrip(".:")
     if not where:
         raise ConfigError(
-            "`algorithm.reward`: expected dotted paths like `package.module.function` or files like "
+            f"`{field}`: expected dotted paths like `package.module.function` or files like "
             f"`rewards.py:function`, got {path!r}"
         )
     try:
         module = _import_file(Path(where)) if IN_A_FILE in path else importlib.import_module(where)
     except (Exception, SystemExit) as error:  # Somebody else's module may do anything while it is imported.
         raise ConfigError(
-            f"`algorithm.reward`: expected {path} to be importable; {where} gives {type(error).__name__}: {error}"
+            f"`{field}`: expected {path} to be importable; {where} gives {type(error).__name__}: {error}"
             f"{_hint(where, error)}"
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
         found = "nothing" if function is None else type(function).__name__
-        raise ConfigError(
-            f"`algorithm.reward`: expected a function {name!r} in {where}, found {found} at {path}"
-        )
+        raise ConfigError(f"`{field}`: expected a function {name!r} in {where}, found {found} at {path}")
     loaded: Callable[..., Any] = function
     return loaded
 

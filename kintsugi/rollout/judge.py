@@ -1,25 +1,15 @@
-"""The reward process: runs the user's reward functions for one rollout worker.
-
-They have a process of their own because nothing is known about them. One that hangs, even inside the interpreter's
-lock, is killed instead of left behind; one that crashes takes no trajectories with it; one that uses CUDA finds a
-process that was executed, not forked. The worker's heartbeats go on meanwhile.
+"""Judges groups by the user's reward functions, in the process beside a rollout worker (`user_code.py`).
 
 Ordinary functions run one group after the other in the main thread, where libraries that use signals work. `async def`
 functions are awaited in an event loop beside it, many groups at once. The worker is told when a group begins, because
-its time counts from then. The process ends with the worker: by its kernel's signal, or when the socket is closed.
+its time counts from then.
 """
 
 from __future__ import annotations
 
-import array
 import asyncio
-import ctypes
-import logging
 import os
-import select
-import signal
 import socket
-import sys
 import time
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -28,118 +18,11 @@ from typing import Any
 import msgspec
 
 from kintsugi.errors import DeadlineExceeded, UserError
-from kintsugi.rollout.sandbox import permit_unsandboxed
-from kintsugi.rollout.scoring import (
-    Reward,
-    RewardFailed,
-    arguments,
-    checked,
-    combined,
-    failure,
-    load_rewards,
-)
+from kintsugi.rollout.channel import Begun, Case, Failed, FromUserCode, Judged, Ready, attempt_send, receive
+from kintsugi.rollout.scoring import Reward, RewardFailed, arguments, checked, combined, failure
 from kintsugi.runtime import wait
 
-_PR_SET_PDEATHSIG = 1
 _IDLE_S = 1.0
-
-
-class Opening(msgspec.Struct, frozen=True, tag=True):
-    """What the process is for; the first thing it is told."""
-
-    rewards: tuple[str, ...]
-    timeout_s: float
-    allow_unsandboxed: bool = False
-
-
-class Case(msgspec.Struct, frozen=True, tag=True):
-    """One group to be judged."""
-
-    id: int
-    prompt: str
-    completions: tuple[str, ...]
-    columns: dict[str, Any]
-
-
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """All functions are imported."""
-
-
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """They can not be: the user's mistake."""
-
-    message: str
-
-
-class Begun(msgspec.Struct, frozen=True, tag=True):
-    """The functions of a case run now."""
-
-    id: int
-
-
-class Judged(msgspec.Struct, frozen=True, tag=True):
-    """Components of each completion; those with a reason could not be judged, and have none."""
-
-    id: int
-    components: list[dict[str, float]]
-    reasons: dict[int, str]
-    seconds: dict[str, float]
-    """What each function took."""
-
-
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The group as a whole could not be judged."""
-
-    id: int
-    message: str
-    kind: str = "RewardFailed"
-    """Of the error: a `UserError` (the configuration, the data) is mended by no repetition."""
-
-
-FromWorker = Opening | Case
-FromJudge = Ready | Refused | Begun | Judged | Failed
-
-
-def attempt_send(
-    connection: socket.socket, body: FromWorker | FromJudge, *, remaining_s: float = 0.0
-) -> bool:
-    """Hand over a message of any size at once, in memory that is passed by descriptor; False if there is no room.
-
-    What MessagePack can not say (an image, say) is a TypeError.
-    """
-    poller = select.poll()
-    poller.register(connection, select.POLLOUT)
-    if not poller.poll(remaining_s * 1000):
-        return False
-    content = msgspec.msgpack.encode(body)
-    descriptor = os.memfd_create("message", os.MFD_CLOEXEC)
-    try:
-        with os.fdopen(os.dup(descriptor), "wb") as file:
-            file.write(content)
-        rights = array.array("i", [descriptor])
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
-        connection.sendmsg([b"m"], ancillary, socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
-
-
-def receive(connection: socket.socket) -> bytes | None:
-    """The next message, of a socket that is readable; None when the other side is gone.
-
-    One that went without reading all is told first, and once, before what it had said last.
-    """
-    try:
-        mark, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_DONTWAIT)
-    except ConnectionResetError:
-        mark, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_DONTWAIT)
-    if not mark:
-        return None
-    with os.fdopen(descriptors[0], "rb") as file:
-        file.seek(0)
-        return file.read()
 
 
 _Work = tuple[Case, "asyncio.Future[dict[str, Any]] | None"]
@@ -248,7 +131,7 @@ class Judge:
         components, reasons = combined(values, count=len(case.completions))
         return Judged(case.id, components, reasons, {name: taken for name, (_, taken) in ordered.items()})
 
-    def _say(self, body: FromJudge) -> None:
+    def _say(self, body: FromUserCode) -> None:
         """The worker reads all the time: where there is no room for a word, it is about to kill this process."""
         wait(
             lambda remaining_s: attempt_send(self._connection, body, remaining_s=remaining_s) or None,
@@ -274,24 +157,3 @@ def call(reward: Reward, case: Case) -> tuple[list[float | str] | Exception, flo
     except BaseException as error:  # noqa: BLE001 - the user's function may raise anything
         answer = failure(reward.name, error)
     return answer, time.monotonic() - since
-
-
-def main(descriptor: int, parent: int) -> None:
-    """Body of the process; `judging.py` executes it with the worker's own search path."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    if os.getppid() != parent:
-        return
-    connection = socket.socket(fileno=descriptor)
-    connection.set_inheritable(False)
-    content = receive(connection)
-    assert content is not None, "the opening was sent before this process was executed"
-    opening = msgspec.msgpack.decode(content, type=Opening)
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(name)s: %(message)s")
-    logging.getLogger("kintsugi").setLevel(logging.INFO)
-    permit_unsandboxed(opening.allow_unsandboxed)
-    try:
-        rewards = load_rewards(opening.rewards)
-    except UserError as error:
-        attempt_send(connection, Refused(str(error)))
-        return
-    Judge(connection, rewards, timeout_s=opening.timeout_s).run()

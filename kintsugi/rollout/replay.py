@@ -8,33 +8,23 @@ from __future__ import annotations
 
 from array import array
 
-import msgspec
-
 from kintsugi.data.saved import saved_samples
 from kintsugi.observe.rollouts import SavedSample
 from kintsugi.rollout.episode import int32
-from kintsugi.types import Row, Ticket, Trajectory, sample_key
+from kintsugi.rollout.groups import Outcome, Sample
+from kintsugi.types import Row, SampleText, Ticket, Trajectory, sample_key
 
 
-class Replay(msgspec.Struct, frozen=True):
-    """What a group's episodes would have given."""
-
-    given: tuple[list[Trajectory], list[str], list[dict[str, float]]]
-    """Trajectories, texts and rewards by function."""
-    missing: dict[str, str]
-    """Samples that were not saved, with the reason."""
-
-
-def replay(ticket: Ticket, row: Row) -> Replay:
+def replay(ticket: Ticket, row: Row) -> Outcome:
+    """What the group's episodes gave; samples that were not saved are missing, with the reason."""
     saved = {sample.sample: sample for sample in saved_samples(row)}
     wanted = [saved[number] for number in range(ticket.num_samples) if number in saved]
-    return Replay(
-        given=(
-            [_trajectory(ticket.id, sample) for sample in wanted],
-            [sample.completion for sample in wanted],
-            [sample.rewards for sample in wanted],
-        ),
-        missing={
+    return Outcome(
+        [
+            Sample(_trajectory(ticket.id, sample), SampleText(row.prompt, sample.completion), sample.rewards)
+            for sample in wanted
+        ],
+        {
             sample_key(ticket.id, number): "it is not among the saved rollouts"
             for number in range(ticket.num_samples)
             if number not in saved

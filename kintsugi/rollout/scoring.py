@@ -16,13 +16,14 @@ from typing import Any
 
 import msgspec
 
+from kintsugi.config import Config
 from kintsugi.errors import ConfigError, WorldError
+from kintsugi.rollout.failures import described, shortened
 from kintsugi.rollout.importing import IN_A_FILE, function_name, import_function
 
 RewardFunction = Callable[..., Any]
-
-_LONGEST_REASON = 1000
-"""Characters of what a function says; the reason is kept and shown with every sample that it concerns."""
+RETURN = "return"
+"""The component that is an episode's reward."""
 
 
 class RewardFailed(WorldError):
@@ -68,6 +69,13 @@ def parse_rewards(entries: Sequence[str]) -> tuple[RewardName, ...]:
     return names
 
 
+def rewards_of(config: Config) -> tuple[RewardName, ...]:
+    """What a sample's reward consists of: what the recipe's functions give or, of an episode, what its turns earned."""
+    if config.rollout.environment is None:
+        return parse_rewards(config.algorithm.reward)
+    return (RewardName(config.rollout.environment, RETURN),)
+
+
 def _parse(entry: str) -> RewardName:
     path, star, weight = entry.rpartition("*") if "*" in entry else (entry, "", "1")
     path, weight = path.strip(), weight.strip()
@@ -109,14 +117,7 @@ def arguments(prompt: str, completions: Sequence[str], columns: Mapping[str, Any
 
 def failure(name: str, error: BaseException) -> RewardFailed:
     """The user's function may raise anything; the place of it helps to find it."""
-    frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
-    place = f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames else ""
-    return RewardFailed(f"reward '{name}' raised {type(error).__name__}: {_shortened(error)}{place}")
-
-
-def _shortened(error: BaseException) -> str:
-    text = str(error)
-    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}…"
+    return RewardFailed(f"reward '{name}' raised {described(error)}")
 
 
 def checked(name: str, rewards: Any, *, count: int) -> list[float | str]:
@@ -137,16 +138,19 @@ def checked(name: str, rewards: Any, *, count: int) -> list[float | str]:
 
 
 def _number(name: str, value: Any) -> float | str:
-    """Anything that is one finite number: Python's, numpy's, a truth value; not text that looks like one."""
     if isinstance(value, BaseException):
-        return f"reward '{name}': {_shortened(value) or type(value).__name__}"
+        return f"reward '{name}': {shortened(value) or type(value).__name__}"
+    number = finite_number(value)
+    return f"reward '{name}': expected a finite number, got {value!r:.200}" if number is None else number
+
+
+def finite_number(value: Any) -> float | None:
+    """Anything that is one finite number: Python's, numpy's, a truth value; not text that looks like one."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    return (
-        number if math.isfinite(number) else f"reward '{name}': expected a finite number, got {value!r:.200}"
-    )
+        return None
+    return number if math.isfinite(number) else None
 
 
 def combined(

@@ -1,8 +1,9 @@
 """The rollout worker: runs groups of episodes, scores them, and keeps the trajectories until they are trained.
 
-One loop consumes requests (run this group, hand over these samples, forget those) and answers of the generation
-manager; it waits for either and for finished rewards. Rewards are the user's code and run in a process beside it
-(`judge.py`), so that heartbeats go on and a deadline can be kept.
+One loop consumes requests (run this group, hand over these samples, forget those), answers of the generation manager
+(`generating.py`) and what the user's code says: rewards and environments run in a process beside it
+(`user_process.py`), so that heartbeats go on and a deadline can be kept. A group is run in one of three ways: answered
+in one turn and judged (`answering.py`), played as episodes of several turns (`acting.py`), or taken from the data.
 
 It outlives master and manager. A master that took over asks again for what it knows no answer to: a group that runs
 is not begun twice, a finished one is answered from what is kept. A group whose manager died waits for the next one.
@@ -10,8 +11,6 @@ is not begun twice, a finished one is answered from what is kept. A group whose 
 
 from __future__ import annotations
 
-import itertools
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,87 +22,29 @@ from kintsugi.data.feed import Feed
 from kintsugi.data.saved import saved_samples
 from kintsugi.data.streams import RowNotYet
 from kintsugi.data.tokens import Fed
-from kintsugi.errors import ConfigError, DataError, DeadlineExceeded, KintsugiError, ProcessDied, RefusedError
-from kintsugi.messages import (
-    Drop,
-    EpisodesDone,
-    FetchSamples,
-    Generate,
-    Generated,
-    RunEpisodes,
-    SamplesFetched,
-)
+from kintsugi.errors import DataError, DeadlineExceeded, KintsugiError, RefusedError
+from kintsugi.messages import Drop, EpisodesDone, FetchSamples, RunEpisodes, SamplesFetched
 from kintsugi.model.plan import plan_model
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.observe.events import EventLog, FaultSeen, Note, events_path
 from kintsugi.recipe import load_config
-from kintsugi.rollout.episode import demonstrated_trajectory, describe, int32, sampled_trajectory, whole
-from kintsugi.rollout.judge import Case, Failed, Judged
-from kintsugi.rollout.judging import Judging
+from kintsugi.rollout.acting import Acting
+from kintsugi.rollout.answering import Answering
+from kintsugi.rollout.episode import demonstrated_trajectory, describe, int32
+from kintsugi.rollout.generating import MANAGER, Generating
+from kintsugi.rollout.groups import Finished, Group, Outcome, Sample, Unread, is_same
 from kintsugi.rollout.replay import replay
-from kintsugi.rollout.scoring import parse_rewards, total
-from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, WAITS, wait
+from kintsugi.rollout.scoring import rewards_of, total
+from kintsugi.rollout.user_process import UserProcess
+from kintsugi.runtime import COUNTERS, IDLENESS, SYSTEM_CLOCK, WAITS, wait
 from kintsugi.stages import Stage, stages
-from kintsugi.transport import Delivery, PendingReply
-from kintsugi.types import (
-    Completion,
-    Finish,
-    Role,
-    Row,
-    SampleText,
-    Trajectory,
-    Wait,
-    process_id,
-    sample_key,
-    ticket_of,
-)
+from kintsugi.transport import Delivery
+from kintsugi.types import Row, SampleText, Trajectory, Wait, ticket_of
 from kintsugi.worker import Membership, open_endpoint
 
 IDLE_S = 0.25
-MANAGER = process_id(Role.MANAGER, 0)
 MAKE_READY_S = 0.01
 """Spent on the next rows in a turn in which nobody asked for anything."""
-
-
-class Group(msgspec.Struct, eq=False):
-    """One group on its way: asked of the servers, then of the reward functions."""
-
-    deliveries: list[Delivery]
-    """All that asked for it, to be answered alike; those of a master that is gone lead nowhere."""
-    request: RunEpisodes
-    row: Row
-    prompt: bytes
-    since: float
-    deadline: float
-    """Of the latest order."""
-    completions: tuple[Completion, ...] = ()
-    generated_s: float = 0.0
-    attempts: int = 1
-
-
-class Unread(msgspec.Struct, frozen=True):
-    """An order whose row has not come out of its stream."""
-
-    delivery: Delivery
-    request: RunEpisodes
-    since: float
-    deadline: float
-
-
-class Finished(msgspec.Struct, frozen=True):
-    """A group that was answered; kept until its samples are trained, or until the next evaluation."""
-
-    request: RunEpisodes
-    done: EpisodesDone
-    trajectories: dict[str, Trajectory]
-
-
-class Scoring(msgspec.Struct, frozen=True):
-    """A group that is being judged, or waits for those before it."""
-
-    group: Group
-    texts: list[str]
-    since: float
 
 
 class RolloutWorker:
@@ -116,57 +57,80 @@ class RolloutWorker:
         self._max_positions = plan_model(config)[0].max_positions
         self._feed: Feed | None = None
         """Opened when the first row is asked for."""
-        self._rewards = parse_rewards(config.algorithm.reward)
-        self._scoring: dict[int, Scoring] = {}
-        self._cases = itertools.count()
+        self._rewards = rewards_of(config)
         self._running: dict[str, Group] = {}
         self._unread: list[Unread] = []
-        self._unsent: list[Group] = []
-        """To be asked of the manager, as soon as there is one."""
         self._finished: dict[str, Finished] = {}
         self._evaluated_version = -1
         self._declared: Wait | None = None
-        """For the generation of the oldest group, or its verdict."""
+        """For the generation of the oldest group, or the user's code."""
         self._wait = 0
         self._clock = SYSTEM_CLOCK
         self.endpoint = open_endpoint(bootstrap)
         self.membership = Membership(self.endpoint, bootstrap, capabilities={})
         self.endpoint.watch(bootstrap.lifeline, self._orphaned)
         self._lifeline = bootstrap.lifeline
-        self._judging = Judging(config, loop=self.endpoint, note=lambda text: log.emit(Note(text)))
+        self._generating = Generating(self.endpoint, clock=self._clock)
+        self._beside = UserProcess(config, loop=self.endpoint, note=lambda text: log.emit(Note(text)))
+        self._way = self._way_of(config)
+
+    def _way_of(self, config: Config) -> Answering | Acting:
+        """How groups that are sampled are run."""
+        if config.rollout.environment is None:
+            return Answering(
+                config,
+                self._tokenizer,
+                generating=self._generating,
+                process=self._beside,
+                finish=self._finish,
+                give_up=self._give_up,
+                clock=self._clock,
+            )
+        return Acting(
+            config,
+            generating=self._generating,
+            process=self._beside,
+            finish=self._finish,
+            give_up=self._give_up,
+            clock=self._clock,
+        )
 
     def _orphaned(self) -> None:
         self.endpoint.unwatch(self._lifeline)
         self.membership.shutdown_reason = "agent and launcher are gone"
 
     def turn(self) -> None:
+        since, is_idle = self._clock.monotonic(), not self._running
         try:
             deliveries = wait(self._attempt, whom="anyone", what="a request", timeout_s=IDLE_S)
         except DeadlineExceeded:
             deliveries = []
+        if is_idle:
+            IDLENESS.add(self._clock.monotonic() - since)
         for delivery in deliveries:
             if not self.membership.handle(delivery):
                 self._handle(delivery)
         if self._feed is not None and not deliveries:
             self._feed.make_ready(within_s=MAKE_READY_S)
         self._begin_unread()
-        self._ask_manager()
-        self._collect_scores()
-        self.membership.load = float(len(self._scoring))
+        for said in self._beside.take(self._clock.monotonic()):
+            self._way.take(said)
+        self._generating.turn()
+        self.membership.load = float(self._way.load)
         self._declare()
         self.membership.tick(self._clock.monotonic())
 
     def _declare(self) -> None:
-        """Say that this process waits for the manager while a group is being generated, or for the reward process
-        while one is judged: the heartbeats carry it."""
-        oldest = next((group for group in self._running.values() if not group.completions), None)
-        judged = next(iter(self._scoring.values()), None)
+        """Say that this process waits for the manager while something is being generated, or else for the user's code:
+        the heartbeats carry it."""
+        generated, used = self._generating.oldest(), self._way.oldest()
         # Compared as a whole: a master that took over gives a group that runs more time.
         awaited: Wait | None = None
-        if oldest is not None:
-            awaited = Wait(MANAGER, "Generated", oldest.since, oldest.deadline)
-        elif judged is not None:
-            awaited = Wait("reward process", "Judged", judged.since, judged.group.deadline)
+        if generated is not None:
+            awaited = Wait(MANAGER, "Generated", generated.since, generated.deadline)
+        elif used is not None:
+            since, group = used
+            awaited = Wait(self._beside.name, "an outcome", since, group.deadline)
         elif self._unread:
             awaited = Wait("stream", "the next row", self._unread[0].since, self._unread[0].deadline)
         if awaited == self._declared:
@@ -180,14 +144,15 @@ class RolloutWorker:
     def close(self) -> None:
         if self._declared is not None:
             WAITS.end(self._wait)
-        self._judging.close()
+        self._beside.close()
         self.endpoint.close()
 
     def _attempt(self, remaining_s: float) -> list[Delivery] | None:
-        if self._scoring:
-            remaining_s = min(remaining_s, self._judging.next_deadline() - self._clock.monotonic())
+        is_asked = self._beside.is_asked
+        if is_asked:
+            remaining_s = min(remaining_s, self._beside.next_deadline() - self._clock.monotonic())
         deliveries = self.endpoint.poll(max(0.0, remaining_s))
-        return deliveries if deliveries or self._scoring else None
+        return deliveries if deliveries or is_asked else None
 
     def _handle(self, delivery: Delivery) -> None:
         match delivery.body:
@@ -216,9 +181,9 @@ class RolloutWorker:
         """Begin a group, unless this one is running or finished: then somebody else wants its answer too."""
         ticket = request.ticket.id
         running, finished = self._running.get(ticket), self._finished.get(ticket)
-        if finished is not None and _is_same(finished.request, request):
+        if finished is not None and is_same(finished.request, request):
             self.endpoint.reply(delivery, finished.done)
-        elif running is not None and _is_same(running.request, request):
+        elif running is not None and is_same(running.request, request):
             running.deliveries.append(delivery)
             running.deadline = self._clock.monotonic() + request.timeout_s
         else:
@@ -234,11 +199,10 @@ class RolloutWorker:
         group = self._running.pop(ticket, None)
         unread = [each.delivery for each in self._unread if each.request.ticket.id == ticket]
         self._unread = [each for each in self._unread if each.request.ticket.id != ticket]
+        if group is not None:
+            group.is_open = False
         for delivery in unread if group is None else group.deliveries:
             self.endpoint.fail(delivery, RefusedError(f"{ticket} was dropped"))
-
-    def _is_running(self, group: Group) -> bool:
-        return self._running.get(group.request.ticket.id) is group
 
     def _begin(self, delivery: Delivery, request: RunEpisodes) -> None:
         ticket = request.ticket
@@ -254,14 +218,13 @@ class RolloutWorker:
             return
         group = Group([delivery], request, row, int32(fed.prompt), now, now + request.timeout_s)
         if request.split == "train" and saved_samples(row):
-            past = replay(ticket, row)
-            self._finish(group, *past.given, timing={}, quarantined=past.missing)
+            self._finish(group, replay(ticket, row))
         elif request.split == "train" and not self._stages[ticket.stage].samples_completions:
             self._demonstrate(group, fed)
         else:
             self._check_length(len(fed.prompt) + request.sampling.max_new_tokens, row)
             self._running[ticket.id] = group
-            self._unsent.append(group)
+            self._way.begin(group)
 
     def _forget_evaluation(self, next_version: int) -> None:
         """Nobody drops evaluation problems: what one version said is of no use once the next one is asked."""
@@ -313,7 +276,8 @@ class RolloutWorker:
             )
 
     def _demonstrate(self, group: Group, fed: Fed) -> None:
-        """Hand out what the row says: the completion to learn or, of a pair, the chosen one and the rejected one."""
+        """Hand out what the row says: the completion to learn or, of a pair, the chosen one and the rejected one. What
+        is learned for an environment is shown by it."""
         ticket = group.request.ticket
         if fed.longest > self._max_positions:
             raise DataError(
@@ -321,173 +285,60 @@ class RolloutWorker:
                 f"{self._max_positions} positions"
             )
         pairs = self._stages[ticket.stage].algorithm.name in LEARN_PAIRS
-        columns = (CHOSEN, REJECTED) if pairs else (COMPLETION,)
-        trajectories = [
-            demonstrated_trajectory(ticket.id, fed.prompt, fed.answers[name], sample=sample)
-            for sample, name in enumerate(columns)
+        if isinstance(self._way, Acting) and not pairs:
+            self._running[ticket.id] = group
+            self._way.begin(group, demonstrate=True)
+            return
+        samples = [
+            Sample(
+                demonstrated_trajectory(ticket.id, fed.prompt, fed.answers[name], sample=sample),
+                SampleText(group.row.prompt, group.row.columns[name]),
+                {},
+            )
+            for sample, name in enumerate((CHOSEN, REJECTED) if pairs else (COMPLETION,))
         ]
-        texts = [group.row.columns[name] for name in columns]
-        timing = {"demonstrate": self._since(group.since)}
-        self._finish(group, trajectories, texts, [{} for _ in texts], timing=timing)
-
-    def _ask_manager(self) -> None:
-        """Send what was not sent, once the address book has a manager; what has no time left fails."""
-        manager = self.endpoint.peers.get(MANAGER)
-        unsent, self._unsent = self._unsent, []
-        for group in unsent:
-            now = self._clock.monotonic()
-            if not self._is_running(group):
-                continue
-            if now >= group.deadline:
-                what = f"Generate {group.request.ticket.id}"
-                self._give_up(group, DeadlineExceeded(whom=MANAGER, what=what, waited_s=now - group.since))
-            elif manager is None or not manager.address:
-                self._unsent.append(group)
-            else:
-                self._generate(group, timeout_s=group.deadline - now)
-
-    def _generate(self, group: Group, *, timeout_s: float) -> None:
-        """Ask the manager; it spreads groups over the servers and moves those of a dead one."""
-        self._judging.prepare()
-        request = group.request
-        body = Generate(
-            request.ticket.id, 0, group.prompt, request.sampling, request.version, timeout_s=timeout_s
-        )
-        self.endpoint.request(MANAGER, body, deadline_s=timeout_s, on_done=partial(self._generated, group))
-
-    def _generated(self, group: Group, pending: PendingReply) -> None:
-        if not self._is_running(group):
-            return
-        try:
-            completions = whole(pending.result().expect(Generated))
-        except (ProcessDied, DeadlineExceeded):  # A later order may have given it more time.
-            self._unsent.append(group)
-            return
-        except KintsugiError as error:
-            self._give_up(group, error)
-            return
-        group.completions = completions
-        group.generated_s = self._since(group.since)
-        COUNTERS.add("completions", len(completions))
-        self._score(group)
+        self._finish(group, Outcome(samples, timing={"demonstrate": self._clock.monotonic() - group.since}))
 
     def _give_up(self, group: Group, error: KintsugiError) -> None:
-        del self._running[group.request.ticket.id]
+        del self._running[group.ticket]
+        group.is_open = False
         for delivery in group.deliveries:
             self._fail(delivery, error)
 
-    def _score(self, group: Group) -> None:
-        """A group that has failed before is judged alone, so that it is not blamed for another's fault."""
-        texts = [self._text(completion) for completion in group.completions]
-        case = Case(next(self._cases), group.row.prompt, tuple(texts), group.row.columns)
-        try:
-            self._judging.submit(case, alone=group.attempts > 1)
-        except DataError as error:
-            self._give_up(group, error)
+    def _finish(self, group: Group, outcome: Outcome) -> None:
+        """Keep what came of a group and say so. One of which nothing came will be dropped by nobody, so it is not kept:
+        asked for again, it is run again."""
+        if not outcome.samples:
+            reason = next(iter(outcome.quarantined.values()))
+            self._log.emit(Note(f"{group.ticket} quarantined: {reason}"))
+            self._answer(group, EpisodesDone(group.ticket, (), outcome.quarantined))
             return
-        self._scoring[case.id] = Scoring(group, texts, self._clock.monotonic())
-
-    def _text(self, completion: Completion) -> str:
-        ids = memoryview(completion.tokens).cast("i").tolist()
-        return self._tokenizer.text_of_completion(ids, ended=completion.finish is Finish.EOS)
-
-    def _collect_scores(self) -> None:
-        now = self._clock.monotonic()
-        for verdict in self._judging.take(now):
-            scoring = self._scoring.pop(verdict.id)
-            if not self._is_running(scoring.group):
-                continue
-            match verdict:
-                case Judged():
-                    self._take_score(scoring, verdict, now)
-                case Failed(message=message, kind=DataError.__name__):
-                    self._give_up(scoring.group, DataError(message))
-                case Failed(message=message, kind=ConfigError.__name__):
-                    self._give_up(scoring.group, ConfigError(message))
-                case Failed(message=message):
-                    self._score_again(scoring.group, message)
-
-    def _take_score(self, scoring: Scoring, verdict: Judged, now: float) -> None:
-        """What was judged goes on its way; what could not be is set aside, sample by sample, with its reason."""
-        group, ticket = scoring.group, scoring.group.request.ticket.id
-        judged = [index for index in range(len(group.completions)) if index not in verdict.reasons]
-        quarantined = {
-            sample_key(ticket, group.completions[index].sample): reason
-            for index, reason in verdict.reasons.items()
-        }
-        if not judged:
-            self._set_aside(group, quarantined)
-            return
-        timing = {"actor_generate": group.generated_s, "reward": now - scoring.since}
-        self._finish(
-            group,
-            [sampled_trajectory(ticket, group.prompt, group.completions[index]) for index in judged],
-            [scoring.texts[index] for index in judged],
-            [verdict.components[index] for index in judged],
-            timing=timing | {f"reward.{name}": seconds for name, seconds in verdict.seconds.items()},
-            quarantined=quarantined,
-        )
-
-    def _score_again(self, group: Group, reason: str) -> None:
-        """Try once more; after the last attempt the samples are set aside with the reason, never scored 0."""
-        if group.attempts < self._config.rollout.attempts:
-            group.attempts += 1
-            self._score(group)
-            return
-        ticket = group.request.ticket.id
-        keys = [sample_key(ticket, completion.sample) for completion in group.completions]
-        self._set_aside(group, dict.fromkeys(keys, reason))
-
-    def _set_aside(self, group: Group, quarantined: dict[str, str]) -> None:
-        """Nobody will drop such a group, so it is not kept: asked for again, it is run again."""
-        ticket = group.request.ticket.id
-        self._log.emit(Note(f"{ticket} quarantined: {next(iter(quarantined.values()))}"))
-        self._answer(group, EpisodesDone(ticket, (), quarantined))
-
-    def _finish(
-        self,
-        group: Group,
-        trajectories: list[Trajectory],
-        texts: list[str],
-        components: list[dict[str, float]],
-        *,
-        timing: dict[str, float],
-        quarantined: dict[str, str] | None = None,
-    ) -> None:
-        ticket = group.request.ticket
         metas = tuple(
             describe(
-                trajectory,
-                ticket=ticket.id,
+                sample.trajectory,
+                ticket=group.ticket,
                 holder=self._process,
-                components=parts,
-                reward=total(parts, self._rewards),
+                components=sample.components,
+                reward=total(sample.components, self._rewards),
             )
-            for trajectory, parts in zip(trajectories, components, strict=True)
+            for sample in outcome.samples
         )
         kept: dict[str, Trajectory] = {}
         said: dict[str, SampleText] = {}
         if group.request.split == "train":
-            kept = {trajectory.key: trajectory for trajectory in trajectories}
-            said = {m.key: SampleText(group.row.prompt, text) for m, text in zip(metas, texts, strict=True)}
-        done = EpisodesDone(ticket.id, metas, quarantined or {}, texts=said, timing=timing)
-        self._finished[ticket.id] = Finished(group.request, done, kept)
+            kept = {sample.trajectory.key: sample.trajectory for sample in outcome.samples}
+            said = {sample.trajectory.key: sample.text for sample in outcome.samples}
+        done = EpisodesDone(group.ticket, metas, outcome.quarantined, texts=said, timing=outcome.timing)
+        self._finished[group.ticket] = Finished(group.request, done, kept)
         COUNTERS.add("groups")
         self._answer(group, done)
 
     def _answer(self, group: Group, done: EpisodesDone) -> None:
         # A demonstration was never running: it is finished as soon as it is asked for.
         self._running.pop(done.ticket, None)
+        group.is_open = False
         for delivery in group.deliveries:
             self.endpoint.reply(delivery, done)
-
-    def _since(self, start: float) -> float:
-        return self._clock.monotonic() - start
-
-
-def _is_same(order: RunEpisodes, other: RunEpisodes) -> bool:
-    """The same group with the same weights, however long each of those who ask would wait for it."""
-    return order == msgspec.structs.replace(other, timeout_s=order.timeout_s)
 
 
 def main(bootstrap: Bootstrap) -> int:

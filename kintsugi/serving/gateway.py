@@ -15,7 +15,6 @@ Whatever a client sends is answered in the API's own shape. A client that leaves
 from __future__ import annotations
 
 import asyncio
-import hmac
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -35,6 +34,17 @@ from kintsugi.serving.answers import DONE, Delta, Shape, chat_shape, completion_
 from kintsugi.serving.asking import Asked, generates, joined
 from kintsugi.serving.backstage import Listener, Outcome, Picture
 from kintsugi.serving.description import DESCRIPTION
+from kintsugi.serving.http import (
+    JSON,
+    MAX_BODY_BYTES,
+    as_json,
+    check_key,
+    of_http,
+    read_body,
+    refused,
+    write,
+    write_last,
+)
 from kintsugi.serving.openai import (
     ChatRequest,
     CompletionRequest,
@@ -46,19 +56,12 @@ from kintsugi.serving.openai import (
     completion_order,
     decode,
 )
-from kintsugi.serving.refusals import Refusal, broken, queue_full, unavailable, unknown_model, wrong_key
+from kintsugi.serving.refusals import Refusal, broken, queue_full, unavailable, unknown_model
 
-MAX_BODY_BYTES = 8 << 20
 LONG_BODY_BYTES = 64 << 10
 """Longer ones are tokenised in another thread: the event loop has others to serve."""
-READ_TIMEOUT_S = 60.0
-"""For the body of a request to arrive."""
-WRITE_TIMEOUT_S = 60.0
-"""A client that takes nothing for so long has left."""
-PIECE_BYTES = 64 << 10
 CLOSED_REQUEST = 499
 """The status under which a request is counted whose client left."""
-JSON = "application/json"
 OPEN_PATHS = frozenset({"/health", "/metrics", "/openapi.json"})
 """For those who watch over the gateway; everything else needs the key, where there is one."""
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
@@ -153,13 +156,13 @@ class Gateway:
             status = response.status
         except Refusal as refusal:
             status = refusal.status.value
-            return _refused(refusal)
+            return refused(refusal)
         except web.HTTPException as error:
             status = error.status
-            return _refused(_of_http(error, request))
+            return refused(of_http(error, request))
         except web.RequestPayloadError as error:
             status = HTTPStatus.BAD_REQUEST.value
-            return _refused(Refusal(f"We could not read the body of your request: {error}"))
+            return refused(Refusal(f"We could not read the body of your request: {error}"))
         except asyncio.CancelledError:
             self.metrics.cancelled += 1
             raise
@@ -172,7 +175,7 @@ class Gateway:
         except Exception as error:  # noqa: BLE001 - the outermost boundary of a request: others go on.
             self._generation.record(error)
             status = HTTPStatus.INTERNAL_SERVER_ERROR.value
-            return _refused(broken())
+            return refused(broken())
         else:
             return response
         finally:
@@ -184,11 +187,7 @@ class Gateway:
     def _check_key(self, request: web.Request) -> None:
         if self._rules.api_key is None or request.path in OPEN_PATHS:
             return
-        given = request.headers.get("Authorization", "")
-        scheme, _, key = given.partition(" ")
-        right = hmac.compare_digest(key.strip().encode(errors="replace"), self._rules.api_key.encode())
-        if scheme.lower() != "bearer" or not right:
-            raise wrong_key(given=bool(given))
+        check_key(request, self._rules.api_key)
 
     # Generation.
 
@@ -203,12 +202,12 @@ class Gateway:
     async def _ordered(
         self, request: web.Request, kind: type[Body], translate: Callable[..., Order]
     ) -> Order:
-        body = await _body(request)
+        body = await read_body(request)
 
         def translated() -> Order:
             return translate(
                 decode(kind, body),
-                tokenizer=self._tokenizer,
+                encoder=self._tokenizer,
                 limits=self._rules.limits,
                 new_seed=lambda: self._random.getrandbits(63),
             )
@@ -242,7 +241,7 @@ class Gateway:
             body = shape.whole(choices, asked.usage())
             response.content_length = len(body)
             await response.prepare(request)
-            await _write_last(request, response, body)
+            await write_last(request, response, body)
         return response
 
     def _admit(self, order: Order) -> None:
@@ -276,7 +275,7 @@ class Gateway:
                         delta = joined([delta], before=asked.echo_of(index))
                     if delta.text or delta.tokens or delta.finish_reason is not None:
                         events.append(shape.chunk(index, delta, with_usage=order.include_usage))
-                await _write(response, b"".join(events))
+                await write(response, b"".join(events))
         except ConnectionResetError:
             raise
         except Exception as error:
@@ -289,7 +288,7 @@ class Gateway:
             last = event(msgspec.json.decode(refusal.body))
         else:
             last = (shape.usage_chunk(asked.usage()) if order.include_usage else b"") + DONE
-        await _write_last(request, response, last)
+        await write_last(request, response, last)
         return response
 
     @asynccontextmanager
@@ -313,13 +312,13 @@ class Gateway:
     # The other routes.
 
     async def _models(self, request: web.Request) -> web.Response:
-        return _json({"object": "list", "data": [self._model_object()]})
+        return as_json({"object": "list", "data": [self._model_object()]})
 
     async def _model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
         if name != self._rules.limits.model:
             raise unknown_model(name, served=self._rules.limits.model)
-        return _json(self._model_object())
+        return as_json(self._model_object())
 
     def _model_object(self) -> dict[str, Any]:
         limits = self._rules.limits
@@ -348,24 +347,24 @@ class Gateway:
             for each in picture.servers
         ]
         body = {"status": "ok" if is_ready else "unavailable", "servers": servers}
-        return _json({**body, "version": picture.version}, status=status)
+        return as_json({**body, "version": picture.version}, status=status)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         text = self.metrics.text(self._generation.picture.servers, num_unanswered=self._num_unanswered)
         return web.Response(text=text, headers={"Content-Type": metrics.CONTENT_TYPE})
 
     async def _openapi(self, request: web.Request) -> web.Response:
-        return _json(DESCRIPTION)
+        return as_json(DESCRIPTION)
 
     async def _admin_weights(self, request: web.Request) -> web.Response:
         administration = self._administrator()
-        asked = decode(NewWeights, await _body(request))
-        return _json(await administration.load_weights(asked.path))
+        asked = decode(NewWeights, await read_body(request))
+        return as_json(await administration.load_weights(asked.path))
 
     async def _admin_servers(self, request: web.Request) -> web.Response:
         administration = self._administrator()
-        asked = decode(NewServers, await _body(request))
-        return _json(await administration.resize(asked.count))
+        asked = decode(NewServers, await read_body(request))
+        return as_json(await administration.resize(asked.count))
 
     def _administrator(self) -> Administration:
         if self._administration is None or self._rules.api_key is None:
@@ -392,57 +391,3 @@ class _Stopwatch:
         elif num_new:
             self._figures.per_token_s.observe((now - self._since) / num_new, count=num_new)
         self._since, self._num_tokens = now, num_tokens
-
-
-async def _body(request: web.Request) -> bytes:
-    try:
-        async with asyncio.timeout(READ_TIMEOUT_S):
-            return await request.read()
-    except TimeoutError as error:
-        raise Refusal(
-            f"the body of your request has not arrived in {READ_TIMEOUT_S:.0f} s",
-            status=HTTPStatus.REQUEST_TIMEOUT,
-        ) from error
-
-
-async def _write(response: web.StreamResponse, content: bytes) -> None:
-    """Piece by piece, each of which has its own time: a slow client is served, one that takes nothing has left."""
-    for start in range(0, len(content), PIECE_BYTES):
-        await _taken(response.write(content[start : start + PIECE_BYTES]))
-
-
-async def _write_last(request: web.Request, response: web.StreamResponse, content: bytes) -> None:
-    """Nobody looks after what would be left in the connection's own buffer, so nothing is left there."""
-    await _write(response, content[:-PIECE_BYTES])
-    if request.transport is not None:
-        request.transport.set_write_buffer_limits(high=0)
-    await _taken(response.write_eof(content[-PIECE_BYTES:]))
-
-
-async def _taken(writing: Awaitable[None]) -> None:
-    try:
-        async with asyncio.timeout(WRITE_TIMEOUT_S):
-            await writing
-    except TimeoutError as error:
-        raise ConnectionResetError(f"the client has taken nothing for {WRITE_TIMEOUT_S:.0f} s") from error
-
-
-def _json(body: dict[str, Any], *, status: HTTPStatus = HTTPStatus.OK) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), content_type=JSON, status=status.value)
-
-
-def _refused(refusal: Refusal) -> web.Response:
-    return web.Response(
-        body=refusal.body, content_type=JSON, status=refusal.status.value, headers=refusal.headers
-    )
-
-
-def _of_http(error: web.HTTPException, request: web.Request) -> Refusal:
-    """What the HTTP library found: no such route, another method, a body that is too large."""
-    messages = {
-        HTTPStatus.NOT_FOUND: f"Invalid URL ({request.method} {request.path})",
-        HTTPStatus.METHOD_NOT_ALLOWED: f"Not allowed to {request.method} on {request.path}",
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE: f"expected a body of at most {MAX_BODY_BYTES} bytes",
-    }
-    status = HTTPStatus(error.status)
-    return Refusal(messages.get(status, error.reason), status=status)

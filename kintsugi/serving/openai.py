@@ -10,13 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from kintsugi.errors import DataError, ModelError
-from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.serving.refusals import Refusal, too_long, unknown_model
 from kintsugi.types import MIN_TEMPERATURE, Sampling
 
@@ -152,6 +151,18 @@ class Order:
         return sum(sampling.num_samples for sampling in self.samplings)
 
 
+class Encoder(Protocol):
+    """How what was asked becomes tokens; a `Tokenizer` is one."""
+
+    def encode_conversation(
+        self, messages: Sequence[Mapping[str, Any]], *, variables: Mapping[str, Any]
+    ) -> Sequence[int]: ...
+
+    def encode_prompt(self, text: str) -> Sequence[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
 def decode(kind: type[Struct], body: bytes) -> Struct:
     """The request, or what is wrong with it."""
     try:
@@ -163,7 +174,7 @@ def decode(kind: type[Struct], body: bytes) -> Struct:
 
 
 def completion_order(
-    asked: CompletionRequest, *, tokenizer: Tokenizer, limits: Limits, new_seed: Callable[[], int]
+    asked: CompletionRequest, *, encoder: Encoder, limits: Limits, new_seed: Callable[[], int]
 ) -> Order:
     """What `/v1/completions` is asked for. `new_seed` gives the seed of a request that has none."""
     _check_common(asked, limits)
@@ -174,7 +185,7 @@ def completion_order(
         raise Refusal("`suffix` is not supported by this model", param="suffix")
     if asked.echo and asked.logprobs is not None:
         raise Refusal("`echo` together with `logprobs` is not supported", param="echo")
-    texts, prompts = _prompts(asked.prompt, tokenizer=tokenizer, limits=limits)
+    texts, prompts = _prompts(asked.prompt, encoder=encoder, limits=limits)
     sampling = _sampling(asked, limits=limits, top_logprobs=asked.logprobs or 0, new_seed=new_seed)
     max_new_tokens = asked.max_tokens or DEFAULT_COMPLETION_TOKENS
     return _order(
@@ -188,9 +199,7 @@ def completion_order(
     )
 
 
-def chat_order(
-    asked: ChatRequest, *, tokenizer: Tokenizer, limits: Limits, new_seed: Callable[[], int]
-) -> Order:
+def chat_order(asked: ChatRequest, *, encoder: Encoder, limits: Limits, new_seed: Callable[[], int]) -> Order:
     """What `/v1/chat/completions` is asked for: the conversation goes through the model's own template."""
     _check_common(asked, limits)
     if asked.top_logprobs and not asked.logprobs:
@@ -202,11 +211,11 @@ def chat_order(
         )
     if asked.modalities not in (None, ["text"]):
         raise Refusal('expected `modalities` to be ["text"]', param="modalities")
-    messages = [_message(each, number) for number, each in enumerate(asked.messages)]
+    messages = [as_message(each, number) for number, each in enumerate(asked.messages)]
     tools = asked.tools if asked.tools and asked.tool_choice != "none" else None
     variables: dict[str, Any] = {} if tools is None else {"tools": tools, "tool_choice": asked.tool_choice}
     try:
-        prompt = tokenizer.encode(tokenizer.apply_chat_template(messages, variables=variables))
+        prompt = encoder.encode_conversation(messages, variables=variables)
     except (ModelError, DataError) as error:
         raise Refusal(str(error), param="messages") from error
     sampling = _sampling(asked, limits=limits, top_logprobs=asked.top_logprobs or 0, new_seed=new_seed)
@@ -323,7 +332,7 @@ def _biases(given: Mapping[str, float], *, limits: Limits) -> tuple[tuple[int, f
 
 
 def _prompts(
-    given: str | list[Any], *, tokenizer: Tokenizer, limits: Limits
+    given: str | list[Any], *, encoder: Encoder, limits: Limits
 ) -> tuple[list[str], list[tuple[int, ...]]]:
     """Each prompt as text and as tokens: the API takes one text, several, one list of tokens, or several."""
     if isinstance(given, str) or (given and all(type(each) is int for each in given)):
@@ -334,13 +343,13 @@ def _prompts(
     for each in given:
         if isinstance(each, str):
             try:
-                ids: Sequence[Any] = tokenizer.encode_prompt(each)
+                ids: Sequence[Any] = encoder.encode_prompt(each)
             except DataError as error:
                 raise Refusal(str(error), param="prompt") from error
             text = each
         elif isinstance(each, list):
             ids = _checked(each, limits=limits, param="prompt")
-            text = tokenizer.decode(ids)
+            text = encoder.decode(ids)
         else:
             raise Refusal(
                 f"expected text, a list of texts, or lists of token ids, got {each!r:.40}", param="prompt"
@@ -364,7 +373,7 @@ def _check_token(token: Any, *, limits: Limits, param: str) -> int:
     return token
 
 
-def _message(given: dict[str, Any], number: int) -> dict[str, Any]:
+def as_message(given: dict[str, Any], number: int) -> dict[str, Any]:
     """A message as chat templates expect it: text as one string, arguments of tool calls as objects."""
     where = f"messages.[{number}]"
     role = given.get("role")
@@ -376,7 +385,9 @@ def _message(given: dict[str, Any], number: int) -> dict[str, Any]:
     if "content" not in given and role != "assistant":
         raise Refusal("expected `content`", param=where)
     message["content"] = _content(given.get("content"), where=f"{where}.content")
-    if isinstance(calls := given.get("tool_calls"), list):
+    if (calls := given.get("tool_calls")) is not None:
+        if not isinstance(calls, list):
+            raise Refusal(f"expected a list, got {calls!r:.40}", param=f"{where}.tool_calls")
         message["tool_calls"] = [_tool_call(call, where=f"{where}.tool_calls") for call in calls]
     return message
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import torch
-from torch import Tensor
 
 from kintsugi.bootstrap import Bootstrap
 from kintsugi.errors import RefusedError, UserError
@@ -16,8 +14,7 @@ from kintsugi.generation.server import Server
 from kintsugi.model.device import choose_device, identity
 from kintsugi.serving.plan import ServePlan, described, read_plan
 from kintsugi.serving.pool import HOST
-from kintsugi.types import WeightManifest, WeightSource
-from kintsugi.weights.fetch import fetch
+from kintsugi.weights.fetch import Fetcher
 from kintsugi.worker import run_worker
 
 
@@ -39,20 +36,16 @@ def main(bootstrap: Bootstrap) -> int:
         deterministic=plan.deterministic,
         kv_cache_gib=plan.kv_cache_gib,
     )
+    fetcher = Fetcher(process=bootstrap.process, host=HOST, ask=_refuse)
     return run_worker(
         bootstrap,
-        lambda shell: Server(shell, engine, fetch=_fetch).serve(),
+        lambda shell: Server(shell, engine, fetch=fetcher.fetch).serve(),
         capabilities={"device": str(device), "chip": identity(device)},
     )
 
 
-def _fetch(manifest: WeightManifest, sources: Sequence[WeightSource]) -> Mapping[str, Tensor]:
-    """From the folder that the gateway names, verified against what it found there."""
-
-    def fetch_stream(process: str, request: object) -> NoReturn:
-        raise RefusedError(f"{process} has no weights to give: a gateway names a folder")
-
-    return fetch(manifest, sources, host=HOST, segments=None, fetch_stream=fetch_stream).tensors()
+def _refuse(process: str, request: object, deadline_s: float) -> NoReturn:
+    raise RefusedError(f"{process} has no weights to give: a gateway names a folder")
 
 
 def _dtype(plan: ServePlan, device: torch.device) -> torch.dtype:

@@ -17,8 +17,10 @@ from pathlib import Path
 import msgspec
 
 from kintsugi.config import (
+    LEARN_ROWS,
     ActorSection,
     AlgorithmSection,
+    AsynchronySection,
     CheckpointSection,
     ClusterSection,
     Config,
@@ -112,8 +114,20 @@ once (ppo); with groups that are replaced (dapo); with advantages that wait for 
 servers nor manager, judged by the ranks themselves (reward_model)."""
 
 
+SYNCHRONOUS = AsynchronySection()
+ASYNCHRONOUS = (
+    AsynchronySection(max_staleness=1),
+    AsynchronySection(max_staleness=2, overtake=1),
+    AsynchronySection(max_staleness=4, overtake=2),
+)
+
+
 def simulated_config(
-    num_workers: int = 6, variant: AlgorithmSection = VARIANTS[0], *, is_busy: bool = False
+    num_workers: int = 6,
+    variant: AlgorithmSection = VARIANTS[0],
+    *,
+    is_busy: bool = False,
+    asynchrony: AsynchronySection = SYNCHRONOUS,
 ) -> Config:
     """A run of ten steps of eight samples on two hosts; more workers are spread over more hosts.
 
@@ -132,6 +146,7 @@ def simulated_config(
         checkpoint=CheckpointSection(every=2 if is_busy else 4),
         actor=ActorSection(workers=ranks, logical_shards=max(4, ranks)),
         rollout=RolloutSection(workers=rollouts),
+        asynchrony=asynchrony,
         generation=GenerationSection(servers=servers),
         cluster=ClusterSection(hosts=max(2, num_workers // 100), start_timeout_s=20.0),
     )
@@ -143,13 +158,17 @@ class Shape(msgspec.Struct, frozen=True):
     flow: Flow
     is_busy: bool
     variant: AlgorithmSection
+    asynchrony: AsynchronySection
 
 
 def shape_of(seed: int) -> Shape:
-    """Every fourth run has a framework without a rollback step, every second is busy, by chance."""
+    """Every fourth run has a framework without a rollback step, every second is busy, every third asynchronous, by
+    chance."""
     draw = random.Random(f"shape {seed}")
     flow = Flow.RESTORE if draw.random() < 0.25 else Flow.ROLLBACK
-    return Shape(flow, draw.random() < 0.5, draw.choice(VARIANTS))
+    is_busy, variant = draw.random() < 0.5, draw.choice(VARIANTS)
+    is_ahead = variant.name not in LEARN_ROWS and draw.random() < 0.35
+    return Shape(flow, is_busy, variant, draw.choice(ASYNCHRONOUS) if is_ahead else SYNCHRONOUS)
 
 
 def draw_plan(seed: int, layout: Sequence[ProcessPlan], *, num_steps: int) -> Plan:
@@ -179,7 +198,9 @@ class Runner:
         """One seed, with another master where somebody wants to see one fail."""
         shape = shape_of(seed)
         if shape not in self._references:
-            config = simulated_config(self._num_workers, shape.variant, is_busy=shape.is_busy)
+            config = simulated_config(
+                self._num_workers, shape.variant, is_busy=shape.is_busy, asynchrony=shape.asynchrony
+            )
             self._references[shape] = config, undisturbed(config, flow=shape.flow)
         config, reference = self._references[shape]
         cluster = Cluster(

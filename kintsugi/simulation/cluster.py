@@ -106,6 +106,7 @@ class Cluster:
             touched=self._is_touched,
             survives=self._survives,
             is_saved=lambda step: any(saved.step == step for saved in self.checkpoints.values()),
+            max_staleness=config.asynchrony.max_staleness,
         )
         self.injector = Injector(self, plan or Plan([]))
         self.invariants.follow(self.injector.follow)

@@ -56,7 +56,8 @@ it makes its process exit."""
 _ONLY_IN: dict[str, tuple[tuple[str, ...], str]] = {
     "sync": (
         (
-            *(Phase.STARTING, Phase.PREPARING, Phase.COLLECTING, Phase.COMMITTING, Phase.ENDING, Phase.ENDED),
+            *(Phase.STARTING, Phase.PREPARING, Phase.COLLECTING, Phase.TRAINING, Phase.COMMITTING),
+            *(Phase.ENDING, Phase.ENDED),
             *(PRE_LOCKING, WAITING, *HOPELESS_STATES),
         ),
         "no other decision notes an epoch, a step, a checkpoint or the end, which are what must be durable",
@@ -64,13 +65,16 @@ _ONLY_IN: dict[str, tuple[tuple[str, ...], str]] = {
     "Request": (STATES, "when the run has ended nothing is asked of anybody"),
     "Forget": (STATES, "the run ends by a reply, a tick or a stop, none of which tells of a loss"),
     "Tell": (
-        (Phase.COLLECTING, Phase.PUBLISHING, Phase.EVALUATING, Phase.SAVING, *RECOVERY_STATES),
-        "workers are told what was trained before it is published, or by a new master, and what moves while they run",
+        (
+            *(Phase.COLLECTING, Phase.TRAINING, Phase.COMMITTING, Phase.PUBLISHING),
+            *(Phase.EVALUATING, Phase.SAVING, *RECOVERY_STATES),
+        ),
+        "workers are told what was trained when it is, or by a new master, and what moves while they run",
     ),
     "RecordStep": ((Phase.COMMITTING,), "a step is recorded by the decision that commits it"),
     "RecordEvaluation": (
-        (Phase.PREPARING, Phase.COLLECTING, Phase.SAVING, PRE_LOCKING),
-        "after an evaluation the step is saved, the group grows back, a stage begins or samples are collected",
+        (Phase.PREPARING, Phase.COLLECTING, Phase.TRAINING, Phase.SAVING, PRE_LOCKING),
+        "after an evaluation the step is saved, the group grows back, a stage begins, or the next step does",
     ),
     "Finish": ((Phase.ENDED,), "only the decision that ends the run lets it finish"),
 }

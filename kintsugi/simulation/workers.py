@@ -145,6 +145,11 @@ class Worker(Process):
         self.waits.pop(name, None)
 
 
+def _order(request: RunEpisodes) -> tuple[str, int]:
+    """Orders that are alike have one answer: to train, whatever the weights; to evaluate, of one version."""
+    return request.ticket.id, request.version if request.split == "eval" else -1 - request.lineage
+
+
 class Rollout(Worker):
     """Runs groups: asks the manager for completions, scores them, keeps the trajectories."""
 
@@ -153,9 +158,9 @@ class Rollout(Worker):
         self.kept: dict[str, dict[str, str]] = {}
         """Ticket → sample key → what it says."""
         self._answers: dict[tuple[str, int], EpisodesDone] = {}
-        """(ticket, version) → the answer to it, as long as the samples are kept."""
+        """Order → the answer to it, as long as the samples are kept."""
         self._running: dict[tuple[str, int], list[Delivery]] = {}
-        """(ticket, version) → who is to be answered: a new master asks again for what is running."""
+        """Order → who is to be answered: a new master asks again for what is running."""
         self._deadlines: dict[tuple[str, int], float] = {}
 
     def serve(self, delivery: Delivery, body: Body) -> None:
@@ -180,7 +185,7 @@ class Rollout(Worker):
                 self.endpoint.fail(delivery, "RefusedError", f"{name[0]} was dropped")
 
     def _run(self, delivery: Delivery, request: RunEpisodes) -> None:
-        name = (request.ticket.id, request.version)
+        name = _order(request)
         if name in self._answers:
             self.endpoint.reply(delivery, self._answers[name])
             return
@@ -196,7 +201,7 @@ class Rollout(Worker):
 
     def _generate(self, request: RunEpisodes) -> None:
         """Ask the manager; a group whose manager is gone waits for the next one."""
-        name = (request.ticket.id, request.version)
+        name = _order(request)
         timeout_s = self._deadlines[name] - self.world.now
         body = Generate(request.ticket.id, 0, b"", request.sampling, request.version, timeout_s=timeout_s)
 
@@ -220,12 +225,12 @@ class Rollout(Worker):
         self.endpoint.request(MANAGER, body, deadline_s=timeout_s, on_done=generated)
 
     def _generate_again(self, request: RunEpisodes) -> None:
-        if (request.ticket.id, request.version) in self._running:
+        if _order(request) in self._running:
             self._generate(request)
 
     def _done(self, request: RunEpisodes, version: int, weights: str) -> None:
         ticket, metas = request.ticket, []
-        name = (ticket.id, request.version)
+        name = _order(request)
         deliveries = self._running.pop(name, None)
         if deliveries is None:
             return
@@ -396,15 +401,18 @@ class Server(Worker):
                 if len(self._loads) == 1:
                     self._load_next()
             case Generate() if self._version >= body.version:
-                self.after(self.world.random.uniform(0.005, 0.05), self._generated, delivery, body)
+                drawn = Completion(
+                    0, self._digest.encode(), b"", self._version.to_bytes(4, "little"), Finish.EOS
+                )
+                self.after(self.world.random.uniform(0.005, 0.05), self._generated, delivery, body, drawn)
             case Generate():
                 why = f"holds version {self._version}, asked for {body.version}"
                 self.endpoint.fail(delivery, "RefusedError", why)
             case _:
                 self.endpoint.fail(delivery, "RefusedError", f"a server takes no {type(body).__name__}")
 
-    def _generated(self, delivery: Delivery, request: Generate) -> None:
-        drawn = Completion(0, self._digest.encode(), b"", self._version.to_bytes(4, "little"), Finish.EOS)
+    def _generated(self, delivery: Delivery, request: Generate, drawn: Completion) -> None:
+        """The oldest of its tokens are of the weights that it began with."""
         self.count("tokens")
         self.endpoint.reply(delivery, Generated(request.ticket, request.turn, (drawn,), self.name))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from kintsugi.buffer.packing import DETERMINISTIC_BLOCK_TOKENS, grouped, micro_batches
 from kintsugi.errors import IntegrityError
 from kintsugi.model.attention import PackedLayout
-from kintsugi.types import ShardItem, Trajectory
+from kintsugi.types import ShardItem, Trajectory, staleness
 
 Kept = Literal["learned", "groups", "all"]
 """Which samples a call computes: those that have something to learn; these with all others of their tickets, side by
@@ -31,8 +31,10 @@ class Sample:
     """Where the policy chose the token; never 0, because nothing predicts a first token."""
     logprobs: NDArray[np.float32]
     """Of the policy that sampled, at `loss_positions`."""
+    versions: NDArray[np.int32]
+    """Of the weights that sampled, at `loss_positions`; -1 where nothing of this run did."""
     values: Mapping[str, float]
-    """What the master knows of it: reward, advantage, truncated, mask, …."""
+    """What the master knows of it: reward, advantage, truncated, mask, staleness, …."""
 
     @property
     def is_learned(self) -> bool:
@@ -45,20 +47,40 @@ def sample_of(item: ShardItem, trajectory: Trajectory) -> Sample:
     tokens = np.frombuffer(trajectory.tokens, dtype="<i4")
     mask = np.frombuffer(trajectory.loss_mask, dtype=np.uint8)
     logprobs = np.frombuffer(trajectory.logprobs, dtype="<f4")
+    versions = np.frombuffer(trajectory.versions, dtype="<i4")
     loss_positions = np.flatnonzero(mask)
     consistent = (
         trajectory.key == item.key
-        and len(tokens) == len(mask) == len(logprobs) == item.num_tokens
+        and len(tokens) == len(mask) == len(logprobs) == len(versions) == item.num_tokens
         and len(loss_positions) == item.num_loss_tokens
         and (len(loss_positions) == 0 or loss_positions[0] > 0)
     )
     if not consistent:
         raise IntegrityError(
             f"sample {item.key}: expected {item.num_tokens} tokens, {item.num_loss_tokens} of them with loss and not "
-            f"the first one; got {trajectory.key} with {len(tokens)} tokens, {len(mask)} mask entries, loss at "
-            f"{loss_positions[:8].tolist()}"
+            f"the first one; got {trajectory.key} with {len(tokens)} tokens, {len(mask)} mask entries, "
+            f"{len(logprobs)} log-probabilities, {len(versions)} versions, loss at {loss_positions[:8].tolist()}"
         )
-    return Sample(item.key, tokens, loss_positions, logprobs[loss_positions], item.values)
+    return Sample(
+        item.key,
+        tokens,
+        loss_positions=loss_positions,
+        logprobs=logprobs[loss_positions],
+        versions=versions[loss_positions],
+        values=item.values,
+    )
+
+
+def check_staleness(samples: Sequence[Sample], *, step: int) -> None:
+    """How old samples are is said by the master, where it says so, and by their tokens: the two must agree."""
+    for sample in samples:
+        said = sample.values.get("staleness")
+        if said is not None and len(sample.versions):
+            found = staleness(int(sample.versions.min()), step=step)
+            if found != said:
+                raise IntegrityError(
+                    f"sample {sample.key}: expected a staleness of {said:g} at step {step}, got {found} from its tokens"
+                )
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,15 +96,23 @@ class MicroBatch:
     """The packed token whose hidden state predicts the target: the one before it."""
     targets: Tensor
     sampler_logprobs: Tensor
+    versions: Tensor
+    """Of the weights that sampled the token; -1 where nothing of this run did."""
     advantages: Tensor | None
     """The sample's own at each of its tokens; None where samples have none as a whole."""
     sequence_index: Tensor
     lasts: Tensor
     """The last packed token of each sequence."""
+    staleness: Tensor
+    """Of each sequence as a whole: that of its oldest token."""
 
     @property
     def num_sequences(self) -> int:
         return len(self.keys)
+
+    def token_staleness(self, *, step: int) -> Tensor:
+        """Of each loss token, by its own version."""
+        return torch.where(self.versions < 0, 0, (step - 1 - self.versions).clamp(min=0)).float()
 
 
 def pack(samples: Sequence[Sample], *, device: torch.device) -> MicroBatch:
@@ -109,9 +139,13 @@ def pack(samples: Sequence[Sample], *, device: torch.device) -> MicroBatch:
         sources=tensor(target_places - 1),
         targets=tensor(tokens[target_places]),
         sampler_logprobs=tensor(np.concatenate([sample.logprobs for sample in samples])),
+        versions=tensor(np.concatenate([sample.versions for sample in samples])),
         advantages=None if advantages is None else tensor(advantages),
         sequence_index=tensor(sequence_index),
         lasts=tensor(starts + np.array(lengths) - 1),
+        staleness=tensor(
+            np.array([sample.values.get("staleness", 0.0) for sample in samples], dtype=np.float32)
+        ),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kintsugi.checkpoint.snapshot import Header
+from kintsugi.dataplane.pacing import Pace
 from kintsugi.errors import KintsugiError
 from kintsugi.messages import Ok
 from kintsugi.operations import KeepState
@@ -62,7 +64,9 @@ class BuddyCopy:
     that agent lives: its successor has nothing.
     """
 
-    def __init__(self, send: Send, *, process: str) -> None:
+    def __init__(self, send: Send, *, process: str, bytes_per_s: float | None = None) -> None:
+        """`bytes_per_s`: a copy that would exceed it is not sent."""
+        self._pace = Pace(bytes_per_s)
         self._send = send
         self._process = process
         self._thread: threading.Thread | None = None
@@ -77,6 +81,9 @@ class BuddyCopy:
         wanted = (copy.digest, buddy.process, buddy.incarnation)
         if is_reading or is_travelling or (wanted == self._sent and self._is_kept()):
             return False
+        if not self._pace.admits(time.monotonic()):
+            return False
+        self._pace.take(layout_size(copy.tensors), now=time.monotonic())
         self._sent, self._answer = wanted, None
         self._thread = threading.Thread(
             target=self._run, args=(copy, buddy.process), name="buddy", daemon=True

@@ -264,6 +264,12 @@ class StateCopies:
         if copy is not None:
             copy.finish()
 
+    def await_copy(self) -> None:
+        """The same for another thread than the one that trains: nothing but the waiting."""
+        copy = self._copy
+        if copy is not None:
+            copy.finish()
+
     def _pin(self) -> None:
         """Let the device write into the slots by itself. Where it refuses, copies are slower and nothing else."""
         runtime: Any = torch.cuda.cudart()

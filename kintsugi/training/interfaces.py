@@ -21,9 +21,16 @@ from kintsugi.model.transformer import Transformer
 from kintsugi.runtime import COUNTERS
 from kintsugi.training import advantages, losses, objectives
 from kintsugi.training.advantages import TokenAdvantages
-from kintsugi.training.batch import Kept, MicroBatch, Sample, cut
+from kintsugi.training.batch import Kept, MicroBatch, Sample, check_staleness, cut
 from kintsugi.training.group import ProcessGroup
-from kintsugi.training.kept import REFERENCE_LOGPROBS, RETURNS, TOKEN_ADVANTAGES, VALUES, KeptForStep
+from kintsugi.training.kept import (
+    PROXIMAL_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    RETURNS,
+    TOKEN_ADVANTAGES,
+    VALUES,
+    KeptForStep,
+)
 from kintsugi.training.layout import ACTOR
 from kintsugi.training.objectives import Objective, Totals
 from kintsugi.training.origins import load_reward_model
@@ -66,6 +73,7 @@ class ModelCalls:
         }
         self._interfaces: dict[str, Interface] = {
             "reference_inference": self._reference_inference,
+            "proximal_inference": self._proximal_inference,
             "critic_inference": self._critic_inference,
             "reward_inference": self._reward_inference,
             "gae": self._token_advantages,
@@ -92,6 +100,8 @@ class ModelCalls:
         result = CallResult()
         state = self._state
         waits = objective.part == ACTOR and state.actor_waits(call.step)
+        for samples in shards.values():
+            check_staleness(samples, step=call.step)
         with result.timed("forward_backward"):
             batches = self._cut(shards, kept=objective.kept)
         totals: list[Totals] = []
@@ -204,6 +214,16 @@ class ModelCalls:
         if by_sample:
             result.outputs = {"reference_kl": divergences}
         return result
+
+    def _proximal_inference(self, call: RunCall, shards: Shards, group: ProcessGroup) -> CallResult:
+        """The log-probabilities of the weights with which the step begins, before any update of it."""
+        model, temperature = self._state.model, call.arguments["temperature"]
+
+        def look(batch: MicroBatch) -> None:
+            logprobs, _ = objectives.token_logprobs(model, batch, temperature=temperature)
+            self._kept.put(PROXIMAL_LOGPROBS, batch.keys, logprobs.split(list(batch.loss_lengths)))
+
+        return self._infer(shards, look)
 
     def _critic_inference(self, call: RunCall, shards: Shards, group: ProcessGroup) -> CallResult:
         """The critic's values of the states before each loss token, and of the one after the last."""

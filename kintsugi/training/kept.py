@@ -10,6 +10,7 @@ from torch import Tensor
 from kintsugi.errors import RefusedError
 
 REFERENCE_LOGPROBS = "reference_logprobs"
+PROXIMAL_LOGPROBS = "proximal_logprobs"
 VALUES = "values"
 """Of the critic: before each loss token, and one more after the last."""
 TOKEN_ADVANTAGES = "token_advantages"
@@ -17,6 +18,7 @@ RETURNS = "returns"
 
 GIVEN_BY = {
     REFERENCE_LOGPROBS: "reference_inference",
+    PROXIMAL_LOGPROBS: "proximal_inference",
     VALUES: "critic_inference",
     TOKEN_ADVANTAGES: "gae or reward_to_go",
     RETURNS: "gae",

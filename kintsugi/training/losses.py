@@ -6,12 +6,15 @@ because a mean over the optimizer batch needs a denominator that no micro-batch,
 carries that denominator, which the master took over the whole batch before the first micro-batch; the summed product
 of losses and weights is the batch's mean.
 
-Notation: π the policy (`logprobs`), μ the policy that sampled (`old_logprobs`), ref the reference model.
+Notation: π the policy (`logprobs`), μ the policy that sampled (`old_logprobs`), prox the policy that updates must stay
+close to (`proximal_logprobs`), ref the reference model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from math import inf
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,6 +23,7 @@ from torch import Tensor
 
 Denominator = Literal["tokens", "sequences", "constant"]
 Ratio = Literal["token", "sequence", "sequence_mean"]
+Importance = Literal["cap", "mask"]
 KlEstimator = Literal["k1", "k2", "k3"]
 
 
@@ -47,57 +51,82 @@ def policy_loss(
     clip_low: float,
     clip_high: float,
     ratio: Ratio = "token",
+    proximal_logprobs: Tensor | None = None,
+    importance: Importance = "cap",
+    importance_cap: float = inf,
     reference_logprobs: Tensor | None = None,
     beta: float = 0.0,
     kl: KlEstimator = "k3",
     entropy: Tensor | None = None,
     entropy_weight: float = 0.0,
 ) -> TokenLosses:
-    """PPO's clipped policy gradient, −min(ρA, clip(ρ, 1 − clip_low, 1 + clip_high)A), with optional KL and entropy.
+    """PPO's clipped policy gradient, −w min(ρA, clip(ρ, 1 − clip_low, 1 + clip_high)A), with optional KL and entropy.
 
-    ρ = π/μ, by `ratio`: of each token (PPO, GRPO, …); of the whole sequence, the product of its tokens' (RLOO); or the
-    geometric mean of its tokens' (GSPO). A sequence's ρ stands at each of its tokens, so `token_weights` with the
-    denominator "sequences" turns it into a mean over sequences. μ is what sampled, so ρ also corrects for whatever
-    differs between sampler and trainer.
+    ρ = π/prox, by `ratio`: of each token (PPO, GRPO, …); of the whole sequence, the product of its tokens' (RLOO); or
+    the geometric mean of its tokens' (GSPO). A sequence's ρ stands at each of its tokens, so `token_weights` with the
+    denominator "sequences" turns it into a mean over sequences. w = prox/μ, a constant taken in the same way, makes up
+    for μ having sampled: kept at most at `importance_cap`, or what exceeds it leaves the loss (`importance` "mask").
+    Without `proximal_logprobs` prox is μ, w is 1, and ρ = π/μ also corrects for whatever differs between sampler and
+    trainer. Where samples are fresh (prox is μ but for rounding) both are the same; with π as its own prox, bit by bit.
 
-    `beta` × `kl_loss` is added (0 where the KL is part of the reward), `entropy_weight` × entropy taken off. The
-    statistic `kl` estimates KL(π‖ref); without a reference KL(μ‖π), how far the updates went from what sampled.
+    `beta` × `kl_loss` is added (0 where the KL is part of the reward), `entropy_weight` × entropy taken off.
     """
     logprobs, old_logprobs, advantages = (
         _keep(values, mask) for values in (logprobs, old_logprobs, advantages)
     )
-    log_ratio = logprobs - old_logprobs
-    compared = _compared(
-        log_ratio, mask, ratio=ratio, sequence_index=sequence_index, num_sequences=num_sequences
-    ).exp()
-    clipped = compared.clamp(1 - clip_low, 1 + clip_high)
-    losses = -torch.minimum(compared * advantages, clipped * advantages)
+    proximal = old_logprobs if proximal_logprobs is None else _keep(proximal_logprobs, mask)
+    compare = partial(
+        _compared, mask=mask, ratio=ratio, sequence_index=sequence_index, num_sequences=num_sequences
+    )
+    compared, weight = compare(logprobs - proximal).exp(), compare(proximal - old_logprobs).exp()
+    capped, clipped = weight.clamp(max=importance_cap), compared.clamp(1 - clip_low, 1 + clip_high)
+    # The weight comes before the advantage, where a ratio to the sampler stands: in this order equal means equal bits.
+    losses = -torch.minimum(capped * compared * advantages, capped * clipped * advantages)
     reference = None if reference_logprobs is None else _keep(reference_logprobs, mask)
     if beta > 0:
         assert reference is not None, "a KL in the loss needs a reference"
-        losses = losses + beta * kl_loss(logprobs, reference, old_logprobs=old_logprobs, estimator=kl)
+        of_token = (proximal - old_logprobs).exp().clamp(max=importance_cap) * (logprobs - proximal).exp()
+        losses = losses + beta * kl_loss(logprobs, reference, weight=of_token, estimator=kl)
     if entropy_weight > 0:
         assert entropy is not None, "an entropy bonus needs the entropy"
         losses = losses - entropy_weight * _keep(entropy, mask)
-    losses = _keep(losses, mask)
+    learned = mask * (weight <= importance_cap) if importance == "mask" else mask
+    cut = ((compared < 1 - clip_low) & (advantages < 0)) | ((compared > 1 + clip_high) & (advantages > 0))
+    statistics = {
+        **_distances(logprobs.detach(), old_logprobs, reference, estimator=kl),
+        "clip_ratio": _keep(cut, learned),
+        "ratio": compare(logprobs.detach() - old_logprobs).exp(),
+        "importance_weight": _keep(capped, learned),
+        "importance_capped": weight > importance_cap,
+    }
+    maxima = {"logprob_abs_diff": statistics["logprob_abs_diff"], "importance_weight": weight}
+    return TokenLosses(
+        _keep(losses, learned),
+        {name: masked_sum(values, mask) for name, values in statistics.items()},
+        {name: _keep(values, mask).max().double() for name, values in maxima.items()},
+    )
+
+
+def _distances(
+    logprobs: Tensor, old_logprobs: Tensor, reference: Tensor | None, *, estimator: KlEstimator
+) -> dict[str, Tensor]:
+    """`kl` estimates KL(π‖ref); without a reference KL(μ‖π), how far the updates went from what sampled."""
+    from_sampler = kl_estimate(old_logprobs, logprobs, estimator="k3")
+    return {
+        "kl": from_sampler if reference is None else kl_estimate(logprobs, reference, estimator=estimator),
+        "behaviour_kl": from_sampler,
+        "logprob_abs_diff": (logprobs - old_logprobs).abs(),
+    }
+
+
+def proximal_estimate(logprobs: Tensor, old_logprobs: Tensor, *, staleness: Tensor) -> Tensor:
+    """log prox between log μ and log π, as if every step had moved a token's log-probability by the same amount.
+
+    μ is k = `staleness` steps before prox, and π becomes the step after prox: log μ + k/(k + 1) (log π − log μ). Of a
+    token that is not stale it is μ itself. A constant: the gradient belongs to π (arXiv 2512.06547).
+    """
     with torch.no_grad():
-        cut = ((compared < 1 - clip_low) & (advantages < 0)) | ((compared > 1 + clip_high) & (advantages > 0))
-        difference = log_ratio.abs()
-        if reference is None:
-            divergence = kl_estimate(old_logprobs, logprobs, estimator="k3")
-        else:
-            divergence = kl_estimate(logprobs, reference, estimator=kl)
-        statistics = {
-            "clip_ratio": cut,
-            "kl": divergence,
-            "ratio": compared,
-            "logprob_abs_diff": difference,
-        }
-        return TokenLosses(
-            losses,
-            {name: masked_sum(values, mask) for name, values in statistics.items()},
-            {"logprob_abs_diff": torch.where(mask > 0, difference, 0.0).max().double()},
-        )
+        return old_logprobs + (logprobs - old_logprobs) * (staleness / (staleness + 1))
 
 
 def kl_estimate(logprobs: Tensor, anchor_logprobs: Tensor, *, estimator: KlEstimator) -> Tensor:
@@ -116,18 +145,17 @@ def kl_estimate(logprobs: Tensor, anchor_logprobs: Tensor, *, estimator: KlEstim
 
 
 def kl_loss(
-    logprobs: Tensor, reference_logprobs: Tensor, *, old_logprobs: Tensor, estimator: KlEstimator
+    logprobs: Tensor, reference_logprobs: Tensor, *, weight: Tensor, estimator: KlEstimator
 ) -> Tensor:
     """The KL to the reference as a loss per token: the named estimate as value, the KL's own gradient as gradient.
 
     Differentiating an estimate does not give an estimate of the gradient: in expectation over π, k1's derivative is 0
     and k3's is that of the *reverse* divergence KL(ref‖π); only k2's, l ∇log π, is the gradient of KL(π‖ref). So all
-    three have that gradient here, and the name says which value is reported. Both are weighted by π/μ, so they stay
-    right when another policy sampled the tokens (for k3 this is TRL's `use_bias_correction_kl`). As in every loss per
+    three have that gradient here, and the name says which value is reported. With `weight` π/μ both stay right when
+    another policy sampled the tokens (for k3 this is TRL's `use_bias_correction_kl`). As in every loss per
     token, what a token does to the KL of later ones is not in it; with the KL taken off the reward it is.
     """
     with torch.no_grad():
-        weight = (logprobs - old_logprobs).exp()
         value = weight * kl_estimate(logprobs, reference_logprobs, estimator=estimator)
         slope = weight * (logprobs - reference_logprobs)
     return value + slope * (logprobs - logprobs.detach())
@@ -200,7 +228,7 @@ def sequence_sums(values: Tensor, *, sequence_index: Tensor, num_sequences: int)
 
 
 def _compared(
-    log_ratio: Tensor, mask: Tensor, *, ratio: Ratio, sequence_index: Tensor, num_sequences: int
+    log_ratio: Tensor, *, mask: Tensor, ratio: Ratio, sequence_index: Tensor, num_sequences: int
 ) -> Tensor:
     """log ρ at each token: its own, or that of its sequence, of which masked tokens are no part."""
     if ratio == "token":

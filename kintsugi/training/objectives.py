@@ -18,7 +18,14 @@ from kintsugi.messages import RunCall
 from kintsugi.model.transformer import Transformer
 from kintsugi.training import losses
 from kintsugi.training.batch import Kept, MicroBatch
-from kintsugi.training.kept import REFERENCE_LOGPROBS, RETURNS, TOKEN_ADVANTAGES, VALUES, KeptForStep
+from kintsugi.training.kept import (
+    PROXIMAL_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    RETURNS,
+    TOKEN_ADVANTAGES,
+    VALUES,
+    KeptForStep,
+)
 from kintsugi.training.layout import ACTOR, CRITIC
 from kintsugi.training.losses import TokenLosses
 from kintsugi.training.state import TrainingState, Update
@@ -73,7 +80,8 @@ class _Shared:
         self._kept_for_step = kept_for_step
 
     def _mean(self, token_losses: TokenLosses, batch: MicroBatch, call: RunCall) -> Tensor:
-        """Over the batch's loss tokens, by the algorithm's denominator."""
+        """Over the batch's loss tokens, by the algorithm's denominator. What is stale may weigh less; the rest does not
+        weigh more for it."""
         weights = losses.token_weights(
             torch.ones_like(token_losses.losses),
             sequence_index=batch.sequence_index,
@@ -81,6 +89,9 @@ class _Shared:
             totals=call.totals,
             denominator=self._state.stage.algorithm.denominator,
         )
+        decay = self._state.stage.asynchrony.decay
+        if decay < 1:
+            weights = weights * (decay**batch.staleness)[batch.sequence_index]
         return (token_losses.losses * weights).sum()
 
     def _common_metrics(self, totals: Sequence[Totals], updates: Sequence[Update]) -> dict[str, float]:
@@ -115,8 +126,11 @@ class Supervised(_Shared):
 class PolicyGradient(_Shared):
     """`policy_train`: all algorithms in which tokens are sampled and have an advantage."""
 
-    sums = ("entropy", "clip_ratio", "kl", "ratio", "logprob_abs_diff")
-    maxima = ("logprob_abs_diff",)
+    sums = (
+        *("entropy", "clip_ratio", "kl", "behaviour_kl", "ratio", "logprob_abs_diff"),
+        *("importance_weight", "importance_capped", "staleness"),
+    )
+    maxima = ("logprob_abs_diff", "importance_weight")
 
     def loss(self, batch: MicroBatch, call: RunCall) -> BatchLoss:
         stage = self._state.stage
@@ -129,6 +143,7 @@ class PolicyGradient(_Shared):
             advantages = self._kept_for_step.joined(TOKEN_ADVANTAGES, batch.keys).to(logprobs.device)
         if stage.has_reference:
             reference = self._kept_for_step.joined(REFERENCE_LOGPROBS, batch.keys)
+        staleness = batch.token_staleness(step=call.step)
         token_losses = losses.policy_loss(
             logprobs,
             batch.sampler_logprobs,
@@ -139,30 +154,61 @@ class PolicyGradient(_Shared):
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
             ratio=algorithm.ratio,
+            proximal_logprobs=self._proximal(logprobs, batch, staleness=staleness),
+            importance="mask" if algorithm.importance == "mask" else "cap",
+            importance_cap=algorithm.importance_cap,
             reference_logprobs=reference,
             beta=algorithm.beta if algorithm.kl_in == "loss" else 0.0,
             kl=algorithm.kl,
             entropy=entropy,
             entropy_weight=algorithm.entropy_weight,
         )
-        sums = {"entropy": _exact_sum(entropy), **token_losses.sums}
+        sums = {"entropy": _exact_sum(entropy), "staleness": _exact_sum(staleness), **token_losses.sums}
         return BatchLoss(self._mean(token_losses, batch, call), sums, token_losses.maxima)
+
+    def _proximal(self, logprobs: Tensor, batch: MicroBatch, *, staleness: Tensor) -> Tensor | None:
+        """The log-probabilities that the updates must stay close to; None for the sampler's.
+
+        Before the first update the policy is the one with which the step begins. Truncated importance sampling stays
+        close to nothing: every update starts from where it is, and all of π/μ is weight.
+        """
+        stage = self._state.stage
+        if stage.algorithm.proximal == "approximate":
+            return losses.proximal_estimate(logprobs, batch.sampler_logprobs, staleness=staleness)
+        if stage.asks_proximal:
+            return self._kept_for_step.joined(PROXIMAL_LOGPROBS, batch.keys)
+        if stage.algorithm.proximal == "recompute" or stage.algorithm.importance == "truncate":
+            return logprobs.detach()
+        return None
 
     def metrics(self, totals: Sequence[Totals], updates: Sequence[Update]) -> dict[str, float]:
         """Means over the loss tokens and, where an update changes them, over the step's updates.
 
-        How far sampler and trainer agree is taken before the first update; afterwards they differ by intent.
+        How far sampler and trainer agree is taken before the first update; afterwards they differ by intent. The ratio
+        is that to the sampler, whatever the updates stay close to.
         """
         first = totals[0]
         num_tokens = max(first["loss_tokens"], 1.0)
         return {
             **self._common_metrics(totals, updates),
+            **(self._importance(totals) if self._state.stage.weighs_samples else {}),
             "entropy": first["entropy"] / num_tokens,
             "kl": _mean_of(totals, "kl") / num_tokens,
+            "behaviour_kl": first["behaviour_kl"] / num_tokens,
             "clip_ratio": _mean_of(totals, "clip_ratio") / num_tokens,
             "ratio_mean": first["ratio"] / num_tokens,
+            "token_staleness_mean": first["staleness"] / num_tokens,
             "logprob_abs_diff_mean": first["logprob_abs_diff"] / num_tokens,
             "logprob_abs_diff_max": first["logprob_abs_diff/max"],
+        }
+
+    def _importance(self, totals: Sequence[Totals]) -> dict[str, float]:
+        """How much is made up for another policy having sampled."""
+        num_tokens = max(totals[0]["loss_tokens"], 1.0)
+        return {
+            "importance_weight_mean": _mean_of(totals, "importance_weight") / num_tokens,
+            "importance_weight_max": max(each["importance_weight/max"] for each in totals),
+            "importance_capped_share": _mean_of(totals, "importance_capped") / num_tokens,
         }
 
 

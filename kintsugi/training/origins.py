@@ -1,4 +1,4 @@
-"""Where the models beside the actor begin: in a folder of their own, or in the actor's weights."""
+"""Where models begin: in a folder, in the run's seed, or, for those beside the actor, in its weights."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kintsugi.config import Config
 from kintsugi.model import huggingface
-from kintsugi.model.plan import Companions
-from kintsugi.model.transformer import Transformer
+from kintsugi.model.plan import Companions, actor_head, plan_model
+from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.stages import Stage
 
 Weights = Mapping[str, Tensor]
@@ -48,3 +49,15 @@ def load_reward_model(
         folder, config=companions.reward_model, dtype=dtype, head="required", device=device
     )
     return model.requires_grad_(requires_grad=False)
+
+
+def load_model(config: Config, *, device: torch.device) -> Transformer:
+    """The model as the run begins: read from its folder, or initialised from the run's seed; float32."""
+    head = actor_head(config)
+    if config.model.path is not None:
+        return huggingface.load(Path(config.model.path), dtype=torch.float32, head=head, device=device)
+    model_config, _ = plan_model(config)
+    model = Transformer(model_config, with_value_head=head != "refused", device=device)
+    assert config.model.new is not None
+    initialize(model, config.model.new.seed)
+    return model

@@ -86,4 +86,11 @@ def _ranked(model: Transformer, pairs: Sequence[Pair]) -> list[bool]:
 def _sample(tokens: Sequence[int], *, key: str) -> Sample:
     """Without anything to learn."""
     nothing = np.zeros(0, dtype=np.int64)
-    return Sample(key, np.array(tokens, dtype=np.int32), nothing, nothing.astype(np.float32), {})
+    return Sample(
+        key,
+        np.array(tokens, dtype=np.int32),
+        loss_positions=nothing,
+        logprobs=nothing.astype(np.float32),
+        versions=nothing.astype(np.int32),
+        values={},
+    )

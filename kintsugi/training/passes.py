@@ -66,5 +66,7 @@ def whole_batch(
     timeout_s = APART_S + SLOWER_RANK_FACTOR * (time.perf_counter() - start)
     with result.timed("reduce"):
         if deterministic:
-            return finish_tree(group, num_shards=call.num_shards, owned=owned, timeout_s=timeout_s)
+            return finish_tree(
+                group, num_shards=call.num_shards, owned=owned, timeout_s=timeout_s, blocks=call.blocks
+            )
         return sum_any_order(group, owned=everything, timeout_s=timeout_s)

@@ -93,9 +93,15 @@ def sum_owned(
 
 
 def finish_tree(
-    group: ProcessGroup, *, num_shards: int, owned: Mapping[Node, Contribution], timeout_s: float
+    group: ProcessGroup,
+    *,
+    num_shards: int,
+    owned: Mapping[Node, Contribution],
+    timeout_s: float,
+    blocks: Sequence[int] = (),
 ) -> Contribution:
-    """The whole batch's contribution, with the same bits on every rank and for every number of ranks.
+    """The whole batch's contribution, with the same bits on every rank, for every number of ranks, and whichever block
+    of shards each has (`blocks`, by rank; empty: its own number).
 
     Each rank finishes the tree for its own slice of the gradient (adding is elementwise, so slicing changes no bits)
     and the slices are gathered: as many bytes per rank as one all-reduce, however many ranks there are.
@@ -105,8 +111,8 @@ def finish_tree(
     if group.size == 1:
         return owned[root]
     nodes = [
-        owned_nodes(num_shards, owned=shards_of_rank(num_shards, rank=rank, world_size=group.size))
-        for rank in range(group.size)
+        owned_nodes(num_shards, owned=shards_of_rank(num_shards, rank=block, world_size=group.size))
+        for block in blocks or range(group.size)
     ]
     gradient = next(iter(owned.values())).gradient
     gradient_size = gradient.numel()

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
 from kintsugi.errors import RefusedError
-from kintsugi.messages import Body, FetchWeights
+from kintsugi.messages import Body, FetchWeights, Publish
 from kintsugi.operations import FetchState, StateFetched
 from kintsugi.training.copies import Counters, counters_of, state_fetched
 from kintsugi.training.state import TrainingState
 from kintsugi.transport import Blob, Reply
 from kintsugi.types import StreamSource
-from kintsugi.weights.fetch import fetch
+from kintsugi.weights.fetch import Fetcher
 from kintsugi.weights.publish import Publisher
+from kintsugi.weights.stream import Answered
 
 Ask = Callable[[str, Body], Reply]
 """Sends a request to a process and waits, with a deadline, for its reply."""
@@ -36,7 +37,7 @@ class StateSource:
         counters = self._state.committed_counters
         if request.step != counters.step:
             raise RefusedError(f"this replica has committed step {counters.step}, not {request.step}")
-        manifest, _ = self._publisher.publish(self._state.tensors(), version=request.step, step=request.step)
+        manifest, _ = self._publisher.publish(self._state.tensors(), Publish(request.step, request.step))
         return state_fetched(manifest, counters), ()
 
     def forget(self) -> None:
@@ -44,14 +45,15 @@ class StateSource:
         self._publisher.close()
 
 
-def fetch_state(step: int, *, replica: str, ask: Ask, owner: str = "") -> tuple[dict[str, Tensor], Counters]:
+def fetch_state(
+    step: int, *, replica: str, ask: Ask, owner: str = ""
+) -> tuple[Mapping[str, Tensor], Counters]:
     """The committed state of `step` as a replica holds it, or as an agent keeps it for `owner`; verified by piece."""
     reply = ask(replica, FetchState(step, owner=owner)).expect(StateFetched)
-    fetched = fetch(
-        reply.manifest,
-        [StreamSource(replica)],
+    fetcher = Fetcher(
+        process="",
         host="",
-        segments=None,
-        fetch_stream=lambda process, request: ask(process, FetchState(step, request.pieces, owner)),
+        ask=lambda process, request, _: Answered(ask(process, FetchState(step, request.pieces, owner))),
     )
+    fetched = fetcher.fetch(reply.manifest, [StreamSource(replica)])
     return fetched.tensors(), counters_of(reply)

@@ -1,23 +1,43 @@
-"""Trajectories of the current step, fetched from the processes that hold them."""
+"""Trajectories of the current step, fetched by the way that the master planned (`dataplane/`).
+
+A rank asks holders for its samples in batches, several at once; every trajectory is verified against the digest that
+was taken when it was scored, and asked for once more where its bytes are wrong. Where the plan says so, one rank of a
+host fetches what its neighbours need from other hosts too, and lays it out in the host's memory; whoever does not get
+it there in time, or gets something else, asks the holder after all.
+"""
 
 from __future__ import annotations
 
+import mmap
+import os
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
 import xxhash
 
-from kintsugi.errors import IntegrityError
-from kintsugi.messages import FetchSamples, SamplesFetched
-from kintsugi.runtime import wait
+from kintsugi.dataplane.needs import batched, estimated_bytes
+from kintsugi.dataplane.pacing import Pace
+from kintsugi.errors import DeadlineExceeded, IntegrityError, KintsugiError, RefusedError, WorldError
+from kintsugi.messages import Body, FetchSamples, SamplesFetched
+from kintsugi.runtime import COUNTERS, wait
 from kintsugi.training.batch import Sample, sample_of
+from kintsugi.transfers import FetchRelayed, Relayed, Routes, Transfer
 from kintsugi.transport import Reply
 from kintsugi.types import LogicalShard, ShardItem, Trajectory
 
 FETCH_TIMEOUT_S = 60.0
+RELAY_TIMEOUT_S = 20.0
+"""For the rank that fetches for its host; then the holders are asked. It may still be busy with the call before."""
 POLL_S = 0.001
+IN_FLIGHT = 2
+"""Requests to one holder at a time: the next is under way while one is verified."""
+ATTEMPTS = 2
+"""To get the right bytes of a sample from its holder."""
 
 
 class Answer(Protocol):
@@ -32,71 +52,308 @@ class Answer(Protocol):
 class Submit(Protocol):
     """`worker.Shell.submit`: ask a process, without waiting."""
 
-    def __call__(self, process: str, body: FetchSamples, *, deadline_s: float) -> Answer: ...
+    def __call__(self, process: str, body: Body, *, deadline_s: float) -> Answer: ...
+
+
+def await_answer(
+    answer: Answer, *, check: Callable[[], None], whom: str, what: str, timeout_s: float
+) -> None:
+    """Wait until a request is done; `check` is called meanwhile, and raises when there is something else to do."""
+    idle = threading.Event()
+
+    def attempt(remaining_s: float) -> bool | None:
+        check()
+        if answer.done:
+            return True
+        idle.wait(min(POLL_S, remaining_s))
+        return None
+
+    wait(attempt, whom=whom, what=what, timeout_s=timeout_s)
+
+
+class Segments(Protocol):
+    """Memory of this host (`cluster.segments.SegmentClient`)."""
+
+    def create(self, name: str, size: int) -> int: ...
+
+    def open(self, name: str) -> int: ...
+
+    def remove(self, name: str) -> None: ...
 
 
 class StepSamples:
     """Fetches each trajectory once per step: calls of the same step share them."""
 
-    def __init__(self, submit: Submit, *, check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        submit: Submit,
+        *,
+        check: Callable[[], None],
+        process: str = "",
+        segments: Segments | None = None,
+        note: Callable[[str], None] = lambda message: None,
+    ) -> None:
         """`check` is called while waiting and raises when the call is to be given up."""
         self._submit = submit
         self._check = check
+        self._segments = segments
+        self._note = note
+        self._segment = f"samples-{process}"
+        self._relayed: Relayed | RefusedError | None = None
+        """What this rank fetched for its neighbours, or why it did not; None until it knows."""
+        self._transfers: list[Transfer] = []
         self.trajectories: dict[str, Trajectory] = {}
         """Of this step, by sample key."""
 
     def forget(self) -> None:
+        """The step has ended, one way or the other."""
         self.trajectories = {}
+        self._transfers = []
+        if isinstance(self._relayed, Relayed) and self._segments is not None:
+            with suppress(WorldError):  # An agent that is gone took it along.
+                self._segments.remove(self._segment)
+        self._relayed = None
 
-    def of_shards(self, shards: Sequence[LogicalShard]) -> dict[int, list[Sample]]:
+    def take_transfers(self) -> tuple[Transfer, ...]:
+        """What was fetched since the last time."""
+        taken, self._transfers = tuple(self._transfers), []
+        return taken
+
+    def of_shards(
+        self,
+        shards: Sequence[LogicalShard],
+        *,
+        step: int = 0,
+        generation: int = 0,
+        routes: Routes | None = None,
+    ) -> dict[int, list[Sample]]:
         """The shards' samples by shard index, every trajectory verified."""
-        self._fetch([item for shard in shards for item in shard.items if item.key not in self.trajectories])
+        routes = routes or Routes()
+        wanted = [item for shard in shards for item in shard.items if item.key not in self.trajectories]
+        try:
+            self._fetch(wanted, FetchRelayed(step, generation, ()), routes=routes)
+        except KintsugiError as error:
+            self._relayed = RefusedError(f"the samples did not come: {error}", cause=error.cause)
+            raise
         return {
             shard.index: [sample_of(item, self.trajectories[item.key]) for item in shard.items]
             for shard in shards
         }
 
-    def _fetch(self, items: Sequence[ShardItem]) -> None:
-        """Ask all holders at once, then verify what came."""
+    def _fetch(self, wanted: Sequence[ShardItem], question: FetchRelayed, *, routes: Routes) -> None:
+        start = time.perf_counter()
+        awaited = [item for item in wanted if item.holder in routes.via]
+        answers = self._ask_relays(awaited, question, routes=routes)
+        own = [item for item in wanted if item.holder not in routes.via]
+        encoded = self._fetch_from_holders([*own, *routes.relay], routes, start=start)
+        if routes.relay:
+            self._relayed = self._laid_out({item.key: encoded[item.key] for item in routes.relay})
+        elif self._relayed is None:
+            self._relayed = RefusedError(f"nothing is relayed in step {question.step}")
+        missing = self._take_relayed(awaited, answers, start=start)
+        self._fetch_from_holders(missing, routes, start=start)
+
+    # From the holders.
+
+    def _fetch_from_holders(
+        self, items: Sequence[ShardItem], routes: Routes, *, start: float
+    ) -> dict[str, bytes]:
+        """Ask all holders at once, each for some batches at a time; gives the bytes that were verified, by key."""
         by_holder: dict[str, list[ShardItem]] = {}
         for item in items:
             by_holder.setdefault(item.holder, []).append(item)
-        answers = {
-            holder: self._submit(
-                holder, FetchSamples(tuple(item.key for item in held)), deadline_s=FETCH_TIMEOUT_S
-            )
+        streams = {
+            holder: Stream(holder, held, submit=self._submit, start=start, routes=routes)
             for holder, held in by_holder.items()
         }
-        self._await(answers)
-        for holder, held in by_holder.items():
-            samples = answers[holder].result().expect(SamplesFetched).samples
-            for item, trajectory in _paired(held, samples, holder=holder):
-                self.trajectories[item.key] = trajectory
+        until = time.monotonic() + FETCH_TIMEOUT_S
+        while open_streams := {holder: stream for holder, stream in streams.items() if not stream.finished}:
+            self._await(open_streams, timeout_s=max(0.0, until - time.monotonic()))
+        encoded: dict[str, bytes] = {}
+        for stream in streams.values():
+            self.trajectories |= stream.trajectories
+            self._transfers.append(stream.transfer())
+            encoded |= stream.encoded
+        return encoded
 
-    def _await(self, answers: dict[str, Answer]) -> None:
+    def _await(self, streams: Mapping[str, Stream], *, timeout_s: float) -> None:
+        """Until any of them got further, so that the declared wait always names those that did not."""
         idle = threading.Event()
 
         def attempt(remaining_s: float) -> bool | None:
             self._check()
-            if all(answer.done for answer in answers.values()):
+            if sum(stream.advance() for stream in streams.values()):
                 return True
             idle.wait(min(POLL_S, remaining_s))
             return None
 
-        wait(attempt, whom=", ".join(answers), what="trajectories", timeout_s=FETCH_TIMEOUT_S)
+        wait(attempt, whom=", ".join(streams), what="trajectories", timeout_s=timeout_s)
+
+    # Through the host's memory.
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether what a neighbour asks for may still come."""
+        return self._relayed is None
+
+    def relayed(self, request: FetchRelayed) -> Relayed:
+        """Where a neighbour finds its samples."""
+        if not isinstance(self._relayed, Relayed):
+            raise self._relayed or RefusedError(f"nothing was relayed for step {request.step}")
+        places = self._relayed.places
+        return Relayed(self._relayed.segment, {key: places[key] for key in request.keys if key in places})
+
+    def _laid_out(self, encoded: Mapping[str, bytes]) -> Relayed | RefusedError:
+        places: dict[str, tuple[int, int]] = {}
+        end = 0
+        for key, content in encoded.items():
+            places[key] = end, len(content)
+            end += len(content)
+        if self._segments is None:
+            return RefusedError("this process has no memory that its host shares")
+        try:
+            descriptor = self._segments.create(self._segment, end)
+        except WorldError as error:
+            return RefusedError(f"no memory to lay samples out in: {error}", cause=error.cause)
+        try:
+            with mmap.mmap(descriptor, end) as memory:
+                memory[:] = b"".join(encoded.values())
+        finally:
+            os.close(descriptor)
+        COUNTERS.add("samples_relayed", len(encoded))
+        return Relayed(self._segment, places)
+
+    def _ask_relays(
+        self, items: Sequence[ShardItem], question: FetchRelayed, *, routes: Routes
+    ) -> dict[str, Answer]:
+        keys: dict[str, list[str]] = {}
+        for item in items:
+            keys.setdefault(routes.via[item.holder], []).append(item.key)
+        return {
+            rank: self._submit(
+                rank, msgspec.structs.replace(question, keys=tuple(asked)), deadline_s=RELAY_TIMEOUT_S
+            )
+            for rank, asked in keys.items()
+        }
+
+    def _take_relayed(
+        self, items: Sequence[ShardItem], answers: Mapping[str, Answer], *, start: float
+    ) -> list[ShardItem]:
+        """Read what the relays laid out; gives the items that have to be fetched from their holders after all."""
+        for rank, answer in answers.items():
+            try:
+                await_answer(
+                    answer,
+                    check=self._check,
+                    whom=rank,
+                    what="relayed trajectories",
+                    timeout_s=RELAY_TIMEOUT_S,
+                )
+            except DeadlineExceeded as error:
+                self._was_not_relayed(rank, error)
+                continue
+            try:
+                relayed = answer.result().expect(Relayed)
+                asked_s = time.perf_counter() - start
+                size = self._read(relayed, items)
+            except (WorldError, OSError, ValueError) as error:
+                self._was_not_relayed(rank, error)
+                continue
+            self._transfers.append(Transfer(rank, 1, size, asked_s, time.perf_counter() - start))
+        return [item for item in items if item.key not in self.trajectories]
+
+    def _was_not_relayed(self, rank: str, error: Exception) -> None:
+        COUNTERS.add("relays_failed")
+        self._note(f"samples are fetched from their holders, because {rank} did not relay them: {error}")
+
+    def _read(self, relayed: Relayed, items: Sequence[ShardItem]) -> int:
+        """Verify and take what lies in the host's memory; what is not right is left out. Gives the bytes read."""
+        if self._segments is None:
+            raise RefusedError("this process has no memory that its host shares")
+        descriptor = self._segments.open(relayed.segment)
+        try:
+            with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as memory:
+                contents = {key: memory[at : at + size] for key, (at, size) in relayed.places.items()}
+        finally:
+            os.close(descriptor)
+        digests = {item.key: item.digest for item in items}
+        for key, content in contents.items():
+            if xxhash.xxh3_64_hexdigest(content) == digests.get(key):
+                self.trajectories[key] = _decoder.decode(content)
+            else:
+                COUNTERS.add("samples_damaged")
+                self._note(f"sample {key} was damaged on its way through {relayed.segment}")
+        return sum(len(content) for content in contents.values())
 
 
-def _paired(
-    items: Sequence[ShardItem], trajectories: Sequence[Trajectory], *, holder: str
-) -> list[tuple[ShardItem, Trajectory]]:
-    """Each item with its trajectory, whose bytes must be those that were scored."""
-    by_key = {trajectory.key: trajectory for trajectory in trajectories}
-    pairs = []
-    for item in items:
-        if item.key not in by_key:
-            raise IntegrityError(f"{holder} answered without sample {item.key}")
-        found = xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(by_key[item.key]))
-        if found != item.digest:
-            raise IntegrityError(f"sample {item.key} from {holder}: expected xxh3 {item.digest}, got {found}")
-        pairs.append((item, by_key[item.key]))
-    return pairs
+_decoder = msgspec.msgpack.Decoder(Trajectory)
+
+
+class Stream:
+    """What one holder is asked for in one step: batch after batch, some of them at a time."""
+
+    def __init__(
+        self, holder: str, items: Sequence[ShardItem], *, submit: Submit, start: float, routes: Routes
+    ) -> None:
+        self._holder, self._submit, self._start = holder, submit, start
+        self._batches: deque[tuple[Sequence[ShardItem], int]] = deque(
+            (batch, 1) for batch in batched(items, batch_bytes=routes.batch_bytes)
+        )
+        self._pace = Pace(routes.limits.get(holder))
+        self._flying: list[tuple[Answer, Sequence[ShardItem], int]] = []
+        self._requests = self._repeated = 0
+        self._first_s = self._last_s = 0.0
+        self.trajectories: dict[str, Trajectory] = {}
+        self.encoded: dict[str, bytes] = {}
+
+    @property
+    def finished(self) -> bool:
+        return not self._batches and not self._flying
+
+    def advance(self) -> bool:
+        """Ask for more and take what has come; whether anything has."""
+        while self._batches and len(self._flying) < IN_FLIGHT and self._pace.admits(time.monotonic()):
+            batch, attempt = self._batches.popleft()
+            self._pace.take(sum(estimated_bytes(item) for item in batch), now=time.monotonic())
+            body = FetchSamples(tuple(item.key for item in batch))
+            self._requests += 1
+            self._flying.append(
+                (self._submit(self._holder, body, deadline_s=FETCH_TIMEOUT_S), batch, attempt)
+            )
+        landed = [each for each in self._flying if each[0].done]
+        self._flying = [each for each in self._flying if not any(each is other for other in landed)]
+        for answer, batch, attempt in landed:
+            self._take(answer.result().expect(SamplesFetched).samples, batch, attempt=attempt)
+        return bool(landed)
+
+    def _take(self, samples: Iterable[Trajectory], batch: Sequence[ShardItem], *, attempt: int) -> None:
+        """Verify a batch. What is missing or wrong is asked for again; wrong once more, it is refused by name."""
+        by_key = {sample.key: sample for sample in samples}
+        wrong: dict[str, str] = {}
+        for item in batch:
+            if item.key not in by_key:
+                wrong[item.key] = f"{self._holder} answered without sample {item.key}"
+                continue
+            encoded = msgspec.msgpack.encode(by_key[item.key])
+            found = xxhash.xxh3_64_hexdigest(encoded)
+            if found != item.digest:
+                wrong[item.key] = (
+                    f"sample {item.key} from {self._holder}: expected xxh3 {item.digest}, got {found}"
+                )
+                continue
+            self.trajectories[item.key] = by_key[item.key]
+            self.encoded[item.key] = encoded
+        self._last_s = time.perf_counter() - self._start
+        self._first_s = self._first_s or self._last_s
+        COUNTERS.add("samples_fetched", len(batch) - len(wrong))
+        if wrong:
+            COUNTERS.add("samples_damaged", len(wrong))
+            if attempt >= ATTEMPTS:
+                raise IntegrityError(next(iter(wrong.values())))
+            self._repeated += len(wrong)
+            self._batches.append(([item for item in batch if item.key in wrong], attempt + 1))
+
+    def transfer(self) -> Transfer:
+        """What it took."""
+        size = sum(len(content) for content in self.encoded.values())
+        return Transfer(self._holder, self._requests, size, self._first_s, self._last_s, self._repeated)

@@ -419,9 +419,21 @@ class TrainingState:
 
     def _committed_tensor(self) -> Tensor:
         """The live one where that is committed: it lies where it can be converted fastest."""
-        is_live = not self._updating and self.prepared_step is None
+        is_here = self._live.untyped_storage().nbytes() > 0  # Not while another process has its turn on the device.
+        is_live = is_here and not self._updating and self.prepared_step is None
         committed = self._copies.committed
         return self._live if is_live or committed is None else committed
+
+    def resident(self) -> list[Tensor]:
+        """All that it keeps on the device from one call to the next; several may share a storage."""
+        models = (self.model, self._critic, self._reference_model)
+        parameters = [each for model in models if model is not None for each in model.parameters()]
+        frozen = [] if self._reference is None else [self._reference]
+        return [self._live, self.gradient, self._compute_gradient, *parameters, *frozen]
+
+    def await_copy(self) -> None:
+        """Until nobody reads the live state behind the back of who trains it; from any thread."""
+        self._copies.await_copy()
 
     def _check_reference(self) -> None:
         """Measured like the rest of the state; what lies beside the snapshots replaces a damaged one."""

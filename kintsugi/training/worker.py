@@ -6,7 +6,6 @@ of that can wait; that the group's generation is over can not, and ends what run
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,25 +52,28 @@ from kintsugi.model import huggingface
 from kintsugi.model.device import choose_device, identity, use_deterministic_kernels
 from kintsugi.model.faults import as_world_error
 from kintsugi.model.folder import VALUE_HEAD
-from kintsugi.model.plan import actor_head, plan_companions, plan_model
+from kintsugi.model.plan import plan_companions, plan_model
 from kintsugi.model.tokenizer import Tokenizer
-from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.observe.events import Note
 from kintsugi.operations import DeviceStop, FetchState, KeepState, PreLock, RankReady, RebuildGroup
 from kintsugi.recipe import load_config
 from kintsugi.recovery.processor import Operation, Processor
-from kintsugi.runtime import COUNTERS, wait
+from kintsugi.runtime import COUNTERS
 from kintsugi.stages import stages
 from kintsugi.training.adapter import TorchAdapter
 from kintsugi.training.buddy import KEEP_TIMEOUT_S, BuddyCopy, buddy_of
 from kintsugi.training.copies import Counters
 from kintsugi.training.group import StoreServer
 from kintsugi.training.interfaces import ModelCalls
+from kintsugi.training.origins import load_model
 from kintsugi.training.pairs import HeldOutPairs, score_pairs
+from kintsugi.training.publishing import open_publisher
 from kintsugi.training.replica import StateSource, fetch_state
-from kintsugi.training.samples import POLL_S, Answer, StepSamples
+from kintsugi.training.samples import Answer, Segments, StepSamples, await_answer
 from kintsugi.training.state import TrainingState
 from kintsugi.training.storing import RolloutStore
+from kintsugi.training.turns import DeviceTurns, open_turns
+from kintsugi.transfers import FetchRelayed
 from kintsugi.transport import Blob, Delivery, Reply
 from kintsugi.types import Peer, Role, process_id, role_of
 from kintsugi.weights.manifest import weights_sha256
@@ -119,25 +121,31 @@ class ModelWorker:
         publisher: Publisher,
         host: str,
         run_dir: Path,
+        segments: Segments | None = None,
         note: Callable[[str], None] = lambda message: None,
         renew: Callable[[], object] = lambda: None,
+        turns: DeviceTurns | None = None,
     ) -> None:
-        """`note` is told what the group's collectives run on; `renew` offers the snapshots to a new agent."""
+        """`note` is told what the group's collectives run on; `renew` offers the snapshots to a new agent; through
+        `segments` samples are passed on to other ranks of this host."""
         self._shell = shell
         self._state = state
-        self._config = config
+        self._config, cluster = config, config.cluster
         self._tokenizer = tokenizer
         self._publisher = publisher
         self._note = note
         self._renew = renew
         self._renewed_at = 0.0
+        self._turns = turns or DeviceTurns()
         self._host = host
         self._pairs = HeldOutPairs(config, tokenizer=tokenizer, run_dir=run_dir)
         self._stages = {stage.name: stage for stage in stages(config)}
         self._backlog: deque[Delivery] = deque()
         self._answers: dict[tuple[int, str], CallDone] = {}
         """To the calls of the current step that are done, by step and name."""
-        self._samples = StepSamples(shell.submit, check=self._check)
+        self._samples = StepSamples(
+            shell.submit, check=self._check, process=shell.process, segments=segments, note=note
+        )
         rollouts = RolloutStore(run_dir, tokenizer)
         self._calls = ModelCalls(
             state,
@@ -146,7 +154,7 @@ class ModelWorker:
             store=lambda call: rollouts.write(call, self._samples.trajectories),
         )
         self._source = StateSource(state, process=shell.process, host=host)
-        self._buddy = BuddyCopy(self._send_copy, process=shell.process)
+        self._buddy = BuddyCopy(self._send_copy, process=shell.process, bytes_per_s=cluster.bandwidth.copies)
         self._adapter = TorchAdapter(
             state,
             process=shell.process,
@@ -185,6 +193,9 @@ class ModelWorker:
     def _comes_early(self, body: Body) -> bool:
         """Whether a call of the step under way has to wait for another one: all ranks work them off in one order, or
         their collectives would cross. What waits for a step or a group that is over is refused when its turn comes."""
+        if isinstance(body, FetchRelayed):
+            is_next = body.step == self._state.committed_step + 1 and self._adapter.is_in(body.generation)
+            return is_next and self._samples.is_fetching
         if not isinstance(body, RunCall) or not self._adapter.is_in(body.generation):
             return False
         if body.step != self._state.committed_step + 1 or self._state.prepared_step is not None:
@@ -203,7 +214,8 @@ class ModelWorker:
             return
         fault: Exception | None = None
         try:
-            body, blobs = self._answer(delivery.body)
+            with self._turns.around(delivery.body, check=self._check):
+                body, blobs = self._answer(delivery.body)
         except ShuttingDown:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a request ends in is its answer, with the cause.
@@ -238,6 +250,8 @@ class ModelWorker:
                 return self._publisher.answer(body)
             case FetchState():
                 return self._source.answer(body)
+            case FetchRelayed():
+                return self._samples.relayed(body), ()
             case EvaluatePairs():
                 return self._evaluate(body), ()
             case HashWeights():
@@ -271,7 +285,8 @@ class ModelWorker:
             raise RefusedError(
                 f"step {call.step} belongs to stage {call.stage!r}, this rank is in {self._state.counters.stage!r}"
             )
-        mine = shards_of_rank(call.num_shards, rank=group.rank, world_size=group.size)
+        block = call.blocks[group.rank] if call.blocks else group.rank
+        mine = shards_of_rank(call.num_shards, rank=block, world_size=group.size)
         if [shard.index for shard in call.shards] != list(mine):
             raise RefusedError(
                 f"rank {group.rank} of {group.size} expected shards {mine.start} to {mine.stop - 1} of "
@@ -279,22 +294,34 @@ class ModelWorker:
             )
         start = time.perf_counter()
         try:
-            samples = self._samples.of_shards(call.shards)
+            samples = self._samples.of_shards(
+                call.shards, step=call.step, generation=call.generation, routes=call.routes
+            )
         except (ProcessDied, RemoteError, DeadlineExceeded) as error:  # The fault of who keeps them.
             raise GroupBroken(f"samples could not be fetched: {error}", cause=error.cause) from error
         fetch_s = time.perf_counter() - start
-        result = self._calls.run(call, samples, group=group)
+        self._answer_neighbours()
+        with self._turns.of_call(call, check=self._check):
+            result = self._calls.run(call, samples, group=group)
         done = CallDone(
             call.step,
             self._state.prepared_digest,
             result.metrics,
             {"fetch": fetch_s, **result.timing},
             result.outputs,
+            self._samples.take_transfers(),
         )
         self._answers[call.step, call.call] = done
         if self._state.prepared_step == call.step:
             self._offer_copy()
         return done
+
+    def _answer_neighbours(self) -> None:
+        """Those of this host who wait for what was just fetched for them, before this rank begins to compute."""
+        waiting = [delivery for delivery in self._backlog if isinstance(delivery.body, FetchRelayed)]
+        for delivery in waiting:
+            self._backlog.remove(delivery)
+            self._handle(delivery)
 
     def _start_stage(self, request: StartStage) -> None:
         if request.stage not in self._stages:
@@ -310,7 +337,7 @@ class ModelWorker:
         weights = {
             name: tensor for name, tensor in self._state.weights().items() if name not in VALUE_HEAD
         }  # Servers write text; a reward model's head is only for its checkpoints.
-        manifest, sources = self._publisher.publish(weights, version=request.version, step=request.step)
+        manifest, sources = self._publisher.publish(weights, request)
         return Published(manifest, sources)
 
     def _evaluate(self, request: EvaluatePairs) -> PairsEvaluated:
@@ -356,16 +383,8 @@ class ModelWorker:
     def _ask(self, process: str, body: Body) -> Reply:
         """Ask and wait; others are answered meanwhile, who may be waiting for this rank."""
         pending = self._shell.submit(process, body, deadline_s=STATE_TIMEOUT_S)
-        idle = threading.Event()
-
-        def attempt(remaining_s: float) -> bool | None:
-            self._check()
-            if pending.done:
-                return True
-            idle.wait(min(POLL_S, remaining_s))
-            return None
-
-        wait(attempt, whom=process, what=type(body).__name__, timeout_s=STATE_TIMEOUT_S)
+        what = type(body).__name__
+        await_answer(pending, check=self._check, whom=process, what=what, timeout_s=STATE_TIMEOUT_S)
         return pending.result()
 
     def _offer_copy(self) -> None:
@@ -406,7 +425,8 @@ class ModelWorker:
         if time.monotonic() >= self._renewed_at + IDLE_WAIT_S:
             self._renew_snapshots()
         for delivery in self._shell.take_all():
-            if isinstance(delivery.body, FetchWeights | FetchState | PreLock):
+            at_once = isinstance(delivery.body, FetchWeights | FetchState | PreLock | FetchRelayed)
+            if at_once and not self._comes_early(delivery.body):
                 self._handle(delivery)
             else:
                 self._backlog.append(delivery)
@@ -420,18 +440,6 @@ class ModelWorker:
         why = self._interruption()
         if why is not None:
             raise GroupBroken(f"the call was given up: {why}")
-
-
-def load_model(config: Config, *, device: torch.device) -> Transformer:
-    """The model as the run begins: read from its folder, or initialised from the run's seed; float32."""
-    head = actor_head(config)
-    if config.model.path is not None:
-        return huggingface.load(Path(config.model.path), dtype=torch.float32, head=head, device=device)
-    model_config, _ = plan_model(config)
-    model = Transformer(model_config, with_value_head=head != "refused", device=device)
-    assert config.model.new is not None
-    initialize(model, config.model.new.seed)
-    return model
 
 
 def main(bootstrap: Bootstrap) -> int:
@@ -457,7 +465,7 @@ def main(bootstrap: Bootstrap) -> int:
         )
 
         def body(shell: Shell) -> None:
-            publisher = Publisher(process=shell.process, host=bootstrap.host, segments=segments)
+            publisher = open_publisher(shell, device=device, segments=segments, store=server.address)
             worker = ModelWorker(
                 shell,
                 state,
@@ -466,8 +474,10 @@ def main(bootstrap: Bootstrap) -> int:
                 publisher=publisher,
                 host=bootstrap.host,
                 run_dir=Path(bootstrap.run_dir),
+                segments=segments,
                 note=lambda message: shell.events.emit(Note(message)),
                 renew=segments.renew if segments is not None else lambda: None,
+                turns=open_turns(shell, state, policy=config.cluster.share_device, device=device),
             )
             if state.why_private:
                 shell.events.emit(Note(f"snapshots of the state end with this process: {state.why_private}"))

@@ -7,32 +7,40 @@ somebody may still read it: a server that starts later checks every byte against
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import xxhash
 
 from kintsugi.errors import IntegrityError, ModelError, StorageError
 from kintsugi.model.architecture import ModelConfig
-from kintsugi.model.folder import StoredTensor, check_index, read_header, stored_names, weight_files
+from kintsugi.model.folder import (
+    WEIGHTS_FILE,
+    StoredTensor,
+    check_index,
+    read_header,
+    stored_names,
+    weight_files,
+)
 from kintsugi.types import Piece, PieceKind, WeightManifest
-from kintsugi.weights.manifest import ALIGNMENT
+from kintsugi.weights.manifest import ALIGNMENT, check_digest, check_whole, copy_and_digest, manifest_of
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_STORED = {name: stored for stored, name in _DTYPES.items()}
 
 
 def folder_manifest(folder: Path, *, config: ModelConfig, version: int) -> WeightManifest:
     """Describe the weights in a folder, every byte of them digested; ModelError where they do not fit `config`."""
     pieces = []
-    whole = xxhash.xxh3_64()
-    offset = end = 0
+    offset = 0
     with _opened(folder) as stored:
         shapes = {name: tensor.shape for name, (tensor, _) in stored.items()}
         names = stored_names(shapes, config=config, head="refused", where=str(folder))
         for name in sorted(names):
             tensor, data = stored[names[name]]
-            whole.update(data)
             piece = Piece(
                 name=name,
                 dtype=_DTYPES[tensor.dtype],
@@ -45,14 +53,12 @@ def folder_manifest(folder: Path, *, config: ModelConfig, version: int) -> Weigh
                 digest=xxhash.xxh3_64_hexdigest(data),
             )
             pieces.append(piece)
-            end = offset + len(data)
             offset += -(-len(data) // ALIGNMENT) * ALIGNMENT
-    return WeightManifest(version=version, step=0, pieces=tuple(pieces), size=end, digest=whole.hexdigest())
+    return manifest_of(pieces, version=version, step=0)
 
 
-def read_folder(manifest: WeightManifest, folder: Path) -> memoryview:
-    """The weights that `manifest` describes in memory of our own, not verified yet; IntegrityError if they are gone."""
-    buffer = memoryview(mmap.mmap(-1, max(1, manifest.size)))
+def read_folder(manifest: WeightManifest, folder: Path, *, into: memoryview) -> None:
+    """Copy the weights that `manifest` describes and verify the copy; IntegrityError if they are gone or others."""
     try:
         with _opened(folder) as stored:
             for piece in manifest.pieces:
@@ -62,10 +68,42 @@ def read_folder(manifest: WeightManifest, folder: Path) -> memoryview:
                         f"{piece.name} of version {manifest.version} from {folder}: expected {piece.size} bytes, "
                         f"got {len(data)}"
                     )
-                buffer[piece.offset : piece.offset + piece.size] = data
+                found = copy_and_digest(data, into[piece.offset : piece.offset + piece.size])
+                check_digest(manifest, piece, found=found, source=f"folder {folder}")
     except ModelError as error:
         raise IntegrityError(f"{folder} has changed since it was described: {error}") from error
-    return buffer
+    check_whole(manifest, source=f"folder {folder}")
+
+
+def write_folder(manifest: WeightManifest, buffer: memoryview, folder: Path) -> Path:
+    """Write a version as a folder that `read_folder` reads; it appears whole, in place of one that is there."""
+    header, end = {}, 0
+    for piece in manifest.pieces:
+        stored = _STORED[piece.dtype]
+        header[piece.name] = StoredTensor(stored, piece.shape, (end, end + piece.size))
+        end += piece.size
+    content = msgspec.json.encode(header)
+    content += b" " * (-len(content) % 8)
+    beside = folder.with_name(f".{folder.name}")
+    try:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        with (beside / WEIGHTS_FILE).open("wb") as file:
+            file.write(len(content).to_bytes(8, "little") + content)
+            for piece in manifest.pieces:
+                file.write(buffer[piece.offset : piece.offset + piece.size])
+        shutil.rmtree(folder, ignore_errors=True)
+        beside.rename(folder)
+    except OSError as error:
+        raise StorageError(f"{folder} can not be written: {error.strerror or error}") from error
+    return folder
+
+
+def remove_folders(parent: Path, *, but: Sequence[str]) -> None:
+    """Versions that nobody is told of any more; who still reads one finds that out and takes another source."""
+    for folder in parent.iterdir():
+        if folder.name not in but:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -7,10 +7,12 @@ got. Torch is imported only where tensors are turned into bytes or back.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from kintsugi.errors import IntegrityError
 from kintsugi.types import Piece, PieceKind, WeightManifest
@@ -21,10 +23,14 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 """Of every piece, so that a view of any dtype, and a vectorised copy, can start there."""
 
+CACHED_BYTES = 256 << 10
+"""Copied at once and digested right after, while the processor's cache still has it. Neither of the two holds up the
+process's other threads."""
+
 
 def layout_size(named: Mapping[str, Tensor]) -> int:
     """Bytes that a buffer needs to hold these tensors."""
-    return max((offset + size for _, offset, size in _layout(named)), default=0)
+    return max((offset + size for _, offset, size in layout(named)), default=0)
 
 
 def build_manifest(
@@ -37,32 +43,65 @@ def build_manifest(
 ) -> WeightManifest:
     """Describe these tensors, in the order of their names. With `into` they are copied there, and what lies there is
     what is digested."""
-    pieces = []
-    whole = xxhash.xxh3_64()
-    end = 0
-    for name, offset, size in _layout(named):
-        tensor = named[name]
-        data = tensor_bytes(tensor)
-        if into is not None:
-            into[offset : offset + size] = data
-            data = into[offset : offset + size]
-        whole.update(data)
-        piece = Piece(
-            name=name,
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=tuple(tensor.shape),
-            slice=tuple((0, extent) for extent in tensor.shape),
-            mesh=dict(mesh),
-            kind=PieceKind.FULL,
-            offset=offset,
-            size=size,
-            digest=xxhash.xxh3_64_hexdigest(data),
-        )
-        pieces.append(piece)
-        end = offset + size
-    return WeightManifest(
-        version=version, step=step, pieces=tuple(pieces), size=end, digest=whole.hexdigest()
+    pieces = [
+        describe_piece(name, named[name], offset=offset, mesh=mesh, into=into)
+        for name, offset, _ in layout(named)
+    ]
+    return manifest_of(pieces, version=version, step=step)
+
+
+def describe_piece(
+    name: str, tensor: Tensor, *, offset: int, mesh: Mapping[str, int], into: memoryview | None = None
+) -> Piece:
+    size = tensor.numel() * tensor.element_size()
+    target = None if into is None else into[offset : offset + size]
+    if tensor.is_cuda:
+        from kintsugi.weights.device import digest_of_device
+
+        digest = digest_of_device(tensor, into=target)
+    elif target is None:
+        digest = xxhash.xxh3_64_hexdigest(tensor_bytes(tensor))
+    else:
+        digest = copy_and_digest(tensor_bytes(tensor), target)
+    return Piece(
+        name=name,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        slice=tuple((0, extent) for extent in tensor.shape),
+        mesh=dict(mesh),
+        kind=PieceKind.FULL,
+        offset=offset,
+        size=size,
+        digest=digest,
     )
+
+
+def manifest_of(pieces: Iterable[Piece], *, version: int, step: int) -> WeightManifest:
+    """The version that consists of these pieces."""
+    pieces = tuple(pieces)
+    end = max((piece.offset + piece.size for piece in pieces), default=0)
+    return WeightManifest(version=version, step=step, pieces=pieces, size=end, digest=digest_of(pieces))
+
+
+def digest_of(pieces: Iterable[Piece]) -> str:
+    """Of a version: xxh3-64 over its pieces' names and digests, so that no byte is digested twice."""
+    whole = xxhash.xxh3_64()
+    for piece in pieces:
+        whole.update(f"{piece.name}:{piece.digest}\n".encode())
+    return whole.hexdigest()
+
+
+def copy_and_digest(source: memoryview, target: memoryview) -> str:
+    """Copy the bytes and give the xxh3-64 of the copy."""
+    assert source.nbytes == target.nbytes, f"{source.nbytes} bytes do not fill {target.nbytes}"
+    copied: NDArray[np.uint8] = np.frombuffer(target, np.uint8)
+    original: NDArray[np.uint8] = np.frombuffer(source, np.uint8)
+    digest = xxhash.xxh3_64()
+    for start in range(0, len(copied), CACHED_BYTES):
+        part = copied[start : start + CACHED_BYTES]
+        part[...] = original[start : start + CACHED_BYTES]
+        digest.update(part.data)
+    return digest.hexdigest()
 
 
 def verify(manifest: WeightManifest, buffer: memoryview, *, source: str) -> None:
@@ -71,20 +110,27 @@ def verify(manifest: WeightManifest, buffer: memoryview, *, source: str) -> None
         raise IntegrityError(
             f"version {manifest.version} from {source}: expected {manifest.size} bytes, got {buffer.nbytes}"
         )
-    whole = xxhash.xxh3_64()
     for piece in manifest.pieces:
         data = buffer[piece.offset : piece.offset + piece.size]
-        whole.update(data)
-        found = xxhash.xxh3_64_hexdigest(data)
-        if found != piece.digest:
-            raise IntegrityError(
-                f"{piece.name} of version {manifest.version} from {source}: "
-                f"expected xxh3 {piece.digest}, got {found}"
-            )
-    if whole.hexdigest() != manifest.digest:
+        check_digest(manifest, piece, found=xxhash.xxh3_64_hexdigest(data), source=source)
+    check_whole(manifest, source=source)
+
+
+def check_digest(manifest: WeightManifest, piece: Piece, *, found: str, source: str) -> None:
+    """Raise IntegrityError, with the piece and the source, unless this is the digest of what was published."""
+    if found != piece.digest:
+        raise IntegrityError(
+            f"{piece.name} of version {manifest.version} from {source}: expected xxh3 {piece.digest}, got {found}"
+        )
+
+
+def check_whole(manifest: WeightManifest, *, source: str) -> None:
+    """That the pieces are those of the version, when each by itself is right."""
+    found = digest_of(manifest.pieces)
+    if found != manifest.digest:
         raise IntegrityError(
             f"version {manifest.version} from {source}: every piece is right, but not the whole: "
-            f"expected xxh3 {manifest.digest}, got {whole.hexdigest()}"
+            f"expected xxh3 {manifest.digest}, got {found}"
         )
 
 
@@ -121,7 +167,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return flat.numpy().data
 
 
-def _layout(named: Mapping[str, Tensor]) -> Iterator[tuple[str, int, int]]:
+def layout(named: Mapping[str, Tensor]) -> Iterator[tuple[str, int, int]]:
     """(name, offset, size) in the order of names."""
     offset = 0
     for name in sorted(named):

@@ -19,6 +19,8 @@ GATE = 5
 METRICS = Path(__file__).parents[2] / "docs" / "metrics.md"
 PPO = ("algorithm.name=ppo", "algorithm.beta=0.05", "algorithm.updates_per_step=2")
 DAPO = ("algorithm.name=dapo", "algorithm.resampling_rounds=1", "algorithm.reward=[gated_rewards.begins_odd]")
+PROXIMAL = ("algorithm.proximal=recompute",)
+DECOUPLED = (*PROXIMAL, "algorithm.updates_per_step=2")
 REWARD_MODEL = ("algorithm.name=reward_model", "algorithm.group_size=2")
 
 
@@ -55,6 +57,12 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
     "ppo": undisturbed(*PPO),
     "ppo, a rank dies in critic_train": with_a_death_in(
         "kintsugi.training.objectives:ValueRegression.loss:6", *PPO
+    ),
+    "grpo": undisturbed(),
+    "grpo and its proximal policy": undisturbed(*PROXIMAL),
+    "decoupled": undisturbed(*DECOUPLED),
+    "decoupled, a rank dies in prox_inference": with_a_death_in(
+        "kintsugi.training.interfaces:ModelCalls._proximal_inference:6", *DECOUPLED
     ),
     "dapo": undisturbed(*DAPO),
     "dapo, a rollout worker dies": dapo_without_a_rollout_worker,
@@ -95,6 +103,12 @@ def test_every_sample_is_trained_exactly_once(played: Callable[[str], Run], name
 def test_a_run_gives_the_same_facts_again(played: Callable[[str], Run], name: str) -> None:
     again, journaled = replay(played(name).run_dir)
     assert again == journaled
+
+
+def test_on_fresh_samples_a_proximal_policy_of_its_own_changes_no_bit(played: Callable[[str], Run]) -> None:
+    plain, decoupled = played("grpo"), played("grpo and its proximal policy")
+    assert decoupled.summary.weights_sha256 == plain.summary.weights_sha256
+    assert [line for line in decoupled.lines("metrics.jsonl") if "importance_weight_mean" in line]
 
 
 def test_dynamic_sampling_has_replaced_groups(played: Callable[[str], Run]) -> None:

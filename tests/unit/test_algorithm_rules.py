@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -8,6 +8,7 @@ from kintsugi.algorithm_rules import USED_BY, algorithm_problems
 from kintsugi.config import (
     AlgorithmName,
     AlgorithmSection,
+    AsynchronySection,
     Config,
     CriticSection,
     ReferenceSection,
@@ -60,6 +61,9 @@ OTHER = {
     "clip_low": 0.1,
     "clip_high": 0.3,
     "ratio": "sequence",
+    "proximal": "recompute",
+    "importance": "mask",
+    "importance_cap": 2.0,
     "beta": 0.5,
     "kl": "k2",
     "kl_in": "reward",
@@ -103,6 +107,73 @@ def test_every_estimate_may_stand_in_the_loss_and_in_the_reward(
 ) -> None:
     """Whichever it is, the loss has the gradient of the divergence itself (`losses.kl_loss`)."""
     assert problems_of(name, beta=0.1, kl_in=kl_in, kl=kl) == {}
+
+
+STALE = AsynchronySection(max_staleness=2)
+
+
+def off_policy_problems(*, asynchrony: AsynchronySection = STALE, **values: Any) -> dict[str, str]:
+    section = AlgorithmSection(**values)
+    return problems(Config(name="a", algorithm=section, asynchrony=asynchrony))
+
+
+def proximal_of(asynchrony: AsynchronySection, **values: object) -> str:
+    section = AlgorithmSection(**values)  # type: ignore[arg-type]
+    return stages(Config(name="a", algorithm=section, asynchrony=asynchrony))[-1].algorithm.proximal
+
+
+def test_a_run_stays_close_to_its_sampler_unless_that_lags_behind() -> None:
+    fresh = AsynchronySection()
+    assert proximal_of(fresh) == "sampler"
+    assert proximal_of(STALE) == "recompute"
+    assert proximal_of(STALE, proximal="sampler") == "sampler"
+    assert proximal_of(STALE, importance="truncate") == "sampler"
+    assert proximal_of(STALE, name="rollout") == "sampler"
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "rloo", "gspo", "ppo", "reinforce_pp"])
+@pytest.mark.parametrize("proximal", ["sampler", "recompute", "approximate", None])
+def test_every_algorithm_that_samples_may_learn_from_stale_samples(
+    name: AlgorithmName, proximal: str | None
+) -> None:
+    assert off_policy_problems(name=name, proximal=proximal) == {}
+
+
+def test_an_estimate_of_what_is_not_stale_is_refused() -> None:
+    fresh = AsynchronySection()
+    refused = off_policy_problems(asynchrony=fresh, proximal="approximate")
+    assert refused.keys() == {"algorithm.proximal"}
+    assert off_policy_problems(asynchrony=fresh, proximal="recompute") == {}
+
+
+def test_weights_that_are_all_one_can_neither_be_capped_nor_left_out() -> None:
+    every: tuple[dict[str, Any], ...] = ({"importance": "mask"}, {"importance_cap": 2.0})
+    for said in every:
+        assert off_policy_problems(proximal="sampler", **said).keys() == {
+            f"algorithm.{field}" for field in said
+        }
+        assert off_policy_problems(**said) == {}
+    assert off_policy_problems(importance="truncate", importance_cap=2.0) == {}
+
+
+def test_truncated_weights_are_of_the_sampler() -> None:
+    refused = off_policy_problems(proximal="recompute", importance="truncate")
+    assert refused.keys() == {"algorithm.importance"}
+
+
+@pytest.mark.parametrize("field", ["clip_low", "clip_high"])
+def test_a_range_that_no_ratio_can_leave_is_refused(field: str) -> None:
+    said: dict[str, Any] = {field: 0.1}
+    assert "second" in off_policy_problems(**said)[f"algorithm.{field}"]
+    assert off_policy_problems(updates_per_step=2, **said) == {}
+    assert off_policy_problems(proximal="approximate", **said) == {}
+    truncated = off_policy_problems(importance="truncate", updates_per_step=2, **said)
+    assert truncated.keys() == {f"algorithm.{field}"}
+
+
+def test_what_is_never_stale_can_not_weigh_less() -> None:
+    assert off_policy_problems(asynchrony=AsynchronySection(decay=0.5)).keys() == {"asynchrony.decay"}
+    assert off_policy_problems(asynchrony=AsynchronySection(max_staleness=1, decay=0.5)) == {}
 
 
 def test_the_overlong_buffer_is_shorter_than_a_completion() -> None:

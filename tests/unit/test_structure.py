@@ -20,6 +20,7 @@ GROUND = frozenset(
         "types",
         "messages",
         "operations",
+        "leasing",
         "supervision",
         "wire",
         "errors",
@@ -29,23 +30,26 @@ GROUND = frozenset(
         "facts",
         "bootstrap",
     }
-    | {"runtime", "signals", "disk", "transport", "worker", "patience"}
+    | {"runtime", "signals", "transfers", "disk", "transport", "worker", "patience"}
 )
 SHARED = GROUND | {"model", "observe"}
 
 ALLOWED: dict[str, frozenset[str]] = {
     "data": SHARED,
-    "generation": SHARED | {"weights", "cluster.segments"},
-    "rollout": SHARED | {"data"},
+    "generation": SHARED | {"weights", "cluster.segments", "lease"},
+    "rollout": SHARED | {"data", "serving.openai", "serving.answers", "serving.http", "serving.refusals"},
     "buffer": SHARED,
-    "graph": SHARED | {"buffer.packing"},
-    "training": SHARED | {"data", "weights", "checkpoint", "recovery", "buffer.packing", "cluster.segments"},
+    "graph": SHARED | {"buffer.packing", "dataplane"},
+    "dataplane": SHARED | {"buffer.packing"},
+    "training": SHARED
+    | {"data", "dataplane", "weights", "checkpoint", "recovery", "buffer.packing", "cluster.segments", "lease"},
     "weights": SHARED,
+    "lease": SHARED,
     "checkpoint": SHARED,
     "control": SHARED
-    | {"buffer", "graph", "data.source", "checkpoint.store", "recovery", "runs", "incidents"},
+    | {"buffer", "graph", "dataplane", "data.source", "checkpoint.store", "recovery", "runs", "incidents"},
     "recovery": SHARED,
-    "cluster": SHARED | {"runs"},
+    "cluster": SHARED | {"lease", "runs"},
     "serving": SHARED | {"generation", "cluster", "weights"},
     "simulation": SHARED | {"control", "recovery", "buffer"},
     "lab": SHARED | {"control", "simulation", "runs", "cluster"},
@@ -57,7 +61,7 @@ ALLOWED: dict[str, frozenset[str]] = {
 
 Whoever prepares a prompt, or ranks held-out pairs, reads the data (rollout, training); whoever holds weights publishes,
 fetches or saves them, through memory that the host's agent keeps (`cluster.segments`); how a batch is cut is said once
-(`buffer.packing`).
+(`buffer.packing`), and so is what the OpenAI API looks like (`serving.openai` and those beside it).
 """
 
 WITH_TORCH = frozenset(
@@ -66,6 +70,7 @@ WITH_TORCH = frozenset(
     | {"generation.cpu", "generation.cpu_network", "generation.cpu_places", "generation.cpu_rows"}
     | {
         "serving.server",
+        "lease.memory",
         "model.attention",
         "model.device",
         "model.faults",

@@ -1,7 +1,8 @@
 """Python imports this at the start of every process of a test's run: one of them dies where the test says.
 
 `KINTSUGI_TEST_DIE_IN=kintsugi.training.objectives:ValueRegression.loss:6` ends the process that first calls this method
-with something of step 6 among its arguments, as SIGKILL would; `<run>.gates/died` has its pid.
+with something of step 6 among its arguments, as SIGKILL would; `<run>.gates/died` has its pid. `KINTSUGI_TEST_LINKS` is
+for `slow_links.py`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from types import ModuleType
 from typing import Any
 
 
-class Fatal:
-    """Finds one module, and changes one of its methods when it has been executed."""
+class Changed:
+    """Finds one module, and changes it when it has been executed."""
 
-    def __init__(self, module: str, method: str, step: int) -> None:
-        self._module, self._method, self._step = module, method, step
+    def __init__(self, module: str, change: Callable[[ModuleType], None]) -> None:
+        self._module, self._change = module, change
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -33,12 +34,22 @@ class Fatal:
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            owner, _, method = self._method.rpartition(".")
-            kind = getattr(module, owner)
-            setattr(kind, method, self._deadly(getattr(kind, method)))
+            self._change(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+class Fatal:
+    """Changes one method so that whoever calls it with something of this step dies."""
+
+    def __init__(self, method: str, step: int) -> None:
+        self._method, self._step = method, step
+
+    def change(self, module: ModuleType) -> None:
+        owner, _, method = self._method.rpartition(".")
+        kind = getattr(module, owner)
+        setattr(kind, method, self._deadly(getattr(kind, method)))
 
     def _deadly(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def called(*arguments: Any, **named: Any) -> Any:
@@ -60,4 +71,10 @@ class Fatal:
 
 if "KINTSUGI_TEST_DIE_IN" in os.environ:
     module, method, step = os.environ["KINTSUGI_TEST_DIE_IN"].split(":")
-    sys.meta_path.insert(0, Fatal(module, method, int(step)))
+    sys.meta_path.insert(0, Changed(module, Fatal(method, int(step)).change))
+if "KINTSUGI_TEST_LINKS" in os.environ:
+    from slow_links import Links
+
+    sys.meta_path.insert(
+        0, Changed("kintsugi.rollout.worker", Links(os.environ["KINTSUGI_TEST_LINKS"]).change)
+    )

@@ -90,7 +90,7 @@ def test_a_group_with_too_few_valid_samples_is_unusable_and_can_be_filtered() ->
     ledger.apply(TicketFiltered("g:0:0:0", "1 of 2 samples valid"))
     assert ledger.state("g:0:0:0/0") is SampleState.FILTERED
     assert ledger.state("g:0:0:0/1") is SampleState.QUARANTINED
-    assert (num_live_samples(ledger), ledger.num_dropped("g")) == (0, 1)
+    assert (num_live_samples(ledger), ledger.stage("g").num_dropped) == (0, 1)
 
 
 def test_a_group_of_one_needs_one_valid_sample_whatever_min_valid_is() -> None:
@@ -101,7 +101,7 @@ def test_a_group_of_one_needs_one_valid_sample_whatever_min_valid_is() -> None:
 def test_a_fully_quarantined_group_has_ended() -> None:
     facts = [SampleQuarantined("g:0:0:0/0", "x"), SampleQuarantined("g:0:0:0/1", "x")]
     ledger = replay([*issued(1), *facts])
-    assert (num_live_samples(ledger), ledger.num_dropped("g")) == (0, 1)
+    assert (num_live_samples(ledger), ledger.stage("g").num_dropped) == (0, 1)
     assert (
         ledger.accepts(TicketAssigned("g:0:0:0", "rollout-0", "a"))
         == "every sample of g:0:0:0 is quarantined"
@@ -165,12 +165,12 @@ def test_a_rollback_issues_undone_and_live_groups_again_in_their_old_order() -> 
     ledger.apply(StepCommitted(1, "d"))
     ledger.apply(BatchFormed(2, ("g:0:1:0",)))
     ledger.apply(StepCommitted(2, "d"))
-    assert (ledger.num_trained("g"), ledger.trained_in(2)) == (2, ("g:0:1:0",))
+    assert (ledger.stage("g").num_trained, ledger.trained_in(2)) == (2, ("g:0:1:0",))
     ledger.apply(RolledBack(1, "lost"))
     assert [t.id for t in ledger.issued_unassigned()] == ["g:0:1:0", "g:0:2:0", "g:0:3:0"]
-    assert (ledger.step, ledger.num_trained("g"), ledger.trained_in(2)) == (1, 1, ())
+    assert (ledger.step, ledger.stage("g").num_trained, ledger.trained_in(2)) == (1, 1, ())
     assert ledger.attempts("g:0:1:0") == 0
-    assert ledger.cursor("g") == (0, 4)
+    assert ledger.stage("g").cursor == (0, 4)
 
 
 REFUSED: dict[str, LedgerFact] = {
@@ -219,19 +219,19 @@ def test_a_filtered_prompt_can_be_sampled_again_in_a_new_round() -> None:
     ledger.apply(TicketFiltered("g:0:0:0", "equal rewards"))
     ledger.apply(TicketsIssued((ticket(0, round=1),)))
     assert [t.id for t in ledger.issued_unassigned()] == ["g:0:1:0", "g:0:0:1"]
-    assert (ledger.cursor("g"), ledger.num_issued("g")) == ((0, 2), 3)
+    assert (ledger.stage("g").cursor, ledger.stage("g").num_issued) == ((0, 2), 3)
 
 
 def test_the_cursor_moves_into_the_next_epoch() -> None:
     ledger = replay([TicketsIssued((ticket(0), ticket(1), ticket(0, epoch=1)))])
-    assert ledger.cursor("g") == (1, 1)
+    assert ledger.stage("g").cursor == (1, 1)
     assert ledger.accepts(TicketsIssued((ticket(2),))) is not None
 
 
 def test_stages_have_their_own_cursor_and_counters() -> None:
     ledger = replay([*issued(2), TicketsIssued((ticket(0, stage="warmup"),))])
-    assert [ledger.num_issued(stage) for stage in ("g", "warmup", "other")] == [2, 1, 0]
-    assert [ledger.cursor(stage) for stage in ("g", "warmup", "other")] == [(0, 2), (0, 1), (0, 0)]
+    assert [ledger.stage(stage).num_issued for stage in ("g", "warmup", "other")] == [2, 1, 0]
+    assert [ledger.stage(stage).cursor for stage in ("g", "warmup", "other")] == [(0, 2), (0, 1), (0, 0)]
 
 
 def test_leftovers_of_a_stage_expire_from_any_live_state_but_a_batch() -> None:
@@ -240,7 +240,7 @@ def test_leftovers_of_a_stage_expire_from_any_live_state_but_a_batch() -> None:
     assert ledger.accepts(TicketExpired("g:0:0:0", "the stage is over")) == "g:0:0:0/0 is in_batch"
     for position in (1, 2, 3):
         ledger.apply(TicketExpired(ticket(position).id, "the stage is over"))
-    assert (num_live_samples(ledger), ledger.num_dropped("g")) == (2, 3)
+    assert (num_live_samples(ledger), ledger.stage("g").num_dropped) == (2, 3)
 
 
 def test_forgotten_tickets_leave_their_counters_and_stay_refused() -> None:
@@ -249,7 +249,7 @@ def test_forgotten_tickets_leave_their_counters_and_stay_refused() -> None:
     ledger.apply(StepCommitted(2, "d"))
     counts = ledger.counts()
     ledger.forget_before(2)
-    assert ledger.counts() == counts and ledger.num_trained("g") == 2
+    assert ledger.counts() == counts and ledger.stage("g").num_trained == 2
     with pytest.raises(KeyError):
         ledger.state("g:0:0:0/0")
     assert ledger.accepts(scored("g:0:0:0", 0)) == "ticket g:0:0:0 is finished and forgotten"
@@ -324,7 +324,7 @@ def test_a_group_that_was_not_wanted_is_no_failure() -> None:
     ledger.apply(TicketFiltered("g:0:1:0", FilterReason.TOO_FEW_VALID))
     for index in range(2):
         ledger.apply(SampleQuarantined(f"g:0:2:0/{index}", "no answer"))
-    assert (ledger.num_dropped("g"), ledger.num_failed("g")) == (3, 2)
+    assert (ledger.stage("g").num_dropped, ledger.stage("g").num_failed) == (3, 2)
 
 
 def test_samples_are_counted_by_why_they_ended() -> None:

@@ -357,7 +357,7 @@ def lineage(seed: int, *, disturbed: bool) -> list[tuple[str, ...]]:
     ledger = Ledger()
     position = 0
     while ledger.step < 12:
-        kept = ledger.num_issued("g") - ledger.num_dropped("g")
+        kept = ledger.stage("g").num_issued - ledger.stage("g").num_dropped
         while kept < 2 * (ledger.step + 2):
             id = ticket_id("g", epoch=0, position=position)
             ledger.apply(TicketsIssued((Ticket(id, "g", 0, position, 0, 1),)))

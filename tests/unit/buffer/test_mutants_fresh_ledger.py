@@ -31,7 +31,11 @@ def test_the_first_ticket_of_a_stage_is_that_of_the_first_row() -> None:
     second = Ticket("g:0:1:0", "g", 0, 1, 0, 1)
     assert Ledger().accepts(TicketsIssued((first, second))) is None
     assert Ledger().accepts(TicketsIssued((second,))) is not None
-    assert (Ledger().cursor("g"), Ledger().num_issued("g"), Ledger().num_trained("g")) == ((0, 0), 0, 0)
+    assert (Ledger().stage("g").cursor, Ledger().stage("g").num_issued, Ledger().stage("g").num_trained) == (
+        (0, 0),
+        0,
+        0,
+    )
 
 
 def test_what_was_never_issued_is_refused_in_these_words() -> None:

@@ -113,6 +113,10 @@ def test_a_mean_ratio_other_than_one_raises_an_alert_with_its_value(ratio: float
     assert alert.values["ratio_mean"] == ratio or math.isnan(ratio)
 
 
+def test_where_samples_may_be_stale_no_ratio_is_expected() -> None:
+    assert alerts({"ratio_mean": 1.5}, off_policy=True) == []
+
+
 def test_a_skipped_update_raises_an_alert_and_an_ordinary_step_none() -> None:
     assert [alert.values for alert in alerts({"ratio_mean": 1.0, "skipped": 1.0})] == [{"skipped": 1.0}]
     assert alerts({"ratio_mean": 1.0005, "skipped": 0.0, "loss": -3.0}) == alerts({}) == []

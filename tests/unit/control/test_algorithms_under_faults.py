@@ -137,8 +137,8 @@ def test_a_group_is_not_judged_before_all_older_ones_are_complete() -> None:
 def test_more_filtered_groups_than_a_batch_has_are_no_failure_of_the_step() -> None:
     driven = finished("dapo")
     assert driven.state.outcome == "finished"
-    assert driven.state.ledger.num_failed("dapo") == 0
-    assert driven.state.ledger.num_dropped("dapo") == 8
+    assert driven.state.ledger.stage("dapo").num_failed == 0
+    assert driven.state.ledger.stage("dapo").num_dropped == 8
 
 
 def test_steps_that_are_undone_are_collected_again_with_the_same_groups() -> None:

@@ -36,7 +36,7 @@ def test_the_ledger_takes_the_tickets_over_several_epochs_and_each_is_for_a_whol
         tickets = next_tickets(STAGE, num_issued=start, count=5, num_rows=4)
         ledger.apply(TicketsIssued(tickets))
         assert {ticket.num_samples for ticket in tickets} == {STAGE.algorithm.group_size}
-    assert ledger.num_issued("grpo") == 20
+    assert ledger.stage("grpo").num_issued == 20
 
 
 def test_a_token_tells_the_group_it_asks_for() -> None:

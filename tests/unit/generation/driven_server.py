@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from torch import Tensor
 
 from kintsugi.errors import IntegrityError
 from kintsugi.generation.server import Server
 from kintsugi.messages import Body, Cancel, Generate, Generated, LoadWeights, Produced
 from kintsugi.runtime import VirtualClock
 from kintsugi.transport import Delivery
-from kintsugi.types import Completion, Peer, Sampling, WeightManifest, WeightSource
+from kintsugi.types import Completion, FolderSource, Peer, Sampling, WeightManifest, WeightSource
+from kintsugi.weights.fetch import Fetched
 from kintsugi.wire import Envelope, MessageKind
 from tests.unit.generation.fake_backend import FakeBackend
 
@@ -73,6 +73,9 @@ class FakeShell:
     def report(self, *, load: float, gauges: dict[str, float]) -> None:
         self.load, self.gauges = load, gauges
 
+    def wake(self) -> None:
+        pass
+
     def generated(self, asked: int) -> Generated:
         answer = self.replies[asked]
         assert isinstance(answer, Generated)
@@ -96,15 +99,17 @@ class Setup:
         self.clock = VirtualClock()
         self.shell = FakeShell()
         self.backend = FakeBackend()
-        self.server = Server(self.shell, self.backend, fetch=self._fetch, clock=self.clock)
+        self.server = Server(
+            self.shell, self.backend, fetch=self._fetch, clock=self.clock, beside=lambda work: work()
+        )
         self.fetched: list[int] = []
         self.damaged = 0
 
-    def _fetch(self, manifest: WeightManifest, sources: Sequence[WeightSource]) -> Mapping[str, Tensor]:
+    def _fetch(self, manifest: WeightManifest, sources: Sequence[WeightSource]) -> Fetched:
         self.fetched.append(manifest.version)
         if manifest.version == self.damaged:
             raise IntegrityError("expected xxh3 00, got ff")
-        return {}
+        return Fetched(manifest, FolderSource("nowhere"))
 
     def load(self, version: int, *, running: Policy = "keep") -> int:
         manifest = WeightManifest(version, version, (), 0, f"digest-{version}")

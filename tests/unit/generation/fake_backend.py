@@ -105,6 +105,9 @@ class FakeBackend:
         held = self._held.get(request_id)
         return None if held is None else held[1]
 
+    def stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return tensors
+
     def load(self, version: int, tensors: Mapping[str, Tensor], *, running: Running = "keep") -> None:
         self.version = version
         self.loaded.append((version, running))

@@ -39,6 +39,9 @@ class Loopback:
     def report(self, *, load: float, gauges: dict[str, float]) -> None:
         pass
 
+    def wake(self) -> None:
+        pass
+
     def flush(self) -> None:
         while self.unsent:
             self._endpoint.send(*self.unsent.popleft())

@@ -19,6 +19,7 @@ from kintsugi.messages import (
     Generated,
     Heartbeat,
     LoadWeights,
+    Publish,
     Register,
     Registered,
     Shutdown,
@@ -136,9 +137,7 @@ class _Run:
         architecture, _ = plan_model(_CONFIG)
         model = Transformer(architecture)
         initialize(model, version)
-        manifest, sources = self._publisher.publish(
-            dict(model.named_parameters()), version=version, step=version
-        )
+        manifest, sources = self._publisher.publish(dict(model.named_parameters()), Publish(version, version))
         pending = self.master.request("manager-0", LoadWeights(manifest, sources), deadline_s=20)
         self.until(lambda: pending.done)
         loaded = pending.result().expect(WeightsLoaded)

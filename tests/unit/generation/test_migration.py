@@ -1,10 +1,9 @@
 """A request that moves from one engine to another in the middle ends in the bits of one that did not."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
 
 from kintsugi.config import Config, GenerationSection, ModelSection, NewModel
 from kintsugi.generation.building import build_engine
@@ -13,7 +12,8 @@ from kintsugi.messages import Generated
 from kintsugi.model.plan import plan_model
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.transport import Endpoint
-from kintsugi.types import WeightManifest, WeightSource
+from kintsugi.types import FolderSource, WeightManifest, WeightSource
+from kintsugi.weights.fetch import Fetched
 from tests.unit.generation.loopback import Loopback
 from tests.unit.generation.world import Cluster, FakeAsker
 
@@ -40,12 +40,13 @@ class _EngineServer:
             deterministic=True,
         )
         self._loopback = Loopback(endpoint)
-        self._server = Server(self._loopback, self.engine, fetch=self._fetch)
+        self._server = Server(self._loopback, self.engine, fetch=self._fetch, beside=lambda work: work())
 
-    def _fetch(self, manifest: WeightManifest, sources: Sequence[WeightSource]) -> Mapping[str, Tensor]:
+    def _fetch(self, manifest: WeightManifest, sources: Sequence[WeightSource]) -> Fetched:
         model = Transformer(self._architecture)
         initialize(model, manifest.version)
-        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        return Fetched(manifest, FolderSource("nowhere"), on_card=weights)
 
     def turn(self) -> None:
         self._server.turn(0)

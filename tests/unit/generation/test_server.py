@@ -65,11 +65,16 @@ def test_a_request_for_a_version_that_is_not_there_is_refused() -> None:
     assert str(setup.shell.errors[late]) == "server at version 1, expected at least 2"
 
 
+def acknowledged(version: int) -> WeightsLoaded:
+    measured = {"server-0": 0.0}
+    return WeightsLoaded(version, f"digest-{version}", ("server-0",), pause_ms=measured, fetch_s=measured)
+
+
 def test_loaded_weights_are_acknowledged_by_version_and_digest() -> None:
     setup = Setup()
     asked = setup.load(3)
     setup.run()
-    assert setup.shell.replies[asked] == WeightsLoaded(3, "digest-3", ("server-0",))
+    assert setup.shell.replies[asked] == acknowledged(3)
     assert setup.backend.version == 3
 
 
@@ -78,7 +83,10 @@ def test_weights_that_it_holds_are_acknowledged_without_fetching_them_again() ->
     asked = [setup.load(version) for version in (3, 3, 4, 3)]
     setup.run()
     assert [setup.shell.replies[each] for each in asked] == [
-        WeightsLoaded(version, f"digest-{version}", ("server-0",)) for version in (3, 3, 4, 3)
+        acknowledged(3),
+        WeightsLoaded(3, "digest-3", ("server-0",)),
+        acknowledged(4),
+        acknowledged(3),
     ]
     assert setup.fetched == [3, 4, 3]
 

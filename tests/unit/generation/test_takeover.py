@@ -14,7 +14,8 @@ from kintsugi.generation.server import Server
 from kintsugi.messages import Generate, Generated, Interrupt, Ok, Produced, Retire
 from kintsugi.runtime import COUNTERS
 from kintsugi.transport import Endpoint
-from kintsugi.types import Finish, Sampling
+from kintsugi.types import Finish, FolderSource, Sampling
+from kintsugi.weights.fetch import Fetched
 from kintsugi.wire import MessageKind
 from tests.unit.generation.fake_backend import FakeBackend
 from tests.unit.generation.loopback import Loopback
@@ -295,7 +296,12 @@ class _RealServer:
         self.backend = FakeBackend(salt=_RealServer.num_servers)
         self.loopback = Loopback(endpoint)
         self.withholds = False
-        self._server = Server(self.loopback, self.backend, fetch=lambda manifest, sources: {})
+        self._server = Server(
+            self.loopback,
+            self.backend,
+            fetch=lambda manifest, sources: Fetched(manifest, FolderSource("nowhere")),
+            beside=lambda work: work(),
+        )
 
     def turn(self) -> None:
         self._server.turn(0)

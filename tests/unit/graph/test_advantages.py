@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 
 from kintsugi.config import AlgorithmSection, Config, RewardModelSection
@@ -131,15 +132,25 @@ def test_items_begin_with_their_shaped_reward_and_how_they_ended() -> None:
         AlgorithmSection(name="dapo", overlong_buffer=4, overlong_penalty=0.5, mask_truncated=True)
     )
     metas = [meta("g", 0, 1.0, tokens=6), meta("g", 1, 1.0, tokens=8, finish=Finish.LENGTH)]
-    assert initial_values(stage, metas, max_new_tokens=8) == {
-        "g/0": {"reward": 0.75, "truncated": 0.0, "mask": 1.0},
-        "g/1": {"reward": 0.5, "truncated": 1.0, "mask": 0.0},
+    assert initial_values(stage, metas, max_new_tokens=8, version=0) == {
+        "g/0": {"reward": 0.75, "truncated": 0.0, "mask": 1.0, "staleness": 0.0},
+        "g/1": {"reward": 0.5, "truncated": 1.0, "mask": 0.0, "staleness": 0.0},
     }
 
 
 def test_a_cut_off_sample_is_learned_from_unless_the_recipe_says_otherwise() -> None:
-    (values,) = initial_values(GRPO, [meta("g", 0, 1.0, finish=Finish.LENGTH)], max_new_tokens=8).values()
-    assert values == {"reward": 1.0, "truncated": 1.0, "mask": 1.0}
+    cut_off = [meta("g", 0, 1.0, finish=Finish.LENGTH)]
+    (values,) = initial_values(GRPO, cut_off, max_new_tokens=8, version=0).values()
+    assert values == {"reward": 1.0, "truncated": 1.0, "mask": 1.0, "staleness": 0.0}
+
+
+def test_items_begin_with_how_old_they_are_against_the_weights_that_the_step_begins_with() -> None:
+    metas = [
+        msgspec.structs.replace(meta("g", sample, 1.0), version=version)
+        for sample, version in enumerate((4, 6, -1))
+    ]
+    found = initial_values(GRPO, metas, max_new_tokens=8, version=6)
+    assert [values["staleness"] for values in found.values()] == [2.0, 0.0, 0.0]
 
 
 def test_a_group_is_uninformative_when_its_valid_samples_earned_the_same() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kintsugi.config import AlgorithmName, AlgorithmSection, Config, RewardModelSection
+from kintsugi.config import AlgorithmName, AlgorithmSection, AsynchronySection, Config, RewardModelSection
 from kintsugi.graph.algorithms import ALGORITHMS, build_graph
 from kintsugi.graph.dfg import Graph
 from kintsugi.graph.mfc import Per
@@ -100,6 +100,32 @@ def test_a_reward_models_score_reaches_the_advantage(name: AlgorithmName) -> Non
     assert gives(graph, "reward_inference") == {"score"}
     consumer = "advantage" if name in OF_GROUPS else "token_advantage"
     assert "score" in reads(graph, consumer)
+
+
+@pytest.mark.parametrize("name", [*OF_GROUPS, *OF_TOKENS])
+def test_the_proximal_policy_is_asked_once_before_several_updates(name: AlgorithmName) -> None:
+    graph = build_graph(stage_of(AlgorithmSection(name=name, proximal="recompute", updates_per_step=2)))
+    assert graph.calls["prox_inference"].interface == "proximal_inference"
+    assert "proximal_logprobs" in reads(graph, "actor_train")
+    assert graph.parents["prox_inference"] == {"actor_generate"}
+
+
+@pytest.mark.parametrize("name", [*OF_GROUPS, *OF_TOKENS])
+@pytest.mark.parametrize("proximal", ["sampler", "approximate"])
+def test_other_proximal_policies_cost_no_pass(name: AlgorithmName, proximal: str) -> None:
+    section = AlgorithmSection(name=name, proximal=proximal, updates_per_step=2)  # type: ignore[arg-type]
+    assert "prox_inference" not in build_graph(stage_of(section)).calls
+
+
+@pytest.mark.parametrize("name", [*OF_GROUPS, *OF_TOKENS])
+def test_a_single_update_starts_from_the_proximal_policy_and_needs_no_pass_for_it(
+    name: AlgorithmName,
+) -> None:
+    (stage,) = stages(
+        Config(name="x", algorithm=AlgorithmSection(name=name), asynchrony=AsynchronySection(max_staleness=1))
+    )
+    assert stage.algorithm.proximal == "recompute"
+    assert "prox_inference" not in build_graph(stage).calls
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))

@@ -3,13 +3,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kintsugi.config import AlgorithmName, AlgorithmSection, Config, RewardModelSection
+from kintsugi.dataplane.plan import Plan, in_order
 from kintsugi.graph.advantages import MASTER_CALLS
 from kintsugi.graph.algorithms import build_graph
 from kintsugi.graph.dfg import Graph
-from kintsugi.graph.executor import Dispatch, Walk
+from kintsugi.graph.executor import Dispatch, Planner, Walk
 from kintsugi.graph.mfc import Call, Key, Per
 from kintsugi.messages import CallDone
 from kintsugi.stages import Stage, stages
+from kintsugi.transfers import Routes, Transfer
 from kintsugi.types import Role, ShardItem
 
 RANKS = {Role.MODEL: ["model-0", "model-1"]}
@@ -27,13 +29,20 @@ def stage_of(
     return stages(config)[-1]
 
 
-def walk_of(stage: Stage, *, ranks: Sequence[str] = RANKS[Role.MODEL], shuffled: bool = False) -> Walk:
+def walk_of(
+    stage: Stage,
+    *,
+    ranks: Sequence[str] = RANKS[Role.MODEL],
+    shuffled: bool = False,
+    planner: Planner = lambda shards, ranks: in_order(len(ranks)),
+) -> Walk:
     return Walk(
         build_graph(stage),
         ITEMS[::-1] if shuffled else ITEMS,
         workers={Role.MODEL: ranks},
         num_shards=4,
         compute=lambda interface, items: MASTER_CALLS[interface](stage, items),
+        planner=planner,
     )
 
 
@@ -269,3 +278,29 @@ def test_pairs_stay_on_one_worker() -> None:
         for shard in dispatch.shards:
             tickets = [item.key.partition("/")[0] for item in shard.items]
             assert all(tickets.count(ticket) == 2 for ticket in tickets)
+
+
+def test_shards_are_where_the_plan_wants_them_in_every_call_and_samples_are_fetched_by_the_first() -> None:
+    routes = (Routes(via={"rollout-0": "model-1"}), Routes(relay=tuple(ITEMS[:1])))
+    batch = walk_of(stage_of("ppo"), planner=lambda shards, ranks: Plan("turned", (1, 0), routes))
+    first = batch.ready(now=0.0)
+    assert [dispatch.routes for dispatch in first] == list(routes)
+    answer_all(batch, first)
+    sent = [*first]
+    while dispatches := batch.ready(now=0.0):
+        assert all(dispatch.routes == Routes() for dispatch in dispatches)
+        sent += dispatches
+        answer_all(batch, dispatches)
+    for dispatch in sent:
+        assert dispatch.blocks == (1, 0)
+        assert [shard.index for shard in dispatch.shards] == ([2, 3] if dispatch.rank == 0 else [0, 1])
+    assert batch.finished
+
+
+def test_what_the_ranks_fetched_is_told_together() -> None:
+    batch = walk_of(stage_of("grpo"))
+    transfers = {rank: Transfer("rollout-0", 1, 100, 0.1, 0.2) for rank in RANKS[Role.MODEL]}
+    for dispatch in batch.ready(now=0.0):
+        answer = CallDone(1, "same", {}, transfers=(transfers[dispatch.worker],))
+        batch.answered(dispatch.call.name, dispatch.worker, answer, now=1.0)
+    assert batch.transfers == {rank: [transfer] for rank, transfer in transfers.items()}

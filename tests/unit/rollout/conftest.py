@@ -13,7 +13,7 @@ from tests.unit.rollout.worlds import InlineJudging, World
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Config], World]]:
-    monkeypatch.setattr(worker_module, "Judging", InlineJudging)
+    monkeypatch.setattr(worker_module, "UserProcess", InlineJudging)
     monkeypatch.setattr(InlineJudging, "holding", False)
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setattr(worker_module, "IDLE_S", 0.002)

@@ -127,20 +127,20 @@ def test_a_master_that_took_over_gets_a_finished_group_as_it_was_answered_before
     assert here.num_generated == 1
 
 
-def test_the_same_group_with_other_weights_is_run_anew(world: Callable[[Config], World]) -> None:
+def test_the_same_group_is_run_anew_after_steps_were_undone(world: Callable[[Config], World]) -> None:
     here = world(config())
     here.answers, here.holding = ["12"], True
-    old = here.begin(run(version=3))
+    old = here.begin(run())
     here.until(lambda: len(here.held) == 1)
-    new = here.begin(run(version=4))
+    new = here.begin(run(lineage=1))
     here.until(lambda: len(here.held) == 2)
     with pytest.raises(RemoteError, match="grpo:0:0:0 was dropped"):
         old.result()
     here.holding = False
     here.until(lambda: new.done)
     here.until(lambda: here.num_generated == 2)
-    assert here.ask(run(version=4)).result().body == new.result().body
-    here.ask(run(version=5))
+    assert here.ask(run(version=4, lineage=1)).result().body == new.result().body
+    here.ask(run(lineage=2))
     assert here.num_generated == 3
 
 

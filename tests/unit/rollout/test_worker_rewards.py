@@ -12,9 +12,9 @@ from kintsugi.messages import (
     EpisodesDone,
     FetchSamples,
 )
-from kintsugi.rollout import judging
+from kintsugi.rollout import user_process
 from kintsugi.rollout import worker as worker_module
-from kintsugi.rollout.judging import Judging
+from kintsugi.rollout.user_process import UserProcess
 from kintsugi.runtime import WAITS
 from tests.unit.rollout.reward_functions import told
 from tests.unit.rollout.worlds import InlineJudging, World, config, run
@@ -24,8 +24,8 @@ REWARDS = "tests.unit.rollout.reward_functions"
 
 def for_real(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rewards in a process of their own, as in a run."""
-    monkeypatch.setattr(worker_module, "Judging", Judging)
-    monkeypatch.setattr(judging, "GRACE_S", 0.1)
+    monkeypatch.setattr(worker_module, "UserProcess", UserProcess)
+    monkeypatch.setattr(user_process, "GRACE_S", 0.1)
 
 
 def test_a_reward_that_raises_is_tried_again_and_then_quarantined_with_its_reason(

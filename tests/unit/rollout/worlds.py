@@ -31,8 +31,9 @@ from kintsugi.messages import (
 )
 from kintsugi.model.plan import plan_model
 from kintsugi.observe.events import EventLog
+from kintsugi.rollout.channel import Case, Failed, Judged
 from kintsugi.rollout.episode import int32
-from kintsugi.rollout.judge import Case, Failed, Judged, call
+from kintsugi.rollout.judge import call
 from kintsugi.rollout.scoring import combined, load_rewards
 from kintsugi.rollout.worker import RolloutWorker
 from kintsugi.transport import Delivery, Endpoint, PendingReply, new_key_pair
@@ -48,6 +49,14 @@ class InlineJudging:
     def __init__(self, settings: Config, **_: Any) -> None:
         self._rewards = load_rewards(settings.algorithm.reward)
         self.verdicts: list[Judged | Failed] = []
+
+    @property
+    def is_asked(self) -> bool:
+        return bool(self.verdicts)
+
+    @property
+    def name(self) -> str:
+        return "reward process"
 
     def prepare(self) -> None:
         pass
@@ -220,6 +229,9 @@ def run(
     new_tokens: int = 5,
     version: int = 3,
     timeout_s: float = 20.0,
+    lineage: int = 0,
 ) -> RunEpisodes:
     sampling = Sampling(max_new_tokens=new_tokens, num_samples=num_samples)
-    return RunEpisodes(Ticket(ticket, stage, 0, 0, 0, num_samples), split, sampling, version, timeout_s)
+    return RunEpisodes(
+        Ticket(ticket, stage, 0, 0, 0, num_samples), split, sampling, version, timeout_s, lineage
+    )

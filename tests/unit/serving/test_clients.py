@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestServer
 
 from kintsugi.errors import KintsugiError
 from kintsugi.messages import Generate
-from kintsugi.serving import gateway as gateways
+from kintsugi.serving import http
 from kintsugi.serving.gateway import Gateway, Rules
 from kintsugi.types import Finish
 from tests.unit.serving.fakes import LIMITS, FakeGeneration, tokenizer
@@ -59,7 +59,7 @@ def question(**fields: Any) -> bytes:
 def test_a_client_that_reads_nothing_is_let_go_though_it_stays(
     stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(gateways, "WRITE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(http, "WRITE_TIMEOUT_S", 0.1)
 
     async def body() -> None:
         generation = FakeGeneration()
@@ -78,7 +78,7 @@ def test_a_client_that_reads_nothing_is_let_go_though_it_stays(
 
 
 def test_a_body_that_does_not_arrive_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateways, "READ_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(http, "READ_TIMEOUT_S", 0.1)
 
     async def body() -> None:
         async with listening(FakeGeneration()) as (_, client):

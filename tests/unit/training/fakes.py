@@ -27,9 +27,10 @@ from kintsugi.model.plan import plan_companions, plan_model
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.operations import RankReady, RebuildGroup
 from kintsugi.stages import stages
+from kintsugi.training.origins import load_model
 from kintsugi.training.samples import Answer
 from kintsugi.training.state import TrainingState
-from kintsugi.training.worker import ModelWorker, load_model
+from kintsugi.training.worker import ModelWorker
 from kintsugi.transport import Blob, Delivery, Reply
 from kintsugi.types import Peer
 from kintsugi.weights.publish import Publisher
@@ -148,6 +149,7 @@ class Rank:
             publisher=Publisher(process=process, host="host-0", segments=None),
             host="host-0",
             run_dir=Path("nowhere"),
+            segments=segments,
             renew=self._renew,
         )
 

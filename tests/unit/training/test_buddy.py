@@ -119,3 +119,12 @@ def test_a_copy_that_was_overtaken_while_it_was_read_is_not_sent() -> None:
     agent = Agent()
     offer(BuddyCopy(agent.send, process="model-0"), copy_of(1, overtaken=True))
     assert agent.steps == []
+
+
+def test_a_copy_that_would_exceed_the_bandwidth_is_left_out() -> None:
+    agent = Agent()
+    buddy = BuddyCopy(agent.send, process="model-0", bytes_per_s=1.0)
+    assert offer(buddy, copy_of(1))
+    agent.answers[0].done = True
+    assert not offer(buddy, copy_of(2))
+    assert agent.steps == [1]

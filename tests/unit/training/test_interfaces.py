@@ -12,8 +12,6 @@ import torch
 from kintsugi.config import ActorSection
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.messages import RunCall
-from kintsugi.model.attention import PackedLayout
-from kintsugi.model.transformer import Transformer
 from kintsugi.training.group import ProcessGroup, join_group
 from kintsugi.training.interfaces import ModelCalls
 from tests.unit.training.world import (
@@ -26,6 +24,7 @@ from tests.unit.training.world import (
     new_stage,
     new_state,
     run_call,
+    sampled_by,
     train,
 )
 
@@ -123,22 +122,6 @@ def alone() -> ProcessGroup:
     return join_group(
         generation=1, ranks=["model-0"], me="model-0", store_address="", device=CPU, timeout_s=1.0
     )
-
-
-def sampled_by(model: Transformer, batch: Batch, *, temperature: float) -> Batch:
-    """The same batch as if `model` had sampled it."""
-    trajectories = {}
-    for item in batch.items:
-        sample = batch.trajectories[item.key]
-        tokens = torch.frombuffer(bytearray(sample.tokens), dtype=torch.int32).long()
-        layout = PackedLayout.from_lengths([len(tokens)])
-        hidden = model.forward_packed(tokens, layout.positions, layout)
-        logits = model.logits(hidden)[:-1] / temperature
-        chosen = logits.log_softmax(-1).gather(-1, tokens[1:, None]).squeeze(-1)
-        mask = torch.frombuffer(bytearray(sample.loss_mask), dtype=torch.uint8)
-        logprobs = torch.cat((torch.zeros(1), chosen.detach())) * mask
-        trajectories[item.key] = msgspec.structs.replace(sample, logprobs=logprobs.numpy().tobytes())
-    return Batch(trajectories, batch.items)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])

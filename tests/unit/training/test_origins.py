@@ -19,7 +19,7 @@ from kintsugi.messages import CallDone, CommitStep, Publish, Published, Save, Sa
 from kintsugi.model import huggingface
 from kintsugi.training.batch import pack, sample_of
 from kintsugi.training.objectives import scores
-from kintsugi.training.worker import load_model
+from kintsugi.training.origins import load_model
 from tests.unit.training.fakes import BATCH, CONFIG, Rank, rebuild
 from tests.unit.training.world import CPU, new_pairs
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -27,11 +29,12 @@ def shard(index: int) -> Contribution:
     )
 
 
-def tree(world_size: int, num_shards: int) -> list[Contribution]:
+def tree(world_size: int, num_shards: int, *, blocks: Sequence[int] = ()) -> list[Contribution]:
     def rank_main(rank: int, group: ProcessGroup) -> Contribution:
-        mine = shards_of_rank(num_shards, rank=rank, world_size=world_size)
+        block = blocks[rank] if blocks else rank
+        mine = shards_of_rank(num_shards, rank=block, world_size=world_size)
         owned = sum_owned(num_shards, owned=mine, of_shard=shard)
-        return finish_tree(group, num_shards=num_shards, owned=owned, timeout_s=10.0)
+        return finish_tree(group, num_shards=num_shards, owned=owned, timeout_s=10.0, blocks=blocks)
 
     return in_world(world_size, rank_main)
 
@@ -70,6 +73,18 @@ def test_the_sum_has_the_same_bits_on_every_rank_and_for_every_number_of_ranks(
 ) -> None:
     (alone,) = tree(1, num_shards)
     for total in tree(world_size, num_shards):
+        assert torch.equal(total.gradient, alone.gradient)
+        assert torch.equal(total.sums, alone.sums)
+        assert torch.equal(total.maxima, alone.maxima)
+
+
+@pytest.mark.parametrize("blocks", [(1, 0), (2, 0, 1), (3, 1, 0, 2)])
+@pytest.mark.parametrize("num_shards", [4, 7])
+def test_the_sum_has_the_same_bits_whichever_rank_has_which_block_of_shards(
+    blocks: Sequence[int], num_shards: int
+) -> None:
+    (alone,) = tree(1, num_shards)
+    for total in tree(len(blocks), num_shards, blocks=blocks):
         assert torch.equal(total.gradient, alone.gradient)
         assert torch.equal(total.sums, alone.sums)
         assert torch.equal(total.maxima, alone.maxima)

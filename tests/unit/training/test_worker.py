@@ -33,7 +33,8 @@ from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.operations import DeviceStop, RankReady, Repair
 from kintsugi.training import adapter as adapter_module
 from kintsugi.training import worker as worker_module
-from kintsugi.training.worker import load_model
+from kintsugi.training.origins import load_model
+from kintsugi.transfers import FetchRelayed, Relayed, Routes
 from kintsugi.transport import Reply
 from kintsugi.types import StreamSource
 from kintsugi.weights.manifest import weights_sha256
@@ -42,6 +43,7 @@ from tests.unit.training.fakes import (
     BATCH,
     CONFIG,
     PPO_CONFIG,
+    FakeSegments,
     Rank,
     grpo_call,
     half_call,
@@ -50,7 +52,10 @@ from tests.unit.training.fakes import (
     sft_call,
     tokenizer,
 )
-from tests.unit.training.world import CPU, Batch
+from tests.unit.training.world import CPU, Batch, new_batch
+
+FIVE = new_batch([(6, 2)] * 5)
+"""The last of them is of a group that the small batch does not have."""
 
 
 def test_a_call_leaves_the_rank_prepared_and_says_how_long_each_part_took() -> None:
@@ -149,6 +154,50 @@ def test_a_sample_whose_bytes_changed_is_refused_by_key_and_holder() -> None:
     reason = rank.refusal(grpo_call())
     assert reason.startswith(f"IntegrityError: sample {key} from rollout-0: expected xxh3")
     assert rank.state.prepared_step is None
+
+
+def relaying(call: RunCall) -> RunCall:
+    """The call of a rank that fetches another sample for its neighbour."""
+    return msgspec.structs.replace(call, routes=Routes(relay=FIVE.items[-1:]))
+
+
+def test_a_neighbour_is_told_where_its_samples_lie_as_soon_as_they_do() -> None:
+    segments = FakeSegments()
+    rank = Rank(segments=segments).start()
+    call = relaying(grpo_call())
+    extra = {item.key: FIVE.trajectories[item.key] for item in call.routes.relay}
+    whole = Batch({**BATCH.trajectories, **extra}, BATCH.items)
+    rank.shell.peers["rollout-0"] = lambda body: holder(body, whole)
+    rank.shell.replies.clear()
+    rank.put(FetchRelayed(3, 1, tuple(extra)))
+    assert rank.shell.replies == []
+    rank.put(call)
+    (told, _), (done, _) = rank.shell.replies
+    assert isinstance(told, Relayed) and told.places.keys() == extra.keys()
+    assert isinstance(done, CallDone)
+    assert told.segment in segments.names()
+    rank.ask(CommitStep(3))
+    assert told.segment not in segments.names()
+    segments.close()
+
+
+@pytest.mark.parametrize(("step", "generation"), [(5, 1), (3, 9)], ids=["another step", "another group"])
+def test_who_asks_for_samples_of_another_step_or_group_is_refused_at_once(step: int, generation: int) -> None:
+    rank = Rank().start()
+    assert "nothing was relayed" in rank.refusal(FetchRelayed(step, generation, ("a/0",)))
+
+
+def test_a_neighbour_learns_that_nothing_is_relayed_in_this_step() -> None:
+    rank = Rank().start()
+    rank.ask(grpo_call())
+    assert "nothing is relayed in step 3" in rank.refusal(FetchRelayed(3, 1, ("a/0",)))
+
+
+def test_a_call_says_what_it_fetched() -> None:
+    rank = Rank().start()
+    done = rank.ask(grpo_call())
+    assert isinstance(done, CallDone)
+    assert [(each.source, each.requests) for each in done.transfers] == [("rollout-0", 1)]
 
 
 def test_a_holders_fault_is_the_cause_of_the_refusal() -> None:

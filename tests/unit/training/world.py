@@ -18,6 +18,7 @@ from kintsugi.config import (
     LEARN_PAIRS,
     ActorSection,
     AlgorithmSection,
+    AsynchronySection,
     CriticSection,
     ReferenceSection,
     resolved,
@@ -25,6 +26,7 @@ from kintsugi.config import (
 from kintsugi.graph.algorithms import build_graph
 from kintsugi.messages import RunCall
 from kintsugi.model.architecture import ModelConfig, value_config
+from kintsugi.model.attention import PackedLayout
 from kintsugi.model.plan import Companions
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.stages import Stage
@@ -73,6 +75,7 @@ def new_stage(
     actor: ActorSection | None = None,
     critic: CriticSection | None = None,
     reference: ReferenceSection | None = None,
+    asynchrony: AsynchronySection | None = None,
     first_step: int = 1,
     **algorithm: object,
 ) -> Stage:
@@ -85,6 +88,7 @@ def new_stage(
         0,
         critic or CriticSection(),
         reference or ReferenceSection(),
+        asynchrony=asynchrony or AsynchronySection(),
     )
 
 
@@ -201,6 +205,22 @@ def every_length() -> Batch:
     return new_batch([*lengths, (LONGEST, 0), (LONGEST, LONGEST - 1)])
 
 
+def sampled_by(model: Transformer, batch: Batch, *, temperature: float) -> Batch:
+    """The same batch as if `model` had sampled it."""
+    trajectories = {}
+    for item in batch.items:
+        sample = batch.trajectories[item.key]
+        tokens = torch.frombuffer(bytearray(sample.tokens), dtype=torch.int32).long()
+        layout = PackedLayout.from_lengths([len(tokens)])
+        hidden = model.forward_packed(tokens, layout.positions, layout)
+        logits = model.logits(hidden)[:-1] / temperature
+        chosen = logits.log_softmax(-1).gather(-1, tokens[1:, None]).squeeze(-1)
+        mask = torch.frombuffer(bytearray(sample.loss_mask), dtype=torch.uint8)
+        logprobs = torch.cat((torch.zeros(1), chosen.detach())) * mask
+        trajectories[item.key] = msgspec.structs.replace(sample, logprobs=logprobs.numpy().tobytes())
+    return Batch(trajectories, batch.items)
+
+
 def run_call(batch: Batch, call: RunCall, *, calls: ModelCalls, group: ProcessGroup) -> CallResult:
     shards = {
         shard.index: [sample_of(item, batch.trajectories[item.key]) for item in shard.items]
@@ -233,7 +253,7 @@ class RecordingState(TrainingState):
 
 
 def train(
-    batch: Batch,
+    batch: Batch | Callable[[int], Batch],
     *,
     stage: Stage,
     world_size: int,
@@ -242,7 +262,8 @@ def train(
     num_steps: int = 2,
     device: torch.device = CPU,
 ) -> list[Outcome]:
-    """The outcome of every rank of a world."""
+    """The outcome of every rank of a world; its steps have the same batch, or each its own."""
+    batch_of = (lambda step: batch) if isinstance(batch, Batch) else batch
 
     def rank_main(rank: int, group: ProcessGroup) -> Outcome:
         model = Transformer(TINY, with_value_head=stage.algorithm.name == "reward_model", device=device)
@@ -254,8 +275,9 @@ def train(
         metrics: dict[str, float] = {}
         outputs: dict[str, dict[str, float]] = {}
         for step in range(1, num_steps + 1):
+            present = batch_of(step)
             for interface in calls_of(stage):
-                call = batch.call(
+                call = present.call(
                     stage,
                     step=step,
                     rank=rank,
@@ -263,7 +285,7 @@ def train(
                     num_shards=num_shards,
                     interface=interface,
                 )
-                result = run_call(batch, call, calls=calls, group=group)
+                result = run_call(present, call, calls=calls, group=group)
                 metrics |= result.metrics
                 for name, values in result.outputs.items():
                     outputs.setdefault(name, {}).update(values)

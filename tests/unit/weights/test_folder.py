@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
 from kintsugi.config import NewModel
 from kintsugi.errors import IntegrityError, ModelError
+from kintsugi.messages import FetchWeights
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.huggingface import save
 from kintsugi.model.plan import new_model_config
 from kintsugi.model.tokenizer import character_tokenizer
 from kintsugi.model.transformer import Transformer
 from kintsugi.types import FolderSource
-from kintsugi.weights.fetch import Fetched, fetch
+from kintsugi.weights.fetch import Fetched, Fetcher
 from kintsugi.weights.folder import folder_manifest
 
 CONFIG = new_model_config(
@@ -33,12 +35,14 @@ def written(
 
 def fetched(folder: Path, *, config: ModelConfig = CONFIG) -> Fetched:
     manifest = folder_manifest(folder, config=config, version=3)
-    source = FolderSource(str(folder))
+    return fetcher().fetch(manifest, [FolderSource(str(folder))])
 
-    def unused(process: str, request: object) -> object:
+
+def fetcher() -> Fetcher:
+    def unused(process: str, request: FetchWeights, deadline_s: float) -> NoReturn:
         raise AssertionError("there is no stream")
 
-    return fetch(manifest, [source], host="here", segments=None, fetch_stream=unused)  # type: ignore[arg-type]
+    return Fetcher(process="server-0", host="here", ask=unused)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -55,10 +59,10 @@ def test_a_folder_that_changed_since_is_not_taken(tmp_path: Path) -> None:
     manifest = folder_manifest(tmp_path, config=CONFIG, version=0)
     written(tmp_path)
     with pytest.raises(IntegrityError, match="expected xxh3"):
-        fetch(manifest, [FolderSource(str(tmp_path))], host="", segments=None, fetch_stream=None)  # type: ignore[arg-type]
+        fetcher().fetch(manifest, [FolderSource(str(tmp_path))])
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(IntegrityError, match="has changed"):
-        fetch(manifest, [FolderSource(str(tmp_path))], host="", segments=None, fetch_stream=None)  # type: ignore[arg-type]
+        fetcher().fetch(manifest, [FolderSource(str(tmp_path))])
 
 
 def test_weights_of_another_shape_are_the_users_mistake(tmp_path: Path) -> None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 
 from kintsugi.errors import IntegrityError, RefusedError
-from kintsugi.messages import FetchWeights, WeightsFetched
+from kintsugi.messages import FetchWeights, Publish, WeightsFetched
 from kintsugi.transport import Reply
-from kintsugi.types import SegmentSource, StreamSource
-from kintsugi.weights import fetch as fetch_module
-from kintsugi.weights.fetch import Fetched, FetchStream, fetch
+from kintsugi.types import SegmentSource, StreamSource, WeightManifest, WeightSource
+from kintsugi.weights import stream as stream_module
+from kintsugi.weights.fetch import Fetched, Fetcher
 from kintsugi.weights.manifest import build_manifest
+from kintsugi.weights.memory import Segments
 from kintsugi.weights.publish import Publisher
+from kintsugi.weights.stream import Answered
 
 MESH = {"dp": 0, "tp": 0, "pp": 0}
 
@@ -28,9 +30,11 @@ class MemorySegments:
         self.descriptors: dict[str, int] = {}
 
     def create(self, name: str, size: int) -> int:
-        self.remove(name)
-        self.descriptors[name] = os.memfd_create("test")
-        os.ftruncate(self.descriptors[name], size)
+        held = self.descriptors.get(name)
+        if held is None or os.fstat(held).st_size != size:
+            self.remove(name)
+            self.descriptors[name] = os.memfd_create("test")
+            os.ftruncate(self.descriptors[name], size)
         return os.dup(self.descriptors[name])
 
     def open(self, name: str) -> int:
@@ -67,6 +71,25 @@ def some_weights(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
+FetchStream = Callable[[str, FetchWeights], Reply]
+
+
+def fetch(
+    manifest: WeightManifest,
+    sources: Sequence[WeightSource],
+    *,
+    host: str,
+    segments: Segments | None,
+    fetch_stream: FetchStream,
+) -> Fetched:
+    fetcher = Fetcher(
+        process="server-0",
+        host=host,
+        ask=lambda process, request, _: Answered(fetch_stream(process, request)),
+    )
+    return fetcher.fetch(manifest, sources, segments=segments)
+
+
 def stream_from(publisher: Publisher) -> FetchStream:
     def ask(process: str, request: FetchWeights) -> Reply:
         body, blobs = publisher.answer(request)
@@ -89,7 +112,7 @@ def assert_same(fetched: Fetched, weights: dict[str, torch.Tensor]) -> None:
 
 def test_weights_arrive_by_shared_memory(segments: MemorySegments) -> None:
     publisher = Publisher(process="model-0", host="host-0", segments=segments)
-    manifest, sources = publisher.publish(some_weights(), version=3, step=3)
+    manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
     fetched = fetch(manifest, sources, host="host-0", segments=segments, fetch_stream=no_stream)
     assert isinstance(fetched.source, SegmentSource) and fetched.failures == ()
     assert_same(fetched, some_weights())
@@ -99,9 +122,9 @@ def test_weights_arrive_by_shared_memory(segments: MemorySegments) -> None:
 def test_weights_arrive_by_stream_on_another_host(
     segments: MemorySegments, monkeypatch: pytest.MonkeyPatch, stream_bytes: int
 ) -> None:
-    monkeypatch.setattr(fetch_module, "STREAM_BYTES", stream_bytes)
+    monkeypatch.setattr(stream_module, "STREAM_BYTES", stream_bytes)
     publisher = Publisher(process="model-0", host="host-0", segments=segments)
-    manifest, sources = publisher.publish(some_weights(), version=3, step=3)
+    manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
     fetched = fetch(
         manifest, sources, host="host-1", segments=MemorySegments(), fetch_stream=stream_from(publisher)
     )
@@ -111,7 +134,7 @@ def test_weights_arrive_by_stream_on_another_host(
 
 def test_without_shared_memory_only_the_stream_is_offered() -> None:
     publisher = Publisher(process="model-0", host="host-0", segments=None)
-    manifest, sources = publisher.publish(some_weights(), version=3, step=3)
+    manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
     assert sources == (StreamSource("model-0"),)
     fetched = fetch(manifest, sources, host="host-0", segments=None, fetch_stream=stream_from(publisher))
     assert_same(fetched, some_weights())
@@ -122,42 +145,43 @@ def test_a_fetched_version_does_not_change_when_the_model_or_the_versions_move_o
 ) -> None:
     weights = some_weights()
     publisher = Publisher(process="model-0", host="host-0", segments=segments)
-    manifest, sources = publisher.publish(weights, version=1, step=1)
+    manifest, sources = publisher.publish(weights, Publish(1, 1))
     fetched = fetch(manifest, sources, host="host-0", segments=segments, fetch_stream=no_stream)
     weights["norm.weight"].zero_()
     for version in (2, 3, 4):
-        publisher.publish(some_weights(version), version=version, step=version)
+        publisher.publish(some_weights(version), Publish(version, version))
     assert_same(fetched, some_weights())
 
 
 def test_at_most_two_versions_are_alive(segments: MemorySegments) -> None:
     publisher = Publisher(process="model-0", host="host-0", segments=segments)
     for version in range(6):
-        publisher.publish(some_weights(), version=version, step=version)
-    assert sorted(segments.descriptors) == ["weights/model-0/4", "weights/model-0/5"]
+        publisher.publish(some_weights(), Publish(version, version))
+    assert sorted(segments.descriptors) == ["weights/model-0/0", "weights/model-0/1"]
     with pytest.raises(RefusedError, match=r"no weights of version 3, only \[4, 5\]"):
         publisher.answer(FetchWeights(3))
     publisher.close()
     assert not segments.descriptors
 
 
-def test_a_replaced_worker_clears_away_what_its_predecessor_left(segments: MemorySegments) -> None:
+def test_a_replaced_worker_uses_the_memory_that_its_predecessor_left(segments: MemorySegments) -> None:
     for version in (4, 5):
         Publisher(process="model-0", host="host-0", segments=segments).publish(
-            some_weights(), version=version, step=version
+            some_weights(), Publish(version, version)
         )
     replacement = Publisher(process="model-0", host="host-0", segments=segments)
     for version in (6, 7):
-        replacement.publish(some_weights(), version=version, step=version)
-    assert sorted(segments.descriptors) == ["weights/model-0/6", "weights/model-0/7"]
+        replacement.publish(some_weights(), Publish(version, version))
+    assert sorted(segments.descriptors) == ["weights/model-0/0", "weights/model-0/1"]
 
 
 def test_publishing_again_after_a_rollback_withdraws_the_undone_versions(segments: MemorySegments) -> None:
     publisher = Publisher(process="model-0", host="host-0", segments=segments)
     for version in (4, 5):
-        publisher.publish(some_weights(1), version=version, step=version)
-    manifest, sources = publisher.publish(some_weights(2), version=4, step=4)
-    assert sorted(segments.descriptors) == ["weights/model-0/4"]
+        publisher.publish(some_weights(1), Publish(version, version))
+    manifest, sources = publisher.publish(some_weights(2), Publish(4, 4))
+    with pytest.raises(RefusedError, match=r"no weights of version 5, only \[4\]"):
+        publisher.answer(FetchWeights(5))
     assert_same(
         fetch(manifest, sources, host="host-0", segments=segments, fetch_stream=no_stream), some_weights(2)
     )
@@ -165,20 +189,20 @@ def test_publishing_again_after_a_rollback_withdraws_the_undone_versions(segment
 
 def test_a_wrong_byte_in_shared_memory_is_found_and_named(segments: MemorySegments) -> None:
     publisher = Publisher(process="model-0", host="host-0", segments=segments)
-    manifest, sources = publisher.publish(some_weights(), version=3, step=3)
+    manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
     for piece in manifest.pieces:
         for offset in range(piece.offset, piece.offset + piece.size):
-            segments.flip("weights/model-0/3", offset)
+            segments.flip("weights/model-0/1", offset)
             with pytest.raises(
-                IntegrityError, match=f"^{piece.name} of version 3 from segment weights/model-0/3"
+                IntegrityError, match=f"^{piece.name} of version 3 from segment weights/model-0/1"
             ):
                 fetch(manifest, sources[:1], host="host-0", segments=segments, fetch_stream=no_stream)
-            segments.flip("weights/model-0/3", offset)
+            segments.flip("weights/model-0/1", offset)
 
 
 def test_a_wrong_byte_in_the_stream_is_found_and_named() -> None:
     publisher = Publisher(process="model-0", host="host-0", segments=None)
-    manifest, sources = publisher.publish(some_weights(), version=3, step=3)
+    manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
 
     def bent(process: str, request: FetchWeights) -> Reply:
         body, blobs = publisher.answer(request)
@@ -192,7 +216,7 @@ def test_a_wrong_byte_in_the_stream_is_found_and_named() -> None:
 
 def test_a_stream_that_is_too_short_is_refused() -> None:
     publisher = Publisher(process="model-0", host="host-0", segments=None)
-    manifest, sources = publisher.publish(some_weights(), version=3, step=3)
+    manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
 
     def short(process: str, request: FetchWeights) -> Reply:
         body, blobs = publisher.answer(request)
@@ -204,7 +228,7 @@ def test_a_stream_that_is_too_short_is_refused() -> None:
 
 def test_another_version_than_the_one_asked_for_is_refused() -> None:
     publisher = Publisher(process="model-0", host="host-0", segments=None)
-    manifest, sources = publisher.publish(some_weights(), version=3, step=3)
+    manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
 
     def older(process: str, request: FetchWeights) -> Reply:
         _, blobs = publisher.answer(request)
@@ -216,10 +240,10 @@ def test_another_version_than_the_one_asked_for_is_refused() -> None:
 
 def test_the_stream_takes_over_when_shared_memory_fails_and_says_why(segments: MemorySegments) -> None:
     publisher = Publisher(process="model-0", host="host-0", segments=segments)
-    manifest, sources = publisher.publish(some_weights(), version=3, step=3)
-    segments.flip("weights/model-0/3", manifest.pieces[-1].offset)
+    manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
+    segments.flip("weights/model-0/1", manifest.pieces[-1].offset)
     healthy = Publisher(process="model-1", host="host-0", segments=None)
-    healthy.publish(some_weights(), version=3, step=3)
+    healthy.publish(some_weights(), Publish(3, 3))
     fetched = fetch(manifest, sources, host="host-0", segments=segments, fetch_stream=stream_from(healthy))
     assert_same(fetched, some_weights())
     (failure,) = fetched.failures
@@ -228,8 +252,8 @@ def test_the_stream_takes_over_when_shared_memory_fails_and_says_why(segments: M
 
 def test_the_first_failure_is_the_one_that_is_raised(segments: MemorySegments) -> None:
     publisher = Publisher(process="model-0", host="host-0", segments=segments)
-    manifest, sources = publisher.publish(some_weights(), version=3, step=3)
-    segments.flip("weights/model-0/3", 0)
+    manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
+    segments.flip("weights/model-0/1", 0)
     empty = Publisher(process="model-0", host="host-0", segments=None)
     with pytest.raises(IntegrityError) as caught:
         fetch(
@@ -250,6 +274,6 @@ def test_a_version_that_cannot_be_reached_names_what_there_is() -> None:
 
 def test_a_piece_that_does_not_exist_is_refused() -> None:
     publisher = Publisher(process="model-0", host="host-0", segments=None)
-    publisher.publish(some_weights(), version=3, step=3)
+    publisher.publish(some_weights(), Publish(3, 3))
     with pytest.raises(RefusedError, match="6 pieces"):
         publisher.answer(FetchWeights(3, (6,)))

@@ -12,10 +12,11 @@ import pytest
 
 from kintsugi.config import AlgorithmSection, Config, RolloutSection
 from kintsugi.errors import ConfigError, DataError
-from kintsugi.rollout import judging
-from kintsugi.rollout.judge import Case, Failed, Judged, Refused, attempt_send, call, receive
-from kintsugi.rollout.judging import MOST_STARTS, Judging
+from kintsugi.rollout import user_process
+from kintsugi.rollout.channel import Case, Failed, Judged, Refused, attempt_send, receive
+from kintsugi.rollout.judge import call
 from kintsugi.rollout.scoring import RewardFailed, load_rewards
+from kintsugi.rollout.user_process import MOST_STARTS, UserProcess
 from tests.unit.rollout.reward_functions import FOLDER, told
 
 HERE = "tests.unit.rollout.reward_functions"
@@ -53,7 +54,7 @@ class Court:
             algorithm=AlgorithmSection(reward=rewards),
             rollout=RolloutSection(reward_timeout_s=timeout_s),
         )
-        self.judging = Judging(config, loop=self._loop, note=self.notes.append)
+        self.judging = UserProcess(config, loop=self._loop, note=self.notes.append)
         self._count = 0
 
     def ask(self, *completions: str, alone: bool = False) -> int:
@@ -67,7 +68,8 @@ class Court:
         while len(found) < count:
             assert time.monotonic() < until, "no verdict"
             self._loop.turn()
-            found |= {verdict.id: verdict for verdict in self.judging.take(time.monotonic())}
+            said = self.judging.take(time.monotonic())
+            found |= {each.id: each for each in said if isinstance(each, Judged | Failed)}
         return found
 
     def judge(self, *completions: str) -> Judged | Failed:
@@ -83,7 +85,7 @@ class Court:
 @pytest.fixture
 def court(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Court]]:
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    monkeypatch.setattr(judging, "GRACE_S", 0.1)
+    monkeypatch.setattr(user_process, "GRACE_S", 0.1)
     opened: list[Court] = []
 
     def build(*names: str, timeout_s: float = 10.0) -> Court:
@@ -216,7 +218,7 @@ def test_a_function_that_forks_and_returns_twice_is_heard_once(court: Callable[.
 def test_a_function_that_closes_everything_has_failed_and_its_process_is_replaced(
     court: Callable[..., Court], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(judging, "END_S", 0.2)
+    monkeypatch.setattr(user_process, "END_S", 0.2)
     here = court("closing")
     assert here.message("a") == "the reward process closed its connection to the worker"
 
@@ -320,7 +322,7 @@ def test_a_reward_that_uses_torch_and_its_device_finds_a_process_that_was_not_fo
 
 def test_a_column_that_can_not_be_handed_over_is_the_datas_fault(court: Callable[..., Court]) -> None:
     here = court("half")
-    with pytest.raises(DataError, match="columns of prompt '1=' can not be given to a reward"):
+    with pytest.raises(DataError, match="columns of prompt '1=' can not be given to the reward"):
         here.judging.submit(Case(1, "1=", ("a",), {"image": object()}))
 
 
@@ -328,7 +330,7 @@ def test_the_process_ends_when_its_worker_is_killed(tmp_path: Path, monkeypatch:
     """Even in the middle of a function that hangs."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     program = (
-        "from tests.unit.rollout.test_judging import Court, HERE\n"
+        "from tests.unit.rollout.test_user_process import Court, HERE\n"
         "court = Court(f'{HERE}.hanging_once', timeout_s=30.0)\n"
         "court.ask('a')\n"
         "court.verdicts(1)\n"

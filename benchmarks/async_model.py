@@ -1,0 +1,296 @@
+"""Where the gain of asynchronous training goes on larger clusters: a model that is fed with traces of real runs.
+
+    python benchmarks/async_vs_sync.py --part tail --part latency --folder F
+    python benchmarks/async_model.py F [--svg docs/async.svg] [--json FILE]
+
+What things cost is fitted to the *synchronous* runs in F: seconds to collect and to train each step, by the lengths of
+the samples in it. The model then has to tell how long the *asynchronous* runs of F took, of which it has seen nothing;
+the table gives what it said and what was measured. Last, it is asked about clusters that we do not have, with the same
+lengths and costs, a core of this machine for a device. Synchronous ones use every device for generating, then every
+device for training. Asynchronous ones divide them, in the best of several proportions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from numpy.typing import NDArray
+
+mpl.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs as a script.
+
+from benchmarks.async_simulation import Cluster, Costs, Groups, Outcome, Run, simulate
+from benchmarks.async_vs_sync import measured, stage, step_lines
+from kintsugi.config import Config
+from kintsugi.recipe import load_config
+
+DEVICES = (2, 16, 64, 512)
+GROUPS_PER_DEVICE = 16
+FIXED_GROUPS = 512
+"""A batch that does not grow with the cluster: 4,096 samples, eight for each of 512 devices."""
+SPLITS = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
+"""Shares of the devices that generate."""
+STEPS = 12
+MAX_STALENESS = 4
+SKIPPED_STEPS = 2
+"""First answers are slow."""
+CAPACITY = 64
+"""Groups that one rollout worker runs at once."""
+INK, COLORS = "#333333", ("#08519c", "#9ecae1", "#fd8d3c", "#eeeeee")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One run as it was measured."""
+
+    name: str
+    config: Config
+    steps: tuple[tuple[tuple[int, ...], ...], ...]
+    """Tokens of every sample of every group, by step."""
+    collect_s: tuple[float, ...]
+    train_s: tuple[float, ...]
+    publish_s: float
+    tokens: tuple[float, ...]
+    """Trained, prompts included."""
+    step_s: float
+
+    @property
+    def groups(self) -> Groups:
+        return tuple(itertools.chain.from_iterable(self.steps))
+
+    @property
+    def cluster(self) -> Cluster:
+        config = self.config
+        return Cluster(
+            servers=config.generation.servers,
+            ranks=config.actor.workers,
+            slots=config.generation.slots,
+            cores=2,
+            most_groups=CAPACITY * config.rollout.workers,
+        )
+
+    @property
+    def prompt_tokens(self) -> int:
+        samples = sum(len(group) for group in self.groups)
+        return round((sum(self.tokens) - sum(map(sum, self.groups))) / samples)
+
+
+def read_trace(run_dir: Path) -> Trace:
+    """A character is a token in these tasks, and the end is one more."""
+    found: dict[int, dict[str, list[int]]] = {}
+    for line in (run_dir / "samples.jsonl").read_text(encoding="utf-8").splitlines():
+        sample = json.loads(line)
+        group = found.setdefault(sample["step"], {}).setdefault(sample["ticket"], [])
+        group.append(len(sample["completion"]) + (sample["finish"] == "eos"))
+    lines = list(step_lines(run_dir))
+    return Trace(
+        name=run_dir.name,
+        config=load_config(run_dir / "config.yaml"),
+        steps=tuple(tuple(map(tuple, found[line["step"]].values())) for line in lines),
+        collect_s=tuple(stage(line, "generate", "reward", "data") for line in lines),
+        train_s=tuple(stage(line, "train") for line in lines),
+        publish_s=statistics.median(stage(line, "commit", "weights") for line in lines[SKIPPED_STEPS:]),
+        tokens=tuple(line["tokens"] for line in lines),
+        step_s=measured(run_dir).seconds / len(lines),
+    )
+
+
+def fit(traces: Sequence[Trace]) -> Costs:
+    """From synchronous runs without a judge: what is collected and trained in a step is known to the token there.
+
+    A step's rows do not depend on the costs, so collecting takes decode_s × steps + decode_row_s × rows + group_s.
+    """
+    collect: list[tuple[float, float, float, float]] = []
+    train: list[tuple[float, float, float]] = []
+    nothing = Costs(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    for trace in traces:
+        cluster = replace(trace.cluster, cores=None)
+        for number in range(SKIPPED_STEPS, len(trace.steps)):
+            groups = trace.steps[number]
+            run = Run(len(groups), trace.prompt_tokens, 0, 1)
+            num_steps = simulate(replace(nothing, decode_s=1.0), cluster, run, groups).seconds
+            num_rows = simulate(replace(nothing, decode_row_s=1.0), cluster, run, groups).seconds
+            collect.append((num_steps, num_rows, 1.0, trace.collect_s[number]))
+            train.append((1.0, trace.tokens[number] / cluster.ranks, trace.train_s[number]))
+    decode_s, decode_row_s, group_s = _least_squares(np.array(collect))
+    train_s, train_token_s = _least_squares(np.array(train))
+    publish_s = statistics.fmean(trace.publish_s for trace in traces)
+    return Costs(decode_s, decode_row_s, group_s, train_s, train_token_s, publish_s)
+
+
+def _least_squares(table: NDArray[np.float64]) -> list[float]:
+    """The last column by the others, in relative error; nothing costs less than nothing."""
+    terms, target = table[:, :-1] / table[:, -1:], np.ones(len(table))
+    best: tuple[float, list[float]] | None = None
+    for size in range(1, terms.shape[1] + 1):
+        for used in itertools.combinations(range(terms.shape[1]), size):
+            solution, *_ = np.linalg.lstsq(terms[:, used], target, rcond=None)
+            error = float(np.square(terms[:, used] @ solution - target).sum())
+            if (solution >= 0).all() and (best is None or error < best[0]):
+                values = dict(zip(used, solution.tolist(), strict=True))
+                best = error, [values.get(index, 0.0) for index in range(terms.shape[1])]
+    assert best is not None, "no cost of any single term would be positive"
+    return best[1]
+
+
+def predict(costs: Costs, trace: Trace, *, judge_s: float, groups: Groups, max_staleness: int) -> Outcome:
+    size = trace.config.algorithm.batch_size
+    run = Run(size, trace.prompt_tokens, max_staleness, len(trace.steps))
+    return simulate(replace(costs, judge_s=judge_s), trace.cluster, run, groups)
+
+
+def judge_s(trace: Trace) -> float:
+    with Path(trace.config.data.source).open(encoding="utf-8") as lines:
+        return float(json.loads(next(lines))["latency_s"])
+
+
+def validate(costs: Costs, traces: Sequence[Trace]) -> list[dict[str, Any]]:
+    """Every run, as the model tells it from the lengths of its seed's synchronous twin."""
+    twins = {trace.name: trace for trace in traces}
+    checked = []
+    for trace in traces:
+        twin = twins[trace.name.replace("async", "sync")]
+        bound = trace.config.asynchrony.max_staleness
+        told = predict(costs, trace, judge_s=judge_s(trace), groups=twin.groups, max_staleness=bound)
+        error = told.step_s / trace.step_s - 1
+        checked.append(
+            {
+                "run": trace.name,
+                "step_s": round(trace.step_s, 4),
+                "model_s": round(told.step_s, 4),
+                "error": round(error, 3),
+            }
+        )
+    return checked
+
+
+def scale(costs: Costs, trace: Trace) -> list[dict[str, Any]]:
+    """The traced lengths on other numbers of devices."""
+    found = []
+    for devices, (batch, is_fixed) in itertools.product(DEVICES, (("fixed", True), ("per device", False))):
+        size = FIXED_GROUPS if is_fixed else GROUPS_PER_DEVICE * devices
+        slots, groups = trace.config.generation.slots, trace.groups
+        run = Run(size, trace.prompt_tokens, 0, STEPS)
+        sync = simulate(costs, Cluster(devices, devices, slots), run, groups)
+        run = replace(run, max_staleness=MAX_STALENESS)
+        servers = sorted({min(max(round(devices * share), 1), devices - 1) for share in SPLITS})
+        split = {k: simulate(costs, Cluster(k, devices - k, slots), run, groups) for k in servers}
+        best = min(split, key=lambda k: split[k].step_s)
+        found.append(
+            {
+                "devices": devices,
+                "batch": batch,
+                "groups": size,
+                "servers": best,
+                "ratio": round(sync.step_s / split[best].step_s, 3),
+                "sync": _shares(sync, devices=devices),
+                "async": _shares(split[best], devices=devices),
+            }
+        )
+    return found
+
+
+def _shares(outcome: Outcome, *, devices: int) -> dict[str, float]:
+    """Of all device time."""
+    total = outcome.seconds * devices
+    used = {"rows": outcome.row_s, "few rows": outcome.base_s, "training": outcome.train_s}
+    shares = {name: round(seconds / total, 3) for name, seconds in used.items()}
+    return {"step_s": round(outcome.step_s, 4), **shares, "idle": round(1 - sum(shares.values()), 3)}
+
+
+def draw(path: Path, scaled: Sequence[dict[str, Any]]) -> None:
+    mpl.rcParams["svg.hashsalt"] = "kintsugi"  # The same figures, the same file.
+    figure, (gain, *shares) = plt.subplots(1, 3, figsize=(12.0, 3.6), layout="constrained")
+    for batch, color in (("fixed", "#08519c"), ("per device", "#fd8d3c")):
+        lines = [row for row in scaled if row["batch"] == batch]
+        label = f"{FIXED_GROUPS} groups" if batch == "fixed" else f"{GROUPS_PER_DEVICE} groups per device"
+        gain.plot(
+            [row["devices"] for row in lines],
+            [row["ratio"] for row in lines],
+            color=color,
+            marker="o",
+            label=label,
+        )
+    gain.set_xscale("log", base=2)
+    gain.set_xticks(DEVICES, list(map(str, DEVICES)))
+    gain.set_ylim(bottom=1.0)
+    gain.set_xlabel("devices", color=INK)
+    gain.legend(frameon=False, fontsize=8)
+    _title(gain, "times as fast as synchronous")
+    for axes, batch in zip(shares, ("fixed", "per device"), strict=True):
+        _draw_shares(axes, [row for row in scaled if row["batch"] == batch])
+        _title(axes, f"device time, batch {batch}")
+    shares[0].legend(frameon=False, fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.18))
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _draw_shares(axes: Axes, lines: Sequence[dict[str, Any]]) -> None:
+    """Two bars for each number of devices."""
+    names = ("rows", "few rows", "training", "idle")
+    places = [2.5 * index + side for index in range(len(lines)) for side in (0, 1)]
+    bars = [line[side] for line in lines for side in ("sync", "async")]
+    bottom = np.zeros(len(bars))
+    for name, color in zip(names, COLORS, strict=True):
+        heights = np.array([bar[name] for bar in bars])
+        axes.bar(places, heights, bottom=bottom, color=color, width=0.9, label=name)
+        bottom += heights
+    labels = [f"{side}\n{line['devices']}" for line in lines for side in ("sync", "async")]
+    axes.set_xticks(places, labels)
+
+
+def _title(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10, color=INK)
+    axes.tick_params(colors=INK, labelsize=8, which="both")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="of async_vs_sync.py")
+    parser.add_argument("--svg", type=Path)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    names = ("tail-sync-*", "tail-async-*", "latency-sync-*", "latency-async-*")
+    traces = [
+        read_trace(path) for name in names for path in sorted(arguments.folder.glob(name)) if path.is_dir()
+    ]
+    fitted = [trace for trace in traces if not trace.config.asynchrony.max_staleness and not judge_s(trace)]
+    if not fitted:
+        parser.error(f"expected runs named tail-sync-0 … in {arguments.folder}, found none")
+    costs = fit(fitted)
+    print(", ".join(f"{name} {value * 1e3:.4g} ms" for name, value in asdict(costs).items()))
+    checked = validate(costs, traces)
+    for row in checked:
+        print(
+            f"{row['run']:16} measured {row['step_s']:.3f} s, model {row['model_s']:.3f} s: {row['error']:+.1%}"
+        )
+    scaled = scale(costs, fitted[0])
+    for row in scaled:
+        print(
+            f"{row['devices']:4} devices, {row['groups']:5} groups: {row['ratio']:.2f} × ({row['servers']} generate); "
+            f"sync {row['sync']}; async {row['async']}"
+        )
+    if arguments.svg:
+        draw(arguments.svg, scaled)
+    if arguments.json:
+        report = {"costs": asdict(costs), "checked": checked, "scaled": scaled}
+        arguments.json.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

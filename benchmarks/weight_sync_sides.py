@@ -1,0 +1,295 @@
+"""The other processes of `weight_sync.py`: a rank that publishes, and the agent that holds its memory.
+
+    python -m benchmarks.weight_sync_sides
+
+What each is comes as a JSON line on standard input; then one JSON line per order, answered by one on standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from kintsugi.cluster.metaserver import MetaServer
+from kintsugi.cluster.segments import SegmentClient, SegmentServer
+from kintsugi.messages import AddressBook, Body, FetchWeights, Publish, Published, UploadWeights
+from kintsugi.model.architecture import ModelConfig
+from kintsugi.model.transformer import Transformer
+from kintsugi.training.group import StoreServer
+from kintsugi.transport import Blob, Endpoint, Reply, new_key_pair
+from kintsugi.types import Peer
+from kintsugi.weights.collective import CollectiveOutlet
+from kintsugi.weights.device import DeviceSlots
+from kintsugi.weights.publish import Publisher
+from kintsugi.weights.stream import Answer
+from kintsugi.weights.upload import UploadOutlet
+
+JOB, HOST = "weightsync", "host-0"
+ROOT = Path(__file__).resolve().parents[1]
+CAPACITY = 64 << 30
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What a side is told first."""
+
+    role: str
+    process: str
+    public_key: bytes
+    secret_key: bytes
+    job: str
+    """Of this benchmark: what lies on one host under one name must not meet another's."""
+    master: Peer
+    model: dict[str, Any]
+    device: str = "cpu"
+    dtype: str = "float32"
+    folder: str = ""
+
+
+class Order(msgspec.Struct, frozen=True):
+    """One publication; without, the peers of the address book."""
+
+    publish: Publish | None = None
+    peers: tuple[Peer, ...] = ()
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What a side answers."""
+
+    peer: Peer | None = None
+    published: Published | None = None
+    publish_s: float = 0.0
+    memcpy_s: float = 0.0
+    segments: str = ""
+    error: str = ""
+
+
+def endpoint_of(setup: Setup) -> Endpoint:
+    return Endpoint(
+        job=setup.job,
+        process=setup.process,
+        incarnation="a",
+        public_key=setup.public_key,
+        secret_key=setup.secret_key,
+        bind="tcp://127.0.0.1:*",
+    )
+
+
+class Side:
+    """A child process and the pipe to it."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.weight_sync_sides"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self.told = self._ask(setup)
+
+    def ask(self, order: Order) -> Told:
+        return self._ask(order)
+
+    def _ask(self, line: msgspec.Struct) -> Told:
+        assert self._child.stdin is not None and self._child.stdout is not None
+        self._child.stdin.write(msgspec.json.encode(line) + b"\n")
+        self._child.stdin.flush()
+        answer = self._child.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"{type(line).__name__}: the other process ended with {self._child.wait()}")
+        told = msgspec.json.decode(answer, type=Told)
+        if told.error:
+            raise RuntimeError(told.error)
+        return told
+
+    def close(self) -> None:
+        self._child.kill()
+        self._child.wait()
+
+
+def random_weights(config: Mapping[str, Any], *, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    model = Transformer(ModelConfig(**config), dtype=dtype, device=device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.02)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+class CopyBaseline:
+    """memcpy of as many bytes between two buffers that have been touched, in the same process and moment."""
+
+    def __init__(self, size: int) -> None:
+        self._source, self._target = np.ones(size, np.uint8), np.ones(size, np.uint8)
+
+    def seconds(self) -> float:
+        since = time.perf_counter()
+        self._target[...] = self._source
+        return time.perf_counter() - since
+
+
+class PublishingRank:
+    """Answers servers while it is not busy publishing."""
+
+    def __init__(self, setup: Setup) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        self._setup = setup
+        self._device = torch.device(setup.device)
+        self._weights = random_weights(
+            setup.model, device=self._device, dtype=getattr(torch, setup.dtype)
+        )
+        size = sum(tensor.nbytes for tensor in self._weights.values())
+        self._baseline = CopyBaseline(size) if self._device.type == "cpu" else None
+        self.endpoint = endpoint_of(setup)
+        self._uploading = _Uploading(setup)
+        self._store = StoreServer("127.0.0.1")
+        self._publisher: Publisher | None = None
+
+    def carry_out(self, order: Order) -> Told:
+        if order.publish is None:
+            self.endpoint.set_book(AddressBook(1, order.peers))
+            self._uploading.set_peers(order.peers)
+            segments = SegmentClient(f"kintsugi-{self._setup.job}-{HOST}")
+            self._publisher = Publisher(
+                process=self._setup.process,
+                host=HOST,
+                segments=segments,
+                folder=Path(self._setup.folder),
+                card=DeviceSlots(self._device, host=HOST) if self._device.type == "cuda" else None,
+                outlets=(
+                    CollectiveOutlet(process=self._setup.process, store=self._store.address, say=_say),
+                    UploadOutlet(self._uploading.submit, process=self._setup.process, say=_say),
+                ),
+            )
+            return Told()
+        assert self._publisher is not None
+        # A step of training, as far as weights are concerned: every version is another.
+        next(iter(self._weights.values())).mul_(-1.0)
+        memcpy_s = 0.0
+        if self._baseline is not None:
+            memcpy_s = statistics.median(self._baseline.seconds() for _ in range(3))
+        else:
+            torch.cuda.synchronize(self._device)
+        since = time.perf_counter()
+        manifest, sources = self._publisher.publish(self._weights, order.publish)
+        publish_s = time.perf_counter() - since
+        return Told(published=Published(manifest, sources), publish_s=publish_s, memcpy_s=memcpy_s)
+
+    def turn(self) -> None:
+        for delivery in self.endpoint.poll(0.5):
+            if isinstance(delivery.body, FetchWeights) and self._publisher is not None:
+                body, blobs = self._publisher.answer(delivery.body)
+                self.endpoint.reply(delivery, body, blobs=blobs)
+
+
+class _Uploading:
+    """An endpoint of the upload's own, as a `worker.Shell` is in a run: it belongs to one thread at a time."""
+
+    def __init__(self, setup: Setup) -> None:
+        public_key, secret_key = new_key_pair()
+        other = msgspec.structs.replace(
+            setup, process="model-1", public_key=public_key, secret_key=secret_key
+        )
+        self.endpoint = endpoint_of(other)
+        self._lock = threading.Lock()
+
+    def set_peers(self, peers: Sequence[Peer]) -> None:
+        self.endpoint.set_book(AddressBook(1, tuple(peers)))
+
+    def submit(self, process: str, body: Body, blobs: Sequence[Blob], deadline_s: float) -> Answer:
+        with self._lock:
+            return Asked(self.endpoint, process, body, deadline_s=deadline_s, blobs=blobs)
+
+
+class Asked:
+    """An answer that comes when somebody looks."""
+
+    def __init__(
+        self, endpoint: Endpoint, process: str, body: Body, *, deadline_s: float, blobs: Sequence[Blob] = ()
+    ) -> None:
+        self._endpoint = endpoint
+        self._pending = endpoint.request(process, body, deadline_s=deadline_s, blobs=blobs)
+
+    @property
+    def done(self) -> bool:
+        self._endpoint.turn(0)
+        return self._pending.done
+
+    def result(self) -> Reply:
+        while not self._pending.done:
+            self._endpoint.turn(0.5)
+        return self._pending.result()
+
+
+class AgentSide:
+    """Holds segments and uploads, as a node agent does."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.endpoint = endpoint_of(setup)
+        self._segments = SegmentServer(self.endpoint, job=setup.job, host=HOST, capacity=CAPACITY)
+        self._meta_server = MetaServer(self.endpoint, capacity=CAPACITY)
+
+    def carry_out(self, order: Order) -> Told:
+        self.endpoint.set_book(AddressBook(1, order.peers))
+        return Told(segments=self._segments.name)
+
+    def turn(self) -> None:
+        for delivery in self.endpoint.poll(0.5):
+            if isinstance(delivery.body, FetchWeights | UploadWeights):
+                self._meta_server.handle(delivery)
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _tell(told: Told) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def main() -> None:
+    """Until standard input ends."""
+    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=Setup)
+    side: AgentSide | PublishingRank = AgentSide(setup) if setup.role == "agent" else PublishingRank(setup)
+    ended = False
+
+    def ordered() -> None:
+        nonlocal ended
+        line = os.read(0, 1 << 20)
+        while line and not line.endswith(b"\n"):
+            line += os.read(0, 1 << 20)
+        if not line:
+            ended = True
+            return
+        try:
+            _tell(side.carry_out(msgspec.json.decode(line, type=Order)))
+        except Exception as error:  # noqa: BLE001 - told to who asked, who decides.
+            _tell(Told(error=f"{type(error).__name__}: {error}"))
+
+    peers = [side.endpoint.peer(host=HOST)]
+    if isinstance(side, PublishingRank):
+        uploading = side._uploading.endpoint.peer(host=HOST)
+        _tell(Told(peer=peers[0], segments=json.dumps(msgspec.to_builtins(uploading))))
+    else:
+        _tell(Told(peer=peers[0]))
+    side.endpoint.watch(0, ordered)
+    while not ended:
+        side.turn()
+
+
+if __name__ == "__main__":
+    main()

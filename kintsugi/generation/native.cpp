@@ -1,0 +1,465 @@
+// A decoder's forward pass over a few rows, each a token of some sequence, on one core.
+//
+// Every row goes through the same instructions whatever else is in the batch: each entry of a product is one sum in the
+// order of the inputs, and attention goes over a row's own keys and no others. So a row's bits depend on its token, its
+// position and the keys and values before it alone, and it makes no difference whether a token is prefilled or decoded.
+//
+// Compiled for one shape of attention head: HEAD_SIZE (entries, rounded up to vectors), QUERIES (heads of one key-value
+// head that are computed together) and HALF (weights, keys and values are bfloat16, and so is whatever the trainer keeps
+// between two operations). `native_library.py` has the same structures.
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#if HALF && defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define ROWS 8
+#elif defined(__AVX__)
+#define LANES 8
+#define ROWS 4
+#else
+#define LANES 4
+#define ROWS 8
+#endif
+#define PANEL (2 * LANES)
+#define PAGE 16
+#define BLOCK 128
+#define LARGEST_SHARE (1 - 0x1p-52)
+#define PARTS (HEAD_SIZE / LANES)
+#define SPANS (PAGE / LANES)
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+#if HALF
+typedef uint16_t real;
+#else
+typedef float real;
+#endif
+
+struct Layer {
+  const real *qkv, *output, *gate_up, *down;
+  const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;  // Null where there is none.
+  const float *first_norm, *second_norm, *query_norm, *key_norm;   // The last two: null where there is none.
+};
+
+struct Model {
+  int64_t num_layers, num_heads, num_kv_heads;
+  int64_t hidden, inner, vocabulary, heads;                // Widths, rounded up to panels; of query, key and value.
+  int64_t true_hidden, true_head;                          // Not rounded up.
+  int64_t num_pages, max_length;                           // Of the memory for keys and values; of a sequence.
+  float epsilon, scale;
+  const Layer *layers;
+  const real *embedding, *to_vocabulary;
+  const float *last_norm;
+  const float *turns;                                      // [positions, 2, HEAD_SIZE]: cosine, signed sine.
+  real *pages;                                             // [layers, pages, kv heads, 2, PAGE × HEAD_SIZE].
+};
+
+struct Work {                                              // One row each, a multiple of ROWS of them.
+  float *hidden, *heads, *gate_up;
+  real *normed, *attended, *activated;                     // Inputs of products.
+  float *scores;                                           // [QUERIES, max_length rounded up to pages]
+};
+
+static inline vec all(float x) { return x - (vec){0}; }
+static inline vec load(const float *at) { return *(const vec *)at; }
+static inline void store(float *at, vec x) { *(vec *)at = x; }
+
+static inline vec widened(const uint16_t *at) { return (vec)(__builtin_convertvector(*(const halves *)at, bits) << 16); }
+static inline bits narrowed(vec x) {                       // To the nearest, ties to even; a NaN stays one.
+  bits b = (bits)x;
+  bits r = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
+  return x == x ? r : (b >> 16) | 0x40;
+}
+
+#if HALF
+static inline vec get(const real *at) { return widened(at); }
+static inline void put(real *at, vec x) { *(halves *)at = __builtin_convertvector(narrowed(x), halves); }
+static inline void put(float *at, vec x) { store(at, x); }
+static inline void put_one(real *at, float x) { *at = (uint16_t)narrowed(all(x))[0]; }
+static inline vec rounded(vec x) { return (vec)(narrowed(x) << 16); }
+#else
+static inline vec get(const real *at) { return load(at); }
+static inline void put(real *at, vec x) { store(at, x); }
+static inline void put_one(real *at, float x) { *at = x; }
+static inline vec rounded(vec x) { return x; }
+#endif
+
+static inline float sum_of(vec x) {
+  float total = 0;
+  for (int lane = 0; lane < LANES; lane++) total += x[lane];
+  return total;
+}
+
+// e^x for x ≤ 0, within 2 units in the last place: 2^n times a polynomial.
+static inline vec exponential(vec x) {
+  const vec shift = all(12582912.0f);                      // 1.5 × 2^23: its last bits are those of a rounded integer.
+  const vec y = x < -87.0f ? all(-87.0f) : x;
+  const vec shifted = y * 1.44269504088896341f + shift;
+  const vec n = shifted - shift;
+  const vec r = (y - n * 0.693359375f) + n * 2.12194440e-4f;
+  vec p = all(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + (r + 1.0f);
+  p = p * (vec)(((ints)shifted + (127 - 0x4B400000)) << 23);
+  return x < -87.0f ? all(0) : p;
+}
+
+// What attention takes shares with. In bfloat16 this is the trainer's own approximation, within 6e-5 (Malossi et al. 2015):
+// a better one would be rounded otherwise at every twentieth key.
+static inline vec share_of(vec x) {
+#if HALF
+  const vec y = x * 1.44269502162933349609375f;
+  vec below = __builtin_convertvector(__builtin_convertvector(y, ints), vec);
+  below = below > y ? below - 1.0f : below;
+  const vec f = y - below;
+  vec p = f * -0.079204240219773236f + -0.22433836478672356f;
+  p = f * p + 0.30354260500649682f;
+  p = f * p + 0.00010703434948458272f;
+  const vec e = (vec)__builtin_convertvector((y - p) * 8388608.0f + 1065353216.0f, ints);
+  return x < -87.336540f ? all(0) : x == x ? e : x;
+#else
+  return exponential(x);
+#endif
+}
+
+// What DEPTH inputs of a row add to a vector of outputs; `x` points to those inputs.
+#if HALF
+#define DEPTH 2
+struct Factor {
+  uint32_t pair;
+  explicit Factor(const real *x) { memcpy(&pair, x, sizeof pair); }
+  vec add(vec sum, const real *w) const {
+#if defined(__AVX512BF16__)
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)pair), (__m512bh)_mm512_loadu_si512(w));
+#else
+    bits pairs;
+    memcpy(&pairs, w, sizeof pairs);
+    const bits factor = pair - (bits){0};
+    sum += (vec)(factor << 16) * (vec)(pairs << 16);
+    return sum + (vec)(factor & 0xffff0000u) * (vec)(pairs & 0xffff0000u);
+#endif
+  }
+};
+#else
+#define DEPTH 1
+struct Factor {
+  vec factor;
+  explicit Factor(const real *x) : factor(all(*x)) {}
+  vec add(vec sum, const real *w) const { return sum + factor * load(w); }
+};
+#endif
+
+// ROWS × PANEL entries of x · w + bias. `w` is one panel: [inputs / DEPTH, PANEL, DEPTH].
+template <bool ROUNDS>
+static inline void tile(const real *__restrict__ x, int64_t inputs, const real *__restrict__ w, const float *bias,
+                        float *__restrict__ y, int64_t outputs, bool adds) {
+  vec sums[ROWS][2];
+  for (int row = 0; row < ROWS; row++)
+    for (int half = 0; half < 2; half++) sums[row][half] = bias ? load(bias + half * LANES) : all(0);
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < inputs; i += DEPTH) {
+#pragma GCC unroll 8
+    for (int row = 0; row < ROWS; row++) {
+      const Factor factor(x + row * inputs + i);
+      sums[row][0] = factor.add(sums[row][0], w + i * PANEL);
+      sums[row][1] = factor.add(sums[row][1], w + i * PANEL + LANES * DEPTH);
+    }
+  }
+  for (int row = 0; row < ROWS; row++)
+    for (int half = 0; half < 2; half++) {
+      vec sum = ROUNDS ? rounded(sums[row][half]) : sums[row][half];
+      float *at = y + row * outputs + half * LANES;
+      store(at, adds ? rounded(sum + load(at)) : sum);
+    }
+}
+
+// y = x · w + bias, or that is added to y. `w` is [outputs / PANEL, inputs / DEPTH, PANEL, DEPTH].
+template <bool ROUNDS>
+static void product(int64_t rows, const real *x, int64_t inputs, const real *w, const float *bias, float *y,
+                    int64_t outputs, bool adds) {
+  for (int64_t column = 0; column < outputs; column += PANEL)
+    for (int64_t row = 0; row < rows; row += ROWS)
+      tile<ROUNDS>(x + row * inputs, inputs, w + column * inputs, bias ? bias + column : bias,
+                   y + row * outputs + column, outputs, adds);
+}
+
+template <typename Out>
+static inline void norm(const float *x, int64_t size, int64_t true_size, float epsilon, const float *weight, Out *y) {
+  vec squares = all(0);
+  for (int64_t i = 0; i < size; i += LANES) squares += load(x + i) * load(x + i);
+  const float factor = 1.0f / __builtin_sqrtf(sum_of(squares) / (float)true_size + epsilon);
+  for (int64_t i = 0; i < size; i += LANES) put(y + i, rounded(load(x + i) * factor * load(weight + i)));
+}
+
+static void norm_rows(int64_t rows, const Model *model, const float *weight, const Work *work) {
+  for (int64_t row = 0; row < rows; row++)
+    norm(work->hidden + row * model->hidden, model->hidden, model->true_hidden, model->epsilon, weight,
+         work->normed + row * model->hidden);
+}
+
+// Neighbouring entries are a pair that turns together.
+static inline void turn(float *head, const float *turns) {
+  ints neighbour;
+  for (int lane = 0; lane < LANES; lane++) neighbour[lane] = lane ^ 1;
+  for (int part = 0; part < PARTS; part++) {
+    float *at = head + part * LANES;
+    const vec x = load(at), kept = rounded(x * load(turns + part * LANES));
+    store(at, rounded(kept + __builtin_shuffle(x, neighbour) * load(turns + HEAD_SIZE + part * LANES)));
+  }
+}
+
+// Norms and rotation of a row's query and key, and its key and value to where they stay: keys of a page are transposed.
+static void place(const Model *model, const Layer *layer, real *pages, float *heads, int64_t position, int64_t target) {
+  const int64_t num_heads = model->num_heads, num_kv_heads = model->num_kv_heads;
+  for (int64_t head = 0; head < num_heads + num_kv_heads; head++) {
+    float *at = heads + head * HEAD_SIZE;
+    const float *weight = head < num_heads ? layer->query_norm : layer->key_norm;
+    if (weight) norm(at, HEAD_SIZE, model->true_head, model->epsilon, weight, at);
+    turn(at, model->turns + position * 2 * HEAD_SIZE);
+  }
+  for (int64_t kv = 0; kv < num_kv_heads; kv++) {
+    real *keys = pages + ((target / PAGE) * num_kv_heads + kv) * 2 * PAGE * HEAD_SIZE, *values = keys + PAGE * HEAD_SIZE;
+    const float *key = heads + (num_heads + kv) * HEAD_SIZE, *value = key + num_kv_heads * HEAD_SIZE;
+    for (int i = 0; i < HEAD_SIZE; i++) put_one(keys + i * PAGE + target % PAGE, key[i]);
+    for (int part = 0; part < PARTS; part++)
+      put(values + (target % PAGE) * HEAD_SIZE + part * LANES, load(value + part * LANES));
+  }
+}
+
+// What QUERIES queries of one key-value head attend to among the first `count` keys of a sequence.
+static void attend(const real *pages, int64_t page_stride, const int64_t *table, int64_t count, float scale,
+                   const float *query, float *scores, int64_t stride, real *out) {
+  ints lane;
+  for (int i = 0; i < LANES; i++) lane[i] = i;
+  vec peaks[QUERIES], sums[QUERIES];
+  for (int q = 0; q < QUERIES; q++) peaks[q] = all(-__builtin_inff()), sums[q] = all(0);
+  for (int64_t start = 0; start < count; start += PAGE) {
+    const real *keys = pages + table[start / PAGE] * page_stride;
+    // The values come next, and the hardware does not see that coming.
+    for (int at = 0; at < PAGE * HEAD_SIZE; at += 64 / (int)sizeof(real)) __builtin_prefetch(keys + PAGE * HEAD_SIZE + at);
+    if (start + PAGE < count) {
+      const real *next = pages + table[start / PAGE + 1] * page_stride;
+      for (int at = 0; at < PAGE * HEAD_SIZE; at += 64 / (int)sizeof(real)) __builtin_prefetch(next + at);
+    }
+    for (int span = 0; span < SPANS; span++) {
+      vec found[QUERIES][2];
+      for (int q = 0; q < QUERIES; q++) found[q][0] = found[q][1] = all(0);
+#pragma GCC unroll 8
+      for (int i = 0; i < HEAD_SIZE; i += 2) {
+        const vec even = get(keys + i * PAGE + span * LANES), odd = get(keys + (i + 1) * PAGE + span * LANES);
+        for (int q = 0; q < QUERIES; q++) {
+          found[q][0] += all(query[q * HEAD_SIZE + i]) * even;
+          found[q][1] += all(query[q * HEAD_SIZE + i + 1]) * odd;
+        }
+      }
+      const int32_t left = (int32_t)(count - start - span * LANES);
+      for (int q = 0; q < QUERIES; q++) {
+        const vec score = lane < left ? (found[q][0] + found[q][1]) * scale : all(-__builtin_inff());
+        peaks[q] = peaks[q] >= score ? peaks[q] : score;   // A NaN stays.
+        store(scores + q * stride + start + span * LANES, score);
+      }
+    }
+  }
+  for (int q = 0; q < QUERIES; q++) {
+    float peak = peaks[q][0];
+    for (int i = 1; i < LANES; i++) peak = peak >= peaks[q][i] ? peak : peaks[q][i];
+    for (int64_t start = 0; start < count; start += LANES) {
+      float *at = scores + q * stride + start;
+      const vec share = lane < (int32_t)(count - start) ? share_of(load(at) - peak) : all(0);
+      sums[q] += share;
+      store(at, rounded(share));
+    }
+  }
+  vec mixed[QUERIES][PARTS];
+  for (int q = 0; q < QUERIES; q++)
+    for (int part = 0; part < PARTS; part++) mixed[q][part] = all(0);
+  for (int64_t start = 0; start < count; start += PAGE) {
+    const real *values = pages + table[start / PAGE] * page_stride + PAGE * HEAD_SIZE;
+    const int64_t end = count - start < PAGE ? count - start : PAGE;
+    for (int64_t i = 0; i < end; i++)
+      for (int part = 0; part < PARTS; part++) {
+        const vec value = get(values + i * HEAD_SIZE + part * LANES);
+        for (int q = 0; q < QUERIES; q++) mixed[q][part] += all(scores[q * stride + start + i]) * value;
+      }
+  }
+  for (int q = 0; q < QUERIES; q++) {
+    const float factor = 1.0f / sum_of(sums[q]);
+    for (int part = 0; part < PARTS; part++)
+      put(out + q * HEAD_SIZE + part * LANES, mixed[q][part] * factor);
+  }
+}
+
+static void attend_rows(int64_t rows, const Model *model, const Layer *layer, real *pages, const int64_t *positions,
+                        const int64_t *targets, const int64_t *tables, int64_t table_size, const Work *work) {
+  const int64_t num_heads = model->num_heads, num_kv_heads = model->num_kv_heads;
+  const int64_t per_row = model->heads, group = num_heads / num_kv_heads;
+  const int64_t page_stride = num_kv_heads * 2 * PAGE * HEAD_SIZE;
+  // Rows may be tokens of one sequence, of which later ones look at earlier ones.
+  for (int64_t row = 0; row < rows; row++)
+    place(model, layer, pages, work->heads + row * per_row, positions[row], targets[row]);
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t head = 0; head < num_heads; head += QUERIES)
+      attend(pages + head / group * 2 * PAGE * HEAD_SIZE, page_stride, tables + row * table_size, positions[row] + 1,
+             model->scale, work->heads + row * per_row + head * HEAD_SIZE, work->scores,
+             (model->max_length + PAGE - 1) / PAGE * PAGE, work->attended + (row * num_heads + head) * HEAD_SIZE);
+}
+
+static void activate(int64_t rows, const Model *model, const Work *work) {
+  for (int64_t row = 0; row < rows; row++) {
+    const float *gate = work->gate_up + row * 2 * model->inner, *up = gate + model->inner;
+    for (int64_t i = 0; i < model->inner; i += LANES) {
+      const vec x = load(gate + i), magnitude = x < 0 ? x : -x, e = exponential(magnitude);
+      const vec sigmoid = (x < 0 ? e : all(1.0f)) / (e + 1.0f);
+      put(work->activated + row * model->inner + i, rounded(x * sigmoid) * load(up + i));
+    }
+  }
+}
+
+// A row of logits as vectors; what is behind the vocabulary has no probability.
+struct Logits {
+  const float *row;
+  int64_t size;
+  float divisor;
+  vec at(int64_t start) const {
+    if (start + LANES <= size) return load(row + start) / divisor;
+    vec x = all(-__builtin_inff());
+    for (int64_t i = 0; start + i < size; i++) x[i] = row[start + i] / divisor;
+    return x;
+  }
+};
+
+static float peak_of(const Logits &logits) {
+  vec peaks = logits.at(0);
+  for (int64_t i = LANES; i < logits.size; i += LANES) {
+    const vec x = logits.at(i);
+    peaks = peaks >= x ? peaks : x;
+  }
+  float peak = peaks[0];
+  for (int i = 1; i < LANES; i++) peak = peak >= peaks[i] ? peak : peaks[i];
+  return peak;
+}
+
+// The sum of e^(logit - peak), and of each block of the vocabulary.
+static double weigh(const Logits &logits, float peak, float *masses) {
+  double total = 0;
+  for (int64_t start = 0; start < logits.size; start += BLOCK) {
+    vec sums = all(0);
+    for (int64_t i = start; i < start + BLOCK && i < logits.size; i += LANES) sums += exponential(logits.at(i) - peak);
+    total += masses[start / BLOCK] = sum_of(sums);
+  }
+  return total;
+}
+
+// The token at which the cumulative weight passes `uniform` of the total: first its block, then its place in there. A
+// block's mass is rounded; the rest of the way through it leads as far in the block's own sum.
+static int64_t invert(const Logits &logits, float peak, const float *masses, double total, double uniform) {
+  const double wanted = uniform * total;
+  const int64_t last = (logits.size - 1) / BLOCK;
+  double before = 0;
+  int64_t block = 0;
+  while (block < last && before + masses[block] <= wanted) before += masses[block++];
+  double share = (wanted - before) / masses[block];
+  share = share < LARGEST_SHARE ? share : LARGEST_SHARE;
+  float weights[BLOCK];
+  double inside = 0;
+  for (int64_t i = 0; i < BLOCK; i += LANES) {
+    const int64_t start = block * BLOCK + i;
+    store(weights + i, start < logits.size ? exponential(logits.at(start) - peak) : all(0));
+  }
+  for (int i = 0; i < BLOCK; i++) inside += weights[i];
+  double passed = 0;
+  for (int64_t i = 0; i < BLOCK; i++) {
+    passed += weights[i];
+    if (passed > share * inside) return block * BLOCK + i;
+  }
+  return logits.size - 1;
+}
+
+static int64_t likeliest(const Logits &logits, float peak) {
+  for (int64_t i = 0; i < logits.size; i++)
+    if (logits.row[i] / logits.divisor == peak) return i;
+  return logits.size - 1;
+}
+
+// Number `counter` of a SplitMix64 stream as a float64 in [0, 1), see `noise.py`.
+static double uniform_of(uint64_t key, uint64_t counter) {
+  uint64_t mixed = key + (counter + 1) * 0x9E3779B97F4A7C15u;
+  mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9u;
+  mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EBu;
+  mixed ^= mixed >> 31;
+  return (double)(mixed >> 12) * 0x1p-52;
+}
+
+extern "C" {
+
+int64_t panel(void) { return PANEL; }
+int64_t rows_at_once(void) { return ROWS; }
+
+// Keys and values of `rows` tokens to `targets` (page × PAGE + offset), and, unless it is null, their logits, [rows rounded
+// up, vocabulary]. Without logits nothing is computed that only they would need.
+void forward(const Model *model, const Work *work, int64_t rows, const int64_t *tokens, const int64_t *positions,
+             const int64_t *targets, const int64_t *tables, int64_t table_size, float *logits) {
+  const int64_t padded = (rows + ROWS - 1) / ROWS * ROWS, hidden = model->hidden;
+  const int64_t queries = model->num_heads * HEAD_SIZE, heads = model->heads;
+  const int64_t page_values = model->num_kv_heads * 2 * PAGE * HEAD_SIZE;
+  for (int64_t row = 0; row < rows; row++) {
+    const real *from = model->embedding + tokens[row] * hidden;
+    for (int64_t i = 0; i < hidden; i += LANES) store(work->hidden + row * hidden + i, get(from + i));
+  }
+  for (int64_t number = 0; number < model->num_layers; number++) {
+    const Layer *layer = model->layers + number;
+    norm_rows(rows, model, layer->first_norm, work);
+    product<true>(padded, work->normed, hidden, layer->qkv, layer->qkv_bias, work->heads, heads, false);
+    real *pages = model->pages + number * model->num_pages * page_values;
+    if (!logits && number == model->num_layers - 1) {
+      for (int64_t row = 0; row < rows; row++)
+        place(model, layer, pages, work->heads + row * heads, positions[row], targets[row]);
+      return;
+    }
+    attend_rows(rows, model, layer, pages, positions, targets, tables, table_size, work);
+    product<true>(padded, work->attended, queries, layer->output, layer->output_bias, work->hidden, hidden, true);
+    norm_rows(rows, model, layer->second_norm, work);
+    product<true>(padded, work->normed, hidden, layer->gate_up, layer->gate_up_bias, work->gate_up, 2 * model->inner,
+                  false);
+    activate(rows, model, work);
+    product<true>(padded, work->activated, model->inner, layer->down, layer->down_bias, work->hidden, hidden, true);
+  }
+  norm_rows(rows, model, model->last_norm, work);
+  product<false>(padded, work->normed, hidden, model->to_vocabulary, nullptr, logits, model->vocabulary, false);
+}
+
+// A token for each row of `logits` [rows, stride], and its log-probability and the normalizer at the row's temperature, 1
+// for one of 0, which takes the likeliest. Row i is drawn from row `bent_index[i]` of `bent` [rows, size], where that is
+// not negative. `masses` has room for every block of the vocabulary.
+void draw(int64_t rows, int64_t size, int64_t stride, const float *logits, const float *bent, const int64_t *bent_index,
+          const float *temperatures, const int64_t *keys, const int64_t *counters, float *masses, int64_t *tokens,
+          float *logprobs, float *normalizers) {
+  for (int64_t row = 0; row < rows; row++) {
+    const float temperature = temperatures[row];
+    const Logits own = {logits + row * stride, size, temperature == 0 ? 1.0f : temperature};
+    float peak = peak_of(own);
+    double total = weigh(own, peak, masses);
+    normalizers[row] = (float)log(total) + peak;
+    Logits source = own;
+    if (bent_index[row] >= 0) {
+      source = {bent + bent_index[row] * size, size, 1.0f};
+      peak = peak_of(source);
+      total = weigh(source, peak, masses);
+    }
+    const double uniform = uniform_of((uint64_t)keys[row], (uint64_t)counters[row]);
+    tokens[row] = temperature == 0 ? likeliest(source, peak) : invert(source, peak, masses, total, uniform);
+    logprobs[row] = own.row[tokens[row]] / own.divisor - normalizers[row];
+  }
+}
+}

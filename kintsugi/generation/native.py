@@ -1,0 +1,257 @@
+"""Generation on one CPU core by code that is compiled for it (`native.cpp`).
+
+Keys and values stay in their pages, and a step is one call. A row's bits depend on nothing but its own tokens, prefilled
+or decoded, alone or among others: there are no fixed shapes, and deterministic mode costs nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kintsugi.errors import ModelError
+from kintsugi.generation import native_library
+from kintsugi.generation.cpu_places import untouched_zeros
+from kintsugi.generation.cpu_rows import CpuRows
+from kintsugi.generation.native_library import PAGE_SIZE, HeadShape, library_of
+from kintsugi.generation.native_weights import NativeWeights
+from kintsugi.generation.runner import Chunk, Decoded, Row, RunnerShape
+from kintsugi.generation.sampler import bent_logits
+from kintsugi.model.transformer import Transformer
+
+_CHUNK_SIZE = 2 * PAGE_SIZE
+_MAX_CHUNKS = 16
+_MOST_PREFILLED = 128
+"""Tokens of one call: more would not stay in the processor's cache between two products."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Done:
+    decoded: Decoded
+
+    def result(self) -> Decoded:
+        return self.decoded
+
+
+class NativeRunner:
+    def __init__(self, model: Transformer, *, num_slots: int, max_length: int, num_pages: int) -> None:
+        """`model` must be packed."""
+        config = model.config
+        if max_length > config.max_positions:
+            raise ModelError(
+                f"expected `generation.max_length` of at most the model's `max_positions` {config.max_positions}, "
+                f"got {max_length}"
+            )
+        self._model = model
+        self._shape = RunnerShape(
+            num_slots=num_slots,
+            max_length=max_length,
+            page_size=PAGE_SIZE,
+            num_pages=num_pages,
+            chunk_size=_CHUNK_SIZE,
+            max_chunks=_MAX_CHUNKS,
+            vocab_size=config.vocab_size,
+        )
+        heads = HeadShape(
+            config.head_dim,
+            group=config.num_heads // config.num_kv_heads,
+            is_half=model.dtype == torch.bfloat16,
+        )
+        self._library = library_of(heads)
+        self._weights = NativeWeights(model, panel=self._library.panel, shape=heads, max_length=max_length)
+        self._rows = CpuRows(num_slots, max_length=max_length, vocab_size=config.vocab_size)
+        self._scratch_page = num_pages
+        self._tables = np.full((num_slots, -(-max_length // PAGE_SIZE)), self._scratch_page, np.int64)
+        self._pages = untouched_zeros(
+            config.num_layers,
+            num_pages + 1,
+            config.num_kv_heads * 2 * PAGE_SIZE * heads.size,
+            dtype=model.dtype,
+        )
+        most_rows = (
+            -(-max(num_slots, _MOST_PREFILLED) // self._library.rows_at_once) * self._library.rows_at_once
+        )
+        self._logits = torch.zeros(most_rows, self._weights.vocabulary)
+        self._memory, self._work = self._new_work(most_rows, query_size=config.num_heads * heads.size)
+        self._masses = np.empty(self._weights.vocabulary, np.float32)
+        self._native = native_library.Model()
+
+    def _new_work(self, num_rows: int, *, query_size: int) -> tuple[list[Tensor], native_library.Work]:
+        weights = self._weights
+        # What is behind the last row is computed too, and nobody reads it.
+        memory = {
+            "hidden": torch.zeros(num_rows, weights.hidden),
+            "heads": torch.zeros(num_rows, weights.heads),
+            "gate_up": torch.zeros(num_rows, 2 * weights.inner),
+            "normed": torch.zeros(num_rows, weights.hidden, dtype=self._model.dtype),
+            "attended": torch.zeros(num_rows, query_size, dtype=self._model.dtype),
+            "activated": torch.zeros(num_rows, weights.inner, dtype=self._model.dtype),
+            "scores": torch.zeros(num_rows, self._tables.shape[1] * PAGE_SIZE),
+        }
+        work = native_library.Work(**{name: tensor.data_ptr() for name, tensor in memory.items()})
+        return list(memory.values()), work
+
+    def _describe(self) -> native_library.Model:
+        config, weights = self._model.config, self._weights
+        return native_library.Model(
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            hidden=weights.hidden,
+            inner=weights.inner,
+            vocabulary=weights.vocabulary,
+            heads=weights.heads,
+            true_hidden=config.hidden_size,
+            true_head=config.head_dim,
+            num_pages=self._shape.num_pages + 1,
+            max_length=self._shape.max_length,
+            epsilon=config.rms_norm_eps,
+            scale=config.head_dim**-0.5,
+            layers=weights.layers,
+            turns=weights.turns.data_ptr(),
+            pages=self._pages.data_ptr(),
+            **{name: weights.address(name) for name in ("embedding", "to_vocabulary", "last_norm")},
+        )
+
+    @property
+    def shape(self) -> RunnerShape:
+        return self._shape
+
+    def prefill(self, chunks: Sequence[Chunk]) -> None:
+        assert 0 < len(chunks) <= self._shape.max_chunks, f"{len(chunks)} chunks in one call"
+        tables = np.full((len(chunks), self._tables.shape[1]), self._scratch_page, np.int64)
+        tokens, positions, targets = [], [], []
+        for table, chunk in zip(tables, chunks, strict=True):
+            places = np.arange(chunk.start, chunk.start + len(chunk.tokens))
+            table[: len(chunk.pages)] = chunk.pages
+            rows = table[places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE
+            # Others may be reading what is known.
+            rows[: chunk.num_known] = self._scratch_page * PAGE_SIZE
+            tokens.append(chunk.tokens)
+            positions.append(places)
+            targets.append(rows)
+        of_row = np.repeat(tables, [len(each) for each in tokens], axis=0)
+        fed = (
+            np.concatenate(tokens).astype(np.int64),
+            np.concatenate(positions),
+            np.concatenate(targets),
+            of_row,
+        )
+        # In their order: later tokens of a sequence look at earlier ones.
+        for first in range(0, len(of_row), _MOST_PREFILLED):
+            self._forward(*(each[first : first + _MOST_PREFILLED] for each in fed), logits=None)
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if pairs:
+            sources, targets = torch.tensor(pairs).t()
+            self._pages.index_copy_(1, targets, self._pages.index_select(1, sources))
+
+    def start(self, rows: Sequence[Row]) -> None:
+        for new in rows:
+            assert self._rows.has_ended[new.slot], f"slot {new.slot} is in use"
+            self._rows.start(new.slot, new)
+
+    def set_pages(self, tables: Mapping[int, Sequence[int]]) -> None:
+        for slot, pages in tables.items():
+            self._tables[slot, : len(pages)] = pages
+
+    def stop(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._rows.stop(slot)
+
+    @torch.inference_mode()
+    def decode(self, slots: Sequence[int], *, num_steps: int) -> _Done:
+        rows = np.asarray(slots, np.int64)
+        num_top = int(self._rows.num_top[rows].max())
+        decoded = Decoded(
+            np.empty((num_steps, len(rows)), np.int32),
+            np.empty((num_steps, len(rows)), np.float32),
+            np.empty((num_steps, len(rows), num_top), np.int32),
+            np.empty((num_steps, len(rows), num_top), np.float32),
+        )
+        for step in range(num_steps):
+            is_fed = ~self._rows.has_ended[rows]
+            logits = self._feed(rows)
+            tokens, logprobs, normalizers = self._draw(logits, rows)
+            decoded.tokens[step], decoded.logprobs[step] = tokens, logprobs
+            if num_top:
+                scaled = logits / self._divisors(rows)
+                top_logprobs, top_tokens = scaled.topk(num_top, dim=-1)
+                decoded.top_tokens[step] = top_tokens.numpy()
+                decoded.top_logprobs[step] = top_logprobs.numpy() - normalizers[:, None]
+            self._rows.advance(tokens, logprobs=logprobs, rows=rows, is_fed=is_fed)
+        return _Done(decoded)
+
+    def _feed(self, rows: NDArray[np.int64]) -> Tensor:
+        """Each row's token at its position. A row that has ended writes again what it wrote before."""
+        positions = self._rows.positions[rows]
+        tables = self._tables[rows]
+        targets = self._tables[rows, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+        self._forward(self._rows.tokens[rows], positions, targets, tables, logits=self._logits)
+        return self._logits[: len(rows), : self._shape.vocab_size]
+
+    def _draw(
+        self, logits: Tensor, rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
+        """Tokens, their log-probabilities, and normalizers. Each row by itself: whether it is bent is its own affair."""
+        state = self._rows
+        (bent_rows,) = np.nonzero(state.is_bent[rows])
+        bent_index = np.full(len(rows), -1, np.int64)
+        bent = None
+        if len(bent_rows) > 0:
+            bent_index[bent_rows] = np.arange(len(bent_rows))
+            chosen = rows[bent_rows]
+            bent = bent_logits(
+                logits[torch.from_numpy(bent_rows)],
+                bending=state.bending(chosen),
+                divisors=self._divisors(chosen),
+            )
+        temperatures, keys, counters = (
+            state.temperatures[rows],
+            state.noise_keys[rows],
+            state.positions[rows] + 1,
+        )
+        tokens = np.empty(len(rows), np.int64)
+        logprobs, normalizers = np.empty((2, len(rows)), np.float32)
+        self._library.draw(
+            *(len(rows), self._shape.vocab_size, logits.stride(0)),
+            logits.data_ptr(),
+            None if bent is None else bent.data_ptr(),
+            *(each.ctypes.data for each in (bent_index, temperatures, keys, counters, self._masses)),
+            *(each.ctypes.data for each in (tokens, logprobs, normalizers)),
+        )
+        return tokens, logprobs, normalizers
+
+    def _divisors(self, rows: NDArray[np.int64]) -> Tensor:
+        temperatures = torch.from_numpy(self._rows.temperatures[rows])
+        return temperatures.masked_fill(temperatures == 0, 1.0).unsqueeze(-1)
+
+    def _forward(
+        self,
+        tokens: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        targets: NDArray[np.int64],
+        tables: NDArray[np.int64],
+        *,
+        logits: Tensor | None,
+    ) -> None:
+        self._library.forward(
+            ctypes.byref(self._native),
+            ctypes.byref(self._work),
+            len(tokens),
+            *(each.ctypes.data for each in (tokens, positions, targets, tables)),
+            tables.shape[1],
+            None if logits is None else logits.data_ptr(),
+        )
+
+    @torch.inference_mode()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        self._model.copy_weights(tensors)
+        self._weights.refresh()
+        self._native = self._describe()

@@ -1,0 +1,311 @@
+"""Plays agent programs: functions that talk to the model as to any other, over HTTP with an OpenAI client.
+
+    async def solve(row, *, base_url, api_key, model) -> float:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        …
+        return 1.0 if right else 0.0
+
+`async def` functions run in the loop, many at once; ordinary ones each in a thread. A program may be at work for
+`rollout.turn_timeout_s` without waiting for the model; it may ask `rollout.max_turns` times. Whatever it does wrong is
+an `EpisodeFailed` that says what it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from threading import Thread
+from typing import Any
+
+from kintsugi.config import Config
+from kintsugi.data.columns import COMPLETION
+from kintsugi.errors import DataError, UserError
+from kintsugi.model.tokenizer import Tokenizer
+from kintsugi.rollout.capture import Capture, Reply
+from kintsugi.rollout.endpoint import HOST, Bounds, Endpoint, Session
+from kintsugi.rollout.environment import Episode, EpisodeFailed, EpisodeHangs, EpisodeRecord, Policy, Turn
+from kintsugi.rollout.episode import demonstrated_completion
+from kintsugi.rollout.failures import described
+from kintsugi.rollout.scoring import checked
+from kintsugi.serving.openai import Limits
+from kintsugi.types import Completion, Finish, Row
+
+GRACE_S = 0.2
+"""For a program to end after it was told to."""
+REPLIES = "replies"
+"""Column of what the model says in a demonstration, request by request; without it, the row's completion is all."""
+
+Agent = Callable[..., Any]
+
+
+class AgentPlayer:
+    """Plays the episodes of one agent program."""
+
+    def __init__(self, agent: Agent, *, config: Config, tokenizer: Tokenizer) -> None:
+        self._agent, self._tokenizer = agent, tokenizer
+        self._name = getattr(agent, "__name__", type(agent).__name__)
+        self._rollout = config.rollout
+        self._limits = Limits(
+            config.name, vocab_size=tokenizer.vocab_size, max_length=config.generation.max_length
+        )
+        self._endpoint = Endpoint(tokenizer)
+        self._starting: asyncio.Task[None] | None = None
+
+    async def play(self, episode: Episode, policy: Policy) -> EpisodeRecord:
+        """A demonstration is played like any other episode, by a policy that knows what to say."""
+        if episode.demonstrate:
+            policy = _Demonstrator(episode.row, self._tokenizer)
+        await self._started()
+        patience = _Patience(self._rollout.turn_timeout_s)
+        bounds = Bounds(
+            self._limits,
+            max_new_tokens=episode.sampling.max_new_tokens,
+            max_requests=self._rollout.max_turns,
+        )
+        capture = Capture(self._tokenizer)
+        session = Session(
+            episode.id, capture, policy, bounds, patience, asyncio.get_running_loop().create_future()
+        )
+        value = await self._returned(episode, session, patience)
+        reward = 0.0 if episode.demonstrate else self._reward(value)
+        return self._record(episode, session, reward, seconds=patience.spent_s)
+
+    async def close(self) -> None:
+        await self._endpoint.close()
+
+    async def _started(self) -> None:
+        """Listen, once; whoever comes first begins with it."""
+        if self._starting is None:
+            _reach_directly(HOST)
+            self._starting = asyncio.get_running_loop().create_task(self._endpoint.start(), name="endpoint")
+        await asyncio.shield(self._starting)
+
+    async def _returned(self, episode: Episode, session: Session, patience: _Patience) -> Any:
+        """What the program returns. Waits for that, for a failure of what it asked, and no longer than its time."""
+        base_url = self._endpoint.open(session)
+        call = partial(
+            self._agent,
+            episode.row,
+            base_url=base_url,
+            api_key=session.api_key,
+            model=self._limits.model,
+            **self._rollout.options,
+        )
+        program = _Program(call, session, is_async=_is_async(self._agent))
+        try:
+            async with patience.kept():
+                value, raised = await session.outcome
+        except TimeoutError as error:
+            raise await self._late(program) from error
+        finally:
+            self._endpoint.end(session)
+            program.cancel()
+        if isinstance(raised, UserError):
+            raise raised
+        if raised is not None:
+            raise EpisodeFailed(
+                f"agent `{self._name}` raised {described(raised)}{_refused(session)}"
+            ) from raised
+        return value
+
+    async def _late(self, program: _Program) -> EpisodeFailed:
+        limit_s = self._rollout.turn_timeout_s
+        reason = f"agent `{self._name}` did not ask or end for `rollout.turn_timeout_s`={limit_s:g} s"
+        program.cancel()
+        try:
+            async with asyncio.timeout(GRACE_S):
+                await program.ended
+        except TimeoutError:
+            return EpisodeHangs(reason)
+        return EpisodeFailed(reason)
+
+    def _record(self, episode: Episode, session: Session, reward: float, *, seconds: float) -> EpisodeRecord:
+        last = session.capture.longest()
+        if last is None:
+            what = "returned without a token sampled from the model"
+            raise EpisodeFailed(f"agent `{self._name}` {what}{_refused(session)}")
+        assert last.completion.finish is not None, "the worker refuses what was cut short"
+        turns = last.turns()
+        return EpisodeRecord(
+            episode.id,
+            turns,
+            (0.0,) * (len(turns) - 1) + (reward,),
+            Finish.LENGTH if session.is_cut_off else last.completion.finish,
+            reward >= 1.0,
+            components=_figures(session, last, num_turns=len(turns)),
+            prompt=self._tokenizer.decode(_ids(turns[0].fed), skip_special=False),
+            text=self._text(turns),
+            seconds=seconds,
+        )
+
+    def _reward(self, value: Any) -> float:
+        if inspect.isawaitable(value):
+            if inspect.iscoroutine(value):
+                value.close()
+            raise EpisodeFailed(f"agent `{self._name}` gave something to await; make it `async def`")
+        (number,) = checked(self._name, [value], count=1)
+        if isinstance(number, str):
+            raise EpisodeFailed(
+                f"agent `{self._name}`: expected a finite number as its reward, got {value!r:.200}"
+            )
+        return number
+
+    def _text(self, turns: tuple[Turn, ...]) -> str:
+        """What the model said, and between that, in brackets, what it was told."""
+        told = [self._tokenizer.decode(_ids(turn.fed), skip_special=False) for turn in turns[1:]]
+        said = [
+            self._tokenizer.text_of_completion(
+                _ids(turn.completion.tokens), ended=turn.completion.finish is Finish.EOS
+            )
+            for turn in turns
+        ]
+        return said[0] + "".join(f"⟨{heard}⟩{spoken}" for heard, spoken in zip(told, said[1:], strict=True))
+
+
+class _Patience:
+    """The time in which a program neither waits for the model nor ends."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._timeout: asyncio.Timeout | None = None
+        self._working_since: float | None = None
+        self.spent_s = 0.0
+        """In all, by the program itself."""
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """TimeoutError when it is at its end."""
+        async with asyncio.timeout(None) as self._timeout:
+            self.resume()
+            try:
+                yield
+            finally:
+                self.pause()
+                self._timeout = None
+
+    def pause(self) -> None:
+        if self._timeout is None or self._working_since is None:
+            return
+        self.spent_s += asyncio.get_running_loop().time() - self._working_since
+        self._working_since = None
+        if not self._timeout.expired():
+            self._timeout.reschedule(None)
+
+    def resume(self) -> None:
+        if self._timeout is None or self._timeout.expired():
+            return
+        self._working_since = asyncio.get_running_loop().time()
+        self._timeout.reschedule(self._working_since + self._limit_s)
+
+
+class _Program:
+    """A call of the agent that runs; what it comes to is the session's outcome."""
+
+    def __init__(self, call: Callable[[], Any], session: Session, *, is_async: bool) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._session = session
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self._task: asyncio.Task[None] | None = None
+        if is_async:
+            self._task = self._loop.create_task(self._await(call), name=f"agent {session.id}")
+        else:
+            Thread(target=self._call, args=(call,), name=f"agent {session.id}", daemon=True).start()
+
+    def cancel(self) -> None:
+        """A thread can not be interrupted; it is refused whatever it asks from now on."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _await(self, call: Callable[[], Any]) -> None:
+        outcome: tuple[Any, BaseException | None]
+        try:
+            outcome = await call(), None
+        except BaseException as error:  # noqa: BLE001 - the user's function may raise anything, also what cancels
+            outcome = None, error
+        self._settle(outcome)
+
+    def _call(self, call: Callable[[], Any]) -> None:
+        outcome: tuple[Any, BaseException | None]
+        try:
+            outcome = call(), None
+        except BaseException as error:  # noqa: BLE001 - the user's function may raise anything
+            outcome = None, error
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._settle, outcome)
+
+    def _settle(self, outcome: tuple[Any, BaseException | None]) -> None:
+        self.ended.set_result(None)
+        if not self._session.outcome.done():
+            self._session.outcome.set_result(outcome)
+
+
+class _Demonstrator:
+    """A policy that says what a row says."""
+
+    def __init__(self, row: Row, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._replies: list[str] = list(row.columns.get(REPLIES) or [row.columns[COMPLETION]])
+        self._num_given = 0
+
+    async def complete(
+        self,
+        prompt: Sequence[int],
+        *,
+        turn: int,
+        max_new_tokens: int,
+        stop: Sequence[str] = (),
+        temperature: float | None = None,
+    ) -> Completion:
+        if self._num_given == len(self._replies):
+            raise DataError(
+                f"expected a demonstration of as many replies as the agent asks for, got {self._num_given}"
+            )
+        reply = self._replies[self._num_given]
+        self._num_given += 1
+        is_stopped = reply.endswith(tuple(stop)) if stop else False
+        ids = self._tokenizer.encode(reply)
+        if not is_stopped:
+            ids.append(self._tokenizer.eos_token_id)
+        if len(ids) > max_new_tokens:
+            raise DataError(f"reply {reply!r:.80} has {len(ids)} tokens, the agent asks for {max_new_tokens}")
+        return demonstrated_completion(ids, finish=Finish.STOP if is_stopped else Finish.EOS)
+
+
+def _is_async(agent: Agent) -> bool:
+    call = getattr(agent, "__call__", None)  # noqa: B004 - an object's own `async def __call__`
+    return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(call)
+
+
+def _figures(session: Session, last: Reply, *, num_turns: int) -> dict[str, float]:
+    """What is told of an episode beside its reward."""
+    capture = session.capture
+    return {
+        "turns": float(num_turns),
+        "branches": float(capture.num_branches),
+        "untrained_tokens": float(capture.num_sampled - last.num_sampled),
+        "refused_requests": float(len(session.refusals)),
+    }
+
+
+def _refused(session: Session) -> str:
+    """The last thing that the program was refused is often the reason why it failed."""
+    if not session.refusals:
+        return ""
+    last = session.refusals[-1]
+    return f"; its last refused request: {last.code or last.status.value}: {last.message:.300}"
+
+
+def _ids(content: bytes) -> list[int]:
+    ids: list[int] = memoryview(content).cast("i").tolist()
+    return ids
+
+
+def _reach_directly(host: str) -> None:
+    """Clients take proxies from the environment, and no proxy leads back here."""
+    for name in ("NO_PROXY", "no_proxy"):
+        known = list(filter(None, os.environ.get(name, "").split(",")))
+        os.environ[name] = ",".join(known if host in known else [*known, host])

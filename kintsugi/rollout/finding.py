@@ -1,0 +1,89 @@
+"""What `rollout.environment` names: one of the shipped environments, a class of the user's, or an agent program."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from kintsugi.config import RolloutSection
+from kintsugi.errors import ConfigError, UserError
+from kintsugi.rollout.environment import Environment
+from kintsugi.rollout.failures import described
+from kintsugi.rollout.importing import import_function
+
+SHIPPED: Mapping[str, str] = {
+    "calculator": "kintsugi.rollout.environments.Calculator",
+    "number_game": "kintsugi.rollout.environments.NumberGame",
+    "reasoning_gym": "kintsugi.rollout.environments.ReasoningGym",
+}
+METHODS = ("reset", "step", "close")
+_FIELD = "rollout.environment"
+
+
+class EnvironmentMaker(msgspec.Struct, frozen=True):
+    """A class of environments, and the arguments that each of them is made with."""
+
+    kind: Callable[..., Environment]
+    options: dict[str, Any]
+
+    def make(self) -> Environment:
+        return self.kind(**self.options)
+
+    @property
+    def demonstrates(self) -> bool:
+        return callable(getattr(self.kind, "demonstrate", None))
+
+
+def find_environment(section: RolloutSection) -> EnvironmentMaker | Callable[..., Any]:
+    """The environments, or the agent program; ConfigError where there is neither at the path, or the options do not
+    fit."""
+    name = section.environment
+    assert name is not None
+    if name not in SHIPPED and name.isidentifier():
+        raise ConfigError(
+            f"`{_FIELD}`: expected one of {', '.join(SHIPPED)}, or the dotted path of an environment or an agent "
+            f"program, got {name!r}"
+        )
+    found: Any = import_function(SHIPPED.get(name, name), field=_FIELD)
+    if not inspect.isclass(found):
+        agent: Callable[..., Any] = found
+        return agent
+    missing = [method for method in METHODS if not callable(getattr(found, method, None))]
+    if missing:
+        raise ConfigError(
+            f"`{_FIELD}`: expected a class with the methods {', '.join(METHODS)}, {name} has no {missing[0]}"
+        )
+    _check_options(found, section)
+    kind: Callable[..., Environment] = found  # type: ignore[assignment]
+    return EnvironmentMaker(kind, section.options)
+
+
+def try_environment(section: RolloutSection) -> None:
+    """Find it, and make one; ConfigError says why that does not work."""
+    found = find_environment(section)
+    if not isinstance(found, EnvironmentMaker):
+        return
+    try:
+        found.make()
+    except UserError:
+        raise
+    except Exception as error:  # Somebody else's class may do anything when it is made.
+        raise ConfigError(
+            f"`{_FIELD}`: expected {section.environment} to be made with {section.options}; it raised "
+            f"{described(error)}"
+        ) from error
+
+
+def _check_options(kind: type, section: RolloutSection) -> None:
+    try:
+        inspect.signature(kind).bind(**section.options)
+    except ValueError:  # Nothing is known of its arguments.
+        return
+    except TypeError as error:
+        raise ConfigError(
+            f"`rollout.options`: expected arguments of {section.environment}{inspect.signature(kind)}, "
+            f"got {section.options}: {error}"
+        ) from error

@@ -1,0 +1,96 @@
+"""What a rollout worker asks of the generation manager, and asks again of the next one when a manager dies."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from kintsugi.errors import DeadlineExceeded, KintsugiError, ProcessDied
+from kintsugi.messages import Generate, Generated
+from kintsugi.rollout.episode import whole
+from kintsugi.rollout.groups import Group
+from kintsugi.runtime import COUNTERS, Clock
+from kintsugi.transport import Endpoint, PendingReply
+from kintsugi.types import Completion, Role, Sampling, process_id
+
+MANAGER = process_id(Role.MANAGER, 0)
+MOST_ASKED = 1024
+"""Requests that are unanswered at once; a manager refuses when all workers together have a few thousand."""
+
+Then = Callable[[tuple[Completion, ...] | KintsugiError], None]
+
+
+class _Ask(msgspec.Struct, eq=False):
+    """One request, however often it has to be sent."""
+
+    group: Group
+    body: Generate
+    then: Then
+
+
+class Generating:
+    """Requests on their way. Each ends with completions or an error, or with its group, which nobody is told of."""
+
+    def __init__(self, endpoint: Endpoint, *, clock: Clock) -> None:
+        self._endpoint, self._clock = endpoint, clock
+        self._unsent: deque[_Ask] = deque()
+        self._sent: dict[int, _Ask] = {}
+
+    def ask(
+        self,
+        group: Group,
+        *,
+        prompt: bytes,
+        sampling: Sampling,
+        then: Then,
+        turn: int = 0,
+        samples: tuple[int, ...] = (),
+    ) -> None:
+        """Have `prompt` continued for these samples of a group, or for all of them."""
+        body = Generate(group.ticket, turn, prompt, sampling, group.request.version, samples)
+        self._unsent.append(_Ask(group, body, then))
+
+    def turn(self) -> None:
+        """Send what was not sent, once the address book has a manager; what has no time left fails."""
+        manager = self._endpoint.peers.get(MANAGER)
+        unsent, self._unsent = self._unsent, deque()
+        for ask in unsent:
+            now = self._clock.monotonic()
+            if not ask.group.is_open:
+                continue
+            if now >= ask.group.deadline:
+                what = f"Generate {ask.group.ticket}"
+                ask.then(DeadlineExceeded(whom=MANAGER, what=what, waited_s=now - ask.group.since))
+            elif manager is None or not manager.address or len(self._sent) >= MOST_ASKED:
+                self._unsent.append(ask)
+            else:
+                self._send(ask, timeout_s=ask.group.deadline - now)
+
+    def oldest(self) -> Group | None:
+        """Of the groups that wait for an answer."""
+        waiting = [ask.group for ask in (*self._sent.values(), *self._unsent) if ask.group.is_open]
+        return min(waiting, key=lambda group: group.since, default=None)
+
+    def _send(self, ask: _Ask, *, timeout_s: float) -> None:
+        """The manager spreads requests over the servers and moves those of a dead one."""
+        self._sent[id(ask)] = ask
+        body = msgspec.structs.replace(ask.body, timeout_s=timeout_s)
+        self._endpoint.request(MANAGER, body, deadline_s=timeout_s, on_done=partial(self._done, ask))
+
+    def _done(self, ask: _Ask, pending: PendingReply) -> None:
+        del self._sent[id(ask)]
+        if not ask.group.is_open:
+            return
+        try:
+            completions = whole(pending.result().expect(Generated))
+        except (ProcessDied, DeadlineExceeded):  # A later order may have given it more time.
+            self._unsent.append(ask)
+            return
+        except KintsugiError as error:
+            ask.then(error)
+            return
+        COUNTERS.add("completions", len(completions))
+        ask.then(completions)
