@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import statistics
 import sys
 from collections.abc import Sequence
@@ -33,8 +34,8 @@ from matplotlib.axes import Axes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs as a script.
 
-from benchmarks.async_simulation import Cluster, Costs, Groups, Outcome, Run, simulate
-from benchmarks.async_vs_sync import measured, stage, step_lines
+from benchmarks.async_simulation import Cluster, Costs, Groups, Outcome, Run, Span, simulate
+from benchmarks.async_vs_sync import stage, step_lines
 from kintsugi.config import Config
 from kintsugi.recipe import load_config
 
@@ -46,6 +47,8 @@ SPLITS = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 """Shares of the devices that generate."""
 STEPS = 12
 MAX_STALENESS = 4
+FILLING, DRAINING = 4, MAX_STALENESS
+"""Steps at either end of a run that are not counted: what is wanted is how it goes on for hours."""
 SKIPPED_STEPS = 2
 """First answers are slow."""
 CAPACITY = 64
@@ -67,6 +70,7 @@ class Trace:
     tokens: tuple[float, ...]
     """Trained, prompts included."""
     step_s: float
+    """Mean over the steps after the first ones."""
 
     @property
     def groups(self) -> Groups:
@@ -105,7 +109,7 @@ def read_trace(run_dir: Path) -> Trace:
         train_s=tuple(stage(line, "train") for line in lines),
         publish_s=statistics.median(stage(line, "commit", "weights") for line in lines[SKIPPED_STEPS:]),
         tokens=tuple(line["tokens"] for line in lines),
-        step_s=measured(run_dir).seconds / len(lines),
+        step_s=(lines[-1]["time"] - lines[SKIPPED_STEPS - 1]["time"]) / (len(lines) - SKIPPED_STEPS),
     )
 
 
@@ -122,8 +126,8 @@ def fit(traces: Sequence[Trace]) -> Costs:
         for number in range(SKIPPED_STEPS, len(trace.steps)):
             groups = trace.steps[number]
             run = Run(len(groups), trace.prompt_tokens, 0, 1)
-            num_steps = simulate(replace(nothing, decode_s=1.0), cluster, run, groups).seconds
-            num_rows = simulate(replace(nothing, decode_row_s=1.0), cluster, run, groups).seconds
+            num_steps = simulate(replace(nothing, decode_s=1.0), cluster, run, groups).whole.seconds
+            num_rows = simulate(replace(nothing, decode_row_s=1.0), cluster, run, groups).whole.seconds
             collect.append((num_steps, num_rows, 1.0, trace.collect_s[number]))
             train.append((1.0, trace.tokens[number] / cluster.ranks, trace.train_s[number]))
     decode_s, decode_row_s, group_s = _least_squares(np.array(collect))
@@ -166,37 +170,39 @@ def validate(costs: Costs, traces: Sequence[Trace]) -> list[dict[str, Any]]:
         twin = twins[trace.name.replace("async", "sync")]
         bound = trace.config.asynchrony.max_staleness
         told = predict(costs, trace, judge_s=judge_s(trace), groups=twin.groups, max_staleness=bound)
-        error = told.step_s / trace.step_s - 1
+        num_steps = len(trace.steps)
+        told_s = told.steps(SKIPPED_STEPS, num_steps).seconds / (num_steps - SKIPPED_STEPS)
         checked.append(
             {
                 "run": trace.name,
                 "step_s": round(trace.step_s, 4),
-                "model_s": round(told.step_s, 4),
-                "error": round(error, 3),
+                "model_s": round(told_s, 4),
+                "error": round(told_s / trace.step_s - 1, 3),
             }
         )
     return checked
 
 
 def scale(costs: Costs, trace: Trace) -> list[dict[str, Any]]:
-    """The traced lengths on other numbers of devices."""
+    """The traced lengths, in another order, on other numbers of devices."""
     found = []
-    for devices, (batch, is_fixed) in itertools.product(DEVICES, (("fixed", True), ("per device", False))):
-        size = FIXED_GROUPS if is_fixed else GROUPS_PER_DEVICE * devices
-        slots, groups = trace.config.generation.slots, trace.groups
+    slots = trace.config.generation.slots
+    for devices, batch in itertools.product(DEVICES, ("fixed", "per device")):
+        size = FIXED_GROUPS if batch == "fixed" else GROUPS_PER_DEVICE * devices
         run = Run(size, trace.prompt_tokens, 0, STEPS)
-        sync = simulate(costs, Cluster(devices, devices, slots), run, groups)
+        groups = random.Random(0).choices(trace.groups, k=size * STEPS)
+        sync = _steady(simulate(costs, Cluster(devices, devices, slots), run, groups))
         run = replace(run, max_staleness=MAX_STALENESS)
         servers = sorted({min(max(round(devices * share), 1), devices - 1) for share in SPLITS})
-        split = {k: simulate(costs, Cluster(k, devices - k, slots), run, groups) for k in servers}
-        best = min(split, key=lambda k: split[k].step_s)
+        split = {k: _steady(simulate(costs, Cluster(k, devices - k, slots), run, groups)) for k in servers}
+        best = min(split, key=lambda k: split[k].seconds)
         found.append(
             {
                 "devices": devices,
                 "batch": batch,
                 "groups": size,
                 "servers": best,
-                "ratio": round(sync.step_s / split[best].step_s, 3),
+                "ratio": round(sync.seconds / split[best].seconds, 3),
                 "sync": _shares(sync, devices=devices),
                 "async": _shares(split[best], devices=devices),
             }
@@ -204,12 +210,17 @@ def scale(costs: Costs, trace: Trace) -> list[dict[str, Any]]:
     return found
 
 
-def _shares(outcome: Outcome, *, devices: int) -> dict[str, float]:
+def _steady(outcome: Outcome) -> Span:
+    return outcome.steps(FILLING, STEPS - DRAINING)
+
+
+def _shares(span: Span, *, devices: int) -> dict[str, float]:
     """Of all device time."""
-    total = outcome.seconds * devices
-    used = {"rows": outcome.row_s, "few rows": outcome.base_s, "training": outcome.train_s}
+    total = span.seconds * devices
+    used = {"rows": span.row_s, "few rows": span.base_s, "training": span.train_s}
     shares = {name: round(seconds / total, 3) for name, seconds in used.items()}
-    return {"step_s": round(outcome.step_s, 4), **shares, "idle": round(1 - sum(shares.values()), 3)}
+    step_s = span.seconds / (STEPS - FILLING - DRAINING)
+    return {"step_s": round(step_s, 4), **shares, "idle": round(1 - sum(shares.values()), 3)}
 
 
 def draw(path: Path, scaled: Sequence[dict[str, Any]]) -> None:

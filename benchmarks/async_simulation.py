@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -62,17 +62,39 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Span:
+    """Some steps of a run, and what all devices together did meanwhile."""
+
     seconds: float
-    """From the first ticket to the last commit."""
-    step_s: float
-    row_s: float
-    """Device-seconds of all servers together, the part that rows cost."""
-    base_s: float
+    row_s: float = 0.0
+    """Device-seconds of servers, the part that rows cost."""
+    base_s: float = 0.0
     """The same, the part that every decoding step costs: large where rows are few."""
-    train_s: float
-    """Device-seconds of all ranks together."""
+    train_s: float = 0.0
+    """Device-seconds of ranks."""
+
+    def since(self, earlier: Span) -> Span:
+        return Span(
+            self.seconds - earlier.seconds,
+            self.row_s - earlier.row_s,
+            self.base_s - earlier.base_s,
+            self.train_s - earlier.train_s,
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    commits: tuple[Span, ...]
+    """From the first ticket to the end of each step."""
     max_staleness: int
+
+    @property
+    def whole(self) -> Span:
+        return self.commits[-1]
+
+    def steps(self, first: int, last: int) -> Span:
+        """What the steps after the `first` ones took, up to the end of step `last`."""
+        return self.commits[last - 1].since(self.commits[first - 1])
 
 
 @dataclass
@@ -109,7 +131,8 @@ class _Simulation:
         """Group → samples that are not done."""
         self._began: dict[int, int] = {}
         """Group → version at its issue."""
-        self._scored: set[int] = set()
+        self._num_scored: Counter[int] = Counter()
+        """Step → groups of it that are scored."""
         self._training_left: float | None = None
         """Seconds on unshared devices; None while the ranks wait."""
         self._training_at, self._training_plan = 0.0, 0
@@ -117,6 +140,7 @@ class _Simulation:
         """Of everybody, against having a device alone."""
         self._row_s = self._base_s = self._train_s = 0.0
         self._staleness = 0
+        self._commits: list[Span] = []
 
     def run(self) -> Outcome:
         self._issue()
@@ -128,7 +152,7 @@ class _Simulation:
                 case "end" if plan == self._servers[who].plan:
                     self._end_rows(who)
                 case "judged":
-                    self._scored.add(who)
+                    self._num_scored[who // self._run.batch_size] += 1
                     self._in_flight -= 1
                     self._issue()
                     self._train()
@@ -139,9 +163,7 @@ class _Simulation:
                     self._issue()
                 case _:
                     pass
-        return Outcome(
-            self._now, self._now / self._step, self._row_s, self._base_s, self._train_s, self._staleness
-        )
+        return Outcome(tuple(self._commits), self._staleness)
 
     def _plan(self, delay_s: float, kind: _Kind, who: int, plan: int = 0) -> None:
         heapq.heappush(self._events, (self._now + delay_s, next(self._count), kind, who, plan))
@@ -196,15 +218,13 @@ class _Simulation:
         self._changed(index)
 
     def _train(self) -> None:
-        first = self._step * self._run.batch_size
-        batch = range(first, first + self._run.batch_size)
-        if self._training_left is not None or not all(group in self._scored for group in batch):
+        size = self._run.batch_size
+        if self._training_left is not None or self._num_scored[self._step] < size:
             return
         tokens = 0
-        for group in batch:
+        for group in range(self._step * size, (self._step + 1) * size):
             lengths = self._groups[group % len(self._groups)]
             tokens += sum(lengths) + self._run.prompt_tokens * len(lengths)
-            self._scored.remove(group)
             self._staleness = max(self._staleness, self._step - self._began.pop(group))
         self._training_left = self._costs.train_s + tokens * self._costs.train_token_s / self._cluster.ranks
         self._training_at = self._now
@@ -215,6 +235,9 @@ class _Simulation:
         self._train_more()
         self._training_left = None
         self._step += 1
+        for server in self._servers:
+            self._advance(server)
+        self._commits.append(Span(self._now, self._row_s, self._base_s, self._train_s))
         self._plan(self._costs.publish_s, "published", self._step)
         self._keep_pace()
         self._train()

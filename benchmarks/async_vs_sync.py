@@ -152,8 +152,14 @@ class Bench:
             max_staleness=max_staleness, seed=seed,
         )  # fmt: skip
         path = write_recipe(self.folder / f"{name}.yaml", content)
-        kintsugi("train", path, f"run_dir={self.folder / name}")
-        return measured(self.folder / name)
+        return measured(self.train(name, path))
+
+    def train(self, name: str, path: Path, *overrides: str) -> Path:
+        """The folder of the run of this name, which is run unless it was before."""
+        run_dir = self.folder / name
+        if not (run_dir / "summary.json").exists():
+            kintsugi("train", path, *overrides, f"run_dir={run_dir}")
+        return run_dir
 
     def tune(self, task: Task, *, latency_s: float = 0.0) -> tuple[Layout, Measured]:
         """The layout with which a synchronous run is fastest."""
@@ -227,15 +233,15 @@ def speed_row(part: str, layout: Layout, pairs: Sequence[tuple[Measured, Measure
 
 def learning(bench: Bench) -> dict[str, Any]:
     model = addition_model(bench.folder, num_eval=LEARNING_PROBLEMS)
+    path = ROOT / "recipes" / "grpo_arithmetic.yaml"
     found: dict[str, list[dict[str, Any]]] = {"sync": [], "async": []}
     for seed in range(bench.seeds):
         sides = {"sync": 0, "async": bench.max_staleness}
         for mode in list(sides)[:: -1 if seed % 2 else 1]:
-            run_dir = bench.folder / f"learning-{mode}-{seed}"
-            kintsugi(
-                "train", ROOT / "recipes" / "grpo_arithmetic.yaml", "warmup=null", "model.new=null",
-                f"model.path={model}", f"data.num_eval={LEARNING_PROBLEMS}", "eval.num_samples=0", "checkpoint.every=0",
-                "deterministic=false", f"seed={seed}", f"asynchrony.max_staleness={sides[mode]}", f"run_dir={run_dir}",
+            run_dir = bench.train(
+                f"learning-{mode}-{seed}", path, "warmup=null", "model.new=null", f"model.path={model}",
+                f"data.num_eval={LEARNING_PROBLEMS}", "eval.num_samples=0", "checkpoint.every=0",
+                "deterministic=false", f"seed={seed}", f"asynchrony.max_staleness={sides[mode]}",
             )  # fmt: skip
             summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
             run = measured(run_dir)
@@ -293,7 +299,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30, help="of a run for speed")
     parser.add_argument("--max-staleness", type=int, default=4, help="of the asynchronous side")
-    parser.add_argument("--folder", type=Path, help="where the runs are kept, for async_model.py")
+    parser.add_argument("--folder", type=Path, help="where runs are kept; those that are there already count")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     parts = {"learning": learning, "tail": tail, "latency": latency}

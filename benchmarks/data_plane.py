@@ -79,11 +79,11 @@ class Order(msgspec.Struct, frozen=True):
 
 
 def trajectory(key: str, num_tokens: int) -> Trajectory:
-    numbers = np.random.default_rng(xxhash.xxh3_64_intdigest(key)).integers(0, 1 << 15, num_tokens)
+    numbers = np.random.default_rng(xxhash.xxh3_64_intdigest(key.encode())).integers(0, 1 << 15, num_tokens)
     return Trajectory(
         key=key,
         tokens=numbers.astype("<i4").tobytes(),
-        loss_mask=np.ones(num_tokens, dtype="u1").tobytes(),
+        loss_mask=(np.arange(num_tokens) > 0).astype("u1").tobytes(),
         logprobs=numbers.astype("<f4").tobytes(),
         versions=np.zeros(num_tokens, dtype="<i4").tobytes(),
         finish=Finish.EOS,
@@ -98,7 +98,7 @@ def batch(link: Link) -> tuple[LogicalShard, ...]:
         # Samples of equal length are dealt out to the shards in turn; rank r has shard r, on host r % 2.
         holder = HOLDERS[(number + 1) % 2 if link.crossed else number // len(RANKS) % 2]
         digest = xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(trajectory(key, link.num_tokens)))
-        items.append(ShardItem(key, holder, digest, link.num_tokens, link.num_tokens))
+        items.append(ShardItem(key, holder, digest, link.num_tokens, link.num_tokens - 1))
     return logical_shards(items, num_shards=len(RANKS))
 
 
@@ -159,16 +159,18 @@ class Rank:
 
     def run(self) -> None:
         while True:
-            while not self._pipe.poll(0.0005):
-                self._look()
-            order = msgspec.msgpack.decode(self._pipe.recv_bytes(), type=Order)
+            order = msgspec.msgpack.decode(self._told(), type=Order)
             self._samples.of_shards(order.shards, step=order.step, routes=order.routes)
-            self._look()
             self._pipe.send_bytes(msgspec.msgpack.encode(self._samples.take_transfers()))
-            while self._pipe.recv_bytes() != b"forget":  # Until everybody has read what was relayed.
-                pass
+            assert self._told() == b"forget"  # Everybody has read what was relayed.
             self._samples.forget()
             self._pipe.send_bytes(b"forgotten")
+
+    def _told(self) -> bytes:
+        """What the master says next; neighbours are answered meanwhile."""
+        while not self._pipe.poll(0.0005):
+            self._look()
+        return self._pipe.recv_bytes()
 
     def _look(self) -> None:
         """Answer who asks; what is not there yet waits."""

@@ -7,7 +7,6 @@ What each is comes as a JSON line on standard input; then one JSON line per orde
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
@@ -51,7 +50,6 @@ class Setup(msgspec.Struct, frozen=True):
     secret_key: bytes
     job: str
     """Of this benchmark: what lies on one host under one name must not meet another's."""
-    master: Peer
     model: dict[str, Any]
     device: str = "cpu"
     dtype: str = "float32"
@@ -68,11 +66,10 @@ class Order(msgspec.Struct, frozen=True):
 class Told(msgspec.Struct, frozen=True):
     """What a side answers."""
 
-    peer: Peer | None = None
+    peers: tuple[Peer, ...] = ()
     published: Published | None = None
     publish_s: float = 0.0
     memcpy_s: float = 0.0
-    segments: str = ""
     error: str = ""
 
 
@@ -120,11 +117,16 @@ class Side:
         self._child.wait()
 
 
-def random_weights(config: Mapping[str, Any], *, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+def random_weights(
+    config: Mapping[str, Any], *, device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
     model = Transformer(ModelConfig(**config), dtype=dtype, device=device)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.02)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.02)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -148,9 +150,7 @@ class PublishingRank:
         torch.manual_seed(0)
         self._setup = setup
         self._device = torch.device(setup.device)
-        self._weights = random_weights(
-            setup.model, device=self._device, dtype=getattr(torch, setup.dtype)
-        )
+        self._weights = random_weights(setup.model, device=self._device, dtype=getattr(torch, setup.dtype))
         size = sum(tensor.nbytes for tensor in self._weights.values())
         self._baseline = CopyBaseline(size) if self._device.type == "cpu" else None
         self.endpoint = endpoint_of(setup)
@@ -187,6 +187,10 @@ class PublishingRank:
         manifest, sources = self._publisher.publish(self._weights, order.publish)
         publish_s = time.perf_counter() - since
         return Told(published=Published(manifest, sources), publish_s=publish_s, memcpy_s=memcpy_s)
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        return self.endpoint.peer(host=HOST), self._uploading.endpoint.peer(host=HOST)
 
     def turn(self) -> None:
         for delivery in self.endpoint.poll(0.5):
@@ -244,7 +248,11 @@ class AgentSide:
 
     def carry_out(self, order: Order) -> Told:
         self.endpoint.set_book(AddressBook(1, order.peers))
-        return Told(segments=self._segments.name)
+        return Told()
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        return (self.endpoint.peer(host=HOST),)
 
     def turn(self) -> None:
         for delivery in self.endpoint.poll(0.5):
@@ -263,6 +271,9 @@ def _tell(told: Told) -> None:
 
 def main() -> None:
     """Until standard input ends."""
+    import faulthandler
+
+    faulthandler.dump_traceback_later(120)
     setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=Setup)
     side: AgentSide | PublishingRank = AgentSide(setup) if setup.role == "agent" else PublishingRank(setup)
     ended = False
@@ -280,12 +291,7 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 - told to who asked, who decides.
             _tell(Told(error=f"{type(error).__name__}: {error}"))
 
-    peers = [side.endpoint.peer(host=HOST)]
-    if isinstance(side, PublishingRank):
-        uploading = side._uploading.endpoint.peer(host=HOST)
-        _tell(Told(peer=peers[0], segments=json.dumps(msgspec.to_builtins(uploading))))
-    else:
-        _tell(Told(peer=peers[0]))
+    _tell(Told(peers=side.peers))
     side.endpoint.watch(0, ordered)
     while not ended:
         side.turn()

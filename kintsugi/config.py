@@ -423,7 +423,8 @@ class Config(_Section, frozen=True):
     run_dir: str | None = None
     """Folder of the run; must not exist. Default: runs/<name>-<number>."""
     deterministic: bool = True
-    """Same seed, same bits, whatever the number of workers and servers."""
+    """Same seed, same bits, whatever the number of workers and servers. Of an asynchronous run only what is computed:
+    who arrives when decides which weights a sample is drawn from."""
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     algorithm: AlgorithmSection = AlgorithmSection()

@@ -325,7 +325,7 @@ class Publish(_Body, frozen=True):
 
     version: int
     step: int
-    transports: tuple[str, ...] = ("shared_memory", "stream")
+    transports: tuple[str, ...] = ("shared_memory",)
     """How it is to be had: `weights/choice.py` says which of them the servers need."""
     share: tuple[int, int] = (0, 1)
     """(k, n): only the k-th of n parts of the pieces; the others publish the rest, and all are put together."""

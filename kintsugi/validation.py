@@ -230,6 +230,19 @@ def _check_backend(run: _Candidate) -> None:
             raise run.error(f"generation.urls[{index}]", "an address like http://127.0.0.1:8000")
 
 
+ACCELERATORS = ("nvidia[0-9]*", "dxg")
+"""Their files in /dev."""
+
+
+def _check_sharing(run: _Candidate) -> None:
+    policy = run.config.cluster.share_device
+    if policy != "no" and run.config.generation.backend != "embedded":
+        raise run.error("cluster.share_device", "`no`, as servers of another make keep their device")
+    if policy == "offload" and not any(any(Path("/dev").glob(name)) for name in ACCELERATORS):
+        here = "where nothing can be taken off the device: that is the host itself"
+        raise run.error("cluster.share_device", f"`keep` or `no` on a host without an accelerator, {here}")
+
+
 def _check_cluster(run: _Candidate) -> None:
     cluster, num_processes = run.config.cluster, num_spread_processes(run.config)
     if cluster.hosts > num_processes:
@@ -244,6 +257,22 @@ def _check_cluster(run: _Candidate) -> None:
                 raise run.error(
                     "cluster.port", f"a free port (0 takes any), but this one is {why}"
                 ) from error
+
+
+def _check_asynchrony(run: _Candidate) -> None:
+    """What would do nothing is refused: whoever writes it down expects something of it."""
+    section = run.config.asynchrony
+    if section.max_staleness and not run.stages[-1].samples_completions:
+        name = run.config.algorithm.name
+        raise run.error(
+            "asynchrony.max_staleness", f"0 with {name}, which learns from rows and samples nothing"
+        )
+    if section.max_staleness == 0:
+        why = "while `asynchrony.max_staleness` is 0: nothing is sampled beside a step"
+        if section.overtake:
+            raise run.error("asynchrony.overtake", f"0 {why}")
+        if section.running != "keep":
+            raise run.error("asynchrony.running", f"keep {why}")
 
 
 def _check_run_folder(run: _Candidate) -> None:
@@ -293,6 +322,8 @@ def _check_data(run: _Candidate) -> None:
         raise run.error("data.system", "nothing: plain text has no system prompt (`data.chat_template=true`)")
     if run.config.rollout.environment is not None:
         _check_environment(run)
+    elif run.config.rollout.options:
+        raise run.error("rollout.options", "nothing without a `rollout.environment`")
     elif has_servers(run.config):
         _check_rewards(run, columns=sorted(first.columns))
     for field, expected in Lengths(run.config, *plan_model(run.config)).problems(data_set):
@@ -323,6 +354,10 @@ def _check_environment(run: _Candidate) -> None:
     """Its steps say what is earned: a reward function beside it would never be asked."""
     if run.origins.get("algorithm.reward", DEFAULT) != DEFAULT:
         raise run.error("algorithm.reward", "nothing beside `rollout.environment`, which gives the rewards")
+    if run.config.algorithm.overlong_buffer:
+        raise run.error(
+            "algorithm.overlong_buffer", "0: `sampling.max_new_tokens` is no limit of a whole episode"
+        )
     try_environment(run.config.rollout)
 
 
@@ -350,7 +385,9 @@ _CHECKS: tuple[Callable[[_Candidate], None], ...] = (
     _check_algorithm,
     _check_sampling,
     _check_division,
+    _check_asynchrony,
     _check_cluster,
+    _check_sharing,
     _check_logging,
     _check_model,
     _check_data,

@@ -96,7 +96,7 @@ class Master:
         self._episodes = episodes = Episodes(config, draft=draft, talk=talk, num_rows=num_rows)
         disagree, go_on, evaluates = self._disagree, self._continue, num_eval_rows > 0
         self._publication = Publication(
-            config.asynchrony.running,
+            config,
             draft=draft,
             talk=talk,
             staff=staff,

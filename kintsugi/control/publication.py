@@ -1,4 +1,4 @@
-"""New weights on their way to the servers: laid out by one rank per host, loaded through the manager, then current.
+"""New weights on their way to the servers: laid out by ranks, loaded through the manager, then current.
 
 Laying out copies the committed weights and takes the ranks' time. From then on the ranks may go on, and the servers
 load beside everything else. One version is on its way at a time.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
 
+from kintsugi.config import Config
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.staff import Staff
-from kintsugi.errors import Fault, ProcessDied, root_first
+from kintsugi.control.suspicion import CHIP
+from kintsugi.errors import Fault, IntegrityError, ProcessDied, root_first
 from kintsugi.facts import VersionCurrent
-from kintsugi.messages import LoadWeights, Publish, Published, WeightsLoaded
+from kintsugi.messages import LoadWeights, Published, WeightsLoaded
 from kintsugi.types import Role
+from kintsugi.weights.choice import NO_CHIP, Place, join, plan
 
 AGAIN = "weights"
 LOAD = "load"
@@ -29,7 +31,7 @@ class Publication:
 
     def __init__(
         self,
-        running: Literal["keep", "recompute", "interrupt"],
+        config: Config,
         *,
         draft: Draft,
         talk: Conversation,
@@ -39,10 +41,12 @@ class Publication:
         roll: Callable[[float], None],
         wrong: Callable[[str, str, float], None],
     ) -> None:
-        """`running`: what becomes of what is being sampled. `needs`: whether the run can not go on while servers have
-        nothing newer than this version. `go_on`: it can. `roll`: more may be sampled. `wrong`: a rank's weights are not
-        the others'."""
-        self._draft, self._talk, self._staff, self._running = draft, talk, staff, running
+        """`needs`: whether the run can not go on while servers have nothing newer than this version. `go_on`: it can.
+        `roll`: more may be sampled. `wrong`: a rank's weights are not the others'."""
+        self._draft, self._talk, self._staff = draft, talk, staff
+        self._running, self._transport = config.asynchrony.running, config.weights.transport
+        self._way = ""
+        """How the servers got their weights last, and why."""
         self._needs, self._go_on, self._roll, self._wrong = needs, go_on, roll, wrong
         self._is_awaited = False
         """Whether the run waits for what is on its way."""
@@ -76,11 +80,23 @@ class Publication:
             self._draft.fact(VersionCurrent(state.step, "", (), ()))
             self._go_on(now)
             return
-        hosts: dict[str, str] = {}
-        for rank in self._ranks:
-            hosts.setdefault(state.members.members[rank].host, rank)
-        body = Publish(state.step, state.step)
-        self._talk.ask_all(dict.fromkeys(hosts.values(), body), now, then=self._laid_out)
+        members = state.members
+        way = plan(
+            self._transport,
+            ranks=[self._place(rank) for rank in self._ranks],
+            servers=[self._place(server) for server in members.live(Role.SERVER)],
+            agents={members.members[agent].host: agent for agent in members.live(Role.AGENT)},
+            version=state.step,
+            step=state.step,
+        )
+        if way.reason != self._way:
+            self._way = way.reason
+            self._draft.because(f"weights go to {way.reason}")
+        self._talk.ask_all(way.orders, now, then=self._laid_out)
+
+    def _place(self, process: str) -> Place:
+        member = self._draft.state.members.members[process]
+        return Place(process, member.host, member.capabilities.get(CHIP, NO_CHIP))
 
     def abandon(self) -> None:
         """The ranks come together again, and publish again when they have; until then nothing follows from a load."""
@@ -98,13 +114,14 @@ class Publication:
             self._talk.ask_each(AGAIN, dict.fromkeys(managers, self._body(self._published)), now)
 
     def _laid_out(self, now: float) -> None:
-        published = [answer for answer in self._talk.answers.values() if isinstance(answer, Published)]
-        digests = sorted({answer.manifest.digest for answer in published})
-        if len(digests) != 1:
-            self._wrong(next(iter(self._talk.answers)), f"ranks published different weights: {digests}", now)
+        answers = self._talk.answers
+        in_order = [rank for rank in self._ranks if rank in answers]
+        published = {rank: each for rank in in_order if isinstance(each := answers[rank], Published)}
+        try:
+            self._published = join(published)
+        except IntegrityError as error:
+            self._wrong(in_order[0], str(error), now)
             return
-        sources = tuple(source for answer in published for source in answer.sources)
-        self._published = Published(published[0].manifest, sources)
         self._load(now)
         self._is_awaited = self._needs(self._draft.state.version)
         if not self._is_awaited:

@@ -9,7 +9,6 @@ latency in it, and how long it took from there to the last, without the latency.
 from __future__ import annotations
 
 from collections import deque
-from statistics import median_low
 
 import msgspec
 
@@ -81,7 +80,8 @@ class Measured:
         """
         cost, scale = self.cost, self._scale
         parts = (cost.latency_s, cost.request_s, cost.byte_s)
-        error, row = median_low([(took - _product(row, parts), row) for row, took in latest])
+        errors = sorted((took - _product(row, parts), row) for row, took in latest)
+        error, row = errors[(len(errors) - 1) // 2]
         blame = [
             x * unit**2 for x, unit in zip(row, (scale.latency_s, scale.request_s, scale.byte_s), strict=True)
         ]

@@ -9,6 +9,8 @@ from kintsugi.errors import UserError
 from kintsugi.generation.backend import Backend
 from kintsugi.generation.cpu import PAGE_SIZE, CpuRunner
 from kintsugi.generation.engine import Engine
+from kintsugi.generation.native import NativeRunner
+from kintsugi.generation.native_library import compiler
 from kintsugi.generation.pages import num_pages_of
 from kintsugi.lease.client import Memory
 from kintsugi.lease.memory import Kept, check_policy
@@ -33,8 +35,12 @@ def build_engine(
     device: torch.device,
     deterministic: bool,
     kv_cache_gib: float | None = None,
+    native: bool | None = None,
 ) -> Engine:
     """An engine whose weights are still to be loaded.
+
+    `native` has the processor's steps compiled for it, or not; unset, they are where there is a compiler and one
+    thread. Either way has bits of its own, so the servers of a deterministic run must be alike in this, too.
 
     `kv_cache_gib` is the memory for keys and values; without it there is enough for all slots at full length, on an
     accelerator as far as it has memory: with less, requests wait for each other.
@@ -48,6 +54,14 @@ def build_engine(
             page_bytes=PAGE_SIZE * _token_bytes(architecture, dtype),
             kv_cache_gib=kv_cache_gib,
         )
+        if native is None:
+            native = compiler() is not None and torch.get_num_threads() == 1
+        if native:
+            native_runner = NativeRunner(model, num_slots=slots, max_length=max_length, num_pages=num_pages)
+            # Bits that depend on nothing but a request's own tokens need no further care.
+            return Engine(
+                native_runner, end_token_ids=end_token_ids, deterministic=False, text_of=tokenizer.decode
+            )
         cpu_runner = CpuRunner(
             model,
             num_slots=slots,

@@ -321,11 +321,11 @@ class CpuRunner:
         step = _KEY_STEP * max(1, num_keys // (8 * _KEY_STEP))
         return min(-(-num_keys // step) * step, self._num_keys)
 
-    @torch.inference_mode()
     def stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         self._model.check_weights(tensors)
         return tensors
 
+    @torch.inference_mode()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self._model.copy_weights(tensors)
         self._network.refresh()

@@ -1,7 +1,7 @@
 """Generation on one CPU core by code that is compiled for it (`native.cpp`).
 
-Keys and values stay in their pages, and a step is one call. A row's bits depend on nothing but its own tokens, prefilled
-or decoded, alone or among others: there are no fixed shapes, and deterministic mode costs nothing.
+Keys and values stay in their pages, and a step is one call. A row's bits depend on nothing but its own tokens,
+prefilled or decoded, alone or among others: there are no fixed shapes, and deterministic mode costs nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kintsugi.generation import native_library
 from kintsugi.generation.cpu_places import untouched_zeros
 from kintsugi.generation.cpu_rows import CpuRows
 from kintsugi.generation.native_library import PAGE_SIZE, HeadShape, library_of
-from kintsugi.generation.native_weights import NativeWeights
+from kintsugi.generation.native_weights import PackedWeights, Packing
 from kintsugi.generation.runner import Chunk, Decoded, Row, RunnerShape
 from kintsugi.generation.sampler import bent_logits
 from kintsugi.model.transformer import Transformer
@@ -41,7 +41,7 @@ class _Done:
 
 class NativeRunner:
     def __init__(self, model: Transformer, *, num_slots: int, max_length: int, num_pages: int) -> None:
-        """`model` must be packed."""
+        """`model` gives shapes only: its memory is never touched, and so never there."""
         config = model.config
         if max_length > config.max_positions:
             raise ModelError(
@@ -64,7 +64,9 @@ class NativeRunner:
             is_half=model.dtype == torch.bfloat16,
         )
         self._library = library_of(heads)
-        self._weights = NativeWeights(model, panel=self._library.panel, shape=heads, max_length=max_length)
+        self._packing = Packing(config, dtype=model.dtype, panel=self._library.panel, shape=heads)
+        self._weights = PackedWeights()
+        self._turns = self._packing.turns(max_length)
         self._rows = CpuRows(num_slots, max_length=max_length, vocab_size=config.vocab_size)
         self._scratch_page = num_pages
         self._tables = np.full((num_slots, -(-max_length // PAGE_SIZE)), self._scratch_page, np.int64)
@@ -77,46 +79,51 @@ class NativeRunner:
         most_rows = (
             -(-max(num_slots, _MOST_PREFILLED) // self._library.rows_at_once) * self._library.rows_at_once
         )
-        self._logits = torch.zeros(most_rows, self._weights.vocabulary)
+        self._logits = torch.zeros(most_rows, self._packing.vocabulary)
+        self._masses = np.empty(self._packing.vocabulary, np.float32)
         self._memory, self._work = self._new_work(most_rows, query_size=config.num_heads * heads.size)
-        self._masses = np.empty(self._weights.vocabulary, np.float32)
+        self._layers = (native_library.Layer * config.num_layers)()
         self._native = native_library.Model()
 
     def _new_work(self, num_rows: int, *, query_size: int) -> tuple[list[Tensor], native_library.Work]:
-        weights = self._weights
+        widths = self._packing
         # What is behind the last row is computed too, and nobody reads it.
         memory = {
-            "hidden": torch.zeros(num_rows, weights.hidden),
-            "heads": torch.zeros(num_rows, weights.heads),
-            "gate_up": torch.zeros(num_rows, 2 * weights.inner),
-            "normed": torch.zeros(num_rows, weights.hidden, dtype=self._model.dtype),
+            "hidden": torch.zeros(num_rows, widths.hidden),
+            "heads": torch.zeros(num_rows, widths.heads),
+            "gate_up": torch.zeros(num_rows, 2 * widths.inner),
+            "normed": torch.zeros(num_rows, widths.hidden, dtype=self._model.dtype),
             "attended": torch.zeros(num_rows, query_size, dtype=self._model.dtype),
-            "activated": torch.zeros(num_rows, weights.inner, dtype=self._model.dtype),
+            "activated": torch.zeros(num_rows, widths.inner, dtype=self._model.dtype),
             "scores": torch.zeros(num_rows, self._tables.shape[1] * PAGE_SIZE),
         }
         work = native_library.Work(**{name: tensor.data_ptr() for name, tensor in memory.items()})
         return list(memory.values()), work
 
-    def _describe(self) -> native_library.Model:
-        config, weights = self._model.config, self._weights
+    def _describe(self, weights: PackedWeights) -> native_library.Model:
+        config, widths = self._model.config, self._packing
+        for number, layer in enumerate(self._layers):
+            for name in native_library.LAYER_FIELDS:
+                tensor = weights.get(f"{number}.{name}")
+                setattr(layer, name, None if tensor is None else tensor.data_ptr())
         return native_library.Model(
             num_layers=config.num_layers,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
-            hidden=weights.hidden,
-            inner=weights.inner,
-            vocabulary=weights.vocabulary,
-            heads=weights.heads,
+            hidden=widths.hidden,
+            inner=widths.inner,
+            vocabulary=widths.vocabulary,
+            heads=widths.heads,
             true_hidden=config.hidden_size,
             true_head=config.head_dim,
             num_pages=self._shape.num_pages + 1,
             max_length=self._shape.max_length,
             epsilon=config.rms_norm_eps,
             scale=config.head_dim**-0.5,
-            layers=weights.layers,
-            turns=weights.turns.data_ptr(),
+            layers=self._layers,
+            turns=self._turns.data_ptr(),
             pages=self._pages.data_ptr(),
-            **{name: weights.address(name) for name in ("embedding", "to_vocabulary", "last_norm")},
+            **{name: weights[name].data_ptr() for name in ("embedding", "to_vocabulary", "last_norm")},
         )
 
     @property
@@ -199,7 +206,7 @@ class NativeRunner:
     def _draw(
         self, logits: Tensor, rows: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
-        """Tokens, their log-probabilities, and normalizers. Each row by itself: whether it is bent is its own affair."""
+        """Tokens, their log-probabilities, and normalizers; each row by itself, be its neighbours bent or not."""
         state = self._rows
         (bent_rows,) = np.nonzero(state.is_bent[rows])
         bent_index = np.full(len(rows), -1, np.int64)
@@ -250,8 +257,13 @@ class NativeRunner:
             None if logits is None else logits.data_ptr(),
         )
 
-    @torch.inference_mode()
+    def stage(self, tensors: Mapping[str, Tensor]) -> PackedWeights:
+        """Reads nothing that steps change."""
+        self._model.check_weights(tensors)
+        return self._packing.packed(tensors)
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        self._model.copy_weights(tensors)
-        self._weights.refresh()
-        self._native = self._describe()
+        """A few addresses change; the old version's memory goes."""
+        weights = tensors if isinstance(tensors, PackedWeights) else self.stage(tensors)
+        self._native = self._describe(weights)
+        self._weights = weights

@@ -34,15 +34,15 @@ Address = ctypes.c_void_p
 _Size = ctypes.c_int64
 
 
+LAYER_FIELDS = (
+    *("qkv", "output", "gate_up", "down"),
+    *("qkv_bias", "output_bias", "gate_up_bias", "down_bias"),
+    *("first_norm", "second_norm", "query_norm", "key_norm"),
+)
+
+
 class Layer(ctypes.Structure):
-    _fields_ = [
-        (name, Address)
-        for name in (
-            *("qkv", "output", "gate_up", "down"),
-            *("qkv_bias", "output_bias", "gate_up_bias", "down_bias"),
-            *("first_norm", "second_norm", "query_norm", "key_norm"),
-        )
-    ]
+    _fields_ = [(name, Address) for name in LAYER_FIELDS]
 
 
 class Model(ctypes.Structure):

@@ -1,25 +1,31 @@
-"""A model's weights as `native.cpp` reads them: matrices in panels of some outputs each, and every width rounded up with
-zeros, which add nothing, so that there are no ends of rows to treat otherwise."""
+"""A model's weights as `native.cpp` reads them: matrices in panels of some outputs each, and every width rounded up
+with zeros, which add nothing, so that no end of a row needs treatment of its own."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from kintsugi.generation import native_library
 from kintsugi.generation.native_library import HeadShape
-from kintsugi.model.rotary import rotation_at
-from kintsugi.model.transformer import DecoderLayer, Transformer
+from kintsugi.model.architecture import ModelConfig
+from kintsugi.model.rotary import inverse_frequencies, rotation_at
+
+_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
 
-class NativeWeights:
-    """`refresh` must be called whenever the model's own have changed."""
+class PackedWeights(dict[str, Tensor]):
+    """A version, ready to be used: a layer's by "0.qkv" and so on, and the rest; see `native.cpp`."""
 
-    def __init__(self, model: Transformer, *, panel: int, shape: HeadShape, max_length: int) -> None:
-        """`model` must be packed."""
-        config = model.config
-        self._model = model
+
+class Packing:
+    """From parameters by name to `PackedWeights`."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, panel: int, shape: HeadShape) -> None:
+        self._config, self._dtype = config, dtype
         self._panel, self._shape = panel, shape
         self.hidden, self.inner = self._rounded(config.hidden_size), self._rounded(config.intermediate_size)
         self.vocabulary = self._rounded(config.vocab_size)
@@ -28,97 +34,98 @@ class NativeWeights:
         self.heads = self._rounded(self._num_heads * shape.size)
         # The halves of a rotary pair side by side: 0, head_dim / 2, 1, head_dim / 2 + 1, …
         self._entries = torch.arange(config.head_dim).view(2, -1).t().flatten()
-        self._kept: dict[str, Tensor] = {}
-        self.layers = (native_library.Layer * config.num_layers)()
-        self.turns = self._turns(max_length)
 
-    def address(self, name: str) -> int:
-        """Of "embedding", "to_vocabulary" or "last_norm"; like all, it stays the same."""
-        return self._kept[name].data_ptr()
-
-    def refresh(self) -> None:
-        model, hidden = self._model, self.hidden
-        embedding = model.model.embed_tokens.weight.detach()
-        self._keep("embedding", _padded(embedding, len(embedding), hidden))
-        self._keep("to_vocabulary", self._panels(model.output_weight.detach(), self.vocabulary, hidden))
-        self._keep("last_norm", _padded(model.model.norm.weight.detach(), hidden).float())
-        for number, layer in enumerate(model.model.layers):
-            assert isinstance(layer, DecoderLayer)
-            for name, tensor in self._of_layer(layer).items():
-                address = None if tensor is None else self._keep(f"{number}.{name}", tensor)
-                setattr(self.layers[number], name, address)
-
-    def _of_layer(self, layer: DecoderLayer) -> dict[str, Tensor | None]:
-        attention, feed_forward = layer.self_attn, layer.mlp
-        hidden, inner, size = self.hidden, self.inner, self._shape.size
-        gate_up = [feed_forward.gate_proj, feed_forward.up_proj]
-        output = attention.o_proj.weight.unflatten(1, (-1, self._shape.head_dim))
-        output = _padded(output, *output.shape[:2], size).flatten(1)
-        matrices = {
-            "qkv": self._panels(self._spread(attention.qkv_weight), self.heads, hidden),
-            "output": self._panels(output, hidden, output.shape[1]),
-            "gate_up": self._panels(
-                torch.cat([_padded(each.weight, inner, hidden) for each in gate_up]), 2 * inner, hidden
+    @torch.inference_mode()
+    def packed(self, tensors: Mapping[str, Tensor]) -> PackedWeights:
+        given = {name: tensor.detach().to(self._dtype) for name, tensor in tensors.items()}
+        embedding = given["model.embed_tokens.weight"]
+        packed = PackedWeights(
+            embedding=_padded(embedding, len(embedding), self.hidden),
+            to_vocabulary=self._panels(
+                given.get("lm_head.weight", embedding), outputs=self.vocabulary, inputs=self.hidden
             ),
-            "down": self._panels(feed_forward.down_proj.weight, hidden, inner),
+            last_norm=_padded(given["model.norm.weight"], self.hidden).float(),
+        )
+        for number in range(self._config.num_layers):
+            prefix = f"model.layers.{number}."
+            own = {
+                name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)
+            }
+            found = self._matrices(own) | self._biases(own) | self._norms(own)
+            packed.update({f"{number}.{name}": tensor for name, tensor in found.items()})
+        # Nothing may be a view of what was given, which its owner will write to again.
+        return PackedWeights(
+            {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in packed.items()}
+        )
+
+    def _matrices(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        hidden, inner, size = self.hidden, self.inner, self._shape.size
+        qkv = torch.cat([given[f"{name}.weight"] for name in _PROJECTIONS])
+        output = given["self_attn.o_proj.weight"].unflatten(1, (-1, self._shape.head_dim))
+        output = _padded(output, *output.shape[:2], size).flatten(1)
+        gate_up = torch.cat([_padded(given[f"{name}.weight"], inner, hidden) for name in _GATE_UP])
+        return {
+            "qkv": self._panels(self._spread(qkv), outputs=self.heads, inputs=hidden),
+            "output": self._panels(output, outputs=hidden, inputs=output.shape[1]),
+            "gate_up": self._panels(gate_up, outputs=2 * inner, inputs=hidden),
+            "down": self._panels(given["mlp.down_proj.weight"], outputs=hidden, inputs=inner),
         }
-        qkv_bias = None if attention.qkv_bias is None else self._spread(attention.qkv_bias)
-        biases = {
-            "qkv_bias": _bias(qkv_bias, self.heads),
-            "output_bias": _bias(attention.o_proj.bias, hidden),
-            "gate_up_bias": None,
-            "down_bias": _bias(feed_forward.down_proj.bias, hidden),
+
+    def _biases(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those that the model has."""
+        found = {}
+        if "self_attn.q_proj.bias" in given:
+            bias = self._spread(torch.cat([given[f"{name}.bias"] for name in _PROJECTIONS]))
+            found["qkv_bias"] = _padded(bias, self.heads)
+        if "self_attn.o_proj.bias" in given:
+            found["output_bias"] = _padded(given["self_attn.o_proj.bias"], self.hidden)
+        if "mlp.down_proj.bias" in given:
+            found["down_bias"] = _padded(given["mlp.down_proj.bias"], self.hidden)
+            found["gate_up_bias"] = torch.cat(
+                [_padded(given[f"{name}.bias"], self.inner) for name in _GATE_UP]
+            )
+        return {name: bias.float() for name, bias in found.items()}
+
+    def _norms(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = {
+            "first_norm": _padded(given["input_layernorm.weight"], self.hidden),
+            "second_norm": _padded(given["post_attention_layernorm.weight"], self.hidden),
         }
-        if feed_forward.gate_up_bias is not None:
-            biases["gate_up_bias"] = torch.cat([_padded(each.bias, inner) for each in gate_up]).float()
-        norms = {
-            "first_norm": _padded(layer.input_layernorm.weight, hidden).float(),
-            "second_norm": _padded(layer.post_attention_layernorm.weight, hidden).float(),
-        }
-        for name, norm in (("query_norm", attention.q_norm), ("key_norm", attention.k_norm)):
-            if norm is not None:
-                norms[name] = _padded(norm.weight[self._entries], size).float()
-        return {**matrices, **biases, **norms}
+        for target, name in (("query_norm", "self_attn.q_norm"), ("key_norm", "self_attn.k_norm")):
+            if f"{name}.weight" in given:
+                weight = given[f"{name}.weight"][self._entries]
+                found[target] = _padded(weight, self._shape.size)
+        return {name: norm.float() for name, norm in found.items()}
 
     def _spread(self, rows: Tensor) -> Tensor:
         """Rows of query, key and value projections, each head rounded up, the entries of turning ones in pairs."""
-        heads = rows.detach().unflatten(0, (self._num_heads, self._shape.head_dim)).clone()
-        heads[: self._num_turned] = heads[: self._num_turned, self._entries]
+        heads = rows.unflatten(0, (self._num_heads, self._shape.head_dim))
+        turned, values = heads[: self._num_turned, self._entries], heads[self._num_turned :]
+        heads = torch.cat([turned, values])
         return _padded(heads, self._num_heads, self._shape.size, *heads.shape[2:]).flatten(0, 1)
 
-    def _panels(self, weight: Tensor, outputs: int, inputs: int) -> Tensor:
+    def _panels(self, weight: Tensor, *, outputs: int, inputs: int) -> Tensor:
         """[outputs / panel, inputs / depth, panel, depth]: what is multiplied by the same inputs lies together."""
         depth = 2 if self._shape.is_half else 1
         panels = _padded(weight, outputs, inputs).unflatten(1, (-1, depth)).unflatten(0, (-1, self._panel))
         return panels.transpose(1, 2)
 
-    def _turns(self, max_length: int) -> Tensor:
-        """[positions, 2, size]: cosine and signed sine of every entry, in fp32."""
-        model, size = self._model, self._shape.size
+    def turns(self, max_length: int) -> Tensor:
+        """[positions, 2, size]: cosine and signed sine of every entry, in fp32 but rounded as the trainer's are."""
         rotation = rotation_at(
-            torch.arange(max_length), frequencies=model.frequencies, config=model.config, dtype=model.dtype
+            torch.arange(max_length),
+            frequencies=inverse_frequencies(self._config, device=torch.device("cpu")),
+            config=self._config,
+            dtype=self._dtype,
         )
         turns = torch.stack([each[:, 0].flatten(1)[:, self._entries] for each in rotation], dim=1)
-        return _padded(turns, max_length, 2, size).float().contiguous()
+        return _padded(turns, max_length, 2, self._shape.size).float().contiguous()
 
     def _rounded(self, width: int) -> int:
         return -(-width // self._panel) * self._panel
-
-    def _keep(self, name: str, tensor: Tensor) -> int:
-        """Where it lies: where it lay before, if it did."""
-        kept = self._kept.get(name)
-        if kept is None:
-            kept = self._kept[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
-        else:
-            kept.copy_(tensor)
-        return kept.data_ptr()
 
 
 def _padded(tensor: Tensor, *sizes: int) -> Tensor:
     """With zeros behind each dimension, up to these sizes."""
     missing = [size - has for size, has in zip(sizes, tensor.shape, strict=True)]
     return functional.pad(tensor, [amount for each in reversed(missing) for amount in (0, each)])
-
-
-def _bias(bias: Tensor | None, size: int) -> Tensor | None:
-    return None if bias is None else _padded(bias, size).float()

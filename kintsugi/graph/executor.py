@@ -1,9 +1,10 @@
 """Walks one batch through the graph's batch calls. Pure: it is told what happened and says what to send.
 
 A call is ready when all its parents are done; ready calls are sent out at the same time, in the graph's order. Each is
-cut into logical shards, balanced by tokens, and the shards are spread over the workers of its role; the cut is the same
-for all calls, so what a worker keeps of a sample it keeps for the calls that read it. A call is done when every worker
-answered and the answers were validated. What the master computes itself happens as soon as it is ready.
+cut into logical shards, balanced by tokens, and the shards go to the workers of its role by plan (`dataplane/`); cut
+and plan are the same for all calls, so what a worker keeps of a sample it keeps for the calls that read it. A call is
+done when every worker answered and the answers were validated. What the master computes itself happens as soon as it
+is ready.
 
 A worker is never sent a call before one that precedes it in the graph's order, and is told what it has been sent
 already (`Dispatch.after`): ranks that work their calls off in this one order never meet in different collectives. The

@@ -67,6 +67,16 @@ class Account(msgspec.Struct, frozen=True):
     """Trained in more than one step that stands."""
     rollbacks: tuple[Rollback, ...]
     incidents: tuple[Incident, ...]
+    staleness_max: int = 0
+    """Steps between the weights that a sample was drawn from and those that it trained, of the oldest one."""
+    rewards: tuple[float, ...] = ()
+    """Mean reward of every step that stands and has one, in order."""
+
+    @property
+    def last_reward(self) -> float:
+        """What the run came to: the mean over its last steps, one in ten."""
+        last = self.rewards[-max(1, len(self.rewards) // 10) :]
+        return sum(last) / max(1, len(last))
 
 
 def account_of(facts: Iterable[Fact]) -> Account:
@@ -81,6 +91,10 @@ class _Fold:
     def __init__(self) -> None:
         self._issued: dict[str, int] = {}
         self._scored: dict[str, dict[str, str]] = {}
+        self._versions: dict[str, int] = {}
+        """Ticket → the oldest weights that a sample of it was drawn from; -1 for rows of the data."""
+        self._ages: dict[int, int] = {}
+        self._rewards: dict[int, float] = {}
         self._set_aside: set[str] = set()
         self._formed: dict[int, tuple[str, ...]] = {}
         self._standing: dict[int, tuple[StepRecord, tuple[str, ...]]] = {}
@@ -99,14 +113,21 @@ class _Fold:
             case SamplesScored(ticket=ticket, samples=samples):
                 digests = {meta.key: f"{meta.key} {meta.digest} {meta.reward!r}" for meta in samples}
                 self._scored[ticket] = self._scored.get(ticket, {}) | digests
+                self._versions[ticket] = min(meta.version for meta in samples)
             case SampleQuarantined(key=key):
                 self._put_aside([key])
             case TicketFiltered(ticket=ticket) | TicketExpired(ticket=ticket):
                 self._put_aside(self._keys(ticket))
             case BatchFormed(step=step, tickets=tickets):
                 self._formed[step] = tickets
-            case StepCommitted(step=step, state_digest=digest):
+            case StepCommitted(step=step, state_digest=digest, metrics=metrics):
                 self._standing[step] = (self._record(step, digest), self._formed[step])
+                versions = [self._versions[ticket] for ticket in self._formed[step]]
+                self._ages[step] = max(
+                    (step - 1 - version for version in versions if version >= 0), default=0
+                )
+                if "reward_mean" in metrics:
+                    self._rewards[step] = metrics["reward_mean"]
             case RolledBack(step=last):
                 self._rollbacks.append(Rollback(max(self._standing, default=0), last))
                 self._standing = {step: kept for step, kept in self._standing.items() if step <= last}
@@ -146,6 +167,8 @@ class _Fold:
             samples_lost=len(issued - set(trained) - self._set_aside),
             samples_duplicated=sum(count - 1 for count in trained.values()),
             rollbacks=tuple(self._rollbacks),
+            staleness_max=max((self._ages[step] for step in self._standing), default=0),
+            rewards=tuple(self._rewards[step] for step in sorted(self._standing) if step in self._rewards),
             incidents=tuple(
                 Incident(
                     number=number,

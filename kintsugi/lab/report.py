@@ -16,6 +16,8 @@ from kintsugi.lab.faults import Kind, Target
 
 PARTS = ("detect", "start", "rebuild", "repair", "replay")
 MIN_HITS = 2
+REWARD_TOLERANCE = 0.05
+"""An asynchronous run that was disturbed may come to so much less: chance decides which weights a sample is of."""
 
 
 class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +74,13 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     first_different_step: int | None
     states_distinct: bool
     """Every step left another state than all before it: equal hashes are not those of a run that stood still."""
+    max_staleness: int
+    """That the runs allow; beyond 0 they are asynchronous, and judged by their samples and rewards, not by bits."""
+    staleness_max: int
+    """That they had."""
+    reward: float | None
+    """Of the last steps of the disturbed runs, the lowest."""
+    reward_undisturbed: float
     samples_trained: int
     samples_lost: int
     samples_duplicated: int
@@ -108,9 +117,11 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
         found = list(self.failures)
         if not self.weights_sha256:
             found.append("no disturbed run came to its end")
-        elif self.weights_sha256 != self.weights_sha256_undisturbed:
+        if self.max_staleness:
+            found += self._wrong_beside_bits()
+        elif self.weights_sha256 and self.weights_sha256 != self.weights_sha256_undisturbed:
             found.append("the weights differ from those of the undisturbed run")
-        if not self.step_hashes_equal:
+        if not self.max_staleness and not self.step_hashes_equal:
             found.append(f"step {self.first_different_step} differs from the undisturbed run's")
         if not self.states_distinct:
             found.append("some step left the state as it was")
@@ -120,6 +131,16 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
             found.append(f"{self.processes_left} processes left")
         if not self.num_processes and self.wall_s > GROWTH_WALL_S:
             found.append("no process lived long enough to say whether it grows")
+        return found
+
+    def _wrong_beside_bits(self) -> list[str]:
+        found = []
+        if self.staleness_max > self.max_staleness:
+            found.append(
+                f"a sample of staleness {self.staleness_max} was trained, allowed are {self.max_staleness}"
+            )
+        if self.reward is not None and self.reward < (1.0 - REWARD_TOLERANCE) * self.reward_undisturbed:
+            found.append(f"reward {self.reward:.3f} at the end, undisturbed {self.reward_undisturbed:.3f}")
         return found
 
 
@@ -240,7 +261,14 @@ def _totals_table(report: Report) -> Table:
     table.add_row(
         "weights", f"{totals.weights_sha256[:16]}…, undisturbed {totals.weights_sha256_undisturbed[:16]}…"
     )
-    table.add_row("steps", f"{totals.steps}, hashes {'equal' if totals.step_hashes_equal else 'DIFFERENT'}")
+    if totals.max_staleness:
+        bound = f"{totals.staleness_max} at most, {totals.max_staleness} allowed"
+        table.add_row("staleness", bound)
+        reached = "" if totals.reward is None else f"{totals.reward:.3f}, "
+        table.add_row("reward at the end", f"{reached}undisturbed {totals.reward_undisturbed:.3f}")
+    else:
+        equal = "equal" if totals.step_hashes_equal else "DIFFERENT"
+        table.add_row("steps", f"{totals.steps}, hashes {equal}")
     table.add_row("steps lost", str(lost))
     table.add_row("samples", f"{totals.samples_lost} lost, {totals.samples_duplicated} trained twice")
     table.add_row("healthy pids unchanged", f"{unchanged} of {len(report.faults)}")

@@ -185,9 +185,7 @@ def _settled(arbiter: Arbiter, *, now: float) -> Decision:
     rivals = any(member.side != arbiter.turn for member in waiting)
     effects: list[Effect] = []
     for member in waiting:
-        if member.side != arbiter.turn:
-            continue
-        if occupied and rivals and not 0 <= member.order <= arbiter.reached:
+        if member.side != arbiter.turn or (occupied and rivals and not _joins(arbiter, member)):
             continue
         arbiter, granted = _let_in(arbiter, member, now=now)
         effects.append(granted)
@@ -195,6 +193,12 @@ def _settled(arbiter: Arbiter, *, now: float) -> Decision:
         arbiter, recalls = _recall_all(arbiter, now=now)
         effects += recalls
     return arbiter, tuple(effects)
+
+
+def _joins(arbiter: Arbiter, member: Member) -> bool:
+    """Whether it is let into a turn though the other side waits: someone of this turn may be waiting for it, within a
+    piece of work that it has yet to begin."""
+    return 0 <= member.order <= arbiter.reached
 
 
 def _let_in(arbiter: Arbiter, member: Member, *, now: float) -> tuple[Arbiter, Effect]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from kintsugi.bootstrap import Bootstrap
@@ -18,6 +19,7 @@ from kintsugi.lease import holder as holding
 from kintsugi.lease.holder import Holder
 from kintsugi.lease.states import Hold
 from kintsugi.leasing import ToArbiter, ToHolder
+from kintsugi.observe.events import Event, EventLog, Span
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, Clock, wait
 from kintsugi.transport import Delivery
 from kintsugi.worker import Attendant
@@ -85,8 +87,8 @@ UNSHARED: Lease = Unshared()
 class Speaker(Protocol):
     """What a lease needs of a `worker.Shell`."""
 
-    @property
-    def bootstrap(self) -> Bootstrap: ...
+    bootstrap: Bootstrap
+    events: EventLog
 
     def attend(self, attendant: Attendant) -> None: ...
 
@@ -97,11 +99,39 @@ def open_lease(shell: Speaker, *, policy: ShareDevice, device: str, memory: Memo
     """The lease of a process on the device of this identity, as `cluster.share_device` says."""
     if policy == "no" or not shell.bootstrap.agent:
         return UNSHARED
-    lease = DeviceLease(device, arbiter=shell.bootstrap.agent, send=shell.send, memory=memory)
+    lease = DeviceLease(
+        device, arbiter=shell.bootstrap.agent, send=shell.send, memory=memory, emit=shell.events.emit
+    )
     if memory is not None:
         memory.leave()  # Nobody has granted anything yet.
     shell.attend(lease)
     return lease
+
+
+@dataclass(slots=True)
+class _Turn:
+    """When what happened, on the monotonic clock of the host, which all who share the device go by."""
+
+    wanted_at: float = 0.0
+    granted_at: float = 0.0
+    begun_at: float = 0.0
+    recalled_at: float = 0.0
+
+    def moved(self, to: Hold, *, now: float) -> None:
+        match to:
+            case Hold.WAITING:
+                self.wanted_at = now
+            case Hold.HOLDING:
+                self.granted_at = now
+            case Hold.YIELDING:
+                self.recalled_at = now
+            case Hold.IDLE:
+                pass
+
+    def span(self, *, device: str, left_at: float) -> Span:
+        times = {**asdict(self), "left_at": left_at}
+        attributes = {"device": device, **{name: f"{time:.6f}" for name, time in times.items()}}
+        return Span("device_turn", self.granted_at, left_at - self.granted_at, attributes)
 
 
 class DeviceLease:
@@ -114,13 +144,17 @@ class DeviceLease:
         arbiter: str,
         send: Callable[[str, ToArbiter], object],
         memory: Memory | None = None,
+        emit: Callable[[Event], object] = lambda event: None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`arbiter` is the agent of this host. `memory` is None where nothing has to be done between two turns."""
+        """`arbiter` is the agent of this host. `memory` is None where nothing has to be done between two turns. `emit`
+        is told of every turn when it is over."""
         self._arbiter = arbiter
         self._send = send
         self._memory = memory
+        self._emit = emit
         self._clock = clock
+        self._turn = _Turn()
         self._lock = threading.Lock()
         self._holder = Holder(device)
         self._busy = False
@@ -158,6 +192,8 @@ class DeviceLease:
             self._busy, self._wanted = True, False
         if self._memory is not None:
             self._memory.enter()
+        if not self._turn.begun_at:
+            self._turn.begun_at = self._clock.monotonic()
         return True
 
     def leave(self, *, wants_more: bool = False) -> None:
@@ -284,11 +320,15 @@ class DeviceLease:
             return
         with self._lock:
             self._leaving = False
+            turn, self._turn = self._turn, _Turn()
             self._step(holding.yielded(self._holder))
-            COUNTERS.add("lease.handed_over")
+        COUNTERS.add("lease.handed_over")
+        self._emit(turn.span(device=self._holder.device, left_at=self._clock.monotonic()))
 
     def _step(self, step: holding.Step) -> None:
-        self._holder, bodies = step
+        before, (self._holder, bodies) = self._holder.hold, step
+        if self._holder.hold is not before:
+            self._turn.moved(self._holder.hold, now=self._clock.monotonic())
         if self._holder.may_begin:
             self._granted.set()
         for body in bodies:

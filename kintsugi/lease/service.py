@@ -94,8 +94,9 @@ class LeaseService:
             member = _find(arbiter, process, incarnation)
             if member is None:
                 continue
-            if member.occupies:
-                self._emit(Note(f"{process} ended with {arbiter.device}, token {member.token}: fenced"))
+            if member.occupies and any(each.claim is Claim.WAITING for each in arbiter.members):
+                given_on = f"its token {member.token} is fenced and the device given on"
+                self._emit(Note(f"{process} ended while it held {arbiter.device}: {given_on}"))
             self._adopt(deciding.end(arbiter, member, now=now))
 
     def tick(self, now: float) -> None:

@@ -139,7 +139,7 @@ class Acting:
         group = company.group
         sampling = _sampling(group.request.sampling, wanted)
         if not group.is_open:
-            self._process.answer(Answered(wanted.id, None, f"{group.ticket} was dropped"))
+            self._refuse(wanted, group)
             return
         if group.request.split == "train" and sampling.temperature != group.request.sampling.temperature:
             expected = group.request.sampling.temperature
@@ -167,14 +167,23 @@ class Acting:
         key: tuple[int, bytes, Sampling],
         answer: tuple[Completion, ...] | KintsugiError,
     ) -> None:
-        if isinstance(answer, RemoteError) and answer.cause is not None and answer.cause.kind in _USER_ERRORS:
+        if not company.group.is_open:
+            self._refuse(wanted, company.group)
+        elif (
+            isinstance(answer, RemoteError) and answer.cause is not None and answer.cause.kind in _USER_ERRORS
+        ):
             self._process.answer(Answered(wanted.id, None, answer.cause.message))
         elif isinstance(answer, KintsugiError):
             self._give_up(company.group, answer)
+            self._refuse(wanted, company.group)
         else:
             (completion,) = answer
             part.said[key] = completion
             self._answer(part, wanted, completion)
+
+    def _refuse(self, wanted: Wanted, group: Group) -> None:
+        """Nobody waits for the group any more: let its episode end."""
+        self._process.answer(Answered(wanted.id, None, f"{group.ticket} was dropped"))
 
     def _answer(self, part: _Part, wanted: Wanted, completion: Completion) -> None:
         if is_empty(completion):

@@ -34,8 +34,6 @@ from kintsugi.rollout.scoring import checked
 from kintsugi.serving.openai import Limits
 from kintsugi.types import Completion, Finish, Row
 
-GRACE_S = 0.2
-"""For a program to end after it was told to."""
 REPLIES = "replies"
 """Column of what the model says in a demonstration, request by request; without it, the row's completion is all."""
 
@@ -100,7 +98,7 @@ class AgentPlayer:
             async with patience.kept():
                 value, raised = await session.outcome
         except TimeoutError as error:
-            raise await self._late(program) from error
+            raise self._late(can_be_interrupted=program.is_async) from error
         finally:
             self._endpoint.end(session)
             program.cancel()
@@ -112,16 +110,10 @@ class AgentPlayer:
             ) from raised
         return value
 
-    async def _late(self, program: _Program) -> EpisodeFailed:
+    def _late(self, *, can_be_interrupted: bool) -> EpisodeFailed:
         limit_s = self._rollout.turn_timeout_s
         reason = f"agent `{self._name}` did not ask or end for `rollout.turn_timeout_s`={limit_s:g} s"
-        program.cancel()
-        try:
-            async with asyncio.timeout(GRACE_S):
-                await program.ended
-        except TimeoutError:
-            return EpisodeHangs(reason)
-        return EpisodeFailed(reason)
+        return EpisodeFailed(reason) if can_be_interrupted else EpisodeHangs(reason)
 
     def _record(self, episode: Episode, session: Session, reward: float, *, seconds: float) -> EpisodeRecord:
         last = session.capture.longest()
@@ -208,7 +200,7 @@ class _Program:
     def __init__(self, call: Callable[[], Any], session: Session, *, is_async: bool) -> None:
         self._loop = asyncio.get_running_loop()
         self._session = session
-        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self.is_async = is_async
         self._task: asyncio.Task[None] | None = None
         if is_async:
             self._task = self._loop.create_task(self._await(call), name=f"agent {session.id}")
@@ -238,7 +230,6 @@ class _Program:
             self._loop.call_soon_threadsafe(self._settle, outcome)
 
     def _settle(self, outcome: tuple[Any, BaseException | None]) -> None:
-        self.ended.set_result(None)
         if not self._session.outcome.done():
             self._session.outcome.set_result(outcome)
 

@@ -87,6 +87,8 @@ class Answering:
                 self._score_again(scoring, message)
 
     def _generated(self, group: Group, answer: tuple[Completion, ...] | KintsugiError) -> None:
+        if not group.is_open:
+            return
         if isinstance(answer, KintsugiError):
             self._give_up(group, answer)
             return

@@ -129,7 +129,7 @@ class Capture:
 
     def longest(self) -> Reply | None:
         """The end of the branch with the most sampled tokens; None where nothing was sampled."""
-        found = max(self.replies, key=lambda reply: (reply.num_sampled, reply.tokens), default=None)
+        found = max(self.replies, key=_rank, default=None)
         return found if found is not None and found.num_sampled else None
 
     @property
@@ -254,13 +254,18 @@ class Asking:
         return None
 
 
+def _rank(reply: Reply) -> tuple[int, tuple[int, ...], bytes]:
+    """By length, then by content: an order in which nobody came."""
+    return reply.num_sampled, reply.tokens, reply.completion.versions
+
+
 def _without_end(completion: Completion) -> Sequence[int]:
     sampled = array("i", completion.tokens)
     return sampled[:-1] if completion.finish is Finish.EOS else sampled
 
 
 def _cut(completion: Completion, count: int) -> Completion:
-    """Its first tokens only."""
+    """Its first tokens only; cut, it has no end of its own."""
     size = 4 * count
     if size == len(completion.tokens):
         return completion
@@ -269,6 +274,7 @@ def _cut(completion: Completion, count: int) -> Completion:
         tokens=completion.tokens[:size],
         logprobs=completion.logprobs[:size],
         versions=completion.versions[:size],
+        finish=None,
     )
 
 

@@ -205,6 +205,7 @@ class Endpoint:
     def end(self, session: Session) -> None:
         """Nothing is answered any more, also not what is under way; threads that were left behind find out here."""
         del self._sessions[str(session.id)]
+        session.outcome.cancel()
         for task in list(session.under_way):
             task.cancel()
 
@@ -254,7 +255,7 @@ class Endpoint:
             new_seed=lambda: 0,
         )
         wanted = asked.max_tokens or DEFAULT_COMPLETION_TOKENS
-        return await self._answered(request, order, asking, wanted=wanted, make_shape=completion_shape)
+        return await self._answered(request, session, order, asking, wanted=wanted, shape=completion_shape)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
@@ -263,18 +264,18 @@ class Endpoint:
         plain = msgspec.structs.replace(_plain(asked, session.bounds.limits), max_completion_tokens=None)
         order = chat_order(plain, encoder=asking, limits=session.bounds.limits, new_seed=lambda: 0)
         wanted = asked.max_completion_tokens or asked.max_tokens
-        return await self._answered(request, order, asking, wanted=wanted, make_shape=chat_shape)
+        return await self._answered(request, session, order, asking, wanted=wanted, shape=chat_shape)
 
     async def _answered(
         self,
         request: web.Request,
+        session: Session,
         order: Order,
         asking: Asking,
         *,
         wanted: int | None,
-        make_shape: Callable[..., Shape],
+        shape: Callable[..., Shape],
     ) -> web.StreamResponse:
-        session = self._session(request)
         _check(order, session)
         (prompt,) = order.prompts
         bounds = session.bounds
@@ -284,7 +285,7 @@ class Endpoint:
             completion = await session.policy.complete(
                 prompt, turn=number, max_new_tokens=max_new_tokens, stop=order.samplings[0].stop
             )
-        answer = self._kept(session, order, asking, completion, make_shape)
+        answer = self._kept(session, order, asking, completion, make_shape=shape)
         content_type = "text/event-stream" if order.stream else JSON
         response = web.StreamResponse(headers={"Content-Type": f"{content_type}; charset=utf-8"})
         body = answer.events if order.stream else answer.whole
@@ -304,6 +305,7 @@ class Endpoint:
         order: Order,
         asking: Asking,
         completion: Completion,
+        *,
         make_shape: Callable[..., Shape],
     ) -> _Answer:
         choice = Choice(

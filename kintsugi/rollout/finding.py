@@ -20,6 +20,8 @@ SHIPPED: Mapping[str, str] = {
     "reasoning_gym": "kintsugi.rollout.environments.ReasoningGym",
 }
 METHODS = ("reset", "step", "close")
+AGENT_ARGUMENTS = ("base_url", "api_key", "model")
+"""What an agent program is called with by name, beside its row and `rollout.options`."""
 _FIELD = "rollout.environment"
 
 
@@ -50,6 +52,7 @@ def find_environment(section: RolloutSection) -> EnvironmentMaker | Callable[...
     found: Any = import_function(SHIPPED.get(name, name), field=_FIELD)
     if not inspect.isclass(found):
         agent: Callable[..., Any] = found
+        _check_agent(agent, section)
         return agent
     missing = [method for method in METHODS if not callable(getattr(found, method, None))]
     if missing:
@@ -86,4 +89,21 @@ def _check_options(kind: type, section: RolloutSection) -> None:
         raise ConfigError(
             f"`rollout.options`: expected arguments of {section.environment}{inspect.signature(kind)}, "
             f"got {section.options}: {error}"
+        ) from error
+
+
+def _check_agent(agent: Callable[..., Any], section: RolloutSection) -> None:
+    if taken := sorted(set(AGENT_ARGUMENTS) & section.options.keys()):
+        raise ConfigError(f"`rollout.options`: expected no {taken[0]!r}, which every agent program is given")
+    try:
+        signature = inspect.signature(agent)
+    except ValueError:  # Nothing is known of its arguments.
+        return
+    try:
+        signature.bind(None, **dict.fromkeys(AGENT_ARGUMENTS), **section.options)
+    except TypeError as error:
+        expected = ", ".join(("row, *", *AGENT_ARGUMENTS, *section.options))
+        raise ConfigError(
+            f"`{_FIELD}`: expected an agent program that can be called with ({expected}), "
+            f"got {section.environment}{signature}: {error}"
         ) from error

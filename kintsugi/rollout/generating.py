@@ -8,7 +8,7 @@ from functools import partial
 
 import msgspec
 
-from kintsugi.errors import DeadlineExceeded, KintsugiError, ProcessDied
+from kintsugi.errors import DeadlineExceeded, KintsugiError, ProcessDied, RefusedError
 from kintsugi.messages import Generate, Generated
 from kintsugi.rollout.episode import whole
 from kintsugi.rollout.groups import Group
@@ -32,7 +32,7 @@ class _Ask(msgspec.Struct, eq=False):
 
 
 class Generating:
-    """Requests on their way. Each ends with completions or an error, or with its group, which nobody is told of."""
+    """Requests on their way. Each ends with completions or an error, also when its group was dropped meanwhile."""
 
     def __init__(self, endpoint: Endpoint, *, clock: Clock) -> None:
         self._endpoint, self._clock = endpoint, clock
@@ -60,8 +60,8 @@ class Generating:
         for ask in unsent:
             now = self._clock.monotonic()
             if not ask.group.is_open:
-                continue
-            if now >= ask.group.deadline:
+                ask.then(RefusedError(f"{ask.group.ticket} was dropped"))
+            elif now >= ask.group.deadline:
                 what = f"Generate {ask.group.ticket}"
                 ask.then(DeadlineExceeded(whom=MANAGER, what=what, waited_s=now - ask.group.since))
             elif manager is None or not manager.address or len(self._sent) >= MOST_ASKED:
@@ -82,8 +82,6 @@ class Generating:
 
     def _done(self, ask: _Ask, pending: PendingReply) -> None:
         del self._sent[id(ask)]
-        if not ask.group.is_open:
-            return
         try:
             completions = whole(pending.result().expect(Generated))
         except (ProcessDied, DeadlineExceeded):  # A later order may have given it more time.

@@ -103,17 +103,20 @@ class EnvironmentPlayer:
                 raise
             if isinstance(error, TimeoutError) and time.monotonic() - since >= self._timeout_s:
                 raise EpisodeFailed(self._too_long(what)) from error
-            raise EpisodeFailed(f"`{what}` of the environment raised {described(error)}") from error
+            raise _raised(what, error) from error
 
     async def _call_in_thread(self, what: str, function: Callable[[], Any]) -> Any:
         async with self._free:
             running = asyncio.get_running_loop().run_in_executor(self._threads, _attempted, function)
-            await asyncio.wait({running}, timeout=self._timeout_s)
-            if not running.done():
-                raise EpisodeHangs(self._too_long(what))
-        value, error = running.result()
-        if error is not None:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    value, error = await asyncio.shield(running)
+            except TimeoutError:
+                raise EpisodeHangs(self._too_long(what)) from None
+        if isinstance(error, UserError):
             raise error
+        if error is not None:
+            raise _raised(what, error) from error
         if inspect.isawaitable(value):
             if inspect.iscoroutine(value):
                 value.close()
@@ -124,9 +127,13 @@ class EnvironmentPlayer:
         return f"`{what}` of the environment took longer than `rollout.turn_timeout_s`={self._timeout_s:g} s"
 
 
+def _raised(what: str, error: BaseException) -> EpisodeFailed:
+    return EpisodeFailed(f"`{what}` of the environment raised {described(error)}")
+
+
 def _attempted(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Not everything that may be raised in a thread can be handed over as raised: an asyncio future takes no
-    StopIteration."""
+    """Not everything that may be raised in a thread can be raised in a loop: a coroutine takes StopIteration for its
+    own end."""
     try:
         return function(), None
     except BaseException as error:  # noqa: BLE001 - the user's function may raise anything

@@ -39,8 +39,8 @@ class Playing:
         self._tasks: set[asyncio.Task[None]] = set()
         self._asked: dict[int, asyncio.Future[Answered]] = {}
         self._numbers = itertools.count()
-        self._gone = asyncio.Event()
-        self._broken: BaseException | None = None
+        self._gone: asyncio.Future[None]
+        """Ends when the worker is gone, or with what is wrong with this process itself."""
 
     def run(self) -> None:
         """Until the worker is gone."""
@@ -48,21 +48,22 @@ class Playing:
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
+        self._gone = loop.create_future()
         loop.add_reader(self._connection, self._take)
         self._say(Ready())
-        await self._gone.wait()
-        loop.remove_reader(self._connection)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._player.close()
-        if self._broken is not None:
-            raise self._broken
+        try:
+            await self._gone
+        finally:
+            loop.remove_reader(self._connection)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._player.close()
 
     def _take(self) -> None:
         content = receive(self._connection)
         if content is None:
-            self._gone.set()
+            self._end(None)
             return
         match msgspec.msgpack.decode(content, type=FromWorker):
             case Episode() as episode:
@@ -82,8 +83,15 @@ class Playing:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:  # Ours: what the user's code does is said in a `Failed`.
-            self._broken = error
-            self._gone.set()
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        if self._gone.done():
+            return
+        if error is None:
+            self._gone.set_result(None)
+        else:
+            self._gone.set_exception(error)
 
     async def _play(self, episode: Episode) -> None:
         try:

@@ -14,16 +14,14 @@ import os
 import signal
 import socket
 import sys
+from typing import Protocol
 
 import msgspec
 
 from kintsugi.config import Config
 from kintsugi.errors import UserError
-from kintsugi.model.plan import plan_model
 from kintsugi.rollout.channel import Opening, Refused, attempt_send, receive
 from kintsugi.rollout.judge import Judge
-from kintsugi.rollout.players import open_player
-from kintsugi.rollout.playing import Playing
 from kintsugi.rollout.sandbox import permit_unsandboxed
 from kintsugi.rollout.scoring import load_rewards
 
@@ -51,11 +49,22 @@ def main(descriptor: int, parent: int) -> None:
     runner.run()
 
 
-def _opened(config: Config, connection: socket.socket) -> Judge | Playing:
+class _Runner(Protocol):
+    def run(self) -> None:
+        """Until the worker is gone."""
+        ...
+
+
+def _opened(config: Config, connection: socket.socket) -> _Runner:
     """What the run needs of this process: somebody who plays episodes and says what they earn, or judges answers."""
     if config.rollout.environment is None:
         rewards = load_rewards(config.algorithm.reward)
         return Judge(connection, rewards, timeout_s=config.rollout.reward_timeout_s)
+    # A process that judges needs neither a tokenizer nor a player, and starts a third sooner without.
+    from kintsugi.model.plan import plan_model
+    from kintsugi.rollout.players import open_player
+    from kintsugi.rollout.playing import Playing
+
     _, tokenizer = plan_model(config)
     player = open_player(config, tokenizer)
     return Playing(connection, player, timeout_s=config.rollout.turn_timeout_s)

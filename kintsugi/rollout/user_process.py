@@ -10,6 +10,7 @@ Where several may have been the reason, each is tried alone, so that in the end 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -98,8 +99,10 @@ class UserProcess:
         self._kind = _kind_of(config)
         self._waiting: deque[Asked] = deque()
         self._sent: dict[int, Asked] = {}
-        self._wanted: dict[int, Asked] = {}
-        """By the number of the `Wanted`."""
+        self._wanted: dict[int, tuple[Asked, int]] = {}
+        """Who asked the model, and under which number of its process; by a number of ours, which is unique over all of
+        them: a late answer to a process that is gone must not reach another."""
+        self._numbers = itertools.count()
         self._answers: deque[Answered] = deque()
         self._said: list[Ended | Wanted] = []
         self._starts = 0
@@ -145,12 +148,12 @@ class UserProcess:
 
     def answer(self, answer: Answered) -> None:
         """What the model said to a `Wanted`; of a process that is gone, nobody wants to know."""
-        asked = self._wanted.pop(answer.id, None)
-        if asked is None:
+        if answer.id not in self._wanted:
             return
+        asked, number = self._wanted.pop(answer.id)
         asked.num_wanted -= 1
         asked.begun_at = self._clock.monotonic()
-        self._answers.append(answer)
+        self._answers.append(msgspec.structs.replace(answer, id=number))
         self._send_more()
 
     def take(self, now: float) -> list[Ended | Wanted]:
@@ -254,16 +257,18 @@ class UserProcess:
             case Begun(id):
                 self._sent[id].begun_at = self._heard_at
             case Wanted() as wanted:
-                asked = self._wanted[wanted.id] = self._sent[wanted.episode]
+                asked, number = self._sent[wanted.episode], next(self._numbers)
                 asked.num_wanted += 1
-                self._said.append(wanted)
+                self._wanted[number] = (asked, wanted.id)
+                self._said.append(msgspec.structs.replace(wanted, id=number))
             case Judged() | EpisodeRecord() | Failed() as outcome:
                 self._end_of(outcome)
         self._send_more()
 
     def _end_of(self, outcome: Ended) -> None:
         ended = self._sent.pop(outcome.id)
-        self._wanted = {number: asked for number, asked in self._wanted.items() if asked is not ended}
+        if ended.num_wanted:  # An agent program that did not wait for what it asked.
+            self._wanted = {number: each for number, each in self._wanted.items() if each[0] is not ended}
         self._said.append(outcome)
         if isinstance(outcome, Failed) and outcome.hangs:
             self._replace(outcome.message, blamed=[])

@@ -1,4 +1,4 @@
-"""What every HTTP server of the OpenAI API needs: bodies that arrive in time, answers that are taken, errors in shape."""
+"""What every HTTP server of the API needs: bodies that arrive in time, answers that are taken, errors in shape."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ from kintsugi.transport import Reply
 from kintsugi.types import LogicalShard, ShardItem, Trajectory
 
 FETCH_TIMEOUT_S = 60.0
+"""Without anything having come."""
 RELAY_TIMEOUT_S = 20.0
 """For the rank that fetches for its host; then the holders are asked. It may still be busy with the call before."""
 POLL_S = 0.001
@@ -166,9 +167,8 @@ class StepSamples:
             holder: Stream(holder, held, submit=self._submit, start=start, routes=routes)
             for holder, held in by_holder.items()
         }
-        until = time.monotonic() + FETCH_TIMEOUT_S
         while open_streams := {holder: stream for holder, stream in streams.items() if not stream.finished}:
-            self._await(open_streams, timeout_s=max(0.0, until - time.monotonic()))
+            self._await(open_streams)
         encoded: dict[str, bytes] = {}
         for stream in streams.values():
             self.trajectories |= stream.trajectories
@@ -176,7 +176,7 @@ class StepSamples:
             encoded |= stream.encoded
         return encoded
 
-    def _await(self, streams: Mapping[str, Stream], *, timeout_s: float) -> None:
+    def _await(self, streams: Mapping[str, Stream]) -> None:
         """Until any of them got further, so that the declared wait always names those that did not."""
         idle = threading.Event()
 
@@ -187,7 +187,7 @@ class StepSamples:
             idle.wait(min(POLL_S, remaining_s))
             return None
 
-        wait(attempt, whom=", ".join(streams), what="trajectories", timeout_s=timeout_s)
+        wait(attempt, whom=", ".join(streams), what="trajectories", timeout_s=FETCH_TIMEOUT_S)
 
     # Through the host's memory.
 

@@ -18,6 +18,7 @@ from kintsugi.types import Piece, StreamSource
 from kintsugi.weights.manifest import ALIGNMENT, manifest_of
 
 NO_CHIP = "cpu"
+"""What stands for the identity of an accelerator where there is none."""
 
 
 class Place(msgspec.Struct, frozen=True):

@@ -125,10 +125,16 @@ class CollectiveOutlet:
         return (source,)
 
     def _send(self, source: CollectiveSource, memory: memoryview, version: int) -> None:
-        try:
+        servers = ", ".join(source.servers)
+
+        def attempt(remaining_s: float) -> bool:
             _broadcast(source, 0, memory)
+            return True
+
+        try:
+            what = f"broadcast of version {version}"
+            wait(attempt, whom=servers, what=what, timeout_s=COLLECTIVE_TIMEOUT_S)
         except RuntimeError as error:
-            servers = ", ".join(source.servers)
             self._say(f"version {version} was not broadcast to all of {servers}: {error}")
 
     def close(self) -> None:

@@ -147,7 +147,9 @@ class MappedSlots:
                 source.event,
                 source.event_is_needed,
             )
-            mapped = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            mapped = torch.empty(0, dtype=torch.uint8, device=self._device).set_(
+                storage, 0, (source.size,), (1,)
+            )
             while len(self._mapped) >= VERSIONS_HELD:
                 self._mapped.pop(next(iter(self._mapped)))
             self._mapped[key] = mapped

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kintsugi.errors import KintsugiError
 from kintsugi.messages import Body, Ok, Publish, UploadWeights
-from kintsugi.runtime import SYSTEM_CLOCK, Clock
+from kintsugi.runtime import SYSTEM_CLOCK, Clock, wait
 from kintsugi.transport import Blob, chunks
 from kintsugi.types import StreamSource, WeightSource
 from kintsugi.weights.publish import LaidOut
@@ -84,7 +84,13 @@ class UploadOutlet:
         is_named: bool,
     ) -> bool:
         """Wait for one answer; whether it was slow, which is said once per version."""
-        answer.result().expect(Ok)
+        reply = wait(
+            lambda _: answer.result(),
+            whom=meta_server,
+            what=f"the upload of version {laid_out.manifest.version}",
+            timeout_s=FETCH_TIMEOUT_S,
+        )
+        reply.expect(Ok)
         now = self._clock.monotonic()
         if is_named or now - begun < SLOW_S:
             return False

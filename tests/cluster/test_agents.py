@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,17 +59,33 @@ def test_an_unmodified_program_is_trained_and_whoever_plays_its_episodes_changes
     one.assert_nothing_left()
 
 
-def test_every_way_in_which_a_program_fails_is_set_aside_by_its_name(runs: list[Run]) -> None:
+REASONS = {
+    "raises": "agent `solve` raised ValueError: on purpose",
+    "hangs": "agent `solve` did not ask or end for `rollout.turn_timeout_s`=2 s",
+    "returns nan": "agent `solve`: expected a finite number as its reward, got nan",
+    "asks nothing": "agent `solve` returned without a token sampled from the model",
+    "sends nonsense": "its last refused request: 400: expected one reply per request",
+}
+
+
+def test_every_way_in_which_a_program_fails_is_set_aside_by_its_name(runs: list[Run], tmp_path: Path) -> None:
     run = runs[0]
-    failing = ("rollout.environment=failing_agents.solve", "rollout.turn_timeout_s=1", "rollout.attempts=1")
-    train(run, *SMALL, *failing, "algorithm.steps=4", "warmup=null", "algorithm.batch_size=12")
-    reasons = "\n".join(run.summary.samples_quarantined)
-    for said in (
-        "agent `solve` raised ValueError: on purpose",
-        "agent `solve` did not ask or end for `rollout.turn_timeout_s`=1 s",
-        "agent `solve`: expected a finite number as its reward, got nan",
-        "agent `solve` returned without a token sampled from the model",
-        "its last refused request: 400: expected",
-    ):
-        assert said in reasons
+    # In every batch somebody fails; nobody of those that are held out does.
+    ways = [way for each in REASONS for way in (each, None, None)] + [None] * 8
+    rows = [{"prompt": f"{place}*{place}=", "way": way} for place, way in enumerate(ways, start=10)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    train(
+        run,
+        *SMALL,
+        "rollout.environment=failing_agents.solve",
+        "rollout.turn_timeout_s=2",
+        "rollout.attempts=1",
+        f"data.source={tmp_path / 'rows.jsonl'}",
+        "data.completion_column=null",
+        "warmup=null",
+    )
+    for way, reason in REASONS.items():
+        found = [count for said, count in run.summary.samples_quarantined.items() if reason in said]
+        assert sum(found) >= 4, f"a group whose program {way} is set aside whole"
+    assert run.summary.samples_trained == 64
     run.assert_nothing_left()

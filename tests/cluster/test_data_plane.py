@@ -46,7 +46,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run | BaseExcept
     scenarios = {
         "one host": on_one_host,
         "slow": lambda run: goes_on(run, "delay=0.08"),
-        "dies": lambda run: goes_on(run, "delay=0.08,die=26"),
+        "dies": lambda run: goes_on(run, "delay=0.08,die=14"),
         "corrupted once": lambda run: goes_on(run, "corrupt=9"),
         "corrupted": is_refused,
     }
@@ -83,6 +83,7 @@ def test_a_holder_that_dies_while_it_is_asked_is_replaced_and_nothing_is_lost(
     runs: dict[str, Run | BaseException],
 ) -> None:
     run = finished(runs["dies"])
+    assert any(step["dataplane/bytes_passed_on"] > 0 for step in steps_of(run))
     pid = int((run.gates / "died").read_text())
     joined = run.pids_joined()
     (holder,) = [name for name, pids in joined.items() if pid in pids]

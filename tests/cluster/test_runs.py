@@ -152,7 +152,7 @@ def test_each_host_has_shared_memory_of_its_own(variant: Callable[[str], Run]) -
     for fact in (fact for fact in variant("two-hosts").facts if isinstance(fact, VersionCurrent)):
         segments = {source.host: source.name for source in fact.sources if isinstance(source, SegmentSource)}
         assert segments == {
-            "host-0": f"weights/model-0/{fact.version}", "host-1": f"weights/model-1/{fact.version}"
+            "host-0": f"weights/model-0/{fact.version % 2}", "host-1": f"weights/model-1/{fact.version % 2}"
         }  # fmt: skip
 
 
@@ -164,8 +164,10 @@ def test_a_host_without_a_rank_gets_the_weights_by_stream(variant: Callable[[str
     assert [fact.version for fact in current] == list(range(LAST_STEP + 1))
     for fact in current:
         assert fact.sources == (
-            SegmentSource("host-0", f"weights/model-0/{fact.version}"), StreamSource("model-0")
-        )  # fmt: skip
+            StreamSource("agent-0", owners=("model-0",)),
+            SegmentSource("host-0", f"weights/model-0/{fact.version % 2}"),
+            StreamSource("model-0"),
+        )
         assert fact.servers == ("server-0", "server-1")
 
 

@@ -24,20 +24,22 @@ def test_a_synchronous_step_is_the_sum_of_its_stages() -> None:
         [(3, 3)],
     )
     generate_s, train_s = 3 * (1.0 + 2 * 0.5), 2.0 + (3 + 2) * 2 * 0.25
-    assert outcome.seconds == pytest.approx(2 * (generate_s + 7.0 + train_s) + 3.0)
+    assert outcome.whole.seconds == pytest.approx(2 * (generate_s + 7.0 + train_s) + 3.0)
 
 
 def test_rows_that_are_left_alone_cost_the_base_of_every_step() -> None:
     costs = replace(COSTS, judge_s=0.0, publish_s=0.0, train_s=0.0, train_token_s=0.0)
     outcome = simulate(costs, Cluster(1, 1, slots=2), Run(1, 0, 0, 1), [(2, 10)])
-    assert outcome.seconds == pytest.approx(2 * 2.0 + 8 * 1.5)
-    assert outcome.base_s == pytest.approx(10.0)
-    assert outcome.row_s == pytest.approx(0.5 * 12)
+    assert outcome.whole.seconds == pytest.approx(2 * 2.0 + 8 * 1.5)
+    assert outcome.whole.base_s == pytest.approx(10.0)
+    assert outcome.whole.row_s == pytest.approx(0.5 * 12)
 
 
 def test_what_does_not_fit_into_the_slots_waits() -> None:
     costs = replace(COSTS, judge_s=0.0, train_s=0.0, train_token_s=0.0)
-    assert simulate(costs, Cluster(1, 1, slots=1), Run(1, 0, 0, 1), [(5, 5)]).seconds == pytest.approx(15.0)
+    assert simulate(costs, Cluster(1, 1, slots=1), Run(1, 0, 0, 1), [(5, 5)]).whole.seconds == pytest.approx(
+        15.0
+    )
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
@@ -48,16 +50,16 @@ def test_the_bound_on_staleness_holds(bound: int) -> None:
 def test_a_bound_that_is_wide_enough_hides_everything_but_the_slowest_stage() -> None:
     costs = replace(COSTS, train_s=50.0, train_token_s=0.0)
     outcome = simulate(costs, Cluster(2, 1, slots=8), Run(2, 1, 8, 200), TAIL)
-    assert outcome.step_s == pytest.approx(50.0, rel=0.03)
+    assert outcome.whole.seconds / 200 == pytest.approx(50.0, rel=0.03)
 
 
 def test_shared_cores_do_the_same_work_in_the_same_time_whoever_has_them() -> None:
     costs = replace(COSTS, judge_s=0.0, publish_s=0.0, decode_row_s=0.0)
     cluster, run = Cluster(1, 1, slots=1, cores=1), Run(1, 0, 6, 40)
     outcome = simulate(costs, cluster, run, [(5,)])
-    assert outcome.base_s == pytest.approx(40 * 5.0)
-    assert outcome.train_s == pytest.approx(40 * (2.0 + 5 * 0.25))
-    assert outcome.seconds == pytest.approx(outcome.base_s + outcome.train_s, rel=0.02)
+    assert outcome.whole.base_s == pytest.approx(40 * 5.0)
+    assert outcome.whole.train_s == pytest.approx(40 * (2.0 + 5 * 0.25))
+    assert outcome.whole.seconds == pytest.approx(outcome.whole.base_s + outcome.whole.train_s, rel=0.02)
 
 
 @pytest.mark.parametrize(("layout", "expected"), [(Layout(2, 2, 64), 1.5), (Layout(1, 1, 64), 1.0)])

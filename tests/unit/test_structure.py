@@ -42,12 +42,22 @@ ALLOWED: dict[str, frozenset[str]] = {
     "graph": SHARED | {"buffer.packing", "dataplane"},
     "dataplane": SHARED | {"buffer.packing"},
     "training": SHARED
-    | {"data", "dataplane", "weights", "checkpoint", "recovery", "buffer.packing", "cluster.segments", "lease"},
+    | {
+        "data",
+        "dataplane",
+        "weights",
+        "checkpoint",
+        "recovery",
+        "buffer.packing",
+        "cluster.segments",
+        "lease",
+    },
     "weights": SHARED,
     "lease": SHARED,
     "checkpoint": SHARED,
     "control": SHARED
-    | {"buffer", "graph", "dataplane", "data.source", "checkpoint.store", "recovery", "runs", "incidents"},
+    | {"buffer", "graph", "dataplane", "data.source", "checkpoint.store", "recovery", "runs", "incidents"}
+    | {"weights.choice"},
     "recovery": SHARED,
     "cluster": SHARED | {"lease", "runs"},
     "serving": SHARED | {"generation", "cluster", "weights"},
@@ -68,6 +78,7 @@ WITH_TORCH = frozenset(
     {"training", "generation.noise", "generation.sampler", "generation.server", "generation.building"}
     | {"generation.cuda", "generation.kernels"}
     | {"generation.cpu", "generation.cpu_network", "generation.cpu_places", "generation.cpu_rows"}
+    | {"generation.native", "generation.native_weights"}
     | {
         "serving.server",
         "lease.memory",
@@ -77,7 +88,7 @@ WITH_TORCH = frozenset(
         "model.huggingface",
         "model.importing",
     }
-    | {"model.logprobs", "model.rotary", "model.transformer"}
+    | {"model.logprobs", "model.rotary", "model.transformer", "weights.collective", "weights.device"}
 )
 """What computes. Everything else is the control plane and must start without torch, a new module too."""
 

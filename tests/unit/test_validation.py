@@ -44,7 +44,9 @@ def refusal(*overrides: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("recipe", ["grpo_arithmetic", "sft_arithmetic"])
+@pytest.mark.parametrize(
+    "recipe", ["grpo_arithmetic", "sft_arithmetic", "async_grpo_arithmetic", "soak_async"]
+)
 def test_the_recipes_of_the_project_are_valid(recipe: str) -> None:
     validate(load(RECIPES / f"{recipe}.yaml").config)
 
@@ -58,6 +60,9 @@ def test_the_recipes_of_the_project_are_valid(recipe: str) -> None:
         ("algorithm.entropy_weight=-1", ["`algorithm.entropy_weight`", "zero or more", "got -1"]),
         ("critic.learning_rate=0.1", ["`critic.learning_rate`", "grpo has no critic", "got 0.1"]),
         ("reference.moving_average=1", ["`reference.moving_average`", "less than 1"]),
+        ("asynchrony.max_staleness=-1", ["`asynchrony.max_staleness`", "zero or more", "got -1"]),
+        ("asynchrony.overtake=1", ["`asynchrony.overtake`", "nothing is sampled beside a step", "got 1"]),
+        ("asynchrony.running=interrupt", ["`asynchrony.running`", "keep while", "got 'interrupt'"]),
         ("generation.servers=0", ["`generation.servers`", "at least 1", "got 0"]),
         ("sampling.top_p=0.9", ["`sampling.top_p`", "1.0", "distribution", "got 0.9"]),
         ("sampling.top_k=5", ["`sampling.top_k`", "got 5"]),
@@ -120,6 +125,7 @@ def test_the_recipes_of_the_project_are_valid(recipe: str) -> None:
         ("actor.warmup_steps=151", ["`actor.warmup_steps`", "150 optimizer updates"]),
         ("cluster.hosts=7", ["`cluster.hosts`", "at most 6", "got 7"]),
         ("cluster.port=70000", ["`cluster.port`", "65535"]),
+        ("cluster.bandwidth.samples=0", ["`cluster.bandwidth.samples`", "positive", "got 0"]),
         ("name=a/b", ["`name`", "'a/b'"]),
         ("seed=-1", ["`seed`"]),
         ("algorithm.reward=[]", ["`algorithm.reward`", "at least one"]),
@@ -321,3 +327,16 @@ def test_a_warm_up_is_counted_in_updates_of_which_a_step_may_have_several() -> N
     validate(resolved("algorithm.updates_per_step=2", "actor.warmup_steps=300"))
     told = refusal("algorithm.updates_per_step=2", "actor.warmup_steps=301")
     assert "at most the stage's 300 optimizer updates, got 301" in told
+
+
+def test_nothing_is_offloaded_where_there_is_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kintsugi.validation.ACCELERATORS", ())
+    validate(resolved("cluster.share_device=keep"))
+    message = refusal("cluster.share_device=offload")
+    assert "`cluster.share_device`" in message and "without an accelerator" in message
+
+
+def test_servers_of_another_make_share_no_device() -> None:
+    remote = ("generation.backend=vllm", "generation.servers=1", 'generation.urls=["http://127.0.0.1:1"]')
+    message = refusal("cluster.share_device=keep", "deterministic=false", *remote)
+    assert "`cluster.share_device`" in message and "servers of another make" in message

@@ -15,11 +15,11 @@ from typing import Any
 
 def odd_digits(completions: list[str], **columns: Any) -> list[float]:
     """The share of odd digits; a model that knows nothing yet already has some."""
-    _wait_at_gate(Path(os.environ["KINTSUGI_TEST_RUN"]))
+    wait_at_gate(Path(os.environ["KINTSUGI_TEST_RUN"]))
     return [sum(character in "13579" for character in text) / (len(text) or 1) for text in completions]
 
 
-def _wait_at_gate(run_dir: Path) -> None:
+def wait_at_gate(run_dir: Path) -> None:
     metrics = run_dir / "metrics.jsonl"
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     step = json.loads(lines[-1])["step"] if lines else 0
@@ -32,5 +32,5 @@ def _wait_at_gate(run_dir: Path) -> None:
 
 def begins_odd(completions: list[str], **columns: Any) -> list[float]:
     """1 for an odd first digit, else 0: whole groups often earn the same."""
-    _wait_at_gate(Path(os.environ["KINTSUGI_TEST_RUN"]))
+    wait_at_gate(Path(os.environ["KINTSUGI_TEST_RUN"]))
     return [float(text[:1] in set("13579")) for text in completions]

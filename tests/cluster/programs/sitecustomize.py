@@ -2,7 +2,8 @@
 
 `KINTSUGI_TEST_DIE_IN=kintsugi.training.objectives:ValueRegression.loss:6` ends the process that first calls this method
 with something of step 6 among its arguments, as SIGKILL would; `<run>.gates/died` has its pid. `KINTSUGI_TEST_LINKS` is
-for `slow_links.py`.
+for `slow_links.py`. With `KINTSUGI_TEST_DEAF` no process ever hears the first `LeaseRecalled` that is sent to it,
+however often it is said; `<run>.gates/deaf-PID` has its token.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -69,12 +71,29 @@ class Fatal:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def deafen(module: ModuleType) -> None:
+    """Lose the first recall of every lease: the notification that the other side waits for."""
+    hears = module.DeviceLease.handle
+    lost: list[int] = []
+
+    def handle(lease: Any, delivery: Any) -> bool:
+        body = delivery.body
+        if type(body).__name__ != "LeaseRecalled" or body.token not in (lost or [body.token]):
+            return bool(hears(lease, delivery))
+        if not lost:
+            lost.append(body.token)
+            gates = Path(os.environ["KINTSUGI_TEST_RUN"]).with_suffix(".gates")
+            (gates / f"deaf-{os.getpid()}").write_text(str(body.token))
+        return True
+
+    module.DeviceLease.handle = handle
+
+
+if "KINTSUGI_TEST_DEAF" in os.environ:
+    sys.meta_path.insert(0, Changed("kintsugi.lease.client", deafen))
 if "KINTSUGI_TEST_DIE_IN" in os.environ:
     module, method, step = os.environ["KINTSUGI_TEST_DIE_IN"].split(":")
     sys.meta_path.insert(0, Changed(module, Fatal(method, int(step)).change))
 if "KINTSUGI_TEST_LINKS" in os.environ:
-    from slow_links import Links
-
-    sys.meta_path.insert(
-        0, Changed("kintsugi.rollout.worker", Links(os.environ["KINTSUGI_TEST_LINKS"]).change)
-    )
+    links = import_module("slow_links").Links(os.environ["KINTSUGI_TEST_LINKS"])
+    sys.meta_path.insert(0, Changed("kintsugi.rollout.worker", links.change))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from kintsugi.generation.cpu import CpuRunner
 from kintsugi.generation.noise import stream_key
 from kintsugi.generation.requests import Request, Tokens
-from kintsugi.generation.runner import Chunk, Decoded, Row
+from kintsugi.generation.runner import Chunk, Decoded, Row, Runner
 from kintsugi.model.attention import PackedLayout
 from kintsugi.model.transformer import Transformer
 from kintsugi.types import Sampling
@@ -51,9 +52,12 @@ def request_of(
     return replace(request, produced=blank._replace(ids=np.asarray(produced, np.int32)))
 
 
+R = TypeVar("R", bound=Runner)
+
+
 @dataclass
-class Driven:
-    runner: CpuRunner
+class Driven(Generic[R]):
+    runner: R
 
     def prefill(
         self, tokens: NDArray[np.int32], *, pages: Sequence[int], num_known: int = 0, start: int = 0

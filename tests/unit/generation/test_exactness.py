@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kintsugi.generation.building import build_engine
-from kintsugi.generation.cpu import PAGE_SIZE, CpuRunner
 from kintsugi.generation.engine import Engine
+from kintsugi.generation.native_library import compiler
 from kintsugi.generation.noise import stream_key
 from kintsugi.generation.requests import Output, Request
 from kintsugi.model import huggingface
@@ -85,7 +85,22 @@ def model() -> Transformer:
     return model
 
 
-def _engine(model: Transformer, *, slots: int = 8, deterministic: bool = True) -> Engine:
+@pytest.fixture(scope="module", params=[False, True], ids=["eager", "native"])
+def native(request: pytest.FixtureRequest) -> bool:
+    """Whether the engine's steps are compiled."""
+    if request.param and compiler() is None:
+        pytest.skip("needs a C++ compiler")
+    return bool(request.param)
+
+
+def _engine(
+    model: Transformer,
+    *,
+    native: bool,
+    slots: int = 8,
+    deterministic: bool = True,
+    kv_cache_gib: float | None = None,
+) -> Engine:
     engine = build_engine(
         model.config,
         character_tokenizer("ab"),
@@ -94,6 +109,8 @@ def _engine(model: Transformer, *, slots: int = 8, deterministic: bool = True) -
         dtype=model.dtype,
         device=model.device,
         deterministic=deterministic,
+        kv_cache_gib=kv_cache_gib,
+        native=native,
     )
     engine.load(1, {name: parameter.detach() for name, parameter in model.named_parameters()})
     return engine
@@ -129,11 +146,11 @@ def _bits(output: Output) -> tuple[bytes, bytes, Finish | None]:
     return output.tokens.ids.tobytes(), output.tokens.logprobs.tobytes(), output.finish
 
 
-def _undisturbed(model: Transformer, requests: Sequence[Request]) -> dict[object, Output]:
+def _undisturbed(model: Transformer, requests: Sequence[Request], *, native: bool) -> dict[object, Output]:
     """Each by itself, on a new engine."""
     found: dict[object, Output] = {}
     for request in requests:
-        found |= _generate(_engine(model), [request])
+        found |= _generate(_engine(model, native=native), [request])
     return found
 
 
@@ -150,41 +167,37 @@ def requests() -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Transformer, requests: list[Request]) -> dict[object, Output]:
-    return _undisturbed(model, requests)
+def expected(model: Transformer, requests: list[Request], native: bool) -> dict[object, Output]:
+    return _undisturbed(model, requests, native=native)
 
 
 def test_a_crowd_with_shared_prefixes_and_long_prompts_has_the_bits_of_each_alone(
-    model: Transformer, requests: list[Request], expected: dict[object, Output]
+    model: Transformer, requests: list[Request], expected: dict[object, Output], native: bool
 ) -> None:
-    engine = _engine(model)
+    engine = _engine(model, native=native)
     _same_bits(_generate(engine, requests), expected)
     assert engine.stats()["prefix_hit_tokens"] > 0
 
 
 def test_requests_that_were_put_back_for_want_of_pages_have_the_bits_of_undisturbed_ones(
-    model: Transformer, requests: list[Request], expected: dict[object, Output]
+    model: Transformer, requests: list[Request], expected: dict[object, Output], native: bool
 ) -> None:
-    packed = Transformer(_CONFIG, packed=True)
-    runner = CpuRunner(
-        packed,
-        num_slots=8,
-        max_length=_MAX_LENGTH,
-        num_pages=2 * _MAX_LENGTH // PAGE_SIZE,
-        deterministic=True,
-    )
-    engine = Engine(runner, deterministic=True)
-    engine.load(1, {name: parameter.detach() for name, parameter in model.named_parameters()})
+    token_bytes = 2 * _CONFIG.num_layers * _CONFIG.kv_size * model.dtype.itemsize
+    engine = _engine(model, native=native, kv_cache_gib=2 * _MAX_LENGTH * token_bytes / 2**30)
     _same_bits(_generate(engine, requests), expected)
     assert engine.stats()["preemptions"] > 0, "nobody was put back"
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
 def test_requests_that_move_between_engines_again_and_again_have_the_bits_of_undisturbed_ones(
-    model: Transformer, requests: list[Request], expected: dict[object, Output], num_steps: int
+    model: Transformer,
+    requests: list[Request],
+    expected: dict[object, Output],
+    native: bool,
+    num_steps: int,
 ) -> None:
     """One moves in every few steps, whatever it was doing: waiting, in the middle of its prompt, or sampling."""
-    engines = (_engine(model), _engine(model))
+    engines = (_engine(model, native=native), _engine(model, native=native))
     engines[0].submit(requests[:8])
     engines[1].submit(requests[8:])
     found: dict[object, Output] = {}
@@ -217,9 +230,9 @@ def _turns(
 
 
 def test_without_the_deterministic_mode_the_tokens_are_still_those_of_undisturbed_requests(
-    model: Transformer, requests: list[Request], expected: dict[object, Output]
+    model: Transformer, requests: list[Request], expected: dict[object, Output], native: bool
 ) -> None:
-    engine = _engine(model, deterministic=False)
+    engine = _engine(model, native=native, deterministic=False)
     engine.submit(requests)
     found: dict[object, Output] = {}
     for turn in _turns([engine], found=found, num_steps=2, most=30):
@@ -233,10 +246,12 @@ def test_without_the_deterministic_mode_the_tokens_are_still_those_of_undisturbe
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_sampled_frequencies_pass_a_chi_square_test(model: Transformer, temperature: float) -> None:
+def test_sampled_frequencies_pass_a_chi_square_test(
+    model: Transformer, native: bool, temperature: float
+) -> None:
     """Of the first tokens, and of those that follow the commonest one."""
     prompt = _request(1).prompt
-    engine = _engine(model, slots=64, deterministic=False)
+    engine = _engine(model, native=native, slots=64, deterministic=False)
     requests = [
         Request(
             (0, sample),
@@ -280,11 +295,11 @@ def _chi_square_probability(sampled: np.ndarray, probabilities: torch.Tensor) ->
     ("dtype", "most", "mean"), [(torch.float32, 1e-5, 1e-6), (torch.bfloat16, 0.5, 5e-3)]
 )
 def test_log_probabilities_are_the_trainers(
-    requests: list[Request], dtype: torch.dtype, most: float, mean: float, deterministic: bool
+    requests: list[Request], dtype: torch.dtype, most: float, mean: float, deterministic: bool, native: bool
 ) -> None:
     model = Transformer(_CONFIG, dtype=dtype)
     initialize(model, 0)
-    outputs = _generate(_engine(model, deterministic=deterministic), requests).values()
+    outputs = _generate(_engine(model, native=native, deterministic=deterministic), requests).values()
     differences = np.concatenate(
         [np.abs(_trainer_logprobs(model, output) - output.tokens.logprobs) for output in outputs]
     )
@@ -316,7 +331,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_greedy_tokens_of_real_weights_are_those_of_transformers(smollm2: Path) -> None:
+def test_greedy_tokens_of_real_weights_are_those_of_transformers(smollm2: Path, native: bool) -> None:
     """Each is the likeliest one after those before it, which is what `generate` would have gone on with."""
     import transformers
 
@@ -330,7 +345,7 @@ def test_greedy_tokens_of_real_weights_are_those_of_transformers(smollm2: Path) 
         for number, text in enumerate(_PROMPTS)
     ]
     outputs = [
-        _generate(_engine(model, slots=16, deterministic=deterministic), requests)
+        _generate(_engine(model, native=native, slots=16, deterministic=deterministic), requests)
         for deterministic in (True, False)
     ]
     for request, text in zip(requests, _PROMPTS, strict=True):
@@ -342,17 +357,17 @@ def test_greedy_tokens_of_real_weights_are_those_of_transformers(smollm2: Path) 
 
 
 @pytest.mark.slow
-def test_log_probabilities_of_real_weights_are_the_trainers(smollm2: Path) -> None:
+def test_log_probabilities_of_real_weights_are_the_trainers(smollm2: Path, native: bool) -> None:
     """In bfloat16 thirty layers round so often that either is 0.03 away from float32, but both round alike."""
     for dtype, mean in ((torch.float32, 1e-5), (torch.bfloat16, 5e-3)):
         model = huggingface.load(smollm2, dtype=dtype)
-        outputs = _sampled_texts(model, Tokenizer.load(smollm2))
+        outputs = _sampled_texts(model, Tokenizer.load(smollm2), native=native)
         sampled = np.concatenate([output.tokens.logprobs for output in outputs])
         trained = np.concatenate([_trainer_logprobs(model, output) for output in outputs])
         assert np.abs(sampled - trained).mean() <= mean
 
 
-def _sampled_texts(model: Transformer, tokenizer: Tokenizer) -> list[Output]:
+def _sampled_texts(model: Transformer, tokenizer: Tokenizer, *, native: bool) -> list[Output]:
     requests = [
         Request(
             (number, 0),
@@ -362,4 +377,4 @@ def _sampled_texts(model: Transformer, tokenizer: Tokenizer) -> list[Output]:
         )
         for number, text in enumerate(_PROMPTS[:12])
     ]
-    return list(_generate(_engine(model, slots=12, deterministic=False), requests).values())
+    return list(_generate(_engine(model, native=native, slots=12, deterministic=False), requests).values())

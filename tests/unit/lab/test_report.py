@@ -37,6 +37,10 @@ def report(faults: list[FaultReport], **changes: object) -> Report:
         steps=10,
         runs=1,
         step_hashes_equal=True,
+        max_staleness=0,
+        staleness_max=0,
+        reward=0.9,
+        reward_undisturbed=0.9,
         first_different_step=None,
         states_distinct=True,
         samples_trained=80,
@@ -102,6 +106,8 @@ def test_nothing_is_wrong_with_equal_runs() -> None:
     [
         ({"weights_sha256": "x"}, "the weights differ"),
         ({"step_hashes_equal": False, "first_different_step": 4}, "step 4 differs"),
+        ({"max_staleness": 2, "staleness_max": 3}, "a sample of staleness 3 was trained, allowed are 2"),
+        ({"max_staleness": 2, "reward": 0.5}, "reward 0.500 at the end, undisturbed 0.900"),
         ({"states_distinct": False}, "left the state as it was"),
         ({"samples_lost": 2}, "2 samples lost"),
         ({"samples_duplicated": 3}, "3 trained twice"),
@@ -141,3 +147,8 @@ def test_people_see_coverage_times_and_what_is_wrong() -> None:
     console.print(reports.shown(report([fault(1), fault(2)], samples_lost=2)))
     text = console.export_text()
     assert "kill server" in text and "10.0× the recovery" in text and "2 samples lost" in text
+
+
+def test_an_asynchronous_run_may_come_to_other_bits() -> None:
+    found = report([], max_staleness=2, weights_sha256="v", step_hashes_equal=False)
+    assert found.totals.wrong == []

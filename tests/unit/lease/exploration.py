@@ -1,8 +1,9 @@
 """Everything that can happen to an arbiter and its holders, within bounds: every interleaving, by exhaustion.
 
-The network is a set that only grows: whatever was ever said may arrive at any later time, again, in any order, or never.
-Expiry and the loss of patience may come at any moment, as no promise rests on a clock. Bounded are the tokens granted
-and how often processes are killed, stopped, interrupted in their wait, and the arbiter restarted.
+The network is a set that only grows: whatever was ever said may arrive at any later time, again, in any order, or
+never; to say it again adds nothing. Expiry and the loss of patience may come at any moment, as no promise rests on a
+clock. Bounded are the tokens granted and how often processes are killed, stopped, interrupted in their wait, and the
+arbiter restarted.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ class Process(NamedTuple):
 
 
 class Said(NamedTuple):
-    index: int
+    whose: int
+    """Index of the process that said it or is to hear it."""
     incarnation: int
     body: ToArbiter | ToHolder
-    to_arbiter: bool
 
 
 class Left(NamedTuple):
@@ -111,8 +112,6 @@ class Explorer:
             if (member.claim, "overdue") in CLAIM_MOVES and world.left.fences:
                 spent = _spend(world, "fences")
                 yield "overdue", decided(spent, deciding.overdue(world.arbiter, member, now=NOW))
-        if (after := effected(world, deciding.remind(world.arbiter))) != world:
-            yield "remind", after
         if world.left.restarts:
             yield "restart", self.restart(_spend(world, "restarts"))
 
@@ -133,8 +132,6 @@ class Explorer:
             yield "expire", stepped(_spend(world, "expiries"), index, holding.expire(holder))
         if holder.hold is Hold.WAITING and world.left.withdrawals:
             yield "withdraw", stepped(_spend(world, "withdrawals"), index, (holding.withdraw(holder), ()))
-        if (after := say(world, index, holding.say_again(holder))) != world:
-            yield "say again", after
 
     def faults(self, world: World, index: int, process: Process) -> Iterator[tuple[str, World]]:
         name = (index, process.incarnation)
@@ -164,15 +161,15 @@ class Explorer:
         )
 
     def arrive(self, world: World, said: Said) -> World:
-        process = world.processes[said.index]
-        if said.to_arbiter:
-            if (said.index, said.incarnation) in world.buried:
+        process = world.processes[said.whose]
+        if isinstance(said.body, ToArbiter):
+            if (said.whose, said.incarnation) in world.buried:
                 return world
             sender = Member(process.name, str(said.incarnation))
             return decided(world, deciding.hear(world.arbiter, sender, said.body, now=NOW))
         if not process.alive or process.stopped or process.incarnation != said.incarnation:
             return world
-        return stepped(world, said.index, holding.hear(process.holder, said.body))
+        return stepped(world, said.whose, holding.hear(process.holder, said.body))
 
     def restart(self, world: World) -> World:
         """A successor knows who was ever let in, from the table, and which of them live, from the kernel."""
@@ -208,7 +205,7 @@ def say(world: World, index: int, bodies: tuple[ToArbiter, ...]) -> World:
     if not bodies:
         return world
     incarnation = world.processes[index].incarnation
-    news = frozenset(Said(index, incarnation, body, to_arbiter=True) for body in bodies)
+    news = frozenset(Said(index, incarnation, body) for body in bodies)
     return world._replace(said=world.said | news) if news - world.said else world
 
 
@@ -230,7 +227,7 @@ def effected(world: World, effects: tuple[Effect, ...]) -> World:
         else:
             index = index_of(world, effect.process)
             incarnation = world.processes[index].incarnation
-            said.add(Said(index, incarnation, effect.body, to_arbiter=False))
+            said.add(Said(index, incarnation, effect.body))
     return world._replace(said=frozenset(said), condemned=frozenset(condemned))
 
 

@@ -57,6 +57,19 @@ WITHOUT_THOUGHTS = CHATML.replace(
 )
 """As those have it that think: earlier thoughts are not shown again."""
 
+HEADERS = """\
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+"""As Llama's models have it, without trimming."""
+MARKS = {
+    CHATML: ("<|im_end|>", "<|im_start|>"),
+    HEADERS: ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
+}
+"""A template's special tokens; the first ends a turn."""
+
 _LETTERS = "the model says that twelve times thirty four is four hundred and eight, and the answer is right. "
 
 
@@ -66,7 +79,8 @@ def tokenizer(template: str = CHATML) -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    special = ["<pad>", "<|im_end|>", "<|im_start|>"]
+    marks = MARKS.get(template, MARKS[CHATML])
+    special = ["<pad>", *marks]
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         special_tokens=special,
@@ -74,7 +88,7 @@ def tokenizer(template: str = CHATML) -> Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator([_LETTERS * 4, '0123456789+-*/=(){}":,'], trainer)
-    names = {"pad_token": "<pad>", "eos_token": "<|im_end|>"}
+    names = {"pad_token": "<pad>", "eos_token": marks[0]}
     return Tokenizer(backend, special_tokens=names, chat_template=template)
 
 

@@ -133,7 +133,7 @@ class Blocking(Echo):
     async def step(self, action: str) -> Any:
         if not told("blocking"):
             tell("blocking", str(os.getpid()))
-            time.sleep(60)
+            time.sleep(60)  # noqa: ASYNC251 - that is what is wrong with it
         return super().step(action)
 
 

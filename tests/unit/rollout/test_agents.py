@@ -8,6 +8,7 @@ import socket
 import threading
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,11 +16,11 @@ import openai
 import pytest
 
 from kintsugi.config import Config, GenerationSection, RolloutSection
-from kintsugi.errors import DataError
-from kintsugi.rollout import agents
+from kintsugi.errors import ConfigError, DataError
 from kintsugi.rollout.agents import AgentPlayer
 from kintsugi.rollout.environment import Episode, EpisodeFailed, EpisodeHangs, EpisodeRecord
 from kintsugi.rollout.episode import int32
+from kintsugi.rollout.finding import find_environment
 from kintsugi.types import Finish, Row, Sampling
 from tests.unit.rollout.agent_worlds import ScriptedPolicy, tokenizer
 
@@ -235,35 +236,33 @@ def test_a_program_that_hangs_is_ended() -> None:
     assert ended and not isinstance(caught.value, EpisodeHangs)
 
 
-@pytest.mark.parametrize("is_async", [True, False])
-def test_a_program_that_can_not_be_ended_takes_its_process_with_it(
-    is_async: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(agents, "GRACE_S", 0.1)
+def test_a_program_that_can_not_be_ended_takes_its_process_with_it() -> None:
     released = threading.Event()
 
     def hangs(row: Row, **given: Any) -> float:
         released.wait()
         return 1.0
 
-    async def clings(row: Row, **given: Any) -> float:
-        while not released.is_set():
-            try:
-                await asyncio.sleep(0.02)
-            except asyncio.CancelledError:
-                continue
-        return 1.0
-
-    async def run() -> None:
-        player = AgentPlayer(
-            clings if is_async else hangs, config=config(turn_timeout_s=0.1), tokenizer=tokenizer()
-        )
+    try:
         with pytest.raises(EpisodeHangs):
-            await player.play(episode(), ScriptedPolicy())
+            play(hangs, turn_timeout_s=0.1)
+    finally:
         released.set()
-        await player.close()
 
-    asyncio.run(run())
+
+def test_a_program_that_does_not_let_itself_be_ended_is_left_behind() -> None:
+    clung = []
+
+    async def clings(row: Row, **given: Any) -> float:
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            clung.append(row)
+        return await solve(row, **given)
+
+    with pytest.raises(EpisodeFailed, match="did not ask or end"):
+        play(clings, turn_timeout_s=0.1)
+    assert clung
 
 
 def test_waiting_for_the_model_is_no_hanging() -> None:
@@ -340,3 +339,23 @@ def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("NO_PROXY", "")
         monkeypatch.delenv("no_proxy", raising=False)
         assert play(solve)[0].rewards == (0.0,)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("wants_more", {}, r"can be called with \(row, \*, base_url, api_key, model\)"),
+        ("solve", {"tools": 3}, "unexpected keyword argument 'tools'"),
+        ("solve", {"model": "other"}, "expected no 'model'"),
+    ],
+)
+def test_a_function_that_can_not_be_called_as_an_agent_is_refused_before_the_run(
+    name: str, options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "agents_of_a_test.py").write_text(
+        "async def solve(row, *, base_url, api_key, model): ...\n"
+        "def wants_more(row, question, *, base_url, api_key, model): ...\n"
+    )
+    section = RolloutSection(environment=f"{tmp_path}/agents_of_a_test.py:{name}", options=options)
+    with pytest.raises(ConfigError, match=said):
+        find_environment(section)

@@ -15,7 +15,7 @@ from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.rollout.capture import Asking, Capture, Reply
 from kintsugi.rollout.turns import _SAID
 from kintsugi.types import Completion, Finish
-from tests.unit.rollout.agent_worlds import CHATML, WITHOUT_THOUGHTS, completed, tokenizer
+from tests.unit.rollout.agent_worlds import CHATML, HEADERS, WITHOUT_THOUGHTS, completed, tokenizer
 
 texts = st.text(alphabet="the answer is 408.\n +", min_size=1, max_size=30)
 
@@ -58,11 +58,11 @@ def said(text: str, *, finish: Finish = Finish.EOS, tokens: Tokenizer | None = N
 
 
 @st.composite
-def cut_somehow(draw: st.DrawFn, text: str) -> list[int]:
+def cut_somehow(draw: st.DrawFn, text: str, tokens: Tokenizer) -> list[int]:
     """Tokens of a text as a policy may sample them: rarely those of its encoder."""
     places = sorted(draw(st.sets(st.integers(1, max(1, len(text) - 1)), max_size=8)))
     parts = [text[start:end] for start, end in itertools.pairwise([0, *places, len(text)])]
-    return [token for part in parts for token in tokenizer().encode(part)]
+    return [token for part in parts for token in tokens.encode(part)]
 
 
 def columns(reply: Reply) -> tuple[list[int], list[int], list[float]]:
@@ -76,22 +76,24 @@ def columns(reply: Reply) -> tuple[list[int], list[int], list[float]]:
     return tokens, mask, logprobs
 
 
+@pytest.mark.parametrize("template", [CHATML, HEADERS], ids=["chatml", "headers"])
 @given(st.data())
-@settings(max_examples=30, deadline=None)
-def test_a_conversation_that_goes_on_is_continued_to_the_token(data: st.DataObject) -> None:
-    capture = Capture(tokenizer())
+@settings(max_examples=25, deadline=None)
+def test_a_conversation_that_goes_on_is_continued_to_the_token(template: str, data: st.DataObject) -> None:
+    tokens_of = tokenizer(template)
+    capture = Capture(tokens_of)
     messages = [user(data.draw(texts))]
     sampled: list[int] = []
     for _ in range(data.draw(st.integers(1, 4))):
         text = data.draw(texts)
-        completion = completed(data.draw(cut_somehow(text)), end=tokenizer().eos_token_id)
+        completion = completed(data.draw(cut_somehow(text, tokens_of)), end=tokens_of.eos_token_id)
         before = capture.replies[-1].tokens if capture.replies else ()
         reply = chat(capture, messages, completion)
         sampled += reply.sampled
         assert reply.prompt[: len(before)] == before
         # To the model it reads as if the whole conversation had gone through the template.
-        shown = tokenizer().apply_chat_template(messages)
-        assert tokenizer().decode(reply.prompt, skip_special=False) == shown
+        shown = tokens_of.apply_chat_template(messages)
+        assert tokens_of.decode(reply.prompt, skip_special=False) == shown
         messages += [assistant(text), user(data.draw(texts))]
     tokens, mask, _ = columns(reply)
     assert tokens == list(reply.tokens)
@@ -107,7 +109,7 @@ def test_plain_text_that_goes_on_is_continued_to_the_token(data: st.DataObject) 
     sampled: list[int] = []
     for _ in range(data.draw(st.integers(1, 4))):
         written = data.draw(texts)
-        completion = completed(data.draw(cut_somehow(written)), finish=Finish.LENGTH)
+        completion = completed(data.draw(cut_somehow(written, tokenizer())), finish=Finish.LENGTH)
         reply = write(capture, text, completion)
         sampled += reply.sampled
         assert tokenizer().decode(reply.prompt) == text

@@ -8,6 +8,7 @@ import logging
 from array import array
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import openai
@@ -232,6 +233,26 @@ def test_an_episode_that_is_over_is_told_so() -> None:
     at_endpoint(body)
 
 
+def test_a_request_that_arrives_while_its_episode_ends_is_told_so() -> None:
+    async def body(world: Opened) -> None:
+        where = urlsplit(world.base_url)
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        content = b'{"model": "tiny", "prompt": "a"}'
+        head = (
+            f"POST {where.path}/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+            f"Authorization: Bearer {world.session.api_key}\r\nContent-Length: {len(content)}\r\n\r\n"
+        )
+        writer.write(head.encode())
+        assert b"100 Continue" in await reader.readuntil(b"\r\n\r\n")
+        world.endpoint.end(world.session)
+        writer.write(content)
+        assert b"404 Not Found" in await reader.readuntil(b"\r\n\r\n")
+        assert not world.session.capture.replies
+        writer.close()
+
+    at_endpoint(body)
+
+
 def test_the_end_of_an_episode_ends_what_it_is_waiting_for() -> None:
     policy = ScriptedPolicy(holds=asyncio.Event())
 
@@ -269,9 +290,9 @@ NONSENSE = (
 
 def test_what_is_no_http_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
     async def body(world: Opened) -> None:
-        port = int(world.base_url.split(":")[2].split("/")[0])
+        where = urlsplit(world.base_url)
         for sent in NO_HTTP:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            reader, writer = await asyncio.open_connection(where.hostname, where.port)
             writer.write(sent)
             writer.write_eof()
             await reader.read()

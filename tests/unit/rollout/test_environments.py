@@ -1,5 +1,6 @@
 import pytest
 
+from kintsugi.data.tasks import open_task
 from kintsugi.errors import ConfigError, DataError
 from kintsugi.rollout.environment import Step
 from kintsugi.rollout.environments import Calculator, NumberGame, ReasoningGym
@@ -107,7 +108,7 @@ WORD = Row("…", {"task": "spell_backward", "options": {}, "number": 0, "answer
 def test_a_task_of_reasoning_gym_is_scored_by_its_own_verifier_and_may_be_tried_again() -> None:
     here = ReasoningGym(tries=2)
     assert here.reset(WORD, seed=0) is None
-    answer = str(ReasoningGym(task="spell_backward", size=10)._problems[0]["answer"])
+    answer = str(open_task("spell_backward", {})[0]["answer"])
     partly = here.step(answer[0] + "?" * (len(answer) - 1))
     assert 0.0 < partly.reward < 1.0 and not partly.done
     right = here.step(answer)

@@ -6,9 +6,12 @@ import xxhash
 
 from kintsugi.errors import IntegrityError
 from kintsugi.messages import Generated
+from kintsugi.rollout.environment import Turn
 from kintsugi.rollout.episode import (
     demonstrated_trajectory,
     describe,
+    discounted,
+    episode_trajectory,
     int32,
     repetition,
     sampled_trajectory,
@@ -28,6 +31,22 @@ def test_only_sampled_tokens_are_in_the_loss_and_a_sampled_end_is_one_of_them() 
     assert list(array("f", trajectory.logprobs)) == [0.0, 0.0, -0.5, -0.25]
     assert list(array("i", trajectory.versions)) == [-1, -1, 4, 5]
     assert trajectory.key == "g:0:0:0/3"
+
+
+def test_an_episode_is_its_turns_one_after_the_other_and_what_was_read_is_masked() -> None:
+    turns = [Turn(int32([5, 6]), COMPLETION), Turn(int32([8]), COMPLETION)]
+    trajectory = episode_trajectory("g:0:0:0/1", turns, finish=Finish.LENGTH)
+    assert list(array("i", trajectory.tokens)) == [5, 6, 7, 1, 8, 7, 1]
+    assert list(trajectory.loss_mask) == [0, 0, 1, 1, 0, 1, 1]
+    assert list(array("f", trajectory.logprobs)) == [0.0, 0.0, -0.5, -0.25, 0.0, -0.5, -0.25]
+    assert list(array("i", trajectory.versions)) == [-1, -1, 4, 5, -1, 4, 5]
+    assert (trajectory.key, trajectory.finish) == ("g:0:0:0/1", Finish.LENGTH)
+
+
+def test_an_episodes_rewards_are_summed_or_worth_less_the_later_they_come() -> None:
+    assert discounted([0.25, 0.0, 1.0], discount=1.0) == 1.25
+    assert discounted([0.0, 0.0, 1.0], discount=0.5) == 0.25
+    assert discounted([], discount=0.5) == 0.0
 
 
 def test_a_demonstration_learns_its_completion_and_its_end() -> None:

@@ -45,6 +45,14 @@ def test_a_demonstration_needs_no_generation(world: Callable[[Config], World]) -
     assert meta.version == -1
 
 
+def test_a_completion_of_zero_tokens_is_set_aside_with_its_reason(world: Callable[[Config], World]) -> None:
+    here = world(config())
+    here.answers = [""]
+    done = here.ask(run()).result().expect(EpisodesDone)
+    assert done.samples == ()
+    assert set(done.quarantined.values()) == {"a completion of zero tokens"}
+
+
 def test_dropped_samples_are_gone(world: Callable[[Config], World]) -> None:
     here = world(config())
     here.answers = ["12"]

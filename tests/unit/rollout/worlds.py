@@ -78,14 +78,26 @@ class InlineJudging:
         pass
 
 
-def config(*, reward: str = "kintsugi.rollout.rewards.exact_answer", timeout_s: float = 10.0) -> Config:
+def config(
+    *,
+    reward: str = "kintsugi.rollout.rewards.exact_answer",
+    timeout_s: float = 10.0,
+    environment: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Config:
     return Config(
         name="t",
         model=ModelSection(new=NewModel()),
         algorithm=AlgorithmSection(reward=(reward,)),
         warmup=WarmupSection(),
         sampling=SamplingSection(max_new_tokens=5),
-        rollout=RolloutSection(attempts=2, reward_timeout_s=timeout_s),
+        rollout=RolloutSection(
+            attempts=2,
+            reward_timeout_s=timeout_s,
+            environment=environment,
+            options=options or {},
+            turn_timeout_s=timeout_s,
+        ),
     )
 
 
@@ -114,6 +126,7 @@ class World:
         log = EventLog(tmp_path / "events.jsonl", process="rollout-0")
         self.worker = RolloutWorker(bootstrap, settings, self.tokenizer, log=log)
         self.answers: list[str] = []
+        """Of each turn; `#` stands for the sample."""
         self.held: list[Delivery] = []
         """What the manager was asked and does not answer, while it holds."""
         self.holding = False
@@ -192,15 +205,19 @@ class World:
             request = delivery.body
             assert isinstance(request, Generate)
             self.num_generated += 1
-            self.manager.reply(delivery, Generated(request.ticket, 0, self._completions(request), "server-0"))
+            answer = Generated(request.ticket, request.turn, self._completions(request), "server-0")
+            self.manager.reply(delivery, answer)
 
     def _completions(self, request: Generate) -> tuple[Completion, ...]:
-        ids = [*self.tokenizer.encode(self.answers[0]), self.tokenizer.eos_token_id]
+        """The answer of that turn; of later ones, the last."""
+        said = self.answers[min(request.turn, len(self.answers) - 1)]
+        return tuple(self._completion(sample, said) for sample in request.wanted)
+
+    def _completion(self, sample: int, said: str) -> Completion:
+        said = said.replace("#", str(sample))
+        ids = [*self.tokenizer.encode(said), self.tokenizer.eos_token_id] if said else []
         logprobs = array("f", [-0.5] * len(ids)).tobytes()
-        return tuple(
-            Completion(sample, int32(ids), logprobs, int32([3] * len(ids)), Finish.EOS)
-            for sample in request.wanted
-        )
+        return Completion(sample, int32(ids), logprobs, int32([3] * len(ids)), Finish.EOS)
 
     def begin(self, body: Body) -> PendingReply:
         asker = self.model if isinstance(body, FetchSamples) else self.master

@@ -28,12 +28,14 @@ class MemorySegments:
 
     def __init__(self) -> None:
         self.descriptors: dict[str, int] = {}
+        self.num_created = 0
 
     def create(self, name: str, size: int) -> int:
         held = self.descriptors.get(name)
         if held is None or os.fstat(held).st_size != size:
             self.remove(name)
             self.descriptors[name] = os.memfd_create("test")
+            self.num_created += 1
             os.ftruncate(self.descriptors[name], size)
         return os.dup(self.descriptors[name])
 

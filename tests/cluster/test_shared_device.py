@@ -1,0 +1,119 @@
+"""Ranks and servers of one host take turns on its device, here the processors: the run ends in the same bits, a lost
+notification costs seconds and is named, and who dies with the device in its hands does not take it along."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from kintsugi.lease.arbiter import GRACE_S, LEASE_S
+from kintsugi.observe.events import Alert, Note, read_events
+from kintsugi.observe.processes import read_processes
+from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
+from tests.cluster.real_runs import Run, until
+from tests.cluster.test_kill_anything import pids_of, strike
+
+pytestmark = pytest.mark.cluster
+
+SHARED = "cluster.share_device=keep"
+ONE_EACH = (SHARED, "actor.workers=1", "generation.servers=1")
+
+
+def said_by_agent(run: Run, kind: type[Alert | Note]) -> list[str]:
+    records = read_events(run.run_dir, process="agent-0")
+    return [record.event.message for record in records if isinstance(record.event, kind)]
+
+
+def handed_over(run: Run) -> dict[str, int]:
+    reports = read_processes(run.run_dir)
+    assert reports is not None
+    return {each.process: each.counters.get("lease.handed_over", 0) for each in reports.processes}
+
+
+def finish(run: Run) -> None:
+    code, errors = run.end()
+    assert code == 0, errors
+    run.assert_nothing_left()
+
+
+def assert_same_as(undisturbed: Run, run: Run) -> None:
+    assert run.summary.weights_sha256 == undisturbed.summary.weights_sha256
+    assert_trained_exactly_once(run)
+
+
+def test_a_rank_and_a_server_that_share_a_device_end_in_the_same_bits(
+    tmp_path: Path, undisturbed: Run
+) -> None:
+    run = Run(tmp_path / "run")
+    try:
+        run.start(*ONE_EACH)
+        finish(run)
+    finally:
+        run.close()
+    assert_same_as(undisturbed, run)
+    turns = handed_over(run)
+    assert turns["model-0"] >= 4 and turns["server-0"] >= 4
+    assert said_by_agent(run, Alert) == []
+
+
+@pytest.mark.slow
+def test_a_recall_that_is_lost_is_named_while_it_is_and_the_lease_runs_out(
+    tmp_path: Path, undisturbed: Run
+) -> None:
+    run = Run(tmp_path / "run")
+    run.environment["KINTSUGI_TEST_DEAF"] = "1"
+    try:
+        run.start(*ONE_EACH)
+        until(lambda: list(run.gates.glob("deaf-*")), "a recall that is lost")
+        until(lambda: said_by_agent(run, Alert), "its name", timeout_s=LEASE_S + GRACE_S)
+        finish(run)
+    finally:
+        run.close()
+    lost = {path.read_text() for path in run.gates.glob("deaf-*")}
+    (first, *_) = said_by_agent(run, Alert)
+    assert "has not answered LeaseRecalled" in first and "waiting for it: " in first
+    assert any(token in first for token in lost)
+    assert any("after all" in note for note in said_by_agent(run, Note))
+    assert all(len(pids) == 1 for pids in run.pids_joined().values()), "nobody had to be replaced"
+    assert_same_as(undisturbed, run)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_while_it_holds_the_device_is_fenced_and_the_run_goes_on(
+    tmp_path: Path, undisturbed: Run
+) -> None:
+    run = Run(tmp_path / "run")
+    run.environment["KINTSUGI_TEST_DIE_IN"] = "kintsugi.training.interfaces:ModelCalls.run:5"
+    try:
+        run.start(SHARED)
+        finish(run)
+    finally:
+        run.close()
+    died = int((run.gates / "died").read_text())
+    assert died in {*pids_of(run, "model-0"), *pids_of(run, "model-1")}
+    assert_same_as(undisturbed, run)
+
+
+@pytest.mark.slow
+def test_agents_servers_and_stopped_holders_come_and_go_and_the_bits_stay(
+    tmp_path: Path, undisturbed: Run
+) -> None:
+    run = Run(tmp_path / "run")
+    try:
+        run.start(SHARED, gates=(4, 5, 6))
+        run.wait_at(4)
+        strike(run, "agent-0")
+        run.let_through(4)
+        run.wait_at(5)
+        strike(run, "server-0")
+        run.let_through(5)
+        run.wait_at(6)
+        strike(run, "model-0", number=signal.SIGSTOP)
+        run.let_through(6)
+        finish(run)
+    finally:
+        run.close()
+    assert any("asked back before anyone is let in" in note for note in said_by_agent(run, Note))
+    assert_same_as(undisturbed, run)

@@ -1,0 +1,110 @@
+"""Weights from one process's memory on the card into another's engine, verified before they are swapped in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from kintsugi.errors import IntegrityError
+from kintsugi.types import DeviceSource, SegmentSource
+from kintsugi.weights.manifest import manifest_of, tensor_bytes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+pytest.importorskip("kintsugi.generation.cuda", reason="needs Triton")
+
+from benchmarks import weight_sync_gpu  # noqa: E402
+from benchmarks.weight_sync import Meeting  # noqa: E402
+from kintsugi.weights.device import MappedSlots, digest_of_device  # noqa: E402
+
+SMALL: dict[str, Any] = weight_sync_gpu.QWEN2_1500M | {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+}
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def meeting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Meeting]:
+    folder = tmp_path_factory.mktemp("weights")
+    with closing(
+        Meeting(SMALL, device="cuda:0", dtype="bfloat16", card=MappedSlots(CUDA), folder=folder)
+    ) as meeting:
+        yield meeting
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 1000, (16 << 20) - 1, (40 << 20) + 5])
+def test_bytes_on_the_card_have_the_digest_that_they_have_on_the_host(size: int) -> None:
+    import xxhash
+
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8, device=CUDA)
+    into = memoryview(bytearray(size))
+    assert digest_of_device(data, into=into) == xxhash.xxh3_64_hexdigest(tensor_bytes(data))
+    assert bytes(into) == bytes(tensor_bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("transport", "kind"), [("in_place", DeviceSource), ("shared_memory", SegmentSource)]
+)
+def test_every_version_arrives_as_it_was_published(meeting: Meeting, transport: str, kind: type) -> None:
+    for _ in range(5):
+        told = meeting.publish(transport)
+        assert told.published is not None
+        fetched = meeting.fetch(told)
+        assert isinstance(fetched.source, kind) and not fetched.failures
+        tensors = fetched.tensors()
+        for piece in told.published.manifest.pieces:
+            tensor = tensors[piece.name].to(CUDA)
+            assert tensor.shape == piece.shape and digest_of_device(tensor) == piece.digest
+        fetched.release()
+
+
+def test_a_version_with_a_wrong_checksum_is_refused_and_named(meeting: Meeting) -> None:
+    told = meeting.publish("in_place")
+    assert told.published is not None
+    manifest = told.published.manifest
+    first, *others = manifest.pieces
+    wrong = manifest_of(
+        [msgspec.structs.replace(first, digest="0" * 16), *others],
+        version=manifest.version,
+        step=manifest.step,
+    )
+    with pytest.raises(
+        IntegrityError, match=f"^{first.name} of version {manifest.version} from the memory of"
+    ):
+        meeting.fetcher.fetch(wrong, told.published.sources[:1])
+
+
+def test_who_comes_too_late_for_a_version_gets_none_of_a_later_one(meeting: Meeting) -> None:
+    told = meeting.publish("in_place")
+    assert told.published is not None
+    meeting.publish("in_place")
+    meeting.publish("in_place")
+    with pytest.raises(
+        IntegrityError, match=f"of version {told.published.manifest.version} from the memory of"
+    ):
+        meeting.fetcher.fetch(told.published.manifest, told.published.sources[:1])
+
+
+def test_weights_are_swapped_while_an_engine_decodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(weight_sync_gpu, "ROUNDS", {"in_place": 3, "shared_memory": 3})
+    monkeypatch.setattr(weight_sync_gpu, "WARM_S", 1.0)
+    monkeypatch.setattr(weight_sync_gpu, "STEADY_S", 0.2)
+    found = weight_sync_gpu.run(json_path=tmp_path / "found.json", found={}, model=SMALL)
+    assert "errors" not in found, found["errors"]
+    for transport in ("in_place", "shared_memory"):
+        assert found["transports"][transport]["rounds"] == 2
+        assert found["transports"][transport]["pause_ms"]["median"] < weight_sync_gpu.MOST_PAUSE_MS

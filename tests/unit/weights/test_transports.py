@@ -1,0 +1,185 @@
+"""Ways of weights between two processes' worth of objects: memory that is used again, the disk, a collective."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+
+from kintsugi.errors import IntegrityError
+from kintsugi.messages import FetchWeights, Publish
+from kintsugi.training.group import StoreServer
+from kintsugi.types import CollectiveSource, FolderSource, SegmentSource, WeightManifest, WeightSource
+from kintsugi.weights import collective
+from kintsugi.weights.collective import CollectiveOutlet, receive
+from kintsugi.weights.fetch import Fetched, Fetcher
+from kintsugi.weights.publish import Publisher
+from kintsugi.weights.stream import Answered
+from tests.unit.weights.test_publish_and_fetch import MemorySegments, stream_from
+
+
+@pytest.fixture
+def segments() -> Iterator[MemorySegments]:
+    memory = MemorySegments()
+    yield memory
+    for name in tuple(memory.descriptors):
+        memory.remove(name)
+
+
+def some_weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "large.weight": torch.randn(300, 700, generator=generator),
+        "norm.weight": torch.randn(7, generator=generator),
+        "half.weight": torch.randn(9, 5, generator=generator).to(torch.bfloat16),
+    }
+
+
+def no_stream(process: str, request: FetchWeights, deadline_s: float) -> NoReturn:
+    raise AssertionError("the stream was used")
+
+
+def assert_same(fetched: Fetched, weights: dict[str, torch.Tensor]) -> None:
+    tensors = fetched.tensors()
+    assert tensors.keys() == weights.keys()
+    assert all(torch.equal(tensors[name], weights[name]) for name in weights)
+
+
+def test_memory_is_used_again_once_nobody_reads_it(segments: MemorySegments) -> None:
+    publisher = Publisher(process="model-0", host="host-0", segments=segments)
+    fetcher = Fetcher(process="server-0", host="host-0", ask=no_stream)
+    for version in range(1, 6):
+        manifest, sources = publisher.publish(some_weights(version), Publish(version, version))
+        fetched = fetcher.fetch(manifest, sources, segments=segments)
+        assert_same(fetched, some_weights(version))
+        fetched.release()
+    assert segments.num_created == 2
+
+
+def test_what_is_being_read_is_left_alone_and_its_name_gets_other_memory(segments: MemorySegments) -> None:
+    publisher = Publisher(process="model-0", host="host-0", segments=segments)
+    slow = Fetcher(process="server-0", host="host-0", ask=no_stream)
+    held = slow.fetch(*publisher.publish(some_weights(1), Publish(1, 1)), segments=segments)
+    for version in (2, 3):
+        last = publisher.publish(some_weights(version), Publish(version, version))
+    assert_same(held, some_weights(1))
+    fast = Fetcher(process="server-1", host="host-0", ask=no_stream)
+    assert_same(fast.fetch(*last, segments=segments), some_weights(3))
+    assert segments.num_created == 3
+
+
+def test_who_comes_too_late_for_a_version_gets_none_of_a_later_one(segments: MemorySegments) -> None:
+    publisher = Publisher(process="model-0", host="host-0", segments=segments)
+    manifest, sources = publisher.publish(some_weights(1), Publish(1, 1))
+    for version in (2, 3):
+        publisher.publish(some_weights(version), Publish(version, version))
+    ask = stream_from(publisher)
+    late = Fetcher(
+        process="server-0", host="host-0", ask=lambda process, request, _: Answered(ask(process, request))
+    )
+    with pytest.raises(IntegrityError, match="of version 1 from segment") as caught:
+        late.fetch(manifest, sources, segments=segments)
+    assert any("no weights of version 1, only [2, 3]" in note for note in caught.value.__notes__)
+
+
+def test_weights_arrive_by_disk_and_only_two_versions_are_kept(tmp_path: Path) -> None:
+    publisher = Publisher(process="model-0", host="host-0", segments=None, folder=tmp_path)
+    fetcher = Fetcher(process="server-0", host="host-9", ask=no_stream)
+    for version in range(1, 5):
+        order = Publish(version, version, transports=("disk",))
+        manifest, sources = publisher.publish(some_weights(version), order)
+        fetched = fetcher.fetch(manifest, sources)
+        assert isinstance(fetched.source, FolderSource)
+        assert_same(fetched, some_weights(version))
+        fetched.release()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["version-3", "version-4"]
+
+
+def test_a_wrong_byte_on_the_disk_is_found_and_the_rank_asked_instead(tmp_path: Path) -> None:
+    publisher = Publisher(process="model-0", host="host-0", segments=None, folder=tmp_path)
+    manifest, sources = publisher.publish(some_weights(), Publish(3, 3, transports=("disk",)))
+    path = tmp_path / "version-3" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    ask = stream_from(publisher)
+    fetcher = Fetcher(
+        process="server-0", host="host-9", ask=lambda process, request, _: Answered(ask(process, request))
+    )
+    fetched = fetcher.fetch(manifest, sources)
+    assert_same(fetched, some_weights())
+    (failure,) = fetched.failures
+    assert isinstance(failure, IntegrityError) and "norm.weight of version 3 from folder" in str(failure)
+
+
+@pytest.fixture
+def store() -> Iterator[StoreServer]:
+    with closing(StoreServer("127.0.0.1")) as server:
+        yield server
+
+
+def broadcast(store: StoreServer, *, said: list[str], servers: tuple[str, ...]) -> Publisher:
+    outlet = CollectiveOutlet(process="model-0", store=store.address, say=said.append)
+    return Publisher(process="model-0", host="host-0", segments=None, outlets=(outlet,))
+
+
+def test_all_servers_get_a_broadcast(store: StoreServer) -> None:
+    said: list[str] = []
+    names = ("server-0", "server-1")
+    publisher = broadcast(store, said=said, servers=names)
+    found: dict[str, Fetched] = {}
+
+    def fetch(name: str, manifest: WeightManifest, sources: Sequence[WeightSource]) -> None:
+        fetcher = Fetcher(process=name, host="host-9", ask=no_stream, join=receive)
+        found[name] = fetcher.fetch(manifest, sources)
+
+    for version in (1, 2):
+        order = Publish(version, version, transports=("collective",), servers=names)
+        manifest, sources = publisher.publish(some_weights(version), order)
+        threads = [threading.Thread(target=fetch, args=(name, manifest, sources)) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        for name in names:
+            assert isinstance(found[name].source, CollectiveSource)
+            assert_same(found.pop(name), some_weights(version))
+    assert not said
+
+
+def test_a_server_that_does_not_come_costs_the_others_the_deadline_and_no_more(
+    store: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collective, "COLLECTIVE_TIMEOUT_S", 0.5)
+    said: list[str] = []
+    names = ("server-0", "server-1")
+    publisher = broadcast(store, said=said, servers=names)
+    order = Publish(1, 1, transports=("collective",), servers=names)
+    manifest, sources = publisher.publish(some_weights(), order)
+    ask = stream_from(publisher)
+    fetcher = Fetcher(
+        process="server-0",
+        host="host-9",
+        ask=lambda process, request, _: Answered(ask(process, request)),
+        join=receive,
+    )
+    fetched = fetcher.fetch(manifest, sources)
+    assert_same(fetched, some_weights())
+    (failure,) = fetched.failures
+    assert "model-0, server-0, server-1" in str(failure)
+
+
+def test_a_source_of_another_host_is_not_mapped(segments: MemorySegments) -> None:
+    publisher = Publisher(process="model-0", host="host-0", segments=segments)
+    manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
+    ask = stream_from(publisher)
+    fetcher = Fetcher(
+        process="server-0", host="host-1", ask=lambda process, request, _: Answered(ask(process, request))
+    )
+    fetched = fetcher.fetch(manifest, sources, segments=segments)
+    assert not isinstance(fetched.source, SegmentSource)
