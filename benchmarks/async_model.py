@@ -217,7 +217,7 @@ def _steady(outcome: Outcome) -> Span:
 def _shares(span: Span, *, devices: int) -> dict[str, float]:
     """Of all device time."""
     total = span.seconds * devices
-    used = {"rows": span.row_s, "few rows": span.base_s, "training": span.train_s}
+    used = {"rows": span.row_s, "steps": span.base_s, "training": span.train_s}
     shares = {name: round(seconds / total, 3) for name, seconds in used.items()}
     step_s = span.seconds / (STEPS - FILLING - DRAINING)
     return {"step_s": round(step_s, 4), **shares, "idle": round(1 - sum(shares.values()), 3)}
@@ -238,7 +238,8 @@ def draw(path: Path, scaled: Sequence[dict[str, Any]]) -> None:
         )
     gain.set_xscale("log", base=2)
     gain.set_xticks(DEVICES, list(map(str, DEVICES)))
-    gain.set_ylim(bottom=1.0)
+    gain.axhline(1.0, color="#bbbbbb", linewidth=0.8)
+    gain.set_ylim(bottom=0.0)
     gain.set_xlabel("devices", color=INK)
     gain.legend(frameon=False, fontsize=8)
     _title(gain, "times as fast as synchronous")
@@ -251,13 +252,18 @@ def draw(path: Path, scaled: Sequence[dict[str, Any]]) -> None:
 
 def _draw_shares(axes: Axes, lines: Sequence[dict[str, Any]]) -> None:
     """Two bars for each number of devices."""
-    names = ("rows", "few rows", "training", "idle")
+    names = {
+        "rows": "decoding, by rows",
+        "steps": "decoding, by steps",
+        "training": "training",
+        "idle": "idle",
+    }
     places = [2.5 * index + side for index in range(len(lines)) for side in (0, 1)]
     bars = [line[side] for line in lines for side in ("sync", "async")]
     bottom = np.zeros(len(bars))
-    for name, color in zip(names, COLORS, strict=True):
+    for (name, label), color in zip(names.items(), COLORS, strict=True):
         heights = np.array([bar[name] for bar in bars])
-        axes.bar(places, heights, bottom=bottom, color=color, width=0.9, label=name)
+        axes.bar(places, heights, bottom=bottom, color=color, width=0.9, label=label)
         bottom += heights
     labels = [f"{side}\n{line['devices']}" for line in lines for side in ("sync", "async")]
     axes.set_xticks(places, labels)

@@ -25,14 +25,15 @@ import tempfile
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # So that it runs as a script.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs as a script.
 
 from kintsugi.observe.events import Alert, Span, read_events
 
+ROOT = Path(__file__).resolve().parents[1]
 PROCESSES = ("model-0", "server-0")
 LONGEST_S = 540.0
 
@@ -124,7 +125,7 @@ def handovers(turns: Sequence[Turn]) -> dict[str, Any]:
     for receiver in PROCESSES:
         pairs = [
             (before, after)
-            for before, after in zip(turns, turns[1:], strict=False)
+            for before, after in pairwise(turns)
             if after.process == receiver != before.process
         ]
         result["overlaps"] += sum(after.granted_at < before.left_at for before, after in pairs)

@@ -1,6 +1,8 @@
 """A whole GRPO step on CPU against TRL's GRPOTrainer, interleaved in one run, with a floor beside them.
 
-    python benchmarks/grpo_step.py [--json FILE] [--trl-python .venv-trl/bin/python] [--rounds 3]
+    python benchmarks/grpo_step.py [--device cpu|cuda] [--json FILE] [--trl-python .venv-trl/bin/python] [--rounds 3]
+
+On an accelerator (`grpo_step_cuda.py`) there is no TRL; its steps were recorded there before.
 
 The same work for both: 8 prompts × 8 samples, prompts of 16 tokens, completions of up to 32, no reference model, one
 update, float32, a reward that costs nothing, random weights of the same shape. Ours is a real run: two model workers,
@@ -269,6 +271,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--trl-python", type=Path, default=HERE.parent / ".venv-trl/bin/python")
     parser.add_argument("--rounds", type=int, default=3)
@@ -277,9 +280,14 @@ def main() -> None:
     if arguments.floor is not None:
         print(measure_floor(msgspec.json.decode(arguments.floor, type=Shape)))
         return
-    rows, version = [], ""
+    rows, version = [], "recorded"
     with tempfile.TemporaryDirectory() as folder:
-        for shape in SHAPES:
+        if arguments.device == "cuda":
+            import grpo_step_cuda
+
+            rows = grpo_step_cuda.rows(Path(folder))
+            print(*(json.dumps(row) for row in rows), sep="\n")
+        for shape in SHAPES if arguments.device == "cpu" else ():
             line, version = measured(
                 shape, rounds=arguments.rounds, trl_python=arguments.trl_python, folder=Path(folder)
             )

@@ -217,11 +217,15 @@ def closing_table(summary: Summary, *, config: Config, folder: Path) -> Table:
     table.add_row("samples trained", f"{summary.samples_trained:,} ({summary.tokens_trained:,} tokens)")
     for end, reasons in (
         ("filtered", summary.samples_filtered),
+        ("expired", summary.samples_expired),
         ("quarantined", summary.samples_quarantined),
     ):
         if reasons:
             table.add_row(f"samples {end}", "\n".join(f"{n:,}: {reason}" for reason, n in reasons.items()))
     table.add_row("tokens generated", f"{summary.tokens_generated:,}")
+    if summary.staleness.max:
+        stale = summary.staleness
+        table.add_row("staleness", f"{stale.mean:.1f} steps, at most {stale.max}")
     spent = sorted(summary.timing.items(), key=lambda item: -item[1])
     table.add_row("time per stage", "\n".join(f"{name} {seconds:.1f} s" for name, seconds in spent))
     if summary.weights_sha256 is not None:

@@ -88,6 +88,15 @@ class IncidentLine(msgspec.Struct, frozen=True):
     """From the first fault until it was over; None if it never was."""
 
 
+class Staleness(msgspec.Struct, frozen=True):
+    """Steps between the weights of a sample's oldest token and those that it trained, over a run's samples."""
+
+    max: int = 0
+    mean: float = 0.0
+    histogram: dict[str, int] = {}
+    """Steps → samples."""
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """`summary.json`, written once when a run ends."""
 
@@ -102,9 +111,18 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     samples_trained: int
     samples_filtered: dict[str, int] = {}
     """Reason → samples that the algorithm had no use for."""
+    samples_expired: dict[str, int] = {}
+    """Reason → samples that were too old to be trained."""
     samples_quarantined: dict[str, int] = {}
     """Reason → samples that could not be scored."""
+    samples: dict[str, int] = {}
+    """What became of those that were issued; `duplicated` and `lost` are 0."""
+    samples_by_end: dict[str, dict[str, float]] = {}
+    """End → number, mean length and mean reward of the samples that were scored."""
+    staleness: Staleness = Staleness()
     tokens_generated: int
+    tokens_discarded: int = 0
+    """Sampled and scored, but not trained."""
     tokens_trained: int
     reward_first: float | None
     reward_last: float | None
@@ -113,6 +131,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     eval_accuracy_after: float | None
     weights_sha256: str | None
     weight_version: int
+    weight_update_pause_ms: dict[str, float] = {}
+    """p50 and p99 of how long servers stood still for new weights, and how often (`count`)."""
+    idle_share: dict[str, float] = {}
+    """Role → share of their lives in which its processes had nothing to do."""
     processes: dict[str, list[int]]
     """Role → pids."""
     timing: dict[str, float]

@@ -86,6 +86,7 @@ def summarize_run(
         "staleness": _staleness(sums),
         "samples_trained": int(sum(sums.get("samples", 0.0) for sums, _ in totals)),
         "samples_filtered": _commonest(state.ledger.reasons(SampleState.FILTERED)),
+        "samples_expired": _commonest(state.ledger.reasons(SampleState.EXPIRED)),
         "samples_quarantined": _commonest(state.ledger.reasons(SampleState.QUARANTINED)),
         "tokens_generated": int(sum(sums.get("tokens_generated", 0.0) for sums, _ in totals)),
         "tokens_discarded": state.ledger.ends.tokens_discarded,

@@ -94,7 +94,7 @@ def _product(row: Parts, parts: Parts) -> float:
 
 
 WITHIN_HOST = Cost(latency_s=5e-4, request_s=3e-4, byte_s=3e-9)
-"""Between two processes of one host, through a socket, encrypted (measured: about 0.3 GB/s)."""
+"""Between two processes of one host, through a socket, encrypted. As all three, an assumption to begin with."""
 BETWEEN_HOSTS = Cost(latency_s=1e-3, request_s=3e-4, byte_s=3e-9)
 THROUGH_MEMORY = Cost(latency_s=1e-3, request_s=5e-4, byte_s=5e-10)
 """From the rank that fetched to its neighbours: asking where it lies, mapping it, reading it."""

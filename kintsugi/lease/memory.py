@@ -59,16 +59,19 @@ class Moved:
         self._settle()
         with torch.cuda.device(self._device), torch.no_grad():
             _until_idle(self._device, what="what runs there before its turn is over")
-            every = (tensor.untyped_storage() for tensor in self._tensors())
-            storages = {storage.data_ptr(): storage for storage in every}
-            for storage in storages.values():
-                flat = _bytes_of(storage, device=self._device)
-                host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
-                self._away.append((storage, host.copy_(flat, non_blocking=True)))
-            _until_idle(self._device, what="copies to the host")
+            if not self._away:  # Else it did not come back since, or not all of it.
+                self._copy_all()
             for storage, _ in self._away:
                 storage.resize_(0)
             torch.cuda.empty_cache()
+
+    def _copy_all(self) -> None:
+        every = (tensor.untyped_storage() for tensor in self._tensors())
+        for storage in {storage.data_ptr(): storage for storage in every}.values():
+            flat = _bytes_of(storage, device=self._device)
+            host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
+            self._away.append((storage, host.copy_(flat, non_blocking=True)))
+        _until_idle(self._device, what="copies to the host")
 
     def enter(self) -> None:
         if not self._away:
@@ -199,15 +202,22 @@ class MovedPages:
         self._away: tuple[Tensor, list[Tensor]] | None = None
 
     def leave(self) -> None:
+        if not self._pages.is_mapped:
+            return
         with torch.cuda.device(self._device), torch.no_grad():
             _until_idle(self._device, what="what runs there before its turn is over")
-            used = torch.tensor(self._used(), dtype=torch.int64, device=self._device)
-            halves = [half for layer in self._view for half in layer]
-            copies = [_pinned(half.index_select(0, used)) for half in halves] if used.numel() else []
-            _until_idle(self._device, what="copies to the host")
-            self._away = (used.cpu(), copies)
+            if self._away is None:  # Else not all of it has come back.
+                self._away = self._copies()
             self._pages.unmap()
             torch.cuda.empty_cache()
+
+    def _copies(self) -> tuple[Tensor, list[Tensor]]:
+        """The pages in use, and what each layer has of them."""
+        used = torch.tensor(self._used(), dtype=torch.int64, device=self._device)
+        halves = [half for layer in self._view for half in layer] if used.numel() else []
+        copies = [_pinned(half.index_select(0, used)) for half in halves]
+        _until_idle(self._device, what="copies to the host")
+        return used.cpu(), copies
 
     def enter(self) -> None:
         if self._away is None:

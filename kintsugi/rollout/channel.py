@@ -144,15 +144,14 @@ def _send_descriptor(connection: socket.socket, content: bytes) -> None:
 
 
 def receive(connection: socket.socket) -> bytes | None:
-    """The next message, of a socket that is readable; None when the other side is gone.
+    """The next message; None when the other side is gone. BlockingIOError where there is none yet.
 
     One that went without reading all is told first, and once, before what it had said last.
     """
-    size = len(_INLINE) + _INLINE_BYTES
     try:
-        content, descriptors, _, _ = socket.recv_fds(connection, size, 1, socket.MSG_DONTWAIT)
+        content, descriptors = _received(connection)
     except ConnectionResetError:
-        content, descriptors, _, _ = socket.recv_fds(connection, size, 1, socket.MSG_DONTWAIT)
+        content, descriptors = _received(connection)
     if not content:
         return None
     if content[:1] == _INLINE:
@@ -160,3 +159,14 @@ def receive(connection: socket.socket) -> bytes | None:
     with os.fdopen(descriptors[0], "rb") as file:
         file.seek(0)
         return file.read()
+
+
+def _received(connection: socket.socket) -> tuple[bytes, array.array[int]]:
+    """A datagram and its descriptors. `socket.recv_fds` would wait: it does not pass its flags on."""
+    descriptors = array.array("i")
+    content, ancillary, _, _ = connection.recvmsg(
+        len(_INLINE) + _INLINE_BYTES, socket.CMSG_LEN(descriptors.itemsize), socket.MSG_DONTWAIT
+    )
+    for _, _, rights in ancillary:
+        descriptors.frombytes(rights)
+    return content, descriptors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -70,9 +71,9 @@ class Generating:
                 self._send(ask, timeout_s=ask.group.deadline - now)
 
     def oldest(self) -> Group | None:
-        """Of the groups that wait for an answer."""
-        waiting = [ask.group for ask in (*self._sent.values(), *self._unsent) if ask.group.is_open]
-        return min(waiting, key=lambda group: group.since, default=None)
+        """Of the groups that wait for an answer, the one that asked first."""
+        waiting = itertools.chain(self._sent.values(), self._unsent)
+        return next((ask.group for ask in waiting if ask.group.is_open), None)
 
     def _send(self, ask: _Ask, *, timeout_s: float) -> None:
         """The manager spreads requests over the servers and moves those of a dead one."""

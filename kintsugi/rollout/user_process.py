@@ -51,6 +51,7 @@ _PROGRAM = (
 )
 MOST_CASES, MOST_EPISODES = 64, 1024
 """In the process at once; more wait here."""
+MOST_HEARD = 64
 GRACE_S = 0.5
 """Beyond the limit, for the process to say by itself what has reached it."""
 END_S = 5.0
@@ -244,11 +245,23 @@ class UserProcess:
         self._loop.watch(self._connection.fileno(), self._heard)
 
     def _heard(self) -> None:
+        """Take in what was said, up to a bound: the endpoint has others to listen to."""
         self._heard_at = self._clock.monotonic()
-        content = receive(self._connection)
-        if content is None:
-            self._gone()
-            return
+        connection = self._connection
+        for _ in range(MOST_HEARD):
+            try:
+                content = receive(connection)
+            except BlockingIOError:
+                break
+            if content is None:
+                self._gone()
+                return
+            self._take_in(content)
+            if self._connection is not connection:  # It was replaced.
+                return
+        self._send_more()
+
+    def _take_in(self, content: bytes) -> None:
         match msgspec.msgpack.decode(content, type=FromUserCode):
             case Ready():
                 self._is_ready, self._starts = True, 0
@@ -263,7 +276,6 @@ class UserProcess:
                 self._said.append(msgspec.structs.replace(wanted, id=number))
             case Judged() | EpisodeRecord() | Failed() as outcome:
                 self._end_of(outcome)
-        self._send_more()
 
     def _end_of(self, outcome: Ended) -> None:
         ended = self._sent.pop(outcome.id)

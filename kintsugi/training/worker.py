@@ -463,6 +463,7 @@ def main(bootstrap: Bootstrap) -> int:
             process=bootstrap.process,
             segments=segments,
         )
+        del model  # Of which the state may have made another.
 
         def body(shell: Shell) -> None:
             publisher = open_publisher(shell, device=device, segments=segments, store=server.address)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,7 +53,7 @@ class WritableSegments:
         inode = os.fstat(descriptor).st_ino
         mapped = self._mapped.get(name)
         if mapped is None or mapped.inode != inode:
-            mapped = self._mapped[name] = _Mapped(inode, memoryview(mmap.mmap(descriptor, size)))
+            mapped = self._mapped[name] = _Mapped(inode, _in_large_pages(mmap.mmap(descriptor, size)))
         return mapped.buffer, descriptor
 
     def _locked(self, name: str, *, size: int) -> int | None:
@@ -97,13 +98,21 @@ class ReadableSegments:
         if mapped is None or mapped.inode != status.st_ino:
             # Privately: pages are shared until somebody writes, and nobody else sees what we would write.
             memory = mmap.mmap(descriptor, status.st_size, flags=mmap.MAP_PRIVATE)
-            mapped = self._mapped[name] = _Mapped(status.st_ino, memoryview(memory))
+            mapped = self._mapped[name] = _Mapped(status.st_ino, _in_large_pages(memory))
         return mapped.buffer, descriptor
 
     def keep_only(self, names: set[str]) -> None:
         """Let go of segments that nothing is published in any more."""
         for name in self._mapped.keys() - names:
             del self._mapped[name]
+
+
+def _in_large_pages(memory: mmap.mmap) -> memoryview:
+    """As far as the system has them for this kind of memory; where it has none, nothing is lost."""
+    if len(memory) >= _HUGE_BYTES:
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
 
 
 def unlock(descriptor: int) -> None:
@@ -129,10 +138,7 @@ class SpareMemory:
         spare, self._spare = self._spare, None
         if spare is not None and spare.nbytes == max(1, size):
             return spare
-        memory = mmap.mmap(-1, max(1, size))
-        if len(memory) >= _HUGE_BYTES:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return memoryview(memory)
+        return _in_large_pages(mmap.mmap(-1, max(1, size)))
 
     def give_back(self, buffer: memoryview) -> None:
         """Nobody reads it any more."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kintsugi.facts import ProcessLost
 from kintsugi.lease.arbiter import GRACE_S, LEASE_S
 from kintsugi.observe.events import Alert, Note, read_events
 from kintsugi.observe.processes import read_processes
@@ -63,7 +64,7 @@ def test_a_recall_that_is_lost_is_named_while_it_is_and_the_lease_runs_out(
     tmp_path: Path, undisturbed: Run
 ) -> None:
     run = Run(tmp_path / "run")
-    run.environment["KINTSUGI_TEST_DEAF"] = "1"
+    run.environment["KINTSUGI_TEST_DEAF"] = "once"
     try:
         run.start(*ONE_EACH)
         until(lambda: list(run.gates.glob("deaf-*")), "a recall that is lost")
@@ -77,6 +78,26 @@ def test_a_recall_that_is_lost_is_named_while_it_is_and_the_lease_runs_out(
     assert any(token in first for token in lost)
     assert any("after all" in note for note in said_by_agent(run, Note))
     assert all(len(pids) == 1 for pids in run.pids_joined().values()), "nobody had to be replaced"
+    assert_same_as(undisturbed, run)
+
+
+@pytest.mark.slow
+def test_who_never_gives_the_device_back_is_ended_for_that_and_replaced(
+    tmp_path: Path, undisturbed: Run
+) -> None:
+    run = Run(tmp_path / "run")
+    run.environment["KINTSUGI_TEST_DEAF"] = "stuck"
+    try:
+        run.start(*ONE_EACH)
+        finish(run)
+    finally:
+        run.close()
+    (stuck,) = run.gates.glob("deaf-*")
+    replaced = [pids[0] for pids in run.pids_joined().values() if len(pids) == 2]
+    assert replaced == [int(stuck.name.removeprefix("deaf-"))]
+    assert any("its lease is over, so it is ended" in alert for alert in said_by_agent(run, Alert))
+    causes = [fact.fault.message for fact in run.facts if isinstance(fact, ProcessLost)]
+    assert any("has not answered LeaseRecalled" in cause for cause in causes)
     assert_same_as(undisturbed, run)
 
 

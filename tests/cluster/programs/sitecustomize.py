@@ -2,8 +2,9 @@
 
 `KINTSUGI_TEST_DIE_IN=kintsugi.training.objectives:ValueRegression.loss:6` ends the process that first calls this method
 with something of step 6 among its arguments, as SIGKILL would; `<run>.gates/died` has its pid. `KINTSUGI_TEST_LINKS` is
-for `slow_links.py`. With `KINTSUGI_TEST_DEAF` no process ever hears the first `LeaseRecalled` that is sent to it,
-however often it is said; `<run>.gates/deaf-PID` has its token.
+for `slow_links.py`. With `KINTSUGI_TEST_DEAF=once` no process ever hears the first `LeaseRecalled` that is sent to it,
+however often it is said; with `=stuck` the first process that is recalled goes on as if the device were its own.
+`<run>.gates/deaf-PID` has the token.
 """
 
 from __future__ import annotations
@@ -73,20 +74,26 @@ class Fatal:
 
 def deafen(module: ModuleType) -> None:
     """Lose the first recall of every lease: the notification that the other side waits for."""
-    hears = module.DeviceLease.handle
+    hears, ticks = module.DeviceLease.handle, module.DeviceLease.tick
+    gates = Path(os.environ["KINTSUGI_TEST_RUN"]).with_suffix(".gates")
+    is_stuck = os.environ["KINTSUGI_TEST_DEAF"] == "stuck"
     lost: list[int] = []
 
     def handle(lease: Any, delivery: Any) -> bool:
         body = delivery.body
-        if type(body).__name__ != "LeaseRecalled" or body.token not in (lost or [body.token]):
+        is_first = not lost and not (is_stuck and any(gates.glob("deaf-*")))
+        if type(body).__name__ != "LeaseRecalled" or not (is_first or body.token in lost):
             return bool(hears(lease, delivery))
-        if not lost:
+        if is_first:
             lost.append(body.token)
-            gates = Path(os.environ["KINTSUGI_TEST_RUN"]).with_suffix(".gates")
             (gates / f"deaf-{os.getpid()}").write_text(str(body.token))
         return True
 
-    module.DeviceLease.handle = handle
+    def tick(lease: Any, now: float) -> None:
+        if not (is_stuck and lost):
+            ticks(lease, now)
+
+    module.DeviceLease.handle, module.DeviceLease.tick = handle, tick
 
 
 if "KINTSUGI_TEST_DEAF" in os.environ:

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -62,6 +63,16 @@ class TestArithmetic:
         for row in one:
             assert row.columns["chosen"] == row.columns["answer"] != row.columns["rejected"]
             assert row.columns["rejected"].isdigit()
+
+
+def test_products_of_sums_have_their_value_as_answer_and_none_that_is_held_out_is_trained_on() -> None:
+    data = open_data(config(source="arithmetic:products", max_digits=1, num_eval=100))
+    rows = [data.training_row(stage="s", seed=0, epoch=0, position=n) for n in range(data.num_positions)]
+    assert len(rows) == 9**3 - 100
+    assert {row.prompt for row in rows}.isdisjoint(row.prompt for row in held_out(data))
+    for row in rows[:20]:
+        first, second, third = map(int, re.findall(r"\d", row.prompt))
+        assert row.columns["answer"] == str((first + second) * third) == row.columns["completion"]
 
 
 def test_every_epoch_meets_every_row_once_in_another_order(tmp_path: Path) -> None:
