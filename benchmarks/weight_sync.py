@@ -158,8 +158,8 @@ class CpuBench:
 
     def measure(self, transport: str) -> dict[str, float]:
         """Seconds of each part of one version's way."""
-        told = self._meeting.publish(transport)
         memcpy_s = statistics.median(self._baseline.seconds() for _ in range(3))
+        told = self._meeting.publish(transport)
         begun = time.perf_counter()
         fetched = self._meeting.fetch(told)
         fetched_at = time.perf_counter()

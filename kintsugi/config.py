@@ -45,7 +45,7 @@ class SourceSection(_Section, frozen=True):
     source: str = "arithmetic"
     """What is read (`docs/own_data.md` has examples):
     "arithmetic" (`12+39=` → the sum, its digits reversed), "arithmetic:words" (`What is 12 + 39?` → the sum) or
-    "arithmetic:products" (`(12+39)*47=` → its value);
+    "arithmetic:products" (`(12+39)*7=` → its value);
     "reasoning_gym:TASK", any of its tasks by name;
     a .jsonl, .json or .parquet file, a folder of such files, or a pattern like `data/*.parquet`;
     a folder written by the library datasets (`folder:split` where it has splits), or "hf:NAME:CONFIG:SPLIT" of the hub;

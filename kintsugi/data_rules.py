@@ -35,9 +35,8 @@ def data_problems(config: Config) -> Iterator[Problem]:
     for prefix, section in named_sources(data):
         if section.num_eval < 1:
             yield f"{prefix}num_eval", "a positive number: the run is judged on held-out rows"
-        most_digits = 2 if section.source == PRODUCTS else 3
-        if section.source in GENERATED and not 1 <= section.max_digits <= most_digits:
-            yield f"{prefix}max_digits", f"1 to {most_digits} (all problems are listed beforehand)"
+        if section.source in GENERATED and not 1 <= section.max_digits <= 3:
+            yield f"{prefix}max_digits", "1 to 3 (all problems are listed beforehand)"
         if not 0 < section.weight < math.inf:
             yield f"{prefix}weight", "a positive number"
         if section.options and not section.source.startswith(TASK):

@@ -51,10 +51,15 @@ def evaluation_is_due(config: Config, state: MasterState) -> bool:
     return step == main.last_step or (into >= 0 and is_round)
 
 
+def steps_ahead(config: Config, state: MasterState) -> int:
+    """How many steps rollout may now run ahead of training; never more than is configured."""
+    return config.asynchrony.max_staleness if state.pace is None else state.pace.ahead
+
+
 def needs_version(config: Config, state: MasterState, *, version: int, evaluates: bool) -> bool:
     """Whether nothing more can be done while the servers have no newer weights than `version`: the next batch could not
     be sampled within the staleness bound, or this step itself is to be judged, or is the last."""
-    if version < 0 or version + config.asynchrony.max_staleness < state.step:
+    if version < 0 or version + steps_ahead(config, state) < state.step:
         return True
     due = evaluates and evaluation_is_due(config, state)
     return version < state.step and (due or is_last(config, step=state.step) or state.stop_reason is not None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kintsugi.config import Config
+from kintsugi.control.agenda import steps_ahead
 from kintsugi.control.draft import Draft
 from kintsugi.control.episodes import Episodes
 from kintsugi.control.failure import Failure
@@ -60,7 +61,7 @@ class Collecting:
         size = stage.algorithm.batch_size
         ready = len(state.ledger.oldest_ready(size * (section.max_staleness + 1)))
         ahead, reason = next_ahead(
-            self._episodes.ahead,
+            steps_ahead(self._config, state),
             max_staleness=section.max_staleness,
             waited_share=timing.get(Phase.COLLECTING, 0.0) / step_s,
             spare_batches=ready / size - 1.0,
@@ -83,7 +84,7 @@ class Collecting:
             least=stage.algorithm.batch_size,
             most=most,
         )
-        self._set_pace(self._episodes.ahead, groups, reason)
+        self._set_pace(steps_ahead(self._config, state), groups, reason)
 
     def _set_pace(self, ahead: int, groups: int, reason: str) -> None:
         if reason:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from kintsugi.buffer.admission import admissible
 from kintsugi.buffer.choosing import choose_batch
 from kintsugi.config import Config
+from kintsugi.control.agenda import steps_ahead
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.evaluation import Evaluation
 from kintsugi.control.protocol import Raise, Tell
@@ -62,7 +63,7 @@ class Episodes:
         state, ledger, counters = self._draft.state, self._draft.state.ledger, self._draft.state.ledger.stage
         version, staleness = state.step, 0
         if stage.samples_completions:
-            version, staleness = state.version, self.ahead
+            version, staleness = state.version, steps_ahead(self._config, state)
         count, reason = admissible(
             num_issued=counters(stage.name).num_issued,
             num_dropped=counters(stage.name).num_dropped,
@@ -84,12 +85,6 @@ class Episodes:
             if self._scheduler.status(ticket.id) is TaskStatus.UNKNOWN:
                 self._scheduler.submit(ticket.id)
         self.hand_out(now)
-
-    @property
-    def ahead(self) -> int:
-        """Steps that groups may now run ahead; never more than is configured."""
-        pace = self._draft.state.pace
-        return self._config.asynchrony.max_staleness if pace is None else pace.ahead
 
     @property
     def most_groups(self) -> int:

@@ -6,6 +6,7 @@ Reversed, because a model that writes from left to right then meets each carry w
 
 from __future__ import annotations
 
+from kintsugi.data.order import scattered
 from kintsugi.runtime import random_stream
 from kintsugi.types import Row
 
@@ -43,28 +44,28 @@ class Arithmetic:
 
 
 class Products:
-    """`(a+b)*c=` → its value, for all numbers with exactly `num_digits` digits; `num_eval` problems are held out.
+    """`(a+b)*c=` → its value, for all a and b with exactly `num_digits` digits and c from 2 to 9; `num_eval` problems
+    are held out.
 
     >>> Products(num_digits=1, split="eval", num_eval=10).row(0).columns.keys()
     dict_keys(['answer', 'completion'])
     """
 
     def __init__(self, *, num_digits: int, split: str, num_eval: int) -> None:
-        low, high = 10 ** (num_digits - 1), 10**num_digits
-        self._low, self._span = low, high - low
-        order = list(range(self._span**3))
-        random_stream(_SPLIT_SEED, "products", num_digits).shuffle(order)
-        self._order = order[:num_eval] if split == "eval" else order[num_eval:]
+        self._low = 10 ** (num_digits - 1)
+        self._span = 10**num_digits - self._low
+        self._key = random_stream(_SPLIT_SEED, "products", num_digits).randbytes(16)
+        self._places = range(num_eval) if split == "eval" else range(num_eval, self._span**2 * 8)
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._places)
 
     def row(self, index: int) -> Row:
-        rest, third = divmod(self._order[index], self._span)
-        first, second = divmod(rest, self._span)
-        first, second, third = (number + self._low for number in (first, second, third))
-        answer = str((first + second) * third)
-        return Row(f"({first}+{second})*{third}=", {"answer": answer, "completion": answer})
+        number = scattered(self._places[index], num_rows=self._span**2 * 8, key=self._key)
+        terms, factor = divmod(number, 8)
+        first, second = (term + self._low for term in divmod(terms, self._span))
+        answer = str((first + second) * (factor + 2))
+        return Row(f"({first}+{second})*{factor + 2}=", {"answer": answer, "completion": answer})
 
 
 def _slip(first: int, second: int) -> int:

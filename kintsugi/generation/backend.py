@@ -62,7 +62,7 @@ class Backend(Protocol):
     def load(self, version: int, tensors: Mapping[str, Tensor], *, running: Running = "keep") -> Pause | None:
         """Change the weights between two steps. Tokens that are sampled later carry the new version; running requests
         go on with the keys and values they have, or with new ones, computed from the tokens they have. Gives how long
-        the device took, where that is not how long this call took."""
+        the device took, where that is not how long this call took. What was given may be overwritten afterwards."""
         ...
 
     def stats(self) -> dict[str, float]: ...

@@ -28,6 +28,8 @@ RESEND_S = 0.25
 RENEW_S = 1.0
 POLL_S = 0.01
 """Between two looks at what else has arrived, while waiting for the device."""
+SHORTEST_TURN = 4.0
+"""Times as long as the process took to come and go: who has more to do is not made to leave before."""
 TURN_TIMEOUT_S = 600.0
 """For the other side's longest piece of work."""
 
@@ -170,6 +172,8 @@ class DeviceLease:
         """Never set; to wait for a moment."""
         self._granted = threading.Event()
         self._say_at = 0.0
+        self._entering_s = self._leaving_s = 0.0
+        """As it was the last time."""
 
     # For the main thread.
 
@@ -190,10 +194,12 @@ class DeviceLease:
                 return False
             self._holder = holding.begin(self._holder)
             self._busy, self._wanted = True, False
-        if self._memory is not None:
-            self._memory.enter()
         if not self._turn.begun_at:
+            since = self._clock.monotonic()
+            if self._memory is not None:
+                self._memory.enter()
             self._turn.begun_at = self._clock.monotonic()
+            self._entering_s = self._turn.begun_at - since
         return True
 
     def leave(self, *, wants_more: bool = False) -> None:
@@ -203,10 +209,19 @@ class DeviceLease:
             if not wants_more:
                 self._wanted = False
                 self._holder = holding.withdraw(self._holder)
+            elif self._is_too_soon():
+                self._wanted = True
+                self._holder = holding.prolong(self._holder)
             if not self._is_due():
                 return
             self._leaving = True
         self._take_off()
+
+    def _is_too_soon(self) -> bool:
+        """Whether it was asked back, but coming and going would take most of its turn. Never beyond its lease."""
+        shortest_s = SHORTEST_TURN * (self._entering_s + self._leaving_s)
+        until = min(self._holder.until, self._turn.begun_at + shortest_s)
+        return self._holder.hold is Hold.YIELDING and self._clock.monotonic() < until
 
     @contextmanager
     def entered(self, *, order: int = -1, check: Check = lambda: None) -> Iterator[None]:
@@ -312,6 +327,7 @@ class DeviceLease:
 
     def _take_off(self) -> None:
         """Leave the device, then say so."""
+        since = self._clock.monotonic()
         try:
             if self._memory is not None:
                 self._memory.leave()
@@ -320,6 +336,7 @@ class DeviceLease:
             return
         with self._lock:
             self._leaving = False
+            self._leaving_s = self._clock.monotonic() - since
             turn, self._turn = self._turn, _Turn()
             self._step(holding.yielded(self._holder))
         COUNTERS.add("lease.handed_over")

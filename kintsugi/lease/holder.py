@@ -127,6 +127,12 @@ def begin(holder: Holder) -> Holder:
     return msgspec.structs.replace(holder, unused=False)
 
 
+def prolong(holder: Holder) -> Holder:
+    """Its turn would be too short: recalled as it is, it may begin once more."""
+    assert holder.hold is Hold.YIELDING
+    return msgspec.structs.replace(holder, unused=True)
+
+
 def yielded(holder: Holder) -> Step:
     """Nothing of it runs on the device any more."""
     released = LeaseReleased(holder.device, holder.fence)

@@ -419,7 +419,7 @@ class TrainingState:
 
     def _committed_tensor(self) -> Tensor:
         """The live one where that is committed: it lies where it can be converted fastest."""
-        is_here = self._live.untyped_storage().nbytes() > 0  # Not while another process has its turn on the device.
+        is_here = self._live.untyped_storage().nbytes() > 0  # Not while another has its turn there.
         is_live = is_here and not self._updating and self.prepared_step is None
         committed = self._copies.committed
         return self._live if is_live or committed is None else committed

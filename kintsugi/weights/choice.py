@@ -130,7 +130,8 @@ def _transports_of(
     is_first: bool,
     is_first_of_host: bool,
 ) -> tuple[Transport, ...]:
-    """What this rank lays out; nothing where another does. A host's first rank always does: a server may come later."""
+    """What this rank lays out; nothing where another does. A host's first rank does, unless something else was asked
+    for, though no server needs it yet: one may come later."""
     ways: set[Transport] = set()
     for server in servers:
         way = choices[server.process].transport
@@ -140,7 +141,8 @@ def _transports_of(
         }
         if serves.get(way, is_first):
             ways.add(way)
-    if is_first_of_host and not ways:
+    is_near = {choice.transport for choice in choices.values()} <= {"in_place", "shared_memory", "stream"}
+    if is_first_of_host and not ways and is_near:
         ways.add("shared_memory")
     return tuple(sorted(ways))
 

@@ -100,7 +100,7 @@ def test_what_an_environment_does_wrong_is_set_aside_and_the_run_goes_on_without
     real.begin(
         "warmup=null",
         f"rollout.options={{wrong: {wrong}}}",
-        "rollout.attempts=2",
+        "rollout.attempts=1",
         "rollout.turn_timeout_s=0.5",
     )
     code, errors = real.end()

@@ -12,8 +12,8 @@ from gated_rewards import wait_at_gate
 from kintsugi.rollout.environment import Observation, Step
 from kintsugi.types import Row
 
-VICTIMS = ("4", "5", "9")
-"""How the prompts begin of which something goes wrong: none that is held out is among them."""
+VICTIMS = {"raises": ("4", "5", "9"), "lies": ("4", "5", "9"), "hangs": ("5",)}
+"""How the prompts begin of which something goes wrong: none that is held out is among them. What hangs takes time."""
 
 
 class Digits:
@@ -30,7 +30,7 @@ class Digits:
     def step(self, action: str) -> Any:
         wait_at_gate(Path(os.environ["KINTSUGI_TEST_RUN"]))
         self._num_turns += 1
-        if self._row.prompt.startswith(VICTIMS):
+        if self._row.prompt.startswith(VICTIMS.get(self._wrong, ())):
             if self._wrong == "raises":
                 raise RuntimeError("out of order")
             if self._wrong == "hangs":

@@ -202,3 +202,13 @@ def test_how_long_servers_paused_is_kept_for_the_summary(driven: Driven) -> None
     manifest = load.body.manifest
     driven.answer(load, WeightsLoaded(manifest.version, manifest.digest, pause_ms={"server-0": 1.5}))
     assert list(driven.state.pauses_ms) == [1.5]
+
+
+def test_a_version_is_not_left_out_that_a_slower_pace_needs() -> None:
+    """Rollout runs less far ahead than the bound allows, so that a version that would do for the bound will not do."""
+    driven = with_asynchrony(max_staleness=3)
+    driven.until(lambda: driven.state.step == 1)
+    driven.state.apply(PaceChanged(1, 1, 128, "because"))
+    advance(driven, lambda: driven.state.step == 2, holding=LoadWeights)
+    driven.until(lambda: driven.state.outcome is not None)
+    assert (driven.state.outcome, driven.state.step) == ("finished", 6)

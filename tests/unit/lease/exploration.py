@@ -128,6 +128,8 @@ class Explorer:
             yield "done", put(world, index, process._replace(computing=False, done=process.done + 1))
         if holder.hold is Hold.YIELDING and not process.computing:
             yield "yielded", stepped(world, index, holding.yielded(holder))
+            if not holder.unused and self.has_work(process):
+                yield "prolong", put(world, index, process._replace(holder=holding.prolong(holder)))
         if holder.hold is Hold.HOLDING and world.left.expiries:
             yield "expire", stepped(_spend(world, "expiries"), index, holding.expire(holder))
         if holder.hold is Hold.WAITING and world.left.withdrawals:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kintsugi.errors import DeviceError, GroupBroken
-from kintsugi.lease.client import RENEW_S, DeviceLease
+from kintsugi.lease.client import RENEW_S, SHORTEST_TURN, DeviceLease
 from kintsugi.leasing import (
     LeaseAcknowledged,
     LeaseGranted,
@@ -18,7 +18,7 @@ from kintsugi.leasing import (
     ToArbiter,
     ToHolder,
 )
-from kintsugi.runtime import wait
+from kintsugi.runtime import SYSTEM_CLOCK, Clock, VirtualClock, wait
 from kintsugi.transport import Delivery
 from kintsugi.types import Peer
 from kintsugi.wire import Envelope, MessageKind
@@ -40,11 +40,27 @@ class FakeMemory:
         self.is_here = True
 
 
+class SlowMemory(FakeMemory):
+    """Takes a second to come."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def enter(self) -> None:
+        super().enter()
+        self._clock.advance(1.0)
+
+
 class World:
-    def __init__(self, memory: FakeMemory | None = None) -> None:
+    def __init__(self, memory: FakeMemory | None = None, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self.said: list[ToArbiter] = []
         self.lease = DeviceLease(
-            "cpu", arbiter=AGENT, send=lambda process, body: self.said.append(body), memory=memory
+            "cpu",
+            arbiter=AGENT,
+            send=lambda process, body: self.said.append(body),
+            memory=memory,
+            clock=clock,
         )
 
     def hear(self, body: ToHolder, *, sender: str = AGENT) -> None:
@@ -163,6 +179,21 @@ def test_memory_comes_before_the_work_and_has_left_before_the_device_is_given_ba
     world.hear(LeaseRecalled("cpu", 7))
     until(lambda: LeaseReleased("cpu", 7) in world.said)
     assert not memory.is_here
+
+
+def test_a_turn_is_not_much_shorter_than_coming_and_going_took() -> None:
+    clock = VirtualClock(start=100.0)
+    world = World(SlowMemory(clock), clock=clock)
+    world.lease.try_enter()
+    world.grant(7, until=150.0)
+    world.lease.try_enter()
+    world.hear(LeaseRecalled("cpu", 7))
+    world.lease.leave(wants_more=True)
+    assert world.lease.try_enter(), "it took a second to come, and is here since now"
+    clock.advance(SHORTEST_TURN)
+    world.lease.leave(wants_more=True)
+    assert LeaseReleased("cpu", 7) in world.said
+    assert not world.lease.try_enter()
 
 
 def test_what_is_being_read_stays_where_it_is() -> None:
