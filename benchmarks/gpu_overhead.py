@@ -72,6 +72,7 @@ def new_samples(config: ModelConfig, *, count: int) -> list[Sample]:
             random.integers(0, config.vocab_size, PROMPT_TOKENS + NEW_TOKENS).astype(np.int32),
             places,
             guess,
+            np.full(NEW_TOKENS, -1, dtype=np.int32),
             {"advantage": float(random.normal())},
         )
         for index in range(count)

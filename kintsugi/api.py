@@ -26,6 +26,7 @@ from kintsugi.rollout.importing import scratch_folder
 from kintsugi.runtime import Child, SystemProcesses, wait
 from kintsugi.session import NOTE, make_run_folder
 from kintsugi.standalone import import_path, standalone_source
+from kintsugi.summaries import Summary
 from kintsugi.validation import validate
 from kintsugi.worker import EXIT_USER_ERROR
 
@@ -42,7 +43,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
 
     folder: Path
     config: Config
-    summary: runs.Summary
+    summary: Summary
     metrics: dict[str, list[float | None]]
     """Every figure of every step as columns of equal length: `metrics["step"]`, `metrics["reward/mean"]`, …"""
     evaluations: list[dict[str, float | None]]

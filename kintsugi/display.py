@@ -20,9 +20,10 @@ from kintsugi.config import Config
 from kintsugi.incidents import headline
 from kintsugi.observe.evaluation import wilson_interval
 from kintsugi.observe.events import Alert, Record
-from kintsugi.runs import MetricLine, Summary
+from kintsugi.runs import MetricLine
 from kintsugi.runtime import SYSTEM_CLOCK, Clock
 from kintsugi.stages import has_servers, next_stage, stages
+from kintsugi.summaries import Summary
 
 PLAIN_INTERVAL_S = 5.0
 """Between two lines when the output is not a terminal."""

@@ -14,6 +14,7 @@ from kintsugi.data.source import pin_data
 from kintsugi.errors import KintsugiError, UserError, WorldError
 from kintsugi.recipe import dump, load_config
 from kintsugi.runtime import SYSTEM_CLOCK
+from kintsugi.summaries import FaultLine
 from kintsugi.worker import EXIT_USER_ERROR
 
 FOLDER = "evaluations"
@@ -38,7 +39,7 @@ def evaluate_checkpoint(run_dir: Path, *, step: int | None) -> dict[str, float]:
     return {name: value for name, value in figures.items() if name.startswith("eval/")}
 
 
-def _failure(code: int, faults: Sequence[runs.FaultLine], *, folder: Path) -> KintsugiError:
+def _failure(code: int, faults: Sequence[FaultLine], *, folder: Path) -> KintsugiError:
     """What an evaluation that gave no figures ended in, the first cause first."""
     if code == EXIT_USER_ERROR and faults:
         return UserError(faults[-1].message)

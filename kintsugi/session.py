@@ -24,8 +24,8 @@ from kintsugi.config import Config
 from kintsugi.display import Display, print_closing
 from kintsugi.errors import Fault, KintsugiError, StorageError, UserError
 from kintsugi.recipe import Resolved, anchored, dump, load_config
-from kintsugi.runs import FaultLine
 from kintsugi.runtime import SYSTEM_CLOCK
+from kintsugi.summaries import FaultLine
 from kintsugi.types import Role, process_id
 from kintsugi.worker import EXIT_ERROR, EXIT_USER_ERROR
 

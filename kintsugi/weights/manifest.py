@@ -10,9 +10,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from kintsugi.errors import IntegrityError
 from kintsugi.types import Piece, PieceKind, WeightManifest
@@ -94,8 +92,10 @@ def digest_of(pieces: Iterable[Piece]) -> str:
 def copy_and_digest(source: memoryview, target: memoryview) -> str:
     """Copy the bytes and give the xxh3-64 of the copy."""
     assert source.nbytes == target.nbytes, f"{source.nbytes} bytes do not fill {target.nbytes}"
-    copied: NDArray[np.uint8] = np.frombuffer(target, np.uint8)
-    original: NDArray[np.uint8] = np.frombuffer(source, np.uint8)
+    # Only here: the master knows manifests too, and starts without it.
+    import numpy as np
+
+    copied, original = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
     digest = xxhash.xxh3_64()
     for start in range(0, len(copied), CACHED_BYTES):
         part = copied[start : start + CACHED_BYTES]

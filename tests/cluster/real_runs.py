@@ -18,7 +18,8 @@ from kintsugi.control.inputs import read_inputs
 from kintsugi.control.journal import read_facts
 from kintsugi.control.protocol import Began
 from kintsugi.facts import Fact, ProcessJoined
-from kintsugi.runs import Summary, read_journal, read_summary
+from kintsugi.runs import read_journal, read_summary
+from kintsugi.summaries import Summary
 from kintsugi.types import Peer
 
 RECIPE = Path(__file__).with_name("recipe.yaml")

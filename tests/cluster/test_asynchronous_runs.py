@@ -96,7 +96,8 @@ def test_every_server_was_replaced(runs: dict[str, Run | BaseException]) -> None
 
 def _during_training(facts: Sequence[Fact]) -> list[Fact]:
     """What became known between the forming of a batch and its commit."""
-    found, training = [], False
+    found: list[Fact] = []
+    training = False
     for fact in facts:
         if isinstance(fact, BatchFormed):
             training = True

@@ -11,8 +11,8 @@ from rich.console import Console
 from kintsugi.config import AlgorithmSection, Config, WarmupSection
 from kintsugi.display import Display, Progress, accuracy_text, duration, print_closing, seconds_text
 from kintsugi.observe.events import Alert, EventLog, Note, events_path
-from kintsugi.runs import IncidentLine, Summary
 from kintsugi.runtime import VirtualClock
+from kintsugi.summaries import IncidentLine, Summary
 
 CONFIG = Config(name="mine", warmup=WarmupSection(steps=2), algorithm=AlgorithmSection(steps=8))
 STEP = {

@@ -22,6 +22,7 @@ from kintsugi.observe.events import Alert, EventLog, FaultSeen, events_path
 from kintsugi.recipe import dump
 from kintsugi.runs import RunState
 from kintsugi.runtime import VirtualClock
+from kintsugi.summaries import FaultLine
 from kintsugi.types import Peer, Role
 from tests.unit.test_incidents import MENDED, OPENED
 
@@ -295,7 +296,7 @@ def test_a_session_without_a_summary_still_says_why_it_failed(
 ) -> None:
     assert runs.read_faults(folder, since=49.0) == ()
     leave_word(folder)
-    assert runs.read_faults(folder, since=49.0) == (runs.FaultLine("StorageError", "master-0", "disk full"),)
+    assert runs.read_faults(folder, since=49.0) == (FaultLine("StorageError", "master-0", "disk full"),)
     assert runs.read_faults(folder, since=51.0) == (), "that was an earlier session's"
 
 

@@ -59,8 +59,10 @@ ALLOWED = {
     ): "collects the error of a collective that runtime.wait saw completed",
     (
         "weights/collective.py",
-        "_distributed.TCPStore(host, int(port), is_master=False, wait_for_workers=False, "
-        "timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))",
+        (
+            "_distributed.TCPStore(host, int(port), is_master=False, wait_for_workers=False, "
+            "timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))"
+        ),
     ): "in a thread for which runtime.wait waits, and the library ends it in time",
     ("weights/collective.py", "probe.connect((host, int(port)))"): "a datagram socket: nothing is sent",
     (

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gated_rewards import wait_at_gate
+from gated_rewards import wait_at_gate  # type: ignore[import-not-found]
 
 from kintsugi.rollout.environment import Observation, Step
 from kintsugi.types import Row

@@ -17,7 +17,7 @@ from kintsugi.facts import (
     TicketsIssued,
 )
 from kintsugi.incidents import report_of
-from kintsugi.runs import IncidentLine, Summary
+from kintsugi.summaries import IncidentLine, Summary
 from kintsugi.types import Ticket, sample_key
 from tests.unit.control.driven import CONFIG, Driven, scored
 
