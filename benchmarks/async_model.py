@@ -4,10 +4,11 @@
     python benchmarks/async_model.py F [--svg docs/async.svg] [--json FILE]
 
 What things cost is fitted to the *synchronous* runs in F: seconds to collect and to train each step, by the lengths of
-the samples in it. The model then has to tell how long the *asynchronous* runs of F took, of which it has seen nothing;
-the table gives what it said and what was measured. Last, it is asked about clusters that we do not have, with the same
-lengths and costs, a core of this machine for a device. Synchronous ones use every device for generating, then every
-device for training. Asynchronous ones divide them, in the best of several proportions.
+the samples in it. The model then has to tell how long the *asynchronous* runs of F took, of which it has seen nothing
+but how fast the machine was during their synchronous twins; the table gives what it said and what was measured. Last,
+it is asked about clusters that we do not have, with the same lengths and costs, a core of this machine for a device.
+Synchronous ones use every device for generating, then every device for training. Asynchronous ones divide them, in the
+best of several proportions.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import random
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,12 @@ class Trace:
     step_s: float
     """Mean over the steps after the first ones."""
 
+    judge_s: float
+
+    @property
+    def workload(self) -> str:
+        return self.name.partition("-")[0]
+
     @property
     def groups(self) -> Groups:
         return tuple(itertools.chain.from_iterable(self.steps))
@@ -101,9 +108,13 @@ def read_trace(run_dir: Path) -> Trace:
         group = found.setdefault(sample["step"], {}).setdefault(sample["ticket"], [])
         group.append(len(sample["completion"]) + (sample["finish"] == "eos"))
     lines = list(step_lines(run_dir))
+    config = load_config(run_dir / "config.yaml")
+    with Path(config.data.source).open(encoding="utf-8") as rows:
+        judge_s = float(json.loads(next(rows))["latency_s"])
     return Trace(
         name=run_dir.name,
-        config=load_config(run_dir / "config.yaml"),
+        config=config,
+        judge_s=judge_s,
         steps=tuple(tuple(map(tuple, found[line["step"]].values())) for line in lines),
         collect_s=tuple(stage(line, "generate", "reward", "data") for line in lines),
         train_s=tuple(stage(line, "train") for line in lines),
@@ -113,31 +124,45 @@ def read_trace(run_dir: Path) -> Trace:
     )
 
 
-def fit(traces: Sequence[Trace]) -> Costs:
-    """From synchronous runs without a judge: what is collected and trained in a step is known to the token there.
+def fit(traces: Sequence[Trace]) -> dict[str, Costs]:
+    """From synchronous runs, by workload: what is collected and trained in a step is known to the token there.
 
-    A step's rows do not depend on the costs, so collecting takes decode_s × steps + decode_row_s × rows + group_s.
+    A step's rows do not depend on the costs, so collecting takes decode_s × steps + decode_row_s × rows + group_s ×
+    groups + the judge. Decoding is fitted to the long tails, where the number of rows varies; training to each
+    workload, because how much of a batch is padding differs.
     """
-    collect: list[tuple[float, float, float, float]] = []
-    train: list[tuple[float, float, float]] = []
-    nothing = Costs(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    for trace in traces:
-        cluster = replace(trace.cluster, cores=None)
-        for number in range(SKIPPED_STEPS, len(trace.steps)):
-            groups = trace.steps[number]
-            run = Run(len(groups), trace.prompt_tokens, 0, 1)
-            num_steps = simulate(replace(nothing, decode_s=1.0), cluster, run, groups).whole.seconds
-            num_rows = simulate(replace(nothing, decode_row_s=1.0), cluster, run, groups).whole.seconds
-            collect.append((num_steps, num_rows, 1.0, trace.collect_s[number]))
-            train.append((1.0, trace.tokens[number] / cluster.ranks, trace.train_s[number]))
+    collect = [line for trace in traces if trace.workload == "tail" for line in _collected(trace)]
     decode_s, decode_row_s, group_s = _least_squares(np.array(collect))
-    train_s, train_token_s = _least_squares(np.array(train))
-    publish_s = statistics.fmean(trace.publish_s for trace in traces)
-    return Costs(decode_s, decode_row_s, group_s, train_s, train_token_s, publish_s)
+    found = {}
+    for workload in sorted({trace.workload for trace in traces}):
+        own = [trace for trace in traces if trace.workload == workload]
+        train = [
+            (1.0, trace.tokens[number] / trace.cluster.ranks, trace.train_s[number])
+            for trace in own
+            for number in range(SKIPPED_STEPS, len(trace.steps))
+        ]
+        train_s, train_token_s = _least_squares(np.array(train))
+        publish_s = statistics.fmean(trace.publish_s for trace in own)
+        found[workload] = Costs(
+            decode_s, decode_row_s, group_s, train_s, train_token_s, publish_s, own[0].judge_s
+        )
+    return found
+
+
+def _collected(trace: Trace) -> Iterator[tuple[float, float, float, float]]:
+    """(decoding steps, rows in them, groups, seconds without the judge) for each step of a run."""
+    nothing = Costs(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    cluster = replace(trace.cluster, cores=None)
+    for groups, seconds in list(zip(trace.steps, trace.collect_s, strict=True))[SKIPPED_STEPS:]:
+        run = Run(len(groups), trace.prompt_tokens, 0, 1)
+        num_steps = simulate(replace(nothing, decode_s=1.0), cluster, run, groups).whole.seconds
+        num_rows = simulate(replace(nothing, decode_row_s=1.0), cluster, run, groups).whole.seconds
+        yield num_steps, num_rows, float(len(groups)), seconds - trace.judge_s
 
 
 def _least_squares(table: NDArray[np.float64]) -> list[float]:
-    """The last column by the others, in relative error; nothing costs less than nothing."""
+    """The last column by the others, in relative error, which steps that were disturbed weigh less in; nothing costs
+    less than nothing."""
     terms, target = table[:, :-1] / table[:, -1:], np.ones(len(table))
     best: tuple[float, list[float]] | None = None
     for size in range(1, terms.shape[1] + 1):
@@ -151,35 +176,38 @@ def _least_squares(table: NDArray[np.float64]) -> list[float]:
     return best[1]
 
 
-def predict(costs: Costs, trace: Trace, *, judge_s: float, groups: Groups, max_staleness: int) -> Outcome:
-    size = trace.config.algorithm.batch_size
-    run = Run(size, trace.prompt_tokens, max_staleness, len(trace.steps))
-    return simulate(replace(costs, judge_s=judge_s), trace.cluster, run, groups)
+def predict(costs: Costs, trace: Trace, *, groups: Groups) -> float:
+    """Seconds of a step, the first ones left out."""
+    size, num_steps = trace.config.algorithm.batch_size, len(trace.steps)
+    run = Run(size, trace.prompt_tokens, trace.config.asynchrony.max_staleness, num_steps)
+    told = simulate(costs, trace.cluster, run, groups)
+    return told.steps(SKIPPED_STEPS, num_steps).seconds / (num_steps - SKIPPED_STEPS)
 
 
-def judge_s(trace: Trace) -> float:
-    with Path(trace.config.data.source).open(encoding="utf-8") as lines:
-        return float(json.loads(next(lines))["latency_s"])
+def at_speed_of(costs: Costs, twin: Trace) -> Costs:
+    """The same costs on a machine that is as fast as it was during this synchronous run; others use it too."""
+    told_s = predict(costs, twin, groups=twin.groups) - costs.judge_s
+    factor = (twin.step_s - costs.judge_s) / told_s
+    scaled = {name: value * factor for name, value in asdict(costs).items() if name != "judge_s"}
+    return replace(costs, **scaled)
 
 
-def validate(costs: Costs, traces: Sequence[Trace]) -> list[dict[str, Any]]:
-    """Every run, as the model tells it from the lengths of its seed's synchronous twin."""
+def validate(costs: Mapping[str, Costs], traces: Sequence[Trace]) -> list[dict[str, Any]]:
+    """Every asynchronous run, as the model tells it from its synchronous twin: the lengths, and the machine's speed."""
     twins = {trace.name: trace for trace in traces}
     checked = []
     for trace in traces:
-        twin = twins[trace.name.replace("async", "sync")]
-        bound = trace.config.asynchrony.max_staleness
-        told = predict(costs, trace, judge_s=judge_s(trace), groups=twin.groups, max_staleness=bound)
-        num_steps = len(trace.steps)
-        told_s = told.steps(SKIPPED_STEPS, num_steps).seconds / (num_steps - SKIPPED_STEPS)
-        checked.append(
-            {
-                "run": trace.name,
-                "step_s": round(trace.step_s, 4),
-                "model_s": round(told_s, 4),
-                "error": round(told_s / trace.step_s - 1, 3),
-            }
-        )
+        if trace.config.asynchrony.max_staleness:
+            twin = twins[trace.name.replace("async", "sync")]
+            told_s = predict(at_speed_of(costs[trace.workload], twin), trace, groups=twin.groups)
+            checked.append(
+                {
+                    "run": trace.name,
+                    "step_s": round(trace.step_s, 4),
+                    "model_s": round(told_s, 4),
+                    "error": round(told_s / trace.step_s - 1, 3),
+                }
+            )
     return checked
 
 
@@ -286,17 +314,18 @@ def main() -> None:
     traces = [
         read_trace(path) for name in names for path in sorted(arguments.folder.glob(name)) if path.is_dir()
     ]
-    fitted = [trace for trace in traces if not trace.config.asynchrony.max_staleness and not judge_s(trace)]
-    if not fitted:
+    fitted = [trace for trace in traces if not trace.config.asynchrony.max_staleness]
+    if not any(trace.workload == "tail" for trace in fitted):
         parser.error(f"expected runs named tail-sync-0 … in {arguments.folder}, found none")
     costs = fit(fitted)
-    print(", ".join(f"{name} {value * 1e3:.4g} ms" for name, value in asdict(costs).items()))
+    for workload, each in costs.items():
+        print(workload, ", ".join(f"{name} {value * 1e3:.4g} ms" for name, value in asdict(each).items()))
     checked = validate(costs, traces)
     for row in checked:
         print(
             f"{row['run']:16} measured {row['step_s']:.3f} s, model {row['model_s']:.3f} s: {row['error']:+.1%}"
         )
-    scaled = scale(costs, fitted[0])
+    scaled = scale(costs["tail"], fitted[0])
     for row in scaled:
         print(
             f"{row['devices']:4} devices, {row['groups']:5} groups: {row['ratio']:.2f} × ({row['servers']} generate); "
@@ -305,7 +334,11 @@ def main() -> None:
     if arguments.svg:
         draw(arguments.svg, scaled)
     if arguments.json:
-        report = {"costs": asdict(costs), "checked": checked, "scaled": scaled}
+        report = {
+            "costs": {name: asdict(each) for name, each in costs.items()},
+            "checked": checked,
+            "scaled": scaled,
+        }
         arguments.json.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

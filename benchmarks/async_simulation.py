@@ -27,13 +27,14 @@ class Costs:
     decode_row_s: float
     """The same for each row."""
     group_s: float
-    """From a ticket to its first token."""
+    """Control of one group: tickets, messages, bookkeeping. Where cores are shared, work that is done for one group
+    after the other and takes its share of them; elsewhere only the time from a ticket to its first token."""
     train_s: float
     """A training step, whatever the number of tokens."""
     train_token_s: float
     """The same for each token, prompts included, of one rank."""
     publish_s: float
-    """From the last gradient to weights that tickets can be issued for."""
+    """From the last gradient to weights that tickets can be issued for; work in the same sense."""
     judge_s: float = 0.0
     """Latency of the reward."""
 
@@ -114,7 +115,7 @@ class _Server:
         return len(self.rows) + len(self.queue)
 
 
-_Kind = Literal["arrive", "end", "judged", "trained", "published"]
+_Kind = Literal["controlled", "arrive", "end", "judged", "trained", "published"]
 
 
 class _Simulation:
@@ -138,6 +139,9 @@ class _Simulation:
         self._training_at, self._training_plan = 0.0, 0
         self._speed = 1.0
         """Of everybody, against having a device alone."""
+        self._jobs: deque[tuple[float, _Kind, int]] = deque()
+        """What control has to do: (seconds, what follows, of which group or step)."""
+        self._job_at, self._job_plan = 0.0, 0
         self._row_s = self._base_s = self._train_s = 0.0
         self._staleness = 0
         self._commits: list[Span] = []
@@ -147,6 +151,8 @@ class _Simulation:
         while self._step < self._run.steps:
             self._now, _, kind, who, plan = heapq.heappop(self._events)
             match kind:
+                case "controlled" if plan == self._job_plan:
+                    self._end_job()
                 case "arrive":
                     self._arrive(who)
                 case "end" if plan == self._servers[who].plan:
@@ -175,9 +181,26 @@ class _Simulation:
         room = self._cluster.most_groups - self._in_flight
         for _ in range(min(last * run.batch_size - self._num_issued, room)):
             self._began[self._num_issued] = self._version
-            self._plan(self._costs.group_s, "arrive", self._num_issued)
+            self._control(self._costs.group_s, "arrive", self._num_issued)
             self._num_issued += 1
             self._in_flight += 1
+
+    def _control(self, seconds: float, then: _Kind, who: int) -> None:
+        if self._cluster.cores is None:
+            self._plan(seconds, then, who)
+            return
+        self._jobs.append((seconds, then, who))
+        if len(self._jobs) == 1:
+            self._job_at = self._now
+            if not self._keep_pace():
+                self._plan_job()
+
+    def _end_job(self) -> None:
+        _, then, who = self._jobs.popleft()
+        self._job_at = self._now
+        self._plan(0.0, then, who)
+        if not self._keep_pace() and self._jobs:
+            self._plan_job()
 
     def _arrive(self, group: int) -> None:
         """To the server with the fewest samples."""
@@ -238,7 +261,7 @@ class _Simulation:
         for server in self._servers:
             self._advance(server)
         self._commits.append(Span(self._now, self._row_s, self._base_s, self._train_s))
-        self._plan(self._costs.publish_s, "published", self._step)
+        self._control(self._costs.publish_s, "published", self._step)
         self._keep_pace()
         self._train()
 
@@ -256,6 +279,7 @@ class _Simulation:
             return False
         runnable = sum(bool(server.rows) for server in self._servers)
         runnable += self._cluster.ranks if self._training_left is not None else 0
+        runnable += bool(self._jobs)
         speed = min(1.0, self._cluster.cores / max(runnable, 1))
         if speed == self._speed:
             return False
@@ -263,11 +287,17 @@ class _Simulation:
             self._advance(server)
         if self._training_left is not None:
             self._train_more()
+        if self._jobs:
+            left_s, then, who = self._jobs[0]
+            self._jobs[0] = left_s - (self._now - self._job_at) * self._speed, then, who
+            self._job_at = self._now
         self._speed = speed
         for index in range(len(self._servers)):
             self._plan_end(index)
         if self._training_left is not None:
             self._plan_commit()
+        if self._jobs:
+            self._plan_job()
         return True
 
     def _advance(self, server: _Server) -> None:
@@ -295,6 +325,10 @@ class _Simulation:
         if server.rows:
             step_s = self._costs.decode_s + self._costs.decode_row_s * len(server.rows)
             self._plan((server.rows[0][0] - server.clock) * step_s / self._speed, "end", index, server.plan)
+
+    def _plan_job(self) -> None:
+        self._job_plan += 1
+        self._plan(self._jobs[0][0] / self._speed, "controlled", 0, self._job_plan)
 
     def _plan_commit(self) -> None:
         assert self._training_left is not None

@@ -33,6 +33,8 @@ from typing import Any
 import msgspec
 import yaml
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs as a script.
+
 HERE = Path(__file__).parent
 PROMPTS, SAMPLES, PROMPT_TOKENS, COMPLETION_TOKENS = 8, 8, 16, 32
 SKIPPED = 5
@@ -283,7 +285,7 @@ def main() -> None:
     rows, version = [], "recorded"
     with tempfile.TemporaryDirectory() as folder:
         if arguments.device == "cuda":
-            import grpo_step_cuda
+            from benchmarks import grpo_step_cuda
 
             rows = grpo_step_cuda.rows(Path(folder))
             print(*(json.dumps(row) for row in rows), sep="\n")

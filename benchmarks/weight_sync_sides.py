@@ -270,9 +270,6 @@ def _tell(told: Told) -> None:
 
 def main() -> None:
     """Until standard input ends."""
-    import faulthandler
-
-    faulthandler.dump_traceback_later(120)
     setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=Setup)
     side: AgentSide | PublishingRank = AgentSide(setup) if setup.role == "agent" else PublishingRank(setup)
     ended = False

@@ -322,7 +322,7 @@ class AsynchronySection(_Section, frozen=True):
     """What becomes of completions that are being sampled when new weights arrive: they go on with the keys and values
     they have, or with new ones, or are cut off and continued like those of a server that died."""
     adaptive: bool = True
-    """Let the master move the number of groups in flight by what it measures."""
+    """Let the master move how far rollout runs ahead, and the number of groups in flight, by what it measures."""
 
 
 Transport = Literal["auto", "in_place", "shared_memory", "collective", "stream", "disk"]

@@ -13,6 +13,7 @@ The type says which boundary was crossed; our own mistakes are `assert`s and hav
         ├── ProcessDied                    a process of ours ended when it should not have
         ├── StartFailed                    a process did not come up: which, in which phase, why
         │   └── StartKilled                it was killed from outside before it was up
+        ├── CompileFailed                  a compiler of this host is missing, or could not do its work
         ├── StorageError                   I/O error, damaged file
         │   └── StorageFull                no space left: the same works again once there is room
         ├── DeviceOutOfMemory              the accelerator has no memory left; its process is replaced
@@ -103,6 +104,10 @@ class StartFailed(WorldError):
 
 class StartKilled(StartFailed):
     """A process was killed before it was up: tried again, it may come up."""
+
+
+class CompileFailed(WorldError):
+    """Code that is compiled where it runs could not be: no compiler, its complaints, or nowhere to put the result."""
 
 
 class StorageError(WorldError):

@@ -9,6 +9,7 @@ samples.jsonl   what was trained             launcher.json  which process runs i
 verdicts.jsonl  held-out answers, right or wrong, evaluation by evaluation
 processes.json  what each process does now   inputs         what the master decided on
 requests/       what people ask of it        agents/        which processes each agent has
+steps           whether the servers of a deterministic run compile theirs
 """
 
 from __future__ import annotations

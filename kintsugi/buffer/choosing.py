@@ -1,8 +1,8 @@
 """Which groups make the next batch. Pure: groups in the order of issue go in, the batch and what is too old come out.
 
 First finished would favour short answers, so a batch takes the oldest groups. Up to `overtake` of them may be passed
-over while they are not complete; they stay the oldest and are looked at first for the next batch. Nobody is passed over
-who would be too old by then, so nothing grows stale by waiting, and the bound holds in every batch.
+over while they are not complete; they stay the oldest and are looked at first for the next batches. Nobody is passed
+over who would be too old by its turn, so nothing grows stale by waiting, and the bound holds in every batch.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class Choice(NamedTuple):
 
     batch: tuple[str, ...]
     """Empty until there are enough of them."""
+    complete: tuple[str, ...]
+    """Those that it has so far."""
     expired: dict[str, str]
     """Ticket → why it can not be trained any more."""
     overtaken: int
@@ -59,12 +61,14 @@ def choose_batch(
             )
         elif candidate.is_ready:
             batch.append(candidate.ticket)
-        elif len(passed) < overtake and staleness + 1 <= max_staleness:
+        elif len(passed) < overtake and staleness + 1 + len(passed) // size <= max_staleness:
             passed.append(candidate.ticket)
         else:
             late = len(passed) < overtake
             why = f"waiting for {candidate.ticket}" + (", which would be too old for a later batch" * late)
-            return Choice((), expired, 0, f"{len(batch)} of {size} groups are complete; {why}")
+            return Choice((), tuple(batch), expired, 0, f"{len(batch)} of {size} groups are complete; {why}")
         if len(batch) == size:
-            return Choice(tuple(batch), expired, len(passed), f"passed over {len(passed)}" if passed else "")
-    return Choice((), expired, 0, f"{len(batch)} of {size} groups are complete; no more are issued")
+            reason = f"passed over {len(passed)}" if passed else ""
+            return Choice(tuple(batch), tuple(batch), expired, len(passed), reason)
+    reason = f"{len(batch)} of {size} groups are complete; no more are issued"
+    return Choice((), tuple(batch), expired, 0, reason)

@@ -164,7 +164,6 @@ class Ledger:
                 group = self._groups[fact.ticket]
                 group.worker, group.incarnation = fact.worker, fact.incarnation
                 group.version = fact.version
-                group.attempts += 1
                 self._workers.setdefault(fact.worker, {})[fact.ticket] = group
                 self._move(group, TicketAssigned)
             case TicketReturned():
@@ -200,9 +199,10 @@ class Ledger:
         """The weights that were current when the group was last assigned; -1 if it was not since a rollback."""
         return self._groups[ticket].version
 
-    def attempts(self, ticket: str) -> int:
-        """How often the group was assigned since it was issued or rolled back."""
-        return self._groups[ticket].attempts
+    def quarantined_of(self, ticket: str) -> frozenset[str]:
+        """Keys of its samples that stay set aside, whoever runs it again; none where it is forgotten."""
+        group = self._groups.get(ticket)
+        return frozenset() if group is None else frozenset(group.quarantine)
 
     def metas(self, ticket: str) -> tuple[SampleMeta, ...]:
         """Of the scored samples, by sample index."""
@@ -414,8 +414,7 @@ class Ledger:
             del self._batches[later]
         self.step = step
         for group in undone + live:
-            group.attempts = group.step = 0
-            group.version = -1
+            group.step, group.version = 0, -1
             self._move(group, RolledBack)
 
     def _move(self, group: Group, kind: type[LedgerFact], indices: Iterable[int] | None = None) -> None:

@@ -87,8 +87,6 @@ class Group:
     incarnation: str = ""
     version: int = -1
     """Of the weights that were current when it was last assigned; its tokens are not older."""
-    attempts: int = 0
-    """Assignments since it was issued or rolled back."""
     step: int = 0
     """Of its batch; 0 when it is in none."""
     ended: int = 0

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from kintsugi.errors import IntegrityError, KintsugiError, RefusedError
 from kintsugi.messages import FetchWeights, Ok, UploadWeights, WeightsFetched
 from kintsugi.transport import Delivery, Endpoint
+from kintsugi.types import Role, role_of
 
 VERSIONS_HELD = 2
 MAX_WAITING = 1024
@@ -53,23 +54,33 @@ class MetaServer:
             self._endpoint.fail(delivery, error)
 
     def _hold(self, owner: str, upload: UploadWeights, blobs: Frames) -> None:
+        if role_of(owner) is not Role.MODEL:
+            raise RefusedError(f"expected weights of a rank, got version {upload.version} from {owner}")
+        pieces = _cut(upload.pieces, blobs, what=f"version {upload.version} from {owner}")
+        self._forget_around(upload.version, owner=owner)
+        held = self._versions.setdefault(upload.version, {})
+        for index, (other, digest, _) in list(held.items()):
+            if index in pieces or (other == owner and digest != upload.digest):
+                del held[index]
         size = sum(upload.pieces.values())
         if self.size + size > self._capacity:
             raise RefusedError(
                 f"{size} bytes of version {upload.version} do not fit: {self.size} of {self._capacity} are used"
             )
-        pieces = _cut(upload.pieces, blobs, what=f"version {upload.version} from {owner}")
-        self._forget_around(upload.version)
-        held = self._versions.setdefault(upload.version, {})
-        for index, (other, digest, _) in list(held.items()):
-            if other == owner and digest != upload.digest:
-                del held[index]
         held |= {index: (owner, upload.digest, frames) for index, frames in pieces.items()}
 
-    def _forget_around(self, version: int) -> None:
-        """What is older than the last two, and what a run that went back has undone."""
-        for other in [held for held in self._versions if held > version or held <= version - VERSIONS_HELD]:
-            del self._versions[other]
+    def _forget_around(self, version: int, *, owner: str) -> None:
+        """What is older than the last two, and what a run that went back has undone: it did where a rank that had
+        uploaded a later version begins this one. One that has not is only late, and the others' stays."""
+        later = [held for held in self._versions if held > version]
+        if any(owner == other for held in later for other, _, _ in self._versions[held].values()):
+            for undone in later:
+                del self._versions[undone]
+        newest = max(self._versions, default=version)
+        if version <= newest - VERSIONS_HELD:
+            raise RefusedError(f"version {version} comes too late: version {newest} is here")
+        for old in [held for held in self._versions if held <= version - VERSIONS_HELD]:
+            del self._versions[old]
 
     def _answer(self, delivery: Delivery, request: FetchWeights) -> bool:
         """Give what there is of what was asked for; False if there is nothing yet."""

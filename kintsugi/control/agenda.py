@@ -53,7 +53,8 @@ def evaluation_is_due(config: Config, state: MasterState) -> bool:
 
 def steps_ahead(config: Config, state: MasterState) -> int:
     """How many steps rollout may now run ahead of training; never more than is configured."""
-    return config.asynchrony.max_staleness if state.pace is None else state.pace.ahead
+    most = config.asynchrony.max_staleness
+    return most if state.pace is None else min(most, state.pace.ahead)
 
 
 def needs_version(config: Config, state: MasterState, *, version: int, evaluates: bool) -> bool:

@@ -73,7 +73,7 @@ class Collecting:
         """More or fewer groups at once, by how many samples wait at the servers; once a step, so that it shows what it
         did before it is done again."""
         state, section = self._draft.state, self._config.asynchrony
-        is_new = state.pace is None or state.pace.step < state.step
+        is_new = state.pace is None or state.pace.step != state.step
         if not (section.adaptive and section.max_staleness and is_new and state.stage == stage.name):
             return
         most = self._episodes.most_groups
@@ -92,8 +92,11 @@ class Collecting:
             self._draft.because(f"{ahead} steps ahead, {groups} groups at once: {reason}")
 
     def roll(self, stage: Stage, now: float) -> None:
-        """Keep groups coming, as far ahead as the staleness bound allows; with 0 there is nothing to do before the step
-        is committed and its weights are current."""
-        ahead = self._config.asynchrony.max_staleness > 0 and self._draft.state.stage == stage.name
-        if ahead and not self._failure.begun:
+        """Keep groups coming, as far ahead as the staleness bound allows; with 0 none but those under way can come
+        before the step is committed and its weights are current."""
+        if self._failure.begun:
+            return
+        if self._config.asynchrony.max_staleness > 0 and self._draft.state.stage == stage.name:
             self._episodes.collect(stage, now)
+        else:
+            self._episodes.hand_out(now)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kintsugi.buffer.admission import admissible
-from kintsugi.buffer.choosing import choose_batch
+from kintsugi.buffer.choosing import Choice, choose_batch
 from kintsugi.config import Config
 from kintsugi.control.agenda import steps_ahead
 from kintsugi.control.draft import Conversation, Draft
@@ -53,38 +53,49 @@ class Episodes:
         self.last_reason = ""
         """Why the latest group or sample was set aside."""
         self.timing: Counter[str] = Counter()
-        """Seconds that workers spent per call since it was last cleared."""
+        """Seconds that workers spent per call on groups that train, since it was last cleared."""
 
     def collect(self, stage: Stage, now: float) -> None:
         """Issue what may be issued and hand out what waits; after a rollback the youngest wait for their own step.
 
         What is sampled goes by the weights that the servers have; rows of the data by the step that learns them.
         """
-        state, ledger, counters = self._draft.state, self._draft.state.ledger, self._draft.state.ledger.stage
+        state, counters = self._draft.state, self._draft.state.ledger.stage(stage.name)
         version, staleness = state.step, 0
         if stage.samples_completions:
             version, staleness = state.version, steps_ahead(self._config, state)
+        if version < 0:  # Nobody has weights that count: what is under way goes on, nothing new begins.
+            return
+        issued = counters.num_issued
         count, reason = admissible(
-            num_issued=counters(stage.name).num_issued,
-            num_dropped=counters(stage.name).num_dropped,
+            num_issued=issued,
+            num_dropped=counters.num_dropped,
             version=version - stage.first_step + 1,
             batch_size=stage.algorithm.batch_size,
             max_staleness=staleness,
             num_steps=stage.algorithm.steps,
         )
-        if version < 0:  # Nobody has weights that count: what is under way goes on, nothing new begins.
-            return
         if count > 0:
-            issued = counters(stage.name).num_issued
             self._draft.fact(
                 TicketsIssued(next_tickets(stage, num_issued=issued, count=count, num_rows=self._num_rows))
             )
             self._draft.because(f"issued {count}: {reason}")
-        waiting = [ticket for ticket in ledger.issued_unassigned() if ticket.stage == stage.name]
-        for ticket in waiting[: len(waiting) + min(0, count)]:
-            if self._scheduler.status(ticket.id) is TaskStatus.UNKNOWN:
-                self._scheduler.submit(ticket.id)
+        for ticket in self._waiting(stage, too_many=max(0, -count)):
+            if self._scheduler.status(ticket) is TaskStatus.UNKNOWN:
+                self._scheduler.submit(ticket)
         self.hand_out(now)
+
+    def _waiting(self, stage: Stage, *, too_many: int) -> list[str]:
+        """Tickets that may be handed out, but for so many of the youngest that are in no batch. Some of those may run
+        already, or be complete: then older ones that were lost must not wait in their place."""
+        ledger = self._draft.state.ledger
+        waiting = [ticket.id for ticket in ledger.issued_unassigned() if ticket.stage == stage.name]
+        if not too_many:
+            return waiting
+        counters, in_batch = ledger.stage(stage.name), ledger.in_batch(self._draft.state.step + 1)
+        free = counters.num_issued - counters.num_dropped - counters.num_trained - len(in_batch)
+        oldest = {candidate.ticket for candidate in ledger.candidates(max(0, free - too_many))}
+        return [ticket for ticket in waiting if ticket in oldest]
 
     @property
     def most_groups(self) -> int:
@@ -97,41 +108,47 @@ class Episodes:
         return self._scheduler.num_pending
 
     def next_batch(self, stage: Stage) -> tuple[str, ...]:
-        """The batch of the next step, if it is complete; what became too old for it is dropped, and replaced."""
+        """The batch of the next step, if it is complete; what became too old for it is dropped, and replaced by what
+        is complete already or else by the next prompt."""
+        choice = self._choose(stage)
+        while choice.expired:
+            for ticket, reason in choice.expired.items():
+                self.last_reason = reason
+                self._draft.fact(TicketExpired(ticket, reason))
+            choice = self._choose(stage)
+        if choice.batch and choice.reason:
+            self._draft.because(choice.reason)
+        return choice.batch
+
+    def _choose(self, stage: Stage) -> Choice:
         state, section = self._draft.state, self._config.asynchrony
         size = stage.algorithm.batch_size
-        choice = choose_batch(
+        return choose_batch(
             state.ledger.candidates(size + section.overtake),
             size=size,
             version=state.step,
             max_staleness=section.max_staleness,
             overtake=section.overtake,
         )
-        for ticket, reason in choice.expired.items():
-            self.last_reason = reason
-            self._draft.fact(TicketExpired(ticket, reason))
-        if choice.batch and choice.reason:
-            self._draft.because(choice.reason)
-        return choice.batch
 
     def resample(self, stage: Stage) -> None:
         """Dynamic sampling: groups that say nothing are filtered, so that the next prompts replace them.
 
-        A group is judged when all older ones of the step are complete and kept: in the order of issue, so that which
-        groups are replaced, and which are kept because the bound is reached, does not depend on who arrives when. What
-        was filtered stays so and counts for its step, whoever collects it again after a fault.
+        A group is judged when all older ones of the step are complete and kept, or passed over: in the order of issue,
+        so that which groups are replaced, and which are kept because the bound is reached, does not depend on who
+        arrives when. What was filtered stays so and counts for its step, whoever collects it again after a fault.
         """
         ledger, step = self._draft.state.ledger, self._draft.state.step + 1
         size, limit = stage.algorithm.batch_size, self._config.sampling.max_new_tokens
         left = stage.algorithm.resampling_rounds * size
         left -= len(ledger.dropped_in(step, reason=FilterReason.EQUAL_REWARDS)) if left else 0
         while left > 0:
-            oldest = (
+            uninformative = (
                 ticket
-                for ticket in ledger.oldest_ready(size)
+                for ticket in self._choose(stage).complete
                 if is_uninformative(stage, ledger.metas(ticket), max_new_tokens=limit)
             )
-            ticket = next(oldest, None)
+            ticket = next(uninformative, None)
             if ticket is None:
                 return
             self._draft.fact(TicketFiltered(ticket, FilterReason.EQUAL_REWARDS))
@@ -153,9 +170,9 @@ class Episodes:
         return f"{why}; the last: {self.last_reason}"
 
     def evaluate(self, evaluation: Evaluation, now: float) -> None:
+        """The run waits for it, so it goes before groups of later steps."""
         self.evaluation = evaluation
-        for name in evaluation.tasks:
-            self._scheduler.submit(name)
+        self._scheduler.submit_first(evaluation.tasks)
         self.hand_out(now)
 
     def hand_out(self, now: float) -> None:
@@ -177,20 +194,22 @@ class Episodes:
 
         Gives what is wrong with an evaluation answer, which can neither be ignored nor set aside.
         """
-        self.timing.update(done.timing)
-        if self.evaluation is not None and done.ticket in self.evaluation.tasks:
-            self._scheduler.complete(done.ticket)
-            return self.evaluation.take(done)
-        ledger = self._draft.state.ledger
-        facts: list[SampleQuarantined | SamplesScored] = [
-            SampleQuarantined(key, reason) for key, reason in done.quarantined.items()
-        ]
-        self.last_reason = next(iter(done.quarantined.values()), self.last_reason)
-        if done.samples:
-            facts.append(SamplesScored(done.ticket, done.samples))
-        self._texts.update(done.texts)
         self._tokens.pop(done.ticket, None)
         self._scheduler.complete(done.ticket)
+        if self.evaluation is not None and done.ticket in self.evaluation.tasks:
+            return self.evaluation.take(done)
+        ledger = self._draft.state.ledger
+        # A group that is run again may give other samples than before; what was set aside stays so.
+        aside = ledger.quarantined_of(done.ticket)
+        facts: list[SampleQuarantined | SamplesScored] = [
+            SampleQuarantined(key, reason) for key, reason in done.quarantined.items() if key not in aside
+        ]
+        self.last_reason = next(iter(done.quarantined.values()), self.last_reason)
+        samples = tuple(meta for meta in done.samples if meta.key not in aside)
+        if samples:
+            facts.append(SamplesScored(done.ticket, samples))
+        self._texts.update(done.texts)
+        self.timing.update(done.timing)
         for fact in facts:
             refusal = ledger.accepts(fact)
             if refusal is not None:

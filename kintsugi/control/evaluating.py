@@ -10,7 +10,7 @@ from kintsugi.config import Config
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.episodes import Episodes
 from kintsugi.control.evaluation import Evaluation
-from kintsugi.control.protocol import RecordEvaluation
+from kintsugi.control.protocol import Raise, RecordEvaluation
 from kintsugi.facts import EvaluationDone
 from kintsugi.messages import EvaluatePairs, PairsEvaluated
 from kintsugi.observe.evaluation import summarize
@@ -54,7 +54,12 @@ class Evaluating:
             self._episodes.hand_out(now)
             return
         self._episodes.evaluation = None
-        self._episodes.timing.clear()
+        if evaluation.unscored:
+            name, reason = next(iter(evaluation.unscored.items()))
+            count = len(evaluation.unscored)
+            self._draft.do(
+                Raise(f"{count} held-out answers could not be scored, and count as wrong; {name}: {reason}")
+            )
         self._conclude(evaluation.metrics(), evaluation.verdicts(), now)
 
     def _ask_ranks(self, ranks: Sequence[str], now: float) -> None:

@@ -27,25 +27,35 @@ class Evaluation:
                     sampling,
                 )
         self._correct: dict[str, list[bool]] = {}
+        self.unscored: dict[str, str] = {}
+        """Sample → why it could not be scored; it counts as wrong."""
 
     def take(self, done: EpisodesDone) -> str | None:
-        """Note an answer; gives what is wrong with it. Right is what the first reward function gives full marks."""
-        if done.quarantined:
-            return f"evaluation problem {done.ticket} could not be scored: {next(iter(done.quarantined.values()))}"
+        """Note an answer; gives what is wrong with it. Right is what the first reward function gives full marks.
+
+        One that could not be scored after all attempts is no reason to end a run; it would be if nothing can be.
+        """
         versions = {meta.version for meta in done.samples} - {self._version}
         if versions:
             return f"evaluation at version {self._version} was answered by version {sorted(versions)}"
-        self._correct[done.ticket] = [next(iter(m.reward_components.values())) >= 1.0 for m in done.samples]
-        return None
+        verdicts = [next(iter(meta.reward_components.values())) >= 1.0 for meta in done.samples]
+        self._correct[done.ticket] = verdicts + [False] * len(done.quarantined)
+        self.unscored |= done.quarantined
+        if len(self.unscored) < sum(ticket.num_samples for ticket, _ in self.tasks.values()):
+            return None
+        return (
+            f"no evaluation problem could be scored; {done.ticket}: {next(iter(done.quarantined.values()))}"
+        )
 
     @property
     def finished(self) -> bool:
         return len(self._correct) == len(self.tasks)
 
     def metrics(self) -> dict[str, float]:
-        """Greedy accuracy, mean@k, pass@k, with intervals."""
+        """Greedy accuracy, mean@k, pass@k, with intervals; and how many answers could not be scored, if any."""
         sampled = [self._correct[name] for name, (ticket, _) in self.tasks.items() if ticket.round == 1]
-        return summarize(self.verdicts(), sampled)
+        metrics = summarize(self.verdicts(), sampled)
+        return metrics | ({"eval/unscored": float(len(self.unscored))} if self.unscored else {})
 
     def verdicts(self) -> tuple[bool, ...]:
         """Of the greedy answers, in the order of the problems."""

@@ -300,8 +300,8 @@ class Master:
         self._staff.order(process, now)
         if role is Role.MODEL and phase is not Phase.STARTING:
             self._recover(now, fault.message)
-        elif self.phase in ROLLING:
-            self._episodes.hand_out(now)
+        else:
+            self._after_episodes(now)
 
     def _disagree(self, process: str, problem: str, now: float) -> None:
         """What should be equal is not: the ranks have to agree again before anything goes on."""

@@ -13,7 +13,7 @@ from kintsugi.config import Config
 from kintsugi.control.draft import Conversation, Draft
 from kintsugi.control.staff import Staff
 from kintsugi.control.suspicion import CHIP
-from kintsugi.errors import Fault, IntegrityError, ProcessDied, root_first
+from kintsugi.errors import DeadlineExceeded, Fault, IntegrityError, ProcessDied, root_first
 from kintsugi.facts import VersionCurrent
 from kintsugi.messages import LoadWeights, Published, WeightsLoaded
 from kintsugi.types import Role
@@ -57,6 +57,8 @@ class Publication:
         self._load_at = math.inf
         """When a load that failed is repeated."""
         self._ranks: Sequence[str] = ()
+        self._late: set[str] = set()
+        """Incarnations of servers that did not load the last version in time."""
 
     def begin(self, ranks: Sequence[str], now: float) -> None:
         """Have the lowest rank of each host lay the committed weights out; without servers, they are current.
@@ -131,7 +133,8 @@ class Publication:
         """While there is no manager, nothing is asked: it will be when one joins."""
         assert self._published is not None
         self._loading = True
-        self._talk.withdraw_all(f"{LOAD}:")
+        for purpose in (LOAD, AGAIN):  # What was asked before is superseded, and will be refused.
+            self._talk.withdraw_all(f"{purpose}:")
         bodies = dict.fromkeys(self._draft.state.members.live(Role.MANAGER), self._body(self._published))
         self._talk.ask_each(LOAD, bodies, now)
 
@@ -139,7 +142,7 @@ class Publication:
         return LoadWeights(published.manifest, published.sources, self._running)
 
     def loaded(self, loaded: WeightsLoaded, now: float) -> None:
-        """The manager says that every live server has them."""
+        """The manager says that every live server has them, but for those that it left behind."""
         assert self._published is not None and self._loading
         manifest, self._loading, self._failures = self._published.manifest, False, 0
         if (loaded.version, loaded.digest) != (manifest.version, manifest.digest):
@@ -152,6 +155,7 @@ class Publication:
                 loaded.version, manifest.digest, self._published.sources, loaded.servers, loaded.pause_ms
             )
         )
+        self._replace_late(loaded, now)
         is_awaited, self._is_awaited = self._is_awaited, False
         if not is_awaited:
             self._roll(now)
@@ -159,6 +163,19 @@ class Publication:
             self._lay_out(now)
         else:
             self._go_on(now)
+
+    def _replace_late(self, loaded: WeightsLoaded, now: float) -> None:
+        """Every version waits for who will not load it, for as long as it may: who was late twice in a row is ended."""
+        members, before, self._late = self._draft.state.members, self._late, set()
+        for server in loaded.late:
+            if not members.is_live(server):
+                continue
+            incarnation = members.members[server].incarnation
+            self._late.add(incarnation)
+            if incarnation in before and not self._staff.is_condemned(server):
+                what = f"{server} did not load version {loaded.version} in time, nor the one before"
+                name = f"{server}@{incarnation}.late"
+                self._staff.condemn(server, Fault(name, DeadlineExceeded.__name__, server, what, 0.0), now)
 
     def failed(self, fault: Fault, now: float) -> bool:
         """A load failed: it is repeated after a pause, without the server that could not load, or with another manager

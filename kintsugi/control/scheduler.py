@@ -43,6 +43,13 @@ class TaskScheduler:
         assert self.status(task) is TaskStatus.UNKNOWN, f"task {task} submitted twice"
         self._pending[task] = None
 
+    def submit_first(self, tasks: Iterable[str]) -> None:
+        """Somebody waits for these: they go before everything that is pending."""
+        first = dict.fromkeys(tasks)
+        known = [task for task in first if self.status(task) is not TaskStatus.UNKNOWN]
+        assert not known, f"tasks {known} submitted twice"
+        self._pending = {**first, **self._pending}
+
     def adopt(self, task: str, worker: str) -> None:
         """The task runs on this worker already."""
         assert self.status(task) is TaskStatus.UNKNOWN, f"task {task} is known"

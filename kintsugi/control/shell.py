@@ -265,12 +265,9 @@ class MasterShell:
     def _take(self, event: Event) -> None:
         """One event through the pure core: decide, journal, act."""
         now, before = self._clock.monotonic(), self._master.phase
-        is_tick = isinstance(event, Tick)
-        if not is_tick:
-            self._records.input(event, now)
+        # A tick that leads to nothing counts too: whom a request could not reach may be asked again after it.
+        self._records.input(event, now)
         decision = self._master.decide(event, now)
-        if is_tick and (decision.facts or decision.effects):
-            self._records.input(event, now)
         if self._master.phase is not before:
             self._log.emit(Transition("master", "run", before, self._master.phase, decision.reason))
         self._carry_out(decision)

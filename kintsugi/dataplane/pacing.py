@@ -8,8 +8,8 @@ class Pace:
 
     >>> pace = Pace(bytes_per_s=100.0)
     >>> pace.take(50, now=7.0)
-    >>> pace.admits(7.4), pace.admits(7.5)
-    (False, True)
+    >>> pace.admits(7.4), pace.admits(7.5), pace.free_in_s(7.25)
+    (False, True, 0.25)
     """
 
     def __init__(self, bytes_per_s: float | None) -> None:
@@ -19,6 +19,10 @@ class Pace:
 
     def admits(self, now: float) -> bool:
         return now >= self._free_at
+
+    def free_in_s(self, now: float) -> float:
+        """How long it will hold back what comes next."""
+        return max(0.0, self._free_at - now)
 
     def take(self, size: int, *, now: float) -> None:
         """So much is on its way from now on."""

@@ -158,7 +158,8 @@ def made(candidate: Candidate, *, links: Links, reason: str = "", bytes_per_s: f
 
 
 def _limited(routes: Mapping[int, Routes], needs: Needs, *, bytes_per_s: float) -> dict[int, Routes]:
-    """The ranks of one host, each with an equal share for every holder on another host that it asks itself."""
+    """The ranks of one host, each with an equal share for every holder on another host that it asks itself. Who has to
+    ask one after all, because it was not relayed, keeps to that share too."""
     asked = {
         rank: sorted(
             {holder for holder in needs.remote_of(rank) if holder not in route.via}
@@ -168,6 +169,6 @@ def _limited(routes: Mapping[int, Routes], needs: Needs, *, bytes_per_s: float) 
     }
     share = bytes_per_s / max(1, sum(len(holders) for holders in asked.values()))
     return {
-        rank: msgspec.structs.replace(route, limits=dict.fromkeys(asked[rank], share))
+        rank: msgspec.structs.replace(route, limits=dict.fromkeys([*asked[rank], *route.via], share))
         for rank, route in routes.items()
     }

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
 import torch
 
 from kintsugi.config import ShareDevice
+from kintsugi.disk import storage_errors
 from kintsugi.errors import UserError
 from kintsugi.generation.backend import Backend
 from kintsugi.generation.cpu import PAGE_SIZE, CpuRunner
 from kintsugi.generation.engine import Engine
-from kintsugi.generation.native import NativeRunner
-from kintsugi.generation.native_library import compiler
+from kintsugi.generation.native import NATIVE_DTYPES, NativeRunner, head_shape
+from kintsugi.generation.native_library import why_not
 from kintsugi.generation.pages import num_pages_of
 from kintsugi.lease.client import Memory
 from kintsugi.lease.memory import Kept, check_policy
@@ -23,6 +29,9 @@ SHARE_OF_FREE_MEMORY = 0.5
 """Of a device, beside two versions of the weights; the rest is for activations, and for others who use it."""
 STEPS_PER_VISIT = 8
 """Of a device that the host visits; new weights wait for a visit to end."""
+STEPS_FILE = "steps"
+"""In the folder of a deterministic run: how its servers compute on processors."""
+_COMPILED, _EAGER = "compiled", "eager"
 
 
 def build_engine(
@@ -39,8 +48,8 @@ def build_engine(
 ) -> Engine:
     """An engine whose weights are still to be loaded.
 
-    `native` has the processor's steps compiled for it, or not; unset, they are where there is a compiler and one
-    thread. Either way has bits of its own, so the servers of a deterministic run must be alike in this, too.
+    `native` has the processor's steps compiled for it, or not; unset, they are where that is possible. Either way has
+    bits of its own, so the servers of a deterministic run go by `agreed_steps`.
 
     `kv_cache_gib` is the memory for keys and values; without it there is enough for all slots at full length, on an
     accelerator as far as it has memory: with less, requests wait for each other.
@@ -48,14 +57,18 @@ def build_engine(
     model = Transformer(architecture, packed=True, dtype=dtype, device=device)
     end_token_ids = tuple({*architecture.eos_token_ids, tokenizer.eos_token_id})
     if device.type == "cpu":
+        if native is None:
+            native = not why_not_native(architecture, dtype=dtype)
+        page_bytes = PAGE_SIZE * _token_bytes(architecture, dtype)
+        if native:
+            # Heads are rounded up to whole vectors there.
+            page_bytes = page_bytes // architecture.head_dim * head_shape(architecture, dtype=dtype).size
         num_pages = _num_pages(
             num_pages_of(max_length, page_size=PAGE_SIZE),
             slots=slots,
-            page_bytes=PAGE_SIZE * _token_bytes(architecture, dtype),
+            page_bytes=page_bytes,
             kv_cache_gib=kv_cache_gib,
         )
-        if native is None:
-            native = compiler() is not None and torch.get_num_threads() == 1
         if native:
             native_runner = NativeRunner(model, num_slots=slots, max_length=max_length, num_pages=num_pages)
             # Bits that depend on nothing but a request's own tokens need no further care.
@@ -96,6 +109,47 @@ def build_engine(
         steps_per_visit=STEPS_PER_VISIT,
         overlap=True,
     )
+
+
+def why_not_native(architecture: ModelConfig, *, dtype: torch.dtype) -> str:
+    """Why the processor's steps can not be compiled; empty where they can."""
+    if dtype not in NATIVE_DTYPES:
+        return f"there are no compiled steps in {str(dtype).removeprefix('torch.')}"
+    if torch.get_num_threads() != 1:
+        return f"compiled steps use one thread, not {torch.get_num_threads()}"
+    return why_not(head_shape(architecture, dtype=dtype))
+
+
+def agreed_steps(folder: Path, *, reason: str, process: str) -> bool:
+    """Whether the processor's steps are compiled in a deterministic run: its first server decides, for good.
+
+    Those that could compile leave it where the first could not, which is `reason`; one that can not where the first
+    did must not take part.
+    """
+    path = folder / STEPS_FILE
+    with storage_errors(f"could not keep {path}"):
+        if not path.exists():
+            with NamedTemporaryFile("w", dir=folder, prefix=f".{STEPS_FILE}-") as own:
+                own.write(_EAGER if reason else _COMPILED)
+                own.flush()
+                with suppress(FileExistsError):
+                    os.link(own.name, path)
+        agreed = path.read_text(encoding="utf-8")
+    if agreed == _COMPILED and reason:
+        raise UserError(
+            f"expected {process} to compile its steps, like the first server of this deterministic run ({path}), "
+            f"got: {reason}"
+        )
+    return agreed == _COMPILED
+
+
+def note_of(backend: Backend) -> str:
+    """What people should know about how a server computes, if anything."""
+    if not isinstance(backend, Engine) or not isinstance(backend.runner, CpuRunner):
+        return ""
+    model = backend.runner.model
+    reason = why_not_native(model.config, dtype=model.dtype) or "the first server of the run could not"
+    return f"steps are not compiled, and slower: {reason}"
 
 
 def memory_of(backend: Backend, *, policy: ShareDevice, device: torch.device) -> Memory | None:

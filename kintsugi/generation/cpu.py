@@ -98,6 +98,10 @@ class CpuRunner:
     def shape(self) -> RunnerShape:
         return self._shape
 
+    @property
+    def model(self) -> Transformer:
+        return self._model
+
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         shape = self._shape

@@ -220,7 +220,8 @@ static inline void turn(float *head, const float *turns) {
 }
 
 // Norms and rotation of a row's query and key, and its key and value to where they stay: keys of a page are transposed.
-static void place(const Model *model, const Layer *layer, real *pages, float *heads, int64_t position, int64_t target) {
+// One copy of it, for prefill and decode: another might be rounded otherwise.
+__attribute__((noinline)) static void place(const Model *model, const Layer *layer, real *pages, float *heads, int64_t position, int64_t target) {
   const int64_t num_heads = model->num_heads, num_kv_heads = model->num_kv_heads;
   for (int64_t head = 0; head < num_heads + num_kv_heads; head++) {
     float *at = heads + head * HEAD_SIZE;
@@ -266,7 +267,7 @@ static void attend(const real *pages, int64_t page_stride, const int64_t *table,
       const int32_t left = (int32_t)(count - start - span * LANES);
       for (int q = 0; q < QUERIES; q++) {
         const vec score = lane < left ? (found[q][0] + found[q][1]) * scale : all(-__builtin_inff());
-        peaks[q] = peaks[q] >= score ? peaks[q] : score;   // A NaN stays.
+        peaks[q] = peaks[q] >= score ? peaks[q] : score;
         store(scores + q * stride + start + span * LANES, score);
       }
     }

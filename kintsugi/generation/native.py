@@ -23,8 +23,10 @@ from kintsugi.generation.native_library import PAGE_SIZE, HeadShape, library_of
 from kintsugi.generation.native_weights import PackedWeights, Packing
 from kintsugi.generation.runner import Chunk, Decoded, Row, RunnerShape
 from kintsugi.generation.sampler import bent_logits
+from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.transformer import Transformer
 
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 _CHUNK_SIZE = 2 * PAGE_SIZE
 _MAX_CHUNKS = 16
 _MOST_PREFILLED = 128
@@ -37,6 +39,13 @@ class _Done:
 
     def result(self) -> Decoded:
         return self.decoded
+
+
+def head_shape(config: ModelConfig, *, dtype: torch.dtype) -> HeadShape:
+    assert dtype in NATIVE_DTYPES, f"no compiled steps in {dtype}"
+    return HeadShape(
+        config.head_dim, group=config.num_heads // config.num_kv_heads, is_half=dtype == torch.bfloat16
+    )
 
 
 class NativeRunner:
@@ -58,11 +67,7 @@ class NativeRunner:
             max_chunks=_MAX_CHUNKS,
             vocab_size=config.vocab_size,
         )
-        heads = HeadShape(
-            config.head_dim,
-            group=config.num_heads // config.num_kv_heads,
-            is_half=model.dtype == torch.bfloat16,
-        )
+        heads = head_shape(config, dtype=model.dtype)
         self._library = library_of(heads)
         self._packing = Packing(config, dtype=model.dtype, panel=self._library.panel, shape=heads)
         self._weights = PackedWeights()
@@ -248,6 +253,7 @@ class NativeRunner:
         *,
         logits: Tensor | None,
     ) -> None:
+        assert self._weights, "a step before the first weights"
         self._library.forward(
             ctypes.byref(self._native),
             ctypes.byref(self._work),

@@ -1,31 +1,38 @@
 """`native.cpp`, compiled for this processor and one shape of attention head, and its functions.
 
-Compiling takes a second, once: the library is kept under the user's cache folder, by everything it depends on.
+Compiling takes a second, once: the library is kept under the user's cache folder, by everything it depends on. Where
+that folder can not be used, or somebody else could have put a library there, it takes a second at every start.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import platform
 import shutil
-import subprocess
+import signal
+import stat
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from kintsugi.errors import UserError
-from kintsugi.runtime import wait
+from kintsugi.errors import CompileFailed, DeadlineExceeded
+from kintsugi.runtime import SystemProcesses
 
 _SOURCE = Path(__file__).with_name("native.cpp")
-_COMPILERS = ("c++", "g++", "clang++")
+_COMPILERS = ("c++", "g++")
 _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-fno-exceptions"),
     # What rounds once where it could round twice, and nothing that takes a NaN for impossible.
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
 )
 _COMPILE_TIMEOUT_S = 120.0
+_KILLED_TIMEOUT_S = 10.0
+_FOLDER = "~/.cache/kintsugi/native"
+_DIGEST_SIZE = hashlib.sha256().digest_size
 PAGE_SIZE = 16
 _MOST_SUMS = 16
 """Vectors that attention adds up at once; a processor has twice as many registers for them."""
@@ -104,43 +111,101 @@ def compiler() -> str | None:
 
 @cache
 def library_of(shape: HeadShape) -> Library:
-    """Compiled now, if it has not been before."""
+    """Compiled now, if it has not been before; CompileFailed says why there is none."""
     program = compiler()
     if program is None:
-        raise UserError(f"expected a C++ compiler ({', '.join(_COMPILERS)}), found none")
+        raise CompileFailed(f"expected a C++ compiler ({', '.join(_COMPILERS)}), found none")
     flags = (
         *_FLAGS,
         *(f"-DHEAD_SIZE={shape.size}", f"-DQUERIES={shape.num_queries}", f"-DHALF={int(shape.is_half)}"),
     )
-    identity = "\n".join([program, *flags, _processor(), _SOURCE.read_text(encoding="utf-8")])
-    name = hashlib.sha256(identity.encode()).hexdigest()[:32]
-    folder = Path("~/.cache/kintsugi/native").expanduser()
-    path = folder / f"native-{name}.so"
-    if not path.exists():
+    try:
+        name = _name_of(program, flags)
+        folder = _own_folder()
+        if folder is not None:
+            # It may be full, or on a disk from which nothing may be executed.
+            with suppress(OSError):
+                return _library_in(folder, name, program=program, flags=flags)
+        with tempfile.TemporaryDirectory() as scratch:
+            return _library_in(Path(scratch), name, program=program, flags=flags)
+    except OSError as error:
+        raise CompileFailed(
+            f"expected {_SOURCE.name} compiled by {program} and loaded, got: {error}"
+        ) from error
+
+
+@cache
+def why_not(shape: HeadShape) -> str:
+    """Why there is no library; empty where there is one. Tried once, because a compiler that fails takes as long."""
+    try:
+        library_of(shape)
+    except CompileFailed as error:
+        return str(error)
+    return ""
+
+
+def _name_of(program: str, flags: tuple[str, ...]) -> str:
+    """By all that a library depends on; a compiler that was replaced has another size or time."""
+    status = Path(program).resolve().stat()
+    made_by = [program, str(status.st_size), str(status.st_mtime_ns), *flags, _processor()]
+    identity = "\n".join([*made_by, _SOURCE.read_text(encoding="utf-8")])
+    return f"native-{hashlib.sha256(identity.encode()).hexdigest()[:32]}.so"
+
+
+def _own_folder() -> Path | None:
+    """Where libraries are kept, if nobody else can write there: a library is code that runs as this user."""
+    folder = Path(os.path.expanduser(_FOLDER))
+    # Not everybody has a home.
+    if not folder.is_absolute():
+        return None
+    try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+    except OSError:
+        return None
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    return folder if is_own and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else None
+
+
+def _library_in(folder: Path, name: str, *, program: str, flags: tuple[str, ...]) -> Library:
+    path = folder / name
+    if not _is_whole(path):
         _compile(program, flags=flags, target=path)
     return Library(path)
 
 
+def _is_whole(path: Path) -> bool:
+    """Whether it ends with the digest of all that comes before: part of a file may be lost when a host crashes."""
+    try:
+        found = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    return found[-_DIGEST_SIZE:] == hashlib.sha256(found[:-_DIGEST_SIZE]).digest()
+
+
 def _compile(program: str, *, flags: tuple[str, ...], target: Path) -> None:
+    """Whoever else does the same at the same time makes the same: the last one stays."""
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / target.name
-        done = wait(
-            lambda remaining_s: _finished([program, *flags, str(_SOURCE), "-o", str(made)], remaining_s),
-            whom="the compiler",
-            what=f"{_SOURCE.name} compiled",
-            timeout_s=_COMPILE_TIMEOUT_S,
-        )
-        if done.returncode != 0:
-            raise UserError(f"{program} could not compile {_SOURCE.name}: {done.stderr.strip()[-2000:]}")
+        command = [program, *flags, str(_SOURCE), "-o", str(made)]
+        with tempfile.TemporaryFile() as complaints:
+            child = SystemProcesses().spawn(command, stdout=complaints, stderr=complaints)
+            try:
+                status = child.wait_ended(whom="the compiler", timeout_s=_COMPILE_TIMEOUT_S)
+            except DeadlineExceeded as error:
+                child.send_signal(signal.SIGKILL)
+                child.wait_ended(whom="the compiler", timeout_s=_KILLED_TIMEOUT_S)
+                raise CompileFailed(f"{program} could not compile {_SOURCE.name}: {error}") from error
+            finally:
+                child.send_signal(signal.SIGKILL)
+                child.close()
+            complaints.seek(0)
+            said = complaints.read().decode(errors="replace").strip()
+        if status != 0:
+            raise CompileFailed(f"{program} could not compile {_SOURCE.name}: {said[-2000:]}")
+        # What loads a library does not look behind its end.
+        made.write_bytes((code := made.read_bytes()) + hashlib.sha256(code).digest())
         made.replace(target)
-
-
-def _finished(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[str] | None:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired:
-        return None
 
 
 def _processor() -> str:

@@ -13,9 +13,9 @@ import torch
 from kintsugi.bootstrap import Bootstrap
 from kintsugi.cluster.segments import SegmentClient
 from kintsugi.config import Config
-from kintsugi.errors import IntegrityError, KintsugiError, RefusedError, WorldError
+from kintsugi.errors import DeviceError, IntegrityError, KintsugiError, RefusedError, WorldError
 from kintsugi.generation.backend import Backend, Pause, Running
-from kintsugi.generation.building import build_engine, memory_of
+from kintsugi.generation.building import agreed_steps, build_engine, memory_of, note_of, why_not_native
 from kintsugi.generation.jobs import Incarnation, Job, check, incarnation_of, produced_of, prompt_of
 from kintsugi.generation.noise import stream_key
 from kintsugi.generation.requests import Output, Request, Tokens
@@ -210,18 +210,20 @@ class Server:
 
     def _swap_all(self) -> None:
         while self._stager.is_ready and self._lease.try_enter() and (load := self._stager.take()) is not None:
-            error = load.error
+            # Where others use the device too, it may have had no room for a moment; that ends nobody.
+            error = None if load.error is None else as_world_error(load.error)
             try:
                 if error is None:
                     self._swap(load)
             except KintsugiError as failure:
                 error = failure
-            if isinstance(error, KintsugiError):
-                load.release()
-                for delivery in load.deliveries:
-                    self._shell.fail(delivery, error)
-            elif error is not None:
+            if error is None:
+                continue
+            if isinstance(error, DeviceError) or not isinstance(error, KintsugiError):
                 raise error
+            load.release()
+            for delivery in load.deliveries:
+                self._shell.fail(delivery, error)
 
     def _swap(self, load: Load) -> None:
         """Change the weights, all of which have been verified."""
@@ -424,15 +426,21 @@ def open_backend(bootstrap: Bootstrap, config: Config, *, device: torch.device) 
         folder = Path(bootstrap.run_dir) / "handed_over" / bootstrap.process
         return backends.open_backend(config, index, folder=folder)
     architecture, tokenizer = plan_model(config)
+    dtype = getattr(torch, config.actor.dtype)
+    native = None
+    if config.deterministic and device.type == "cpu":
+        reason = why_not_native(architecture, dtype=dtype)
+        native = agreed_steps(Path(bootstrap.run_dir), reason=reason, process=bootstrap.process)
     return build_engine(
         architecture,
         tokenizer,
         slots=generation.slots,
         max_length=generation.max_length,
-        dtype=getattr(torch, config.actor.dtype),
+        dtype=dtype,
         device=device,
         deterministic=config.deterministic,
         kv_cache_gib=generation.kv_cache_gib,
+        native=native,
     )
 
 
@@ -446,6 +454,8 @@ def main(bootstrap: Bootstrap) -> int:
     memory = memory_of(backend, policy=policy, device=device)
 
     def body(shell: Shell) -> None:
+        if note := note_of(backend):
+            shell.events.emit(Note(note))
         fetcher = Fetcher(
             process=shell.process,
             host=bootstrap.host,

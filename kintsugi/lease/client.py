@@ -185,10 +185,10 @@ class DeviceLease:
             if self._busy:
                 return True
             self._wanted = True
+            if self._leaving or not self._holder.may_begin:
+                self._granted.clear()
             if self._leaving:
                 return False
-            if not self._holder.may_begin:
-                self._granted.clear()
             self._step(holding.want(self._holder, order=order))
             if not self._holder.may_begin:
                 return False

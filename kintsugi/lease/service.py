@@ -90,6 +90,7 @@ class LeaseService:
     def ended(self, process: str, incarnation: str) -> None:
         """A process of this host has ended, by itself or because it was fenced."""
         now = self._clock.monotonic()
+        self._named.pop((process, incarnation), None)
         for arbiter in tuple(self._arbiters.values()):
             member = _find(arbiter, process, incarnation)
             if member is None:

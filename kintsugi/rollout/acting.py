@@ -8,10 +8,12 @@ it says the same, and nothing is sampled twice.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from functools import partial
 
 import msgspec
+import xxhash
 
 from kintsugi.config import Config
 from kintsugi.errors import ConfigError, DataError, KintsugiError, ModelError, RemoteError, UserError
@@ -26,6 +28,8 @@ from kintsugi.rollout.user_process import UserProcess
 from kintsugi.runtime import COUNTERS, Clock, random_stream
 from kintsugi.types import Completion, SampleText, Sampling, sample_key
 
+_Question = tuple[int, bytes, Sampling]
+"""What the model was asked: turn, digest of the prompt (prompts of a long episode would fill the memory), sampling."""
 _USER_ERRORS = {each.__name__: each for each in (UserError, ConfigError, DataError, ModelError)}
 
 
@@ -37,8 +41,10 @@ class _Part(msgspec.Struct, eq=False):
     record: EpisodeRecord | None = None
     reason: str = ""
     """Why there will be no record."""
-    said: dict[tuple[int, bytes, Sampling], Completion] = {}
-    """What the model answered to (turn, prompt, sampling)."""
+    said: dict[_Question, Completion] = {}
+    """What the model answered."""
+    asked: dict[_Question, list[Wanted]] = {}
+    """What it has not answered yet; more than one wait for it when the episode has been begun again meanwhile."""
 
     @property
     def has_ended(self) -> bool:
@@ -146,40 +152,44 @@ class Acting:
             reason = f"expected the run's own temperature, {expected:g}, got {sampling.temperature:g}"
             self._process.answer(Answered(wanted.id, None, reason))
             return
-        key = (wanted.turn, wanted.prompt, sampling)
-        if key in part.said:
-            self._answer(part, wanted, part.said[key])
+        question = (wanted.turn, xxhash.xxh3_128_digest(wanted.prompt), sampling)
+        if question in part.said:
+            self._answer(part, wanted, part.said[question])
             return
+        if question in part.asked:
+            part.asked[question].append(wanted)
+            return
+        part.asked[question] = [wanted]
         self._generating.ask(
             group,
             turn=wanted.turn,
             prompt=wanted.prompt,
             sampling=sampling,
             samples=(part.sample,),
-            then=partial(self._generated, company, part, wanted, key),
+            then=partial(self._generated, company, part, question),
         )
 
     def _generated(
         self,
         company: _Company,
         part: _Part,
-        wanted: Wanted,
-        key: tuple[int, bytes, Sampling],
+        question: _Question,
         answer: tuple[Completion, ...] | KintsugiError,
     ) -> None:
-        if not company.group.is_open:
-            self._refuse(wanted, company.group)
-        elif (
-            isinstance(answer, RemoteError) and answer.cause is not None and answer.cause.kind in _USER_ERRORS
-        ):
-            self._process.answer(Answered(wanted.id, None, answer.cause.message))
-        elif isinstance(answer, KintsugiError):
-            self._give_up(company.group, answer)
-            self._refuse(wanted, company.group)
-        else:
-            (completion,) = answer
-            part.said[key] = completion
-            self._answer(part, wanted, completion)
+        group, asked = company.group, part.asked.pop(question)
+        cause = answer.cause if isinstance(answer, RemoteError) else None
+        is_theirs = cause is not None and cause.kind in _USER_ERRORS
+        if isinstance(answer, KintsugiError) and group.is_open and not is_theirs:
+            self._give_up(group, answer)
+        for wanted in asked:
+            if not group.is_open:
+                self._refuse(wanted, group)
+            elif isinstance(answer, KintsugiError):
+                assert cause is not None
+                self._process.answer(Answered(wanted.id, None, cause.message))
+            else:
+                (part.said[question],) = answer
+                self._answer(part, wanted, part.said[question])
 
     def _refuse(self, wanted: Wanted, group: Group) -> None:
         """Nobody waits for the group any more: let its episode end."""
@@ -199,6 +209,8 @@ class Acting:
         elif num_tokens > self._config.generation.max_length:
             limit = self._config.generation.max_length
             part.reason = f"an episode of {num_tokens} tokens, `generation.max_length` is {limit}"
+        elif not all(map(math.isfinite, self._components(record).values())):
+            part.reason = "an episode whose rewards or figures add up to no finite number"
         else:
             part.record = record
             COUNTERS.add("episodes")

@@ -83,7 +83,8 @@ class AgentPlayer:
         await asyncio.shield(self._starting)
 
     async def _returned(self, episode: Episode, session: Session, patience: _Patience) -> Any:
-        """What the program returns. Waits for that, for a failure of what it asked, and no longer than its time."""
+        """What the program returns. Waits for that, for a failure of what it asked, and no longer than its time; after
+        such a failure, as long again for a thread to notice: one that does not would be there for ever."""
         base_url = self._endpoint.open(session)
         call = partial(
             self._agent,
@@ -98,7 +99,12 @@ class AgentPlayer:
             async with patience.kept():
                 value, raised = await session.outcome
         except TimeoutError as error:
-            raise self._late(can_be_interrupted=program.is_async) from error
+            raise self._late(program) from error
+        except EpisodeFailed:
+            self._endpoint.end(session)
+            if not await program.ends_within(self._rollout.turn_timeout_s):
+                raise self._late(program) from None
+            raise
         finally:
             self._endpoint.end(session)
             program.cancel()
@@ -110,10 +116,10 @@ class AgentPlayer:
             ) from raised
         return value
 
-    def _late(self, *, can_be_interrupted: bool) -> EpisodeFailed:
+    def _late(self, program: _Program) -> EpisodeFailed:
         limit_s = self._rollout.turn_timeout_s
         reason = f"agent `{self._name}` did not ask or end for `rollout.turn_timeout_s`={limit_s:g} s"
-        return EpisodeFailed(reason) if can_be_interrupted else EpisodeHangs(reason)
+        return EpisodeFailed(reason) if program.can_be_interrupted else EpisodeHangs(reason)
 
     def _record(self, episode: Episode, session: Session, reward: float, *, seconds: float) -> EpisodeRecord:
         last = session.capture.longest()
@@ -200,7 +206,8 @@ class _Program:
     def __init__(self, call: Callable[[], Any], session: Session, *, is_async: bool) -> None:
         self._loop = asyncio.get_running_loop()
         self._session = session
-        self.is_async = is_async
+        self.can_be_interrupted = is_async
+        self._ended: asyncio.Future[None] = self._loop.create_future()
         self._task: asyncio.Task[None] | None = None
         if is_async:
             self._task = self._loop.create_task(self._await(call), name=f"agent {session.id}")
@@ -229,7 +236,20 @@ class _Program:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._settle, outcome)
 
+    async def ends_within(self, timeout_s: float) -> bool:
+        """Whether it leaves nothing behind."""
+        if self.can_be_interrupted:
+            return True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ended
+        except TimeoutError:
+            return False
+        return True
+
     def _settle(self, outcome: tuple[Any, BaseException | None]) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
         if not self._session.outcome.done():
             self._session.outcome.set_result(outcome)
 
@@ -239,7 +259,9 @@ class _Demonstrator:
 
     def __init__(self, row: Row, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._replies: list[str] = list(row.columns.get(REPLIES) or [row.columns[COMPLETION]])
+        self._replies = row.columns.get(REPLIES) or [row.columns[COMPLETION]]
+        if not isinstance(self._replies, list) or not all(isinstance(each, str) for each in self._replies):
+            raise DataError(f"expected a list of texts in the column `{REPLIES}`, got {self._replies!r:.80}")
         self._num_given = 0
 
     async def complete(
@@ -257,13 +279,18 @@ class _Demonstrator:
             )
         reply = self._replies[self._num_given]
         self._num_given += 1
-        is_stopped = reply.endswith(tuple(stop)) if stop else False
+        ends = [place + len(each) for each in stop if (place := reply.find(each)) >= 0]
+        if ends and min(ends) < len(reply):
+            raise DataError(f"reply {reply!r:.80} goes on after the text at which the agent stops the model")
         ids = self._tokenizer.encode(reply)
-        if not is_stopped:
+        if not ends:
             ids.append(self._tokenizer.eos_token_id)
         if len(ids) > max_new_tokens:
             raise DataError(f"reply {reply!r:.80} has {len(ids)} tokens, the agent asks for {max_new_tokens}")
-        return demonstrated_completion(ids, finish=Finish.STOP if is_stopped else Finish.EOS)
+        return demonstrated_completion(ids, finish=Finish.STOP if ends else Finish.EOS)
+
+    def working(self) -> None:
+        pass
 
 
 def _is_async(agent: Agent) -> bool:
@@ -278,15 +305,15 @@ def _figures(session: Session, last: Reply, *, num_turns: int) -> dict[str, floa
         "turns": float(num_turns),
         "branches": float(capture.num_branches),
         "untrained_tokens": float(capture.num_sampled - last.num_sampled),
-        "refused_requests": float(len(session.refusals)),
+        "refused_requests": float(session.num_refused),
     }
 
 
 def _refused(session: Session) -> str:
     """The last thing that the program was refused is often the reason why it failed."""
-    if not session.refusals:
+    last = session.last_refusal
+    if last is None:
         return ""
-    last = session.refusals[-1]
     return f"; its last refused request: {last.code or last.status.value}: {last.message:.300}"
 
 

@@ -63,7 +63,7 @@ class Answering:
 
     def oldest(self) -> tuple[float, Group] | None:
         """Since when which group is being judged."""
-        judged = next(iter(self._scoring.values()), None)
+        judged = next((each for each in self._scoring.values() if each.group.is_open), None)
         return None if judged is None else (judged.since, judged.group)
 
     def begin(self, group: Group) -> None:

@@ -39,7 +39,7 @@ class Chat:
 
     messages: tuple[Message, ...]
     variables: Mapping[str, Any]
-    """What the template was given beside it: `tools`."""
+    """What the template looks at beside it: `tools`."""
 
     def begins(self, other: Chat) -> bool:
         """Whether the other one repeats it, and possibly goes on."""
@@ -113,7 +113,7 @@ class Capture:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.replies: list[Reply] = []
-        self._numbered: set[tuple[tuple[int, ...], int]] = set()
+        self._numbered: set[tuple[bytes, int]] = set()
 
     def keep(self, said: Chat | Text | None, prompt: Sequence[int], completion: Completion) -> Reply:
         """`said` is the request with its reply."""
@@ -147,18 +147,18 @@ class Capture:
         return sum(len(reply.sampled) for reply in self.replies)
 
     @contextmanager
-    def numbered(self, prompt: Sequence[int]) -> Iterator[int]:
+    def numbered(self, prompt: Sequence[int], *, max_new_tokens: int, stop: Sequence[str]) -> Iterator[int]:
         """The number of a request, which keys its noise: made of what is asked, and of how often that was asked before.
         A request that comes to nothing leaves its number to the one that asks again."""
-        prompt = tuple(prompt)
+        asked = msgspec.msgpack.encode((int32(prompt), max_new_tokens, stop))
         repetition = 0
-        while (prompt, repetition) in self._numbered:
+        while (asked, repetition) in self._numbered:
             repetition += 1
-        self._numbered.add((prompt, repetition))
+        self._numbered.add((asked, repetition))
         try:
-            yield xxhash.xxh3_64_intdigest(int32(prompt), seed=repetition) >> 1
+            yield xxhash.xxh3_64_intdigest(asked, seed=repetition) >> 1
         except BaseException:
-            self._numbered.discard((prompt, repetition))
+            self._numbered.discard((asked, repetition))
             raise
 
     def _origin(self, prompt: tuple[int, ...]) -> tuple[Reply | None, int]:
@@ -190,7 +190,7 @@ class Asking:
         self, messages: Sequence[Message], *, variables: Mapping[str, Any]
     ) -> Sequence[int]:
         """The tokens of the longest reply that it repeats and of what follows; else the whole of it, encoded."""
-        asked = self._asked = Chat(tuple(messages), variables)
+        asked = self._asked = Chat(tuple(messages), self._looked_at(variables))
         repeated = [
             (len(reply.said.messages), reply.tokens, reply)
             for reply in self._capture.replies
@@ -225,6 +225,11 @@ class Asking:
         if self._asked is None:
             return None
         return Text(self._asked.prompt, told, self._tokenizer.decode(_without_end(completion)))
+
+    def _looked_at(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Hardly a template knows `tool_choice`, which programs change from one request to the next."""
+        template = self._tokenizer.chat_template or ""
+        return {name: value for name, value in variables.items() if name in template}
 
     def _added(self, asked: Chat, reply: Reply, *, place: int) -> list[int] | None:
         """What follows the reply, which the request has at `place`; None where the template can not say."""
@@ -286,7 +291,7 @@ def _num_alike(these: Sequence[int], those: Sequence[int]) -> int:
 
 def _are_alike(one: Message, other: Message) -> bool:
     """Whether a program that repeats the first message may have written the second: fields without a value do not
-    count, nor, in what the model said, space around the text and the names of calls."""
+    count, nor, in what the model said, space around the text and the ids of calls."""
     if one["role"] == other["role"] == "assistant":
         return _gist(one) == _gist(other)
     return _given(one) == _given(other)

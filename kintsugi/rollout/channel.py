@@ -4,7 +4,7 @@
 |-----------------|-----------------------------------------------------------------------------------------|
 | Opening         | Ready, or Refused                                                                       |
 | Case            | Begun, then Judged or Failed                                                            |
-| Episode         | Wanted as often as it asks the model, then EpisodeRecord or Failed                       |
+| Episode         | Wanted as often as it asks the model, Begun in between, then EpisodeRecord or Failed    |
 | Answered        | (the answer to a Wanted)                                                                |
 """
 
@@ -62,7 +62,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):
-    """The functions of a case run now."""
+    """The functions of a case run now, or the next call of an episode: its time counts from here."""
 
     id: int
 

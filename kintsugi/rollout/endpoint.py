@@ -9,7 +9,6 @@ reply counts as far as it is below the recipe's. One reply per request.
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -19,14 +18,22 @@ from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from kintsugi.errors import KintsugiError
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.rollout.capture import Asking, Capture, Reply
 from kintsugi.rollout.environment import Policy
 from kintsugi.runtime import SYSTEM_CLOCK
-from kintsugi.serving.answers import DONE, Choice, Delta, Shape, chat_shape, completion_shape, usage
+from kintsugi.serving.answers import (
+    DONE,
+    Choice,
+    Delta,
+    Shape,
+    chat_shape,
+    completion_shape,
+    model_object,
+    usage,
+)
 from kintsugi.serving.http import (
     JSON,
     MAX_BODY_BYTES,
@@ -35,6 +42,7 @@ from kintsugi.serving.http import (
     of_http,
     read_body,
     refused,
+    runner,
     write_last,
 )
 from kintsugi.serving.openai import (
@@ -99,17 +107,15 @@ class Session:
     outcome: asyncio.Future[Any]
     """What its program returned; or why the episode can not go on, whatever its program thinks of that."""
     api_key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
-    refusals: list[Refusal] = field(default_factory=list)
-    """What the program was refused, in the order in which it asked."""
+    last_refusal: Refusal | None = None
+    """What the program was refused last; it may repeat itself for long, so only this one is kept."""
+    num_refused: int = 0
+    is_cut_off: bool = False
+    """Something was refused because the context or the number of requests is used up."""
     under_way: set[asyncio.Task[Any]] = field(default_factory=set)
     """Requests that wait for the policy."""
     num_asked: int = 0
     """Those that had to, answered or not."""
-
-    @property
-    def is_cut_off(self) -> bool:
-        """Something was refused because the context or the number of requests is used up."""
-        return any(refusal.code in CUT_OFF for refusal in self.refusals)
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
@@ -125,6 +131,11 @@ class Session:
             self.under_way.discard(task)
             if not self.under_way:
                 self.patience.resume()
+
+    def refuse(self, refusal: Refusal) -> None:
+        self.last_refusal = refusal
+        self.num_refused += 1
+        self.is_cut_off |= refusal.code in CUT_OFF
 
     def fail(self, error: BaseException) -> None:
         if not self.outcome.done():
@@ -186,8 +197,7 @@ class Endpoint:
                 web.get("/episodes/{episode}/v1/models/{model:.+}", self._model),
             ]
         )
-        logging.getLogger("aiohttp.server").addFilter(_is_worth_a_line)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.0)
+        self._runner = runner(app, shutdown_timeout_s=0.0)
         await self._runner.setup()
         await web.TCPSite(self._runner, HOST, 0).start()
         self._port = int(self._runner.addresses[0][1])
@@ -203,8 +213,9 @@ class Endpoint:
         return f"http://{HOST}:{self._port}/episodes/{session.id}/v1"
 
     def end(self, session: Session) -> None:
-        """Nothing is answered any more, also not what is under way; threads that were left behind find out here."""
-        del self._sessions[str(session.id)]
+        """Nothing is answered any more, also not what is under way; threads that were left behind find out here. To end
+        it again changes nothing."""
+        self._sessions.pop(str(session.id), None)
         session.outcome.cancel()
         for task in list(session.under_way):
             task.cancel()
@@ -236,7 +247,7 @@ class Endpoint:
             session.fail(error)
             refusal = unavailable(str(error)) if isinstance(error, KintsugiError) else broken()
         if session is not None:
-            session.refusals.append(refusal)
+            session.refuse(refusal)
         return refused(refusal)
 
     def _session(self, request: web.Request) -> Session:
@@ -280,24 +291,18 @@ class Endpoint:
         (prompt,) = order.prompts
         bounds = session.bounds
         room = bounds.limits.max_length - len(prompt)
-        max_new_tokens = min(wanted or room, bounds.max_new_tokens, room)
-        with session.sampling(), session.capture.numbered(prompt) as number:
-            completion = await session.policy.complete(
-                prompt, turn=number, max_new_tokens=max_new_tokens, stop=order.samplings[0].stop
-            )
-        answer = self._kept(session, order, asking, completion, make_shape=shape)
-        content_type = "text/event-stream" if order.stream else JSON
-        response = web.StreamResponse(headers={"Content-Type": f"{content_type}; charset=utf-8"})
-        body = answer.events if order.stream else answer.whole
-        if not order.stream:
-            response.content_length = len(body)
-        try:
-            await response.prepare(request)
-            await write_last(request, response, body)
-        except (ConnectionResetError, asyncio.CancelledError):
-            session.capture.forget(answer.reply)
-            raise
-        return response
+        max_new_tokens, stop = min(wanted or room, bounds.max_new_tokens, room), order.samplings[0].stop
+        with session.capture.numbered(prompt, max_new_tokens=max_new_tokens, stop=stop) as number:
+            with session.sampling():
+                completion = await session.policy.complete(
+                    prompt, turn=number, max_new_tokens=max_new_tokens, stop=stop
+                )
+            answer = self._kept(session, order, asking, completion, name=f"{number:x}", make_shape=shape)
+            try:
+                return await _told(request, answer)
+            except (ConnectionResetError, asyncio.CancelledError):
+                session.capture.forget(answer.reply)
+                raise
 
     def _kept(
         self,
@@ -306,8 +311,11 @@ class Endpoint:
         asking: Asking,
         completion: Completion,
         *,
+        name: str,
         make_shape: Callable[..., Shape],
     ) -> _Answer:
+        """`name` is part of the ids of calls, which templates may show to the model: it is the same whoever asks first,
+        and when the episode is played again."""
         choice = Choice(
             self._tokenizer,
             stops=order.samplings[0].stop,
@@ -320,7 +328,7 @@ class Endpoint:
         said = asking.answered(delta.text, completion, message=message)
         reply = session.capture.keep(said, order.prompts[0], completion)
         shape = make_shape(
-            f"{session.id}-{len(session.capture.replies)}",
+            name,
             model=session.bounds.limits.model,
             created=int(SYSTEM_CLOCK.wall()),
             tokenizer=self._tokenizer,
@@ -331,10 +339,25 @@ class Endpoint:
     # The other routes.
 
     async def _models(self, request: web.Request) -> web.Response:
-        return as_json({"object": "list", "data": [_model_object(self._session(request))]})
+        return as_json({"object": "list", "data": [self._model_object(request)]})
 
     async def _model(self, request: web.Request) -> web.Response:
-        return as_json(_model_object(self._session(request)))
+        return as_json(self._model_object(request))
+
+    def _model_object(self, request: web.Request) -> dict[str, Any]:
+        return model_object(self._session(request).bounds.limits, created=0)
+
+
+async def _told(request: web.Request, answer: _Answer) -> web.StreamResponse:
+    is_stream = answer.order.stream
+    content_type = "text/event-stream" if is_stream else JSON
+    response = web.StreamResponse(headers={"Content-Type": f"{content_type}; charset=utf-8"})
+    body = answer.events if is_stream else answer.whole
+    if not is_stream:
+        response.content_length = len(body)
+    await response.prepare(request)
+    await write_last(request, response, body)
+    return response
 
 
 def _plain(asked: Any, limits: Limits) -> Any:
@@ -353,7 +376,10 @@ def _check(order: Order, session: Session) -> None:
             param="n",
         )
     if sampling.top_logprobs:
-        raise Refusal("only the chosen tokens' log-probabilities are known in training", param="top_logprobs")
+        raise Refusal(
+            "only the chosen tokens' log-probabilities are known in training: `logprobs` (0 at `/completions`)",
+            param="top_logprobs",
+        )
     if sampling.stop_token_ids or sampling.ignore_end:
         raise Refusal(
             "`stop_token_ids` and `ignore_eos` are not supported in training; `stop` is",
@@ -368,19 +394,3 @@ def _check(order: Order, session: Session) -> None:
 
 def _over() -> Refusal:
     return Refusal("This episode is over.", status=HTTPStatus.NOT_FOUND, code="episode_over")
-
-
-def _model_object(session: Session) -> dict[str, Any]:
-    limits = session.bounds.limits
-    return {
-        "id": limits.model,
-        "object": "model",
-        "created": 0,
-        "owned_by": "kintsugi",
-        "max_model_len": limits.max_length,
-    }
-
-
-def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """What is no HTTP is refused by the library, and the program's own business."""
-    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)

@@ -49,6 +49,10 @@ class Policy(Protocol):
         """
         ...
 
+    def working(self) -> None:
+        """The user's code begins something that has `rollout.turn_timeout_s` of its own: its time counts from now."""
+        ...
+
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """What the model is shown first, with how it shall be asked: `Observation(text="12*34=", stop=("</tool>",))`."""

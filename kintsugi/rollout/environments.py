@@ -8,11 +8,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from kintsugi.data.tasks import open_task
 from kintsugi.errors import ConfigError, DataError
 from kintsugi.rollout.arithmetic import NotAnExpression, evaluate
 from kintsugi.rollout.environment import Observation, Step
-from kintsugi.rollout.tasks import task_score
+from kintsugi.rollout.tasks import opened_task, task_score
 from kintsugi.runtime import random_stream
 from kintsugi.types import Row
 
@@ -130,7 +129,7 @@ class ReasoningGym:
         if task is None and options:
             raise ConfigError(f"`rollout.options`: expected a `task` beside its options {sorted(options)}")
         self._task, self._options, self._tries = task, {"size": _NUM_DRAWN, **options}, tries
-        self._problems = None if task is None else open_task(task, self._options)
+        self._problems = None if task is None else opened_task(task, self._options)
         self._columns: dict[str, Any] = {}
         self._best = 0.0
         self._num_tries = 0

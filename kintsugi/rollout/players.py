@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -44,8 +44,11 @@ from kintsugi.rollout.scoring import finite_number
 from kintsugi.rollout.turns import observation_tokens
 from kintsugi.types import Completion, Finish
 
+_Understood = TypeVar("_Understood")
 _MOST_THREADS = 32
 """Ordinary methods that run at once; the next waits, and its time does not count yet."""
+_LONGEST_TOKEN = 256
+"""Characters; that of any vocabulary we know is half as long."""
 
 
 def open_player(config: Config, tokenizer: Tokenizer) -> Player:
@@ -72,11 +75,11 @@ class EnvironmentPlayer:
     async def play(self, episode: Episode, policy: Policy) -> EpisodeRecord:
         if episode.demonstrate and not self.maker.demonstrates:
             return row_record(episode, self.tokenizer)
-        play = _Play(self, episode)
+        play = _Play(self, episode, policy)
         try:
             await play.begin()
             while play.finish is None:
-                await play.take_turn(policy)
+                await play.take_turn()
         except BaseException:
             await play.abandon()
             raise
@@ -87,14 +90,17 @@ class EnvironmentPlayer:
         """Whatever still runs in a thread is left to the end of the process."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def call(self, what: str, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """What a method of the user's says; EpisodeFailed names the method and what it did instead."""
+    async def call(
+        self, what: str, function: Callable[[], Any], *, understood: Callable[[Any], _Understood]
+    ) -> _Understood:
+        """What a method of the user's says, as far as it is understood: also to look at somebody else's objects runs
+        their code. EpisodeFailed names the method and what it did instead."""
         since = time.monotonic()
         try:
             if not inspect.iscoroutinefunction(function):
-                return await self._call_in_thread(what, partial(function, *given, **named))
+                return understood(await self._call_in_thread(what, function))
             async with asyncio.timeout(self._timeout_s):
-                return await function(*given, **named)
+                return understood(await function())
         except (EpisodeFailed, UserError):
             raise
         except BaseException as error:
@@ -143,8 +149,8 @@ def _attempted(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 class _Play:
     """One episode so far."""
 
-    def __init__(self, player: EnvironmentPlayer, episode: Episode) -> None:
-        self._player, self._episode = player, episode
+    def __init__(self, player: EnvironmentPlayer, episode: Episode, policy: Policy) -> None:
+        self._player, self._episode, self._policy = player, episode, policy
         self._tokenizer, self._rollout = player.tokenizer, player.config.rollout
         self._chat = bool(episode.row.messages) or player.config.data.chat_template
         self._environment: Environment | None = None
@@ -161,14 +167,17 @@ class _Play:
         self.finish: Finish | None = None
 
     async def begin(self) -> None:
-        self._environment = await self._call("__init__", self._player.maker.make)
-        shown = await self._call("reset", self._environment.reset, self._episode.row, seed=self._episode.seed)
-        first = checked_observation(shown)
+        environment: Environment = await self._call("__init__", self._player.maker.make, understood=_whatever)
+        self._environment = environment
+        reset = partial(environment.reset, self._episode.row, seed=self._episode.seed)
+        first = await self._call("reset", reset, understood=checked_observation)
         self._stop = first.stop
         if first.text is None:
             fed = array("i", self._episode.prompt).tolist()
         else:
-            row = msgspec.structs.replace(self._episode.row, prompt=first.text, messages=())
+            row = msgspec.structs.replace(
+                self._episode.row, prompt=self._what_may_fit(first.text), messages=()
+            )
             self._prompt = first.text
             with _in_tokens("reset"):
                 fed = prompt_tokens(row, self._tokenizer, data=self._player.config.data)
@@ -179,9 +188,9 @@ class _Play:
                 f"(`generation.max_length`={self._max_length}), got {len(fed)}"
             )
 
-    async def take_turn(self, policy: Policy) -> None:
+    async def take_turn(self) -> None:
         """Ask the model, then the environment."""
-        completion = await (self._demonstrated() if self._episode.demonstrate else self._asked(policy))
+        completion = await (self._demonstrated() if self._episode.demonstrate else self._asked())
         sampled = array("i", completion.tokens).tolist()
         self._turns.append(Turn(array("i", self._fed).tobytes(), completion))
         self._context += sampled
@@ -190,7 +199,7 @@ class _Play:
         action = self._tokenizer.text_of_completion(sampled, ended=ended)
         self._text += action
         assert self._environment is not None
-        step = checked_step(await self._call("step", self._environment.step, action))
+        step = await self._call("step", partial(self._environment.step, action), understood=checked_step)
         self._rewards.append(step.reward)
         self._note(step.info)
         if step.done:
@@ -199,7 +208,7 @@ class _Play:
             return
         with _in_tokens("step"):
             observed = observation_tokens(
-                step.observation,
+                self._what_may_fit(step.observation),
                 self._tokenizer,
                 chat=self._chat,
                 ended_by=sampled[-1] if ended else None,
@@ -210,8 +219,8 @@ class _Play:
         else:
             self._text += f"⟨{step.observation}⟩"
 
-    async def _asked(self, policy: Policy) -> Completion:
-        return await policy.complete(
+    async def _asked(self) -> Completion:
+        return await self._policy.complete(
             self._context,
             turn=len(self._turns),
             max_new_tokens=min(self._episode.sampling.max_new_tokens, self._room),
@@ -220,9 +229,7 @@ class _Play:
 
     async def _demonstrated(self) -> Completion:
         environment = cast(DemonstratingEnvironment, self._environment)
-        action = await self._call("demonstrate", environment.demonstrate)
-        if not isinstance(action, str) or not action:
-            raise EpisodeFailed(f"`demonstrate` of the environment: expected text, got {action!r:.200}")
+        action = await self._call("demonstrate", environment.demonstrate, understood=checked_action)
         with _in_tokens("demonstrate"):
             ids = self._tokenizer.encode(action)
         stopped = action.endswith(self._stop) if self._stop else False
@@ -247,7 +254,7 @@ class _Play:
     async def close(self) -> None:
         environment, self._environment = self._environment, None
         if environment is not None:
-            await self._call("close", environment.close)
+            await self._call("close", environment.close, understood=_whatever)
 
     async def abandon(self) -> None:
         """It has failed already; what `close` says to that changes nothing."""
@@ -256,10 +263,13 @@ class _Play:
         except (EpisodeFailed, UserError):
             return
 
-    async def _call(self, what: str, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    async def _call(
+        self, what: str, function: Callable[[], Any], *, understood: Callable[[Any], _Understood]
+    ) -> _Understood:
         since = time.monotonic()
+        self._policy.working()
         try:
-            return await self._player.call(what, function, *given, **named)
+            return await self._player.call(what, function, understood=understood)
         finally:
             self._seconds += time.monotonic() - since
 
@@ -267,11 +277,16 @@ class _Play:
         self._fed += ids
         self._context += ids
 
-    def _note(self, info: Mapping[str, Any]) -> None:
-        for name, value in info.items():
+    def _what_may_fit(self, text: str) -> str:
+        """Enough of a text to see whether it has room: all of a huge one in tokens would take memory and time that
+        others need."""
+        return text[: (self._max_length + 1) * _LONGEST_TOKEN]
+
+    def _note(self, info: Mapping[str, float]) -> None:
+        for name, number in info.items():
             if name == "success":
-                self._success = bool(self._success) or bool(value)
-            elif (number := finite_number(value)) is not None:
+                self._success = bool(self._success) or bool(number)
+            else:
                 self._sums[name] = self._sums.get(name, 0.0) + number
 
     @property
@@ -294,22 +309,23 @@ def _in_tokens(what: str) -> Iterator[None]:
 
 def checked_observation(value: Any) -> Observation:
     """What `reset` may return."""
-    if value is None:
-        return Observation()
-    if isinstance(value, str):
-        return Observation(text=value)
-    try:
-        return msgspec.convert(
-            value, Observation, strict=True, from_attributes=isinstance(value, Observation)
-        )
-    except msgspec.ValidationError as error:
+    shown = Observation(text=value) if value is None or isinstance(value, str) else value
+    text: Any = getattr(shown, "text", None)
+    stop: Any = getattr(shown, "stop", None)
+    if (
+        not isinstance(shown, Observation)
+        or not (text is None or _is_text(text))
+        or not isinstance(stop, list | tuple)
+        or not all(_is_text(each) and each for each in stop)
+    ):
         raise EpisodeFailed(
-            f"`reset` of the environment: expected text, an `Observation` or None, got {value!r:.200}: {error}"
-        ) from error
+            f"`reset` of the environment: expected text, an `Observation` or None, got {value!r:.200}"
+        )
+    return Observation(text=text, stop=tuple(stop))
 
 
 def checked_step(value: Any) -> Step:
-    """What `step` may return; a reward of NaN is none.
+    """What `step` may return; a reward of NaN is none. Of its `info` the numbers are kept.
 
     >>> checked_step(("408", 0, False, {}))
     Step(observation='408', reward=0.0, done=False, info={})
@@ -324,15 +340,42 @@ def checked_step(value: Any) -> Step:
     observation, reward, done, info = value
     number = finite_number(reward)
     for holds, expected, got in (
-        (isinstance(observation, str), "text as its observation", observation),
+        (_is_text(observation), "text as its observation", observation),
         (number is not None, "a finite number as its reward", reward),
         (done in (True, False), "True or False as `done`", done),
-        (isinstance(info, Mapping), "a dict as its `info`", info),
+        (isinstance(info, Mapping) and all(map(_is_text, info)), "a dict with names as its `info`", info),
     ):
         if not holds:
             raise EpisodeFailed(f"`step` of the environment: expected {expected}, got {got!r:.200}")
     assert number is not None
-    return Step(observation, number, bool(done), dict(info))
+    figures = {
+        name: figure
+        for name, each in info.items()
+        if (figure := float(bool(each)) if name == "success" else finite_number(each)) is not None
+    }
+    return Step(observation, number, bool(done), figures)
+
+
+def checked_action(value: Any) -> str:
+    """What `demonstrate` may return."""
+    if not _is_text(value) or not value:
+        raise EpisodeFailed(f"`demonstrate` of the environment: expected text, got {value!r:.200}")
+    return str(value)
+
+
+def _whatever(value: Any) -> Any:
+    return value
+
+
+def _is_text(value: Any) -> bool:
+    """Half a surrogate pair is none: it has no tokens, and no message can have it."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def row_record(episode: Episode, tokenizer: Tokenizer) -> EpisodeRecord:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import socket
 from collections.abc import Iterator, Sequence
 
@@ -17,6 +18,7 @@ import msgspec
 from kintsugi.errors import UserError
 from kintsugi.rollout.channel import (
     Answered,
+    Begun,
     Failed,
     FromUserCode,
     FromWorker,
@@ -39,6 +41,7 @@ class Playing:
         self._tasks: set[asyncio.Task[None]] = set()
         self._asked: dict[int, asyncio.Future[Answered]] = {}
         self._numbers = itertools.count()
+        self._pid = os.getpid()
         self._gone: asyncio.Future[None]
         """Ends when the worker is gone, or with what is wrong with this process itself."""
 
@@ -50,7 +53,7 @@ class Playing:
         loop = asyncio.get_running_loop()
         self._gone = loop.create_future()
         loop.add_reader(self._connection, self._take)
-        self._say(Ready())
+        self.say(Ready())
         try:
             await self._gone
         finally:
@@ -73,7 +76,7 @@ class Playing:
                 self._tasks.add(task)
                 task.add_done_callback(self._ended)
             case Answered() as answer:
-                asked = self._asked.pop(answer.id, None)
+                asked = self._asked.get(answer.id)
                 if asked is not None and not asked.done():
                     asked.set_result(answer)
             case other:
@@ -94,28 +97,34 @@ class Playing:
             self._gone.set_exception(error)
 
     async def _play(self, episode: Episode) -> None:
+        relay = _Relay(self, episode, numbers=self._numbers)
         try:
-            outcome: FromUserCode = await self._player.play(
-                episode, _Relay(self, episode, numbers=self._numbers)
-            )
+            outcome: FromUserCode = await self._player.play(episode, relay)
         except EpisodeFailed as error:
             hangs = isinstance(error, EpisodeHangs)
             outcome = Failed(episode.id, str(error), EpisodeFailed.__name__, hangs=hangs)
         except UserError as error:
             outcome = Failed(episode.id, str(error), type(error).__name__)
-        self._say(outcome)
+        relay.is_over = True
+        self.say(outcome)
 
     async def ask(self, wanted: Wanted) -> Completion:
+        """Once its episode has ended, what was asked and not waited for is never answered."""
         answered: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
         self._asked[wanted.id] = answered
-        self._say(wanted)
-        answer = await answered
+        try:
+            self.say(wanted)
+            answer = await answered
+        finally:
+            del self._asked[wanted.id]
         if answer.completion is None:
             raise EpisodeFailed(answer.reason)
         return answer.completion
 
-    def _say(self, body: FromUserCode) -> None:
+    def say(self, body: FromUserCode) -> None:
         """The worker reads all the time: where there is no room for a word, it is about to kill this process."""
+        if os.getpid() != self._pid:
+            os._exit(0)  # A copy that the user's code forked and let return: one of them speaks.
         wait(
             lambda remaining_s: attempt_send(self._connection, body, remaining_s=remaining_s) or None,
             whom="rollout worker",
@@ -129,6 +138,9 @@ class _Relay:
 
     def __init__(self, playing: Playing, episode: Episode, *, numbers: Iterator[int]) -> None:
         self._playing, self._episode, self._numbers = playing, episode.id, numbers
+        self._is_counted = True
+        """The worker counts from when it gave the episode, or an answer."""
+        self.is_over = False
 
     async def complete(
         self,
@@ -139,6 +151,15 @@ class _Relay:
         stop: Sequence[str] = (),
         temperature: float | None = None,
     ) -> Completion:
+        if self.is_over:
+            raise EpisodeFailed("the episode has ended")
         number, tokens = next(self._numbers), int32(prompt)
         wanted = Wanted(number, self._episode, turn, tokens, max_new_tokens, tuple(stop), temperature)
-        return await self._playing.ask(wanted)
+        completion = await self._playing.ask(wanted)
+        self._is_counted = True
+        return completion
+
+    def working(self) -> None:
+        if not self._is_counted:
+            self._playing.say(Begun(self._episode))
+        self._is_counted = False

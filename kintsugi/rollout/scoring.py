@@ -148,7 +148,7 @@ def finite_number(value: Any) -> float | None:
     """Anything that is one finite number: Python's, numpy's, a truth value; not text that looks like one."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # The last is a tensor's of several numbers.
         return None
     return number if math.isfinite(number) else None
 

@@ -56,6 +56,11 @@ def _score(completion: str, task: str, options: dict[str, Any], number: int) -> 
         return 0.0
 
 
+def opened_task(task: str, options: dict[str, Any]) -> Any:
+    """Its problems; the same object for the same options, because to make one may mean to read a dictionary."""
+    return _opened(task, msgspec.json.encode(options))
+
+
 @cache
 def _opened(task: str, options: bytes) -> Any:
     return open_task(task, msgspec.json.decode(options))

@@ -54,7 +54,10 @@ MOST_CASES, MOST_EPISODES = 64, 1024
 MOST_HEARD = 64
 GRACE_S = 0.5
 """Beyond the limit, for the process to say by itself what has reached it."""
-END_S = 5.0
+EXIT_S = 1.0
+"""For the process to be gone after it has closed its connection."""
+END_S = 2.0
+"""For a killed one to be gone; both together are less than the worker may be silent for."""
 MOST_STARTS = 3
 """In a row that end before the user's code is imported."""
 
@@ -73,7 +76,8 @@ class Asked(msgspec.Struct):
     body: Case | Episode
     alone: bool
     begun_at: float = math.inf
-    """When the user's code began, of a case; of an episode, when it was handed over or the model last answered."""
+    """When the user's code began, of a case; of an episode, when it was handed over, answered by the model or begun
+    with the next call."""
     num_wanted: int = 0
     """What an episode has asked of the model and was not answered."""
 
@@ -107,6 +111,10 @@ class UserProcess:
         self._answers: deque[Answered] = deque()
         self._said: list[Ended | Wanted] = []
         self._starts = 0
+        self._unexplained = 0
+        """Deaths in a row at which nobody's code was running, without anything that ended in between."""
+        self._leaving: list[Child] = []
+        """Killed, but not gone yet."""
         self._is_ready = False
         self._started_at = self._heard_at = math.inf
         self._connection: socket.socket
@@ -139,7 +147,7 @@ class UserProcess:
         )
         try:
             msgspec.msgpack.encode(columns)
-        except (TypeError, OverflowError) as error:
+        except (TypeError, OverflowError, RecursionError, UnicodeEncodeError) as error:
             raise DataError(
                 f"the columns of prompt {prompt[:40]!r} can not be given to {self._kind.code}: {error}"
             ) from error
@@ -160,6 +168,7 @@ class UserProcess:
     def take(self, now: float) -> list[Ended | Wanted]:
         """What was said since the last call, after what is overdue has been ended. ConfigError: there will be
         nothing."""
+        self._bury()
         late = [asked for asked in self._sent.values() if now >= self._until(asked)]
         if late:
             self._replace(self._too_long(), blamed=late)
@@ -262,7 +271,14 @@ class UserProcess:
         self._send_more()
 
     def _take_in(self, content: bytes) -> None:
-        match msgspec.msgpack.decode(content, type=FromUserCode):
+        try:
+            message = msgspec.msgpack.decode(content, type=FromUserCode)
+        except msgspec.DecodeError as error:  # The user's code can write to our socket.
+            self._replace(
+                f"the {self._kind.name} said what can not be understood: {error}", blamed=self._theirs()
+            )
+            return
+        match message:
             case Ready():
                 self._is_ready, self._starts = True, 0
             case Refused(message):
@@ -279,6 +295,7 @@ class UserProcess:
 
     def _end_of(self, outcome: Ended) -> None:
         ended = self._sent.pop(outcome.id)
+        self._unexplained = 0
         if ended.num_wanted:  # An agent program that did not wait for what it asked.
             self._wanted = {number: each for number, each in self._wanted.items() if each[0] is not ended}
         self._said.append(outcome)
@@ -286,10 +303,12 @@ class UserProcess:
             self._replace(outcome.message, blamed=[])
 
     def _gone(self) -> None:
-        """It has died by itself: whoever's code was running may be the reason."""
+        """It has died by itself: whoever's code was running may be the reason. If that was nobody's, again and again,
+        it may be what the code of an episode does behind everybody's back."""
         assert self._child is not None
         try:
-            self._wait_ended(self._child)
+            self._wait_ended(self._child, timeout_s=EXIT_S)
+            _end_started_by(self._child)
             reason = f"the {self._kind.name} {describe_status(self._child.status())}"
         except DeadlineExceeded:
             reason = f"the {self._kind.name} closed its connection to the worker"
@@ -298,7 +317,14 @@ class UserProcess:
                 f"`{self._kind.field}`: {reason} while it imported {self._kind.paths}, "
                 f"{MOST_STARTS} times in a row"
             )
-        self._replace(reason, blamed=[asked for asked in self._sent.values() if asked.is_theirs])
+        blamed = self._theirs()
+        self._unexplained = 0 if blamed else self._unexplained + 1
+        if self._unexplained >= MOST_STARTS:
+            blamed = [asked for asked in self._sent.values() if isinstance(asked.body, Episode)]
+        self._replace(reason, blamed=blamed)
+
+    def _theirs(self) -> list[Asked]:
+        return [asked for asked in self._sent.values() if asked.is_theirs]
 
     def _replace(self, reason: str, *, blamed: list[Asked]) -> None:
         """Another process; the blamed have failed, the others are asked of it in their order. Of several episodes one
@@ -322,27 +348,41 @@ class UserProcess:
     def _end(self) -> None:
         if self._child is None:
             return
+        child, self._child = self._child, None
         self._loop.unwatch(self._connection.fileno())
         self._connection.close()
-        self._child.send_signal(signal.SIGKILL)
-        self._wait_ended(self._child)
-        self._child.status()
-        self._child.close()
-        self._child = None
+        child.send_signal(signal.SIGKILL)
+        _end_started_by(child)
+        self._leaving.append(child)
+        try:
+            self._wait_ended(child, timeout_s=END_S)
+        except DeadlineExceeded:  # It frees much memory, or waits for a device; it can do nothing any more.
+            self._note(f"the {self._kind.name} {child.pid} was killed and is not gone yet")
+        self._bury()
 
-    def _wait_ended(self, child: Child) -> None:
-        """And end what it had started; while its remains are there, the number of its group is nobody else's."""
+    def _bury(self) -> None:
+        """Take away the remains of those that are gone."""
+        for child in [each for each in self._leaving if each.ended()]:
+            child.status()
+            child.close()
+            self._leaving.remove(child)
+
+    def _wait_ended(self, child: Child, *, timeout_s: float) -> None:
         poller = select.poll()
         poller.register(child.pidfd, select.POLLIN)
         wait(
             lambda remaining_s: poller.poll(remaining_s * 1000) or None,
             whom=self._kind.name,
             what="its exit",
-            timeout_s=END_S,
+            timeout_s=timeout_s,
         )
-        if child.is_ours():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
+
+
+def _end_started_by(child: Child) -> None:
+    """As long as its remains are there, the number of its group is nobody else's."""
+    if child.is_ours():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
 
 
 class _Kind(msgspec.Struct, frozen=True):

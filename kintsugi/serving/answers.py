@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kintsugi.model.tokenizer import Tokenizer
+from kintsugi.serving.openai import Limits
 from kintsugi.serving.text import Writer, token_bytes
 from kintsugi.serving.tools import ToolCall, ToolReader
 from kintsugi.types import Completion, Finish, Fragment
@@ -255,6 +256,17 @@ def usage(num_prompt: int, num_completion: int) -> dict[str, Any]:
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
         "total_tokens": num_prompt + num_completion,
+    }
+
+
+def model_object(limits: Limits, *, created: int) -> dict[str, Any]:
+    """The one model, as `/v1/models` lists it."""
+    return {
+        "id": limits.model,
+        "object": "model",
+        "created": created,
+        "owned_by": "kintsugi",
+        "max_model_len": limits.max_length,
     }
 
 

@@ -30,7 +30,7 @@ from kintsugi.messages import Generate
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.runtime import SYSTEM_CLOCK
 from kintsugi.serving import metrics
-from kintsugi.serving.answers import DONE, Delta, Shape, chat_shape, completion_shape, event
+from kintsugi.serving.answers import DONE, Delta, Shape, chat_shape, completion_shape, event, model_object
 from kintsugi.serving.asking import Asked, generates, joined
 from kintsugi.serving.backstage import Listener, Outcome, Picture
 from kintsugi.serving.description import DESCRIPTION
@@ -321,14 +321,7 @@ class Gateway:
         return as_json(self._model_object())
 
     def _model_object(self) -> dict[str, Any]:
-        limits = self._rules.limits
-        return {
-            "id": limits.model,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "kintsugi",
-            "max_model_len": limits.max_length,
-        }
+        return model_object(self._rules.limits, created=self._created)
 
     async def _health(self, request: web.Request) -> web.Response:
         picture = self._generation.picture

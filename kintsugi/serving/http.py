@@ -1,15 +1,18 @@
-"""What every HTTP server of the API needs: bodies that arrive in time, answers that are taken, errors in shape."""
+"""What every HTTP server of the API needs: bodies that arrive in time, answers that are taken, errors in shape, and
+connections that do not outlive their use."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 from collections.abc import Awaitable
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from kintsugi.serving.refusals import Refusal, wrong_key
 
@@ -18,8 +21,27 @@ READ_TIMEOUT_S = 60.0
 """For the body of a request to arrive."""
 WRITE_TIMEOUT_S = 60.0
 """A client that takes nothing for so long has left."""
+KEEPALIVE_S = 75.0
+"""A connection on which nothing is asked for so long is closed; not every client closes its own."""
 PIECE_BYTES = 64 << 10
 JSON = "application/json"
+
+
+def runner(application: web.Application, *, shutdown_timeout_s: float) -> web.AppRunner:
+    """A client that leaves takes its request with it."""
+    logging.getLogger("aiohttp.server").addFilter(_is_worth_a_line)
+    return web.AppRunner(
+        application,
+        handler_cancellation=True,
+        access_log=None,
+        keepalive_timeout=KEEPALIVE_S,
+        shutdown_timeout=shutdown_timeout_s,
+    )
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """What is no HTTP is refused, and nobody's business here: whoever can connect could fill the log with it."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
 def check_key(request: web.Request, api_key: str) -> None:

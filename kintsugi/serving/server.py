@@ -9,13 +9,14 @@ import torch
 
 from kintsugi.bootstrap import Bootstrap
 from kintsugi.errors import RefusedError, UserError
-from kintsugi.generation.building import build_engine
+from kintsugi.generation.building import build_engine, note_of
 from kintsugi.generation.server import Server
 from kintsugi.model.device import choose_device, identity
+from kintsugi.observe.events import Note
 from kintsugi.serving.plan import ServePlan, described, read_plan
 from kintsugi.serving.pool import HOST
 from kintsugi.weights.fetch import Fetcher
-from kintsugi.worker import run_worker
+from kintsugi.worker import Shell, run_worker
 
 
 def main(bootstrap: Bootstrap) -> int:
@@ -37,11 +38,13 @@ def main(bootstrap: Bootstrap) -> int:
         kv_cache_gib=plan.kv_cache_gib,
     )
     fetcher = Fetcher(process=bootstrap.process, host=HOST, ask=_refuse)
-    return run_worker(
-        bootstrap,
-        lambda shell: Server(shell, engine, fetch=fetcher.fetch).serve(),
-        capabilities={"device": str(device), "chip": identity(device)},
-    )
+
+    def body(shell: Shell) -> None:
+        if note := note_of(engine):
+            shell.events.emit(Note(note))
+        Server(shell, engine, fetch=fetcher.fetch).serve()
+
+    return run_worker(bootstrap, body, capabilities={"device": str(device), "chip": identity(device)})
 
 
 def _refuse(process: str, request: object, deadline_s: float) -> NoReturn:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import shlex
 import signal
 from collections.abc import Callable, Mapping
@@ -15,7 +14,6 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from kintsugi.cluster.handover import Programs
 from kintsugi.errors import KintsugiError, ModelError, UserError
@@ -23,6 +21,7 @@ from kintsugi.messages import LoadWeights, WeightsLoaded
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.folder import load_config
 from kintsugi.model.tokenizer import Tokenizer
+from kintsugi.serving import http
 from kintsugi.serving.backstage import Backstage
 from kintsugi.serving.gateway import Gateway, Rules
 from kintsugi.serving.logs import folder_of_logs
@@ -34,8 +33,6 @@ from kintsugi.weights.folder import folder_manifest
 
 DRAIN_S = 30.0
 """For requests that are under way when the gateway is asked to end."""
-KEEPALIVE_S = 75.0
-"""A connection that asks nothing for so long is closed."""
 BACKLOG = 1024
 PROGRAMS = Programs(
     entries={Role.SERVER: "kintsugi.serving.server:main"},
@@ -113,14 +110,7 @@ class Session:
             )
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._signalled)
-            logging.getLogger("aiohttp.server").addFilter(_is_worth_a_line)
-            runner = web.AppRunner(
-                self._gateway.application(),
-                handler_cancellation=True,
-                access_log=None,
-                keepalive_timeout=KEEPALIVE_S,
-                shutdown_timeout=1.0,
-            )
+            runner = http.runner(self._gateway.application(), shutdown_timeout_s=1.0)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
             site = web.TCPSite(runner, self._options.host, self._options.port, backlog=BACKLOG)
@@ -211,11 +201,6 @@ class Session:
     async def resize(self, num_servers: int) -> dict[str, Any]:
         self._backstage.resize(num_servers)
         return {"servers": num_servers}
-
-
-def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """What is no HTTP is refused, and nobody's business here: whoever can connect could fill the log with it."""
-    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
 def _settle(future: asyncio.Future[Any], outcome: object) -> None:

@@ -128,7 +128,9 @@ class Cluster:
         if self.outcome == "finished":
             invariants.compare_ends()
             assert self.master is not None
-            invariants.compare_servers(self.master.master.state, num_planned=self.config.generation.servers)
+            end = self.master.master.state
+            invariants.compare_servers(end, num_planned=self.config.generation.servers)
+            invariants.compare_samples(end)
         last = max(invariants.found.digests, default=0)
         return Outcome(
             self.outcome or "broken off",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from kintsugi.buffer.lifecycle import LIVE
 from kintsugi.control.membership import MemberStatus
 from kintsugi.control.protocol import Decision, Event
 from kintsugi.control.shell import DURABLE
@@ -274,6 +275,13 @@ class Invariants:
             last = fact.servers if isinstance(fact, ServersScaled) else last
         if state.num_servers != last:
             self.violated(f"the run ends with {state.num_servers} servers, asked for were {last}")
+
+    def compare_samples(self, state: MasterState) -> None:
+        """A run that has finished has trained every sample that it issued, or set it aside with a reason."""
+        counts = state.ledger.counts()
+        unfinished = {each.value: counts[each] for each in LIVE if counts[each]}
+        if unfinished:
+            self.violated(f"samples are lost, the run has finished with {unfinished}")
 
     # Messages.
 

@@ -55,6 +55,8 @@ from kintsugi.worker import HEARTBEAT_S, REGISTER_DEADLINE_S
 
 MANAGER = "manager-0"
 FETCH_DEADLINE_S = 10.0
+UNSCORABLE = 40
+"""One sample in so many can not be scored; drawn with other weights, it may be another one of its group."""
 DEMONSTRATED = frozenset({"warmup", *LEARN_ROWS})
 """Stages whose samples are rows of the data."""
 
@@ -235,9 +237,14 @@ class Rollout(Worker):
         if deliveries is None:
             return
         kept: dict[str, str] = {}
+        quarantined: dict[str, str] = {}
         for index in range(ticket.num_samples):
             key = sample_key(ticket.id, index)
-            kept[key] = digest = drawn_digest(key, weights)
+            digest = drawn_digest(key, weights)
+            if request.split == "train" and version >= 0 and int(digest, 16) % UNSCORABLE == 0:
+                quarantined[key] = "its reward is not a number"
+                continue
+            kept[key] = digest
             chance = xxhash.xxh3_64_intdigest(key.encode())
             reward, length = float(chance & 1), 2 + (chance >> 8) % 19
             components = {"reward": reward} if version >= 0 else {}
@@ -255,8 +262,8 @@ class Rollout(Worker):
                     digest,
                 )
             )
-        done = EpisodesDone(ticket.id, tuple(metas))
-        if request.split == "train":
+        done = EpisodesDone(ticket.id, tuple(metas), quarantined)
+        if request.split == "train" and kept:
             self.kept[ticket.id], self._answers[name] = kept, done
         for delivery in deliveries:
             self.endpoint.reply(delivery, done)

@@ -18,11 +18,11 @@ from kintsugi.messages import Ok
 from kintsugi.operations import KeepState
 from kintsugi.runtime import COUNTERS
 from kintsugi.training.copies import Counters, state_fetched
-from kintsugi.training.samples import Answer
 from kintsugi.transport import Blob, chunks
 from kintsugi.types import Peer
 from kintsugi.weights.manifest import build_manifest, layout_size
 from kintsugi.weights.publish import WHOLE_MODEL
+from kintsugi.weights.stream import Answer
 from kintsugi.worker import ShuttingDown
 
 KEEP_TIMEOUT_S = 120.0

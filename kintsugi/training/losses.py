@@ -26,6 +26,10 @@ Ratio = Literal["token", "sequence", "sequence_mean"]
 Importance = Literal["cap", "mask"]
 KlEstimator = Literal["k1", "k2", "k3"]
 
+MAX_LOG_RATIO = 20.0
+"""No ratio is taken to be more than e^20, in value and gradient: one that overflows turns what clipping and masks leave
+out, a factor of 0, into NaN, and with it the gradient of the whole batch."""
+
 
 class TokenLosses(NamedTuple):
     """Losses per token or pair (0 where masked), sums and maxima of statistics over them, by name."""
@@ -78,14 +82,14 @@ def policy_loss(
     compare = partial(
         _compared, mask=mask, ratio=ratio, sequence_index=sequence_index, num_sequences=num_sequences
     )
-    compared, weight = compare(logprobs - proximal).exp(), compare(proximal - old_logprobs).exp()
+    compared, weight = compare(logprobs - proximal), compare(proximal - old_logprobs)
     capped, clipped = weight.clamp(max=importance_cap), compared.clamp(1 - clip_low, 1 + clip_high)
     # The weight comes before the advantage, where a ratio to the sampler stands: in this order equal means equal bits.
     losses = -torch.minimum(capped * compared * advantages, capped * clipped * advantages)
     reference = None if reference_logprobs is None else _keep(reference_logprobs, mask)
     if beta > 0:
         assert reference is not None, "a KL in the loss needs a reference"
-        of_token = (proximal - old_logprobs).exp().clamp(max=importance_cap) * (logprobs - proximal).exp()
+        of_token = _exp(proximal - old_logprobs).clamp(max=importance_cap) * _exp(logprobs - proximal)
         losses = losses + beta * kl_loss(logprobs, reference, weight=of_token, estimator=kl)
     if entropy_weight > 0:
         assert entropy is not None, "an entropy bonus needs the entropy"
@@ -95,7 +99,7 @@ def policy_loss(
     statistics = {
         **_distances(logprobs.detach(), old_logprobs, reference, estimator=kl),
         "clip_ratio": _keep(cut, learned),
-        "ratio": compare(logprobs.detach() - old_logprobs).exp(),
+        "ratio": compare(logprobs.detach() - old_logprobs),
         "importance_weight": _keep(capped, learned),
         "importance_capped": weight > importance_cap,
     }
@@ -141,7 +145,7 @@ def kl_estimate(logprobs: Tensor, anchor_logprobs: Tensor, *, estimator: KlEstim
         case "k2":
             return log_ratio.square() / 2
         case "k3":
-            return (-log_ratio).expm1() + log_ratio
+            return (-log_ratio).clamp(max=MAX_LOG_RATIO).expm1() + log_ratio
 
 
 def kl_loss(
@@ -230,15 +234,19 @@ def sequence_sums(values: Tensor, *, sequence_index: Tensor, num_sequences: int)
 def _compared(
     log_ratio: Tensor, *, mask: Tensor, ratio: Ratio, sequence_index: Tensor, num_sequences: int
 ) -> Tensor:
-    """log ρ at each token: its own, or that of its sequence, of which masked tokens are no part."""
+    """The ratio at each token: its own, or that of its sequence, of which masked tokens are no part."""
     if ratio == "token":
-        return log_ratio
+        return _exp(log_ratio)
     of_sequence = sequence_sums(log_ratio, sequence_index=sequence_index, num_sequences=num_sequences)
     if ratio == "sequence_mean":
         kept = (mask > 0).to(log_ratio.dtype)
         counts = sequence_sums(kept, sequence_index=sequence_index, num_sequences=num_sequences)
         of_sequence = of_sequence / counts.clamp(min=1)
-    return of_sequence[sequence_index]
+    return _exp(of_sequence[sequence_index])
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
 def _keep(values: Tensor, mask: Tensor) -> Tensor:

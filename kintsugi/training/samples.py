@@ -27,8 +27,9 @@ from kintsugi.messages import Body, FetchSamples, SamplesFetched
 from kintsugi.runtime import COUNTERS, wait
 from kintsugi.training.batch import Sample, sample_of
 from kintsugi.transfers import FetchRelayed, Relayed, Routes, Transfer
-from kintsugi.transport import Reply
 from kintsugi.types import LogicalShard, ShardItem, Trajectory
+from kintsugi.weights.memory import Segments
+from kintsugi.weights.stream import Answer
 
 FETCH_TIMEOUT_S = 60.0
 """Without anything having come."""
@@ -39,15 +40,6 @@ IN_FLIGHT = 2
 """Requests to one holder at a time: the next is under way while one is verified."""
 ATTEMPTS = 2
 """To get the right bytes of a sample from its holder."""
-
-
-class Answer(Protocol):
-    """A request under way (`worker.Future`)."""
-
-    @property
-    def done(self) -> bool: ...
-
-    def result(self) -> Reply: ...
 
 
 class Submit(Protocol):
@@ -72,16 +64,6 @@ def await_answer(
     wait(attempt, whom=whom, what=what, timeout_s=timeout_s)
 
 
-class Segments(Protocol):
-    """Memory of this host (`cluster.segments.SegmentClient`)."""
-
-    def create(self, name: str, size: int) -> int: ...
-
-    def open(self, name: str) -> int: ...
-
-    def remove(self, name: str) -> None: ...
-
-
 class StepSamples:
     """Fetches each trajectory once per step: calls of the same step share them."""
 
@@ -102,6 +84,7 @@ class StepSamples:
         self._segment = f"samples-{process}"
         self._relayed: Relayed | RefusedError | None = None
         """What this rank fetched for its neighbours, or why it did not; None until it knows."""
+        self._has_segment = False
         self._transfers: list[Transfer] = []
         self.trajectories: dict[str, Trajectory] = {}
         """Of this step, by sample key."""
@@ -110,10 +93,10 @@ class StepSamples:
         """The step has ended, one way or the other."""
         self.trajectories = {}
         self._transfers = []
-        if isinstance(self._relayed, Relayed) and self._segments is not None:
+        if self._has_segment and self._segments is not None:
             with suppress(WorldError):  # An agent that is gone took it along.
                 self._segments.remove(self._segment)
-        self._relayed = None
+        self._relayed, self._has_segment = None, False
 
     def take_transfers(self) -> tuple[Transfer, ...]:
         """What was fetched since the last time."""
@@ -187,7 +170,9 @@ class StepSamples:
             idle.wait(min(POLL_S, remaining_s))
             return None
 
-        wait(attempt, whom=", ".join(streams), what="trajectories", timeout_s=FETCH_TIMEOUT_S)
+        paced_s = max(stream.held_back_s for stream in streams.values())
+        timeout_s = FETCH_TIMEOUT_S + paced_s
+        wait(attempt, whom=", ".join(streams), what="trajectories", timeout_s=timeout_s)
 
     # Through the host's memory.
 
@@ -215,6 +200,7 @@ class StepSamples:
             descriptor = self._segments.create(self._segment, end)
         except WorldError as error:
             return RefusedError(f"no memory to lay samples out in: {error}", cause=error.cause)
+        self._has_segment = True
         try:
             with mmap.mmap(descriptor, end) as memory:
                 memory[:] = b"".join(encoded.values())
@@ -309,6 +295,11 @@ class Stream:
     @property
     def finished(self) -> bool:
         return not self._batches and not self._flying
+
+    @property
+    def held_back_s(self) -> float:
+        """How long nothing more may be asked for, to keep to the limit; nobody's fault."""
+        return self._pace.free_in_s(time.monotonic())
 
     def advance(self) -> bool:
         """Ask for more and take what has come; whether anything has."""

@@ -69,7 +69,7 @@ from kintsugi.training.origins import load_model
 from kintsugi.training.pairs import HeldOutPairs, score_pairs
 from kintsugi.training.publishing import open_publisher
 from kintsugi.training.replica import StateSource, fetch_state
-from kintsugi.training.samples import Answer, Segments, StepSamples, await_answer
+from kintsugi.training.samples import StepSamples, await_answer
 from kintsugi.training.state import TrainingState
 from kintsugi.training.storing import RolloutStore
 from kintsugi.training.turns import DeviceTurns, open_turns
@@ -77,7 +77,9 @@ from kintsugi.transfers import FetchRelayed
 from kintsugi.transport import Blob, Delivery, Reply
 from kintsugi.types import Peer, Role, process_id, role_of
 from kintsugi.weights.manifest import weights_sha256
+from kintsugi.weights.memory import Segments
 from kintsugi.weights.publish import Publisher
+from kintsugi.weights.stream import Answer
 from kintsugi.worker import Shell, ShuttingDown, run_worker
 
 IDLE_WAIT_S = 1.0
@@ -205,7 +207,7 @@ class ModelWorker:
     def close(self) -> None:
         """Leave the group and withdraw what was published."""
         self._adapter.leave()
-        self._source.forget()
+        self._forget()
         self._publisher.close()
 
     def _handle(self, delivery: Delivery) -> None:

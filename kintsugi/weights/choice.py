@@ -15,7 +15,7 @@ from kintsugi.config import Transport
 from kintsugi.errors import IntegrityError
 from kintsugi.messages import Publish, Published
 from kintsugi.types import Piece, StreamSource
-from kintsugi.weights.manifest import ALIGNMENT, manifest_of
+from kintsugi.weights.manifest import aligned, manifest_of
 
 NO_CHIP = "cpu"
 """What stands for the identity of an accelerator where there is none."""
@@ -183,7 +183,7 @@ def _join_shares(published: Mapping[str, Published]) -> Published:
             raise IntegrityError(
                 f"of version {each.manifest.version} something before {name} was not published"
             )
-        end += -(-pieces[name].size // ALIGNMENT) * ALIGNMENT
+        end += aligned(pieces[name].size)
     if len(meta_servers) != len(published) or len(set(meta_servers)) != 1:
         raise IntegrityError(f"expected all shares at one meta-server, got {meta_servers}")
     joined = manifest_of(

@@ -83,12 +83,12 @@ def _broadcast(source: CollectiveSource, rank: int, memory: memoryview) -> None:
 
 def _in_time(work: Callable[[], None], *, whom: str, what: str) -> None:
     """In a thread that is left behind when it takes too long."""
-    failures: list[BaseException] = []
+    failures: list[Exception] = []
 
     def run() -> None:
         try:
             work()
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - the boundary of a thread: who waits for it raises it.
             failures.append(error)
 
     thread = threading.Thread(target=run, name="broadcast", daemon=True)
@@ -134,7 +134,7 @@ class CollectiveOutlet:
         try:
             what = f"broadcast of version {version}"
             wait(attempt, whom=servers, what=what, timeout_s=COLLECTIVE_TIMEOUT_S)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             self._say(f"version {version} was not broadcast to all of {servers}: {error}")
 
     def close(self) -> None:

@@ -15,13 +15,13 @@ import torch
 import xxhash
 from torch import Tensor
 
-from kintsugi.errors import IntegrityError
+from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.model.device import identity
 from kintsugi.runtime import wait
 from kintsugi.types import DeviceSource, WeightManifest
 from kintsugi.weights.manifest import check_digest, check_whole, layout, layout_size
+from kintsugi.weights.memory import VERSIONS_KEPT
 
-VERSIONS_HELD = 2
 PINNED_BYTES = 16 << 20
 """Brought to the host at once to be digested; two of them, so that the next comes while one is digested."""
 
@@ -81,10 +81,10 @@ class DeviceSlots:
         return held, source
 
     def _slot(self, version: int, *, size: int) -> tuple[Tensor, DeviceSource]:
-        slot = self._slots.get(version % VERSIONS_HELD)
+        slot = self._slots.get(version % VERSIONS_KEPT)
         if slot is None or slot[0].numel() != size:
             memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-            slot = self._slots[version % VERSIONS_HELD] = (memory, self._exported(memory))
+            slot = self._slots[version % VERSIONS_KEPT] = (memory, self._exported(memory))
         return slot
 
     def _exported(self, memory: Tensor) -> DeviceSource:
@@ -137,6 +137,14 @@ class MappedSlots:
         key = (source.handle, source.offset)
         mapped = self._mapped.get(key)
         if mapped is None:
+            mapped = self._map(source)
+            while len(self._mapped) >= VERSIONS_KEPT:
+                self._mapped.pop(next(iter(self._mapped)))
+            self._mapped[key] = mapped
+        return mapped
+
+    def _map(self, source: DeviceSource) -> Tensor:
+        try:
             storage = torch.UntypedStorage._new_shared_cuda(
                 self._device.index or 0,
                 source.handle,
@@ -147,13 +155,11 @@ class MappedSlots:
                 source.event,
                 source.event_is_needed,
             )
-            mapped = torch.empty(0, dtype=torch.uint8, device=self._device).set_(
-                storage, 0, (source.size,), (1,)
-            )
-            while len(self._mapped) >= VERSIONS_HELD:
-                self._mapped.pop(next(iter(self._mapped)))
-            self._mapped[key] = mapped
-        return mapped
+        except RuntimeError as error:
+            # Who published it is gone, and its memory with it: no reason to end, there are other sources.
+            why = str(error).partition("\n")[0]
+            raise RefusedError(f"the memory of {source.chip} can not be mapped: {why}") from error
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (source.size,), (1,))
 
 
 def _wait_for(event: torch.cuda.Event, *, what: str) -> None:

@@ -133,12 +133,9 @@ class Fetcher:
         if isinstance(source, SegmentSource):
             assert segments is not None
             return self._read(manifest, source, segments=segments, failures=failures)
+        # Memory of a fetch that fails is not used again: a broadcast that was given up may still write to it.
         buffer = self._spare.take(manifest.size)
-        try:
-            self._fill(manifest, source, into=buffer)
-        except WorldError:
-            self._spare.give_back(buffer)
-            raise
+        self._fill(manifest, source, into=buffer)
         return Fetched(
             manifest,
             source,

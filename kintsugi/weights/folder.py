@@ -26,7 +26,7 @@ from kintsugi.model.folder import (
     weight_files,
 )
 from kintsugi.types import Piece, PieceKind, WeightManifest
-from kintsugi.weights.manifest import ALIGNMENT, check_digest, check_whole, copy_and_digest, manifest_of
+from kintsugi.weights.manifest import aligned, check_digest, check_whole, copy_and_digest, manifest_of
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _STORED = {name: stored for stored, name in _DTYPES.items()}
@@ -53,7 +53,7 @@ def folder_manifest(folder: Path, *, config: ModelConfig, version: int) -> Weigh
                 digest=xxhash.xxh3_64_hexdigest(data),
             )
             pieces.append(piece)
-            offset += -(-len(data) // ALIGNMENT) * ALIGNMENT
+            offset += aligned(len(data))
     return manifest_of(pieces, version=version, step=0)
 
 

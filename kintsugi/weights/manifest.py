@@ -167,10 +167,19 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return flat.numpy().data
 
 
+def aligned(size: int) -> int:
+    """What a piece takes, with what is left free behind it.
+
+    >>> aligned(64), aligned(65)
+    (64, 128)
+    """
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 def layout(named: Mapping[str, Tensor]) -> Iterator[tuple[str, int, int]]:
     """(name, offset, size) in the order of names."""
     offset = 0
     for name in sorted(named):
         size = named[name].numel() * named[name].element_size()
         yield name, offset, size
-        offset += -(-size // ALIGNMENT) * ALIGNMENT
+        offset += aligned(size)

@@ -15,6 +15,9 @@ from typing import Protocol
 
 from kintsugi.errors import RefusedError
 
+VERSIONS_KEPT = 2
+"""The current one, and the one before it for whoever is still loading that."""
+
 _HUGE_BYTES = 4 << 20
 """From here on large pages are asked for, which cost far less to touch first."""
 
@@ -49,7 +52,8 @@ class WritableSegments:
             # Its readers keep the memory; the name gets other memory.
             self._segments.remove(name)
             descriptor = self._locked(name, size=size)
-            assert descriptor is not None, f"nobody can read {name}, which was made just now"
+        if descriptor is None:
+            raise RefusedError(f"segment {name} was opened by a late reader as soon as it was made")
         inode = os.fstat(descriptor).st_ino
         mapped = self._mapped.get(name)
         if mapped is None or mapped.inode != inode:
@@ -75,7 +79,8 @@ class WritableSegments:
 
 
 class ReadableSegments:
-    """The server's: a mapping is kept, because to map the pages of a version anew takes longer than to verify it."""
+    """The server's: a mapping is kept, because to map the pages of a version anew takes longer than to verify it. Only
+    the latest are, as who published the others may be gone."""
 
     def __init__(self) -> None:
         self._mapped: dict[str, _Mapped] = {}
@@ -98,13 +103,15 @@ class ReadableSegments:
         if mapped is None or mapped.inode != status.st_ino:
             # Privately: pages are shared until somebody writes, and nobody else sees what we would write.
             memory = mmap.mmap(descriptor, status.st_size, flags=mmap.MAP_PRIVATE)
-            mapped = self._mapped[name] = _Mapped(status.st_ino, _in_large_pages(memory))
+            mapped = _Mapped(status.st_ino, _in_large_pages(memory))
+            self._keep(name, mapped)
         return mapped.buffer, descriptor
 
-    def keep_only(self, names: set[str]) -> None:
-        """Let go of segments that nothing is published in any more."""
-        for name in self._mapped.keys() - names:
-            del self._mapped[name]
+    def _keep(self, name: str, mapped: _Mapped) -> None:
+        self._mapped.pop(name, None)
+        while len(self._mapped) >= VERSIONS_KEPT:
+            del self._mapped[next(iter(self._mapped))]
+        self._mapped[name] = mapped
 
 
 def _in_large_pages(memory: mmap.mmap) -> memoryview:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,13 +16,10 @@ from kintsugi.transport import chunks
 from kintsugi.types import FolderSource, Piece, SegmentSource, StreamSource, WeightManifest, WeightSource
 from kintsugi.weights.folder import remove_folders, write_folder
 from kintsugi.weights.manifest import describe_piece, layout, layout_size, manifest_of, tensor_bytes
-from kintsugi.weights.memory import Segments, WritableSegments, unlock
+from kintsugi.weights.memory import VERSIONS_KEPT, Segments, WritableSegments, unlock
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-VERSIONS_KEPT = 2
-"""The current one, and the one before it for whoever is still loading that."""
 
 WHOLE_MODEL: Mapping[str, int] = {"dp": 0, "tp": 0, "pp": 0}
 
@@ -171,6 +169,8 @@ class Publisher:
         if self._segments is not None:
             for slot in range(VERSIONS_KEPT):
                 self._segments.remove(self._segment(slot))
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _store(self, laid_out: LaidOut, order: Publish) -> Sequence[WeightSource]:
         if self._folder is None or laid_out.buffer is None or order.share != (0, 1):

@@ -7,6 +7,7 @@ nothing but its own share. It is named while that happens, and when patience end
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ PATIENCE_S = 5.0
 """For a piece to be uploaded, before the rank itself is asked for it."""
 SLOW_S = 1.0
 """Who makes others wait so long for a piece is named."""
+POLL_S = 1e-3
+"""Between two looks at what has come."""
 
 
 class Answer(Protocol):
@@ -67,6 +70,8 @@ class _Share:
     """What one rank gives, and how fast."""
 
     owner: str
+    source: str
+    """Whom it is asked of: the meta-server, or the rank itself."""
     waiting: deque[tuple[int, ...]] = field(default_factory=deque)
     num_sent: int = 0
     num_bytes: int = 0
@@ -76,7 +81,7 @@ class _Share:
 @dataclass(frozen=True, slots=True)
 class _Sent:
     share: _Share
-    process: str
+    source: str
     indices: tuple[int, ...]
     answer: Answer
     since: float
@@ -112,14 +117,14 @@ class Pull:
             try:
                 self._take(sent)
             except WorldError as error:
-                if not self._source.owners or sent.process != self._source.process:
+                if sent.source == sent.share.owner:
                     raise
                 self._go_around(sent, error)
         check_whole(self._manifest, source=self._name(self._source.process))
 
     def _cut(self) -> list[_Share]:
         owners = self._source.owners or (self._source.process,)
-        shares = [_Share(owner) for owner in owners]
+        shares = [_Share(owner, self._source.process) for owner in owners]
         for share_index, share in enumerate(shares):
             share.waiting.extend(self._requests(share_index if self._source.owners else None))
         return shares
@@ -141,42 +146,48 @@ class Pull:
 
     def _send(self) -> bool:
         """Keep every share busy; whether anything is under way."""
-        timeout_s = PATIENCE_S if self._source.owners else FETCH_TIMEOUT_S
         for share in self._shares:
             while share.waiting and share.num_sent < IN_FLIGHT:
-                self._request(share, self._source.process, share.waiting.popleft(), timeout_s=timeout_s)
+                self._request(share, share.waiting.popleft())
         return bool(self._sent)
 
-    def _request(self, share: _Share, process: str, indices: tuple[int, ...], *, timeout_s: float) -> None:
-        answer = self._ask(process, FetchWeights(self._manifest.version, indices), timeout_s)
+    def _request(self, share: _Share, indices: tuple[int, ...]) -> None:
+        timeout_s = FETCH_TIMEOUT_S if share.source == share.owner else PATIENCE_S
+        answer = self._ask(share.source, FetchWeights(self._manifest.version, indices), timeout_s)
         share.num_sent += 1
-        self._sent.append(_Sent(share, process, indices, answer, self._clock.monotonic()))
+        self._sent.append(_Sent(share, share.source, indices, answer, self._clock.monotonic()))
 
     def _next_answered(self) -> _Sent:
-        """One that has been answered, if there is any; else the oldest."""
-        for sent in self._sent:
-            if sent.answer.done:
-                self._sent.remove(sent)
-                return sent
-        return self._sent.popleft()
+        """The first that is answered: who is slow must not keep what others gave from being taken in, nor them from
+        being asked for more."""
+        idle = threading.Event()
+
+        def attempt(remaining_s: float) -> _Sent | None:
+            for sent in self._sent:
+                self._name_if_slow(sent)
+                if sent.answer.done:
+                    return sent
+            idle.wait(min(POLL_S, remaining_s))
+            return None
+
+        owners = sorted({sent.share.owner for sent in self._sent})
+        what = f"pieces of version {self._manifest.version} from {self._source.process}"
+        # Every request ends by itself, and none lives longer than this.
+        sent = wait(attempt, whom=", ".join(owners), what=what, timeout_s=FETCH_TIMEOUT_S + PATIENCE_S)
+        self._sent.remove(sent)
+        return sent
 
     def _take(self, sent: _Sent) -> None:
         sent.share.num_sent -= 1
-        reply = wait(
-            lambda _: sent.answer.result(),
-            whom=sent.share.owner,
-            what=f"{len(sent.indices)} pieces of version {self._manifest.version} from {sent.process}",
-            timeout_s=FETCH_TIMEOUT_S,
-        )
-        self._name_if_slow(sent)
+        reply = sent.answer.result()
         got = reply.expect(WeightsFetched)
         if got.version != self._manifest.version:
-            where = self._name(sent.process)
+            where = self._name(sent.source)
             raise RefusedError(f"{where}: expected version {self._manifest.version}, got {got.version}")
         came = got.pieces or sent.indices
         if not set(came) <= set(sent.indices):
-            raise IntegrityError(f"{self._name(sent.process)}: expected pieces of {sent.indices}, got {came}")
-        sent.share.num_bytes += self._fill(came, reply.blobs, process=sent.process)
+            raise IntegrityError(f"{self._name(sent.source)}: expected pieces of {sent.indices}, got {came}")
+        sent.share.num_bytes += self._fill(came, reply.blobs, process=sent.source)
         rest = tuple(index for index in sent.indices if index not in came)
         if rest:
             sent.share.waiting.appendleft(rest)
@@ -199,7 +210,7 @@ class Pull:
         if waited_s < SLOW_S or share.is_named:
             return
         share.is_named = True
-        self._say(f"{self._rate_of(share)}; one request took {waited_s:.1f} s")
+        self._say(f"{self._rate_of(share)}; it was asked {waited_s:.1f} s ago")
 
     def _rate_of(self, share: _Share) -> str:
         elapsed_s = max(1e-3, self._clock.monotonic() - self._since)
@@ -214,11 +225,10 @@ class Pull:
     def _go_around(self, sent: _Sent, error: WorldError) -> None:
         """Ask the rank itself, from now on for all of its share: its way to the meta-server is what is slow."""
         share = sent.share
-        self._say(f"{self._rate_of(share)}; it is asked itself now, because {error}")
-        share.is_named = True
-        while share.waiting:
-            self._request(share, share.owner, share.waiting.popleft(), timeout_s=FETCH_TIMEOUT_S)
-        self._request(share, share.owner, sent.indices, timeout_s=FETCH_TIMEOUT_S)
+        if share.source != share.owner:
+            self._say(f"{self._rate_of(share)}; it is asked itself now, because {error}")
+        share.is_named, share.source = True, share.owner
+        share.waiting.appendleft(sent.indices)
 
     def _name(self, process: str) -> str:
         return f"stream of {process}"

@@ -13,6 +13,7 @@ from kintsugi.transport import Blob, chunks
 from kintsugi.types import StreamSource, WeightSource
 from kintsugi.weights.publish import LaidOut
 from kintsugi.weights.stream import FETCH_TIMEOUT_S, IN_FLIGHT, SLOW_S, STREAM_BYTES, Answer, Say
+from kintsugi.worker import ShuttingDown
 
 Submit = Callable[[str, Body, Sequence[Blob], float], Answer]
 """Sends a request with bulk frames: (whom, what, frames, deadline in seconds)."""
@@ -67,6 +68,8 @@ class UploadOutlet:
                 num_bytes += sum(sizes.values())
             while sent:
                 is_named |= self._settle(*sent.popleft(), laid_out, meta_server, num_bytes, since, is_named)
+        except ShuttingDown:
+            return
         except KintsugiError as error:
             self._say(
                 f"{self._process} could not upload version {manifest.version} to {meta_server}, "

@@ -70,6 +70,7 @@ ALLOWED = {
         "group.broadcast([part], options).wait()",
     ): "in a thread for which runtime.wait waits, and the library ends it in time",
     ("training/samples.py", "answer.result()"): "our own `Future`; runtime.wait saw it done",
+    ("weights/stream.py", "sent.answer.result()"): "our own `Future`; runtime.wait saw it done",
     (
         "transport/endpoint.py",
         "self._poller.poll(milliseconds(timeout_s))",

@@ -40,3 +40,20 @@ def test_rows_of_the_data_are_never_too_old() -> None:
 def test_nothing_is_passed_over_in_a_synchronous_run() -> None:
     candidates = [Candidate("a", False, 3), Candidate("b", True, 3)]
     assert choose_batch(candidates, size=1, version=3, overtake=5).batch == ()
+
+
+def test_of_more_groups_than_a_batch_has_none_is_passed_over_until_it_is_too_old() -> None:
+    """Three groups of version 0 are slow: each is complete when it is waited for. The others are so at once."""
+    slow = ["a", "b", "c"]
+    ready: set[str] = set()
+    trained: list[str] = []
+    for step in range(6):
+        choice = None
+        while choice is None or not choice.batch:
+            groups = [Candidate(name, name in ready, 0) for name in slow if name not in trained]
+            fresh = Candidate(f"step {step}", True, step)
+            choice = choose_batch([*groups, fresh], size=1, version=step, max_staleness=3, overtake=3)
+            assert not choice.expired
+            ready |= {name for name in slow if f"waiting for {name}" in choice.reason}
+        trained += choice.batch
+    assert set(slow) < set(trained)

@@ -108,11 +108,11 @@ def test_a_fully_quarantined_group_has_ended() -> None:
     )
 
 
-def test_a_returned_group_waits_at_its_old_place_and_counts_the_attempt() -> None:
+def test_a_returned_group_waits_at_its_old_place_and_has_nothing() -> None:
     ledger = replay([*issued(3), *made_ready(0, 1)])
     ledger.apply(TicketReturned("g:0:0:0", "rollout-0 died"))
     assert [t.id for t in ledger.issued_unassigned()] == ["g:0:0:0", "g:0:2:0"]
-    assert (ledger.attempts("g:0:0:0"), ledger.metas("g:0:0:0")) == (1, ())
+    assert ledger.metas("g:0:0:0") == ()
     assert ledger.worker_of("g:0:0:0") == ("", "")
 
 
@@ -169,7 +169,6 @@ def test_a_rollback_issues_undone_and_live_groups_again_in_their_old_order() -> 
     ledger.apply(RolledBack(1, "lost"))
     assert [t.id for t in ledger.issued_unassigned()] == ["g:0:1:0", "g:0:2:0", "g:0:3:0"]
     assert (ledger.step, ledger.stage("g").num_trained, ledger.trained_in(2)) == (1, 1, ())
-    assert ledger.attempts("g:0:1:0") == 0
     assert ledger.stage("g").cursor == (0, 4)
 
 

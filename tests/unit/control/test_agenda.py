@@ -8,6 +8,7 @@ import pytest
 from kintsugi.buffer.ledger import Ledger
 from kintsugi.config import (
     AlgorithmSection,
+    AsynchronySection,
     Config,
     EvaluationSection,
     GenerationSection,
@@ -24,11 +25,12 @@ from kintsugi.control.agenda import (
     most_tokens,
     save_is_due,
     slowest,
+    steps_ahead,
     with_final_rewards,
 )
 from kintsugi.control.state import MasterState
 from kintsugi.errors import Fault
-from kintsugi.facts import CheckpointFailed, CheckpointSaved, EvaluationDone
+from kintsugi.facts import CheckpointFailed, CheckpointSaved, EvaluationDone, PaceChanged
 from kintsugi.messages import CallDone
 from kintsugi.stages import stages
 from kintsugi.types import Ticket
@@ -207,3 +209,12 @@ def test_the_most_tokens_are_those_of_the_largest_step_or_evaluation(
         generation=GenerationSection(max_length=7),
     )
     assert most_tokens(config, num_eval_rows=num_eval_rows) == 7 * most
+
+
+def test_rollout_never_runs_further_ahead_than_is_configured_whatever_the_pace_was() -> None:
+    config = msgspec.structs.replace(CONFIG, asynchrony=AsynchronySection(max_staleness=2))
+    state = new_state()
+    assert steps_ahead(config, state) == 2
+    for ahead, allowed in ((1, 1), (4, 2)):
+        state.apply(PaceChanged(1, ahead, 64, "because"))
+        assert steps_ahead(config, state) == allowed

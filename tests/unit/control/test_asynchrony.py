@@ -7,14 +7,22 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from kintsugi.config import AlgorithmSection, AsynchronySection, CheckpointSection
+from kintsugi.config import (
+    AlgorithmSection,
+    AsynchronySection,
+    CheckpointSection,
+    EvaluationSection,
+    RolloutSection,
+)
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Request
 from kintsugi.facts import (
     BatchFormed,
     PaceChanged,
+    ProcessLost,
     StepCommitted,
     TicketExpired,
+    TicketFiltered,
     TicketsIssued,
     VersionCurrent,
 )
@@ -216,3 +224,119 @@ def test_a_version_is_not_left_out_that_a_slower_pace_needs() -> None:
     )
     driven.until(lambda: driven.state.outcome is not None)
     assert (driven.state.outcome, driven.state.step) == ("finished", 6)
+
+
+def test_groups_that_were_lost_are_run_again_though_rollout_runs_less_far_ahead_than_it_did() -> None:
+    """Younger ones are complete, more than may now be issued: they do not take the place of the lost ones."""
+    driven = Driven(
+        msgspec.structs.replace(
+            AHEAD,
+            algorithm=AlgorithmSection(steps=12, batch_size=2, group_size=2),
+            asynchrony=AsynchronySection(max_staleness=8, adaptive=False),
+            rollout=RolloutSection(workers=3),
+        )
+    )
+    driven.begin()
+    driven.until(Phase.TRAINING)
+    advance(driven, lambda: not driven.asked(RunEpisodes), holding=RunCall)
+    assert issued(driven) == 18
+    driven.state.apply(PaceChanged(0, 1, 192, "because"))
+    driven.until(lambda: driven.state.step == 1 and driven.master.phase is Phase.TRAINING)
+    (oldest,) = driven.state.ledger.oldest_ready(1)
+    driven.lose(driven.state.ledger.worker_of(oldest)[0])
+    driven.until(lambda: driven.state.outcome is not None)
+    assert (driven.state.outcome, driven.state.step) == ("finished", 12)
+
+
+def test_what_is_complete_takes_the_place_of_what_expired_where_nothing_more_may_be_issued() -> None:
+    config = msgspec.structs.replace(AHEAD, algorithm=AlgorithmSection(steps=10, batch_size=2, group_size=2))
+    section = AsynchronySection(max_staleness=4, adaptive=False)
+    driven = Driven(msgspec.structs.replace(config, asynchrony=section))
+    driven.begin()
+    driven.until(lambda: issued(driven) == 12)
+    wrong = driven.asked(RunEpisodes)[-2]
+    assert isinstance(wrong.body, RunEpisodes)
+    driven.answer(wrong, scored(wrong.body.ticket, version=0, holder=wrong.to))
+    driven.until(lambda: issued(driven) == 16)
+    driven.state.apply(PaceChanged(3, 1, 128, "because"))
+    driven.until(lambda: driven.state.outcome is not None)
+    assert [fact.ticket for fact in driven.facts if isinstance(fact, TicketExpired)] == [wrong.body.ticket.id]
+    assert (driven.state.outcome, driven.state.step) == ("finished", 10)
+
+
+def test_an_evaluation_does_not_wait_for_groups_of_later_steps() -> None:
+    config = msgspec.structs.replace(
+        AHEAD,
+        algorithm=AlgorithmSection(steps=6, batch_size=40, group_size=2),
+        rollout=RolloutSection(workers=1),
+        eval=EvaluationSection(num_samples=0, every=1),
+    )
+    driven = Driven(config, num_eval_rows=3)
+    driven.begin()
+    driven.until(Phase.TRAINING)
+    advance(driven, lambda: driven.master.phase is Phase.EVALUATING, holding=RunEpisodes)
+    assert len(driven.asked(RunEpisodes)) == 64
+    for _ in range(3):
+        driven.answer(driven.asked(RunEpisodes)[0])
+    assert [request.body.split for request in driven.asked(RunEpisodes)][-3:] == ["eval"] * 3  # type: ignore[union-attr]
+
+
+def load(driven: Driven, *, late: tuple[str, ...]) -> None:
+    driven.until(lambda: bool(driven.asked(LoadWeights)))
+    (request,) = driven.asked(LoadWeights)
+    assert isinstance(request.body, LoadWeights)
+    manifest = request.body.manifest
+    driven.answer(request, WeightsLoaded(manifest.version, manifest.digest, ("server-0",), late=late))
+
+
+def test_a_server_that_is_late_with_two_versions_in_a_row_is_replaced_with_the_reason(driven: Driven) -> None:
+    load(driven, late=("server-1",))
+    load(driven, late=("server-1",))
+    driven.until(lambda: any(isinstance(fact, ProcessLost) for fact in driven.facts))
+    (lost,) = [fact for fact in driven.facts if isinstance(fact, ProcessLost)]
+    assert lost.process == "server-1" and lost.fault.cause is not None
+    assert lost.fault.cause.message == "server-1 did not load version 1 in time, nor the one before"
+    driven.until(lambda: driven.state.outcome is not None)
+    assert driven.state.outcome == "finished"
+
+
+def test_a_server_that_has_caught_up_is_not_late_in_a_row(driven: Driven) -> None:
+    for late in (("server-1",), (), ("server-1",)):
+        load(driven, late=late)
+    driven.until(lambda: driven.state.outcome is not None)
+    assert not any(isinstance(fact, ProcessLost) for fact in driven.facts)
+
+
+def test_what_a_new_manager_was_given_again_is_not_awaited_when_a_newer_version_follows(
+    driven: Driven,
+) -> None:
+    driven.until(lambda: driven.state.version == 1)
+    driven.lose("manager-0")
+    advance(driven, lambda: bool(driven.asked(LoadWeights)), holding=LoadWeights)
+    (again,) = driven.asked(LoadWeights)
+    advance(driven, lambda: driven.asked(LoadWeights) != [again], holding=LoadWeights)
+    asked = driven.asked(LoadWeights)
+    driven.fail(again, "superseded by version 2", kind="RefusedError")
+    driven.pass_time(1.0)
+    assert driven.asked(LoadWeights) == asked != [again]
+
+
+def test_groups_that_say_nothing_are_replaced_also_behind_one_that_is_passed_over() -> None:
+    dapo = AlgorithmSection(name="dapo", steps=6, batch_size=2, group_size=2)
+    section = AsynchronySection(max_staleness=2, adaptive=False, overtake=1)
+    config = msgspec.structs.replace(AHEAD, algorithm=dapo, asynchrony=section)
+    driven = Driven(config, rewards=lambda ticket, index: float(index % 2 and ticket.position != 1))
+    driven.begin()
+    driven.until(lambda: len(driven.asked(RunEpisodes)) == 6)
+    while driven.master.phase is Phase.COLLECTING:
+        driven.answer(driven.asked(RunEpisodes)[1])
+    (batch,) = [fact for fact in driven.facts if isinstance(fact, BatchFormed)]
+    (filtered,) = [fact for fact in driven.facts if isinstance(fact, TicketFiltered)]
+    assert filtered.ticket == "dapo:0:1:0" and batch.tickets == ("dapo:0:2:0", "dapo:0:3:0")
+
+
+def test_what_a_lost_worker_kept_is_run_again_while_the_ranks_train(driven: Driven) -> None:
+    driven.until(Phase.TRAINING)
+    advance(driven, lambda: not driven.asked(RunEpisodes), holding=RunCall)
+    driven.lose("rollout-0")
+    assert driven.master.phase is Phase.TRAINING and driven.asked(RunEpisodes)

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import msgspec
+import pytest
+
 from kintsugi.buffer.ledger import Ledger
+from kintsugi.config import AlgorithmSection
 from kintsugi.control.episodes import episode_of, next_tickets
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Exited, RequestFailed, Tick
 from kintsugi.errors import Fault
-from kintsugi.facts import SampleQuarantined, TicketAssigned, TicketReturned, TicketsIssued
-from kintsugi.messages import RunEpisodes
+from kintsugi.facts import SampleQuarantined, SamplesScored, TicketAssigned, TicketReturned, TicketsIssued
+from kintsugi.messages import EpisodesDone, RunEpisodes
 from kintsugi.stages import stages
-from tests.unit.control.driven import CONFIG, Driven
+from tests.unit.control.driven import CONFIG, Driven, scored
 
 (STAGE,) = stages(CONFIG)
 
@@ -101,3 +105,33 @@ def test_a_worker_that_could_not_be_reached_is_asked_nothing_until_the_next_tick
     assert driven.asked(RunEpisodes) == []
     driven.feed(Tick())
     assert {request.to for request in driven.asked(RunEpisodes)} == {"rollout-0", "rollout-1"}
+
+
+def without_its_first(done: EpisodesDone) -> EpisodesDone:
+    first, *others = done.samples
+    return EpisodesDone(done.ticket, tuple(others), {first.key: "its reward is not a number"})
+
+
+@pytest.mark.parametrize("is_set_aside_again", [True, False])
+def test_a_group_with_a_sample_that_was_set_aside_can_be_run_again(*, is_set_aside_again: bool) -> None:
+    """Of other weights, the sample may be a valid one the second time: it stays set aside."""
+    algorithm = AlgorithmSection(steps=3, batch_size=2, group_size=3)
+    driven = Driven(msgspec.structs.replace(CONFIG, algorithm=algorithm))
+    driven.begin()
+    driven.until(Phase.COLLECTING)
+    first = driven.asked(RunEpisodes)[0]
+    assert isinstance(first.body, RunEpisodes)
+    ticket = first.body.ticket
+    driven.answer(first, without_its_first(scored(ticket, version=0, holder=first.to)))
+    driven.lose(first.to)
+    again = next(request for request in driven.asked(RunEpisodes) if request.body.ticket == ticket)  # type: ignore[union-attr]
+    done = driven.serve(again)
+    assert isinstance(done, EpisodesDone) and len(done.samples) == 3
+    driven.answer(again, without_its_first(done) if is_set_aside_again else done)
+    driven.until(lambda: driven.state.outcome is not None)
+    assert driven.state.outcome == "finished"
+    assert [fact.key for fact in driven.facts if isinstance(fact, SampleQuarantined)] == [f"{ticket.id}/0"]
+    *_, scores = [
+        fact for fact in driven.facts if isinstance(fact, SamplesScored) and fact.ticket == ticket.id
+    ]
+    assert [meta.key for meta in scores.samples] == [f"{ticket.id}/1", f"{ticket.id}/2"]

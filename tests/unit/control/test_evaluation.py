@@ -71,8 +71,21 @@ def test_an_answer_of_another_version_is_refused_and_not_counted() -> None:
     assert not evaluation.finished
 
 
-def test_an_answer_that_could_not_be_scored_is_refused_with_its_reason() -> None:
-    evaluation = Evaluation(configured(0), step=3, version=7, num_problems=1)
-    problem = evaluation.take(EpisodesDone("eval:3:0:0", (), {"eval:3:0:0/0": "reward crashed"}))
-    assert problem is not None and "eval:3:0:0" in problem and "reward crashed" in problem
-    assert not evaluation.finished
+def test_an_answer_that_could_not_be_scored_counts_as_wrong_and_is_counted() -> None:
+    evaluation = Evaluation(configured(2), step=3, version=7, num_problems=2)
+    for done in answers(evaluation, is_right=True):
+        lost = {meta.key: "reward crashed" for meta in done.samples[-1:]} if ":0:" in done.ticket[4:] else {}
+        kept = tuple(meta for meta in done.samples if meta.key not in lost)
+        assert evaluation.take(EpisodesDone(done.ticket, kept, lost)) is None
+    metrics = evaluation.metrics()
+    assert evaluation.finished and set(evaluation.unscored.values()) == {"reward crashed"}
+    assert (metrics["eval/accuracy"], metrics["eval/mean@2"]) == (0.5, 0.75)
+    assert metrics["eval/unscored"] == 2.0
+
+
+def test_an_evaluation_of_which_nothing_could_be_scored_is_refused_with_the_reason() -> None:
+    evaluation = Evaluation(configured(0), step=3, version=7, num_problems=2)
+    lost = [EpisodesDone(f"eval:3:{n}:0", (), {f"eval:3:{n}:0/0": "reward crashed"}) for n in range(2)]
+    assert evaluation.take(lost[0]) is None
+    problem = evaluation.take(lost[1])
+    assert problem is not None and "no evaluation problem" in problem and "reward crashed" in problem

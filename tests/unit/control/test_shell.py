@@ -20,7 +20,7 @@ from kintsugi.control.journal import read_facts
 from kintsugi.control.layout import plan_layout
 from kintsugi.control.lookout import Lookout
 from kintsugi.control.phases import Phase
-from kintsugi.control.protocol import Decision, RecordEvaluation, RecordStep, StopRequested, Suspected
+from kintsugi.control.protocol import Decision, RecordEvaluation, RecordStep, StopRequested, Suspected, Tick
 from kintsugi.control.requests import Requests
 from kintsugi.control.shell import MasterShell
 from kintsugi.control.suspicion import HOST_LOST_S
@@ -431,6 +431,13 @@ def test_what_the_watch_suspects_is_an_input_like_any_other_and_a_recorded_run_g
     assert msgspec.structs.replace(event, time=0.0) == gone and event.time > 0.0
     again, journaled = replay(begun.run_dir)
     assert again == journaled and any(isinstance(fact, ProcessLost) for fact in journaled)
+
+
+def test_time_that_leads_to_nothing_is_an_input_too(begun: Run) -> None:
+    """Whom a request could not reach may be asked again after it: without it, a recorded run would ask others."""
+    ticks = begun.shell._next_tick
+    begun.turn_until(lambda: begun.shell._next_tick > ticks)
+    assert any(isinstance(one.event, Tick) for one in read_inputs(begun.run_dir / "inputs"))
 
 
 def test_a_request_lies_where_it_is_until_the_run_has_begun(begun: Run) -> None:

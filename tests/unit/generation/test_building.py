@@ -4,8 +4,12 @@ import pytest
 import torch
 
 from kintsugi.errors import UserError
-from kintsugi.generation.building import build_engine
+from kintsugi.generation import building
+from kintsugi.generation.building import agreed_steps, build_engine, note_of
+from kintsugi.generation.cpu import CpuRunner
 from kintsugi.generation.engine import Engine
+from kintsugi.generation.native import NativeRunner
+from kintsugi.generation.native_library import compiler
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.tokenizer import character_tokenizer
 from kintsugi.serving.plan import make_plan
@@ -25,22 +29,69 @@ PAGE_BYTES = 16 * 2 * 2 * 2 * 8 * 4
 """Tokens, layers, key and value, heads, their size, bytes."""
 
 
-def engine_of(kv_cache_gib: float | None) -> Engine:
+def engine_of(
+    kv_cache_gib: float | None, *, native: bool | None = False, dtype: torch.dtype = torch.float32
+) -> Engine:
     return build_engine(
         CONFIG,
         character_tokenizer("ab"),
         slots=4,
         max_length=64,
-        dtype=torch.float32,
+        dtype=dtype,
         device=torch.device("cpu"),
         deterministic=True,
         kv_cache_gib=kv_cache_gib,
+        native=native,
     )
 
 
 def test_there_is_memory_for_all_slots_unless_told_otherwise() -> None:
     assert engine_of(None).stats()["pages_free"] == 4 * 4
     assert engine_of(5.5 * PAGE_BYTES / 2**30).stats()["pages_free"] == 5
+
+
+@pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
+def test_memory_is_counted_as_compiled_steps_use_it() -> None:
+    """Heads of 8 take the room of 16."""
+    assert engine_of(5.5 * 2 * PAGE_BYTES / 2**30, native=True).stats()["pages_free"] == 5
+
+
+@pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
+def test_steps_are_compiled_where_that_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    engine = engine_of(None, native=None)
+    assert isinstance(engine.runner, NativeRunner) and note_of(engine) == ""
+
+
+@pytest.mark.parametrize(
+    ("reason", "dtype", "num_threads"),
+    [
+        ("c++ could not compile", torch.float32, 1),
+        ("in float16", torch.float16, 1),
+        ("one thread, not 2", torch.float32, 2),
+    ],
+)
+def test_where_steps_can_not_be_compiled_others_are_used_and_it_is_said_why(
+    monkeypatch: pytest.MonkeyPatch, reason: str, dtype: torch.dtype, num_threads: int
+) -> None:
+    monkeypatch.setattr(building, "why_not", lambda _: "c++ could not compile native.cpp")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    engine = engine_of(None, native=None, dtype=dtype)
+    assert isinstance(engine.runner, CpuRunner)
+    assert "steps are not compiled, and slower" in note_of(engine) and reason in note_of(engine)
+
+
+def test_the_first_server_of_a_deterministic_run_decides_for_all(tmp_path: Path) -> None:
+    assert agreed_steps(tmp_path, reason="", process="server-0")
+    assert agreed_steps(tmp_path, reason="", process="server-1")
+    with pytest.raises(UserError, match=r"expected server-2 to compile its steps.*found none"):
+        agreed_steps(tmp_path, reason="expected a C++ compiler, found none", process="server-2")
+    assert [path.name for path in tmp_path.iterdir()] == [building.STEPS_FILE]
+
+
+def test_where_the_first_could_not_compile_nobody_does(tmp_path: Path) -> None:
+    assert not agreed_steps(tmp_path, reason="expected a C++ compiler, found none", process="server-0")
+    assert not agreed_steps(tmp_path, reason="", process="server-1")
 
 
 def test_memory_for_less_than_one_request_is_refused() -> None:

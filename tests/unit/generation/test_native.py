@@ -1,17 +1,15 @@
 """The compiled runner by itself; `test_exactness.py` has it in the engine."""
 
-from collections.abc import Iterator
-from pathlib import Path
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kintsugi.errors import ModelError, UserError
-from kintsugi.generation import native_library
+from kintsugi.errors import ModelError
 from kintsugi.generation.native import NativeRunner
-from kintsugi.generation.native_library import HeadShape, compiler, library_of
+from kintsugi.generation.native_library import compiler
 from kintsugi.generation.noise import uniforms
 from kintsugi.generation.runner import Chunk, Decoded
 from kintsugi.generation.sampler import sample
@@ -137,6 +135,31 @@ def test_new_weights_are_taken_over_and_nothing_of_them_is_a_view() -> None:
     assert is_same(driven.decode([0], 8), expected)
 
 
+def test_weights_may_be_staged_while_rows_decode() -> None:
+    model, other = make_model(), make_model()
+    initialize(other, 1)
+    driven = driven_of(model)
+    driven.start(0, request_of(PROMPT, max_new_tokens=40))
+    is_done = threading.Event()
+    num_staged = 0
+
+    def stage() -> None:
+        nonlocal num_staged
+        while not is_done.is_set():
+            driven.runner.stage(weights_of(other))
+            num_staged += 1
+
+    thread = threading.Thread(target=stage)
+    thread.start()
+    try:
+        decoded = driven.decode([0], 40)
+    finally:
+        is_done.set()
+        thread.join()
+    assert num_staged > 0
+    assert is_same(decoded, decode_alone(model, num_steps=40))
+
+
 def test_weights_of_another_model_are_refused() -> None:
     with pytest.raises(ModelError, match="shape"):
         driven_of(make_model()).runner.load(weights_of(make_model(hidden_size=32)))
@@ -168,29 +191,10 @@ def test_what_is_left_out_is_never_drawn() -> None:
     assert decoded.tokens.tolist() == greedy.tokens.tolist()
 
 
-@pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    library_of.cache_clear()
-    yield tmp_path
-    library_of.cache_clear()
-
-
-def test_a_library_is_compiled_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = HeadShape(16, 1, is_half=False)
-    first = library_of(shape)
-    library_of.cache_clear()
-    monkeypatch.setattr(native_library, "_compile", lambda *_, **__: pytest.fail("compiled again"))
-    assert library_of(shape).panel == first.panel
-    assert len(list(empty_cache.rglob("*.so"))) == 1
-
-
-def test_source_that_does_not_compile_is_an_error_that_says_why(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken = empty_cache / "native.cpp"
-    broken.write_text("this is not C++")
-    monkeypatch.setattr(native_library, "_SOURCE", broken)
-    with pytest.raises(UserError, match=r"could not compile native\.cpp: .*error"):
-        library_of(HeadShape(16, 1, is_half=False))
-    assert not list(empty_cache.rglob("*.so"))
+def test_a_step_before_the_first_weights_is_our_mistake() -> None:
+    model = make_model()
+    runner = NativeRunner(
+        Transformer(model.config, packed=True, dtype=model.dtype), num_slots=1, max_length=32, num_pages=2
+    )
+    with pytest.raises(AssertionError, match="before the first weights"):
+        Driven(runner).start(0, request_of(PROMPT))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import pytest
+import torch
 
-from kintsugi.errors import IntegrityError, RefusedError
+from kintsugi.errors import DeviceError, DeviceOutOfMemory, IntegrityError, RefusedError
 from kintsugi.generation.server import Server
 from kintsugi.messages import WeightsLoaded
 from kintsugi.runtime import VirtualClock
@@ -95,6 +97,37 @@ def test_weights_that_are_damaged_never_reach_the_back_end_and_the_old_ones_stay
     again = setup.load(1)
     setup.turn()
     assert again in setup.shell.replies and not setup.waiting
+
+
+def test_a_device_without_room_for_the_new_weights_is_a_load_that_failed(
+    setup: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(tensors: object) -> NoReturn:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(setup.server._stager, "_stage", full)
+        failed = setup.load(2)
+        setup.turn()
+        setup.fetch_all()
+    assert isinstance(setup.shell.errors[failed], DeviceOutOfMemory) and setup.num_released == 2
+    again = setup.load(2)
+    setup.turn()
+    setup.fetch_all()
+    assert again in setup.shell.replies and setup.backend.version == 2
+
+
+def test_a_device_that_broke_while_weights_came_ends_the_server(
+    setup: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(tensors: object) -> NoReturn:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(setup.server._stager, "_stage", broken)
+    setup.load(2)
+    setup.turn()
+    with pytest.raises(DeviceError, match="illegal memory access"):
+        setup.fetch_all()
 
 
 def test_who_asks_for_what_is_under_way_joins_it_and_a_later_version_passes_those_that_wait(

@@ -181,6 +181,34 @@ def test_memory_comes_before_the_work_and_has_left_before_the_device_is_given_ba
     assert not memory.is_here
 
 
+class StuckMemory(FakeMemory):
+    """Does not leave before it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = threading.Event()
+
+    def leave(self) -> None:
+        self.let_go.wait(10.0)
+        super().leave()
+
+
+def test_who_wants_the_device_while_its_memory_leaves_waits_and_does_not_spin() -> None:
+    memory = StuckMemory()
+    world = World(memory)
+    world.lease.try_enter()
+    world.grant(7)
+    world.lease.try_enter()
+    world.lease.leave()
+    world.hear(LeaseRecalled("cpu", 7))
+    assert not world.lease.try_enter()
+    since = SYSTEM_CLOCK.monotonic()
+    world.lease.await_turn(0.02)
+    assert SYSTEM_CLOCK.monotonic() - since >= 0.02
+    memory.let_go.set()
+    until(lambda: LeaseReleased("cpu", 7) in world.said)
+
+
 def test_a_turn_is_not_much_shorter_than_coming_and_going_took() -> None:
     clock = VirtualClock(start=100.0)
     world = World(SlowMemory(clock), clock=clock)

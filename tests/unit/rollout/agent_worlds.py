@@ -116,6 +116,9 @@ class ScriptedPolicy:
     holds: asyncio.Event | None = None
     moved: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def working(self) -> None:
+        pass
+
     async def until_asked(self, count: int) -> None:
         while len(self.asked) < count:
             self.moved.clear()

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -65,6 +66,19 @@ class Telling(Echo):
         tell("closed", "thread")
 
 
+class Unclear:
+    """Like an array of several truth values."""
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("the truth value is ambiguous")
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __float__(self) -> float:
+        raise RuntimeError("several elements can not be converted to one number")
+
+
 class Wrong(Echo):
     """Does what `way` says instead of a step."""
 
@@ -80,6 +94,12 @@ class Wrong(Echo):
             return ""
         if self._way == "foreign":
             return "Ω"
+        if self._way == "halved":
+            return "\ud800"
+        if self._way == "dict":
+            return {"observation": "1+1="}
+        if self._way == "stops at nothing":
+            return Observation(stop=("",))
         return None
 
     def step(self, action: str) -> Any:
@@ -102,6 +122,12 @@ class Wrong(Echo):
                 return ("", 0.0, True, "info")
             case "awaitable":
                 return asyncio.sleep(0)
+            case "names":
+                return ("", 0.0, True, {1: 2.0})
+            case "unclear":
+                return ("", 0.0, Unclear(), {})
+            case "half":
+                return Step("\ud800")
             case "omega":
                 return Step("Ω")
         return super().step(action)
@@ -119,6 +145,49 @@ class Hanging(Echo):
         if not told("hanging"):
             tell("hanging", str(os.getpid()))
             time.sleep(60)
+        return super().step(action)
+
+
+class Huge(Echo):
+    def step(self, action: str) -> Any:
+        return Step("1" * 1_000_000)
+
+
+class Slow(Showing):
+    """Needs most of its time in every call, and never too long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        time.sleep(0.3)
+
+    def reset(self, row: Row, *, seed: int) -> Any:
+        time.sleep(0.3)
+        return super().reset(row, seed=seed)
+
+    def step(self, action: str) -> Any:
+        time.sleep(0.3)
+        return super().step(action)
+
+    def close(self) -> None:
+        time.sleep(0.3)
+
+
+class Undermining(Echo):
+    """Leaves something behind that ends the process while the model is asked."""
+
+    def reset(self, row: Row, *, seed: int) -> Any:
+        tell("undermined", str(os.getpid()))
+        threading.Timer(0.1, os._exit, [7]).start()
+        return None
+
+
+class Forking(Echo):
+    """Comes back twice from its first step."""
+
+    async def step(self, action: str) -> Any:
+        if not told("forked"):
+            tell("forked", str(os.getpid()))
+            os.fork()
         return super().step(action)
 
 

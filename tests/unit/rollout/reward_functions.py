@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -52,6 +53,18 @@ def closing(completions: list[str], **columns: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
+def babbling(completions: list[str], **columns: Any) -> list[float]:
+    """Writes what is no message to whoever listens."""
+    for name in os.listdir("/proc/self/fd"):
+        link = Path(f"/proc/self/fd/{name}")
+        if link.is_socket():
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.type == socket.SOCK_SEQPACKET:
+                    connection.send(b"i\xc1")
+    time.sleep(60)
+    return [1.0] * len(completions)
+
+
 def exiting(completions: list[str], **columns: Any) -> list[float]:
     sys.exit("enough")
 
@@ -76,6 +89,8 @@ def hanging_on_x(completions: list[str], **columns: Any) -> list[float]:
 def killing_on_x(completions: list[str], **columns: Any) -> list[float]:
     tell("killing", completions[0])
     if "x" in completions:
+        started = subprocess.Popen(["sleep", "60"])
+        tell("started", str(started.pid))
         os.kill(os.getpid(), signal.SIGSEGV)
     return [1.0] * len(completions)
 

@@ -249,6 +249,23 @@ def test_what_is_asked_for_a_group_that_was_dropped_is_told_so() -> None:
     assert here.finished == [] and len(here.process.played) == 2
 
 
+def test_rewards_that_add_up_to_no_finite_number_are_set_aside() -> None:
+    here = Stage(num_samples=1)
+    here.record(here.begin()[0], 1e308, 1e308)
+    (outcome,) = here.finished
+    assert outcome.samples == [] and "no finite number" in outcome.quarantined["grpo:0:5:0/0"]
+
+
+def test_what_is_asked_again_while_it_is_being_sampled_is_sampled_once() -> None:
+    here = Stage(num_samples=1)
+    (first,) = here.begin()
+    here.want(first, number=0)
+    here.want(first, number=1)
+    (request,) = here.asked.requests
+    request[3]((completion(5, 1),))
+    assert here.process.answered == [Answered(n, completion(5, 1)) for n in (0, 1)]
+
+
 def test_a_demonstration_earns_nothing() -> None:
     here = Stage(num_samples=1)
     here.acting.begin(here.group, demonstrate=True)

@@ -154,6 +154,20 @@ def test_a_demonstration_that_does_not_fit_the_program_is_a_mistake_in_the_data(
         play(calculates, None, episode(row=row, demonstrate=True))
 
 
+@pytest.mark.parametrize(
+    ("replies", "said"),
+    [
+        ("408", "expected a list of texts"),
+        ([408], "expected a list of texts"),
+        (["[12*34]408"], "goes on after"),
+    ],
+)
+def test_a_demonstration_that_no_model_could_give_is_a_mistake_in_the_data(replies: Any, said: str) -> None:
+    row = Row(prompt="12*34=", columns={"completion": "408", "replies": replies})
+    with pytest.raises(DataError, match=said):
+        play(calculates, None, episode(row=row, demonstrate=True))
+
+
 def returns(value: Any) -> Callable[..., Any]:
     async def program(row: Row, **given: Any) -> Any:
         await solve(row, **given)
@@ -329,6 +343,34 @@ def test_a_model_that_can_not_be_reached_fails_the_episode_whatever_the_program_
 
     with pytest.raises(EpisodeFailed, match="no server is left"):
         play(shrugs, ScriptedPolicy(fails=True))
+
+
+def test_a_thread_that_does_not_notice_that_its_model_is_gone_takes_its_process_with_it() -> None:
+    released = threading.Event()
+
+    def retries_for_ever(row: Row, *, base_url: str, api_key: str, model: str) -> float:
+        with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            while not released.wait(0.01):
+                with pytest.raises((openai.InternalServerError, openai.NotFoundError)):
+                    client.completions.create(model=model, prompt=row.prompt)
+        return 1.0
+
+    try:
+        with pytest.raises(EpisodeHangs):
+            play(retries_for_ever, ScriptedPolicy(fails=True), turn_timeout_s=0.2)
+    finally:
+        released.set()
+
+
+def test_a_thread_that_notices_fails_by_what_it_could_not_have() -> None:
+    def gives_up(row: Row, *, base_url: str, api_key: str, model: str) -> float:
+        with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            client.completions.create(model=model, prompt=row.prompt)
+        return 1.0
+
+    with pytest.raises(EpisodeFailed, match="no server is left") as caught:
+        play(gives_up, ScriptedPolicy(fails=True))
+    assert not isinstance(caught.value, EpisodeHangs)
 
 
 def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

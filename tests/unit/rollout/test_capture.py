@@ -180,6 +180,17 @@ def test_other_tools_are_another_branch() -> None:
     assert chat(capture, longer, said("yes"), tools=[tool]).before is capture.replies[0]
 
 
+def test_what_the_template_does_not_look_at_makes_no_branch() -> None:
+    capture = Capture(tokenizer())
+    tool = {"type": "function", "function": {"name": "times"}}
+    letter_by_letter = [token for letter in "the answer" for token in tokenizer().encode(letter)]
+    sampled = completed(letter_by_letter, end=tokenizer().eos_token_id)
+    first = chat(capture, [user("12*34?")], sampled, tools=[tool], tool_choice="required")
+    longer = [user("12*34?"), assistant("the answer"), user("sure?")]
+    second = chat(capture, longer, said("yes"), tools=[tool], tool_choice="auto")
+    assert second.prompt[: len(first.tokens)] == first.tokens
+
+
 def test_a_changed_reply_keeps_the_tokens_before_the_change() -> None:
     """They were sampled in the same context, whatever the program put after them."""
     capture = Capture(tokenizer())
@@ -269,21 +280,28 @@ def test_a_message_that_looks_like_our_placeholder_begins_a_new_branch() -> None
 
 
 def test_requests_at_once_are_numbered_by_what_they_ask() -> None:
+    asked: list[tuple[tuple[int, ...], int, tuple[str, ...]]] = [
+        ((1,), 8, ()),
+        ((2,), 8, ()),
+        ((1,), 9, ()),
+        ((1,), 8, ("]",)),
+    ]
     numbers = []
-    for order in ([1, 2], [2, 1]):
+    for order in (asked, asked[::-1]):
         capture = Capture(tokenizer())
         found = {}
-        for token in order:
-            with capture.numbered([token]) as number:
-                found[token] = number
+        for prompt, limit, stop in order:
+            with capture.numbered(prompt, max_new_tokens=limit, stop=stop) as number:
+                found[prompt, limit, stop] = number
         numbers.append(found)
     assert numbers[0] == numbers[1]
-    assert len(set(numbers[0].values())) == 2
+    assert len(set(numbers[0].values())) == len(asked)
 
 
 def test_the_same_request_has_another_number_the_second_time() -> None:
     capture = Capture(tokenizer())
-    with capture.numbered([1]) as first, capture.numbered([1]) as second:
+    asked: dict[str, Any] = {"max_new_tokens": 8, "stop": ()}
+    with capture.numbered([1], **asked) as first, capture.numbered([1], **asked) as second:
         assert first != second
 
 
@@ -292,7 +310,7 @@ def test_a_request_that_came_to_nothing_leaves_its_number() -> None:
     found = []
 
     def fail() -> None:
-        with capture.numbered([1]) as number:
+        with capture.numbered([1], max_new_tokens=8, stop=()) as number:
             found.append(number)
             raise ConnectionResetError
 

@@ -7,6 +7,7 @@ import io
 import logging
 from array import array
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,7 +16,9 @@ import openai
 import pytest
 
 from kintsugi.rollout import endpoint as endpoints
+from kintsugi.rollout.capture import Capture
 from kintsugi.rollout.environment import EpisodeFailed
+from kintsugi.serving import http
 from kintsugi.types import Finish
 from tests.unit.rollout.agent_worlds import Opened, ScriptedPolicy, Unhurried, opened, tokenizer
 
@@ -77,6 +80,23 @@ def test_a_function_is_called_and_its_result_continues_the_same_tokens() -> None
         assert "<tool_response>\n408\n</tool_response>" in tokenizer().decode(after.prompt)
 
     at_endpoint(body, policy)
+
+
+def test_the_ids_of_calls_do_not_depend_on_the_attempt() -> None:
+    """A template may show them to the model, which is then asked the same again when an episode is played again."""
+
+    async def body(world: Opened) -> None:
+        first = await ask(world, "12*34?", tools=TOOLS)
+        outcome = asyncio.get_running_loop().create_future()
+        again = replace(world.session, id=8, capture=Capture(tokenizer()), outcome=outcome)
+        other = Opened(world.endpoint, again, world.endpoint.open(again), world.clients)
+        await ask(other, "something else first", tools=TOOLS)
+        second = await ask(other, "12*34?", tools=TOOLS)
+        third = await ask(other, "12*34?", tools=TOOLS)
+        ids = [answer.choices[0].message.tool_calls[0].id for answer in (first, second, third)]
+        assert ids[0] == ids[1] != ids[2]
+
+    at_endpoint(body, ScriptedPolicy(lambda prompt: CALL))
 
 
 @pytest.mark.parametrize("tools", [TOOLS, openai.NOT_GIVEN])
@@ -184,7 +204,9 @@ def test_what_training_can_not_do_is_refused_by_name(fields: dict[str, Any], par
         with pytest.raises(openai.BadRequestError) as caught:
             await ask(world, "12*34?", **fields)
         assert param is None or caught.value.param == param
-        assert [refusal.param for refusal in world.session.refusals] == [caught.value.param]
+        last = world.session.last_refusal
+        assert last is not None and last.param == caught.value.param
+        assert world.session.num_refused == 1
         assert not world.session.is_cut_off and not world.session.capture.replies
 
     at_endpoint(body)
@@ -312,7 +334,7 @@ def test_nonsense_is_refused_in_the_apis_shape() -> None:
                     assert answer.status == status, (path, content[:80])
                     assert set((await answer.json())["error"]) == {"message", "type", "param", "code"}
         # The last two have no route, and belong to no episode.
-        assert len(world.session.refusals) == len(NONSENSE) - 2
+        assert world.session.num_refused == len(NONSENSE) - 2
         assert (await ask(world, "12*34?")).choices[0].message.content == "right"
 
     at_endpoint(body)
@@ -334,16 +356,39 @@ def test_a_client_that_leaves_takes_its_request_with_it() -> None:
     at_endpoint(body, policy)
 
 
-def test_a_reply_that_nobody_took_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_that_nobody_took_is_forgotten_and_sampled_again_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = ScriptedPolicy()
+
     async def nobody(*_: Any) -> None:
         raise ConnectionResetError
 
-    monkeypatch.setattr(endpoints, "write_last", nobody)
+    async def body(world: Opened) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(endpoints, "write_last", nobody)
+            with pytest.raises(openai.APIConnectionError):
+                await ask(world, "12*34?")
+        assert world.session.capture.replies == []
+        await ask(world, "12*34?")
+        assert policy.asked[0][1] == policy.asked[1][1], "the same noise"
+
+    at_endpoint(body, policy)
+
+
+def test_a_connection_on_which_nothing_is_asked_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "KEEPALIVE_S", 0.01)
 
     async def body(world: Opened) -> None:
-        with pytest.raises(openai.APIConnectionError):
-            await ask(world, "12*34?")
-        assert world.session.capture.replies == []
+        where = urlsplit(world.base_url)
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        key = world.session.api_key
+        writer.write(
+            f"GET {where.path}/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n".encode()
+        )
+        async with asyncio.timeout(5):
+            assert b"200 OK" in await reader.read(), "which ends with the connection"
+        writer.close()
 
     at_endpoint(body)
 

@@ -10,10 +10,12 @@ import pytest
 from kintsugi.config import Config, GenerationSection, ModelSection, NewModel, RolloutSection
 from kintsugi.errors import DataError
 from kintsugi.model.plan import plan_model
+from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.rollout.environment import Episode, EpisodeFailed, EpisodeHangs, EpisodeRecord
 from kintsugi.rollout.episode import int32
 from kintsugi.rollout.players import EnvironmentPlayer, checked_step, open_player
 from kintsugi.types import Completion, Finish, Row, Sampling
+from tests.unit.rollout.environment_classes import Unclear
 from tests.unit.rollout.reward_functions import FOLDER, told
 
 HERE = "tests.unit.rollout.environment_classes"
@@ -44,10 +46,14 @@ def settings(
 class Script:
     """A model that says what stands here, and what it was asked."""
 
+    def working(self) -> None:
+        self.num_calls += 1
+
     def __init__(self, config: Config, *said: str, finish: Finish = Finish.EOS) -> None:
         _, self._tokenizer = plan_model(config)
         self._said, self._finish = list(said), finish
         self.asked: list[tuple[str, int, int, tuple[str, ...]]] = []
+        self.num_calls = 0
 
     async def complete(
         self,
@@ -134,6 +140,24 @@ def test_a_full_context_cuts_an_episode_off_and_the_last_turn_has_only_the_room_
     assert sum(len(turn.fed) + len(turn.completion.tokens) for turn in record.turns) // 4 == 10
 
 
+def test_an_observation_of_any_size_cuts_an_episode_off_and_is_not_turned_into_tokens_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoded: list[int] = []
+    encode = Tokenizer.encode
+
+    def counted(tokenizer: Tokenizer, text: str, *, add_special: bool = False) -> list[int]:
+        encoded.append(len(text))
+        return encode(tokenizer, text, add_special=add_special)
+
+    config = settings("Huge")
+    script = Script(config, "1")
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    record = play(config, script)
+    assert record.finish is Finish.LENGTH and len(record.turns) == 1
+    assert max(encoded) < 10_000
+
+
 def test_many_episodes_are_played_at_once() -> None:
     config = settings("Echo")
 
@@ -158,12 +182,18 @@ def test_many_episodes_are_played_at_once() -> None:
         ("nan", "`step` of the environment: expected a finite number as its reward, got nan"),
         ("number", "`step` of the environment: expected text as its observation, got 5"),
         ("maybe", "`step` of the environment: expected True or False as `done`, got 'maybe'"),
-        ("info", "`step` of the environment: expected a dict as its `info`, got 'info'"),
+        ("info", "`step` of the environment: expected a dict with names as its `info`, got 'info'"),
+        ("names", "`step` of the environment: expected a dict with names as its `info`, got {1: 2.0}"),
+        ("unclear", "`step` of the environment raised ValueError: the truth value is ambiguous"),
+        ("half", "`step` of the environment: expected text as its observation, got '\\ud800'"),
         ("awaitable", "`step` of the environment gave something to await; make it `async def`"),
         ("omega", "`step` of the environment: the tokenizer has no token for ['Ω'] in 'Ω'"),
         ("reset", "`reset` of the environment: expected text, an `Observation` or None, got 17"),
         ("nothing", "`reset` of the environment: expected a prompt of 1 to 31 tokens"),
         ("foreign", "`reset` of the environment: the tokenizer has no token for ['Ω'] in 'Ω'"),
+        ("halved", "`reset` of the environment: expected text, an `Observation` or None, got '\\ud800'"),
+        ("dict", "`reset` of the environment: expected text, an `Observation` or None, got {'obs"),
+        ("stops at nothing", "`reset` of the environment: expected text, an `Observation` or None, got Obs"),
         ("close", "`close` of the environment raised RuntimeError: will not close"),
     ],
 )
@@ -229,6 +259,6 @@ def test_of_one_that_can_not_the_rows_completion_is_learned() -> None:
 def test_a_step_may_be_a_tuple_of_numpy_values() -> None:
     import numpy as np
 
-    step = checked_step(("x", np.float32(0.5), np.bool_(True), {}))
-    assert (step.reward, step.done) == (0.5, True)
+    step = checked_step(("x", np.float32(0.5), np.bool_(True), {"frame": Unclear(), "seen": np.int64(3)}))
+    assert (step.reward, step.done, step.info) == (0.5, True, {"seen": 3.0})
     assert type(step.reward) is float and type(step.done) is bool

@@ -218,9 +218,14 @@ def test_a_function_that_forks_and_returns_twice_is_heard_once(court: Callable[.
 def test_a_function_that_closes_everything_has_failed_and_its_process_is_replaced(
     court: Callable[..., Court], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(user_process, "END_S", 0.2)
+    monkeypatch.setattr(user_process, "EXIT_S", 0.2)
     here = court("closing")
     assert here.message("a") == "the reward process closed its connection to the worker"
+
+
+def test_a_process_that_says_what_can_not_be_understood_is_replaced(court: Callable[..., Court]) -> None:
+    here = court("babbling")
+    assert here.message("a").startswith("the reward process said what can not be understood")
 
 
 def test_a_process_that_dies_with_groups_unread_is_replaced_and_they_are_judged(
@@ -260,6 +265,8 @@ def test_a_function_that_crashes_its_process_is_blamed_alone_in_the_end(court: C
     assert isinstance(refused, Failed) and refused.message == "the reward process killed by SIGSEGV"
     assert isinstance(verdicts[first], Judged) and isinstance(verdicts[last], Judged)
     assert told("killing") == ["a", "x", "b"]
+    (started,) = told("started")
+    assert has_ended(int(started)), "what the function had started was left"
 
 
 @pytest.mark.slow
@@ -324,6 +331,8 @@ def test_a_column_that_can_not_be_handed_over_is_the_datas_fault(court: Callable
     here = court("half")
     with pytest.raises(DataError, match="columns of prompt '1=' can not be given to the reward"):
         here.judging.submit(Case(1, "1=", ("a",), {"image": object()}))
+    with pytest.raises(DataError, match="surrogates not allowed"):
+        here.judging.submit(Case(1, "1=", ("a",), {"half": "\ud800"}))
 
 
 def test_the_process_ends_when_its_worker_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,19 +88,46 @@ def test_an_environment_that_hangs_costs_its_process_and_nobodys_samples(
 def test_a_late_answer_to_a_process_that_is_gone_reaches_nobody_else(
     world: Callable[[Config], World],
 ) -> None:
-    here = world(config(environment=f"{HERE}.Echo"))
+    here = world(config(environment=f"{HERE}.Telling"))
     here.answers, here.holding = ["1#", "9"], True
     pending = here.begin(run(num_samples=4))
     here.until(lambda: len(here.held) == 4)
+    done_before = len(told("reset"))
     pid = here.worker._beside.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    here.until(lambda: len(here.held) == 8)
+    here.until(lambda: len(told("reset")) == 2 * done_before)
     here.held.reverse()
     here.holding = False
     here.until(lambda: pending.done)
     done = pending.result().expect(EpisodesDone)
     assert [text.completion for text in done.texts.values()] == [f"1{n}⟨1{n}=⟩9" for n in range(4)]
+    assert here.num_generated == 8, "what was being sampled was waited for"
+
+
+@pytest.mark.slow
+def test_each_call_of_an_environment_has_its_own_time(world: Callable[[Config], World]) -> None:
+    here = world(config(environment=f"{HERE}.Slow", timeout_s=0.4))
+    here.answers = ["9"]
+    assert len(acted(here).samples) == 2
+    shown = here.ask(run("warmup:0:0:0", stage="warmup", num_samples=1)).result().expect(EpisodesDone)
+    assert len(shown.samples) == 1
+
+
+@pytest.mark.slow
+def test_what_ends_the_process_while_the_model_is_asked_is_set_aside_in_the_end(
+    world: Callable[[Config], World],
+) -> None:
+    here = world(config(environment=f"{HERE}.Undermining"))
+    here.answers, here.holding = ["1"], True
+    assert set(acted(here).quarantined.values()) == {"the environment process exited with code 7"}
+
+
+def test_an_episode_that_comes_back_twice_is_heard_once(world: Callable[[Config], World]) -> None:
+    here = world(config(environment=f"{HERE}.Forking"))
+    here.answers = ["1", "9"]
+    assert len(acted(here).samples) == 2
+    assert told("forked") and here.num_generated == 4
 
 
 def test_episodes_of_a_group_that_was_dropped_end(world: Callable[[Config], World]) -> None:

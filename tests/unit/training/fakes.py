@@ -28,12 +28,12 @@ from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.operations import RankReady, RebuildGroup
 from kintsugi.stages import stages
 from kintsugi.training.origins import load_model
-from kintsugi.training.samples import Answer
 from kintsugi.training.state import TrainingState
 from kintsugi.training.worker import ModelWorker
 from kintsugi.transport import Blob, Delivery, Reply
 from kintsugi.types import Peer
 from kintsugi.weights.publish import Publisher
+from kintsugi.weights.stream import Answer
 from kintsugi.wire import Envelope, MessageKind
 from kintsugi.worker import ShuttingDown
 from tests.unit.training.world import CPU, Batch, calls_of, new_batch, rewarded

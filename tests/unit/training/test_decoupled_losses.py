@@ -231,6 +231,66 @@ def test_truncated_weights_give_the_exact_policy_gradient_of_another_samplers_co
     torch.testing.assert_close(found, torch.autograd.grad(exact, policy))
 
 
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+@pytest.mark.parametrize("proximal", [None, -100.0, 0.0], ids=["plain", "second update", "one update"])
+def test_a_ratio_that_overflows_spoils_neither_value_nor_gradient(
+    ratio: Ratio, advantage: float, proximal: float | None
+) -> None:
+    """e^100 is more than a float32 can hold; what was clipped stays clipped, and its neighbours' gradients numbers."""
+    logprobs, sampler = torch.full((7,), -0.5).requires_grad_(), torch.full((7,), -100.0)
+    options: dict[str, Any] = {
+        "advantages": torch.full((7,), advantage),
+        "ratio": ratio,
+        "importance_cap": 5.0,
+    }
+    if proximal is not None:
+        options["proximal_logprobs"] = torch.full((7,), proximal)
+    result = loss_of(
+        logprobs, sampler, beta=0.1, kl="k3", reference_logprobs=torch.full((7,), -0.5), **options
+    )
+    (gradient,) = torch.autograd.grad(result.losses.sum(), logprobs)
+    assert all(bool(each.isfinite().all()) for each in (result.losses, gradient, *result.sums.values()))
+    if proximal != 0.0 and advantage > 0:
+        assert not gradient.any(), "clipped"
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("importance", ["cap", "mask"])
+def test_the_gradient_is_the_slope_of_the_loss(ratio: Ratio, importance: str) -> None:
+    """By differences, in float64, with tokens on both sides of clip and cap and some of them masked."""
+    sampler, proximal, start, advantages = (
+        values[:21].double()
+        for values in (
+            START,
+            START + uniform(seed=6, size=0.4),
+            START + uniform(seed=7, size=0.6),
+            ADVANTAGES,
+        )
+    )
+    mask = torch.ones(21)
+    mask[[2, 3, 9]] = 0
+
+    def total(logprobs: Tensor) -> Tensor:
+        found = policy_loss(
+            logprobs,
+            sampler,
+            advantages,
+            mask,
+            sequence_index=SEQUENCES[:21],
+            num_sequences=3,
+            clip_low=0.2,
+            clip_high=0.2,
+            ratio=ratio,
+            proximal_logprobs=proximal,
+            importance="mask" if importance == "mask" else "cap",
+            importance_cap=1.2,
+        )
+        return (found.losses * SHARES[:21]).sum()
+
+    assert torch.autograd.gradcheck(total, start.requires_grad_())
+
+
 def test_the_estimate_of_the_proximal_policy_is_the_sampler_where_nothing_is_stale() -> None:
     moved = START + uniform(seed=3, size=0.3)
     estimate = proximal_estimate(moved, START, staleness=torch.zeros(len(START)))

@@ -12,10 +12,11 @@ from kintsugi.dataplane.needs import estimated_bytes
 from kintsugi.errors import DeadlineExceeded, GroupBroken, IntegrityError, ProcessDied, RefusedError
 from kintsugi.messages import Body, FetchSamples, SamplesFetched
 from kintsugi.training import samples as samples_module
-from kintsugi.training.samples import Answer, StepSamples
+from kintsugi.training.samples import StepSamples
 from kintsugi.transfers import FetchRelayed, Routes
 from kintsugi.transport import Reply
 from kintsugi.types import LogicalShard, Trajectory
+from kintsugi.weights.stream import Answer
 from tests.unit.training.fakes import Done, FakeSegments
 from tests.unit.training.world import new_batch
 
@@ -96,6 +97,15 @@ def test_a_limited_holder_is_asked_no_faster_than_its_bytes_may_come(pair: Pair)
     assert transfer.requests == 4 and transfer.seconds >= 0.06
 
 
+def test_who_is_kept_waiting_by_its_own_limit_blames_nobody(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples_module, "FETCH_TIMEOUT_S", 0.01)
+    routes = Routes(batch_bytes=1, limits={"rollout-0": estimated_bytes(BATCH.items[0]) / 0.05})
+    pair.leader.of_shards([NEAR], routes=routes)
+    assert pair.leader.trajectories.keys() == set(KEYS[:2])
+
+
 def test_what_was_fetched_is_told_once(pair: Pair) -> None:
     pair.leader.of_shards([NEAR, FAR], routes=Routes(batch_bytes=600))
     (transfer,) = pair.leader.take_transfers()
@@ -145,6 +155,16 @@ def test_the_memory_is_given_back_when_the_step_has_ended(pair: Pair) -> None:
     assert pair.segments.names() == []
     with pytest.raises(RefusedError):
         pair.leader.relayed(FetchRelayed(3, 1, (KEYS[2],)))
+
+
+def test_the_memory_is_given_back_though_a_later_call_failed(pair: Pair) -> None:
+    pair.leader.of_shards([NEAR], step=3, routes=RELAYING)
+    pair.holder.wrong = [{KEYS[0]}, {KEYS[0]}]
+    del pair.leader.trajectories[KEYS[0]]
+    with pytest.raises(IntegrityError):
+        pair.leader.of_shards([NEAR], step=3)
+    pair.leader.forget()
+    assert pair.segments.names() == []
 
 
 def damage_memory(pair: Pair) -> None:

@@ -181,6 +181,20 @@ def test_a_neighbour_is_told_where_its_samples_lie_as_soon_as_they_do() -> None:
     segments.close()
 
 
+def test_a_rank_that_ends_within_a_step_leaves_no_samples_in_the_hosts_memory() -> None:
+    segments = FakeSegments()
+    rank = Rank(segments=segments).start()
+    call = relaying(grpo_call())
+    extra = {item.key: FIVE.trajectories[item.key] for item in call.routes.relay}
+    whole = Batch({**BATCH.trajectories, **extra}, BATCH.items)
+    rank.shell.peers["rollout-0"] = lambda body: holder(body, whole)
+    rank.put(call)
+    assert "samples-model-0" in segments.names()
+    rank.worker.close()
+    assert "samples-model-0" not in segments.names()
+    segments.close()
+
+
 @pytest.mark.parametrize(("step", "generation"), [(5, 1), (3, 9)], ids=["another step", "another group"])
 def test_who_asks_for_samples_of_another_step_or_group_is_refused_at_once(step: int, generation: int) -> None:
     rank = Rank().start()

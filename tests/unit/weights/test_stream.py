@@ -18,9 +18,10 @@ from kintsugi.weights import stream as stream_module
 from kintsugi.weights.choice import join
 from kintsugi.weights.manifest import verify
 from kintsugi.weights.publish import Publisher
-from kintsugi.weights.stream import PATIENCE_S, Pull
+from kintsugi.weights.stream import IN_FLIGHT, PATIENCE_S, SLOW_S, Answered, Pull
 from kintsugi.weights.upload import UploadOutlet
 from kintsugi.wire import Envelope, MessageKind
+from kintsugi.worker import ShuttingDown
 
 META = "agent-0"
 
@@ -69,21 +70,28 @@ class Meta:
 
 @dataclass
 class Waiting:
-    """An answer of the meta-server; while it is awaited, uploads arrive, or time passes."""
+    """An answer of the meta-server; with every look at it an upload arrives, or time passes."""
 
     meta: Meta
     number: int
     deadline_s: float
 
+    def __post_init__(self) -> None:
+        self.until = self.meta.clock.monotonic() + self.deadline_s
+
     @property
     def done(self) -> bool:
+        if not self._is_answered and not self.meta.let_arrive():
+            self.meta.clock.advance(0.01)
+        return self._is_answered or self.meta.clock.monotonic() >= self.until
+
+    @property
+    def _is_answered(self) -> bool:
         return self.number in self.meta.endpoint.replies or self.number in self.meta.endpoint.errors
 
     def result(self) -> Reply:
-        while not self.done:
-            if not self.meta.let_arrive():
-                self.meta.clock.advance(self.deadline_s)
-                raise DeadlineExceeded(whom=META, what="FetchWeights", waited_s=self.deadline_s)
+        if not self._is_answered:
+            raise DeadlineExceeded(whom=META, what="FetchWeights", waited_s=self.deadline_s)
         if self.number in self.meta.endpoint.errors:
             raise self.meta.endpoint.errors[self.number]
         return self.meta.endpoint.replies[self.number]
@@ -95,11 +103,24 @@ class Direct:
 
     publisher: Publisher
     request: FetchWeights
+    answered: list[FetchWeights]
     done: bool = True
 
     def result(self) -> Reply:
+        self.answered.append(self.request)
         body, blobs = self.publisher.answer(self.request)
         return Reply(body, tuple(blobs))
+
+
+class Timed(list[str]):
+    """What was said, and when."""
+
+    def __init__(self, clock: VirtualClock, came: list[tuple[float, str]]) -> None:
+        self._clock, self._came = clock, came
+
+    def append(self, said: str) -> None:
+        super().append(said)
+        self._came.append((self._clock.monotonic(), said))
 
 
 class Setting:
@@ -109,6 +130,10 @@ class Setting:
         self.meta = Meta()
         self.said: list[str] = []
         self.asked: list[str] = []
+        self.asked_at: list[tuple[float, str]] = []
+        self.answered: list[FetchWeights] = []
+        """By ranks themselves."""
+        self.most_under_way = 0
         self.weights = {f"layer.{index:02}": torch.randn(50 + index) for index in range(12)}
         self.publishers = {
             f"model-{index}": Publisher(process=f"model-{index}", host="host-0", segments=None)
@@ -134,9 +159,12 @@ class Setting:
 
     def ask(self, process: str, request: FetchWeights, deadline_s: float) -> Waiting | Direct:
         self.asked.append(process)
+        self.asked_at.append((self.meta.clock.monotonic(), process))
         if process == META:
             return Waiting(self.meta, self.meta.send("server-0", request), deadline_s)
-        return Direct(self.publishers[process], request)
+        under_way = len(self.asked) - self.asked.count(META) - len(self.answered)
+        self.most_under_way = max(self.most_under_way, under_way)
+        return Direct(self.publishers[process], request, self.answered)
 
     def pull(self) -> memoryview:
         into = memoryview(bytearray(self.version.manifest.size))
@@ -157,6 +185,7 @@ class Setting:
 @pytest.fixture(autouse=True)
 def small_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_module, "STREAM_BYTES", 500)
+    monkeypatch.setattr(stream_module, "POLL_S", 0.0)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -225,7 +254,8 @@ def test_a_version_that_a_rank_begins_anew_replaces_what_it_had_uploaded_of_it()
     [
         (UploadWeights(3, "d", {0: 3}), [b"ab"], IntegrityError),
         (UploadWeights(3, "d", {0: 2}), [b"ab", b"c"], IntegrityError),
-        (UploadWeights(3, "d", {0: 2 << 20}), [b""], RefusedError),
+        (UploadWeights(3, "d", {0: 2 << 20}), [b""], IntegrityError),
+        (UploadWeights(3, "d", {0: 2 << 20}), [bytes(2 << 20)], RefusedError),
         (FetchWeights(3), [], RefusedError),
     ],
 )
@@ -233,6 +263,80 @@ def test_what_does_not_fit_is_refused(body: Body, blobs: list[bytes], error: typ
     meta = Meta()
     assert isinstance(meta.endpoint.errors[meta.send("model-0", body, blobs)], error)
     assert meta.server.size == 0
+
+
+def test_only_ranks_upload() -> None:
+    meta = Meta()
+    error = meta.endpoint.errors[meta.send("rollout-0", UploadWeights(3, "d", {0: 2}), [b"ab"])]
+    assert isinstance(error, RefusedError) and "from rollout-0" in str(error)
+    assert meta.server.size == 0
+
+
+def test_a_version_fits_into_the_room_that_those_leave_which_nobody_wants_any_more() -> None:
+    meta = Meta()
+    # The last comes twice, as a rank that was replaced uploads again, and takes no further room.
+    for version in (0, 1, 2, 3, 3):
+        sent = meta.send("model-0", UploadWeights(version, "d", {0: 1 << 19}), [bytes(1 << 19)])
+        assert sent in meta.endpoint.replies
+    assert meta.server.size == 1 << 20
+
+
+def test_a_late_piece_of_an_earlier_version_takes_nothing_from_the_others() -> None:
+    meta = Meta()
+    meta.send("model-0", UploadWeights(4, "d", {0: 2}), [b"ab"])
+    late = meta.send("model-1", UploadWeights(3, "d", {1: 1}), [b"c"])
+    assert late in meta.endpoint.replies
+    assert meta.send("server-0", FetchWeights(4, (0,))) in meta.endpoint.replies
+    too_late = meta.send("model-2", UploadWeights(2, "d", {1: 1}), [b"c"])
+    assert "version 2 comes too late: version 4 is here" in str(meta.endpoint.errors[too_late])
+
+
+def test_a_rank_that_goes_back_takes_along_what_came_later() -> None:
+    meta = Meta()
+    for version in (3, 4):
+        meta.send("model-0", UploadWeights(version, "old", {0: 2}), [b"ab"])
+    meta.send("model-0", UploadWeights(3, "new", {0: 2}), [b"xy"])
+    assert meta.send("server-0", FetchWeights(4, (0,))) not in meta.endpoint.replies
+    assert meta.server.size == 2
+
+
+def test_who_is_slow_is_named_before_it_answers_and_holds_up_nobody_else() -> None:
+    setting = Setting(3)
+    for rank in ("model-0", "model-2"):
+        setting.upload(rank, now=True)
+    came: list[tuple[float, str]] = []
+    setting.said = Timed(setting.meta.clock, came)
+    setting.pull()
+    named_at, said = came[0]
+    assert named_at < PATIENCE_S and "slow to come from model-1" in said
+    last_of_others = max(at for at, process in setting.asked_at if process == META)
+    assert last_of_others < SLOW_S
+
+
+def test_who_is_gone_around_is_asked_for_little_at_a_time_and_said_so_once() -> None:
+    setting = Setting(1)
+    setting.pull()
+    assert sum("it is asked itself now" in said for said in setting.said) == 1
+    assert setting.asked.count(META) == IN_FLIGHT
+    assert setting.most_under_way <= IN_FLIGHT
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_upload_ends_quietly_with_its_process() -> None:
+    setting = Setting(1)
+    said: list[str] = []
+
+    def submit(process: str, body: Body, blobs: Sequence[Blob], deadline_s: float) -> Answered:
+        raise ShuttingDown("the run is over")
+
+    outlet = UploadOutlet(submit, process="model-0", say=said.append)
+    outlet.offer(
+        setting.publishers["model-0"]._versions[3],
+        Publish(3, 3, transports=("stream",), meta_server=META),
+    )
+    for thread in outlet._threads:
+        thread.join(10)
+    assert not said
 
 
 def test_a_rank_uploads_its_share_in_the_background_and_says_that_its_link_is_slow() -> None:

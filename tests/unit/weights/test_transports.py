@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -11,13 +16,23 @@ from typing import NoReturn
 import pytest
 import torch
 
-from kintsugi.errors import IntegrityError
+from kintsugi.errors import DeadlineExceeded, IntegrityError, WorldError
 from kintsugi.messages import FetchWeights, Publish
 from kintsugi.training.group import StoreServer
-from kintsugi.types import CollectiveSource, FolderSource, SegmentSource, WeightManifest, WeightSource
+from kintsugi.types import (
+    CollectiveSource,
+    DeviceSource,
+    FolderSource,
+    SegmentSource,
+    StreamSource,
+    WeightManifest,
+    WeightSource,
+)
 from kintsugi.weights import collective
 from kintsugi.weights.collective import CollectiveOutlet, receive
+from kintsugi.weights.device import MappedSlots
 from kintsugi.weights.fetch import Fetched, Fetcher
+from kintsugi.weights.manifest import build_manifest
 from kintsugi.weights.publish import Publisher
 from kintsugi.weights.stream import Answered
 from tests.unit.weights.test_publish_and_fetch import MemorySegments, stream_from
@@ -88,7 +103,8 @@ def test_who_comes_too_late_for_a_version_gets_none_of_a_later_one(segments: Mem
 
 
 def test_weights_arrive_by_disk_and_only_two_versions_are_kept(tmp_path: Path) -> None:
-    publisher = Publisher(process="model-0", host="host-0", segments=None, folder=tmp_path)
+    folder = tmp_path / "model-0"
+    publisher = Publisher(process="model-0", host="host-0", segments=None, folder=folder)
     fetcher = Fetcher(process="server-0", host="host-9", ask=no_stream)
     for version in range(1, 5):
         order = Publish(version, version, transports=("disk",))
@@ -97,7 +113,9 @@ def test_weights_arrive_by_disk_and_only_two_versions_are_kept(tmp_path: Path) -
         assert isinstance(fetched.source, FolderSource)
         assert_same(fetched, some_weights(version))
         fetched.release()
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["version-3", "version-4"]
+    assert sorted(each.name for each in folder.iterdir()) == ["version-3", "version-4"]
+    publisher.close()
+    assert not folder.exists()
 
 
 def test_a_wrong_byte_on_the_disk_is_found_and_the_rank_asked_instead(tmp_path: Path) -> None:
@@ -172,6 +190,152 @@ def test_a_server_that_does_not_come_costs_the_others_the_deadline_and_no_more(
     assert_same(fetched, some_weights())
     (failure,) = fetched.failures
     assert "model-0, server-0, server-1" in str(failure)
+
+
+@pytest.mark.parametrize("error", [OSError("no route to host"), ValueError("rank 3 of 3")])
+def test_a_broadcast_that_ends_in_any_error_has_failed(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def broken(source: CollectiveSource) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(collective, "_store", broken)
+    source = CollectiveSource("model-0", "127.0.0.1:1", "key", ("server-0",))
+    manifest = build_manifest(some_weights(), version=3, step=3, mesh={})
+    with pytest.raises(WorldError, match=f"broadcast of version 3 .* failed: {error}"):
+        receive(manifest, source, memoryview(bytearray(manifest.size)))
+
+
+def test_who_writes_late_writes_to_nothing_that_was_verified() -> None:
+    written: list[memoryview] = []
+
+    def given_up(manifest: WeightManifest, source: CollectiveSource, into: memoryview) -> NoReturn:
+        written.append(into)
+        raise DeadlineExceeded(whom="server-1", what="broadcast", waited_s=20.0)
+
+    publisher = Publisher(process="model-0", host="host-0", segments=None)
+    manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
+    ask = stream_from(publisher)
+    fetcher = Fetcher(
+        process="server-0",
+        host="host-9",
+        ask=lambda process, request, _: Answered(ask(process, request)),
+        join=given_up,
+    )
+    broadcast = CollectiveSource("model-0", "127.0.0.1:1", "key", ("server-0", "server-1"))
+    fetched = fetcher.fetch(manifest, [broadcast, *sources])
+    (late,) = written
+    late[:] = bytes(late.nbytes)
+    assert_same(fetched, some_weights())
+
+
+def test_memory_of_an_accelerator_whose_owner_is_gone_is_one_source_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gone(*handle: object) -> NoReturn:
+        raise RuntimeError("CUDA error: invalid argument\nCUDA kernel errors might be reported later")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", gone)
+    card = MappedSlots(torch.device("cpu"))
+    publisher = Publisher(process="model-0", host="host-0", segments=None)
+    manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
+    ask = stream_from(publisher)
+    fetcher = Fetcher(
+        process="server-0",
+        host="host-0",
+        ask=lambda process, request, _: Answered(ask(process, request)),
+        card=card,
+    )
+    held = DeviceSource("host-0", card.chip, b"handle", manifest.size, 0, b"", 0, b"", False)
+    fetched = fetcher.fetch(manifest, [held, *sources])
+    assert_same(fetched, some_weights())
+    (failure,) = fetched.failures
+    assert "can not be mapped: CUDA error: invalid argument" in str(failure)
+
+
+KILLED = """
+import os, signal, sys
+from kintsugi.weights.memory import ReadableSegments, WritableSegments
+
+class Given:
+    def create(self, name, size):
+        return os.dup(int(sys.argv[2]))
+    open = lambda self, name: self.create(name, 0)
+
+if sys.argv[1] == "reads":
+    ReadableSegments().read("a", segments=Given())
+else:
+    memory, _ = WritableSegments(Given()).begin("a", size=os.fstat(int(sys.argv[2])).st_size)
+    memory[:64] = bytes(64)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+"""A process that is killed while it reads, or writes, the memory of this descriptor."""
+
+
+def kill_while_it(does: str, descriptor: int) -> None:
+    argv = [sys.executable, "-c", KILLED, does, str(descriptor)]
+    ended = subprocess.run(argv, pass_fds=[descriptor], timeout=20, check=False)
+    assert ended.returncode == -signal.SIGKILL
+
+
+def test_a_reader_that_was_killed_holds_no_memory_back(segments: MemorySegments) -> None:
+    publisher = Publisher(process="model-0", host="host-0", segments=segments)
+    for version in (1, 2):
+        publisher.publish(some_weights(version), Publish(version, version))
+    kill_while_it("reads", segments.descriptors["weights/model-0/1"])
+    publisher.publish(some_weights(3), Publish(3, 3))
+    assert segments.num_created == 2
+
+
+def test_what_a_publisher_was_killed_in_the_middle_of_is_refused_and_written_anew(
+    segments: MemorySegments,
+) -> None:
+    publisher = Publisher(process="model-0", host="host-0", segments=segments)
+    manifest, sources = publisher.publish(some_weights(1), Publish(1, 1))
+    kill_while_it("writes", segments.descriptors["weights/model-0/1"])
+    fetcher = Fetcher(process="server-0", host="host-0", ask=no_stream)
+    with pytest.raises(IntegrityError, match=r"half\.weight of version 1 from segment"):
+        fetcher.fetch(manifest, sources[:1], segments=segments)
+    successor = Publisher(process="model-0", host="host-0", segments=segments)
+    again = successor.publish(some_weights(1), Publish(1, 1))
+    assert_same(fetcher.fetch(*again, segments=segments), some_weights(1))
+    assert segments.num_created == 1
+
+
+class OpenedAtOnce(MemorySegments):
+    """Somebody reads each segment as soon as it is made."""
+
+    def create(self, name: str, size: int) -> int:
+        descriptor = super().create(name, size)
+        reader = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        self.descriptors[f"reader {self.num_created}"] = reader
+        return descriptor
+
+
+def test_memory_that_a_late_reader_takes_at_once_is_done_without() -> None:
+    segments = OpenedAtOnce()
+    publisher = Publisher(process="model-0", host="host-0", segments=segments)
+    _, sources = publisher.publish(some_weights(), Publish(3, 3))
+    assert sources == (StreamSource("model-0"),)
+    for name in tuple(segments.descriptors):
+        segments.remove(name)
+
+
+def test_no_memory_or_descriptor_is_left_behind_by_many_versions(segments: MemorySegments) -> None:
+    fetcher = Fetcher(process="server-0", host="host-0", ask=no_stream)
+    held: list[tuple[int, int]] = []
+    for version in range(200):
+        # Ranks come and go, and with them the names of what they published.
+        name = f"model-{version // 10}"
+        publisher = Publisher(process=name, host="host-0", segments=segments)
+        fetched = fetcher.fetch(
+            *publisher.publish({"a": torch.ones(9)}, Publish(version, version)), segments=segments
+        )
+        fetched.release()
+        publisher.close()
+        held.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+    assert all(last <= early for last, early in zip(held[-1], held[9], strict=True))
 
 
 def test_a_source_of_another_host_is_not_mapped(segments: MemorySegments) -> None:

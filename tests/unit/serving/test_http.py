@@ -1,4 +1,4 @@
-"""What a session keeps off the operator's screen."""
+"""What every HTTP server keeps off the operator's screen."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import pytest
 from aiohttp.http_exceptions import BadHttpMessage
 
-from kintsugi.serving.session import _is_worth_a_line
+from kintsugi.serving.http import _is_worth_a_line
 
 
 @pytest.mark.parametrize(("error", "is_told"), [(BadHttpMessage("no HTTP"), False), (OSError("ours"), True)])
