@@ -50,17 +50,30 @@ def test_a_start_that_is_refused_before_the_first_step_ends_the_run() -> None:
     assert "no such command" in cause(driven)
 
 
-def test_an_evaluation_that_another_version_answered_or_that_can_not_be_scored_ends_the_run() -> None:
-    for wrong in (True, False):
-        driven = Driven(num_eval_rows=2)
-        driven.begin()
-        driven.until(Phase.EVALUATING)
-        request = driven.asked(RunEpisodes)[0]
+def test_an_evaluation_that_another_version_answered_ends_the_run() -> None:
+    driven = Driven(num_eval_rows=2)
+    driven.begin()
+    driven.until(Phase.EVALUATING)
+    request = driven.asked(RunEpisodes)[0]
+    assert isinstance(request.body, RunEpisodes)
+    driven.answer(request, scored(request.body.ticket, version=7))
+    assert "answered by version [7]" in cause(driven)
+
+
+@pytest.mark.parametrize("num_unscored", [1, 2])
+def test_a_problem_that_can_not_be_scored_counts_as_wrong_unless_none_can_be(num_unscored: int) -> None:
+    driven = Driven(num_eval_rows=2)
+    driven.begin()
+    driven.until(Phase.EVALUATING)
+    for request in driven.asked(RunEpisodes)[:num_unscored]:
         assert isinstance(request.body, RunEpisodes)
-        ticket = request.body.ticket
-        unscored = EpisodesDone(ticket.id, (), {f"{ticket.id}/0": "no answer in it"})
-        driven.answer(request, scored(ticket, version=7) if wrong else unscored)
-        assert ("answered by version [7]" if wrong else "no answer in it") in cause(driven)
+        name = request.body.ticket.id
+        driven.answer(request, EpisodesDone(name, (), {f"{name}/0": "no answer in it"}))
+    if num_unscored == 2:
+        assert "no answer in it" in cause(driven)
+    else:
+        driven.until(Phase.COLLECTING)
+        assert driven.state.evaluations[0].metrics["eval/unscored"] == 1.0
 
 
 @pytest.mark.parametrize("status", [-9, 0, None])
