@@ -1,8 +1,8 @@
 // A decoder's forward pass over a few rows, each a token of some sequence, on one core.
 //
-// Every row goes through the same instructions whatever else is in the batch: each entry of a product is one sum in the
-// order of the inputs, and attention goes over a row's own keys and no others. So a row's bits depend on its token, its
-// position and the keys and values before it alone, and it makes no difference whether a token is prefilled or decoded.
+// Every row goes through the same instructions whatever else is in the batch: the inputs of a product are added up in an
+// order that depends on nothing, and attention goes over a row's own keys and no others. So a row's bits depend on its token,
+// its position and the keys and values before it alone, and it makes no difference whether a token is prefilled or decoded.
 //
 // Compiled for one shape of attention head: HEAD_SIZE (entries, rounded up to vectors), QUERIES (heads of one key-value
 // head that are computed together) and HALF (weights, keys and values are bfloat16, and so is whatever the trainer keeps
@@ -160,25 +160,37 @@ struct Factor {
 };
 #endif
 
+// In bfloat16 the trainer's products (oneDNN's) are sums of so many inputs each, added up: in another order one entry in
+// ten thousand is rounded otherwise, and after thirty layers nothing is left of having rounded alike.
+static inline int64_t summed_at_once(int64_t inputs) { return !HALF ? inputs : inputs <= 1024 ? 512 : 1024; }
+
 // ROWS × PANEL entries of x · w + bias. `w` is one panel: [inputs / DEPTH, PANEL, DEPTH].
 template <bool ROUNDS>
 static inline void tile(const real *__restrict__ x, int64_t inputs, const real *__restrict__ w, const float *bias,
                         float *__restrict__ y, int64_t outputs, bool adds) {
-  vec sums[ROWS][2];
+  vec totals[ROWS][2];
   for (int row = 0; row < ROWS; row++)
-    for (int half = 0; half < 2; half++) sums[row][half] = bias ? load(bias + half * LANES) : all(0);
+    for (int half = 0; half < 2; half++) totals[row][half] = bias ? load(bias + half * LANES) : all(0);
+  const int64_t run = ROUNDS ? summed_at_once(inputs) : inputs;
+  for (int64_t start = 0; start < inputs; start += run) {
+    const int64_t end = start + run < inputs ? start + run : inputs;
+    vec sums[ROWS][2];
+    for (int row = 0; row < ROWS; row++) sums[row][0] = sums[row][1] = all(0);
 #pragma GCC unroll 4
-  for (int64_t i = 0; i < inputs; i += DEPTH) {
+    for (int64_t i = start; i < end; i += DEPTH) {
 #pragma GCC unroll 8
-    for (int row = 0; row < ROWS; row++) {
-      const Factor factor(x + row * inputs + i);
-      sums[row][0] = factor.add(sums[row][0], w + i * PANEL);
-      sums[row][1] = factor.add(sums[row][1], w + i * PANEL + LANES * DEPTH);
+      for (int row = 0; row < ROWS; row++) {
+        const Factor factor(x + row * inputs + i);
+        sums[row][0] = factor.add(sums[row][0], w + i * PANEL);
+        sums[row][1] = factor.add(sums[row][1], w + i * PANEL + LANES * DEPTH);
+      }
     }
+    for (int row = 0; row < ROWS; row++)
+      for (int half = 0; half < 2; half++) totals[row][half] += sums[row][half];
   }
   for (int row = 0; row < ROWS; row++)
     for (int half = 0; half < 2; half++) {
-      vec sum = ROUNDS ? rounded(sums[row][half]) : sums[row][half];
+      vec sum = ROUNDS ? rounded(totals[row][half]) : totals[row][half];
       float *at = y + row * outputs + half * LANES;
       store(at, adds ? rounded(sum + load(at)) : sum);
     }

@@ -338,17 +338,19 @@ def test_greedy_tokens_of_real_weights_are_those_of_transformers(smollm2: Path, 
     model, tokenizer = huggingface.load(smollm2, dtype=torch.float32), Tokenizer.load(smollm2)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     sampling = Sampling(temperature=0.0, max_new_tokens=_NEW_TOKENS, ignore_end=True)
+    # What is not compiled takes four times as long, and is what few have.
+    prompts = _PROMPTS if native else _PROMPTS[:10]
     requests = [
         Request(
             (number, 0), prompt=np.array(tokenizer.encode(text), np.int32), noise_key=0, sampling=sampling
         )
-        for number, text in enumerate(_PROMPTS)
+        for number, text in enumerate(prompts)
     ]
     outputs = [
         _generate(_engine(model, native=native, slots=16, deterministic=deterministic), requests)
         for deterministic in (True, False)
     ]
-    for request, text in zip(requests, _PROMPTS, strict=True):
+    for request, text in zip(requests, prompts, strict=True):
         ours = [found[request.id].tokens.ids.tolist() for found in outputs]
         fed = torch.tensor([[*request.prompt.tolist(), *ours[0]]])
         with torch.no_grad():
