@@ -55,6 +55,13 @@ def test_logprobs_are_the_trainers(name: str, dtype: torch.dtype, most: float) -
     np.testing.assert_allclose(decoded.logprobs[:, 0], expected[len(PROMPT) - 1 :], atol=most, rtol=0)
 
 
+def test_products_of_many_inputs_are_rounded_like_the_trainers() -> None:
+    model = make_model(dtype=torch.bfloat16, intermediate_size=1024, num_layers=4)
+    decoded = decode_alone(model, num_steps=28)
+    expected = logprobs_by_the_trainer(model, [*PROMPT, *decoded.tokens[:, 0].tolist()])
+    np.testing.assert_allclose(decoded.logprobs[:, 0], expected[len(PROMPT) - 1 :], atol=1e-5, rtol=0)
+
+
 def test_widths_that_fill_no_vector_are_computed_right() -> None:
     model = make_model(
         hidden_size=40, intermediate_size=50, head_dim=10, num_heads=6, num_kv_heads=2, vocab_size=37
