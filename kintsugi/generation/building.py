@@ -156,7 +156,9 @@ def note_of(backend: Backend) -> str:
     if not isinstance(backend, Engine) or not isinstance(backend.runner, CpuRunner):
         return ""
     model = backend.runner.model
-    reason = why_not_for_training(model.config, dtype=model.dtype) or "the first server of the run could not"
+    reason = why_not_native(model.config, dtype=model.dtype)
+    reason = reason or why_not_for_training(model.config, dtype=model.dtype)
+    reason = reason or "the first server of the run could not"
     return f"steps are not compiled, and slower: {reason}"
 
 
