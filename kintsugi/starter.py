@@ -326,6 +326,12 @@ rollout:                       # the workers that run episodes and rewards
   workers: 2
   reward_timeout_s: 10.0
 
+asynchrony:
+  max_staleness: 0             # steps that rollout may run ahead of training; 0 takes turns
+
+weights:
+  transport: auto              # how new weights reach the servers
+
 eval:
   every: 25                    # steps; 0 evaluates only before and after
   num_samples: 4               # k of mean@k and pass@k, beside the greedy answer
