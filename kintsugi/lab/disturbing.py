@@ -21,6 +21,8 @@ AIM_TIMEOUT_S = 60.0
 MEND_TIMEOUT_S = 30.0
 RESERVE_STEPS = 8
 """Left at the end of a run, so that the last fault is mended before it."""
+RESERVE_STEPS_AHEAD = 40
+"""An asynchronous run goes on while somebody is replaced, and its steps are short."""
 FIRST_BLOWS = (Moment.COLLECTING, Moment.TRAINING)
 """When to kill the rank whose recovery the next fault disturbs."""
 
@@ -60,7 +62,9 @@ class Disturbance:
     @property
     def has_room(self) -> bool:
         """Whether there are steps left for another fault."""
-        return self._run.running and self._watch.step < self._last_step - RESERVE_STEPS
+        is_ahead = self._run.config.asynchrony.max_staleness > 0
+        reserve = RESERVE_STEPS_AHEAD if is_ahead else RESERVE_STEPS
+        return self._run.running and self._watch.step < self._last_step - reserve
 
     def until(self, condition: Callable[[], bool], *, what: str, timeout_s: float) -> None:
         """Follow the run until the condition holds or the run has ended; DeadlineExceeded if neither comes in time."""

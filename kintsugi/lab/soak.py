@@ -34,6 +34,7 @@ STEPS_PER_FAULT = 3
 STEPS_PER_COLD_FAULT = 7
 """While a server imports its libraries, the others go on."""
 EXTRA_STEPS = 12
+EXTRA_STEPS_AHEAD = 40
 MOST_RUNS = 6
 START_TIMEOUT_S = 60.0
 STEP_TIMEOUT_S = 5.0
@@ -61,8 +62,11 @@ class Soak:
         num_restarts: int = len(RESTARTS),
         say: Say = lambda line: None,
     ) -> None:
-        steps_per_fault = STEPS_PER_COLD_FAULT if cold else STEPS_PER_FAULT
-        self._config = with_steps(config, steps=steps_per_fault * num_faults + EXTRA_STEPS)
+        # An asynchronous run goes on while somebody is replaced.
+        goes_on = cold or config.asynchrony.max_staleness > 0
+        steps_per_fault = STEPS_PER_COLD_FAULT if goes_on else STEPS_PER_FAULT
+        extra = EXTRA_STEPS_AHEAD if config.asynchrony.max_staleness > 0 else EXTRA_STEPS
+        self._config = with_steps(config, steps=steps_per_fault * num_faults + extra)
         self._folder = folder
         self._num_faults = num_faults
         self._seed = seed
