@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kintsugi.runs import read_journal
-from tests.cluster.real_runs import LAST_STEP, Run
+from tests.cluster.real_runs import LAST_STEP, Run, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -79,6 +79,7 @@ def test_killed_environment_processes_and_a_killed_worker_change_no_bit(
     assert len(killed) == 2
     os.kill(killed[0], signal.SIGKILL)
     real.kill("rollout-1")
+    until(lambda: len(real.pids_joined()["rollout-1"]) == 2, "another rollout-1")
     real.let_through(5)
     real.finish()
     assert real.summary.weights_sha256 == peaceful.summary.weights_sha256

@@ -193,11 +193,12 @@ def test_streams_go_on_when_all_servers_are_killed_at_once(served: Served, clien
     until(served.is_at_rest, "rest")
     with ThreadPoolExecutor(8) as threads:
         expected = list(threads.map(lambda number: streamed(client, number), range(8)))
-        pending = [threads.submit(streamed, client, number) for number in range(8)]
+        # So many that there is still something to do when the servers say that there is.
+        pending = [threads.submit(streamed, client, number % 8) for number in range(64)]
         until(lambda: all(served.figure("server_tokens_in_flight").values()), "work on both servers")
         for number in (0, 1):
             served.kill_server(number)
-        assert [each.result(timeout=60) for each in pending] == expected
+        assert [each.result(timeout=60) for each in pending] == 8 * expected
     until(served.is_at_rest, "two new servers at rest")
 
 
