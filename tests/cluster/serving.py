@@ -10,9 +10,11 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,14 @@ class Served:
             return msgspec.json.decode(response.read())
 
     def servers(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.get("/health")["servers"]
+        """Also while none of them is well, which is told by the status."""
+        try:
+            answer = self.get("/health")
+        except urllib.error.HTTPError as error:
+            if error.code != HTTPStatus.SERVICE_UNAVAILABLE:
+                raise
+            answer = msgspec.json.decode(error.read())
+        found: list[dict[str, Any]] = answer["servers"]
         return found
 
     def figure(self, name: str) -> dict[str, float]:
@@ -81,11 +90,13 @@ class Served:
     def descendants(self) -> list[psutil.Process]:
         return self._psutil.children(recursive=True)
 
-    def kill_server(self, number: int) -> int:
-        """With -9; gives its pid."""
-        pid = int(self.servers()[number]["pid"])
-        os.kill(pid, signal.SIGKILL)
-        return pid
+    def kill_servers(self, *numbers: int) -> list[int]:
+        """With -9, all at once; gives their pids."""
+        servers = self.servers()
+        pids = [int(servers[number]["pid"]) for number in numbers]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        return pids
 
     def is_at_rest(self) -> bool:
         """Both servers are well, nothing is under way, and no page is in use."""

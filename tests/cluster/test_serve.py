@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -49,20 +50,40 @@ def client_of(served: Served, *, key: str = KEY) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{served.address}/v1", api_key=key, max_retries=0, timeout=60)
 
 
-LONG = 240
-"""Tokens: there is still something to do when the servers say that there is."""
-
-
-def streamed(client: openai.OpenAI, number: int, *, max_tokens: int = 100) -> str:
+def streamed(client: openai.OpenAI, number: int) -> str:
     stream = client.completions.create(
         model=MODEL,
         prompt=f"number {'abcdefghij'[number % 10]}",
-        max_tokens=max_tokens,
+        max_tokens=100,
         seed=number,
         stream=True,
         extra_body={"ignore_eos": True},
     )
     return "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
+
+
+class Streams:
+    """Answers to the same questions again and again until it is over: whenever a server is killed, it has work."""
+
+    def __init__(self, client: openai.OpenAI, count: int) -> None:
+        self._client = client
+        self._over = threading.Event()
+        self._threads = ThreadPoolExecutor(count)
+        self.expected = list(self._threads.map(partial(streamed, client), range(count)))
+        self._pending = [self._threads.submit(self._repeat, number) for number in range(count)]
+
+    def _repeat(self, number: int) -> set[str]:
+        found = set()
+        while not self._over.is_set():
+            found.add(streamed(self._client, number))
+        return found
+
+    def finish(self) -> list[set[str]]:
+        """All the different answers that each question had."""
+        self._over.set()
+        found = [each.result(timeout=60) for each in self._pending]
+        self._threads.shutdown()
+        return found
 
 
 def test_the_models_are_listed(client: openai.OpenAI) -> None:
@@ -176,16 +197,14 @@ def test_a_client_that_leaves_frees_its_pages(served: Served, client: openai.Ope
 
 def test_streams_go_on_when_their_server_is_killed(served: Served, client: openai.OpenAI) -> None:
     until(served.is_at_rest, "rest")
-    numbers = range(12)
-    with ThreadPoolExecutor(12) as threads:
-        expected = list(threads.map(lambda number: streamed(client, number), numbers))
-        descriptors = served.num_descriptors()
-        restarts = sum(served.figure("server_restarts_total").values())
-        pending = [threads.submit(streamed, client, number) for number in numbers]
-        until(lambda: served.figure("server_tokens_in_flight").get("server-0"), "work on server-0")
-        killed = served.kill_server(0)
-        found = [each.result(timeout=60) for each in pending]
-    assert found == expected
+    restarts = sum(served.figure("server_restarts_total").values())
+    resent = served.figure("resent_requests_total")[""]
+    streams = Streams(client, 12)
+    descriptors = served.num_descriptors()
+    until(lambda: served.figure("server_tokens_in_flight").get("server-0"), "work on server-0")
+    (killed,) = served.kill_servers(0)
+    until(lambda: served.figure("resent_requests_total")[""] > resent, "streams at the other server")
+    assert streams.finish() == [{answer} for answer in streams.expected]
     until(served.is_at_rest, "the new server, and rest")
     assert sum(served.figure("server_restarts_total").values()) == restarts + 1
     assert killed not in [server["pid"] for server in served.servers()]
@@ -195,13 +214,12 @@ def test_streams_go_on_when_their_server_is_killed(served: Served, client: opena
 @pytest.mark.slow
 def test_streams_go_on_when_all_servers_are_killed_at_once(served: Served, client: openai.OpenAI) -> None:
     until(served.is_at_rest, "rest")
-    with ThreadPoolExecutor(8) as threads:
-        expected = list(threads.map(lambda number: streamed(client, number, max_tokens=LONG), range(8)))
-        pending = [threads.submit(streamed, client, number, max_tokens=LONG) for number in range(8)]
-        until(lambda: all(served.figure("server_tokens_in_flight").values()), "work on both servers")
-        for number in (0, 1):
-            served.kill_server(number)
-        assert [each.result(timeout=60) for each in pending] == expected
+    resent = served.figure("resent_requests_total")[""]
+    streams = Streams(client, 8)
+    until(lambda: all(served.figure("server_tokens_in_flight").values()), "work on both servers")
+    served.kill_servers(0, 1)
+    until(lambda: served.figure("resent_requests_total")[""] > resent, "streams at new servers")
+    assert streams.finish() == [{answer} for answer in streams.expected]
     until(served.is_at_rest, "two new servers at rest")
 
 
@@ -213,14 +231,12 @@ def has_servers(served: Served, count: int) -> bool:
 def test_servers_come_and_go_while_streams_run(served: Served, client: openai.OpenAI) -> None:
     until(served.is_at_rest, "rest")
     headers = {"Authorization": f"Bearer {KEY}"}
-    with ThreadPoolExecutor(8) as threads:
-        expected = list(threads.map(lambda number: streamed(client, number), range(8)))
-        pending = [threads.submit(streamed, client, number) for number in range(8)]
-        for count in (1, 2):
-            answer = httpx2.post(f"{served.address}/admin/servers", json={"count": count}, headers=headers)
-            assert answer.status_code == 200
-            until(partial(has_servers, served, count), f"{count} servers")
-        assert [each.result(timeout=60) for each in pending] == expected
+    streams = Streams(client, 8)
+    for count in (1, 2):
+        answer = httpx2.post(f"{served.address}/admin/servers", json={"count": count}, headers=headers)
+        assert answer.status_code == 200
+        until(partial(has_servers, served, count), f"{count} servers")
+    assert streams.finish() == [{answer} for answer in streams.expected]
     until(served.is_at_rest, "two servers at rest")
     assert len(served.servers()) == 2
 
