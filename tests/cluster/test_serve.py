@@ -283,7 +283,7 @@ def test_after_all_the_nonsense_nothing_is_left(served: Served) -> None:
 def test_a_signal_lets_requests_finish_and_ends_everything(model: Path, number: signal.Signals) -> None:
     with serving(model) as served, ThreadPoolExecutor(1) as threads, client_of(served) as client:
         family = served.descendants()
-        pending = threads.submit(streamed, client, 1, max_tokens=200)
+        pending = threads.submit(streamed, client, 1)
         until(lambda: served.figure("queue_depth")[""] == 1, "the request")
         served.process.send_signal(number)
         assert len(pending.result(timeout=30)) > 0
