@@ -12,7 +12,6 @@ are in use and as many keys as the longest needs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,21 +22,13 @@ from kintsugi.errors import ModelError
 from kintsugi.generation.cpu_network import CpuNetwork
 from kintsugi.generation.cpu_places import Places, untouched_zeros
 from kintsugi.generation.cpu_rows import CpuRows
-from kintsugi.generation.runner import Chunk, Decoded, Row, RunnerShape
+from kintsugi.generation.runner import Chunk, Decoded, Done, Row, RunnerShape
 from kintsugi.model.attention import MIN_EQUAL_BITS_ROWS
 from kintsugi.model.transformer import Transformer
 
 PAGE_SIZE = 16
 _KEY_STEP = 32
 """The length of places, in fast mode, is a multiple of this."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Done:
-    decoded: Decoded
-
-    def result(self) -> Decoded:
-        return self.decoded
 
 
 class CpuRunner:
@@ -202,7 +193,7 @@ class CpuRunner:
                 self._unread.discard(slot)
 
     @torch.inference_mode()
-    def decode(self, slots: Sequence[int], *, num_steps: int) -> _Done:
+    def decode(self, slots: Sequence[int], *, num_steps: int) -> Done:
         self._make_room(num_steps)
         for slot in self._unread:
             self._read_pages(slot)
@@ -228,7 +219,7 @@ class CpuRunner:
                 decoded.top_tokens[step] = sampled.top_tokens.numpy()[rows]
                 decoded.top_logprobs[step] = sampled.top_logprobs.numpy()[rows]
             self._rows.advance(tokens, logprobs=logprobs, rows=slice(num_rows), is_fed=is_fed)
-        return _Done(decoded)
+        return Done(decoded)
 
     def _feed(self, num_rows: int) -> Tensor:
         """Each row's token at its position, through all layers. A row that has ended, or was not asked for, gives

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from kintsugi.generation.cpu_places import untouched_zeros
 from kintsugi.generation.cpu_rows import CpuRows
 from kintsugi.generation.native_library import PAGE_SIZE, HeadShape, library_of
 from kintsugi.generation.native_weights import PackedWeights, Packing
-from kintsugi.generation.runner import Chunk, Decoded, Row, RunnerShape
+from kintsugi.generation.runner import Chunk, Decoded, Done, Row, RunnerShape
 from kintsugi.generation.sampler import bent_logits
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.transformer import Transformer
@@ -31,14 +30,6 @@ _CHUNK_SIZE = 2 * PAGE_SIZE
 _MAX_CHUNKS = 16
 _MOST_PREFILLED = 128
 """Tokens of one call: more would not stay in the processor's cache between two products."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Done:
-    decoded: Decoded
-
-    def result(self) -> Decoded:
-        return self.decoded
 
 
 def head_shape(config: ModelConfig, *, dtype: torch.dtype) -> HeadShape:
@@ -178,7 +169,7 @@ class NativeRunner:
             self._rows.stop(slot)
 
     @torch.inference_mode()
-    def decode(self, slots: Sequence[int], *, num_steps: int) -> _Done:
+    def decode(self, slots: Sequence[int], *, num_steps: int) -> Done:
         rows = np.asarray(slots, np.int64)
         num_top = int(self._rows.num_top[rows].max())
         decoded = Decoded(
@@ -198,7 +189,7 @@ class NativeRunner:
                 decoded.top_tokens[step] = top_tokens.numpy()
                 decoded.top_logprobs[step] = top_logprobs.numpy() - normalizers[:, None]
             self._rows.advance(tokens, logprobs=logprobs, rows=rows, is_fed=is_fed)
-        return _Done(decoded)
+        return Done(decoded)
 
     def _feed(self, rows: NDArray[np.int64]) -> Tensor:
         """Each row's token at its position. A row that has ended writes again what it wrote before."""

@@ -95,6 +95,16 @@ class Pending(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class Done:
+    """Of a runner that computes at once: nothing to wait for."""
+
+    decoded: Decoded
+
+    def result(self) -> Decoded:
+        return self.decoded
+
+
 class Runner(Protocol):
     """Not thread-safe. Calls take effect in their order; only `Pending.result` waits for the device."""
 

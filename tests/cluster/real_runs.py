@@ -98,6 +98,12 @@ class Run:
         _, errors = self.launcher.communicate(timeout=LONGEST_S)
         return self.launcher.returncode, errors
 
+    def finish(self) -> None:
+        """Wait for a good end that leaves nothing behind."""
+        code, errors = self.end()
+        assert code == 0, errors
+        self.assert_nothing_left()
+
     # Standing at a step, with everything alive.
 
     def wait_at(self, step: int) -> None:

@@ -33,15 +33,9 @@ def ages(facts: Sequence[Fact]) -> list[int]:
     return found
 
 
-def end(run: Run) -> None:
-    code, errors = run.end()
-    assert code == 0, errors
-    run.assert_nothing_left()
-
-
 def undisturbed(run: Run) -> None:
     run.start(*SETTINGS)
-    end(run)
+    run.finish()
 
 
 def swapped(run: Run) -> None:
@@ -57,7 +51,7 @@ def swapped(run: Run) -> None:
 
         until(is_back, f"another {server}")
         run.let_through(gate)
-    end(run)
+    run.finish()
 
 
 @pytest.fixture(scope="module")

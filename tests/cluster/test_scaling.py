@@ -50,15 +50,9 @@ def tokens(run: Run, server: str) -> int:
     return found[0].counters.get("tokens", 0) if found else 0
 
 
-def end(run: Run) -> None:
-    code, errors = run.end()
-    assert code == 0, errors
-    run.assert_nothing_left()
-
-
 def undisturbed(run: Run) -> None:
     run.start(*SETTINGS)
-    end(run)
+    run.finish()
 
 
 def two_four_one(run: Run) -> None:
@@ -76,7 +70,7 @@ def two_four_one(run: Run) -> None:
     code, said = run.ask("scale", str(run.run_dir), "--servers", "33")
     assert (code, "at most as many servers as the 32 samples of a step" in said) == (2, True), said
     run.let_through(9)
-    end(run)
+    run.finish()
 
 
 def restless(run: Run) -> None:
@@ -91,7 +85,7 @@ def restless(run: Run) -> None:
     run.wait_at(11)
     wait_for_servers(run, 3)
     run.let_through(11)
-    end(run)
+    run.finish()
 
 
 def kill_master(run: Run) -> None:
@@ -115,7 +109,7 @@ def master_killed(run: Run) -> None:
     kill_master(run)
     wait_for_servers(run, 1)
     run.let_through(9)
-    end(run)
+    run.finish()
 
 
 SCENARIOS = {

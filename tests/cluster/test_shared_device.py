@@ -36,12 +36,6 @@ def handed_over(run: Run) -> dict[str, int]:
     return {each.process: each.counters.get("lease.handed_over", 0) for each in reports.processes}
 
 
-def finish(run: Run) -> None:
-    code, errors = run.end()
-    assert code == 0, errors
-    run.assert_nothing_left()
-
-
 def assert_same_as(undisturbed: Run, run: Run) -> None:
     assert run.summary.weights_sha256 == undisturbed.summary.weights_sha256
     assert_trained_exactly_once(run)
@@ -59,7 +53,7 @@ def test_a_rank_and_a_server_that_share_a_device_end_in_the_same_bits(
             "turns of both",
         )
         run.let_through(5)
-        finish(run)
+        run.finish()
     finally:
         run.close()
     assert_same_as(undisturbed, run)
@@ -76,7 +70,7 @@ def test_a_recall_that_is_lost_is_named_while_it_is_and_the_lease_runs_out(
         run.start(*ONE_EACH)
         until(lambda: list(run.gates.glob("deaf-*")), "a recall that is lost")
         until(lambda: said_by_agent(run, Alert), "its name", timeout_s=LEASE_S + GRACE_S)
-        finish(run)
+        run.finish()
     finally:
         run.close()
     lost = {path.read_text() for path in run.gates.glob("deaf-*")}
@@ -96,7 +90,7 @@ def test_who_never_gives_the_device_back_is_ended_for_that_and_replaced(
     run.environment["KINTSUGI_TEST_DEAF"] = "stuck"
     try:
         run.start(*ONE_EACH)
-        finish(run)
+        run.finish()
     finally:
         run.close()
     (stuck,) = run.gates.glob("deaf-*")
@@ -116,7 +110,7 @@ def test_a_rank_that_is_killed_while_it_holds_the_device_is_fenced_and_the_run_g
     run.environment["KINTSUGI_TEST_DIE_IN"] = "kintsugi.training.interfaces:ModelCalls.run:5"
     try:
         run.start(SHARED)
-        finish(run)
+        run.finish()
     finally:
         run.close()
     died = int((run.gates / "died").read_text())
@@ -140,7 +134,7 @@ def test_agents_servers_and_stopped_holders_come_and_go_and_the_bits_stay(
         run.wait_at(6)
         strike(run, "model-0", number=signal.SIGSTOP)
         run.let_through(6)
-        finish(run)
+        run.finish()
     finally:
         run.close()
     assert any("asked back before anyone is let in" in note for note in said_by_agent(run, Note))

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kintsugi.generation.requests import Request
-from kintsugi.generation.runner import Chunk, Decoded, Row, RunnerShape
+from kintsugi.generation.runner import Chunk, Decoded, Done, Row, RunnerShape
 from kintsugi.types import Finish, Sampling
 
 if TYPE_CHECKING:
@@ -110,14 +110,6 @@ class _Live:
     ended: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class _Done:
-    decoded: Decoded
-
-    def result(self) -> Decoded:
-        return self.decoded
-
-
 class FakeRunner:
     """`kinds` says by what a place was written: nothing, a prefill or a decode step."""
 
@@ -203,7 +195,7 @@ class FakeRunner:
         for slot in slots:
             del self._live[slot]
 
-    def decode(self, slots: Sequence[int], *, num_steps: int) -> _Done:
+    def decode(self, slots: Sequence[int], *, num_steps: int) -> Done:
         assert len(slots) > 0 and sorted(set(slots)) == list(slots) and num_steps > 0
         shape = (num_steps, len(slots))
         tokens, logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
@@ -213,7 +205,7 @@ class FakeRunner:
                 if not live.ended:
                     tokens[step, column], logprobs[step, column] = self._feed(live)
         tops = np.arange(NUM_TOP) + tokens[:, :, None]
-        return _Done(Decoded(tokens, logprobs, tops.astype(np.int32), -tops.astype(np.float32)))
+        return Done(Decoded(tokens, logprobs, tops.astype(np.int32), -tops.astype(np.float32)))
 
     def _feed(self, live: _Live) -> tuple[int, np.float32]:
         position, request = live.position, live.row.request
