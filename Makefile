@@ -13,8 +13,12 @@ CHECKED := kintsugi tests $(wildcard benchmarks)
 # Real clusters want the machine to themselves: they count processes and descriptors, and have deadlines.
 PARALLEL := --numprocesses auto --dist loadfile tests/unit tests/simulation tests/docs
 ALONE := tests/cluster
+# Programs of the system that the fault laboratory calls; what is missing is said, and its tests are skipped.
+SYSTEM_TOOLS := ip tc nft iptables strace mkfs.ext4 mount unshare nsenter
+SYSTEM_PACKAGES := iproute2 nftables iptables strace e2fsprogs mount util-linux
+APT := DEBIAN_FRONTEND=noninteractive apt-get -qq
 
-.PHONY: help setup setup-test demo test test-fast lint bench trl-losses clean
+.PHONY: help setup setup-test system-packages demo test test-fast lint bench trl-losses clean
 
 help:
 	@echo "make demo       set up, then train a small model by GRPO and show what it learned"
@@ -23,6 +27,7 @@ help:
 	@echo "make bench      benchmarks, ours and the peers' in one run"
 	@echo "make trl-losses TRL's losses and gradients again, for the tests that compare ours"
 	@echo "make setup      only the environment in .venv"
+	@echo "make system-packages  what the fault laboratory calls (root, Debian)"
 	@echo "make clean      remove environments and caches (runs/ stays)"
 
 setup: $(SETUP)
@@ -47,11 +52,25 @@ $(SETUP_TEST): $(SETUP)
 demo: $(SETUP)
 	$(BIN)/kintsugi train recipes/grpo_arithmetic.yaml
 
-test: lint
+# Installed only where they are missing, and only by root.
+system-packages:
+	@missing=; for tool in $(SYSTEM_TOOLS); do command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "installing $(SYSTEM_PACKAGES), for:$$missing"; \
+		install="$(APT) install --yes --no-install-recommends $(SYSTEM_PACKAGES)"; \
+		sh -c "$$install" >/dev/null 2>&1 || { $(APT) update && sh -c "$$install" >/dev/null; } || \
+			echo "could not be installed; faults that need them can not be injected, their tests are skipped"; \
+	else \
+		echo "missing:$$missing (Debian: $(SYSTEM_PACKAGES)); as root, make installs them." \
+			"Faults that need them can not be injected, their tests are skipped"; \
+	fi
+
+test: system-packages lint
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu"
 	$(BIN)/python -m pytest $(ALONE) -m "not gpu"
 
-test-fast: $(SETUP_TEST)
+test-fast: system-packages $(SETUP_TEST)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu"
 	$(BIN)/python -m pytest $(ALONE) -m "not slow and not gpu"
 

@@ -80,6 +80,10 @@ class Switch:
 def switched_main(bootstrap: Bootstrap) -> int:
     """Body of every process but the agents: its usual program, with a switch."""
     install(bootstrap.role)
+    return usual_main(bootstrap)
+
+
+def usual_main(bootstrap: Bootstrap) -> int:
     module, _, function = MAINS[bootstrap.role].partition(":")
     program: Callable[[Bootstrap], int] = getattr(importlib.import_module(module), function)
     return program(bootstrap)
@@ -120,8 +124,10 @@ def stop_journal_and_watch(switch: Switch) -> None:
 
 
 def stop_looking_after_children(switch: Switch) -> None:
-    look_after = "_look_after"
-    setattr(agent.Agent, look_after, switched_off(getattr(agent.Agent, look_after), switch, instead=None))
+    from kintsugi.cluster.oversight import Oversight
+
+    look_after = "stopped"
+    setattr(Oversight, look_after, switched_off(getattr(Oversight, look_after), switch, instead=[]))
 
 
 def switched_off(method: Callable[..., Any], switch: Switch, *, instead: object) -> Callable[..., Any]:
@@ -162,17 +168,21 @@ def stop_snapshots(on: Callable[[int], bool] = is_on) -> None:
 class SwitchedProcesses(SystemProcesses):
     """Agents are started by the launcher itself, which knows their module only; they get the switch this way."""
 
+    def __init__(self, program: str) -> None:
+        self._program = program
+
     def spawn(self, argv: Sequence[str], **options: Any) -> Child:
         if "kintsugi.cluster.agent" in argv:
-            argv = [argv[0], __file__, "--agent", *argv[3:]]
+            argv = [argv[0], self._program, "--agent", *argv[3:]]
         return super().spawn(argv, **options)
 
 
-def launch(run_dir: Path) -> int:
-    """The launcher's process: the usual programs, each with a switch."""
-    entries = dict.fromkeys(PROGRAMS.entries, "overhead:switched_main")
-    programs = msgspec.structs.replace(PROGRAMS, entries=entries, preload=(*PROGRAMS.preload, "overhead"))
-    return launch_for_a_lab(run_dir, resume=False, programs=programs, processes=SwitchedProcesses())
+def launch(run_dir: Path, *, program: str = __file__) -> int:
+    """The launcher's process: the usual programs, each with a switch that the benchmark `program` installs."""
+    module = Path(program).stem
+    entries = dict.fromkeys(PROGRAMS.entries, f"{module}:switched_main")
+    programs = msgspec.structs.replace(PROGRAMS, entries=entries, preload=(*PROGRAMS.preload, module))
+    return launch_for_a_lab(run_dir, resume=False, programs=programs, processes=SwitchedProcesses(program))
 
 
 class Block(msgspec.Struct, frozen=True):
@@ -192,7 +202,7 @@ def cpu_seconds(pids: Sequence[int]) -> float:
     return total / 1e9
 
 
-def measure(config: Config, folder: Path, *, num_blocks: int) -> list[Block]:
+def measure(config: Config, folder: Path, *, num_blocks: int, program: str = __file__) -> list[Block]:
     """The blocks of one run, in order."""
     path = folder / "switch"
     path.write_bytes(b"\1")
@@ -203,7 +213,7 @@ def measure(config: Config, folder: Path, *, num_blocks: int) -> list[Block]:
     run = MarkedRun(
         with_steps(config, steps=steps + 1),
         run_dir=folder / "run",
-        command=(sys.executable, __file__, "--launch"),
+        command=(sys.executable, program, "--launch"),
     )
     watch = Watch(run.run_dir)
     blocks: list[Block] = []
@@ -242,7 +252,7 @@ def upper_bound(ratios: Sequence[float]) -> float:
     return statistics.fmean(ratios) + t * statistics.stdev(ratios) / math.sqrt(len(ratios))
 
 
-def row(what: str, blocks: Sequence[Block]) -> dict[str, Any]:
+def row(what: str, blocks: Sequence[Block], *, goal: float = GOAL) -> dict[str, Any]:
     """One figure over all pairs."""
     ratios, values = [], {True: list[float](), False: list[float]()}
     for first, second in zip(blocks[::2], blocks[1::2], strict=True):
@@ -262,19 +272,26 @@ def row(what: str, blocks: Sequence[Block]) -> dict[str, Any]:
         "off": round(statistics.median(values[False]), 5),
         "ratio": round(statistics.fmean(ratios), 4),
         "upper_bound_95": round(upper_bound(ratios), 4),
-        "goal": GOAL,
+        "goal": goal,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(
+    description: str = __doc__.splitlines()[0],
+    *,
+    program: str = __file__,
+    install: Callable[[Role], None] = install,
+    goal: float = GOAL,
+) -> None:
+    """For every benchmark of something that can be switched off: `install` makes it so in a process of this role."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--launch", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--agent", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.launch is not None:
-        sys.exit(launch(Path(arguments.launch[0])))
+        sys.exit(launch(Path(arguments.launch[0]), program=program))
     if arguments.agent is not None:
         install(Role.AGENT)
         sys.exit(agent.main(arguments.agent))
@@ -282,8 +299,8 @@ def main() -> None:
     config = load(RECIPE, overrides).config
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         num_blocks = WARM_BLOCKS + 2 * arguments.pairs
-        blocks = measure(config, Path(folder), num_blocks=num_blocks)[WARM_BLOCKS:]
-    rows = [row("cpu_s", blocks), row("wall_s", blocks)]
+        blocks = measure(config, Path(folder), num_blocks=num_blocks, program=program)[WARM_BLOCKS:]
+    rows = [row("cpu_s", blocks, goal=goal), row("wall_s", blocks, goal=goal)]
     for entry in rows:
         print(
             f"{entry['case']['what']:14} on {entry['on'] * 1000:8.2f} ms   off {entry['off'] * 1000:8.2f} ms   "

@@ -23,6 +23,8 @@ class Bootstrap(msgspec.Struct, frozen=True):
     lifeline: int
     """Read end of a pipe; end of file means that agent and launcher are both gone and this process must end."""
     bind: str = "tcp://127.0.0.1:*"
+    known_as: str = ""
+    """The name of the host by which others reach this process; empty: by the address that it binds."""
     listener: int = -1
     """Descriptor of an already listening socket to use instead of `bind` (the master's, which survives its restart)."""
     agent: str = ""

@@ -13,6 +13,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kintsugi import cli_lab, cli_observe
+from kintsugi.cli_arguments import (
+    Overrides,
+    Recipe,
+    Run,
+    Step,
+    allow_modules_of_this_folder,
+    checked,
+    validated,
+)
+
 if TYPE_CHECKING:
     from kintsugi.config import Config
     from kintsugi.recipe import Resolved
@@ -23,16 +34,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-Recipe = Annotated[
-    Path, typer.Argument(metavar="RECIPE", help="A recipe file, e.g. recipes/grpo_arithmetic.yaml.")
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="FIELD=VALUE…", help="For example actor.learning_rate=3e-4 seed=1."),
-]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name inside runs/.")]
-Step = Annotated[int | None, typer.Option(help="Of a step that has a checkpoint; the last one if not given.")]
+app.add_typer(cli_observe.app)
+app.add_typer(cli_lab.app)
 
 SAMPLES_SHOWN = 20
 ALERTS_SHOWN = 5
@@ -90,7 +93,7 @@ def _train(resolved: Resolved) -> None:
     from kintsugi.errors import KintsugiError
     from kintsugi.session import make_run_folder
 
-    config, run_dir = make_run_folder(_validated(resolved))
+    config, run_dir = make_run_folder(validated(resolved))
     try:
         _launch(config, run_dir=run_dir, resume=False)
     except KintsugiError:
@@ -115,7 +118,7 @@ def check(recipe: Recipe, overrides: Overrides = None) -> None:
     """Show what a recipe comes to: values and their origins, graph, processes, memory. Starts nothing."""
     from kintsugi.overview import overview
 
-    resolved = _checked(recipe, overrides)
+    resolved = checked(recipe, overrides)
     typer.echo(overview(resolved))
 
 
@@ -137,7 +140,7 @@ def resume(run: Run) -> None:
             f"{folder} is finished ({status.step} of {status.total_steps} steps); there is nothing to resume"
         )
         raise typer.Exit(1)
-    _allow_modules_of_this_folder()
+    allow_modules_of_this_folder()
     validate(msgspec.structs.replace(status.config, run_dir=None), resumed=folder)
     (folder / runs.SUMMARY_FILE).unlink(missing_ok=True)
     _launch(status.config, run_dir=folder, resume=True)
@@ -309,7 +312,7 @@ def evaluate(run: Run, step: Step = None) -> None:
         )
     from kintsugi.evaluate import evaluate_checkpoint
 
-    _allow_modules_of_this_folder()
+    allow_modules_of_this_folder()
     metrics = evaluate_checkpoint(folder, step=step)
     typer.echo(tables.evaluation_text(metrics))
 
@@ -395,91 +398,6 @@ def serve(
     raise typer.Exit(serve_model(options, plan, say=typer.echo))
 
 
-@app.command()
-def soak(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    faults: Annotated[int, typer.Option(min=1, help="How many must strike.")] = 20,
-    seed: Annotated[int, typer.Option(help="Of whom they strike, and when.")] = 0,
-    cold: Annotated[
-        bool, typer.Option("--cold", help="Without the processes that workers are forked from.")
-    ] = False,
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where every fault and the totals go.")
-    ] = None,
-) -> None:
-    """Run a recipe twice, once with processes killed and stopped all the time, and compare the two."""
-    import signal
-
-    from rich.console import Console
-
-    from kintsugi import runs
-    from kintsugi.lab import report as reports
-    from kintsugi.lab.soak import Soak
-    from kintsugi.recipe import anchored
-
-    config = anchored(_checked(recipe, overrides).config)
-    folder = Path(config.run_dir) if config.run_dir else runs.next_run_dir(config.name).resolve()
-    runs.create_run_dir(folder)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    console = Console()
-    campaign = Soak(config, folder=folder, num_faults=faults, seed=seed, cold=cold, say=typer.echo)
-    report = campaign.run()
-    if json is not None:
-        reports.write(report, json)
-    console.print(reports.shown(report))
-    if report.totals.wrong:
-        raise typer.Exit(1)
-
-
-@app.command()
-def simulate(
-    seeds: Annotated[int, typer.Option(min=1, help="How many runs, each with its own faults.")] = 1000,
-    first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
-    workers: Annotated[int, typer.Option(min=6, help="Simulated ranks, rollout workers and servers.")] = 6,
-    processes: Annotated[
-        int, typer.Option(min=0, help="Processes to spread the runs over; 0: all cores.")
-    ] = 0,
-    replay: Annotated[int | None, typer.Option(metavar="SEED", help="Run this one seed again.")] = None,
-    trace: Annotated[bool, typer.Option(help="With --replay: show everything that happened.")] = False,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the report goes.")] = None,
-) -> None:
-    """Run the control plane on simulated processes, network, disk and time, with faults, and check its promises."""
-    import msgspec
-
-    from kintsugi.simulation.campaign import Runner, run_campaign, summary_of
-
-    if replay is not None:
-        outcome = Runner(num_workers=workers).run(replay, keep_trace=trace)
-        for line in outcome.trace:
-            typer.echo(line)
-        typer.echo(summary_of(replay, outcome))
-        raise typer.Exit(1 if outcome.violations else 0)
-    report = run_campaign(first=first, count=seeds, num_workers=workers, num_processes=processes)
-    encoded = msgspec.json.format(msgspec.json.encode(report), indent=2)
-    if json is not None:
-        json.write_bytes(encoded + b"\n")
-        violating = report.pop("violating")
-        report.pop("coverage")
-        encoded = msgspec.json.format(msgspec.json.encode({**report, "violating": violating}), indent=2)
-    typer.echo(encoded.decode())
-    raise typer.Exit(1 if report["violations"] else 0)
-
-
-def _checked(recipe: Path, overrides: list[str] | None) -> Resolved:
-    from kintsugi.recipe import load
-
-    return _validated(load(recipe, overrides or ()))
-
-
-def _validated(resolved: Resolved) -> Resolved:
-    from kintsugi.validation import validate
-
-    _allow_modules_of_this_folder()
-    validate(resolved.config, origins=resolved.origins)
-    return resolved
-
-
 def _launch(config: Config, *, run_dir: Path, resume: bool) -> None:
     """Run to the end and show how it ended; a failed run exits with 1, its first cause first."""
     from kintsugi.session import run_session
@@ -487,12 +405,6 @@ def _launch(config: Config, *, run_dir: Path, resume: bool) -> None:
     code = run_session(config, run_dir=run_dir, resume=resume)
     if code != 0:
         raise typer.Exit(code)
-
-
-def _allow_modules_of_this_folder() -> None:
-    """Reward functions may live beside the recipe's user, as with `python -m`; workers find them the same way."""
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
 
 
 def _complain(message: str) -> None:

@@ -415,6 +415,17 @@ class LoggingSection(_Section, frozen=True):
     """Also log to Weights & Biases (needs the extra `wandb`)."""
 
 
+class MonitoringSection(_Section, frozen=True):
+    """How a run that goes on tells of itself; what it records does not depend on this (`docs/observation.md`)."""
+
+    port: int = 0
+    """Where Prometheus finds the run's figures, under /metrics; 0 offers none."""
+    host: str = "127.0.0.1"
+    """Who may ask for them: only this host; 0.0.0.0 lets everybody who can reach it."""
+    webhook: str | None = None
+    """URL to which alerts and diagnoses are posted as JSON: `https://hooks.example.com/kintsugi`."""
+
+
 class Config(_Section, frozen=True):
     """A whole run. `kintsugi check RECIPE` prints it with the origin of every value."""
 
@@ -442,3 +453,4 @@ class Config(_Section, frozen=True):
     checkpoint: CheckpointSection = CheckpointSection()
     cluster: ClusterSection = ClusterSection()
     logging: LoggingSection = LoggingSection()
+    monitoring: MonitoringSection = MonitoringSection()

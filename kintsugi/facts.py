@@ -268,6 +268,19 @@ class StrategyChosen(_Fact, frozen=True):
     alternatives: tuple[str, ...] = ()
 
 
+class CauseDiagnosed(_Fact, frozen=True):
+    """The watcher has named the cause of a trouble; it may belong to an incident, or to what is only slow."""
+
+    process: str
+    kind: str
+    """A `diagnosis.verdict.FaultKind`."""
+    onset: float
+    """Wall clock."""
+    confidence: float
+    summary: str
+    path: tuple[str, ...] = ()
+
+
 class IncidentClosed(_Fact, frozen=True):
     """Mended, and a step was committed since: how, how long each part took, and what it cost."""
 
@@ -314,6 +327,7 @@ Fact = (
     | FaultNoted
     | StrategyChosen
     | IncidentClosed
+    | CauseDiagnosed
 )
 
 LedgerFact = (

@@ -12,6 +12,7 @@ import msgspec
 
 from kintsugi.errors import Fault, GroupBroken, root_first
 from kintsugi.facts import (
+    CauseDiagnosed,
     EpochStarted,
     Fact,
     FaultNoted,
@@ -32,6 +33,10 @@ MASTER = process_id(Role.MASTER, 0)
 INTERRUPTED = "interrupted"
 """How a run ended that never said so: it was killed, and resumed later."""
 LAST_WORDS = "; its last words:"
+BEFORE_S, AFTER_S = 8.0, 3.0
+"""A cause lies so far before the first fault that was noted, or so shortly after the last."""
+LAST_ACCOUNTS = 3
+MOST_DIAGNOSES = 64
 
 
 class Relation(StrEnum):
@@ -100,6 +105,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     steps_undone: int
     groups_again: int
     """Groups of samples that were given out again."""
+    diagnosed: tuple[CauseDiagnosed, ...] = ()
+    """What the watcher found to be the cause, from outside."""
 
     @property
     def cause(self) -> ToldFault:
@@ -116,6 +123,8 @@ class IncidentReport(msgspec.Struct, frozen=True):
     incidents: tuple[Incident, ...]
     other_losses: tuple[Loss, ...]
     """Processes that were lost and came back without disturbing anything: agents."""
+    other_diagnoses: tuple[CauseDiagnosed, ...] = ()
+    """Troubles of which nothing broke: somebody was slow."""
 
 
 class _Account:
@@ -130,6 +139,7 @@ class _Account:
         self.run_ended = ""
         self.steps_undone = 0
         self.groups_again: set[str] = set()
+        self.diagnosed: dict[tuple[str, str], CauseDiagnosed] = {}
 
     def choose(self, fact: StrategyChosen) -> None:
         """The reason ends with the strategies that were refused; they are told once, among the alternatives."""
@@ -161,7 +171,16 @@ class _Account:
             seconds=self._seconds(timing, times=times) if timing else None,
             steps_undone=self.steps_undone,
             groups_again=len(self.groups_again),
+            diagnosed=tuple(self.diagnosed.values()),
         )
+
+    def explains(self, fact: CauseDiagnosed) -> bool:
+        """Whether a diagnosis is about this incident: it names somebody of it, or began when it did."""
+        faults = root_first(self.faults)
+        times = [fault.time for fault in faults if fault.time]
+        names = {fault.process for fault in faults} | {loss.process for loss in self.losses}
+        near = times and min(times) - BEFORE_S <= fact.onset <= max(times) + AFTER_S
+        return bool(near) or (self.closed is None and fact.process in names)
 
     @staticmethod
     def _seconds(timing: dict[str, float], *, times: list[float]) -> float:
@@ -182,12 +201,15 @@ class IncidentBook:
         self._recent: list[tuple[Fault | None, Loss]] = []
         """Lost since the last committed step while no incident was open: part of one that opens before the next."""
         self._other_losses: list[Loss] = []
+        self._other_diagnoses: list[CauseDiagnosed] = []
         self._step = 0
 
     def report(self) -> IncidentReport:
         recent = (loss for _, loss in self._recent)
         return IncidentReport(
-            tuple(account.told() for account in self._accounts), (*self._other_losses, *recent)
+            tuple(account.told() for account in self._accounts),
+            (*self._other_losses, *recent),
+            tuple(self._other_diagnoses),
         )
 
     def unfinished(self) -> tuple[list[Fault], list[str]]:
@@ -218,6 +240,8 @@ class IncidentBook:
                 self._begin_epoch(fact)
             case RunEnded():
                 self._end_run(fact)
+            case CauseDiagnosed():
+                self._diagnosed(fact)
             case IncidentOpened() | FaultNoted() | StrategyChosen() | IncidentClosed():
                 self._take_of_incident(fact)
             case _:
@@ -238,6 +262,15 @@ class IncidentBook:
                     self._open.choose(fact)
                 case IncidentClosed():
                     self._open.closed, self._open = fact, None
+
+    def _diagnosed(self, fact: CauseDiagnosed) -> None:
+        """A diagnosis may come after the incident is over; it then belongs to the last one that it fits."""
+        for account in reversed(self._accounts[-LAST_ACCOUNTS:]):
+            if account.explains(fact):
+                account.diagnosed[fact.process, fact.kind] = fact
+                return
+        self._other_diagnoses.append(fact)
+        del self._other_diagnoses[:-MOST_DIAGNOSES]
 
     def _joined(self, process: str, incarnation: str, pid: int) -> None:
         self._alive[process] = (incarnation, pid)

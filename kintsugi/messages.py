@@ -7,6 +7,7 @@ agents are asked and see; `leasing.py` what is said about a shared device. The t
 |----------------------------------|----------------------|--------------------|
 | Register                         | worker → master      | Registered         |
 | StartProcess, StopProcess, Inspect | master → agent     | ProcessStarted, Ok, Inspected |
+| AskTime                            | agent → master     | TimeTold                      |
 | RunEpisodes                      | master → rollout     | EpisodesDone       |
 | Generate                         | rollout → manager, manager → server | Generated |
 | Retire, Interrupt                | master → manager, manager → server | Ok   |
@@ -57,6 +58,7 @@ from kintsugi.operations import (
     StateFetched,
 )
 from kintsugi.supervision import (
+    AskTime,
     ChipFault,
     Inspect,
     Inspected,
@@ -65,6 +67,7 @@ from kintsugi.supervision import (
     ProcessSuspected,
     StartProcess,
     StopProcess,
+    TimeTold,
 )
 from kintsugi.transfers import FetchRelayed, Relayed, Routes, Transfer
 from kintsugi.types import (
@@ -428,6 +431,8 @@ Body = (
     | ChipFault
     | Inspect
     | Inspected
+    | AskTime
+    | TimeTold
     | RunEpisodes
     | EpisodesDone
     | FetchSamples

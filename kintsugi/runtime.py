@@ -192,6 +192,31 @@ class Idleness:
 IDLENESS = Idleness()
 
 
+class Spans:
+    """What took how long in this process. Recorded where somebody wants to know, which is in real processes only."""
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+        self._record: Callable[[str, float, float, dict[str, str]], None] | None = None
+
+    def record_to(self, record: Callable[[str, float, float, dict[str, str]], None] | None) -> None:
+        """`record(name, start, duration_s, attributes)` is called at the end of each, in the thread that ends it."""
+        self._record = record
+
+    def add(
+        self, name: str, attributes: Mapping[str, object], *, since: float, until: float | None = None
+    ) -> None:
+        """From a monotonic time until now, unless another end is given; attributes that are None are left out."""
+        if self._record is None:
+            return
+        end = self._clock.monotonic() if until is None else until
+        named = {key: str(value) for key, value in attributes.items() if value is not None}
+        self._record(name, since, max(0.0, end - since), named)
+
+
+SPANS = Spans()
+
+
 def describe_status(status: int | None) -> str:
     """`describe_status(-9) == "killed by SIGKILL"`."""
     if status is None:

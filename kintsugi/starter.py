@@ -345,6 +345,9 @@ cluster:
 
 logging:
   wandb: false                 # figures go to metrics.jsonl and TensorBoard in any case
+
+monitoring:
+  port: 0                      # where Prometheus finds the figures of a run that goes on; 0: nowhere
 """
 )
 

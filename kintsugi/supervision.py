@@ -73,6 +73,24 @@ class ChipFault(_Body, frozen=True):
         return f"{self.chip} of {self.host} is {'broken' if self.broken else 'worrying'}: {self.detail}"
 
 
+class Verdict(_Body, frozen=True):
+    """What the watcher has found to be the cause of a trouble: `Verdict("model-1", "1.3", "cpu", 1763.2, 0.95, …)`."""
+
+    process: str
+    incarnation: str
+    """That it had when it was found; empty where it has said nothing yet."""
+    kind: str
+    """A `diagnosis.verdict.FaultKind`."""
+    onset: float
+    """Wall clock."""
+    confidence: float
+    summary: str
+    path: tuple[str, ...] = ()
+    """Processes, from the cause to what people saw."""
+    replace: bool = False
+    """It holds the run up by itself, so that another in its place may do better."""
+
+
 class Inspect(_Body, frozen=True):
     """Look at a process from outside: does it run at all?"""
 
@@ -86,3 +104,11 @@ class Inspected(_Body, frozen=True):
     state: str
     cpu_s: float = 0.0
     """Processor time of all its threads so far."""
+
+
+class AskTime(_Body, frozen=True):
+    """What does your clock say? So that what hosts have recorded can be put in one order."""
+
+
+class TimeTold(_Body, frozen=True):
+    wall: float

@@ -14,6 +14,7 @@ from rich.table import Table
 from kintsugi.control.phases import Phase
 from kintsugi.display import accuracy_text, seconds_text
 from kintsugi.errors import KintsugiError
+from kintsugi.facts import CauseDiagnosed
 from kintsugi.incidents import (
     INTERRUPTED,
     Choice,
@@ -111,6 +112,9 @@ def incidents_text(report: IncidentReport, *, run: str, running: bool) -> str:
     if report.other_losses:
         told = [_row("lost", _loss_text(loss)) for loss in report.other_losses]
         blocks.append("\n".join(["lost and replaced while the run went on undisturbed", *told]))
+    if report.other_diagnoses:
+        told = [_row("diagnosed", _diagnosed_text(found)) for found in report.other_diagnoses]
+        blocks.append("\n".join(["held up, though nothing broke", *told]))
     return "\n\n".join(blocks) or f"{run}: nothing broke"
 
 
@@ -123,6 +127,8 @@ def _incident_lines(incident: Incident, *, running: bool) -> Iterator[str]:
     yield f"incident {incident.incident}: {_verdict(incident, running=running)}"
     for (relation, text), times in Counter((f.relation, _fault_text(f)) for f in incident.faults).items():
         yield _row(relation, text + _repeated(times))
+    for found in incident.diagnosed:
+        yield _row("diagnosed", _diagnosed_text(found))
     yield _row("when", _when(incident))
     for loss in incident.losses:
         yield _row("lost", _loss_text(loss))
@@ -139,6 +145,10 @@ def _incident_lines(incident: Incident, *, running: bool) -> Iterator[str]:
     words = [fault for fault in incident.faults if "\n" in fault.message]
     for process in dict.fromkeys(fault.process for fault in words):
         yield _row("see", f"logs/{process}.log in the run folder, for all that {process} said")
+
+
+def _diagnosed_text(found: CauseDiagnosed) -> str:
+    return f"{found.summary} ({found.kind}, {found.confidence:.0%} sure; seen at {' → '.join(found.path)})"
 
 
 def _row(label: str, text: str) -> str:

@@ -21,6 +21,7 @@ from kintsugi.data.source import open_data
 from kintsugi.data_rules import Lengths, data_problems
 from kintsugi.errors import ConfigError, ModelError
 from kintsugi.model.plan import plan_companions, plan_model
+from kintsugi.observe.alerts import webhook_problem
 from kintsugi.recipe import DEFAULT, fields_of, named_origin, shown
 from kintsugi.rollout import sandbox
 from kintsugi.rollout.finding import try_environment
@@ -69,6 +70,7 @@ _POSITIVE: Rule = ("a positive number", lambda value: value > 0)
 _NOT_NEGATIVE: Rule = ("zero or more", lambda value: value >= 0)
 _FRACTION: Rule = ("at least 0 and less than 1", lambda value: 0 <= value < 1)
 _SHARE: Rule = ("a number from 0 to 1", lambda value: 0 <= value <= 1)
+_PORT: Rule = ("a port from 0 to 65535", lambda value: 0 <= value <= 65535)
 
 _RULES: dict[str, Rule] = {
     "seed": ("a whole number from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63),
@@ -136,8 +138,9 @@ _RULES: dict[str, Rule] = {
     "checkpoint.every": _NOT_NEGATIVE,
     "checkpoint.keep": _POSITIVE,
     "cluster.hosts": _POSITIVE,
-    "cluster.port": ("a port from 0 to 65535", lambda value: 0 <= value <= 65535),
+    "cluster.port": _PORT,
     "cluster.start_timeout_s": _POSITIVE,
+    "monitoring.port": _PORT,
     "cluster.spares": _NOT_NEGATIVE,
     "cluster.bandwidth.samples": _POSITIVE,
     "cluster.bandwidth.copies": _POSITIVE,
@@ -247,16 +250,31 @@ def _check_cluster(run: _Candidate) -> None:
     cluster, num_processes = run.config.cluster, num_spread_processes(run.config)
     if cluster.hosts > num_processes:
         raise run.error("cluster.hosts", f"at most {num_processes}, so that every host has a process to run")
-    if cluster.port:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", cluster.port))
-            except OSError as error:
-                why = "in use" if error.errno == errno.EADDRINUSE else (error.strerror or str(error))
-                raise run.error(
-                    "cluster.port", f"a free port (0 takes any), but this one is {why}"
-                ) from error
+    if (why := _why_not_free("127.0.0.1", cluster.port)) is not None:
+        raise run.error("cluster.port", f"a free port (0 takes any), but this one is {why}")
+
+
+def _why_not_free(host: str, port: int) -> str | None:
+    """What keeps a process from listening there; no port is always free."""
+    if not port:
+        return None
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return "in use" if error.errno == errno.EADDRINUSE else (error.strerror or str(error))
+    return None
+
+
+def _check_monitoring(run: _Candidate) -> None:
+    section = run.config.monitoring
+    if section.port and section.port == run.config.cluster.port:
+        raise run.error("monitoring.port", "another port than `cluster.port`")
+    if (why := _why_not_free(section.host, section.port)) is not None:
+        raise run.error("monitoring.port", f"a free port of {section.host} (0 offers none), but it is: {why}")
+    if section.webhook is not None and (problem := webhook_problem(section.webhook)) is not None:
+        raise run.error("monitoring.webhook", f"an http or https URL, but {problem}")
 
 
 def _check_asynchrony(run: _Candidate) -> None:
@@ -389,6 +407,7 @@ _CHECKS: tuple[Callable[[_Candidate], None], ...] = (
     _check_cluster,
     _check_sharing,
     _check_logging,
+    _check_monitoring,
     _check_model,
     _check_data,
 )

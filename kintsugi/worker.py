@@ -23,6 +23,8 @@ from kintsugi.bootstrap import Bootstrap
 from kintsugi.errors import DeadlineExceeded, UserError, fault_of
 from kintsugi.messages import AddressBook, Body, Failed, Heartbeat, Ok, Ping, Register, Registered, Shutdown
 from kintsugi.observe.events import EventLog, FaultSeen, Note, ProcessBegan, ProcessEnded, events_path
+from kintsugi.observe.figures import Beat, FiguresLog
+from kintsugi.observe.spans import SpanLog
 from kintsugi.runtime import COUNTERS, IDLENESS, SYSTEM_CLOCK, WAITS, Clock, wait
 from kintsugi.transport import Blob, Delivery, Endpoint, PendingReply, Reply
 from kintsugi.types import ChildReport, Peer, Role
@@ -73,6 +75,8 @@ def open_endpoint(bootstrap: Bootstrap, *, clock: Clock = SYSTEM_CLOCK) -> Endpo
         clock=clock,
         epoch=bootstrap.epoch,
     )
+    if bootstrap.known_as:
+        endpoint.address = f"tcp://{bootstrap.known_as}:{endpoint.address.rpartition(':')[2]}"
     for peer in (bootstrap.master, *bootstrap.peers):
         if peer.process != bootstrap.process:
             endpoint.admit(peer)
@@ -83,7 +87,8 @@ class Membership:
     """Keeps this process known to the master: registers (again for every new epoch), then sends heartbeats.
 
     `tick` does what is due; `handle` takes the messages that concern membership. Neither blocks. A master that says
-    nothing is waited for: its agent restarts it, and the new one begins a new epoch.
+    nothing is waited for: its agent restarts it, and the new one begins a new epoch. What a heartbeat says is recorded
+    in the run folder too, also while there is nobody to send it to.
     """
 
     def __init__(
@@ -103,7 +108,9 @@ class Membership:
             endpoint.peer(host=bootstrap.host), bootstrap.role, os.getpid(), capabilities
         )
         self._pending: PendingReply | None = None
-        self._next_heartbeat = 0.0
+        self._next_beat = 0.0
+        self.figures = FiguresLog(bootstrap.run_dir, process=bootstrap.process)
+        """What is recorded of this process, and of others by it."""
         self._untold: deque[Body] = deque(maxlen=MOST_UNTOLD)
         self.registered = False
         self.shutdown_reason: str | None = None
@@ -121,17 +128,23 @@ class Membership:
         if endpoint.seen_epoch > endpoint.epoch:
             endpoint.epoch = endpoint.seen_epoch
             self.registered = False
+        is_due = now >= self._next_beat
         if not self.registered:
             self._try_register()
-        elif now >= self._next_heartbeat:
-            self._next_heartbeat = now + HEARTBEAT_S
-            gauges = self.gauges | IDLENESS.gauges()
-            heartbeat = Heartbeat(
-                COUNTERS.snapshot(), self.load, WAITS.declared(), endpoint.book_number, gauges
-            )
-            endpoint.send(self._master, heartbeat)
+        if is_due:
+            self._next_beat = now + HEARTBEAT_S
+            self._beat()
         while self._untold and self.registered:
             endpoint.send(self._master, self._untold.popleft())
+
+    def _beat(self) -> None:
+        """Say how this process is: to the master, if it knows us, and to whoever asks later."""
+        progress, waits = COUNTERS.snapshot(), WAITS.declared()
+        gauges = self.gauges | IDLENESS.gauges()
+        if self.registered:
+            heartbeat = Heartbeat(progress, self.load, waits, self._endpoint.book_number, gauges)
+            self._endpoint.send(self._master, heartbeat)
+        self.figures.write(Beat(self._endpoint.incarnation, progress.counters, self.load, waits, gauges))
 
     def tell(self, body: Body) -> None:
         """Now, or when it knows us: a master of a new epoch takes nothing from who has not registered with it."""
@@ -155,6 +168,7 @@ class Membership:
             self._endpoint.epoch = epoch
             self._endpoint.seen_epoch = max(self._endpoint.seen_epoch, epoch)
             self.registered = True
+            self._next_beat = 0.0  # So that it is heard of soon.
 
     def handle(self, delivery: Delivery) -> bool:
         """Take a message that concerns membership; False if it is someone else's business."""
@@ -347,6 +361,7 @@ class Shell:
         if self._thread.is_alive():
             self._endpoint.wake()
             wait(self._attempt_join, whom="control thread", what="its end", timeout_s=GRACE_S)
+        self._membership.figures.close()
         self.events.close()
 
     def _attempt_join(self, remaining_s: float) -> bool | None:
@@ -459,6 +474,7 @@ def run_process(bootstrap: Bootstrap, main: Callable[[Bootstrap], int]) -> int:
     """
     log = EventLog(events_path(bootstrap.run_dir, bootstrap.process), process=bootstrap.process)
     log.emit(ProcessBegan(bootstrap.role.value, bootstrap.incarnation, os.getpid()))
+    spans = SpanLog(bootstrap.run_dir, bootstrap.process)
     reason = ""
     try:
         code = main(bootstrap)
@@ -472,6 +488,7 @@ def run_process(bootstrap: Bootstrap, main: Callable[[Bootstrap], int]) -> int:
                 sys.stderr.write(f"{error}\n")
             else:
                 traceback.print_exc()
+    spans.close()
     log.emit(ProcessEnded(code, reason))
     log.close()
     return code

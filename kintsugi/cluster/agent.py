@@ -16,7 +16,6 @@ import contextlib
 import os
 import signal
 import sys
-from functools import partial
 from uuid import uuid4
 
 import msgspec
@@ -32,7 +31,6 @@ from kintsugi.cluster.children import (
     table_path,
     write_table,
 )
-from kintsugi.cluster.chips import ChipWatch, open_probe
 from kintsugi.cluster.handover import (
     AgentHandover,
     AgentReport,
@@ -45,8 +43,9 @@ from kintsugi.cluster.keeper import NUM_STEPS, Keeper
 from kintsugi.cluster.metaserver import MetaServer
 from kintsugi.cluster.nursery import Nursery
 from kintsugi.cluster.orphans import hold_descendants, kill_children, kill_group, reap_orphans, subreaper
+from kintsugi.cluster.oversight import Oversight
 from kintsugi.cluster.placement import Start, log_path, own_session_and_log
-from kintsugi.cluster.restarts import STOPPED_S, RestartLimit, StoppedWatch
+from kintsugi.cluster.restarts import RestartLimit
 from kintsugi.cluster.segments import SegmentServer
 from kintsugi.cluster.sharing import Sharing
 from kintsugi.cluster.stopping import OwedStop
@@ -59,7 +58,6 @@ from kintsugi.supervision import (
     Inspect,
     ProcessExited,
     ProcessStarted,
-    ProcessSuspected,
     StartProcess,
     StopProcess,
 )
@@ -96,10 +94,12 @@ class Agent:
         self._ending = False
         self._exit_code = 0
         self._tick_at = 0.0
-        self._stopped = StoppedWatch()
-        self._chips = ChipWatch(partial(open_probe, handover.programs.probe), host=own.host, clock=clock)
         self._endpoint = open_endpoint(own, clock=clock)
         self._membership = Membership(self._endpoint, own, capabilities={}, children=self._children)
+        self._oversight = Oversight(
+            self._kept, self._endpoint, self._membership, own=own, probe=handover.programs.probe, clock=clock
+        )
+        self._chips = self._oversight.chips
         self._leases = Sharing(
             self._kept, self._endpoint, self._membership, own=own, remember=self._write_table, clock=clock
         )
@@ -126,7 +126,7 @@ class Agent:
         self._endpoint.watch(self._own.lifeline, self._let_go_by_launcher)
         try:
             has_predecessor = self._adopt()
-            self._chips.begin()
+            self._oversight.begin()
             self._nursery.start_template()
             self._begin_master(has_predecessor=has_predecessor)
             while not self._ending or self._kept:
@@ -328,7 +328,7 @@ class Agent:
             return
         if kept.child.is_ours():
             kill_group(kept.child.pid)
-        status = kept.child.status()
+        status = self._oversight.take_status(kept)
         self._nursery.take_report(kept)
         self._let_go(kept)
         if kept is self._master:
@@ -439,34 +439,15 @@ class Agent:
             return
         self._tick_at = now + HEARTBEAT_S / 2
         self._membership.load = os.getloadavg()[0]
-        self._look_after(now)
-        self._look_at_chips()
+        self._nursery.look_after(self._oversight.stopped(self.known_pids(), now), now)
+        if self._oversight.chips_broke():
+            # Accelerators that broke are left alone: by spares, and by whoever is started.
+            self._nursery.avoid(tuple(self._chips.broken))
+            self._write_table()
+        self._oversight.tick(now)
         self._leases.tick(now)
         if not self._nursery.is_forking:
             reap_orphans(but=self.known_pids())
-
-    def _look_after(self, now: float) -> None:
-        """Find who is stopped: template, spares and master are replaced, of the others the master is told."""
-        stopped = self._stopped.sample(self.known_pids(), now=now)
-        self._nursery.look_after(stopped, now)
-        for kept in self._kept.values():
-            if kept.child is None or kept.child.pid not in stopped:
-                continue
-            if kept is self._master:
-                kept.child.send_signal(signal.SIGKILL)
-            else:
-                evidence = f"process {kept.child.pid} is stopped (state T), for {STOPPED_S:g} s or more"
-                self._membership.tell(ProcessSuspected(kept.process, kept.incarnation, evidence))
-
-    def _look_at_chips(self) -> None:
-        """Accelerators that broke are left alone from now on: by spares, and by whoever is started."""
-        users = {kept.child.pid: kept for kept in self._kept.values() if kept.child is not None}
-        news = self._chips.news(users, epoch=self._endpoint.epoch)
-        if any(fault.broken for fault in news):
-            self._nursery.avoid(tuple(self._chips.broken))
-            self._write_table()
-        for fault in news:
-            self._membership.tell(fault)
 
     def _report(self, report: AgentReport) -> None:
         """Tell the launcher, if it is still there."""
@@ -474,7 +455,7 @@ class Agent:
             os.write(self._handover.report, msgspec.json.encode(report) + b"\n")
 
     def _close(self) -> None:
-        self._chips.close()
+        self._oversight.close()
         kill_children(self._processes, but=(), timeout_s=END_GRACE_S, clock=self._clock)
         for child in self._left_behind:
             child.send_signal(signal.SIGKILL)

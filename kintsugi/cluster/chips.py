@@ -73,6 +73,28 @@ class ChipReading(msgspec.Struct, frozen=True, kw_only=True):
     """Errors that the driver has told of since the last reading."""
     pids: tuple[int, ...] = ()
     """Of the processes that use it, where the driver can see them."""
+    memory_of: dict[int, int] = {}
+    """Pid → bytes of its memory, of those."""
+    memory_bytes: int = 0
+    """In use, by whomever."""
+    memory_total_bytes: int = 0
+    utilization: float | None = None
+    """Share of the last moment in which something ran on it."""
+    temperature: float | None = None
+    """Degrees Celsius."""
+    clock_hertz: float | None = None
+    """Of its processors; falls when it is throttled."""
+
+    def figures(self) -> dict[str, float]:
+        """What is recorded of it over time, as far as the driver tells."""
+        known = {
+            "memory_bytes": float(self.memory_bytes) if self.memory_total_bytes else None,
+            "memory_total_bytes": float(self.memory_total_bytes) if self.memory_total_bytes else None,
+            "utilization": self.utilization,
+            "temperature": self.temperature,
+            "clock_hertz": self.clock_hertz,
+        }
+        return {name: value for name, value in known.items() if value is not None}
 
     @property
     def is_counted(self) -> bool:
@@ -178,6 +200,11 @@ class ChipWatch:
     def num_healthy(self) -> int | None:
         """None where nothing is known of any accelerator: a host without, or without the library to ask."""
         return len(self._before.keys() - self.broken.keys()) if self._before else None
+
+    @property
+    def readings(self) -> tuple[ChipReading, ...]:
+        """The last of each."""
+        return tuple(self._before.values())
 
     def adopt(self, broken: Mapping[str, ChipFault]) -> None:
         """What an earlier agent of this host had found."""
@@ -343,6 +370,10 @@ class NvmlProbe:
             _, _, pending, failed = self._get((0, 0, 0, 0), nvml.nvmlDeviceGetRemappedRows, handle)
             retiring = self._get(0, nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
             processes = self._get((), nvml.nvmlDeviceGetComputeRunningProcesses, handle)
+            memory = self._get(None, nvml.nvmlDeviceGetMemoryInfo, handle)
+            rates = self._get(None, nvml.nvmlDeviceGetUtilizationRates, handle)
+            temperature = self._get(None, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU)
+            megahertz = self._get(None, nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM)
             return ChipReading(
                 uuid=uuid,
                 name=name,
@@ -352,6 +383,16 @@ class NvmlProbe:
                 remapping_failed=bool(failed),
                 xids=xids,
                 pids=tuple(int(process.pid) for process in processes if self._shares_pids),
+                memory_of={
+                    int(process.pid): int(process.usedGpuMemory or 0)
+                    for process in processes
+                    if self._shares_pids
+                },
+                memory_bytes=0 if memory is None else int(memory.used),
+                memory_total_bytes=0 if memory is None else int(memory.total),
+                utilization=None if rates is None else rates.gpu / 100,
+                temperature=None if temperature is None else float(temperature),
+                clock_hertz=None if megahertz is None else megahertz * 1e6,
             )
         except nvml.NVMLError_GpuIsLost:
             return ChipReading(uuid=uuid, name=name, lost=True, xids=xids)

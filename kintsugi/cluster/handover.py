@@ -102,6 +102,8 @@ def child_bootstrap(
         secret_key=secret_key,
         master=master,
         lifeline=lifeline,
+        bind=agent.bind,
+        known_as=agent.known_as,
         agent=agent.process,
         segments=segments,
         broken_chips=broken_chips,

@@ -17,9 +17,11 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from subprocess import SubprocessError
 from uuid import uuid4
 
 import msgspec
@@ -35,11 +37,14 @@ from kintsugi.cluster.handover import (
     Programs,
     Ready,
 )
+from kintsugi.cluster.hosts import HostPlace, enter, listening_socket
 from kintsugi.cluster.orphans import children_of, kill_children, reap_orphans, subreaper
 from kintsugi.cluster.placement import execute, in_memory, log_path
-from kintsugi.cluster.restarts import MOST_RESTARTS, WITHIN_S, RestartLimit, StoppedWatch
+from kintsugi.cluster.restarts import MOST_RESTARTS, STOPPED_S, WITHIN_S, RestartLimit, StoppedWatch
+from kintsugi.cluster.watcher import WatcherHandle
 from kintsugi.config import Config
-from kintsugi.errors import ConfigError, KintsugiError, ProcessDied, StartFailed, UserError
+from kintsugi.errors import ConfigError, Fault, KintsugiError, ProcessDied, StartFailed, UserError
+from kintsugi.observe.events import EventLog, FaultSeen, ProcessGone, events_path
 from kintsugi.runs import JOURNAL_FILE, LAUNCHER_FILE, living_launcher, write_launcher
 from kintsugi.runtime import SYSTEM_CLOCK, Child, Clock, Processes, SystemProcesses, describe_status, wait
 from kintsugi.signals import Signals
@@ -49,7 +54,6 @@ from kintsugi.types import Peer, Placement, Role, process_id
 TICK_S = 0.2
 END_DEADLINE_S = 5.0
 """For an agent to stop its children, which takes two graces of two seconds at worst."""
-LOOPBACK = "127.0.0.1"
 
 
 def launch(
@@ -60,10 +64,12 @@ def launch(
     resume: bool = False,
     programs: Programs = PROGRAMS,
     processes: Processes | None = None,
+    hosts: Sequence[HostPlace] = (),
 ) -> int:
     """Run `config` in the existing folder `run_dir` to its end; gives the master's exit code. Main thread only.
 
     The master continues from what the folder holds, which only a run that is to `resume` may find there.
+    `hosts` are the places of the agents, one each; none: all of them are on this machine as it is.
     `on_tick` is called about five times a second. SIGINT or SIGTERM stops the run after its step, a second one at once.
     Raises UserError (port taken, run folder in use), StartFailed and ProcessDied; nothing is left in any case.
     """
@@ -71,10 +77,12 @@ def launch(
     assert resume or not (run_dir / JOURNAL_FILE).exists(), f"{run_dir} holds a run; it can only be resumed"
     if (owner := living_launcher(run_dir)) is not None:
         raise UserError(f"run_dir {run_dir} is in use: process {owner.pid} runs it; stop that one first")
+    hosts = hosts or [HostPlace(f"host-{index}") for index in range(config.cluster.hosts)]
+    assert len(hosts) == config.cluster.hosts, (hosts, config.cluster.hosts)
     with ExitStack() as stack:
         signals = Signals(signal.SIGINT, signal.SIGTERM)
         stack.callback(signals.close)
-        listener = stack.enter_context(_listen(config.cluster.port))
+        listener = stack.enter_context(_listen(hosts[0], port=config.cluster.port))
         write_launcher(run_dir, pid=os.getpid())
         stack.callback((run_dir / LAUNCHER_FILE).unlink, missing_ok=True)
         stack.enter_context(subreaper())
@@ -83,31 +91,33 @@ def launch(
             run_dir=run_dir, signals=signals, processes=processes, start_timeout_s=start_timeout_s
         )
         stack.callback(launcher.clean_up)
-        launcher.start(config, listener=listener, programs=programs)
+        launcher.start(config, listener=listener, programs=programs, hosts=hosts)
         return launcher.run(on_tick)
 
 
-def _listen(port: int) -> socket.socket:
+def _listen(host: HostPlace, *, port: int) -> socket.socket:
     """The master's socket, opened before anything starts and kept when a master dies."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((LOOPBACK, port))
-        listener.listen(1024)
+        return listening_socket(host, port=port)
     except OSError as error:
-        listener.close()
         why = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
         raise ConfigError(
-            f"cluster.port: port {port} of {LOOPBACK} {why}; expected a free one, or 0"
+            f"cluster.port: port {port} of {host.address} {why}; expected a free one, or 0"
         ) from error
-    return listener
+
+
+def stopped(process: str, pid: int, *, time: float) -> Fault:
+    """An agent that stands still, and is about to be ended for it."""
+    message = f"{process}: process {pid} is stopped (state T), for {STOPPED_S:g} s or more"
+    return Fault(f"{process}@{pid}.Stopped", "Stopped", process, message, time)
 
 
 class _AgentHandle:
     """One agent as the launcher sees it, over all its incarnations: process, reports, and what a new one is handed."""
 
-    def __init__(self, handover: AgentHandover) -> None:
+    def __init__(self, handover: AgentHandover, *, place: HostPlace) -> None:
         self._handover = handover
+        self._place = place
         self.process = handover.bootstrap.process
         self.limit = RestartLimit()
         self._num_starts = 0
@@ -140,8 +150,9 @@ class _AgentHandle:
                 ["kintsugi.cluster.agent", self.process, str(handed_over)],
                 placement=Placement(),
                 pass_fds=(handed_over, *handover.descriptors),
+                before_exec=partial(enter, self._place.namespaces) if self._place.namespaces else None,
             )
-        except OSError as error:
+        except (OSError, SubprocessError) as error:
             phase = "executing the interpreter"
             raise StartFailed(process=self.process, phase=phase, why=str(error)) from error
         finally:
@@ -150,6 +161,12 @@ class _AgentHandle:
         self._num_starts += 1
         self.ready = self.ended = False
         self.start_deadline = deadline
+
+    def obituary(self) -> ProcessGone:
+        """How the present incarnation ended: nobody else sees the end of an agent."""
+        incarnation = str(int(self._handover.bootstrap.incarnation) + self._num_starts - 1)
+        how = describe_status(self.status)
+        return ProcessGone(self.process, incarnation, self.child.pid, self.status, how)
 
     def reports(self) -> list[AgentReport]:
         """What it has said since the last call; empty, and the pipe closed, once it has ended."""
@@ -200,28 +217,32 @@ class _Launcher:
         self._others = frozenset(children_of(os.getpid()))
         """Children that this process had before; they are none of our business."""
         self._stopped = StoppedWatch()
+        self._watcher = WatcherHandle(run_dir, processes)
+        own = process_id(Role.LAUNCHER, 0)
+        self._log = EventLog(events_path(run_dir, own), process=own)
         self._lifeline_read, self._lifeline_write = os.pipe2(os.O_CLOEXEC)
         self._num_signals = 0
         self._kill_at: float | None = None
         """When agents that were let go and have not ended are killed."""
         self._failure: KintsugiError | None = None
 
-    def start(self, config: Config, *, listener: socket.socket, programs: Programs) -> None:
+    def start(
+        self, config: Config, *, listener: socket.socket, programs: Programs, hosts: Sequence[HostPlace]
+    ) -> None:
         """Make everybody's keys and start the agents; agent 0 also gets what the master needs."""
         job = uuid4().hex[:12]
         host, port = listener.getsockname()
-        hosts = [f"host-{index}" for index in range(config.cluster.hosts)]
         keys = [new_key_pair() for _ in hosts]
         # Counted from the time of day: an agent of an earlier session of this run is not mistaken for one of this.
         first = str(int(self._clock.wall()))
         peers = tuple(
-            Peer(process_id(Role.AGENT, index), first, name, "", keys[index][0])
-            for index, name in enumerate(hosts)
+            Peer(process_id(Role.AGENT, index), first, place.name, "", keys[index][0])
+            for index, place in enumerate(hosts)
         )
         public_key, secret_key = new_key_pair()
-        master_peer = Peer(
-            process_id(Role.MASTER, 0), uuid4().hex[:8], hosts[0], f"tcp://{host}:{port}", public_key
-        )
+        address = f"tcp://{hosts[0].known_as or host}:{port}"
+        master_peer = Peer(process_id(Role.MASTER, 0), uuid4().hex[:8], hosts[0].name, address, public_key)
+        places = {place.name: place for place in hosts}
 
         def bootstrap(peer: Peer, role: Role, *, secret: bytes) -> Bootstrap:
             return Bootstrap(
@@ -235,6 +256,8 @@ class _Launcher:
                 secret_key=secret,
                 master=master_peer,
                 lifeline=self._lifeline_read if role is Role.AGENT else -1,
+                bind=places[peer.host].bind,
+                known_as=places[peer.host].known_as,
             )
 
         master = msgspec.structs.replace(
@@ -253,7 +276,7 @@ class _Launcher:
                 spares=config.cluster.spares,
                 master=master if index == 0 else None,
             )
-            agent = _AgentHandle(handover)
+            agent = _AgentHandle(handover, place=hosts[index])
             self._agents.append(agent)
             self._start_agent(agent)
 
@@ -306,8 +329,11 @@ class _Launcher:
             phase = "starting the master" if late[0] == self._agents[0].process else "starting"
             self._fail(StartFailed(process=late[0], phase=phase, why=why))
         for pid in self._stopped.sample(living, now=now):
+            self._log.emit(FaultSeen(stopped(living[pid].process, pid, time=self._clock.wall())))
             living[pid].child.send_signal(signal.SIGKILL)
-        reap_orphans(but=self._others | living.keys())
+        if self._agents[0].ready and self._kill_at is None:
+            self._watcher.keep(now)
+        reap_orphans(but=self._others | living.keys() | self._watcher.pids)
 
     def _signalled(self) -> None:
         """The first one asks for a stop after this step; the second one ends everything at once."""
@@ -337,6 +363,8 @@ class _Launcher:
         agent.status = agent.child.status()
         agent.ended = True
         by_itself = agent.status is not None and agent.status >= 0
+        if self._kill_at is None and not by_itself:
+            self._log.emit(agent.obituary())
         if self._kill_at is None and not by_itself and agent.limit.allows(self._clock.monotonic()):
             self._restart(agent)
             return
@@ -354,9 +382,8 @@ class _Launcher:
         tables = [read_table(table_path(self._run_dir, each.process)) for each in self._agents]
         recorded = {record.pid for table in tables if table is not None for record in table.children}
         agents = {each.child.pid for each in self._agents if not each.ended}
-        kill_children(
-            self._processes, but=self._others | agents | recorded, timeout_s=END_DEADLINE_S, clock=self._clock
-        )
+        others = self._others | agents | recorded | self._watcher.pids
+        kill_children(self._processes, but=others, timeout_s=END_DEADLINE_S, clock=self._clock)
         try:
             self._start_agent(agent)
         except StartFailed as error:
@@ -392,6 +419,8 @@ class _Launcher:
             # Before their lifeline ends: a child that ends by itself leaves what it started.
             table = table_path(self._run_dir, agent.process)
             end_orphans(table, processes=self._processes, timeout_s=END_DEADLINE_S)
+        self._watcher.close()
+        self._log.close()
         kill_children(self._processes, but=self._others, timeout_s=END_DEADLINE_S, clock=self._clock)
         for agent in self._agents:
             agent.close_lifeline()

@@ -102,13 +102,19 @@ def child_environment(inherited: Mapping[str, str], placement: Placement) -> dic
 
 
 def execute(
-    processes: Processes, arguments: list[str], *, placement: Placement, pass_fds: tuple[int, ...]
+    processes: Processes,
+    arguments: list[str],
+    *,
+    placement: Placement,
+    pass_fds: tuple[int, ...],
+    before_exec: Callable[[], None] | None = None,
 ) -> Child:
     """Start `python -m …` in a session of its own, so that the terminal's Ctrl-C does not reach it."""
     return processes.spawn(
         [sys.executable, "-m", *arguments],
         pass_fds=pass_fds,
         environment=child_environment(os.environ, placement),
+        before_exec=before_exec,
         new_session=True,
     )
 

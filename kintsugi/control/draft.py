@@ -11,6 +11,7 @@ from kintsugi.messages import Body
 from kintsugi.operations import DeviceClean, DeviceStop, NotifyNormal, PreLock, RebuildGroup, Repair, Rollback
 from kintsugi.patience import Patience
 from kintsugi.supervision import Inspect, StopProcess
+from kintsugi.types import Wait
 
 OPERATIONS = frozenset({PreLock, DeviceStop, DeviceClean, RebuildGroup, Repair, Rollback, NotifyNormal})
 """What recovery asks of a rank: who does not answer soon is part of the trouble."""
@@ -55,7 +56,8 @@ class Conversation:
     def __init__(self, draft: Draft, *, first_s: float) -> None:
         self._draft = draft
         self._patience = Patience(first_s=first_s)
-        self._open: dict[str, tuple[str, str, float]] = {}
+        self._open: dict[str, tuple[str, str, float, float]] = {}
+        """Token → process, kind of request, since when, until when."""
         self._serial = 0
         self._round: set[str] = set()
         self._then: Callable[[float], None] | None = None
@@ -66,8 +68,9 @@ class Conversation:
 
     def ask(self, token: str, to: str, body: Body, now: float) -> None:
         kind = type(body)
-        self._open[token] = (to, kind.__name__, now)
-        self._draft.do(Request(token, to, body, self.deadline_s(kind)))
+        deadline_s = self.deadline_s(kind)
+        self._open[token] = (to, kind.__name__, now, now + deadline_s)
+        self._draft.do(Request(token, to, body, deadline_s))
 
     def ask_each(self, purpose: str, bodies: Mapping[str, Body], now: float) -> list[str]:
         """Ask several processes under tokens that begin with `purpose`; gives the tokens."""
@@ -119,8 +122,15 @@ class Conversation:
 
     def open_requests(self) -> Iterator[tuple[str, str, str, float]]:
         """(token, process, kind, since) of everything that is under way."""
-        for token, (to, kind, since) in self._open.items():
+        for token, (to, kind, since, _) in self._open.items():
             yield token, to, kind, since
+
+    def waits(self) -> tuple[Wait, ...]:
+        """For whom the master waits: of each kind of request to each process the oldest."""
+        oldest: dict[tuple[str, str], Wait] = {}
+        for to, kind, since, until in self._open.values():
+            oldest.setdefault((to, kind), Wait(to, kind, since, until))
+        return tuple(oldest.values())
 
     def in_round(self, token: str) -> bool:
         return token in self._round

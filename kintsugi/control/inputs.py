@@ -24,10 +24,24 @@ _LENGTH = struct.Struct("<I")
 class Input(msgspec.Struct, frozen=True, array_like=True):
     now: float
     event: Event
+    wall: float = 0.0
+    """For people: facts have no times of their own, and get those of the inputs that they follow from."""
+    after: int = 0
+    """The journal's last record when it came; what is decided on it is the next one, if it leads to any facts."""
+
+
+class Moment(msgspec.Struct, frozen=True, array_like=True):
+    """The same without looking at the event."""
+
+    now: float
+    event: msgspec.Raw
+    wall: float = 0.0
+    after: int = 0
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Input)
+_moment_decoder = msgspec.msgpack.Decoder(Moment)
 
 
 class InputRecorder:
@@ -39,11 +53,11 @@ class InputRecorder:
         self._gap = ""
         """Why an input is missing: what came after it would not lead to the same facts, so it is not recorded."""
 
-    def write(self, event: Event, now: float) -> None:
+    def write(self, event: Event, now: float, *, wall: float = 0.0, after: int = 0) -> None:
         """Texts are left out: no decision looks at them, and `samples.jsonl` has them. StorageError for a full disk."""
         if isinstance(event, Replied) and isinstance(event.body, EpisodesDone):
             event = Replied(event.token, event.sender, msgspec.structs.replace(event.body, texts={}))
-        record = _encoder.encode(Input(now, event))
+        record = _encoder.encode(Input(now, event, wall, after))
         if self._gap:
             raise StorageError(self._gap)
         try:
@@ -75,3 +89,18 @@ def read_inputs(path: Path) -> Iterator[Input]:
         while file.tell() < end:
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
             yield _decoder.decode(file.read(length))
+
+
+def read_moments(path: Path, *, offset: int = 0, most: int = 10_000) -> tuple[list[Moment], int]:
+    """When inputs came, from a byte offset on, and the offset to go on from. A master may be writing meanwhile."""
+    moments: list[Moment] = []
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(offset)
+        while len(moments) < most and offset + _LENGTH.size <= size:
+            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            if offset + _LENGTH.size + length > size:
+                break
+            moments.append(_moment_decoder.decode(file.read(length)))
+            offset += _LENGTH.size + length
+    return moments, offset

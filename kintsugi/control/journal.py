@@ -21,6 +21,7 @@ and it finds itself fenced. `append` looks at the header after it wrote, so what
 from __future__ import annotations
 
 import gc
+import os
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -112,6 +113,11 @@ class Journal:
             undo.pop_all()
         return cls(path, file=file, owner=header, contents=contents), tuple(contents.facts)
 
+    @property
+    def sequence(self) -> int:
+        """Of the last record that was appended."""
+        return self._sequence
+
     def append(self, facts: Sequence[Fact]) -> None:
         """Write the facts of one decision; they survive the death of this process.
 
@@ -189,6 +195,44 @@ def read_facts(path: Path, *, disk: Disk = SYSTEM_DISK) -> tuple[Fact, ...]:
     with storage_errors(f"could not read {path}"):
         data = disk.read(path)
     return tuple(_parse(data, path=path).facts)
+
+
+class JournalRecord(msgspec.Struct, frozen=True):
+    """The facts of one decision, and where they stand."""
+
+    sequence: int
+    offset: int
+    end: int
+    facts: tuple[Fact, ...]
+
+
+def read_records(path: Path, *, offset: int = 0, most: int = 1000) -> list[JournalRecord]:
+    """Records of a journal that may be in use, from where one ends on; 0 for the first. Reads no more than it gives.
+
+    It ends where no record begins, whether nothing was written there yet or something can not be read: `read_facts`
+    tells the two apart.
+    """
+    records: list[JournalRecord] = []
+    offset = max(offset, _HEADER_SIZE)
+    with storage_errors(f"could not read {path}"), path.open("rb") as file:
+        while len(records) < most:
+            head = os.pread(file.fileno(), _RECORD.size, offset)
+            if len(head) < _RECORD.size:
+                break
+            mark, _, length, _, _ = _RECORD.unpack(head)
+            if mark != _MARK:
+                break
+            found = _record_at(memoryview(os.pread(file.fileno(), _RECORD.size + length, offset)), 0)
+            if found is None:
+                break
+            sequence, _, payload = found
+            end = offset + _RECORD.size + length
+            try:
+                records.append(JournalRecord(sequence, offset, end, _decoder.decode(payload)))
+            except msgspec.DecodeError as error:
+                raise StorageError(f"{path} at offset {offset}: unknown kind of record: {error}") from error
+            offset = end
+    return records
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from kintsugi.errors import Fault
 from kintsugi.facts import Fact
 from kintsugi.graph.executor import CallSpan
 from kintsugi.messages import Body
-from kintsugi.supervision import ChipFault
+from kintsugi.supervision import ChipFault, Verdict
 from kintsugi.types import ChildReport, Peer, Role, SampleMeta, SampleText
 
 
@@ -84,6 +84,8 @@ class Suspected(_Event, frozen=True):
     time: float = 0.0
     chip: ChipFault | None = None
     """What the agent named here has seen of an accelerator of its host."""
+    verdict: Verdict | None = None
+    """What the watcher has found, and handed over."""
 
 
 class StopRequested(_Event, frozen=True):

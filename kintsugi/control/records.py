@@ -15,11 +15,14 @@ from kintsugi.config import Config
 from kintsugi.control.inputs import InputRecorder
 from kintsugi.control.membership import Member, MemberStatus
 from kintsugi.control.protocol import Event, RecordEvaluation, RecordStep
+from kintsugi.control.staff import RETIRED
 from kintsugi.control.summary import stage_seconds
 from kintsugi.data.source import open_data
-from kintsugi.errors import StorageError
+from kintsugi.errors import Fault, StorageError
+from kintsugi.facts import CheckpointFailed, Fact, FaultNoted, IncidentOpened, PaceChanged, RolledBack
 from kintsugi.observe.evaluation import problems_digest
-from kintsugi.observe.events import Alert, EventLog, Note, Span
+from kintsugi.observe.events import Alert, EventLog, FaultSeen, Note, Span
+from kintsugi.observe.figures import Beat, FiguresLog
 from kintsugi.observe.metrics import (
     MetricsWriter,
     SamplesWriter,
@@ -30,7 +33,10 @@ from kintsugi.observe.metrics import (
 from kintsugi.observe.processes import ProcessReport, ProcessReports, write_processes
 from kintsugi.runs import SUMMARY_FILE
 from kintsugi.runtime import COUNTERS, WAITS
+from kintsugi.types import Role, Wait, process_id
 
+MASTER = process_id(Role.MASTER, 0)
+MOST_TOLD = 256
 STEP_PARTS = ("data", "generate", "reward", "train", "commit", "weights")
 """What a step's time consists of; evaluations and saves come beside it."""
 
@@ -40,12 +46,15 @@ class Records:
 
     def __init__(self, run_dir: Path, log: EventLog, *, config: Config, job: str) -> None:
         self._run_dir, self._log, self._config = run_dir, log, config
+        self._figures = FiguresLog(run_dir, process=MASTER)
         self._inputs = InputRecorder(run_dir / "inputs")
         self._metrics = MetricsWriter(run_dir, wandb_id=job if config.logging.wandb else None)
         self._samples = SamplesWriter(run_dir)
         self._verdicts = VerdictsWriter(run_dir)
         self._problems = ""
         """Which held-out problems these are; computed when it is first needed."""
+        self._told: dict[str, None] = {}
+        """Faults that were told, by id, the latest first."""
         self._unwritable: dict[str, str] = {}
         """Files that the disk does not take, and why."""
 
@@ -55,11 +64,40 @@ class Records:
         self.attempt("samples.jsonl", lambda: self._samples.truncate_after(step))
         self.attempt("verdicts.jsonl", lambda: self._verdicts.truncate_after(step))
 
-    def input(self, event: Event, now: float) -> None:
-        self.attempt("inputs", lambda: self._inputs.write(event, now))
+    def fact(self, fact: Fact) -> None:
+        """What people, and a diagnosis, should know of what was just journaled."""
+        match fact:
+            case RolledBack(step=step):
+                self.truncate_after(step)
+            case PaceChanged():
+                pace = f"rollout runs {fact.ahead} steps ahead, {fact.groups} groups at once"
+                self._log.emit(Note(f"{pace}: {fact.reason}"))
+            case IncidentOpened(fault=fault) | FaultNoted(fault=fault) | CheckpointFailed(fault=fault):
+                self.fault(fault)
+            case _:
+                pass
+
+    def lost(self, fault: Fault) -> None:
+        """A process is gone, because of this fault or because it was not needed any more."""
+        if fault.kind == RETIRED:
+            self._log.emit(Note(fault.message))
+        else:
+            self.fault(fault)
+
+    def fault(self, fault: Fault) -> None:
+        """Each once, though it is noted in several places."""
+        if fault.id not in self._told:
+            self._told = {fault.id: None, **dict(list(self._told.items())[:MOST_TOLD])}
+            self._log.emit(FaultSeen(fault))
+
+    def input(self, event: Event, now: float, *, wall: float, after: int) -> None:
+        self.attempt("inputs", lambda: self._inputs.write(event, now, wall=wall, after=after))
 
     def processes(self, reports: ProcessReports) -> None:
+        """What every process said last. The others record their heartbeats themselves; the master has none."""
         self.attempt("processes.json", lambda: write_processes(self._run_dir, reports))
+        own = next(report for report in reports.processes if report.process == MASTER)
+        self._figures.write(Beat(own.incarnation, own.counters, own.load, own.waits, own.gauges))
 
     def evaluation(self, record: RecordEvaluation) -> None:
         """Its figures, and which problems were answered right, so that runs can be compared problem by problem."""
@@ -119,6 +157,7 @@ class Records:
         self.attempt("the end of samples.jsonl", self._samples.close)
         self.attempt("the end of verdicts.jsonl", self._verdicts.close)
         self.attempt("the end of inputs", self._inputs.close)
+        self._figures.close()
 
 
 def report_of(member: Member, now: float) -> ProcessReport:
@@ -138,8 +177,8 @@ def report_of(member: Member, now: float) -> ProcessReport:
     )
 
 
-def own_report(bootstrap: Bootstrap) -> ProcessReport:
-    """What the process says of itself that nobody else would hear: the master."""
+def own_report(bootstrap: Bootstrap, *, waits: tuple[Wait, ...]) -> ProcessReport:
+    """What the process says of itself that nobody else would hear: the master, which waits for its requests."""
     return ProcessReport(
         process=bootstrap.process,
         role=bootstrap.role.value,
@@ -149,7 +188,7 @@ def own_report(bootstrap: Bootstrap) -> ProcessReport:
         status=MemberStatus.LIVE,
         silent_s=0.0,
         counters=COUNTERS.snapshot().counters,
-        waits=WAITS.declared(),
+        waits=(*WAITS.declared(), *waits),
     )
 
 

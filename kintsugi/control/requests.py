@@ -14,8 +14,10 @@ from uuid import uuid4
 
 import msgspec
 
-from kintsugi.control.protocol import ScaleRequested
+from kintsugi.control.protocol import ScaleRequested, Suspected
 from kintsugi.errors import StorageError
+from kintsugi.observe.verdicts import take_verdicts
+from kintsugi.recovery.detection import SuspicionKind
 
 _SUFFIX = ".json"
 
@@ -64,6 +66,20 @@ class Requests:
             self._path(name).rename(self._path(name).with_suffix(".unreadable"))
             return None
         return ScaleRequested(name, order.servers)
+
+    def verdicts(self) -> list[Suspected]:
+        """What the watcher has handed over, taken away with the reading: it says again what still holds."""
+        return [
+            Suspected(
+                each.process,
+                each.incarnation,
+                each.summary,
+                SuspicionKind.DIAGNOSED,
+                time=each.onset,
+                verdict=each,
+            )
+            for each in take_verdicts(self._folder.parent)
+        ]
 
     def take_away(self, request: str) -> None:
         """It is answered, or nobody waits for the answer any more. Where that fails, the journal still knows."""

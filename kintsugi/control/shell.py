@@ -45,7 +45,6 @@ from kintsugi.control.protocol import (
 )
 from kintsugi.control.records import Records, own_report, report_of
 from kintsugi.control.requests import Requests
-from kintsugi.control.staff import RETIRED
 from kintsugi.control.state import MasterState
 from kintsugi.control.summary import summarize_run
 from kintsugi.data.source import open_data
@@ -67,7 +66,6 @@ from kintsugi.facts import (
     CheckpointSaved,
     EpochStarted,
     Fact,
-    PaceChanged,
     RolledBack,
     RunEnded,
     StepCommitted,
@@ -79,7 +77,7 @@ from kintsugi.recipe import load_config
 from kintsugi.runs import living_launcher
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, WorkingClock, wait
 from kintsugi.signals import Signals
-from kintsugi.supervision import ChipFault, ProcessExited, ProcessSuspected
+from kintsugi.supervision import AskTime, ChipFault, ProcessExited, ProcessSuspected, TimeTold
 from kintsugi.transport import Delivery, PendingReply
 from kintsugi.types import role_of
 from kintsugi.worker import EXIT_ERROR, EXIT_USER_ERROR, open_endpoint
@@ -90,7 +88,7 @@ LONGEST_TURN_S = 1.0
 PAUSE_S = 0.5
 LONGEST_PAUSE_S = 7 * 24 * 3600.0
 """For a full disk: people may be asleep."""
-REPORT_S = 1.0
+REPORT_S = 0.5
 GOODBYE_S = 1.0
 DURABLE = (EpochStarted, StepCommitted, CheckpointSaved, RunEnded)
 """Facts that are fsynced before their effects; the others only have to survive the process."""
@@ -187,6 +185,8 @@ class MasterShell:
 
     def _take_requests(self) -> None:
         """What people ask for lies where it is until the answer is durable."""
+        for verdict in self._requests.verdicts():
+            self._feed(verdict)
         for request in self._requests.waiting():
             self._feed(request)
             if request.request in self._master.state.answered:
@@ -220,6 +220,8 @@ class MasterShell:
                 self._feed(told_by(delivery.peer, seen, time=self._clock.wall()))
             case Ping() if delivery.wants_reply:
                 self._endpoint.reply(delivery, Ok())
+            case AskTime() if delivery.wants_reply:
+                self._endpoint.reply(delivery, TimeTold(self._clock.wall()))
             case other if delivery.wants_reply:
                 self._endpoint.fail(
                     delivery, RefusedError(f"the master does not answer {type(other).__name__}")
@@ -266,7 +268,7 @@ class MasterShell:
         """One event through the pure core: decide, journal, act."""
         now, before = self._clock.monotonic(), self._master.phase
         # A tick that leads to nothing counts too: whom a request could not reach may be asked again after it.
-        self._records.input(event, now)
+        self._records.input(event, now, wall=self._clock.wall(), after=self._journal.sequence)
         decision = self._master.decide(event, now)
         if self._master.phase is not before:
             self._log.emit(Transition("master", "run", before, self._master.phase, decision.reason))
@@ -281,11 +283,7 @@ class MasterShell:
         if decision.facts:
             self._append(decision.facts)
         for fact in decision.facts:
-            if isinstance(fact, RolledBack):
-                self._records.truncate_after(fact.step)
-            elif isinstance(fact, PaceChanged):
-                pace = f"rollout runs {fact.ahead} steps ahead, {fact.groups} groups at once"
-                self._log.emit(Note(f"{pace}: {fact.reason}"))
+            self._records.fact(fact)
         for effect in decision.effects:
             self._act(effect)
 
@@ -334,7 +332,7 @@ class MasterShell:
             case Admit(peer=peer):
                 self._endpoint.admit(peer)
             case Forget(process=process, fault=fault):
-                self._log.emit(Note(fault.message) if fault.kind == RETIRED else FaultSeen(fault))
+                self._records.lost(fault)
                 self._lookout.forget(process)
                 self._endpoint.forget(process, fault)
             case ShareBook():
@@ -380,7 +378,7 @@ class MasterShell:
     def _reports(self) -> ProcessReports:
         """What every process said last; this one speaks for itself."""
         now = self._clock.monotonic()
-        own = own_report(self._bootstrap)
+        own = own_report(self._bootstrap, waits=self._master.talk.waits())
         others = (report_of(member, now) for member in self._master.state.members.members.values())
         master = self._master
         return ProcessReports(

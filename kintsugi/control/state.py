@@ -8,6 +8,7 @@ from kintsugi.buffer.ledger import Ledger
 from kintsugi.control.membership import Membership
 from kintsugi.errors import Fault
 from kintsugi.facts import (
+    CauseDiagnosed,
     CheckpointFailed,
     CheckpointSaved,
     EpochStarted,
@@ -161,7 +162,7 @@ class MasterState:
                 self.num_incidents = self.open_incident = fact.incident
             case IncidentClosed():
                 self.open_incident = 0
-            case _ if not isinstance(fact, LedgerFact | FaultNoted | StrategyChosen):
+            case _ if not isinstance(fact, LedgerFact | FaultNoted | StrategyChosen | CauseDiagnosed):
                 self._apply_to_run(fact)
 
     def _apply_to_run(self, fact: RunStarted | EpochStarted | StageStarted | StopAccepted | RunEnded) -> None:

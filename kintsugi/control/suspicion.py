@@ -9,13 +9,18 @@ from kintsugi.control.membership import MemberStatus
 from kintsugi.control.protocol import Joined, Raise, Suspected
 from kintsugi.control.staff import Staff
 from kintsugi.errors import Fault
+from kintsugi.facts import CauseDiagnosed
 from kintsugi.recovery.detection import Resolution, SuspicionKind, confirm
-from kintsugi.supervision import ChipFault, Inspect, Inspected
+from kintsugi.supervision import ChipFault, Inspect, Inspected, Verdict
 from kintsugi.types import Role
 
 INSPECT = "inspect"
 CHIP = "chip"
 """The capability by which a process says which accelerator it uses."""
+DIAGNOSED = "Diagnosed"
+"""Kind of the fault of who is replaced because of a diagnosis."""
+REPLACE_AGAIN_S = 60.0
+"""A process is replaced because of a diagnosis at most this often."""
 HOST_LOST_S = 15.0
 """A host whose agent and processes are all silent is given this long to come back: its agent may be restarting."""
 
@@ -39,6 +44,8 @@ class Suspicions:
         """Incarnation → the latest suspicion and the look before."""
         self._broken: dict[tuple[str, str], Suspected] = {}
         """Host and accelerator → what its agent told; a new master is told again."""
+        self._replaced: dict[str, float] = {}
+        """Process → when a diagnosis last had it replaced."""
 
     def suspected(self, event: Suspected, now: float) -> list[tuple[str, Fault]]:
         """Look, or decide at once where the agent has looked; gives the processes of a host that is lost."""
@@ -47,6 +54,9 @@ class Suspicions:
         if event.chip is not None:
             if members.is_live(event.process, event.incarnation):
                 self._chip_seen(event, event.chip, now)
+            return []
+        if event.verdict is not None:
+            self._diagnosed(event, event.verdict, now)
             return []
         starting = MemberStatus.REQUESTED
         if event.certain and known and (known.status, known.incarnation) == (starting, event.incarnation):
@@ -71,6 +81,22 @@ class Suspicions:
             if agent is not None and not self._talk.is_open(token):
                 self._talk.ask(token, agent, Inspect(event.process, event.incarnation), now)
         return []
+
+    def _diagnosed(self, event: Suspected, verdict: Verdict, now: float) -> None:
+        """A fact beside what was seen here. Who holds the run up by itself is replaced, and then left alone for a
+        while: if its successor does no better, it was not the process."""
+        kind, summary = verdict.kind, verdict.summary
+        self._draft.fact(
+            CauseDiagnosed(verdict.process, kind, verdict.onset, verdict.confidence, summary, verdict.path)
+        )
+        self._draft.because(f"diagnosed: {summary}")
+        members = self._draft.state.members
+        is_fresh = now - self._replaced.get(verdict.process, -REPLACE_AGAIN_S) < REPLACE_AGAIN_S
+        if not verdict.replace or is_fresh or not members.is_live(verdict.process, verdict.incarnation):
+            return
+        if members.members[verdict.process].role not in (Role.AGENT, Role.MASTER):
+            self._replaced[verdict.process] = now
+            self._condemn(event, DIAGNOSED, f"{kind}: {summary}", now)
 
     def _chip_seen(self, event: Suspected, chip: ChipFault, now: float) -> None:
         """A worrying sign is told to people. From one that is broken its users go, and nobody is started on it."""

@@ -120,14 +120,6 @@ def why_not_native(architecture: ModelConfig, *, dtype: torch.dtype) -> str:
     return why_not(head_shape(architecture, dtype=dtype))
 
 
-def why_not_for_training(architecture: ModelConfig, *, dtype: torch.dtype) -> str:
-    """The same where a trainer learns from the samples. In bfloat16 deep models grow what single entries are rounded
-    otherwise: 0.03 of a log-probability on average over thirty layers, where torch's own steps give the trainer's."""
-    if dtype is torch.bfloat16:
-        return "in bfloat16 compiled steps do not give the trainer's log-probabilities closely enough"
-    return why_not_native(architecture, dtype=dtype)
-
-
 def agreed_steps(folder: Path, *, reason: str, process: str) -> bool:
     """Whether the processor's steps are compiled in a deterministic run: its first server decides, for good.
 
@@ -157,7 +149,6 @@ def note_of(backend: Backend) -> str:
         return ""
     model = backend.runner.model
     reason = why_not_native(model.config, dtype=model.dtype)
-    reason = reason or why_not_for_training(model.config, dtype=model.dtype)
     reason = reason or "the first server of the run could not"
     return f"steps are not compiled, and slower: {reason}"
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from kintsugi.errors import DataError, UserError
 from kintsugi.generation.requests import Output, Tokens
 from kintsugi.messages import Generate, Generated, WeightsLoaded
+from kintsugi.runtime import SPANS
 from kintsugi.transport import Delivery
 from kintsugi.types import Completion, Fragment, Peer
 
@@ -86,6 +87,14 @@ class Job:
 
     def answer(self, *, server: str) -> Generated:
         completions = tuple(self._completions[sample] for sample in self.request.wanted)
+        about = {
+            "ticket": self.request.ticket,
+            "turn": self.request.turn,
+            "version": None if self.weights is None else self.weights.version,
+            "samples": len(completions),
+            "tokens": sum(len(completion.tokens) for completion in completions) // _ITEM_BYTES,
+        }
+        SPANS.add("generate", about, since=self.since)
         return Generated(self.request.ticket, self.request.turn, completions, server)
 
     def news(self, produced: Callable[[int], Tokens | None]) -> tuple[Fragment, ...]:

@@ -42,8 +42,8 @@ from kintsugi.messages import (
 )
 from kintsugi.observe.events import EventLog, Note, events_path
 from kintsugi.recipe import load_config
-from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, WAITS, Clock, WaitTable
-from kintsugi.transport import Delivery, Endpoint, PendingReply
+from kintsugi.runtime import COUNTERS, SPANS, SYSTEM_CLOCK, WAITS, Clock, WaitTable
+from kintsugi.transport import Delivery, Endpoint, PendingReply, subject
 from kintsugi.types import Fragment, Wait
 from kintsugi.worker import HEARTBEAT_S, Membership, open_endpoint
 
@@ -407,6 +407,7 @@ class Manager:
             return
         job.ended = True
         request, completions = job.request, job.transcript.completions()
+        SPANS.add("request", {**subject(request), "server": member.process}, since=job.since)
         job.asker.done(Generated(request.ticket, request.turn, completions, member.process))
 
     def _failed(self, job: Job, member: Member, error: KintsugiError) -> None:

@@ -4,9 +4,14 @@
 // order that depends on nothing, and attention goes over a row's own keys and no others. So a row's bits depend on its token,
 // its position and the keys and values before it alone, and it makes no difference whether a token is prefilled or decoded.
 //
-// Compiled for one shape of attention head: HEAD_SIZE (entries, rounded up to vectors), QUERIES (heads of one key-value
-// head that are computed together) and HALF (weights, keys and values are bfloat16, and so is whatever the trainer keeps
-// between two operations). `native_library.py` has the same structures.
+// Compiled for one shape of attention head: HEAD_DIM (entries), HEAD_SIZE (the same, rounded up to vectors), QUERIES (heads
+// of one key-value head that are computed together) and HALF (weights, keys and values are bfloat16, and so is whatever the
+// trainer keeps between two operations). `native_library.py` has the same structures.
+//
+// In bfloat16 everything that is rounded to it has been added up in the trainer's order, which is torch's: another order
+// rounds one entry in ten thousand otherwise, and after thirty layers nothing is left of having rounded alike.
+
+#include "native_vectors.h"
 
 #include <math.h>
 #include <stdint.h>
@@ -15,32 +20,14 @@
 #include <immintrin.h>
 #endif
 
-#if defined(__AVX512F__)
-#define LANES 16
-#define ROWS 8
-#elif defined(__AVX__)
-#define LANES 8
-#define ROWS 4
-#else
-#define LANES 4
-#define ROWS 8
-#endif
+#define ROWS (LANES == 8 ? 4 : 8)
 #define PANEL (2 * LANES)
 #define PAGE 16
 #define BLOCK 128
+#define SPAN 512                                           // Keys that the trainer's attention looks at before it takes shares.
+#define RUN 192                                            // Values that it adds up at once.
 #define LARGEST_SHARE (1 - 0x1p-52)
 #define PARTS (HEAD_SIZE / LANES)
-#define SPANS (PAGE / LANES)
-
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
-typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-#if HALF
-typedef uint16_t real;
-#else
-typedef float real;
-#endif
 
 struct Layer {
   const real *qkv, *output, *gate_up, *down;
@@ -51,8 +38,8 @@ struct Layer {
 struct Model {
   int64_t num_layers, num_heads, num_kv_heads;
   int64_t hidden, inner, vocabulary, heads;                // Widths, rounded up to panels; of query, key and value.
-  int64_t true_hidden, true_head;                          // Not rounded up.
-  int64_t num_pages, max_length;                           // Of the memory for keys and values; of a sequence.
+  int64_t true_hidden;                                     // Not rounded up.
+  int64_t num_pages;                                       // Of the memory for keys and values.
   float epsilon, scale;
   const Layer *layers;
   const real *embedding, *to_vocabulary;
@@ -64,74 +51,7 @@ struct Model {
 struct Work {                                              // One row each, a multiple of ROWS of them.
   float *hidden, *heads, *gate_up;
   real *normed, *attended, *activated;                     // Inputs of products.
-  float *scores;                                           // [QUERIES, max_length rounded up to pages]
 };
-
-static inline vec all(float x) { return x - (vec){0}; }
-static inline vec load(const float *at) { return *(const vec *)at; }
-static inline void store(float *at, vec x) { *(vec *)at = x; }
-
-static inline vec widened(const uint16_t *at) { return (vec)(__builtin_convertvector(*(const halves *)at, bits) << 16); }
-static inline bits narrowed(vec x) {                       // To the nearest, ties to even; a NaN stays one.
-  bits b = (bits)x;
-  bits r = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
-  return x == x ? r : (b >> 16) | 0x40;
-}
-
-#if HALF
-static inline vec get(const real *at) { return widened(at); }
-static inline void put(real *at, vec x) { *(halves *)at = __builtin_convertvector(narrowed(x), halves); }
-static inline void put(float *at, vec x) { store(at, x); }
-static inline void put_one(real *at, float x) { *at = (uint16_t)narrowed(all(x))[0]; }
-static inline vec rounded(vec x) { return (vec)(narrowed(x) << 16); }
-#else
-static inline vec get(const real *at) { return load(at); }
-static inline void put(real *at, vec x) { store(at, x); }
-static inline void put_one(real *at, float x) { *at = x; }
-static inline vec rounded(vec x) { return x; }
-#endif
-
-static inline float sum_of(vec x) {
-  float total = 0;
-  for (int lane = 0; lane < LANES; lane++) total += x[lane];
-  return total;
-}
-
-// e^x for x ≤ 0, within 2 units in the last place: 2^n times a polynomial.
-static inline vec exponential(vec x) {
-  const vec shift = all(12582912.0f);                      // 1.5 × 2^23: its last bits are those of a rounded integer.
-  const vec y = x < -87.0f ? all(-87.0f) : x;
-  const vec shifted = y * 1.44269504088896341f + shift;
-  const vec n = shifted - shift;
-  const vec r = (y - n * 0.693359375f) + n * 2.12194440e-4f;
-  vec p = all(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + (r + 1.0f);
-  p = p * (vec)(((ints)shifted + (127 - 0x4B400000)) << 23);
-  return x < -87.0f ? all(0) : p;
-}
-
-// What attention takes shares with. In bfloat16 this is the trainer's own approximation, within 6e-5 (Malossi et al. 2015):
-// a better one would be rounded otherwise at every twentieth key.
-static inline vec share_of(vec x) {
-#if HALF
-  const vec y = x * 1.44269502162933349609375f;
-  vec below = __builtin_convertvector(__builtin_convertvector(y, ints), vec);
-  below = below > y ? below - 1.0f : below;
-  const vec f = y - below;
-  vec p = f * -0.079204240219773236f + -0.22433836478672356f;
-  p = f * p + 0.30354260500649682f;
-  p = f * p + 0.00010703434948458272f;
-  const vec e = (vec)__builtin_convertvector((y - p) * 8388608.0f + 1065353216.0f, ints);
-  return x < -87.336540f ? all(0) : x == x ? e : x;
-#else
-  return exponential(x);
-#endif
-}
 
 // What DEPTH inputs of a row add to a vector of outputs; `x` points to those inputs.
 #if HALF
@@ -160,8 +80,7 @@ struct Factor {
 };
 #endif
 
-// In bfloat16 the trainer's products (oneDNN's) are sums of so many inputs each, added up: in another order one entry in
-// ten thousand is rounded otherwise, and after thirty layers nothing is left of having rounded alike.
+// In bfloat16 the trainer's products (oneDNN's) are sums of so many inputs each, added up.
 static inline int64_t summed_at_once(int64_t inputs) { return !HALF ? inputs : inputs <= 1024 ? 512 : 1024; }
 
 // ROWS × PANEL entries of x · w + bias. `w` is one panel: [inputs / DEPTH, PANEL, DEPTH].
@@ -206,11 +125,28 @@ static void product(int64_t rows, const real *x, int64_t inputs, const real *w, 
                    y + row * outputs + column, outputs, adds);
 }
 
+// As torch adds up, whatever the processor has: in eights, four sums side by side, of sixteen eights each before they are
+// added to a total; then the four, then what fills no eight, then its lanes. (Beyond 8 ki entries torch has totals of totals.)
+static inline float sum_of_squares(const float *x, int64_t size) {
+  const int64_t eights = size / 8 * 8, fours = size / 32 * 32;
+  eight totals[4] = {};
+  for (int64_t start = 0; start < fours; start += 512) {
+    eight sums[4] = {};
+    for (int64_t i = start; i < start + 512 && i < fours; i += 32)
+      for (int k = 0; k < 4; k++) sums[k] += square(x + i + 8 * k);
+    for (int k = 0; k < 4; k++) totals[k] += sums[k];
+  }
+  for (int64_t i = fours; i < eights; i += 8) totals[0] += square(x + i);
+  const eight total = totals[0] + totals[1] + totals[2] + totals[3];
+  float sum = 0;
+  for (int64_t i = eights; i < size; i++) sum += x[i] * x[i];
+  for (int lane = 0; lane < 8; lane++) sum += total[lane];
+  return sum;
+}
+
 template <typename Out>
 static inline void norm(const float *x, int64_t size, int64_t true_size, float epsilon, const float *weight, Out *y) {
-  vec squares = all(0);
-  for (int64_t i = 0; i < size; i += LANES) squares += load(x + i) * load(x + i);
-  const float factor = 1.0f / __builtin_sqrtf(sum_of(squares) / (float)true_size + epsilon);
+  const float factor = 1.0f / __builtin_sqrtf(sum_of_squares(x, true_size) / (float)true_size + epsilon);
   for (int64_t i = 0; i < size; i += LANES) put(y + i, rounded(load(x + i) * factor * load(weight + i)));
 }
 
@@ -220,14 +156,15 @@ static void norm_rows(int64_t rows, const Model *model, const float *weight, con
          work->normed + row * model->hidden);
 }
 
-// Neighbouring entries are a pair that turns together.
+// Entries half a head apart are a pair that turns together.
 static inline void turn(float *head, const float *turns) {
-  ints neighbour;
-  for (int lane = 0; lane < LANES; lane++) neighbour[lane] = lane ^ 1;
-  for (int part = 0; part < PARTS; part++) {
-    float *at = head + part * LANES;
-    const vec x = load(at), kept = rounded(x * load(turns + part * LANES));
-    store(at, rounded(kept + __builtin_shuffle(x, neighbour) * load(turns + HEAD_SIZE + part * LANES)));
+  const int half = HEAD_DIM / 2;
+  float other[HEAD_SIZE] = {};
+  memcpy(other, head + half, half * sizeof *head);
+  memcpy(other + half, head, half * sizeof *head);
+  for (int i = 0; i < HEAD_SIZE; i += LANES) {
+    const vec kept = rounded(load(head + i) * load(turns + i));
+    store(head + i, rounded(kept + load(other + i) * load(turns + HEAD_SIZE + i)));
   }
 }
 
@@ -238,7 +175,7 @@ __attribute__((noinline)) static void place(const Model *model, const Layer *lay
   for (int64_t head = 0; head < num_heads + num_kv_heads; head++) {
     float *at = heads + head * HEAD_SIZE;
     const float *weight = head < num_heads ? layer->query_norm : layer->key_norm;
-    if (weight) norm(at, HEAD_SIZE, model->true_head, model->epsilon, weight, at);
+    if (weight) norm(at, HEAD_SIZE, HEAD_DIM, model->epsilon, weight, at);
     turn(at, model->turns + position * 2 * HEAD_SIZE);
   }
   for (int64_t kv = 0; kv < num_kv_heads; kv++) {
@@ -250,67 +187,95 @@ __attribute__((noinline)) static void place(const Model *model, const Layer *lay
   }
 }
 
-// What QUERIES queries of one key-value head attend to among the first `count` keys of a sequence.
-static void attend(const real *pages, int64_t page_stride, const int64_t *table, int64_t count, float scale,
-                   const float *query, float *scores, int64_t stride, real *out) {
+// Scores of the first `count` keys of a page for QUERIES queries; what is behind them gets none.
+static inline void score(const real *keys, int64_t count, float scale, const float *query, float *scores, vec *peaks) {
   ints lane;
   for (int i = 0; i < LANES; i++) lane[i] = i;
-  vec peaks[QUERIES], sums[QUERIES];
-  for (int q = 0; q < QUERIES; q++) peaks[q] = all(-__builtin_inff()), sums[q] = all(0);
-  for (int64_t start = 0; start < count; start += PAGE) {
-    const real *keys = pages + table[start / PAGE] * page_stride;
-    // The values come next, and the hardware does not see that coming.
-    for (int at = 0; at < PAGE * HEAD_SIZE; at += 64 / (int)sizeof(real)) __builtin_prefetch(keys + PAGE * HEAD_SIZE + at);
-    if (start + PAGE < count) {
-      const real *next = pages + table[start / PAGE + 1] * page_stride;
-      for (int at = 0; at < PAGE * HEAD_SIZE; at += 64 / (int)sizeof(real)) __builtin_prefetch(next + at);
-    }
-    for (int span = 0; span < SPANS; span++) {
-      vec found[QUERIES][2];
-      for (int q = 0; q < QUERIES; q++) found[q][0] = found[q][1] = all(0);
+  for (int start = 0; start < PAGE; start += LANES) {
+    vec sums[QUERIES][2];
+    for (int q = 0; q < QUERIES; q++) sums[q][0] = sums[q][1] = all(0);
 #pragma GCC unroll 8
-      for (int i = 0; i < HEAD_SIZE; i += 2) {
-        const vec even = get(keys + i * PAGE + span * LANES), odd = get(keys + (i + 1) * PAGE + span * LANES);
-        for (int q = 0; q < QUERIES; q++) {
-          found[q][0] += all(query[q * HEAD_SIZE + i]) * even;
-          found[q][1] += all(query[q * HEAD_SIZE + i + 1]) * odd;
-        }
-      }
-      const int32_t left = (int32_t)(count - start - span * LANES);
+    for (int i = 0; i < HEAD_SIZE; i += 2) {
+      const vec even = get(keys + i * PAGE + start), odd = get(keys + (i + 1) * PAGE + start);
+      // Two sums are faster; one is the trainer's.
       for (int q = 0; q < QUERIES; q++) {
-        const vec score = lane < left ? (found[q][0] + found[q][1]) * scale : all(-__builtin_inff());
-        peaks[q] = peaks[q] >= score ? peaks[q] : score;
-        store(scores + q * stride + start + span * LANES, score);
+        sums[q][0] += all(query[q * HEAD_SIZE + i]) * even;
+        sums[q][HALF ? 0 : 1] += all(query[q * HEAD_SIZE + i + 1]) * odd;
       }
     }
-  }
-  for (int q = 0; q < QUERIES; q++) {
-    float peak = peaks[q][0];
-    for (int i = 1; i < LANES; i++) peak = peak >= peaks[q][i] ? peak : peaks[q][i];
-    for (int64_t start = 0; start < count; start += LANES) {
-      float *at = scores + q * stride + start;
-      const vec share = lane < (int32_t)(count - start) ? share_of(load(at) - peak) : all(0);
-      sums[q] += share;
-      store(at, rounded(share));
+    for (int q = 0; q < QUERIES; q++) {
+      const vec sum = HALF ? sums[q][0] : sums[q][0] + sums[q][1];
+      const vec score = lane < (int32_t)count - start ? sum * scale : all(-__builtin_inff());
+      peaks[q] = peaks[q] >= score ? peaks[q] : score;
+      store(scores + q * SPAN + start, score);
     }
   }
-  vec mixed[QUERIES][PARTS];
-  for (int q = 0; q < QUERIES; q++)
-    for (int part = 0; part < PARTS; part++) mixed[q][part] = all(0);
-  for (int64_t start = 0; start < count; start += PAGE) {
-    const real *values = pages + table[start / PAGE] * page_stride + PAGE * HEAD_SIZE;
-    const int64_t end = count - start < PAGE ? count - start : PAGE;
-    for (int64_t i = 0; i < end; i++)
+}
+
+// Scores of `count` keys to shares, relative to the larger of `peak` and their own peak, which is returned.
+static inline float share_out(float *scores, int64_t count, vec peaks, float peak, float *sum) {
+  for (int i = 0; i < LANES; i++) peak = peak >= peaks[i] ? peak : peaks[i];
+  vec even = all(0), odd = all(0);
+  for (int64_t start = 0; start < count; start += LANES) {
+    const vec share = share_of(load(scores + start) - peak);
+    start / LANES % 2 == 0 ? even += share : odd += share;
+    store(scores + start, rounded(share));
+  }
+  *sum = folded(even + odd);
+  return peak;
+}
+
+// `count` values, each by its share, are added to what QUERIES queries see.
+static inline void mix(const real *pages, int64_t page_stride, const int64_t *table, int64_t count, const float *shares,
+                       vec (*mixed)[PARTS]) {
+  for (int64_t start = 0; start < count; start += RUN) {
+    vec sums[QUERIES][PARTS] = {};
+    for (int64_t i = start; i < start + RUN && i < count; i++) {
+      const real *values = pages + table[i / PAGE] * page_stride + (PAGE + i % PAGE) * HEAD_SIZE;
       for (int part = 0; part < PARTS; part++) {
-        const vec value = get(values + i * HEAD_SIZE + part * LANES);
-        for (int q = 0; q < QUERIES; q++) mixed[q][part] += all(scores[q * stride + start + i]) * value;
+        const vec value = get(values + part * LANES);
+        for (int q = 0; q < QUERIES; q++) sums[q][part] += all(shares[q * SPAN + i]) * value;
       }
+    }
+    for (int q = 0; q < QUERIES; q++)
+      for (int part = 0; part < PARTS; part++) mixed[q][part] += sums[q][part];
   }
-  for (int q = 0; q < QUERIES; q++) {
-    const float factor = 1.0f / sum_of(sums[q]);
+}
+
+// What QUERIES queries of one key-value head attend to among the first `count` keys of a sequence. As in the trainer, a
+// span's shares are relative to the largest score up to there, and what was seen before is corrected.
+static void attend(const real *pages, int64_t page_stride, const int64_t *table, int64_t count, float scale,
+                   const float *query, real *out) {
+  float scores[QUERIES * SPAN], peaks[QUERIES], sums[QUERIES];
+  vec mixed[QUERIES][PARTS] = {};
+  for (int q = 0; q < QUERIES; q++) peaks[q] = -__builtin_inff(), sums[q] = 0;
+  for (int64_t first = 0; first < count; first += SPAN, table += SPAN / PAGE) {
+    const int64_t some = count - first < SPAN ? count - first : SPAN;
+    vec found[QUERIES];
+    for (int q = 0; q < QUERIES; q++) found[q] = all(-__builtin_inff());
+    for (int64_t start = 0; start < some; start += PAGE) {
+      const real *keys = pages + table[start / PAGE] * page_stride;
+      // The values come next, and the hardware does not see that coming.
+      for (int at = 0; at < PAGE * HEAD_SIZE; at += 64 / (int)sizeof(real)) __builtin_prefetch(keys + PAGE * HEAD_SIZE + at);
+      if (start + PAGE < some) {
+        const real *next = pages + table[start / PAGE + 1] * page_stride;
+        for (int at = 0; at < PAGE * HEAD_SIZE; at += 64 / (int)sizeof(real)) __builtin_prefetch(next + at);
+      }
+      score(keys, some - start, scale, query, scores + start, found);
+    }
+    for (int q = 0; q < QUERIES; q++) {
+      float sum;
+      const float peak = share_out(scores + q * SPAN, some, found[q], peaks[q], &sum);
+      const float kept = first == 0 ? 0 : expf(peaks[q] - peak);
+      sums[q] = sum + kept * sums[q];
+      peaks[q] = peak;
+      for (int part = 0; part < PARTS; part++) mixed[q][part] *= kept;
+    }
+    mix(pages, page_stride, table, some, scores, mixed);
+  }
+  for (int q = 0; q < QUERIES; q++)
     for (int part = 0; part < PARTS; part++)
-      put(out + q * HEAD_SIZE + part * LANES, mixed[q][part] * factor);
-  }
+      put(out + q * HEAD_SIZE + part * LANES, mixed[q][part] * (1.0f / sums[q]));
 }
 
 static void attend_rows(int64_t rows, const Model *model, const Layer *layer, real *pages, const int64_t *positions,
@@ -324,8 +289,8 @@ static void attend_rows(int64_t rows, const Model *model, const Layer *layer, re
   for (int64_t row = 0; row < rows; row++)
     for (int64_t head = 0; head < num_heads; head += QUERIES)
       attend(pages + head / group * 2 * PAGE * HEAD_SIZE, page_stride, tables + row * table_size, positions[row] + 1,
-             model->scale, work->heads + row * per_row + head * HEAD_SIZE, work->scores,
-             (model->max_length + PAGE - 1) / PAGE * PAGE, work->attended + (row * num_heads + head) * HEAD_SIZE);
+             model->scale, work->heads + row * per_row + head * HEAD_SIZE,
+             work->attended + (row * num_heads + head) * HEAD_SIZE);
 }
 
 static void activate(int64_t rows, const Model *model, const Work *work) {

@@ -91,7 +91,6 @@ class NativeRunner:
             "normed": torch.zeros(num_rows, widths.hidden, dtype=self._model.dtype),
             "attended": torch.zeros(num_rows, query_size, dtype=self._model.dtype),
             "activated": torch.zeros(num_rows, widths.inner, dtype=self._model.dtype),
-            "scores": torch.zeros(num_rows, self._tables.shape[1] * PAGE_SIZE),
         }
         work = native_library.Work(**{name: tensor.data_ptr() for name, tensor in memory.items()})
         return list(memory.values()), work
@@ -111,9 +110,7 @@ class NativeRunner:
             vocabulary=widths.vocabulary,
             heads=widths.heads,
             true_hidden=config.hidden_size,
-            true_head=config.head_dim,
             num_pages=self._shape.num_pages + 1,
-            max_length=self._shape.max_length,
             epsilon=config.rms_norm_eps,
             scale=config.head_dim**-0.5,
             layers=self._layers,

@@ -56,7 +56,7 @@ class Model(ctypes.Structure):
     _fields_ = [
         *((name, _Size) for name in ("num_layers", "num_heads", "num_kv_heads")),
         *((name, _Size) for name in ("hidden", "inner", "vocabulary", "heads")),
-        *((name, _Size) for name in ("true_hidden", "true_head", "num_pages", "max_length")),
+        *((name, _Size) for name in ("true_hidden", "num_pages")),
         *((name, ctypes.c_float) for name in ("epsilon", "scale")),
         ("layers", ctypes.POINTER(Layer)),
         *((name, Address) for name in ("embedding", "to_vocabulary", "last_norm", "turns", "pages")),
@@ -66,7 +66,7 @@ class Model(ctypes.Structure):
 class Work(ctypes.Structure):
     _fields_ = [
         (name, Address)
-        for name in ("hidden", "heads", "gate_up", "normed", "attended", "activated", "scores")
+        for name in ("hidden", "heads", "gate_up", "normed", "attended", "activated")
     ]
 
 
@@ -117,7 +117,8 @@ def library_of(shape: HeadShape) -> Library:
         raise CompileFailed(f"expected a C++ compiler ({', '.join(_COMPILERS)}), found none")
     flags = (
         *_FLAGS,
-        *(f"-DHEAD_SIZE={shape.size}", f"-DQUERIES={shape.num_queries}", f"-DHALF={int(shape.is_half)}"),
+        *(f"-DHEAD_DIM={shape.head_dim}", f"-DHEAD_SIZE={shape.size}"),
+        *(f"-DQUERIES={shape.num_queries}", f"-DHALF={int(shape.is_half)}"),
     )
     try:
         name = _name_of(program, flags)
@@ -148,7 +149,8 @@ def _name_of(program: str, flags: tuple[str, ...]) -> str:
     """By all that a library depends on; a compiler that was replaced has another size or time."""
     status = Path(program).resolve().stat()
     made_by = [program, str(status.st_size), str(status.st_mtime_ns), *flags, _processor()]
-    identity = "\n".join([*made_by, _SOURCE.read_text(encoding="utf-8")])
+    sources = [_SOURCE, *sorted(_SOURCE.parent.glob(f"{_SOURCE.stem}_*.h"))]
+    identity = "\n".join([*made_by, *(source.read_text(encoding="utf-8") for source in sources)])
     return f"native-{hashlib.sha256(identity.encode()).hexdigest()[:32]}.so"
 
 

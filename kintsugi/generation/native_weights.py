@@ -29,11 +29,8 @@ class Packing:
         self._panel, self._shape = panel, shape
         self.hidden, self.inner = self._rounded(config.hidden_size), self._rounded(config.intermediate_size)
         self.vocabulary = self._rounded(config.vocab_size)
-        self._num_turned = config.num_heads + config.num_kv_heads
-        self._num_heads = self._num_turned + config.num_kv_heads
+        self._num_heads = config.num_heads + 2 * config.num_kv_heads
         self.heads = self._rounded(self._num_heads * shape.size)
-        # The halves of a rotary pair side by side: 0, head_dim / 2, 1, head_dim / 2 + 1, …
-        self._entries = torch.arange(config.head_dim).view(2, -1).t().flatten()
 
     @torch.inference_mode()
     def packed(self, tensors: Mapping[str, Tensor]) -> PackedWeights:
@@ -93,15 +90,12 @@ class Packing:
         }
         for target, name in (("query_norm", "self_attn.q_norm"), ("key_norm", "self_attn.k_norm")):
             if f"{name}.weight" in given:
-                weight = given[f"{name}.weight"][self._entries]
-                found[target] = _padded(weight, self._shape.size)
+                found[target] = _padded(given[f"{name}.weight"], self._shape.size)
         return {name: norm.float() for name, norm in found.items()}
 
     def _spread(self, rows: Tensor) -> Tensor:
-        """Rows of query, key and value projections, each head rounded up, the entries of turning ones in pairs."""
+        """Rows of query, key and value projections, each head rounded up."""
         heads = rows.unflatten(0, (self._num_heads, self._shape.head_dim))
-        turned, values = heads[: self._num_turned, self._entries], heads[self._num_turned :]
-        heads = torch.cat([turned, values])
         return _padded(heads, self._num_heads, self._shape.size, *heads.shape[2:]).flatten(0, 1)
 
     def _panels(self, weight: Tensor, *, outputs: int, inputs: int) -> Tensor:
@@ -118,7 +112,7 @@ class Packing:
             config=self._config,
             dtype=self._dtype,
         )
-        turns = torch.stack([each[:, 0].flatten(1)[:, self._entries] for each in rotation], dim=1)
+        turns = torch.stack([each[:, 0].flatten(1) for each in rotation], dim=1)
         return _padded(turns, max_length, 2, self._shape.size).float().contiguous()
 
     def _rounded(self, width: int) -> int:

@@ -15,7 +15,7 @@ from kintsugi.cluster.segments import SegmentClient
 from kintsugi.config import Config
 from kintsugi.errors import DeviceError, IntegrityError, KintsugiError, RefusedError, WorldError
 from kintsugi.generation.backend import Backend, Pause, Running
-from kintsugi.generation.building import agreed_steps, build_engine, memory_of, note_of, why_not_for_training
+from kintsugi.generation.building import agreed_steps, build_engine, memory_of, note_of, why_not_native
 from kintsugi.generation.jobs import Incarnation, Job, check, incarnation_of, produced_of, prompt_of
 from kintsugi.generation.noise import stream_key
 from kintsugi.generation.requests import Output, Request, Tokens
@@ -244,7 +244,7 @@ class Server:
         for load, pause_ms, pause in swapped:
             if pause is not None:
                 pause_ms = pause()
-            load.release()
+            load.swapped(pause_ms)
             manifest, process = load.order.manifest, self._shell.process
             self._gauges |= {"weight_pause_ms": round(pause_ms, 3), "weight_fetch_s": round(load.fetch_s, 4)}
             loaded = WeightsLoaded(
@@ -428,11 +428,9 @@ def open_backend(bootstrap: Bootstrap, config: Config, *, device: torch.device) 
     architecture, tokenizer = plan_model(config)
     dtype = getattr(torch, config.actor.dtype)
     native = None
-    if device.type == "cpu":
-        reason = why_not_for_training(architecture, dtype=dtype)
-        native = not reason
-        if config.deterministic:
-            native = agreed_steps(Path(bootstrap.run_dir), reason=reason, process=bootstrap.process)
+    if device.type == "cpu" and config.deterministic:
+        reason = why_not_native(architecture, dtype=dtype)
+        native = agreed_steps(Path(bootstrap.run_dir), reason=reason, process=bootstrap.process)
     return build_engine(
         architecture,
         tokenizer,

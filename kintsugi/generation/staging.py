@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kintsugi.errors import RefusedError
 from kintsugi.messages import LoadWeights
-from kintsugi.runtime import Clock
+from kintsugi.runtime import SPANS, SYSTEM_CLOCK, Clock
 from kintsugi.transport import Delivery
 from kintsugi.types import WeightManifest, WeightSource
 from kintsugi.weights.fetch import Fetched
@@ -44,6 +44,12 @@ class Load:
     def is_of(self, manifest: WeightManifest) -> bool:
         own = self.order.manifest
         return (own.version, own.digest) == (manifest.version, manifest.digest)
+
+    def swapped(self, pause_ms: float) -> None:
+        """The weights are in place, for which decoding stood still so long."""
+        since = SYSTEM_CLOCK.monotonic() - pause_ms / 1e3
+        SPANS.add("weights_swap", {"version": self.order.manifest.version}, since=since)
+        self.release()
 
     def release(self) -> None:
         """The weights are in place, or not wanted."""
@@ -117,6 +123,9 @@ class Stager:
         except Exception as error:  # noqa: BLE001 - the thread's outermost boundary: the main thread answers with it.
             load.error = error
         load.fetch_s = self._clock.monotonic() - since
+        failed = None if load.error is None else type(load.error).__name__
+        about = {"version": load.order.manifest.version, "error": failed}
+        SPANS.add("weights_fetch", about, since=since)
         self._ready.append(load)
         self._wake()
 

@@ -10,8 +10,8 @@ import msgspec
 from kintsugi.errors import DeadlineExceeded
 from kintsugi.lab.faults import Aim, Deck, Kind, Moment, Target
 from kintsugi.lab.growth import Growth
-from kintsugi.lab.injector import Hit, Injector
 from kintsugi.lab.running import MarkedRun
+from kintsugi.lab.striking import Hit, Striker
 from kintsugi.lab.watching import Commit, Watch
 from kintsugi.stages import stages
 
@@ -56,7 +56,7 @@ class Disturbance:
         self._watch = watch
         self._deck = deck
         self._growth = growth
-        self._injector = Injector(run, watch, deck)
+        self._striker = Striker(run, watch, deck)
         self._last_step = stages(run.config)[-1].last_step
 
     @property
@@ -108,9 +108,7 @@ class Disturbance:
                 self._into_the_phase(aim.moment)
             except DeadlineExceeded:
                 return None
-            hit = (
-                self._injector.strike(aim, self._injector.choose(aim)) if watch.phase == aim.moment else None
-            )
+            hit = self._striker.strike(aim, self._striker.choose(aim)) if watch.phase == aim.moment else None
             if hit is not None:
                 self._deck.hit(hit.aim.target, hit.phase)
                 return hit

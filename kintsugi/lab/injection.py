@@ -61,6 +61,8 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Its strength, by ability: cpu `share` (0 to 1, what is taken away); memory `rate` (bytes/s), `limit` (bytes);
     disk_fill `share` (0 to 1, full); disk_load `rate` (bytes/s), `block_size`; network_delay `delay_s`, `jitter_s`;
     network_loss `share`; device_memory `share`; device_slow `factor`; disk_error `share`."""
+    mechanism: str | None = None
+    """Only this one (`kintsugi lab abilities` lists them); None: the first that works here."""
     expected_phase: str = ""
     """Where a fragile system would show it; written into the marker."""
 
@@ -82,3 +84,9 @@ class Injected(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     end: float | None = None
     """Wall clock of the undoing; None while it lasts."""
+    number: int = 0
+    """Of the marker."""
+    target_ended: float | None = None
+    """Wall clock at which the process was seen to be gone while the fault lasted; None: it outlived it."""
+    measured: dict[str, float] = {}
+    """What the mechanism itself counted: `packets`, `dropped`, `filled_bytes`."""

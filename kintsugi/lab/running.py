@@ -1,7 +1,8 @@
 """A run that may be broken: started as a process of its own, every process of it recognised by a mark.
 
-`python -m kintsugi.lab.running RUN_DIR start|resume warm|cold` is the launcher that an experiment starts. Cold is the
-same program without the template that workers are forked from: every process imports what it needs.
+`python -m kintsugi.lab.running RUN_DIR start|resume warm|cold [HOSTS]` is the launcher that an experiment starts. Cold
+is the same program without the template that workers are forked from: every process imports what it needs. HOSTS is a
+file that says where the agents are, where they are on hosts of their own (`places.py`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from uuid import uuid4
 import msgspec
 
 from kintsugi.cluster.handover import PROGRAMS, Programs
+from kintsugi.cluster.hosts import HostPlace
 from kintsugi.cluster.launcher import launch
 from kintsugi.config import Config
 from kintsugi.errors import KintsugiError, UserError
+from kintsugi.lab.places import Place
 from kintsugi.recipe import dump, load_config
 from kintsugi.runs import CONFIG_FILE, SUMMARY_FILE, create_run_dir
 from kintsugi.runtime import Child, Processes, SystemProcesses, wait
@@ -28,6 +31,9 @@ from kintsugi.worker import EXIT_ERROR, EXIT_USER_ERROR
 
 MARK = "KINTSUGI_LAB_MARK"
 LAUNCHER = (sys.executable, "-m", "kintsugi.lab.running")
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+"""Where there is no accelerator, tensors are in memory that the C library would keep for the next ones. Given back at
+once, it can be refused to a process like an accelerator's."""
 PR_SET_PDEATHSIG = 1
 MARK_DEADLINE_S = 5.0
 MARK_POLL_S = 0.001
@@ -43,10 +49,18 @@ class MarkedRun:
     """One run folder and the launcher that runs it. Whatever carries the mark is ours to break and to end."""
 
     def __init__(
-        self, config: Config, *, run_dir: Path, cold: bool = False, command: Sequence[str] = LAUNCHER
+        self,
+        config: Config,
+        *,
+        run_dir: Path,
+        cold: bool = False,
+        command: Sequence[str] = LAUNCHER,
+        place: Place | None = None,
     ) -> None:
-        """`command` is the launcher; it is given the folder, `start` or `resume`, and `warm` or `cold`."""
+        """`command` is the launcher; it is given the folder, `start` or `resume`, `warm` or `cold`, and where its hosts
+        are if `place` has any."""
         self.run_dir = run_dir
+        self.place = place
         self._command = command
         self.config = msgspec.structs.replace(config, run_dir=str(run_dir))
         self.launcher: Child | None = None
@@ -59,10 +73,16 @@ class MarkedRun:
         if self.launcher is not None:
             self.launcher.close()
         how = ["resume" if resume else "start", "cold" if self._cold else "warm"]
+        if self.place is not None and self.place.hosts:
+            how.append(str(self.place.hosts_file))
         with (self.run_dir / "launcher.log").open("ab") as log:
             self.launcher = SystemProcesses().spawn(
                 [*self._command, str(self.run_dir), *how],
-                environment={**os.environ, MARK: self._mark},
+                environment={
+                    **os.environ,
+                    **(GIVES_BACK if self.place is not None else {}),
+                    MARK: self._mark,
+                },
                 stdout=log,
                 stderr=log,
                 new_session=True,
@@ -147,13 +167,24 @@ def signal_ours(run: MarkedRun, pid: int, number: signal.Signals) -> bool:
 
 def main(arguments: list[str]) -> int:
     """Body of the launcher's process."""
-    folder, how, temperature = arguments
+    folder, how, temperature, *hosts = arguments
     programs = cold(PROGRAMS) if temperature == "cold" else PROGRAMS
-    return launch_for_a_lab(Path(folder), resume=how == "resume", programs=programs)
+    places = read_hosts(Path(hosts[0])) if hosts else ()
+    return launch_for_a_lab(Path(folder), resume=how == "resume", programs=programs, hosts=places)
+
+
+def read_hosts(path: Path) -> tuple[HostPlace, ...]:
+    """As a `Place` wrote them."""
+    return msgspec.json.decode(path.read_bytes(), type=tuple[HostPlace, ...])
 
 
 def launch_for_a_lab(
-    run_dir: Path, *, resume: bool, programs: Programs, processes: Processes | None = None
+    run_dir: Path,
+    *,
+    resume: bool,
+    programs: Programs,
+    processes: Processes | None = None,
+    hosts: Sequence[HostPlace] = (),
 ) -> int:
     """Launch what the folder's configuration says, and end with whoever started this process."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -168,6 +199,7 @@ def launch_for_a_lab(
             resume=resume,
             programs=programs,
             processes=processes,
+            hosts=hosts,
         )
     except KintsugiError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")

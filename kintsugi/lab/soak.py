@@ -17,13 +17,13 @@ import msgspec
 from kintsugi.config import Config
 from kintsugi.control.journal import read_facts
 from kintsugi.errors import DeadlineExceeded
-from kintsugi.lab import report as reports
+from kintsugi.lab import soak_report as reports
 from kintsugi.lab.accounts import Account, account_of, first_difference
 from kintsugi.lab.disturbing import MEND_TIMEOUT_S, Disturbance, Incident
 from kintsugi.lab.faults import Deck, Kind, Moment, Target
 from kintsugi.lab.growth import Growth
-from kintsugi.lab.report import MIN_HITS, FaultReport, Report, Totals
 from kintsugi.lab.running import MarkedRun
+from kintsugi.lab.soak_report import MIN_HITS, FaultReport, Report, Totals
 from kintsugi.lab.watching import Commit, Watch, detected_at
 from kintsugi.runs import JOURNAL_FILE, read_faults
 from kintsugi.runtime import SYSTEM_CLOCK, random_stream

@@ -6,22 +6,20 @@ Monotonic times of all processes of one machine are comparable, so a moment of o
 from __future__ import annotations
 
 import bisect
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from kintsugi.observe.events import (
     Alert,
-    Event,
     FaultSeen,
     Note,
     ProcessBegan,
     Record,
     Span,
-    Stamp,
+    Tail,
     Transition,
 )
 from kintsugi.runtime import SYSTEM_CLOCK, wait
@@ -31,43 +29,6 @@ GLANCE_S = 0.001
 """Between two looks at the master's events; the shortest phase takes a few milliseconds."""
 ROUND_S = 0.02
 """Between two looks at everybody's."""
-
-_stamp_decoder = msgspec.json.Decoder(Stamp)
-_event_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
-
-
-class Tail:
-    """The lines that were added to a file since it was last asked; a line that is being written is left for later."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor = -1
-        self._offset = 0
-
-    def records(self) -> Iterator[Record]:
-        for line in self._lines():
-            try:
-                yield Record(_stamp_decoder.decode(line), _event_decoder.decode(line))
-            except msgspec.MsgspecError:  # What a killed process left of a line.
-                continue
-
-    def _lines(self) -> list[bytes]:
-        if self._descriptor < 0:
-            try:
-                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                return []
-        content = os.pread(self._descriptor, 1 << 20, self._offset)
-        # Space that a log has allocated ahead reads as zeros.
-        whole = content.partition(b"\0")[0]
-        whole = whole[: whole.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return whole.split(b"\n")[:-1]
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
 
 
 class Commit(msgspec.Struct, frozen=True):
@@ -110,6 +71,10 @@ class Watch:
         """The master's phase at a monotonic time."""
         index = bisect.bisect_right(self._phase_times, moment)
         return self._phases[index - 1] if index else ""
+
+    def phases(self) -> list[tuple[float, str]]:
+        """Every phase that began, with its monotonic time."""
+        return list(zip(self._phase_times, self._phases, strict=True))
 
     def lengths_s(self, phase: str) -> list[float]:
         """How long the phase took, each time that it has ended."""

@@ -28,6 +28,10 @@ MIN_EQUAL_BITS_ROWS = 4
 
 PADDED_MULTIPLE = 16
 """Keys that do not fill a vector are added up in another order, which bf16 shows; the sampler has none such either."""
+_SPAN = 512
+"""Keys that torch's attention on the CPU takes at once; their values are one product."""
+_RUN = 192
+"""Values that such a product in bf16 (MKL's) adds up at once. One of less than two runs it halves instead."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,10 +104,16 @@ def packed_attention(query: Tensor, *, key: Tensor, value: Tensor, layout: Packe
     """Causal attention within each sequence; all tensors are [tokens, heads, head_dim]."""
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _variable_length_attention(query, key=key, value=value, layout=layout)
+    keys, values = layout.pad(key), layout.pad(value)
+    last_span = layout.padded_length % _SPAN
+    if query.dtype == torch.bfloat16 and _RUN < last_span < 2 * _RUN:
+        # Where a sum is cut must not depend on how long the longest sequence is: the sampler can not know that.
+        more = (0, 0, 0, 2 * _RUN - last_span)
+        keys, values = functional.pad(keys, more), functional.pad(values, more)
     attended = functional.scaled_dot_product_attention(
         layout.pad(query),
-        layout.pad(key),
-        layout.pad(value),
+        keys,
+        values,
         is_causal=True,
         enable_gqa=query.shape[1] != key.shape[1],
     )

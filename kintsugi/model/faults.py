@@ -22,11 +22,16 @@ def as_world_error(error: Exception) -> Exception:
 
     >>> as_world_error(RuntimeError("CUDA error: out of memory"))
     DeviceOutOfMemory('CUDA error: out of memory')
+
+    Without an accelerator the host's memory is the device's:
+
+    >>> as_world_error(RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"))
+    DeviceOutOfMemory("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
     """
     link: BaseException | None = error
     while link is not None:
         text = str(link).partition("\n")[0]
-        if isinstance(link, torch.OutOfMemoryError):
+        if isinstance(link, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate" in text:
             return DeviceOutOfMemory(text)
         if isinstance(link, torch.AcceleratorError) or (
             isinstance(link, RuntimeError) and text.startswith(("CUDA error", "Triton Error [CUDA]"))

@@ -1,24 +1,21 @@
 """What happened, as typed events: one schema for log, dashboard and diagnosis.
 
-Every process appends to its own file, `<run folder>/events/<process>.jsonl`, one JSON line per event, each line in one
-write: a process that is killed leaves at most a torn last line, which the reader skips and the next incarnation ends.
+Every process appends to its own file, `<run folder>/events/<process>.jsonl`, one JSON line per event (`lines.py`). What
+it did for each prompt is in `<process>.spans.jsonl` beside it, which is bounded: of a long run the last part is kept.
 
-A log tells of failures and must not be one. Space is allocated ahead of the end of the file, so that on a full disk
-there is room to say so. An event that the disk does not take all the same is counted (`events.dropped`), the next one
-is tried again, and the first that is taken is preceded by an alert that says how many were lost and why.
+A log tells of failures and must not be one. An event that the disk does not take is counted (`events.dropped`), the
+next one is tried again, and the first that is taken is preceded by an alert that says how many were lost and why.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from kintsugi.disk import reserve
 from kintsugi.errors import Fault
+from kintsugi.observe.lines import LineFile, LineTail, paths_of
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, Clock
 
 
@@ -80,7 +77,25 @@ class Note(_Event, frozen=True):
     message: str
 
 
-Event = ProcessBegan | ProcessEnded | FaultSeen | Transition | Span | Alert | Note
+class ProcessGone(_Event, frozen=True):
+    """How a process ended, said by the agent that was its parent: one that was killed says nothing itself."""
+
+    of: str
+    incarnation: str
+    pid: int
+    status: int | None
+    """Exit code, or minus the signal; None where another was its parent."""
+    how: str
+    """`killed by SIGKILL`."""
+    memory_bytes: float = 0.0
+    """Resident, when it was last looked at."""
+    oom: bool = False
+    """The kernel ended it because there was no memory left: its control group's, or the host's."""
+    ordered: bool = False
+    """Somebody of the run had asked for its end."""
+
+
+Event = ProcessBegan | ProcessEnded | ProcessGone | FaultSeen | Transition | Span | Alert | Note
 
 
 class Stamp(msgspec.Struct, frozen=True):
@@ -99,10 +114,6 @@ class Record(msgspec.Struct, frozen=True):
     event: Event
 
 
-_CHUNK_SIZE = 256 << 10
-_SPARE_SIZE = 64 << 10
-"""Space that is kept free ahead of the end: some hundred events."""
-
 _encoder = msgspec.json.Encoder()
 _stamp_decoder = msgspec.json.Decoder(Stamp)
 _event_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
@@ -113,20 +124,20 @@ def events_path(run_dir: str | Path, process: str) -> Path:
     return Path(run_dir) / "events" / f"{process}.jsonl"
 
 
+def spans_path(run_dir: str | Path, process: str) -> Path:
+    """Where it writes the spans of single prompts and requests."""
+    return Path(run_dir) / "events" / f"{process}.spans.jsonl"
+
+
 class EventLog:
     """Appends the events of one process. Safe to use from several threads: a line is one write."""
 
     def __init__(self, path: Path, *, process: str, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._path = path
+        self._file = LineFile(path)
         self._process = process
         self._clock = clock
-        self._descriptor = -1
-        self._allocated = 0
-        """Where the space that is known to be ours ends."""
         self._num_lost = 0
         self._reason = ""
-        self._torn = False
-        """The file ends in the middle of a line, of which the next one must not become a part."""
 
     def emit(self, event: Event) -> None:
         """Append `{"time": …, "monotonic": …, "process": …, "kind": …, …}` as one line. Never raises OSError."""
@@ -136,60 +147,38 @@ class EventLog:
         """The same for who will say it again: False if the disk refused."""
         lines = (self._line(self._loss()) if self._num_lost else b"") + self._line(event)
         try:
-            if self._descriptor < 0:
-                self._open()
-            if self._torn:
-                lines = b"\n" + lines
-            self._allocate(len(lines))
-            written = os.write(self._descriptor, lines)
+            self._file.append(lines)
         except OSError as error:
-            self._lose(error.strerror or str(error))
-            return False
-        self._torn = written < len(lines)
-        if self._torn:
-            self._lose("only a part of a line was taken")
+            COUNTERS.add("events.dropped")
+            self._num_lost += 1
+            self._reason = error.strerror or str(error)
             return False
         self._num_lost = 0
         return True
 
     def _line(self, event: Event) -> bytes:
-        stamp = _encoder.encode(Stamp(self._clock.wall(), self._clock.monotonic(), self._process))
-        return stamp[:-1] + b"," + _encoder.encode(event)[1:] + b"\n"
-
-    def _lose(self, reason: str) -> None:
-        COUNTERS.add("events.dropped")
-        self._num_lost += 1
-        self._reason = reason
+        return stamped(Stamp(self._clock.wall(), self._clock.monotonic(), self._process), event)
 
     def _loss(self) -> Alert:
         return Alert(f"events before this one were lost: {self._reason}", {"events": self._num_lost})
 
-    def _allocate(self, size: int) -> None:
-        """Keep `_SPARE_SIZE` ahead of what is about to be written; live on it while there is no more."""
-        end = os.fstat(self._descriptor).st_size + size
-        if end + _SPARE_SIZE <= self._allocated:
-            return
-        with suppress(OSError):
-            reserve(self._descriptor, offset=end - size, size=size + _CHUNK_SIZE)
-            self._allocated = end + _CHUNK_SIZE
-
-    def _open(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._descriptor).st_size
-        self._torn = bool(size) and os.pread(self._descriptor, 1, size - 1) != b"\n"
-        self._allocated = 0
-
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
+
+
+def stamped(stamp: Stamp, content: msgspec.Struct) -> bytes:
+    """The line of an event, or of anything else that has a kind."""
+    return _encoder.encode(stamp)[:-1] + b"," + _encoder.encode(content)[1:] + b"\n"
 
 
 def read_events(run_dir: str | Path, *, process: str | None = None) -> list[Record]:
     """All events of a run (or of one process) in the order of their wall clocks; torn lines are skipped."""
     folder = Path(run_dir) / "events"
-    paths = sorted(folder.glob("*.jsonl")) if process is None else [events_path(run_dir, process)]
+    paths = (
+        sorted(folder.glob("*.jsonl"))
+        if process is None
+        else [events_path(run_dir, process), *paths_of(spans_path(run_dir, process))]
+    )
     records = [record for path in paths for record in _read_file(path)]
     return sorted(records, key=lambda record: record.stamp.time)
 
@@ -209,3 +198,16 @@ def records_in(lines: Iterable[bytes]) -> Iterator[Record]:
             yield Record(_stamp_decoder.decode(line), _event_decoder.decode(line))
         except (msgspec.MsgspecError, UnicodeDecodeError):
             continue
+
+
+class Tail:
+    """The events that were added to a file since it was last asked."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = LineTail(path)
+
+    def records(self) -> Iterator[Record]:
+        yield from records_in(self._lines.lines())
+
+    def close(self) -> None:
+        self._lines.close()

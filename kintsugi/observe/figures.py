@@ -13,8 +13,16 @@ totals where they say so in `docs/metrics.md`; who reads them takes differences.
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
 import msgspec
 
+from kintsugi.observe.events import Stamp, stamped
+from kintsugi.observe.lines import LineFile, LineWriter, paths_of
+from kintsugi.runtime import SYSTEM_CLOCK, Clock
 from kintsugi.types import Wait
 
 
@@ -71,3 +79,101 @@ class ClockSample(_Sample, frozen=True):
 
 
 Sample = Beat | ProcessSample | HostSample | LinkSample | ClockSample
+
+
+class FigureRecord(msgspec.Struct, frozen=True):
+    """A sample as it was read back; `stamp.process` is who recorded it."""
+
+    stamp: Stamp
+    sample: Sample
+
+
+LARGEST_SIZE = 16 << 20
+"""Of a file; with the three older ones that are kept, hours of a run."""
+SMALL_SIZE = 64 << 10
+"""So much of a file is read at once rather than searched."""
+
+_sample_decoder: msgspec.json.Decoder[Sample] = msgspec.json.Decoder(Sample)
+_stamp_decoder = msgspec.json.Decoder(Stamp)
+
+
+def figures_path(run_dir: str | Path, process: str) -> Path:
+    """Where a process of a run writes its samples."""
+    return Path(run_dir) / "figures" / f"{process}.jsonl"
+
+
+class FiguresLog:
+    """Appends the samples of one process, from any of its threads; never raises and never waits for the disk."""
+
+    def __init__(self, run_dir: str | Path, *, process: str, clock: Clock = SYSTEM_CLOCK) -> None:
+        file = LineFile(figures_path(run_dir, process), largest_size=LARGEST_SIZE)
+        self._writer = LineWriter(file, lost="figures.dropped")
+        self._process, self._clock = process, clock
+
+    def write(self, *samples: Sample) -> None:
+        """All of one moment, in one write."""
+        stamp = Stamp(round(self._clock.wall(), 6), round(self._clock.monotonic(), 6), self._process)
+        self._writer.put(b"".join(stamped(stamp, sample) for sample in samples))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def figures_in(
+    run_dir: str | Path,
+    *,
+    process: str | None = None,
+    since: float = -math.inf,
+    until: float = math.inf,
+) -> list[FigureRecord]:
+    """All samples of a run, or what one process recorded, in the order of their wall clocks; torn lines are skipped.
+
+    `since` and `until` are wall clock; what lies before is not even read.
+    """
+    folder = Path(run_dir) / "figures"
+    names = (
+        sorted({path.name.partition(".")[0] for path in folder.glob("*.jsonl")})
+        if process is None
+        else [process]
+    )
+    records = [
+        record
+        for name in names
+        for path in paths_of(figures_path(run_dir, name))
+        for record in samples_in(_lines_since(path, since))
+        if since <= record.stamp.time <= until
+    ]
+    return sorted(records, key=lambda record: record.stamp.time)
+
+
+def samples_in(lines: Iterable[bytes]) -> Iterator[FigureRecord]:
+    """The samples that these lines hold; torn ones, and kinds of a later version, are skipped."""
+    for line in filter(None, lines):
+        try:
+            yield FigureRecord(_stamp_decoder.decode(line), _sample_decoder.decode(line))
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            continue
+
+
+def _lines_since(path: Path, since: float) -> list[bytes]:
+    """The lines of a file from about a moment on, found by halving: its lines are in the order of their times."""
+    try:
+        with path.open("rb") as file:
+            low, high = 0, file.seek(0, os.SEEK_END)
+            while since > 0 and high - low > SMALL_SIZE:
+                middle = (low + high) // 2
+                file.seek(middle)
+                file.readline()
+                later = _time_of(file.readline())
+                low, high = (middle, high) if later is not None and later < since else (low, middle)
+            file.seek(low)
+            return file.read().split(b"\n")
+    except FileNotFoundError:
+        return []
+
+
+def _time_of(line: bytes) -> float | None:
+    try:
+        return _stamp_decoder.decode(line).time
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None

@@ -1,6 +1,6 @@
 """`<run>/processes.json`: what every process of a living run does, as the master last heard it.
 
-Replaced as a whole about once a second; a reader sees one moment. It is for people, and no part of the run's state.
+Replaced as a whole twice a second; a reader sees one moment. It is for people, and no part of the run's state.
 """
 
 from __future__ import annotations

@@ -66,6 +66,8 @@ class SuspicionKind(StrEnum):
     """Far slower than its peers and than its own past."""
     CHIP = "chip"
     """An accelerator is broken, or shows a worrying sign; named after the agent that saw it."""
+    DIAGNOSED = "diagnosed"
+    """The watcher has named it as the cause of a trouble."""
 
 
 class Suspicion(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from kintsugi.rollout.episode import is_empty, sampled_trajectory
 from kintsugi.rollout.generating import Generating
 from kintsugi.rollout.groups import Group, Outcome, Sample
 from kintsugi.rollout.user_process import UserProcess
-from kintsugi.runtime import Clock
+from kintsugi.runtime import SPANS, Clock
 from kintsugi.types import Completion, Finish, SampleText, sample_key
 
 EMPTY = "a completion of zero tokens"
@@ -135,6 +135,7 @@ class Answering:
             )
             if index not in verdict.reasons
         ]
+        SPANS.add("reward", {"ticket": ticket, "attempts": scoring.attempts}, since=scoring.since)
         timing = {"actor_generate": scoring.generated_s, "reward": self._clock.monotonic() - scoring.since}
         timing |= {f"reward.{name}": seconds for name, seconds in verdict.seconds.items()}
         self._finish(group, Outcome(samples, scoring.quarantined | quarantined, timing))

@@ -13,7 +13,7 @@ from kintsugi.errors import DeadlineExceeded, KintsugiError, ProcessDied, Refuse
 from kintsugi.messages import Generate, Generated
 from kintsugi.rollout.episode import whole
 from kintsugi.rollout.groups import Group
-from kintsugi.runtime import COUNTERS, Clock
+from kintsugi.runtime import COUNTERS, SPANS, Clock
 from kintsugi.transport import Endpoint, PendingReply
 from kintsugi.types import Completion, Role, Sampling, process_id
 
@@ -30,6 +30,7 @@ class _Ask(msgspec.Struct, eq=False):
     group: Group
     body: Generate
     then: Then
+    since: float
 
 
 class Generating:
@@ -52,7 +53,7 @@ class Generating:
     ) -> None:
         """Have `prompt` continued for these samples of a group, or for all of them."""
         body = Generate(group.ticket, turn, prompt, sampling, group.request.version, samples)
-        self._unsent.append(_Ask(group, body, then))
+        self._unsent.append(_Ask(group, body, then, self._clock.monotonic()))
 
     def turn(self) -> None:
         """Send what was not sent, once the address book has a manager; what has no time left fails."""
@@ -84,7 +85,8 @@ class Generating:
     def _done(self, ask: _Ask, pending: PendingReply) -> None:
         del self._sent[id(ask)]
         try:
-            completions = whole(pending.result().expect(Generated))
+            generated = pending.result().expect(Generated)
+            completions = whole(generated)
         except (ProcessDied, DeadlineExceeded):  # A later order may have given it more time.
             self._unsent.append(ask)
             return
@@ -92,4 +94,6 @@ class Generating:
             ask.then(error)
             return
         COUNTERS.add("completions", len(completions))
+        about = {"ticket": ask.body.ticket, "turn": ask.body.turn, "server": generated.server}
+        SPANS.add("actor_generate", about, since=ask.since)
         ask.then(completions)

@@ -36,7 +36,7 @@ from kintsugi.rollout.groups import Finished, Group, Outcome, Sample, Unread, is
 from kintsugi.rollout.replay import replay
 from kintsugi.rollout.scoring import rewards_of, total
 from kintsugi.rollout.user_process import UserProcess
-from kintsugi.runtime import COUNTERS, IDLENESS, SYSTEM_CLOCK, WAITS, wait
+from kintsugi.runtime import COUNTERS, IDLENESS, SPANS, SYSTEM_CLOCK, WAITS, wait
 from kintsugi.stages import Stage, stages
 from kintsugi.transport import Delivery
 from kintsugi.types import Row, SampleText, Trajectory, Wait, ticket_of
@@ -339,6 +339,14 @@ class RolloutWorker:
         group.is_open = False
         for delivery in group.deliveries:
             self.endpoint.reply(delivery, done)
+        about = {
+            "ticket": group.ticket,
+            "split": group.request.split,
+            "version": group.request.version,
+            "samples": len(done.samples),
+            "quarantined": len(done.quarantined) or None,
+        }
+        SPANS.add("episode", about, since=group.since)
 
 
 def main(bootstrap: Bootstrap) -> int:

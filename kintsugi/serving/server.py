@@ -13,6 +13,7 @@ from kintsugi.generation.building import build_engine, note_of
 from kintsugi.generation.server import Server
 from kintsugi.model.device import choose_device, identity
 from kintsugi.observe.events import Note
+from kintsugi.runtime import SPANS
 from kintsugi.serving.plan import ServePlan, described, read_plan
 from kintsugi.serving.pool import HOST
 from kintsugi.weights.fetch import Fetcher
@@ -40,6 +41,8 @@ def main(bootstrap: Bootstrap) -> int:
     fetcher = Fetcher(process=bootstrap.process, host=HOST, ask=_refuse)
 
     def body(shell: Shell) -> None:
+        # A gateway may run for months: how long its requests take is told by its metrics, not one by one.
+        SPANS.record_to(None)
         if note := note_of(engine):
             shell.events.emit(Note(note))
         Server(shell, engine, fetch=fetcher.fetch).serve()

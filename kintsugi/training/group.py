@@ -74,10 +74,10 @@ class StoreServer:
     generation under a prefix of its own. The socket is ours because the library would listen on all interfaces.
     """
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", *, known_as: str = "") -> None:
         listener = socket.create_server((host, 0), backlog=128)
         port = listener.getsockname()[1]
-        self.address = f"{host}:{port}"
+        self.address = f"{known_as or host}:{port}"
         self._store: Any = _distributed.TCPStore(
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )

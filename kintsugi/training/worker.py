@@ -68,6 +68,7 @@ from kintsugi.training.interfaces import ModelCalls
 from kintsugi.training.origins import load_model
 from kintsugi.training.pairs import HeldOutPairs, score_pairs
 from kintsugi.training.publishing import open_publisher
+from kintsugi.training.recording import recorded
 from kintsugi.training.replica import StateSource, fetch_state
 from kintsugi.training.samples import StepSamples, await_answer
 from kintsugi.training.state import TrainingState
@@ -216,7 +217,7 @@ class ModelWorker:
             return
         fault: Exception | None = None
         try:
-            with self._turns.around(delivery.body, check=self._check):
+            with recorded(delivery.body), self._turns.around(delivery.body, check=self._check):
                 body, blobs = self._answer(delivery.body)
         except ShuttingDown:
             raise
@@ -454,7 +455,8 @@ def main(bootstrap: Bootstrap) -> int:
     _, tokenizer = plan_model(config)
     model = load_model(config, device=device)
     with ExitStack() as resources:
-        server = resources.enter_context(closing(StoreServer(_interface(bootstrap.bind))))
+        store = StoreServer(_interface(bootstrap.bind), known_as=bootstrap.known_as)
+        server = resources.enter_context(closing(store))
         segments = SegmentClient(bootstrap.segments) if bootstrap.segments else None
         if segments is not None:
             resources.enter_context(closing(segments))

@@ -6,7 +6,16 @@ endpoint.py    the sockets and the loop
 """
 
 from kintsugi.transport.endpoint import Endpoint
-from kintsugi.transport.exchange import Blob, Delivery, PendingReply, Reply, bulk_digest, chunks, verify_bulk
+from kintsugi.transport.exchange import (
+    Blob,
+    Delivery,
+    PendingReply,
+    Reply,
+    bulk_digest,
+    chunks,
+    subject,
+    verify_bulk,
+)
 from kintsugi.transport.sockets import new_key_pair
 
 __all__ = [
@@ -18,5 +27,6 @@ __all__ = [
     "bulk_digest",
     "chunks",
     "new_key_pair",
+    "subject",
     "verify_bulk",
 ]

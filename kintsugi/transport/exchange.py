@@ -14,12 +14,15 @@ import xxhash
 
 from kintsugi.errors import IntegrityError, KintsugiError, RefusedError
 from kintsugi.messages import Body
+from kintsugi.runtime import SPANS, SYSTEM_CLOCK
 from kintsugi.types import Peer
 from kintsugi.wire import Envelope, MessageKind
 
 Blob = bytes | memoryview
 BodyType = TypeVar("BodyType", bound=Body)
 
+SLOW_S = 1.0
+"""A request that takes longer is worth a span."""
 CHUNK_BYTES = 16 << 20
 SAVED_REPLIES = 512
 SAVED_BYTES = 2 << 20
@@ -83,6 +86,16 @@ class Reply(msgspec.Struct, frozen=True, eq=False):
         return self.body
 
 
+def subject(body: Body) -> dict[str, object]:
+    """What a request is about, by which its way through the processes can be followed."""
+    ticket, manifest = getattr(body, "ticket", None), getattr(body, "manifest", None)
+    return {
+        "ticket": getattr(ticket, "id", ticket),
+        "step": getattr(body, "step", None),
+        "version": getattr(body, "version", getattr(manifest, "version", None)),
+    }
+
+
 class Turning(Protocol):
     """What a pending reply needs of its endpoint: to do one round of work."""
 
@@ -124,6 +137,10 @@ class PendingReply(msgspec.Struct, eq=False):
         assert not self.done, f"{self.what} to {self.process} ended twice"
         self.reply, self.error, self.done = reply, error, True
         self.blobs = ()
+        if SYSTEM_CLOCK.monotonic() - self.since > SLOW_S:
+            ended = None if error is None else type(error).__name__
+            about = {"to": self.process, "what": self.what, "error": ended, **subject(self.body)}
+            SPANS.add("slow_request", about, since=self.since)
         if self.on_done is not None:
             self.on_done(self)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kintsugi.errors import KintsugiError
 from kintsugi.messages import Body, Ok, Publish, UploadWeights
-from kintsugi.runtime import SYSTEM_CLOCK, Clock, wait
+from kintsugi.runtime import SPANS, SYSTEM_CLOCK, Clock, wait
 from kintsugi.transport import Blob, chunks
 from kintsugi.types import StreamSource, WeightSource
 from kintsugi.weights.publish import LaidOut
@@ -68,6 +68,8 @@ class UploadOutlet:
                 num_bytes += sum(sizes.values())
             while sent:
                 is_named |= self._settle(*sent.popleft(), laid_out, meta_server, num_bytes, since, is_named)
+            about = {"to": meta_server, "version": manifest.version, "bytes": num_bytes}
+            SPANS.add("weights_upload", about, since=since)
         except ShuttingDown:
             return
         except KintsugiError as error:

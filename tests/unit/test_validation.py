@@ -125,6 +125,8 @@ def test_the_recipes_of_the_project_are_valid(recipe: str) -> None:
         ("actor.warmup_steps=151", ["`actor.warmup_steps`", "150 optimizer updates"]),
         ("cluster.hosts=7", ["`cluster.hosts`", "at most 6", "got 7"]),
         ("cluster.port=70000", ["`cluster.port`", "65535"]),
+        ("monitoring.port=-1", ["`monitoring.port`", "65535", "got -1"]),
+        ("monitoring.webhook=ftp://a/b", ["`monitoring.webhook`", "http or https", "its scheme is 'ftp'"]),
         ("cluster.bandwidth.samples=0", ["`cluster.bandwidth.samples`", "positive", "got 0"]),
         ("name=a/b", ["`name`", "'a/b'"]),
         ("seed=-1", ["`seed`"]),
@@ -340,3 +342,14 @@ def test_servers_of_another_make_share_no_device() -> None:
     remote = ("generation.backend=vllm", "generation.servers=1", 'generation.urls=["http://127.0.0.1:1"]')
     message = refusal("cluster.share_device=keep", "deterministic=false", *remote)
     assert "`cluster.share_device`" in message and "servers of another make" in message
+
+
+def test_figures_are_handed_out_at_a_port_that_is_free() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert "in use" in refusal(f"monitoring.port={port}")
+    assert "another port than" in refusal(f"monitoring.port={port}", f"cluster.port={port}")
+    validate(resolved(f"monitoring.port={port}"))
+    assert "`monitoring.port`" in refusal(f"monitoring.port={port}", "monitoring.host=203.0.113.7")

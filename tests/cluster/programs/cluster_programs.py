@@ -74,6 +74,13 @@ def parent_of_sleepers(bootstrap: Bootstrap) -> int:
     return idle(bootstrap)
 
 
+def hungry(bootstrap: Bootstrap) -> int:
+    """Takes all memory that it can get."""
+    taken = []
+    while True:
+        taken.append(bytearray(os.urandom(1 << 20)))
+
+
 def segment_writer(bootstrap: Bootstrap) -> int:
     client = SegmentClient(bootstrap.segments)
     os.pwrite(client.create("snapshot", 4096), b"state of step 7", 0)

@@ -190,6 +190,7 @@ class FakeNvml:
 
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_MEMORY_ERROR_TYPE_CORRECTED, NVML_VOLATILE_ECC = 1, 0, 0
     nvmlEventTypeXidCriticalError = 8  # noqa: N815 - the library's name
+    NVML_TEMPERATURE_GPU, NVML_CLOCK_SM = 0, 1
 
     def __init__(self) -> None:
         self.handle = ctypes.c_void_p(4711)
@@ -227,7 +228,20 @@ class FakeNvml:
         raise self.NVMLError_NotSupported
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: object) -> list[Any]:
-        return [msgspec.defstruct("Process", [("pid", int)])(77)]
+        return [msgspec.defstruct("Process", [("pid", int), ("usedGpuMemory", int)])(77, 1 << 30)]
+
+    def nvmlDeviceGetMemoryInfo(self, handle: object) -> Any:
+        return msgspec.defstruct("Memory", [("used", int), ("total", int)])(2 << 30, 141 << 30)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: object) -> Any:
+        return msgspec.defstruct("Rates", [("gpu", int)])(75)
+
+    def nvmlDeviceGetTemperature(self, handle: object, sensor: int) -> int:
+        assert sensor == self.NVML_TEMPERATURE_GPU
+        return 45
+
+    def nvmlDeviceGetClockInfo(self, handle: object, which: int) -> int:
+        raise self.NVMLError_NotSupported
 
     def nvmlDeviceGetTotalEccErrors(self, handle: object, kind: int, counter: int) -> int:
         if self.failure is not None:
@@ -248,9 +262,25 @@ def test_nvidias_library_is_read_into_a_reading() -> None:
         remapping_pending=True,
         xids=(79,),
         pids=(77,),
+        memory_of={77: 1 << 30},
+        memory_bytes=2 << 30,
+        memory_total_bytes=141 << 30,
+        utilization=0.75,
+        temperature=45.0,
     )
     assert probe.read() == (expected,)
     assert probe.read() == (msgspec.structs.replace(expected, xids=()),), "an event is told once"
+
+
+def test_what_the_driver_does_not_tell_of_a_card_is_left_out_of_its_figures() -> None:
+    (reading,) = NvmlProbe(FakeNvml()).read()
+    assert reading.figures() == {
+        "memory_bytes": float(2 << 30),
+        "memory_total_bytes": float(141 << 30),
+        "utilization": 0.75,
+        "temperature": 45.0,
+    }
+    assert ChipReading(uuid="a1", name="GPU 0", lost=True).figures() == {}
 
 
 def test_process_numbers_of_another_namespace_name_nobody() -> None:

@@ -9,6 +9,7 @@ from kintsugi.messages import Body, CommitStep, HashWeights, Ok, Ping
 from kintsugi.operations import PreLock
 from kintsugi.patience import FLOOR_S
 from kintsugi.supervision import Inspect, StopProcess
+from kintsugi.types import Wait
 from tests.unit.control.driven import new_state
 
 RANKS = ("model-0", "model-1")
@@ -180,3 +181,17 @@ def test_what_an_agent_can_always_do_at_once_is_not_waited_for_longer_because_it
     assert conversation.deadline_s(kind) == OPERATION_FLOOR_S
     conversation.observed("PreLock", 100.0)
     assert conversation.deadline_s(PreLock) > 100.0
+
+
+def test_it_says_for_whom_it_waits_once_for_each_kind_of_request() -> None:
+    talk = Talk()
+    talk.conversation.ask("first", "rollout-0", CommitStep(1), 3.0)
+    talk.conversation.ask("second", "rollout-0", CommitStep(2), 4.0)
+    talk.conversation.ask("third", "model-0", Inspect("model-1", "a"), 5.0)
+    first, _, third = talk.taken()
+    assert talk.conversation.waits() == (
+        Wait("rollout-0", "CommitStep", 3.0, 3.0 + first.deadline_s),
+        Wait("model-0", "Inspect", 5.0, 5.0 + third.deadline_s),
+    )
+    talk.conversation.withdraw("first", "second", "third")
+    assert talk.conversation.waits() == ()

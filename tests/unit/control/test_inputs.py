@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kintsugi.control.inputs import InputRecorder, read_inputs
+from kintsugi.control.inputs import InputRecorder, read_inputs, read_moments
 from kintsugi.control.protocol import (
     Began,
     Event,
@@ -88,3 +88,26 @@ def test_a_recording_goes_on_readably_behind_a_torn_tail(tmp_path: Path) -> None
     path.write_bytes(path.read_bytes()[:-2])
     record(path, *EVENTS[3:])
     assert [one.event for one in read_inputs(path)] == [*EVENTS[:2], *EVENTS[3:]]
+
+
+def test_when_inputs_came_is_read_piece_by_piece_while_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "inputs"
+    recorder = InputRecorder(path)
+    offset, found = 0, []
+    for number, event in enumerate(EVENTS):
+        recorder.write(event, float(number), wall=100.0 + number, after=2 * number)
+        moments, offset = read_moments(path, offset=offset)
+        found += [(moment.now, moment.wall, moment.after) for moment in moments]
+    recorder.close()
+    assert found == [(float(number), 100.0 + number, 2 * number) for number in range(len(EVENTS))]
+    assert read_moments(path, offset=offset) == ([], path.stat().st_size)
+
+
+def test_when_inputs_came_is_read_up_to_a_torn_tail(tmp_path: Path) -> None:
+    path = tmp_path / "inputs"
+    record(path, *EVENTS[:3])
+    path.write_bytes(path.read_bytes()[:-2])
+    moments, _ = read_moments(path)
+    assert len(moments) == 2
+    first, offset = read_moments(path, most=1)
+    assert (len(first), len(read_moments(path, offset=offset)[0])) == (1, 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kintsugi.control import journal as journal_module
-from kintsugi.control.journal import Journal, read_facts
+from kintsugi.control.journal import Journal, read_facts, read_records
 from kintsugi.disk import Crashed, MemoryDisk
 from kintsugi.errors import StorageError, StorageFull
 from kintsugi.facts import BatchFormed, EpochStarted, Fact, RunStarted, StepCommitted, TicketsIssued
@@ -400,3 +400,19 @@ def test_a_journal_grows_beyond_the_space_allocated_first() -> None:
         journal.append([fact])
     journal.sync()
     assert list(read_facts(PATH, disk=disk.restarted(power_cut=True))) == facts
+
+
+def test_decisions_are_read_one_by_one_from_where_the_last_ended(tmp_path: Path) -> None:
+    journal = Journal.create(tmp_path / "journal", owner="master")
+    found: list[tuple[int, Fact]] = []
+    offset = 0
+    for number in range(1, 4):
+        journal.append(decision(number))
+        assert journal.sequence == number
+        for record in read_records(tmp_path / "journal", offset=offset):
+            found += [(record.sequence, fact) for fact in record.facts]
+            offset = record.end
+    journal.close()
+    assert found == [(number, fact) for number in range(1, 4) for fact in decision(number)]
+    assert len(read_records(tmp_path / "journal", most=2)) == 2
+    assert read_records(tmp_path / "journal", offset=offset) == []

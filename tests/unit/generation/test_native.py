@@ -62,6 +62,27 @@ def test_products_of_many_inputs_are_rounded_like_the_trainers() -> None:
     np.testing.assert_allclose(decoded.logprobs[:, 0], expected[len(PROMPT) - 1 :], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("num_prompt", [150, 230, 500, 740])
+def test_many_keys_are_added_up_like_the_trainers(num_prompt: int) -> None:
+    """In one run, in several, where the trainer has keys behind its last run, and in a second span."""
+    model = make_model(dtype=torch.bfloat16, max_positions=1024, num_layers=4)
+    prompt = np.random.default_rng(0).integers(0, 40, num_prompt).tolist()
+    driven = driven_of(model, num_slots=1, max_length=768, num_pages=48)
+    driven.start(0, request_of(prompt, max_new_tokens=28))
+    decoded = driven.decode([0], 28)
+    expected = logprobs_by_the_trainer(model, [*prompt, *decoded.tokens[:, 0].tolist()])
+    np.testing.assert_allclose(decoded.logprobs[:, 0], expected[num_prompt - 1 :], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("hidden_size", [48, 328, 1088])
+def test_norms_of_any_width_are_rounded_like_the_trainers(hidden_size: int) -> None:
+    """In bfloat16, where one more rounding of a sum of squares is seen."""
+    model = make_model(dtype=torch.bfloat16, hidden_size=hidden_size, num_layers=4)
+    decoded = decode_alone(model, num_steps=28)
+    expected = logprobs_by_the_trainer(model, [*PROMPT, *decoded.tokens[:, 0].tolist()])
+    np.testing.assert_allclose(decoded.logprobs[:, 0], expected[len(PROMPT) - 1 :], atol=1e-5, rtol=0)
+
+
 def test_widths_that_fill_no_vector_are_computed_right() -> None:
     model = make_model(
         hidden_size=40, intermediate_size=50, head_dim=10, num_heads=6, num_kv_heads=2, vocab_size=37

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kintsugi.errors import DeadlineExceeded, Fault
-from kintsugi.lab.watching import Presence, Tail, Watch, detected_at
+from kintsugi.lab.watching import Presence, Watch, detected_at
 from kintsugi.observe.events import (
     Event,
     EventLog,
@@ -13,6 +13,7 @@ from kintsugi.observe.events import (
     Note,
     ProcessBegan,
     Span,
+    Tail,
     Transition,
     events_path,
 )

@@ -14,7 +14,7 @@ from kintsugi.model.architecture import (
     num_parameters,
     parameter_shapes,
 )
-from kintsugi.model.attention import PackedLayout
+from kintsugi.model.attention import PackedLayout, packed_attention
 from kintsugi.model.transformer import DecoderLayer, Transformer, initialize
 
 LLAMA3 = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32)
@@ -162,6 +162,22 @@ def test_packed_bits_do_not_depend_on_the_neighbours_when_the_padded_length_is_f
     together = hidden_of(LENGTHS, tokens)
     assert torch.equal(hidden_of((5,), tokens[:5]), together[:5])
     assert torch.equal(hidden_of((17, 9), tokens[6:]), together[6:])
+
+
+def test_attention_in_bfloat16_is_the_same_bits_at_every_padding() -> None:
+    """So a sampler can round like it, without knowing what a sequence will be packed with."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(700, 2, 16, generator=generator).bfloat16() for _ in range(3))
+
+    def attended(length: int, padded_length: int) -> Tensor:
+        layout = PackedLayout.from_lengths([length], padded_length=padded_length)
+        return packed_attention(query[:length], key=key[:length], value=value[:length], layout=layout)
+
+    expected = attended(700, 1024)
+    for length, padded_length in ((100, 112), (180, 192), (200, 208), (200, 304), (200, 384), (500, 512)):
+        assert torch.equal(attended(length, padded_length), expected[:length])
+    for padded_length in (704, 720, 880, 1008):
+        assert torch.equal(attended(700, padded_length), expected)
 
 
 def test_gradients_of_packed_sequences_are_the_sum_of_each_alone() -> None:

@@ -1,7 +1,61 @@
 from __future__ import annotations
 
-from kintsugi.transport.exchange import SAVED_BYTES, SAVED_REPLIES, SavedReplies
+from collections.abc import Iterator
+
+import pytest
+
+from kintsugi.errors import DeadlineExceeded
+from kintsugi.messages import Body, CommitStep, Generate, LoadWeights, Ok, Ping
+from kintsugi.runtime import SPANS, SYSTEM_CLOCK
+from kintsugi.transport import PendingReply, Reply
+from kintsugi.transport.exchange import SAVED_BYTES, SAVED_REPLIES, SLOW_S, SavedReplies, subject
+from kintsugi.types import Sampling, WeightManifest
 from kintsugi.wire import Envelope, MessageKind
+
+Recorded = list[tuple[str, float, dict[str, str]]]
+
+
+@pytest.fixture
+def spans() -> Iterator[Recorded]:
+    found: Recorded = []
+    SPANS.record_to(lambda name, start, duration_s, attributes: found.append((name, duration_s, attributes)))
+    yield found
+    SPANS.record_to(None)
+
+
+class Idle:
+    def turn(self, timeout_s: float) -> None:
+        pass
+
+
+def asked(body: Body, *, ago_s: float) -> PendingReply:
+    since = SYSTEM_CLOCK.monotonic() - ago_s
+    return PendingReply(Idle(), "model-0", body, (), None, None, since, since + 60.0, 1.0)
+
+
+def test_a_request_that_took_long_is_worth_a_span_that_says_what_it_was_about(spans: Recorded) -> None:
+    asked(CommitStep(7), ago_s=SLOW_S + 2.0).settle(Reply(Ok()), None)
+    ((name, duration_s, attributes),) = spans
+    assert (name, attributes) == ("slow_request", {"to": "model-0", "what": "CommitStep", "step": "7"})
+    assert duration_s >= SLOW_S + 2.0
+
+
+def test_one_that_failed_says_in_what(spans: Recorded) -> None:
+    error = DeadlineExceeded(whom="model-0", what="Ping", waited_s=60.0)
+    asked(Ping(), ago_s=60.0).settle(None, error)
+    assert spans[0][2]["error"] == "DeadlineExceeded"
+
+
+def test_a_quick_one_is_not(spans: Recorded) -> None:
+    asked(Ping(), ago_s=0.0).settle(Reply(Ok()), None)
+    assert spans == []
+
+
+def test_a_request_is_about_a_prompt_a_step_or_a_version() -> None:
+    generate = Generate("grpo:0:17:0", 0, b"", Sampling(max_new_tokens=1), 3)
+    assert subject(generate) == {"ticket": "grpo:0:17:0", "step": None, "version": 3}
+    weights = LoadWeights(WeightManifest(4, 3, (), 0, ""), ())
+    assert subject(weights)["version"] == 4
 
 
 def request(sequence: int) -> Envelope:

@@ -33,7 +33,7 @@ class Hit(msgspec.Struct, frozen=True):
     """The last one committed before."""
 
 
-class Injector:
+class Striker:
     """Signals processes of one run, by the pids that their events tell."""
 
     def __init__(self, run: MarkedRun, watch: Watch, deck: Deck) -> None:

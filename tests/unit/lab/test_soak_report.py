@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from kintsugi.errors import StorageError
-from kintsugi.lab import report as reports
-from kintsugi.lab.report import FaultReport, Report, Totals
+from kintsugi.lab import soak_report as reports
+from kintsugi.lab.soak_report import FaultReport, Report, Totals
 
 
 def fault(

@@ -10,8 +10,8 @@ import pytest
 from kintsugi.cluster.children import process_start_time
 from kintsugi.config import Config
 from kintsugi.lab.faults import Aim, Deck, Kind, Moment, Target
-from kintsugi.lab.injector import Injector
 from kintsugi.lab.running import MarkedRun
+from kintsugi.lab.striking import Striker
 from kintsugi.lab.watching import Watch
 from kintsugi.observe.events import EventLog, ProcessBegan, Transition, events_path
 
@@ -33,7 +33,7 @@ class Scene:
         (self.server,) = set(self.run.pids()) - {self.master}
         self.say("master-0", ProcessBegan("master", "a", self.master))
         self.say("server-0", ProcessBegan("server", "1.1", self.server))
-        self.injector = Injector(self.run, self.watch, Deck(random.Random(0)))
+        self.striker = Striker(self.run, self.watch, Deck(random.Random(0)))
 
     def say(self, process: str, event: ProcessBegan | Transition) -> None:
         log = EventLog(events_path(self.run.run_dir, process), process=process)
@@ -64,7 +64,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 def test_a_fault_strikes_in_its_phase_and_the_master_goes_on(scene: Scene) -> None:
     scene.enter("publishing")
     aim = Aim(Target.SERVER, Kind.KILL, Moment.PUBLISHING)
-    hit = scene.injector.strike(aim, scene.injector.choose(aim))
+    hit = scene.striker.strike(aim, scene.striker.choose(aim))
     assert hit is not None
     assert (hit.phase, hit.processes) == ("publishing", {"server-0": scene.server})
     scene.watch.until(lambda: process_start_time(scene.server) is None, what="its end", timeout_s=5.0)
@@ -75,7 +75,7 @@ def test_a_phase_that_has_passed_is_not_struck(scene: Scene) -> None:
     scene.enter("publishing")
     scene.enter("collecting")
     aim = Aim(Target.SERVER, Kind.KILL, Moment.PUBLISHING)
-    assert scene.injector.strike(aim, scene.injector.choose(aim)) is None
+    assert scene.striker.strike(aim, scene.striker.choose(aim)) is None
     assert process_start_time(scene.server) is not None
     scene.watch.until(lambda: scene.state(scene.master) == "S", what="the master to go on", timeout_s=5.0)
 
@@ -83,11 +83,11 @@ def test_a_phase_that_has_passed_is_not_struck(scene: Scene) -> None:
 def test_a_stopped_master_stays_stopped(scene: Scene) -> None:
     scene.enter("training")
     aim = Aim(Target.MASTER, Kind.STOP, Moment.TRAINING)
-    hit = scene.injector.strike(aim, scene.injector.choose(aim))
+    hit = scene.striker.strike(aim, scene.striker.choose(aim))
     assert hit is not None and hit.processes == {"master-0": scene.master}
     scene.watch.until(lambda: scene.state(scene.master) == "T", what="the master to stop", timeout_s=5.0)
 
 
 def test_nobody_is_chosen_where_nobody_of_the_role_lives(scene: Scene) -> None:
     aim = Aim(Target.MODEL, Kind.KILL, Moment.TRAINING)
-    assert scene.injector.choose(aim) == {}
+    assert scene.striker.choose(aim) == {}

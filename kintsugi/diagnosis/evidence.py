@@ -1,0 +1,393 @@
+"""What a run recorded, aligned to the master's clock and turned into figures that can be compared: the evidence.
+
+Running totals become rates as they arrive, so that a figure of this second can be held against the same figure of other
+seconds and of other processes. Events are sorted into what they say: phases, steps, faults, ends, alerts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from kintsugi.errors import Fault
+from kintsugi.observe.figures import Beat, ClockSample, HostSample, LinkSample, ProcessSample, Sample
+from kintsugi.types import Role, Wait, process_id, role_of
+
+MASTER = process_id(Role.MASTER, 0)
+LEAST_WORK_S = 0.02
+"""A process that neither ran nor wanted to run for so long in a second can not be starved."""
+
+
+class Track:
+    """One figure over time."""
+
+    __slots__ = ("times", "values")
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.values: list[float] = []
+
+    def add(self, time: float, value: float) -> None:
+        """Mostly in order; what a clock that was set back says is put where it belongs."""
+        times = self.times
+        if times and time < times[-1]:
+            index = bisect_right(times, time)
+            times.insert(index, time)
+            self.values.insert(index, value)
+            return
+        times.append(time)
+        self.values.append(value)
+
+    def between(self, since: float, until: float) -> list[float]:
+        """Values of [since, until]."""
+        return self.values[bisect_left(self.times, since) : bisect_right(self.times, until)]
+
+    def at(self, time: float, *, within_s: float = 1.6) -> float | None:
+        """The value nearest to a moment, if there is one close enough."""
+        index = bisect_left(self.times, time)
+        near = [i for i in (index - 1, index) if 0 <= i < len(self.times)]
+        if not near:
+            return None
+        best = min(near, key=lambda i: abs(self.times[i] - time))
+        return self.values[best] if abs(self.times[best] - time) <= within_s else None
+
+    def forget_before(self, time: float) -> None:
+        index = bisect_left(self.times, time)
+        del self.times[:index], self.values[:index]
+
+
+class Tracks(defaultdict[str, Track]):
+    """The figures of one process, host or link, by name."""
+
+    def __init__(self) -> None:
+        super().__init__(Track)
+
+
+@dataclass(slots=True)
+class Looked:
+    """A beat: whom the process said it waits for, and since when (on the master's clock)."""
+
+    time: float
+    waits: tuple[Wait, ...]
+    counters: dict[str, int]
+    load: float
+
+
+@dataclass(slots=True)
+class End:
+    """How a process ended, as the one says who saw it."""
+
+    time: float
+    process: str
+    pid: int
+    status: int | None
+    how: str
+    oom: bool
+    ordered: bool
+    """Somebody of the run had asked for it."""
+    source: str
+
+
+@dataclass(slots=True)
+class Said:
+    """A fault or an alert, by whom, and where it stands."""
+
+    time: float
+    by: str
+    message: str
+    fault: Fault | None = None
+
+    @property
+    def source(self) -> str:
+        return f"events/{self.by}.jsonl"
+
+
+@dataclass(slots=True)
+class Phase:
+    time: float
+    name: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Step:
+    """A step that was committed."""
+
+    time: float
+    number: int
+    duration_s: float
+
+
+LinkKey = tuple[str, str, int]
+"""(process, peer, port)."""
+
+
+@dataclass(slots=True)
+class Bundle:
+    """All that is known of a run up to a moment; times are wall clock seconds of the master."""
+
+    run: str = ""
+    processes: dict[str, Tracks] = field(default_factory=lambda: defaultdict(Tracks))
+    hosts: dict[str, Tracks] = field(default_factory=lambda: defaultdict(Tracks))
+    links: dict[LinkKey, Tracks] = field(default_factory=lambda: defaultdict(Tracks))
+    spans: dict[str, Tracks] = field(default_factory=lambda: defaultdict(Tracks))
+    """Process → name of a span → its durations."""
+    states: dict[str, list[tuple[float, str, int]]] = field(default_factory=lambda: defaultdict(list))
+    """Process → (time, state as of /proc, pid)."""
+    beats: dict[str, list[Looked]] = field(default_factory=lambda: defaultdict(list))
+    incarnations: dict[str, str] = field(default_factory=dict)
+    """Process → the one that spoke last."""
+    births: dict[str, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
+    """Process → (time, pid) of each of its beginnings."""
+    goodbyes: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Process → when it said that it ends."""
+    ends: list[End] = field(default_factory=list)
+    faults: list[Said] = field(default_factory=list)
+    alerts: list[Said] = field(default_factory=list)
+    notes: list[Said] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    host_of: dict[str, str] = field(default_factory=dict)
+    observer_of: dict[str, str] = field(default_factory=dict)
+    """Host → the agent that looks at it."""
+    listeners: dict[int, str] = field(default_factory=dict)
+    """Port → the process that others connect to there."""
+    offsets: dict[str, float] = field(default_factory=dict)
+    """Host → how far its clock is ahead of the master's."""
+    began: float = 0.0
+    at: float = 0.0
+    """Time of the last thing that was recorded."""
+    _written: dict[str, float] = field(default_factory=dict)
+    """Bytes per second that each process wrote since a host was last looked at."""
+    _totals: dict[object, tuple[float, int, dict[str, float]]] = field(default_factory=dict)
+
+    # Samples.
+
+    def take(self, time: float, monotonic: float, recorder: str, sample: Sample) -> None:
+        """One line of a figures file."""
+        time -= self.offsets.get(self.host_of.get(recorder, ""), 0.0)
+        self.at = max(self.at, time)
+        match sample:
+            case Beat():
+                self._beat(time, monotonic, recorder, sample)
+            case ProcessSample():
+                self._process(time, recorder, sample)
+            case HostSample():
+                self._host(time, recorder, sample)
+            case LinkSample():
+                self._link(time, sample)
+            case ClockSample(host=host, offset_s=offset_s, error_s=error_s):
+                # What can not be told from nothing is nothing: one host's clock is compared with itself too.
+                self.offsets[host] = offset_s if abs(offset_s) > error_s else 0.0
+
+    def _beat(self, time: float, monotonic: float, process: str, beat: Beat) -> None:
+        on_the_wall = time - monotonic
+        waits = tuple(
+            Wait(wait.whom, wait.what, wait.since + on_the_wall, wait.until + on_the_wall)
+            for wait in beat.waits
+        )
+        self.incarnations[process] = beat.incarnation
+        beats = self.beats[process]
+        if beats:
+            self.processes[process]["silence_s"].add(time, time - beats[-1].time)
+            self._effort(time, process, beat, beats[-1])
+        for wait in waits:
+            self._awaited(time, process, wait)
+        beats.append(Looked(time, waits, beat.counters, beat.load))
+        for name, value in beat.gauges.items():
+            self.processes[process][name].add(time, value)
+
+    def _awaited(self, time: float, process: str, wait: Wait) -> None:
+        """How long others stand still for a process; the master always waits for somebody."""
+        seconds = time - wait.since
+        if process != MASTER and seconds >= 0 and "-" in wait.whom:
+            for whom in wait.whom.split(", "):
+                if whom != process and _role(whom) is not None:
+                    self.processes[whom]["awaited_s"].add(time, seconds)
+
+    def _effort(self, time: float, process: str, beat: Beat, before: Looked) -> None:
+        """Busy seconds per unit of progress: what tells a process that has become slow from one that has more to do."""
+        counter = _PROGRESS.get(_role(process))
+        gauges = beat.gauges
+        if counter is None or "idle_s" not in gauges:
+            return
+        totals = {"busy": gauges["alive_s"] - gauges["idle_s"], "done": float(beat.counters.get(counter, 0))}
+        changed = self._changes(("effort", process), time, 0, totals)
+        if changed is not None and "busy" in changed and changed.get("done", 0.0) > 0:
+            self.processes[process]["effort_s"].add(time, changed["busy"] / changed["done"])
+
+    def _process(self, time: float, recorder: str, sample: ProcessSample) -> None:
+        process, values = sample.of, sample.values
+        if recorder in self.host_of and process not in self.host_of:
+            self.host_of[process] = self.host_of[recorder]
+        self.states[process].append((time, sample.state, sample.pid))
+        tracks = self.processes[process]
+        for name in ("rss_bytes", "threads", "descriptors", "device_memory_bytes"):
+            if name in values:
+                tracks[name].add(time, values[name])
+        used = max(values.get("memory_used_bytes", 0.0), values.get("rss_bytes", 0.0))
+        tracks["memory_bytes"].add(time, used)
+        if values.get("memory_limit_bytes"):
+            tracks["memory_share"].add(time, used / values["memory_limit_bytes"])
+        rates = self._changes(("process", process), time, sample.pid, values)
+        if rates is None:
+            return
+        cpu, delay = rates.get("cpu_s", 0.0), rates.get("run_delay_s", 0.0)
+        tracks["cpu"].add(time, cpu)
+        tracks["run_delay"].add(time, delay)
+        if cpu + delay > LEAST_WORK_S:
+            tracks["slowdown"].add(time, (cpu + delay) / max(cpu, 0.01))
+        for name, figure in _PROCESS_RATES.items():
+            if name in rates:
+                tracks[figure].add(time, rates[name])
+        self._written[process] = rates.get("write_bytes", 0.0)
+
+    def _host(self, time: float, recorder: str, sample: HostSample) -> None:
+        host, values = sample.host, sample.values
+        self.host_of[recorder] = host
+        self.observer_of.setdefault(host, recorder)
+        tracks = self.hosts[host]
+        for name in _HOST_LEVELS:
+            if name in values:
+                tracks[name].add(time, values[name])
+        if values.get("disk_total_bytes"):
+            tracks["disk_free"].add(time, values["disk_free_bytes"] / values["disk_total_bytes"])
+        if values.get("memory_total_bytes"):
+            available = values.get("memory_available_bytes", 0.0)
+            tracks["memory_free"].add(time, available / values["memory_total_bytes"])
+        for name, value in values.items():
+            if name.startswith("device_"):
+                tracks[name].add(time, value)
+        rates = self._changes(("host", host), time, 0, values)
+        if rates is None:
+            return
+        count = max(1.0, values.get("cpu_count", 1.0))
+        for name, figure in _HOST_RATES.items():
+            if name in rates:
+                tracks[figure].add(time, rates[name] / (count if name.startswith("cpu_") else 1.0))
+        own = sum(self._written.values())
+        self._written.clear()
+        if "disk_write_bytes" in rates:
+            foreign = max(0.0, rates["disk_write_bytes"] - own) / max(1.0, rates["disk_write_bytes"])
+            tracks["foreign_busy"].add(time, rates.get("disk_busy_s", 0.0) * foreign)
+
+    def _link(self, time: float, sample: LinkSample) -> None:
+        """Who connected from another host is known there only; where it connected to is known here."""
+        peer = sample.peer
+        if peer[0].isdigit() and ":" not in peer:
+            self.listeners[sample.port] = sample.of
+        elif peer[0].isdigit():
+            peer = self.listeners.get(sample.port, peer)
+        key = (sample.of, peer, sample.port)
+        tracks, values = self.links[key], sample.values
+        for name in ("rtt_s", "backoff"):
+            if name in values:
+                tracks[name].add(time, values[name])
+        before = self._totals.get(key)
+        self._totals[key] = (time, 0, values)
+        if before is not None and time > before[0]:
+            for name, figure in _LINK_RATES.items():
+                change = values.get(name, 0.0) - before[2].get(name, 0.0)
+                if change >= 0:
+                    tracks[figure].add(time, change / (time - before[0]))
+
+    def _changes(
+        self, key: object, time: float, identity: int, values: dict[str, float]
+    ) -> dict[str, float] | None:
+        """Change per second since the last sample of the same thing; None for its first, and after a new beginning."""
+        before = self._totals.get(key)
+        self._totals[key] = (time, identity, values)
+        if before is None or before[1] != identity or time <= before[0]:
+            return None
+        seconds = time - before[0]
+        return {
+            name: (value - before[2][name]) / seconds
+            for name, value in values.items()
+            if name in before[2] and value >= before[2][name]
+        }
+
+    # Asking.
+
+    def role_peers(self, process: str) -> list[str]:
+        """Others of the same role."""
+        role = _role(process)
+        return [other for other in self.processes if other != process and _role(other) is role]
+
+    def host(self, process: str) -> str:
+        return self.host_of.get(process, "")
+
+    def age_s(self, process: str, time: float) -> float:
+        """How long it had been running then; a process whose beginning nobody noted is old."""
+        births = [born for born, _ in self.births.get(process, ()) if born <= time]
+        return time - births[-1] if births else float("inf")
+
+    def phase_at(self, time: float) -> Phase | None:
+        index = bisect_right(self.phases, time, key=lambda phase: phase.time)
+        return self.phases[index - 1] if index else None
+
+    def forget_before(self, time: float) -> None:
+        """Keep a bounded past."""
+        every = (*self.processes.values(), *self.hosts.values(), *self.links.values(), *self.spans.values())
+        for tracks in every:
+            for track in tracks.values():
+                track.forget_before(time)
+        for states in self.states.values():
+            del states[: bisect_left(states, time, key=lambda state: state[0])]
+        for beats in self.beats.values():
+            del beats[: bisect_left(beats, time, key=lambda beat: beat.time)]
+        self.faults = [each for each in self.faults if each.time >= time]
+        self.alerts = [each for each in self.alerts if each.time >= time]
+        self.notes = [each for each in self.notes if each.time >= time]
+        self.ends = [each for each in self.ends if each.time >= time]
+        self.steps = [each for each in self.steps if each.time >= time]
+        self.phases = [each for each in self.phases[:-1] if each.time >= time] + self.phases[-1:]
+        for key in [key for key, tracks in self.links.items() if not tracks["rtt_s"].times]:
+            del self.links[key]
+
+    def sort(self) -> None:
+        """What came from several files is in the order of its times again."""
+        self.faults.sort(key=lambda each: each.time)
+        self.alerts.sort(key=lambda each: each.time)
+        self.notes.sort(key=lambda each: each.time)
+        self.ends.sort(key=lambda each: each.time)
+        self.steps.sort(key=lambda each: each.time)
+        self.phases.sort(key=lambda each: each.time)
+
+
+def _role(process: str) -> Role | None:
+    try:
+        return role_of(process)
+    except ValueError:
+        return None
+
+
+_PROGRESS: dict[Role | None, str] = {
+    Role.MODEL: "micro_batches",
+    Role.SERVER: "steps",
+    Role.ROLLOUT: "completions",
+}
+"""What a role's work is counted in."""
+_PROCESS_RATES = {
+    "throttled_s": "throttled",
+    "io_delay_s": "io_delay",
+    "major_faults": "major_faults",
+    "read_bytes": "read",
+    "write_bytes": "written",
+}
+_HOST_LEVELS = ("fsync_s", "fsync_pending_s", "disk_free_bytes", "load_1", "resolve_s")
+_HOST_RATES = {
+    "cpu_busy_s": "busy",
+    "cpu_iowait_s": "iowait",
+    "cpu_steal_s": "steal",
+    "oom_kills": "oom_kills",
+    "disk_busy_s": "disk_busy",
+    "disk_write_bytes": "disk_written",
+    "tcp_retransmits": "tcp_retransmits",
+    "pressure_cpu_s": "pressure_cpu",
+    "pressure_io_s": "pressure_io",
+    "pressure_memory_s": "pressure_memory",
+    "network_in_bytes": "network_in",
+    "network_out_bytes": "network_out",
+}
+_LINK_RATES = {"retransmits": "retransmits", "out_bytes": "out"}

@@ -1,0 +1,425 @@
+"""What is wrong with a process or a host by its own figures: kinds of faults as a table of figures and bounds. Pure.
+
+A figure is wrong when it is far above its own past, above what hurts anybody at all, and, where others have the same
+figure, far above theirs at the same time. When all suffer alike it is the load, and no fault of one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+import msgspec
+
+from kintsugi.diagnosis.baseline import WARM_S, Baselines
+from kintsugi.diagnosis.evidence import MASTER, Bundle, Track
+from kintsugi.diagnosis.findings import Finding, intervals
+from kintsugi.diagnosis.verdict import Evidence, FaultKind
+from kintsugi.types import Role, role_of
+
+GAP_S = 3.2
+"""Wrong moments so close to each other are one trouble; samples come once a second, and may be late."""
+SMOOTH_S = 2.6
+"""Rates are looked at over so long: in one second on a busy host anything happens."""
+
+
+class Level(msgspec.Struct, frozen=True):
+    """A figure that is wrong when it is high."""
+
+    figure: str
+    kind: FaultKind
+    least: float
+    """What hurts nobody, however unusual it is."""
+    factor: float
+    """So many times its own past."""
+    peers: float
+    """So many times what the others have at the same time; 0: they are not asked."""
+    moments: int
+    """Samples in a row that it takes."""
+    strength: float
+    words: str
+    """`{value}`, `{usual}`, `{others}` are filled in."""
+
+
+PROCESS_LEVELS = (
+    Level("throttled", FaultKind.CPU, 0.08, 4.0, 4.0, 2, 0.9,
+          "was kept from the processor by its quota for {value:.0%} of the time, usually {usual:.0%}"),
+    Level("io_delay", FaultKind.DISK_SLOW, 0.4, 5.0, 3.0, 2, 0.6,
+          "waited for the disk for {value:.0%} of the time, usually {usual:.0%}, others {others:.0%}"),
+    Level("awaited_s", FaultKind.SLOW, 0.9, 6.0, 3.0, 2, 0.6,
+          "lets others wait for {value:.1f} s, usually {usual:.2f} s"),
+    Level("memory_share", FaultKind.MEMORY, 0.93, 1.15, 1.1, 1, 0.85,
+          "uses {value:.0%} of its memory limit, usually {usual:.0%}"),
+)  # fmt: skip
+HOST_LEVELS = (
+    Level("fsync_s", FaultKind.DISK_SLOW, 0.25, 8.0, 0.0, 2, 0.75,
+          "a small write takes {value:.2f} s to reach the disk of its host, usually {usual:.3f} s"),
+    Level("foreign_busy", FaultKind.DISK_SLOW, 0.45, 8.0, 0.0, 3, 0.66,
+          "the disk of its host is kept busy {value:.0%} of the time by others than this run, usually {usual:.0%}"),
+    Level("fsync_pending_s", FaultKind.DISK_SLOW, 1.5, 8.0, 0.0, 1, 0.8,
+          "a small write to the disk of its host is under way for {value:.1f} s"),
+    Level("steal", FaultKind.CPU, 0.35, 4.0, 2.0, 3, 0.6,
+          "its host lost {value:.0%} of its processors to others, usually {usual:.0%}"),
+    Level("resolve_s", FaultKind.DNS, 0.7, 8.0, 0.0, 1, 0.85,
+          "resolving the master's name takes {value:.1f} s, usually {usual:.3f} s"),
+)  # fmt: skip
+
+SLOWDOWN_FACTOR = 3.0
+"""So many times more slowed down by waiting for a processor than usual, and than the others at the same time."""
+LEAST_SLOWDOWN = 4.0
+"""A process that gets its turn every fourth time is on a busy host."""
+LEAST_RAN = 0.01
+LEAST_DELAY = 0.3
+"""Seconds per second that it waits for a processor."""
+GROWTH_BYTES = 128e6
+"""More memory than this …"""
+GROWTH_RATE = 8e6
+"""… at this many bytes a second or more …"""
+RISING = 0.98
+"""… without a second in which it did not grow by this factor."""
+FREE_SHARE = 0.004
+FREE_BYTES = 48e6
+"""Of a disk: below both or below a tenth of the second, the next write may fail."""
+HOST_MEMORY_FREE = 0.03
+EFFORT_FACTOR = 5.0
+LEAST_EFFORT_S = 0.004
+STILL, STILL_OF = 4, 6
+"""Looks of so many at which a process stood still."""
+
+
+def deviations(bundle: Bundle, baselines: Baselines, *, since: float, at: float) -> list[Finding]:
+    """Everything whose own figures are wrong in [since, at]."""
+    begin = max(since, baselines.settled)
+    look = _Look(bundle, baselines, begin, at)
+    found: list[Finding] = []
+    for process in list(bundle.processes):
+        found += look.process_levels(process)
+        found += look.starvation(process)
+        found += look.growth(process)
+        found += look.effort(process)
+        found += look.standstills(process)
+    for host in list(bundle.hosts):
+        found += look.host_levels(host)
+        found += look.disk_space(host)
+        found += look.host_memory(host)
+    return found
+
+
+class _Look:
+    def __init__(self, bundle: Bundle, baselines: Baselines, since: float, at: float) -> None:
+        self._bundle, self._baselines, self._since, self._at = bundle, baselines, since, at
+
+    # Processes.
+
+    def process_levels(self, process: str) -> Iterator[Finding]:
+        tracks = self._bundle.processes[process]
+        for level in PROCESS_LEVELS:
+            if level.figure not in tracks:
+                continue
+            others = [
+                self._bundle.processes[other][level.figure]
+                for other in self._bundle.processes
+                if other != process and level.figure in self._bundle.processes[other]
+            ]
+            yield from self._level(level, tracks[level.figure], others, process=process)
+
+    def starvation(self, process: str) -> Iterator[Finding]:
+        """Wants to run and does not: more than usual, and more than the others do at the same time."""
+        tracks = self._bundle.processes[process]
+        if "run_delay" not in tracks:
+            return
+        usual = self._baselines.figure(tracks, "slowdown")
+        bad: list[tuple[float, float]] = []
+        said: dict[float, float] = {}
+        before = usual.middle if usual else 1.0
+        for time in _times(tracks["run_delay"], self._since, self._at):
+            if self._bundle.age_s(process, time) < WARM_S:
+                continue
+            slowdown, delay = _slowdown(tracks["cpu"], tracks["run_delay"], time)
+            if slowdown < max(LEAST_SLOWDOWN, SLOWDOWN_FACTOR * before) or delay < LEAST_DELAY:
+                continue
+            others = self._others_slowdown(process, time)
+            if slowdown >= SLOWDOWN_FACTOR * others:
+                bad.append((time, slowdown))
+                said[time] = others
+        for group in intervals(bad, gap_s=GAP_S):
+            # Of who hardly runs, little is known in a second.
+            hardly_runs = max(_mean(tracks["cpu"], time) for time, _ in group) < 3 * LEAST_RAN
+            if len(group) < (4 if hardly_runs else 2):
+                continue
+            slowdown = max(value for _, value in group)
+            others = said[next(time for time, value in group if value == slowdown)]
+            yield self._finding(
+                process,
+                FaultKind.CPU,
+                group,
+                strength=min(0.85, 0.5 + 0.05 * slowdown / max(others, before)),
+                what=(
+                    f"was given the processor for {1 / slowdown:.0%} of the time in which it wanted it, "
+                    f"usually {1 / before:.0%}, the others {1 / others:.0%}"
+                ),
+                rules_out=("a busy host: the others there get their turn",),
+            )
+
+    def _others_slowdown(self, process: str, time: float) -> float:
+        """Of all others together: who hardly runs hardly counts."""
+        cpu = delay = 0.0
+        for other, tracks in self._bundle.processes.items():
+            if other != process and "run_delay" in tracks:
+                cpu += _mean(tracks["cpu"], time)
+                delay += _mean(tracks["run_delay"], time)
+        return (cpu + delay) / cpu if cpu > 0.05 else 1.0
+
+    def growth(self, process: str) -> Iterator[Finding]:
+        """Memory that grows and grows, to a limit or not: a rise without a pause, far above what it usually has."""
+        tracks = self._bundle.processes[process]
+        track, usual = tracks["memory_bytes"], self._baselines.figure(tracks, "memory_bytes")
+        # A successor may be born larger than its predecessor.
+        born = max(
+            (time for time, _ in self._bundle.births.get(process, ()) if time <= self._at), default=0.0
+        )
+        points = [
+            (time, value)
+            for time, value in zip(track.times, track.values, strict=True)
+            if max(self._since, born + WARM_S) <= time <= self._at
+        ]
+        if len(points) < 3:
+            return
+        last = max(range(len(points)), key=lambda index: points[index][1])
+        first = last
+        while first and points[first - 1][1] < RISING * points[first][1]:
+            first -= 1
+        (began, low), (ended, high) = points[first], points[last]
+        grown, seconds = high - low, ended - began
+        if seconds <= 0 or grown < max(GROWTH_BYTES, 0.5 * (usual.middle if usual else low)):
+            return
+        if grown / seconds >= GROWTH_RATE:
+            yield self._finding(
+                process,
+                FaultKind.MEMORY,
+                points[first + 1 : last + 1],
+                strength=0.78,
+                what=f"grew from {low / 1e6:,.0f} to {high / 1e6:,.0f} MB of memory in {seconds:.0f} s",
+            )
+
+    def effort(self, process: str) -> Iterator[Finding]:
+        """Needs far more time for the same work than before, and than those who do the same work."""
+        tracks = self._bundle.processes[process]
+        usual = self._baselines.figure(tracks, "effort_s")
+        peers = [self._bundle.processes[other] for other in self._bundle.role_peers(process)]
+        if usual is None or not peers:
+            return
+        track, bad = tracks["effort_s"], []
+        theirs = 0.0
+        for time in _times(track, self._since, self._at):
+            value = _median(track, time)
+            theirs = max(
+                (_median(peer["effort_s"], time) for peer in peers if "effort_s" in peer), default=0.0
+            )
+            if (
+                self._bundle.age_s(process, time) > WARM_S
+                and usual.is_far(value, factor=EFFORT_FACTOR, least=LEAST_EFFORT_S)
+                and value > EFFORT_FACTOR / 1.5 * theirs > 0
+            ):
+                bad.append((time, value))
+        for group in intervals(bad, gap_s=GAP_S):
+            if len(group) < 5:
+                continue
+            value = median(value for _, value in group)
+            yield self._finding(
+                process,
+                self._slow_kind(process),
+                group,
+                strength=0.55,
+                what=(
+                    f"needs {value * 1000:.0f} ms for what usually takes it {usual.middle * 1000:.0f} ms, "
+                    f"and its peers {theirs * 1000:.0f} ms"
+                ),
+            )
+
+    def standstills(self, process: str) -> Iterator[Finding]:
+        """Stands still again and again, neither stopped nor waiting for a disk: its device holds it up."""
+        seen = [each for each in self._bundle.states.get(process, ()) if self._since <= each[0] <= self._at]
+        bad: list[tuple[float, float]] = []
+        for index in range(STILL_OF - 1, len(seen)):
+            window = seen[index - STILL_OF + 1 : index + 1]
+            still = [time for time, state, _ in window if state == "D"]
+            if len(still) >= STILL and not self._waits_for_a_disk(process, still):
+                bad += [(time, 1.0) for time in still if not bad or time > bad[-1][0]]
+        for group in intervals(bad, gap_s=GAP_S + 1.0):
+            share = len(group) / max(1.0, group[-1][0] - group[0][0] + 1.0)
+            yield self._finding(
+                process,
+                self._slow_kind(process),
+                group,
+                strength=0.72,
+                what=f"stood still in {share:.0%} of all looks at it, and neither waited for a disk nor for anybody",
+            )
+
+    def _waits_for_a_disk(self, process: str, times: list[float]) -> bool:
+        tracks = self._bundle.processes[process]
+        moved = [near for time in times if (near := tracks["io_delay"].at(time)) is not None]
+        host = self._bundle.hosts[self._bundle.host(process)]
+        busy = [near for time in times if (near := host["disk_busy"].at(time)) is not None]
+        return (bool(moved) and median(moved) > 0.2) or (bool(busy) and median(busy) > 0.3)
+
+    @staticmethod
+    def _slow_kind(process: str) -> FaultKind:
+        """Who computes on a device is slowed down by it, where nothing else is found."""
+        return FaultKind.DEVICE if role_of(process) in (Role.MODEL, Role.SERVER) else FaultKind.SLOW
+
+    # Hosts.
+
+    def host_levels(self, host: str) -> Iterator[Finding]:
+        tracks = self._bundle.hosts[host]
+        for level in HOST_LEVELS:
+            if level.figure not in tracks:
+                continue
+            others = [
+                self._bundle.hosts[other][level.figure]
+                for other in self._bundle.hosts
+                if other != host and level.figure in self._bundle.hosts[other]
+            ]
+            yield from self._level(level, tracks[level.figure], others, process=self._voice(host, level.kind))
+
+    def disk_space(self, host: str) -> Iterator[Finding]:
+        tracks = self._bundle.hosts[host]
+        if "disk_free" not in tracks:
+            return
+        shares, free = tracks["disk_free"], tracks["disk_free_bytes"]
+        usual = median(shares.values) if shares.values else 0.0
+        bad = [
+            (time, value)
+            for time, share, value in zip(shares.times, shares.values, free.values, strict=True)
+            if self._since <= time <= self._at
+            and ((share < FREE_SHARE and value < FREE_BYTES) or value < FREE_BYTES / 10)
+        ]
+        for group in intervals(bad, gap_s=GAP_S):
+            value = min(value for _, value in group)
+            yield self._finding(
+                self._voice(host, FaultKind.DISK_FULL),
+                FaultKind.DISK_FULL,
+                group,
+                strength=0.85,
+                what=f"the disk of its host has {value / 1e6:.1f} MB left (usually {usual:.0%} of it)",
+                is_fact=True,
+            )
+
+    def host_memory(self, host: str) -> Iterator[Finding]:
+        """Nothing left for anybody; whoever grew most is named."""
+        tracks = self._bundle.hosts[host]
+        track = tracks["memory_free"]
+        usual = self._baselines.of(track)
+        bad = [
+            (time, value)
+            for time, value in zip(track.times, track.values, strict=True)
+            if self._since <= time <= self._at and value < HOST_MEMORY_FREE
+        ]
+        if usual is not None and usual.middle < 2 * HOST_MEMORY_FREE:
+            return
+        for group in intervals(bad, gap_s=GAP_S):
+            if len(group) < 2:
+                continue
+            value = min(value for _, value in group)
+            yield self._finding(
+                self._voice(host, FaultKind.MEMORY),
+                FaultKind.MEMORY,
+                group,
+                strength=0.6,
+                what=f"its host has {value:.1%} of its memory left",
+            )
+
+    def _voice(self, host: str, kind: FaultKind) -> str:
+        """The process that stands for a host: whoever suffers most from what is wrong there."""
+        here = [process for process, where in self._bundle.host_of.items() if where == host]
+        figure = {FaultKind.DISK_SLOW: "io_delay", FaultKind.MEMORY: "memory_bytes"}.get(kind)
+        if figure is not None:
+            suffers = [
+                (_recent(self._bundle.processes[process][figure], self._at), process)
+                for process in here
+                if figure in self._bundle.processes[process]
+            ]
+            if suffers and max(suffers)[0] > (0.2 if figure == "io_delay" else 0.0):
+                return max(suffers)[1]
+        if MASTER in here:
+            return MASTER
+        agents = [process for process in here if role_of(process) is Role.AGENT]
+        return next(iter(agents), next(iter(here), self._bundle.observer_of.get(host, MASTER)))
+
+    # Both.
+
+    def _level(self, level: Level, track: Track, others: list[Track], *, process: str) -> Iterator[Finding]:
+        usual = self._baselines.of(track)
+        middle = usual.middle if usual else 0.0
+        bad: list[tuple[float, float]] = []
+        elsewhere = 0.0
+        for time, value in zip(track.times, track.values, strict=True):
+            if not self._since <= time <= self._at or value < max(level.least, level.factor * middle):
+                continue
+            if usual is not None and value - middle < 4 * usual.spread:
+                continue
+            if level.peers and others:
+                theirs = [near for other in others if (near := other.at(time)) is not None]
+                elsewhere = median(theirs) if theirs else 0.0
+                if value < level.peers * elsewhere:
+                    continue
+            bad.append((time, value))
+        for group in intervals(bad, gap_s=GAP_S):
+            if len(group) < level.moments:
+                continue
+            value = max(value for _, value in group)
+            what = level.words.format(value=value, usual=middle, others=elsewhere)
+            kind = self._slow_kind(process) if level.kind is FaultKind.SLOW else level.kind
+            yield self._finding(process, kind, group, strength=level.strength, what=what)
+
+    def _finding(
+        self,
+        process: str,
+        kind: FaultKind,
+        group: list[tuple[float, float]],
+        *,
+        strength: float,
+        what: str,
+        is_fact: bool = False,
+        rules_out: tuple[str, ...] = (),
+    ) -> Finding:
+        first, last = group[0][0], group[-1][0]
+        observer = self._bundle.observer_of.get(self._bundle.host(process), "agent-0")
+        return Finding(
+            process=process,
+            kind=kind,
+            # A rate of this sample is about the time since the one before.
+            onset=first - 1.0,
+            until=last,
+            strength=strength,
+            what=what,
+            evidence=(Evidence(f"figures/{observer}.jsonl", last, f"{process}: {what}"),),
+            is_fact=is_fact,
+            rules_out=rules_out,
+        )
+
+
+def _times(track: Track, since: float, at: float) -> list[float]:
+    return [time for time in track.times if since <= time <= at]
+
+
+def _mean(track: Track, time: float) -> float:
+    values = track.between(time - SMOOTH_S, time + 0.6)
+    return sum(values) / len(values) if values else 0.0
+
+
+def _median(track: Track, time: float) -> float:
+    values = track.between(time - SMOOTH_S, time + 0.6)
+    return median(values) if values else 0.0
+
+
+def _recent(track: Track, at: float) -> float:
+    values = track.between(at - 5.0, at)
+    return max(values) if values else 0.0
+
+
+def _slowdown(cpu: Track, delay: Track, time: float) -> tuple[float, float]:
+    """How many times longer its work takes because it waits for a processor, and seconds of that waiting per second."""
+    ran, waited = _mean(cpu, time), _mean(delay, time)
+    # Processor time is counted in ticks of 10 ms: who had less than one is taken to have had that.
+    return (ran + waited) / max(ran, LEAST_RAN), waited

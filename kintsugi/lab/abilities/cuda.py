@@ -1,0 +1,163 @@
+"""An NVIDIA card that is full, or busy with somebody else's work: by the driver's own library, without torch."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from pathlib import Path
+
+from kintsugi.lab.abilities.fault import TICK_S, Fault, Impossible
+
+MIB = 1 << 20
+LIBRARY = "libcuda.so.1"
+DEFAULT_SHARE = 1.0
+DEFAULT_FACTOR = 4.0
+LEFT_BYTES = 2 * MIB
+"""The driver gives memory out in pieces of this size."""
+SPIN_S = 0.005
+NUM_BLOCKS, NUM_THREADS = 4096, 256
+"""More than any card runs at once, so that whoever else has work on it waits for a turn."""
+
+SPIN = b"""
+.version 6.4
+.target sm_50
+.address_size 64
+.visible .entry spin(.param .u64 nanoseconds)
+{
+    .reg .u64 %now, %end, %length;
+    .reg .pred %over;
+    ld.param.u64 %length, [nanoseconds];
+    mov.u64 %now, %globaltimer;
+    add.u64 %end, %now, %length;
+again:
+    mov.u64 %now, %globaltimer;
+    setp.lt.u64 %over, %now, %end;
+    @%over bra again;
+    ret;
+}
+\0"""
+"""Every thread looks at the clock until its time is over."""
+
+
+class Driver:
+    """The few calls that are needed, on one card."""
+
+    def __init__(self, device: int) -> None:
+        self._library = ctypes.CDLL(LIBRARY)
+        self._call("cuInit", 0)
+        number, self._context = ctypes.c_int(), ctypes.c_void_p()
+        self._call("cuDeviceGet", ctypes.byref(number), device)
+        self._call("cuCtxCreate_v2", ctypes.byref(self._context), 0, number)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code != 0:
+            words = ctypes.c_char_p()
+            self._library.cuGetErrorString(code, ctypes.byref(words))
+            raise OSError(f"{name}: {(words.value or b'unknown error').decode()}")
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value, total.value
+
+    def allocate(self, size: int) -> int:
+        address = ctypes.c_uint64()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+        return address.value
+
+    def load_spin(self) -> None:
+        module, self._spin = ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuModuleLoadData", ctypes.byref(module), SPIN)
+        self._call("cuModuleGetFunction", ctypes.byref(self._spin), module, b"spin")
+
+    def spin(self, seconds: float) -> None:
+        """Keep every unit of the card busy for so long, and wait for that."""
+        length = ctypes.c_uint64(int(seconds * 1e9))
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(length))
+        blocks = (ctypes.c_uint(each) for each in (NUM_BLOCKS, 1, 1, NUM_THREADS, 1, 1, 0))
+        self._call("cuLaunchKernel", self._spin, *blocks, None, arguments, None)
+        self._call("cuCtxSynchronize")
+
+    def close(self) -> None:
+        """What was allocated goes with the context."""
+        self._call("cuCtxDestroy_v2", self._context)
+
+
+class _CudaFault(Fault):
+    """On the card of the target: `amount` `device`, the first one if it says nothing."""
+
+    @classmethod
+    def missing(cls) -> str | None:
+        try:
+            ctypes.CDLL(LIBRARY)
+        except OSError:
+            return f"no NVIDIA driver here ({LIBRARY})"
+        return None if Path("/dev/nvidiactl").exists() else "no NVIDIA card here (/dev/nvidiactl)"
+
+    @classmethod
+    def unsuited(cls, pid: int) -> str | None:
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(entry.path).startswith("/dev/nvidia"):
+                        return None
+        return f"process {pid} uses no NVIDIA card"
+
+    def prepare(self) -> None:
+        try:
+            self._driver = Driver(int(self.amount("device", 0)))
+        except OSError as error:
+            raise Impossible(f"the card can not be used: {error}") from error
+
+    def end(self) -> None:
+        super().end()
+        if hasattr(self, "_driver"):
+            self._driver.close()
+
+
+class FullCard(_CudaFault):
+    """A neighbour that takes all memory of the card, and what is given back too."""
+
+    name = "a neighbour that takes the card's memory (CUDA)"
+
+    def begin(self) -> None:
+        self._taken = 0
+        self.tick(0.0 if self.injection.ramp_s else 1.0)
+
+    def tick(self, strength: float) -> float:
+        free, total = self._driver.memory()
+        keep = max(LEFT_BYTES, round(total * (1 - strength * self.amount("share", DEFAULT_SHARE))))
+        chunk = (free - keep) // LEFT_BYTES * LEFT_BYTES
+        while chunk >= LEFT_BYTES:
+            try:
+                self._driver.allocate(chunk)
+                self._taken += chunk
+                break
+            except OSError:  # Not in one piece.
+                chunk = chunk // 2 // LEFT_BYTES * LEFT_BYTES
+        self.measured["taken_bytes"] = float(self._taken)
+        return TICK_S / 5
+
+
+class BusyCard(_CudaFault):
+    """A neighbour whose work takes turns with the target's for so much of the time as the factor asks."""
+
+    name = "a neighbour that keeps the card busy (CUDA)"
+
+    def prepare(self) -> None:
+        super().prepare()
+        self._driver.load_spin()
+
+    def begin(self) -> None:
+        self.measured["spun_s"] = 0.0
+
+    def tick(self, strength: float) -> float:
+        factor = 1 + strength * (max(1.0, self.amount("factor", DEFAULT_FACTOR)) - 1)
+        spin_s = SPIN_S * (factor - 1)
+        if spin_s > 0:
+            self._driver.spin(spin_s)
+            self.measured["spun_s"] += spin_s
+        return 0.0 if spin_s > 0 else TICK_S

@@ -1,0 +1,112 @@
+"""What every mechanism is: a fault that is prepared, begins, grows to its strength, and is undone.
+
+A mechanism lives in a process of its own (`lab/culprit.py`), which calls it in this order:
+
+    prepare ─► begin ─► tick … tick ─► end
+
+`tick` is called with the strength that the ramp has reached (0 to 1), again after as many seconds as it says, and when
+one of its descriptors is readable.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+from typing import ClassVar
+
+import msgspec
+
+from kintsugi.errors import WorldError
+from kintsugi.lab.injection import Injection
+from kintsugi.lab.undo import Entry, Undo, UndoJournal, Who
+
+TICK_S = 0.05
+EXTRA_LEASE_S = 2.0
+"""Of an undo entry beyond the fault's own end: whoever made the change comes first."""
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """In a child before it executes its program: the kernel ends it with the one who started it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+class Impossible(WorldError):
+    """This target can not be hit in this way; the message says why, and what would work."""
+
+
+class Scene(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a mechanism is told."""
+
+    injection: Injection
+    mechanism: str
+    target: Who
+    peers: tuple[Who, ...] = ()
+    """The other end of the link; empty: every one."""
+    run_dir: str
+    disk: str | None = None
+    """Where the disk of the laboratory's own is mounted that the run is on; None: it is on somebody else's."""
+    named: bool = False
+    """Hosts know each other by name, and ask a name server."""
+    journal: str
+    seed: int = 0
+
+
+class Fault:
+    """One mechanism of one ability, and one use of it."""
+
+    name: ClassVar[str]
+    """For people, and for `Injection.mechanism`: `cpu quota of a control group`."""
+    stands_for: ClassVar[str] = ""
+    """What it is not but acts like; empty: it is the thing itself."""
+    lasts: ClassVar[bool] = True
+    """False: it is over when it has begun, and there is nothing to undo."""
+
+    def __init__(self, scene: Scene, journal: UndoJournal) -> None:
+        self.scene = scene
+        self.injection = scene.injection
+        self.pid = scene.target.pid
+        self._journal = journal
+        self._entries: list[Entry] = []
+        self.measured: dict[str, float] = {}
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """What keeps this machine, or this user, from it; None when nothing does."""
+        return None
+
+    @classmethod
+    def unsuited(cls, pid: int) -> str | None:
+        """What keeps it from hitting this process; None when nothing does."""
+        return None
+
+    def amount(self, name: str, default: float) -> float:
+        return self.injection.amount.get(name, default)
+
+    def before(self, undo: Undo) -> None:
+        """To be called before a change is made."""
+        lease_s = self.injection.duration_s + EXTRA_LEASE_S
+        self._entries.append(self._journal.before(undo, lease_s=lease_s))
+
+    def prepare(self) -> None:
+        """Whatever takes time and hurts nobody."""
+
+    def begin(self) -> None:
+        raise NotImplementedError
+
+    def tick(self, strength: float) -> float:
+        """Have this strength now; gives the seconds until it wants to be called again."""
+        return TICK_S
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """That make `tick` due when they are readable."""
+        return ()
+
+    def end(self) -> None:
+        """Undo everything, the last change first."""
+        while self._entries:
+            self._journal.undo(self._entries[-1])
+            self._entries.pop()

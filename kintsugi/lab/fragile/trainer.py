@@ -1,0 +1,120 @@
+"""What a rank of this system computes: the same calls on the same state as a rank of ours, without its recovery."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save as serialize
+from torch import Tensor
+
+from kintsugi.config import Config
+from kintsugi.errors import ModelError, StorageError
+from kintsugi.messages import CallDone, RunCall
+from kintsugi.model import huggingface
+from kintsugi.model.plan import plan_companions, plan_model
+from kintsugi.stages import stages
+from kintsugi.training.batch import Sample, sample_of
+from kintsugi.training.group import ProcessGroup, StoreServer, join_group
+from kintsugi.training.interfaces import ModelCalls
+from kintsugi.training.origins import load_model
+from kintsugi.training.state import TrainingState
+from kintsugi.types import Trajectory
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+CPU = torch.device("cpu")
+_M_MMAP_THRESHOLD = -3
+_LARGE_BYTES = 64 << 10
+
+
+def give_memory_back() -> None:
+    """Let what a batch has used go back to the system after it, as these systems do with the memory of a device.
+
+    The next batch has to be given it again.
+    """
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+
+
+class Trainer:
+    """One rank's model and optimizer, and its place among the ranks."""
+
+    def __init__(self, config: Config, *, process: str, host: str) -> None:
+        torch.set_num_threads(1)
+        self._config, self._process = config, process
+        _, self._tokenizer = plan_model(config)
+        self._stages = {stage.name: stage for stage in stages(config)}
+        self._state = TrainingState(
+            load_model(config, device=CPU),
+            companions=plan_companions(config),
+            compute_dtype=getattr(torch, config.actor.dtype),
+            process=process,
+        )
+        self._calls = ModelCalls(self._state, deterministic=config.deterministic)
+        self._store = StoreServer(host)
+        self._group: ProcessGroup | None = None
+        self._trajectories: dict[str, Trajectory] = {}
+
+    @property
+    def store(self) -> str:
+        """Where the ranks meet, if this one is the first."""
+        return self._store.address
+
+    def join(self, ranks: Sequence[str], *, store: str, timeout_s: float) -> None:
+        self._group = join_group(
+            generation=1,
+            ranks=ranks,
+            me=self._process,
+            store_address=store,
+            device=CPU,
+            timeout_s=timeout_s,
+        )
+
+    def start_stage(self, name: str, *, step: int) -> None:
+        self._state.start_stage(self._stages[name], step=step)
+
+    def run(self, call: RunCall, trajectories: Mapping[str, Trajectory]) -> CallDone:
+        """Carry a call out on this rank's part of the batch; later calls of a step need no samples again."""
+        assert self._group is not None, "the ranks have met"
+        self._trajectories.update(trajectories)
+        shards: dict[int, list[Sample]] = {
+            shard.index: [sample_of(item, self._trajectories[item.key]) for item in shard.items]
+            for shard in call.shards
+        }
+        result = self._calls.run(call, shards, group=self._group)
+        return CallDone(call.step, self._state.prepared_digest, result.metrics, result.timing, result.outputs)
+
+    def commit(self, step: int) -> None:
+        self._state.commit(step)
+        self._calls.forget()
+        self._trajectories.clear()
+
+    def weights(self) -> dict[str, Tensor]:
+        return self._state.weights()
+
+    def files(self) -> Iterator[tuple[str, bytes]]:
+        """A checkpoint: the optimizer's moments, and a model folder."""
+        moments = {
+            name: tensor.clone()
+            for name, tensor in self._state.tensors().items()
+            if name.startswith("moment")
+        }
+        yield OPTIMIZER_FILE, serialize(moments)
+        origin = self._config.model.path
+        yield from huggingface.files(
+            self.weights(),
+            config=self._state.model.config,
+            tokenizer_folder=Path(origin) if origin is not None else None,
+        )
+        if origin is None:
+            yield from self._tokenizer.files().items()
+
+
+def read_weights(folder: Path, *, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights of a checkpoint; StorageError when it is not one."""
+    try:
+        model = huggingface.load(folder, dtype=dtype)
+    except (ModelError, OSError) as error:
+        raise StorageError(f"Checkpoint corrupted: {error}") from error
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -1,0 +1,183 @@
+"""The workers as the controller knows them: names, addresses, and the calls that go to several of them at once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+
+from kintsugi.lab.fragile import orders
+from kintsugi.lab.fragile.places import Address, find
+from kintsugi.lab.fragile.process import Process
+from kintsugi.lab.fragile.rpc import CallFailed, WorkerGone, ask, begin, call, wait_future_ordered
+from kintsugi.lab.fragile.scale import NOTIFY_S, REQUEST_S, STOP_JOB_S
+from kintsugi.lab.fragile.scheduler import SCHEDULER
+from kintsugi.messages import CallDone, RunCall
+from kintsugi.runtime import SYSTEM_CLOCK
+from kintsugi.types import Role, Trajectory, process_id
+
+log = logging.getLogger("workers")
+
+T = TypeVar("T")
+_START_S = 120.0
+"""Not scaled: a start takes what it takes."""
+
+
+class Workers:
+    """Calls are made in threads; whoever waits for several waits in the order of their names."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        config = process.config
+        self._names = {
+            Role.MODEL: [process_id(Role.MODEL, index) for index in range(config.actor.workers)],
+            Role.ROLLOUT: [process_id(Role.ROLLOUT, index) for index in range(config.rollout.workers)],
+        }
+        self._scheduler = find(process.run_dir, SCHEDULER, timeout_s=_START_S)
+        self._addresses: dict[str, Address] = {}
+        self._jobs: list[str] = []
+        self._request_s = process.scale.of(REQUEST_S)
+
+    def names(self, role: Role) -> list[str]:
+        return self._names[role]
+
+    def start(self) -> None:
+        """Have both jobs started, and let the ranks meet."""
+        for name, role in (("train_worker", Role.MODEL), ("rollout_worker", Role.ROLLOUT)):
+            order = orders.StartJob(name, tuple(self._names[role]))
+            job = ask(self._scheduler, "/start", order, whom=SCHEDULER, kind=orders.Job, timeout_s=_START_S)
+            log.info("Started job %s", job.uid)
+            self._jobs.append(job.uid)
+        for names in self._names.values():
+            for name in names:
+                self._addresses[name] = find(self._process.run_dir, name, timeout_s=_START_S)
+        first = self._names[Role.MODEL][0]
+        meeting = ask(
+            self._addresses[first],
+            "/meeting",
+            orders.Nothing(),
+            whom=first,
+            kind=orders.Meeting,
+            timeout_s=_START_S,
+        )
+        self.each(Role.MODEL, "/join", meeting)
+
+    def each(self, role: Role, path: str, body: msgspec.Struct) -> None:
+        """Send the same to all workers of a role."""
+        names = self._names[role]
+        self.wait_ordered([self._begin(name, path, body) for name in names], whom=", ".join(names), what=path)
+
+    def first(self, path: str, body: msgspec.Struct) -> None:
+        """Send something to the first train worker, who is responsible for checkpoints."""
+        name = self._names[Role.MODEL][0]
+        self.wait_ordered([self._begin(name, path, body)], whom=name, what=path)
+
+    def update_weights(self, update: orders.UpdateWeights, upload: orders.UploadWeights) -> None:
+        """Both sides of it at the same time."""
+        receiving = self._begin_update(update)
+        sending = [self._begin(name, "/upload_weights", upload) for name in self._names[Role.MODEL]]
+        self.wait_ordered(receiving + sending, whom="all workers", what="weights")
+
+    def update_by_checkpoint(self, update: orders.UpdateWeights, upload: orders.UploadWeights) -> None:
+        """One side after the other."""
+        self.first("/upload_weights", upload)
+        self.wait_ordered(self._begin_update(update), whom="rollout workers", what="weights")
+
+    def _begin_update(self, update: orders.UpdateWeights) -> list[Future[bytes]]:
+        """Those that are gone need no weights."""
+
+        def one(name: str) -> bytes:
+            try:
+                return call(
+                    self._addresses[name], "/update_weights", update, whom=name, timeout_s=self._request_s
+                )
+            except WorkerGone as error:
+                log.warning("%s takes no weights: %s", name, error)
+                return b""
+
+        return [begin(partial(one, name), name=f"{name}/update") for name in self._names[Role.ROLLOUT]]
+
+    def roll_out(self, prompts: Sequence[orders.Prompt], *, step: int) -> dict[str, Future[orders.RolledOut]]:
+        """Deal the prompts out."""
+        names = self._names[Role.ROLLOUT]
+        return {
+            name: self._begin_ask(
+                name,
+                "/rollout",
+                orders.Rollout(step, tuple(prompts[number :: len(names)])),
+                kind=orders.RolledOut,
+            )
+            for number, name in enumerate(names)
+        }
+
+    def train(
+        self, calls: Mapping[str, RunCall], trajectories: Mapping[str, Trajectory]
+    ) -> dict[str, CallDone]:
+        """Each rank's part of a call, with the samples of it."""
+        pending = [
+            self._begin_ask(
+                name,
+                "/train_batch",
+                orders.TrainBatch(
+                    each,
+                    {item.key: trajectories[item.key] for shard in each.shards for item in shard.items},
+                ),
+                kind=CallDone,
+            )
+            for name, each in calls.items()
+        ]
+        answers = self.wait_ordered(pending, whom=", ".join(calls), what="/train_batch")
+        return dict(zip(calls, answers, strict=True))
+
+    def notify(self, event: orders.NotifyEvent) -> dict[str, CallFailed]:
+        """Tell the rollout workers that share a device; gives those who could not be told."""
+        timeout_s = self._process.scale.of(NOTIFY_S)
+        pending = {
+            name: self._begin(name, "/notify_event", event, timeout_s=timeout_s)
+            for name in self._names[Role.ROLLOUT][: self._process.num_shared]
+        }
+        failures = {}
+        for name, future in pending.items():
+            try:
+                self.wait_ordered([future], whom=name, what="/notify_event")
+            except CallFailed as error:
+                failures[name] = error
+        return failures
+
+    def clean_up(self) -> None:
+        """Stop the jobs. What goes wrong is said and passed over: there is nobody left to tell."""
+        for uid in self._jobs:
+            log.info("Stopping job with UID: %s", uid)
+            try:
+                self._stop(orders.Job(uid))
+            except CallFailed as error:
+                log.error("Error stopping job %s: failed to stop job: timeout (%s)", uid, error)
+        log.info("scheduler cleanup_jobs finished")
+
+    def _stop(self, job: orders.Job) -> None:
+        """See that it is there, cancel it, see that it is gone; all of it in half a minute."""
+        deadline = SYSTEM_CLOCK.monotonic() + self._process.scale.of(STOP_JOB_S)
+        for path in ("/status", "/cancel", "/status"):
+            remaining_s = deadline - SYSTEM_CLOCK.monotonic()
+            call(self._scheduler, path, job, whom=SCHEDULER, timeout_s=remaining_s)
+
+    def wait_ordered(self, pending: Sequence[Future[T]], *, whom: str, what: str) -> list[T]:
+        return wait_future_ordered(pending, whom=whom, what=what, timeout_s=2 * self._request_s)
+
+    def _begin(
+        self, name: str, path: str, body: msgspec.Struct, *, timeout_s: float | None = None
+    ) -> Future[bytes]:
+        """A call whose answer says nothing."""
+        address = self._addresses[name]
+        limit_s = self._request_s if timeout_s is None else timeout_s
+        return begin(lambda: call(address, path, body, whom=name, timeout_s=limit_s), name=f"{name}{path}")
+
+    def _begin_ask(self, name: str, path: str, body: msgspec.Struct, *, kind: type[T]) -> Future[T]:
+        address, limit_s = self._addresses[name], self._request_s
+        return begin(
+            lambda: ask(address, path, body, whom=name, kind=kind, timeout_s=limit_s), name=f"{name}{path}"
+        )

@@ -1,0 +1,284 @@
+"""The experiments as a kit for people: of every run the master's log and nothing else, with a sheet to fill in.
+
+Who is timed on it gets `kit/`. The answers lie beside it in a file that they do not get; the kit carries that file's
+checksum, so that afterwards nobody can have changed them. Filled sheets are put into `sheets/`, one file per person,
+and `kintsugi lab report` scores them.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import msgspec
+
+from kintsugi.diagnosis.verdict import FaultKind
+from kintsugi.errors import StorageError, UserError
+from kintsugi.lab.baselines import MASTER, stamp_of
+from kintsugi.lab.experiments import Profile
+from kintsugi.lab.injection import Ability
+from kintsugi.lab.records import RunRecord, read_runs
+from kintsugi.lab.scoring import culprit, is_right
+from kintsugi.observe.events import (
+    Alert,
+    FaultSeen,
+    Note,
+    ProcessBegan,
+    ProcessEnded,
+    Record,
+    Span,
+    Transition,
+    read_events,
+)
+
+KIT_FOLDER = "kit"
+SHEETS_FOLDER = "sheets"
+ANSWERS_FILE = "kit_answers.json"
+SHEET_FILE = "sheet.csv"
+LOG_FILE = "master.log"
+QUESTIONS_FILE = "README.md"
+RUN_FOLDER = "run"
+COLUMNS = ("folder", "began", "sure", "process", "kind")
+OF_THE_DIAGNOSIS = re.compile(r"\bdiagnos|\bwatcher-\d", re.IGNORECASE)
+"""The master is told what the diagnosis says; that is the answer, and no part of the question."""
+
+QUESTIONS = """# Who broke it?
+
+Each folder holds `master.log`: all that the controller of one run wrote. Something was done to one process of that run
+(`model-N`: train workers, `rollout-N` and `server-N`: rollout, `agent-N`: a host, `master-0`: the controller). Say
+which process, and what was done to it. Please
+
+1. take the folders in their order and open nothing but the log;
+2. write into `sheet.csv` when you opened it (`began`) and when you were sure (`sure`), as hh:mm:ss;
+3. write the process (`model-1`) and one word of the list below; leave both empty if you can not tell;
+4. do not go back to a folder, and do not speak about it with others who still have to do it.
+
+Give the filled sheet back under a name of your own (`anna.csv`).
+
+| word | meaning |
+|---|---|
+{kinds}
+
+The answers were fixed before: SHA-256 of their file `{answers}` is `{seal}`.
+"""
+
+MEANINGS: dict[FaultKind, str] = {
+    FaultKind.KILLED: "it was killed",
+    FaultKind.CRASHED: "it ended by an error of its own",
+    FaultKind.STOPPED: "it exists and is not run",
+    FaultKind.CPU: "it was not given the processor",
+    FaultKind.MEMORY: "its host's memory ran out",
+    FaultKind.DEVICE_MEMORY: "its accelerator's memory ran out",
+    FaultKind.DEVICE: "its accelerator was slow or broken",
+    FaultKind.DISK_FULL: "the disk was full",
+    FaultKind.DISK_SLOW: "the disk was slow",
+    FaultKind.DISK_ERROR: "the disk returned errors",
+    FaultKind.NETWORK_DELAY: "its network was slow",
+    FaultKind.NETWORK_LOSS: "its network lost packets",
+    FaultKind.NETWORK_CUT: "its network was cut",
+    FaultKind.DNS: "names could not be resolved",
+    FaultKind.CORRUPTION: "its bytes were changed",
+    FaultKind.NUMERIC: "it computed something wrong",
+    FaultKind.HANDOVER: "a notification about a shared device did not arrive",
+}
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What was really done in one folder of the kit."""
+
+    folder: str
+    scenario: str
+    profile: str
+    target: str
+    kinds: tuple[str, ...]
+    """The abilities that were used on it; any of them is right."""
+
+
+class Answers(msgspec.Struct, frozen=True):
+    nonce: str
+    """Without it, who tries all answers could find those that have the checksum."""
+    answers: tuple[Answer, ...]
+
+
+def write_kit(folder: Path) -> Path:
+    """From the folder of a `kintsugi lab run`; the order of the runs says nothing about them."""
+    records = [record for record in read_runs(folder).runs if record.injected and not record.problem]
+    if not records:
+        raise UserError(f"{folder}: no experiment in it has a fault that struck; there is nothing to ask")
+    for record in records:
+        if not _run_dir(record).is_dir():
+            raise UserError(
+                f"{record.scenario} ({record.profile}): its run folder {_run_dir(record)} is gone"
+            )
+    kit = folder / KIT_FOLDER
+    if kit.exists():
+        raise UserError(f"{kit} is there already; remove it to make another")
+    secrets.SystemRandom().shuffle(records)
+    names = [f"{number:02d}" for number in range(1, len(records) + 1)]
+    sealed = Answers(secrets.token_hex(16), tuple(map(_answer, names, records)))
+    content = msgspec.json.format(msgspec.json.encode(sealed), indent=2) + b"\n"
+    try:
+        (folder / ANSWERS_FILE).write_bytes(content)
+        for name, record in zip(names, records, strict=True):
+            (kit / name).mkdir(parents=True)
+            (kit / name / LOG_FILE).write_text(_log_of(record), encoding="utf-8")
+        _write_sheet(kit / SHEET_FILE, names)
+        (kit / QUESTIONS_FILE).write_text(_questions(content), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"could not write the kit into {folder}: {error.strerror or error}") from error
+    return kit
+
+
+def _run_dir(record: RunRecord) -> Path:
+    return Path(record.folder) / RUN_FOLDER
+
+
+def _answer(name: str, record: RunRecord) -> Answer:
+    """What was done to who was hit first; what is done elsewhere later only hides it."""
+    target = record.injected[0].target
+    kinds = tuple(fault.kind for fault in record.injected if fault.target == target)
+    return Answer(folder=name, scenario=record.scenario, profile=record.profile, target=target, kinds=kinds)
+
+
+def _log_of(record: RunRecord) -> str:
+    """Folders are named for the experiment, which would say too much."""
+    lines = master_log(_run_dir(record), has_events=record.profile != Profile.FRAGILE.value)
+    return "\n".join([*lines, ""]).replace(record.folder, "/run")
+
+
+def _write_sheet(path: Path, names: Sequence[str]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        writer.writerows([name, *[""] * (len(COLUMNS) - 1)] for name in names)
+
+
+def _questions(answers: bytes) -> str:
+    kinds = "\n".join(f"| `{kind}` | {meaning} |" for kind, meaning in MEANINGS.items())
+    return QUESTIONS.format(kinds=kinds, answers=ANSWERS_FILE, seal=hashlib.sha256(answers).hexdigest())
+
+
+# The master's log.
+
+
+def master_log(run_dir: Path, *, has_events: bool = True) -> list[str]:
+    """What the master wrote, in the order of time: its events, a line each, and its log."""
+    records = read_events(run_dir, process=MASTER) if has_events else []
+    told = [(record.stamp.time, line) for record in records if (line := _line(record)) is not None]
+    lines = [(t, f"{_clock(t)} {line}") for t, line in told]
+    lines += _log_lines(run_dir / "logs" / f"{MASTER}.log")
+    ordered = sorted(lines, key=lambda each: each[0])
+    return [line for _, line in ordered if not OF_THE_DIAGNOSIS.search(line)]
+
+
+def _clock(t: float) -> str:
+    return datetime.fromtimestamp(t, tz=UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+
+
+def _log_lines(path: Path) -> Iterator[tuple[float, str]]:
+    """A line without a time of its own belongs to the one before it."""
+    if not path.is_file():
+        return
+    t = 0.0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        t = stamp_of(line) or t
+        yield t, line
+
+
+def _line(record: Record) -> str | None:
+    match record.event:
+        case ProcessBegan(pid=pid):
+            return f"INFO began as process {pid}"
+        case ProcessEnded(code=code, reason=reason):
+            return f"INFO ended with {code}: {reason}"
+        case Transition(machine=machine, key=key, before=before, after=after, reason=reason):
+            return f"INFO {machine} {key}: {before} -> {after}: {reason}"
+        case FaultSeen(fault=fault):
+            return f"ERROR {fault.kind}: {fault.process}: {fault.message}"
+        case Alert(message=message):
+            return f"WARNING {message}"
+        case Note(message=message):
+            return f"INFO {message}"
+        case Span(name="step", duration_s=duration_s, attributes=attributes):
+            return f"INFO step {attributes.get('step')} took {duration_s:.3f} s"
+        case _:
+            return None
+
+
+# What people answered.
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """One person's answer to one folder."""
+
+    person: str
+    scenario: str
+    profile: str
+    seconds: float | None
+    """None where a time is missing or can not be read."""
+    said: bool
+    correct: bool
+
+
+def attempts_in(folder: Path) -> list[Attempt]:
+    """Of every filled sheet; empty where nobody was timed."""
+    sheets = sorted((folder / SHEETS_FOLDER).glob("*.csv"))
+    if not sheets:
+        return []
+    path = folder / ANSWERS_FILE
+    try:
+        sealed = msgspec.json.decode(path.read_bytes(), type=Answers)
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder / SHEETS_FOLDER}: there are sheets and no answers: expected {path}"
+        ) from None
+    except msgspec.DecodeError as error:
+        raise StorageError(f"{path}: not what `kintsugi lab kit` writes: {error}") from error
+    answers = {answer.folder: answer for answer in sealed.answers}
+    return [attempt for sheet in sheets for attempt in _attempts(sheet, answers)]
+
+
+def _attempts(sheet: Path, answers: dict[str, Answer]) -> Iterator[Attempt]:
+    with sheet.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        if missing := sorted(set(COLUMNS) - set(reader.fieldnames or ())):
+            raise UserError(
+                f"{sheet}: expected the columns {', '.join(COLUMNS)}; missing: {', '.join(missing)}"
+            )
+        for row in reader:
+            name = (row["folder"] or "").strip()
+            # Programs for tables take leading zeros away.
+            answer = answers.get(name.zfill(2))
+            if answer is None:
+                raise UserError(f"{sheet}: the kit has no folder {name!r}")
+            process, kind = ((row[column] or "").strip() for column in ("process", "kind"))
+            if not any((process, kind, (row["began"] or "").strip())):
+                continue
+            truths = [
+                culprit(Ability(each), target=answer.target, start=0.0, host_of={}) for each in answer.kinds
+            ]
+            yield Attempt(
+                person=sheet.stem,
+                scenario=answer.scenario,
+                profile=answer.profile,
+                seconds=_between(row["began"] or "", row["sure"] or ""),
+                said=bool(process or kind),
+                correct=is_right(process, kind, truths),
+            )
+
+
+def _between(began: str, sure: str) -> float | None:
+    """
+    >>> _between("23:59:50", "00:00:20")
+    30.0
+    """
+    try:
+        first, second = (datetime.strptime(text.strip(), "%H:%M:%S") for text in (began, sure))
+    except ValueError:
+        return None
+    return ((second - first) % timedelta(days=1)).total_seconds()

@@ -1,0 +1,151 @@
+"""Where a run that will be broken lives: on hosts of their own, with its folder on a disk of its own.
+
+    with Place(folder, num_hosts=2, disk_bytes=256 << 20) as place:
+        run = MarkedRun(config, run_dir=place.run_dir("ours"), place=place)
+        injector = Injector(run, folder / "lab")
+        …
+        place.keep(run.run_dir, folder / "ours")
+
+A disk of its own can be filled, slowed down and broken without anybody else noticing. It is a file with ext4 on it
+where the machine can mount one, else memory with a size.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from kintsugi.cluster.hosts import HostPlace
+from kintsugi.errors import UserError
+from kintsugi.lab import tools
+from kintsugi.lab.hosts import PLACE_JOURNAL, Hosts
+from kintsugi.lab.reaper import Guard
+from kintsugi.lab.tools import ToolFailed
+from kintsugi.lab.undo import Remove, Undo, Unmount
+from kintsugi.runtime import wait
+
+LEASE_S = 24 * 3600.0
+"""Of a disk: that of the laboratory's own life is what ends it."""
+SMALLEST_BYTES = 16 << 20
+KEEP_TIMEOUT_S = 60.0
+
+
+class Disk(msgspec.Struct, frozen=True):
+    """A disk of the laboratory's own."""
+
+    path: Path
+    """Where it is mounted."""
+    kind: str
+    """`ext4 in a file, by a loop device`, `memory with a size`."""
+    device: str
+    """`7:0`: its number, as the kernel's control groups call it."""
+
+
+class Place:
+    """Hosts and a disk, of which nothing is left when it is closed, or when whoever made it is killed."""
+
+    def __init__(
+        self, folder: Path, *, num_hosts: int = 0, named: bool = False, disk_bytes: int | None = None
+    ) -> None:
+        """Without hosts, the run is on this machine as it is; without a disk, in `folder`."""
+        self.folder = folder
+        self.named = named and num_hosts > 0
+        folder.mkdir(parents=True, exist_ok=True)
+        self._guard = Guard(folder / PLACE_JOURNAL) if disk_bytes is not None else None
+        self.disk: Disk | None = None
+        self._hosts: Hosts | None = None
+        try:
+            # The disk comes first: hosts have the mounts that were there when they were made.
+            if disk_bytes is not None:
+                self.disk = self._make_disk(disk_bytes)
+            if num_hosts:
+                disk = self.disk.path if self.disk is not None else None
+                self._hosts = Hosts(num_hosts, folder=folder / "etc", named=named, disk=disk)
+        except BaseException:
+            self.close()
+            raise
+        (folder / "hosts.json").write_bytes(msgspec.json.encode(self.hosts))
+
+    @property
+    def hosts(self) -> tuple[HostPlace, ...]:
+        return self._hosts.places if self._hosts is not None else ()
+
+    @property
+    def hosts_file(self) -> Path:
+        """What the launcher is handed."""
+        return self.folder / "hosts.json"
+
+    def host_of(self, network: int) -> str | None:
+        """The host whose network namespace has this number."""
+        return self._hosts.host_of(network) if self._hosts is not None else None
+
+    def run_dir(self, name: str = "run") -> Path:
+        """Where a run's folder goes so that it is on this place's disk."""
+        return (self.disk.path if self.disk is not None else self.folder) / name
+
+    def keep(self, run_dir: Path, to: Path) -> None:
+        """Take a run's folder from a disk that is going to disappear."""
+
+        def attempt(remaining_s: float) -> bool | None:
+            shutil.copytree(run_dir, to, dirs_exist_ok=True, symlinks=True)
+            return True
+
+        wait(attempt, whom="disk", what="a copy of the run", timeout_s=KEEP_TIMEOUT_S)
+
+    def _make_disk(self, size: int) -> Disk:
+        if size < SMALLEST_BYTES:
+            raise UserError(f"expected a disk of at least {SMALLEST_BYTES >> 20} MiB, got {size} bytes")
+        if os.geteuid() != 0:
+            raise UserError("a disk of its own can not be mounted here: expected root")
+        mount_point, image = self.folder / "disk", self.folder / "disk.img"
+        mount_point.mkdir(exist_ok=True)
+        try:
+            self._mount_file(image, mount_point, size=size)
+            kind = "ext4 in a file, by a loop device"
+        except ToolFailed:
+            image.unlink(missing_ok=True)
+            self._before(Unmount(str(mount_point)))
+            tools.call("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(mount_point))
+            kind = "memory with a size"
+        number = os.stat(mount_point).st_dev
+        return Disk(mount_point, kind, f"{os.major(number)}:{os.minor(number)}")
+
+    def _mount_file(self, image: Path, mount_point: Path, *, size: int) -> None:
+        self._before(Remove(str(image)))
+        with image.open("wb") as file:
+            file.truncate(size)
+        tools.call("mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=0,nodiscard", str(image))
+        self._before(Unmount(str(mount_point)))
+        # The device of `-o loop` is freed by the kernel with the last mount of it.
+        tools.call("mount", "-o", "loop", str(image), str(mount_point))
+
+    def _before(self, undo: Undo) -> None:
+        assert self._guard is not None
+        self._guard.before(undo, lease_s=LEASE_S)
+
+    def close(self) -> None:
+        """Take hosts and disk away. Runs must have ended; what they left on the disk is lost unless it was kept."""
+        if self._hosts is not None:
+            self._hosts.close()
+            self._hosts = None
+        if self._guard is not None:
+            for entry in self._guard.outstanding():
+                self._guard.undo(entry)
+            self._guard.close()
+            self._guard = None
+        mount_point = self.folder / "disk"
+        if mount_point.is_dir() and not os.path.ismount(mount_point):
+            mount_point.rmdir()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

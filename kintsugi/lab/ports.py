@@ -1,0 +1,37 @@
+"""The ports of a process: by them its packets are told from those of its neighbours on the same host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def ports_of(pids: Iterable[int]) -> frozenset[int]:
+    """The local ports of every TCP socket of these processes, listening or connected."""
+    return frozenset(port for pid in pids for port in _ports(pid))
+
+
+def _ports(pid: int) -> set[int]:
+    inodes = _sockets(pid)
+    found: set[int] = set()
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[9] in inodes:
+                    found.add(int(fields[1].rpartition(":")[2], 16))
+    return found - {0}
+
+
+def _sockets(pid: int) -> set[str]:
+    """Inode numbers of a process's sockets."""
+    found: set[str] = set()
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(entry.path)
+                if target.startswith("socket:["):
+                    found.add(target[8:-1])
+    return found

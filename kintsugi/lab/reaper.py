@@ -1,0 +1,217 @@
+"""Undoes what a killed injector or laboratory left.
+
+    python -m kintsugi.lab.reaper JOURNAL LIFELINE
+
+One beside every journal. It undoes a change when its lease is over (with a moment of patience: whoever made it does so
+first), when whoever made it is gone, and everything when the laboratory is gone, which it learns from the end of a pipe
+that only the laboratory can write. It ends when nothing is left to undo after that.
+
+The journal of a laboratory that was killed together with its reaper is found by the next one, through a folder that
+lists the journals in use on this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from kintsugi.errors import DeadlineExceeded
+from kintsugi.lab.tools import ToolFailed
+from kintsugi.lab.undo import Entry, Undo, UndoJournal, Who
+from kintsugi.runtime import SYSTEM_CLOCK, Child, SystemProcesses, wait
+
+ROUND_S = 0.1
+PATIENCE_S = 1.0
+"""After a lease, and after the laboratory's end: for whoever made a change to undo it."""
+LAST_S = 30.0
+"""How long the reaper tries after the laboratory's end; what is left then is left to the next laboratory."""
+END_TIMEOUT_S = PATIENCE_S + LAST_S
+
+
+class Guard:
+    """What the laboratory holds: the journal, and the reaper that reads it."""
+
+    def __init__(self, journal: Path) -> None:
+        reap_abandoned()
+        self._journal = UndoJournal(journal)
+        self._listed = _list(journal)
+        self._lifeline = -1
+        self._reaper: Child | None = None
+        self.renew()
+
+    @property
+    def path(self) -> Path:
+        return self._journal.path
+
+    def renew(self) -> None:
+        """Start a reaper where there is none: it may have been killed as well."""
+        if self._reaper is not None:
+            if not self._reaper.ended():
+                return
+            self._let_go(self._reaper)
+        reader, self._lifeline = os.pipe2(os.O_CLOEXEC)
+        try:
+            self._reaper = SystemProcesses().spawn(
+                [sys.executable, "-m", "kintsugi.lab.reaper", str(self.path), str(reader)],
+                pass_fds=(reader,),
+                new_session=True,
+            )
+        finally:
+            os.close(reader)
+
+    def before(self, undo: Undo, *, lease_s: float) -> Entry:
+        """As of the journal, where somebody will undo it whatever happens."""
+        self.renew()
+        return self._journal.before(undo, lease_s=lease_s)
+
+    def undo(self, entry: Entry) -> None:
+        self._journal.undo(entry)
+
+    def forget(self, entry: Entry) -> None:
+        """Somebody else answers for undoing it."""
+        self._journal.forget(entry)
+
+    def outstanding(self) -> list[Entry]:
+        return self._journal.outstanding()
+
+    def close(self) -> None:
+        """Undo what is left. When this returns, nothing is; DeadlineExceeded if that could not be done."""
+        self.renew()
+        assert self._reaper is not None
+        os.close(self._lifeline)
+        self._lifeline = -1
+        try:
+            self._reaper.wait_ended(whom="reaper", timeout_s=END_TIMEOUT_S)
+        finally:
+            self._let_go(self._reaper)
+            self._reaper = None
+            self._journal.close()
+        self._listed.unlink(missing_ok=True)
+        _forget_empty(self._listed.parent)
+
+    def _let_go(self, reaper: Child) -> None:
+        reaper.status()
+        reaper.close()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+
+
+def lists_folder() -> Path:
+    """Where the journals in use on this machine are listed, each by a link."""
+    return Path(tempfile.gettempdir()) / f"kintsugi-lab-{os.getuid()}"
+
+
+def _list(journal: Path) -> Path:
+    """Say that a journal is in use, and by whom."""
+    folder = lists_folder()
+    folder.mkdir(mode=0o700, exist_ok=True)
+    own = Who.of(os.getpid())
+    world = os.stat("/proc/self/ns/pid").st_ino
+    name = hashlib.blake2b(str(journal.resolve()).encode(), digest_size=6).hexdigest()
+    link = folder / f"{world}-{own.pid}-{own.born}-{name}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(journal.resolve())
+    return link
+
+
+def _forget_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def reap_abandoned() -> int:
+    """Undo what laboratories left that were killed with their reapers; gives how many changes that were.
+
+    Those of another world of processes, as of a container that shares the folder, can not be seen from here, and are
+    left alone: they may well be alive.
+    """
+    folder, count = lists_folder(), 0
+    own_world = os.stat("/proc/self/ns/pid").st_ino
+    for link in folder.iterdir() if folder.is_dir() else ():
+        world, pid, born, _ = link.name.split("-")
+        if int(world) != own_world or Who(int(pid), int(born)).alive:
+            continue
+        if link.exists():
+            journal = UndoJournal(link.resolve())
+            # A reaper that still lives undoes them too, which does no harm.
+            count += sum(_undo(journal, entry) for entry in journal.outstanding())
+            left = journal.outstanding()
+            journal.close()
+            if left:
+                continue
+        link.unlink(missing_ok=True)
+    if folder.is_dir():
+        _forget_empty(folder)
+    return count
+
+
+def _undo(journal: UndoJournal, entry: Entry) -> bool:
+    """End whoever made the change, if that one is still there, and undo it; False to be tried again."""
+    if entry.owner.pid != os.getpid():
+        entry.owner.signal(signal.SIGKILL)
+    try:
+        journal.undo(entry)
+    except (OSError, ToolFailed, DeadlineExceeded) as error:
+        sys.stderr.write(f"not undone yet: {entry.undo}: {error}\n")
+        return False
+    return True
+
+
+def reap(journal: UndoJournal, lifeline: int) -> int:
+    """The reaper's loop: consumes the journal, waits for leases and for the laboratory's end, which unblocks it."""
+    poller = select.poll()
+    poller.register(lifeline, select.POLLIN)
+    size, open_entries = -1, list[Entry]()
+    ended_at: float | None = None
+    while True:
+        if ended_at is None:
+            if wait(
+                lambda remaining_s: (bool(poller.poll(min(remaining_s, ROUND_S) * 1000)),),
+                whom="laboratory",
+                what="its end",
+                timeout_s=ROUND_S * 2,
+            )[0]:
+                ended_at = SYSTEM_CLOCK.monotonic()
+        else:
+            _pause(ROUND_S / 4)
+        if (now_size := journal.path.stat().st_size) != size:
+            size, open_entries = now_size, journal.outstanding()
+        now = SYSTEM_CLOCK.monotonic()
+        for entry in open_entries:
+            is_due = now > entry.until + PATIENCE_S or not entry.owner.alive
+            if is_due or (ended_at is not None and now > ended_at + PATIENCE_S):
+                _undo(journal, entry)
+        if ended_at is not None:
+            open_entries = journal.outstanding()
+            if not open_entries:
+                return 0
+            if now > ended_at + LAST_S:
+                return 1
+
+
+def _pause(seconds: float) -> None:
+    def attempt(remaining_s: float) -> bool | None:
+        time.sleep(min(remaining_s, seconds))
+        return True
+
+    wait(attempt, whom="nobody", what="a moment", timeout_s=seconds * 2)
+
+
+def main(arguments: list[str]) -> int:
+    journal, lifeline = arguments
+    # Whoever ends a laboratory from its terminal does not mean the one who cleans up after it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return reap(UndoJournal(Path(journal)), int(lifeline))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

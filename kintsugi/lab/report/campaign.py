@@ -1,0 +1,203 @@
+"""What a campaign of blind cases came to: every method against the same faults, case by case and in all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kintsugi.errors import StorageError
+from kintsugi.lab.baselines import FIRST_ERROR, LAST_ERROR
+from kintsugi.lab.campaign import CampaignFile, CaseRecord
+from kintsugi.lab.cases import CaseClass
+from kintsugi.lab.records import CAMPAIGN_FILE
+from kintsugi.lab.report.document import MISSING, Table
+from kintsugi.lab.report.measures import Share, quantile, seconds, share
+
+OURS = "ours"
+METHODS = {
+    OURS: "Kintsugi's diagnosis",
+    LAST_ERROR: "last error in the master's log",
+    FIRST_ERROR: "first error in any log",
+}
+MOST_MISTAKES = 25
+
+
+QUIET = (CaseClass.BENIGN, CaseClass.HEALTHY)
+
+
+def faulty(campaign: CampaignFile) -> list[CaseRecord]:
+    """With a fault that had an effect."""
+    return [case for case in campaign.cases if case.counted and case.faults]
+
+
+def quiet(campaign: CampaignFile) -> list[CaseRecord]:
+    """In which there was nothing to find."""
+    return [case for case in campaign.cases if case.counted and case.what in QUIET]
+
+
+def methods_of(campaign: CampaignFile) -> list[str]:
+    used = {method for case in campaign.cases for method in case.scores}
+    return [method for method in METHODS if method in used]
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """When a method had named each cause that it named right, in order, out of so many."""
+
+    method: str
+    label: str
+    seconds: tuple[float, ...]
+    cases: int
+
+
+def read_campaign(folder: Path) -> CampaignFile | None:
+    """None where there was none."""
+    path = folder / CAMPAIGN_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=CampaignFile)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        raise StorageError(f"{path}: not what `kintsugi lab campaign` writes: {error}") from error
+
+
+def top1(campaign: CampaignFile, method: str) -> Share:
+    return share(case.scores[method].top1 for case in faulty(campaign))
+
+
+def abstained(campaign: CampaignFile, method: str) -> Share:
+    return share(not case.scores[method].said for case in quiet(campaign))
+
+
+def misdiagnosed(campaign: CampaignFile, method: str) -> Share:
+    """Named something that it was not, of all cases: a cause beside the fault, or a fault where there was none."""
+    wrong = [case.scores[method].said and not case.scores[method].top1 for case in faulty(campaign)]
+    return share([*wrong, *(case.scores[method].said for case in quiet(campaign))])
+
+
+def curves(campaign: CampaignFile) -> list[Curve]:
+    cases = faulty(campaign)
+    found = []
+    for method in methods_of(campaign):
+        named = [case.scores[method] for case in cases if case.scores[method].top1]
+        times = tuple(sorted(max(0.0, each.verdict_s) for each in named if each.verdict_s is not None))
+        found.append(Curve(method=method, label=METHODS[method], seconds=times, cases=len(cases)))
+    return found if cases else []
+
+
+def methods_table(campaign: CampaignFile) -> Table:
+    cases, methods = faulty(campaign), methods_of(campaign)
+
+    def for_each(value: Callable[[str], object]) -> list[str]:
+        return [str(value(method)) for method in methods]
+
+    def of_scores(name: str) -> list[str]:
+        return for_each(lambda method: share(getattr(case.scores[method], name) for case in cases))
+
+    def time(fraction: float) -> list[str]:
+        return for_each(lambda method: _quantile((case.scores[method].verdict_s for case in cases), fraction))
+
+    def onset(method: str) -> str:
+        right = (case.scores[method] for case in cases if case.scores[method].top1)
+        return _quantile((each.onset_error_s for each in right), 0.5)
+
+    def to_read(values: Sequence[int]) -> list[str]:
+        median = quantile([float(value) for value in values], 0.5)
+        read = MISSING if median is None else f"{median:,.0f}"
+        return for_each(lambda method: "–" if method == OURS else read)
+
+    return Table(
+        name="campaign",
+        caption=f"Blind campaign with seed {campaign.seed}: {len(campaign.cases)} cases on "
+        f"{campaign.clusters} clusters in {seconds(campaign.seconds)}. {len(cases)} with a fault that had an "
+        f"effect, {len(quiet(campaign))} healthy or slow for a benign reason; "
+        f"{len(campaign.cases) - len(cases) - len(quiet(campaign))} did not count.",
+        head=("", *for_each(lambda method: METHODS[method])),
+        rows=(
+            ("top-1 on (process, kind)", *of_scores("top1")),
+            ("top-3 on (process, kind)", *of_scores("top3")),
+            ("path right", *of_scores("path")),
+            ("abstained where nothing was wrong", *for_each(lambda method: abstained(campaign, method))),
+            ("misdiagnosis rate", *for_each(lambda method: misdiagnosed(campaign, method))),
+            ("time to verdict, median", *time(0.5)),
+            ("time to verdict, 95th percentile", *time(0.95)),
+            ("onset error, median", *for_each(onset)),
+            ("files a person would have read, median", *to_read([case.files for case in cases])),
+            ("lines a person would have read, median", *to_read([case.lines for case in cases])),
+        ),
+        note="In parentheses: how many of how many, and Wilson's 95 % interval. Times are from the "
+        "beginning of the fault, over the cases in which the method said anything; for logs it is when the "
+        "line was written, not when it was read. Who has a diagnosis reads that instead of the logs.",
+    )
+
+
+def kinds_table(campaign: CampaignFile) -> Table:
+    """Where the diagnosis is good, and where it is not."""
+    methods = methods_of(campaign)
+    kinds = sorted({fault["kind"] for case in faulty(campaign) for fault in case.faults})
+    rows = []
+    for kind in kinds:
+        cases = [case for case in faulty(campaign) if any(fault["kind"] == kind for fault in case.faults)]
+        right = (_counted(share(case.scores[method].top1 for case in cases)) for method in methods)
+        verdict = _quantile((case.verdict_s for case in cases), 0.5)
+        rows.append((kind, str(len(cases)), *right, verdict))
+    return Table(
+        name="campaign_kinds",
+        caption="First answers that were right, by what was injected; a case of two faults is in both of "
+        "its rows.",
+        head=("injected", "cases", *(METHODS[method] for method in methods), "time to our verdict, median"),
+        rows=tuple(rows),
+    )
+
+
+def quiet_table(campaign: CampaignFile) -> Table | None:
+    """What looked like a fault and was none."""
+    names = sorted({case.benign or case.what.value for case in quiet(campaign)})
+    if not names:
+        return None
+    methods = methods_of(campaign)
+    rows = []
+    for name in names:
+        cases = [case for case in quiet(campaign) if (case.benign or case.what.value) == name]
+        silent = (_counted(share(not case.scores[method].said for case in cases)) for method in methods)
+        rows.append((name.replace("_", " "), str(len(cases)), *silent))
+    return Table(
+        name="campaign_quiet",
+        caption="Cases in which nothing was wrong, and how often nothing was said.",
+        head=("what happened", "cases", *(METHODS[method] for method in methods)),
+        rows=tuple(rows),
+    )
+
+
+def mistakes_table(campaign: CampaignFile) -> Table | None:
+    """Every case that the diagnosis got wrong, so that nobody has to take our word for it."""
+    wrong = [case for case in faulty(campaign) if not case.top1]
+    wrong += [case for case in quiet(campaign) if case.scores[OURS].said]
+    if not wrong:
+        return None
+    rows = []
+    for case in wrong[:MOST_MISTAKES]:
+        done = ", ".join(f"`{fault['target']}` {fault['kind']}" for fault in case.faults)
+        said = ", ".join(f"`{cause.process}` {cause.kind}" for cause in case.diagnoses[OURS].causes[:3])
+        among = "yes" if case.top3 else "no"
+        rows.append(
+            (str(case.number), case.what.value, done or case.benign or "nothing", said or "nothing", among)
+        )
+    rest = len(wrong) - len(rows)
+    return Table(
+        name="campaign_mistakes",
+        caption="Cases that the diagnosis got wrong: what was done, and what it said, the most likely first.",
+        head=("case", "class", "done", "said", "among the first three"),
+        rows=tuple(rows),
+        note=f"{rest} more are in `data/cases.csv`." if rest else "",
+    )
+
+
+def _counted(counted: Share) -> str:
+    return f"{counted.part} of {counted.whole}"
+
+
+def _quantile(values: Iterable[float | None], fraction: float) -> str:
+    known = [value for value in values if value is not None]
+    return seconds(quantile(known, fraction)) if known else "–"

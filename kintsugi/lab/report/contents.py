@@ -1,0 +1,477 @@
+"""What the report says, in the order of the user's plan: motivation, set-up, results, analysis, discussion.
+
+Every number comes from the results; a sentence that needs one that was not measured is left out, and what is missing is
+listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kintsugi.lab.baselines import LAST_ERROR
+from kintsugi.lab.campaign import CampaignFile
+from kintsugi.lab.fragile.scale import HOUR_S, STOP_JOB_S, Scale
+from kintsugi.lab.kit import Attempt
+from kintsugi.lab.records import RunRecord, RunsFile
+from kintsugi.lab.report import campaign as campaigns
+from kintsugi.lab.report import figures, measures, tables
+from kintsugi.lab.report.document import MISSING, Block, Bullets, Document, Paragraph, Picture, Section
+from kintsugi.lab.report.figures import Drawn
+from kintsugi.lab.report.measures import Share, seconds
+from kintsugi.lab.report.people import people_table
+from kintsugi.lab.report.plan import CHALLENGES, SCENARIOS, scenario_of, title_of
+from kintsugi.lab.report.tables import FRAGILE, OURS, SFT
+
+TITLE = "Faults in distributed RL training: where they are, where they show, and how fast they are named"
+
+
+class Results(msgspec.Struct, frozen=True):
+    """All that a report is made of."""
+
+    runs: RunsFile | None
+    campaign: CampaignFile | None
+    attempts: tuple[Attempt, ...] = ()
+    """Of people who were timed on the kit."""
+
+    @property
+    def valid(self) -> list[RunRecord]:
+        return tables.said_something(self.runs.runs) if self.runs else []
+
+    @property
+    def scale(self) -> float:
+        return self.runs.scale if self.runs else 1.0
+
+    def of(self, profile: str) -> list[RunRecord]:
+        return [run for run in self.valid if run.profile == profile]
+
+
+def document_of(results: Results) -> tuple[Document, list[Drawn]]:
+    """The report, and its figures for the files beside it."""
+    drawn: list[Drawn] = []
+
+    def picture(figure: Drawn, caption: str, alternative: str) -> Picture:
+        drawn.append(figure)
+        return Picture(
+            name=figure.name, caption=caption, alternative=alternative, svg=figure.inline(alternative)
+        )
+
+    sections = [
+        Section("1 Motivation: three challenges", _motivation(results)),
+        Section("2 Experimental set-up", _setup(results)),
+        *_scenarios(results, picture),
+        Section("4 Quantitative analysis", _analysis(results, picture)),
+        Section("5 Discussion", _discussion(results)),
+        Section("6 What is missing", _missing(results)),
+        Section("7 Raw data", _raw()),
+    ]
+    document = Document(
+        title=TITLE, subtitle=_subtitle(results), abstract=_abstract(results), sections=tuple(sections)
+    )
+    return document, drawn
+
+
+Place = Callable[[Drawn, str, str], Picture]
+
+
+def _subtitle(results: Results) -> str:
+    source = results.runs or results.campaign
+    assert source is not None
+    units = {"memory_gib": "GiB of memory", "processors": "processors"}
+    told = [
+        f"{value} {units[name]}" if name in units else f"{name} {value}"
+        for name, value in source.host.items()
+    ]
+    return " · ".join([source.date.replace("T", " ").replace("+00:00", " UTC"), ", ".join(told)])
+
+
+def _abstract(results: Results) -> tuple[Block, ...]:
+    items = []
+    fragile, ours = results.of(FRAGILE), results.of(OURS)
+    if fragile:
+        misled = sum(not run.correct for run in fragile)
+        items.append(
+            f"A fragile system, built as such systems are usually built, was broken in {len(fragile)} "
+            "scenarios. The last error in its controller's log blamed something that was not broken in "
+            f"**{misled} of {len(fragile)}**."
+        )
+    if ours:
+        right = [run for run in ours if run.correct]
+        times = [run.diagnosed_after_s for run in right if run.diagnosed_after_s is not None]
+        slowest = f", at the latest {seconds(max(times))} after the first effect" if times else ""
+        items.append(
+            f"On Kintsugi{', with the same faults,' if fragile else ''} the true cause was named in "
+            f"**{len(right)} of {len(ours)}**{slowest}; {sum(run.recovered for run in ours)} of {len(ours)} "
+            f"runs completed, and {sum(run.steps_lost for run in ours)} committed steps were lost."
+        )
+    if results.campaign is not None and campaigns.faulty(results.campaign):
+        items.append(_campaign_sentence(results.campaign))
+    contrast = tables.contrast_table(results.valid)
+    if contrast is not None:
+        factors = ", ".join(f"{row[0]} {row[-1]}" for row in contrast.rows)
+        items.append(f"Amplification of the same fault by RL against SFT: {factors}.")
+    return (Bullets(tuple(items)),) if items else (Paragraph("No experiment came to a result."),)
+
+
+def _campaign_sentence(campaign: CampaignFile) -> str:
+    others = " and ".join(
+        f"{_percent(campaigns.top1(campaign, method))} for the {campaigns.METHODS[method]}"
+        for method in campaigns.methods_of(campaign)
+        if method != campaigns.OURS
+    )
+    silent = campaigns.abstained(campaign, campaigns.OURS)
+    at_rest = f"; it said nothing in {_percent(silent)} of {silent.whole} cases in which nothing was wrong"
+    right = campaigns.top1(campaign, campaigns.OURS)
+    return (
+        f"In a blind campaign of {len(campaign.cases)} random cases, the first answer was right in "
+        f"**{_percent(right)}** of {right.whole} "
+        f"faults{', against ' + others if others else ''}{at_rest if silent.whole else ''}."
+    )
+
+
+def _percent(counted: Share) -> str:
+    return MISSING if counted.value is None else f"{counted.value:.0%}"
+
+
+# 1 Motivation.
+
+
+def _motivation(results: Results) -> tuple[Block, ...]:
+    blocks: list[Block] = [
+        Paragraph(
+            "Reinforcement learning of language models is a loop of stages (rollout, train, weight update) "
+            "that run on different processes and wait for each other. Three things make its faults hard to "
+            "find, and each is shown here by experiments in which the fault is known because it was injected."
+        )
+    ]
+    for challenge, meaning in CHALLENGES.items():
+        names = [name for name, scenario in SCENARIOS.items() if challenge in scenario.proves]
+        blocks.append(
+            Paragraph(
+                f"**Challenge {challenge}. {meaning}.** Shown by "
+                f"{_listed(names)}.{_evidence(results, challenge)}"
+            )
+        )
+    if results.of(FRAGILE) or results.of(OURS):
+        blocks.append(tables.challenges_table(results.valid, scale=results.scale))
+    return tuple(blocks)
+
+
+def _evidence(results: Results, challenge: str) -> str:
+    """What was measured, in a sentence; nothing where nothing was."""
+    runs = [
+        run
+        for run in results.of(FRAGILE)
+        if challenge
+        in (SCENARIOS[name].proves if (name := scenario_of(run.scenario)) in SCENARIOS else run.challenges)
+    ]
+    seen = [run for run in runs if run.surfaced is not None and run.injected]
+    if not runs:
+        return " Not measured: the fragile system was not run."
+    if not seen:
+        return f" Measured: none of {len(runs)} runs of the fragile system shows an error."
+    if challenge == "A":
+        away = [
+            run
+            for run in seen
+            if measures.stage_of(run.injected[0].target) != measures.stage_of(_surface(run))
+        ]
+        return f" Measured: in {len(away)} of {len(seen)} the error shows in another part than the fault."
+    if challenge == "B":
+        delays = [delay for run in seen if (delay := measures.masking_s(run)) is not None]
+        longest = f", {seconds(max(delays))} after the first effect (time-outs scaled)" if delays else ""
+        wrong = sum(not measures.says_right(run, run.readings.get(LAST_ERROR)) for run in seen)
+        return f" Measured: the last error blames the wrong cause in {wrong} of {len(seen)}{longest}."
+    contrasts = {scenario_of(run.scenario) for run in results.of(SFT)}
+    both = sum(scenario_of(run.scenario) in contrasts for run in seen)
+    tried = f"{both} of them were also tried on SFT"
+    return f" Measured: {len(seen)} of these couplings broke the fragile system; {tried}."
+
+
+def _surface(run: RunRecord) -> str:
+    assert run.surfaced is not None
+    return run.surfaced.process
+
+
+# 2 Set-up.
+
+
+def _setup(results: Results) -> tuple[Block, ...]:
+    if results.runs is None:
+        return (Paragraph("No scenario was run; see the campaign in section 4."),)
+    workloads = sorted({run.workload for run in results.runs.runs})
+    blocks: list[Block] = [
+        Paragraph(
+            f"Two systems run the same workload ({_listed([f'`{name}`' for name in workloads])}) as real "
+            "processes with real sockets and files, and the same faults are done to both: Kintsugi, and a "
+            "fragile system of the usual make (one controller, remote calls over HTTP, long time-outs, "
+            "clean-up after any error, weights by way of a meta-server or the disk, devices handed over by "
+            "notification)."
+        ),
+        Paragraph(
+            "Each run begins with steps that nothing happens to; they give the mean ± 2σ of every figure. "
+            "Then the fault is injected at its trigger and undone after its time. The first effect is the "
+            "first figure outside that band, step overdue, or error told. The diagnosis runs in a process "
+            "that is given the run folder and nothing else; it sees no marker of the injection."
+        ),
+    ]
+    scaled = Scale.by(results.scale)
+    if scaled.factor > 1:
+        blocks.append(
+            Paragraph(
+                "**Time scale.** The fragile system's time-outs are those of the plan, shortened: an hour "
+                f"takes {seconds(scaled.of(HOUR_S))}, half a minute {seconds(scaled.of(STOP_JOB_S))}. `a → "
+                "b` is a time as it was measured, and the same with one time-out as long as in the plan."
+            )
+        )
+    blocks.append(tables.injections_table(results.valid))
+    baseline = tables.baseline_table(results.valid)
+    return (*blocks, baseline) if baseline is not None else tuple(blocks)
+
+
+# 3 Results.
+
+
+def _scenarios(results: Results, picture: Place) -> list[Section]:
+    names = list(dict.fromkeys(scenario_of(run.scenario) for run in results.valid))
+    if not names:
+        return [Section("3 Results", (Paragraph("No scenario came to a result."),))]
+    sections = [Section("3 Results of the scenarios", (tables.outcome_table(results.valid),))]
+    for name in names:
+        runs = [run for run in results.valid if scenario_of(run.scenario) == name]
+        sections.append(Section(title_of(name), _scenario(name, runs, results.scale, picture), level=3))
+    return sections
+
+
+def _scenario(name: str, runs: Sequence[RunRecord], scale: float, picture: Place) -> tuple[Block, ...]:
+    blocks: list[Block] = []
+    scenario = SCENARIOS.get(name)
+    if scenario is not None:
+        blocks.append(
+            Paragraph(
+                f"Evidence for {_listed([f'challenge {each}' for each in scenario.proves])}. The plan "
+                f"expects: {scenario.path}. Coupling point: "
+                f"{scenario.coupling[0].lower()}{scenario.coupling[1:]}; in SFT {scenario.absent_in_sft}."
+            )
+        )
+    blocks += [Paragraph(_told(run, scale=scale)) for run in runs]
+    shown = [run for run in runs if run.injected and run.profile != SFT] or list(runs)
+    blocks.append(
+        picture(
+            figures.propagation(shown, name=f"propagation_{name}"),
+            f"{name}: how the fault travelled. Bar: the fault, while it lasted. Numbers: stations in order. "
+            "Cross: the error that a person sees. Dashed line: the moment a cause was named (blue: right, "
+            "orange: wrong). Stations at almost the same moment are drawn beside each other; their times "
+            "are in the key.",
+            f"Time by component for {name}: " + " ".join(_told(run, scale=scale) for run in shown),
+        )
+    )
+    measured = [run for run in shown if figures.has_series(run)]
+    if measured:
+        blocks.append(
+            picture(
+                figures.anomalies(measured, name=f"anomaly_{name}"),
+                f"{name}: the figure of the fault that it moved the furthest from its fault-free band, and "
+                "the part of a step that it held up the most, with the instants of injection, error and "
+                "verdict.",
+                f"Series over time for {name}, with the injection, the error and the verdict marked.",
+            )
+        )
+    return tuple(blocks)
+
+
+def _told(run: RunRecord, *, scale: float) -> str:
+    """One run in a few sentences."""
+    who = {FRAGILE: "Fragile", OURS: "Kintsugi", SFT: "SFT"}.get(run.profile, run.profile)
+    done = _listed([f"{tables.words(fault.kind)} at `{fault.target}`" for fault in run.injected])
+    parts = [f"**{who}.** Injected: {done}."]
+    if run.surfaced is not None:
+        after = measures.with_unscaled(measures.error_delay_s(run), run, scale=scale)
+        message = measures.message_of(run.surfaced.message)[:160]
+        parts.append(f"The error shows in `{run.surfaced.process}` {after} after the injection: `{message}`.")
+    else:
+        parts.append("No error is shown.")
+    said = run.diagnosed
+    verdict = "right" if run.correct else "wrong"
+    if run.profile == FRAGILE:
+        parts.append(
+            f"Read as it stands, it blames `{said.process}` ({tables.words(said.kind)}): {verdict}."
+            if said
+            else ""
+        )
+    elif said is not None:
+        after = seconds(measures.diagnosis_s(run))
+        parts.append(
+            f"The diagnosis names `{said.process}` ({tables.words(said.kind)}, confidence "
+            f"{said.confidence:.2f}) after {after}: {verdict}."
+        )
+    else:
+        parts.append("The diagnosis names nothing: wrong.")
+    ended = "completed" if run.recovered else "did not complete"
+    parts.append(f"The run {ended}, {run.steps_lost} committed steps lost.")
+    return " ".join(filter(None, parts))
+
+
+# 4 Analysis.
+
+
+def _analysis(results: Results, picture: Place) -> tuple[Block, ...]:
+    blocks: list[Block] = []
+    runs, campaign = results.valid, results.campaign
+    if runs:
+        blocks += [tables.coupling_table(runs), tables.diagnosis_table(runs, scale=results.scale)]
+        assert results.runs is not None
+        blocks.append(tables.expectations_table(results.runs))
+    timed = [run for run in runs if run.profile != SFT and measures.diagnosis_s(run) is not None]
+    curves = campaigns.curves(campaign) if campaign is not None else []
+    if timed or curves:
+        blocks.append(
+            picture(
+                figures.diagnosis_times(timed, curves, scale=results.scale, name="diagnosis_times"),
+                _times_caption(timed, curves),
+                "Time to diagnose with fine-grained monitoring against reading logs.",
+            )
+        )
+    if results.attempts:
+        blocks.append(people_table(results.attempts))
+    if campaign is not None and campaign.cases:
+        blocks += [campaigns.methods_table(campaign), campaigns.kinds_table(campaign)]
+        quiet = campaigns.quiet_table(campaign)
+        blocks += [quiet] if quiet is not None else []
+        mistakes = campaigns.mistakes_table(campaign)
+        blocks += (
+            [mistakes]
+            if mistakes is not None
+            else [Paragraph("The diagnosis made no mistake in this campaign.")]
+        )
+    if runs:
+        contrast = tables.contrast_table(runs)
+        blocks += [contrast] if contrast is not None else []
+        blocks.append(tables.coupling_points_table(runs))
+    return tuple(blocks)
+
+
+def _times_caption(timed: Sequence[RunRecord], curves: Sequence[campaigns.Curve]) -> str:
+    parts = ["Time to diagnose, with and without fine-grained monitoring."]
+    if timed:
+        parts.append(
+            "Scenarios: from the injection to the last error in the fragile system's log, at which reading "
+            "can begin, and to the verdict of the diagnosis; hollow marks name the wrong cause."
+        )
+    if curves:
+        parts.append(
+            "Campaign: the share of faults whose cause had been named right so many seconds after the fault "
+            "began."
+        )
+    return " ".join(parts)
+
+
+# 5 Discussion.
+
+
+def _discussion(results: Results) -> tuple[Block, ...]:
+    blocks: list[Block] = [Paragraph("**Why is reading logs not enough?** " + _why_not_logs(results))]
+    blocks.append(Paragraph("**Why is fine-grained monitoring needed?** " + _why_figures(results)))
+    blocks.append(
+        Paragraph(
+            "**What limits these results.** The runs are small and on one host: counts of files and lines "
+            "grow with the number of workers, times do not shrink with it. The fragile system is ours to "
+            "build; it fails by its design and not by script, but it is one design. " + _who_read(results)
+        )
+    )
+    return tuple(blocks)
+
+
+def _who_read(results: Results) -> str:
+    if results.attempts:
+        return f"{len({each.person for each in results.attempts})} people were timed; they knew the list of kinds."
+    return (
+        "People were not timed: the reading of logs is represented by two rules, each read generously, and "
+        "by the moment at which reading could begin. `kintsugi lab kit` writes what is needed to time people."
+    )
+
+
+def _why_not_logs(results: Results) -> str:
+    fragile = [run for run in results.of(FRAGILE) if run.surfaced is not None and run.injected]
+    sentences = []
+    sentences.append(
+        "A log says what its process could see. Who waits for somebody else sees a time-out and not the "
+        "reason, and who cleans up after an error writes the last line."
+    )
+    if fragile:
+        elsewhere = sum(run.injected[0].target != _surface(run) for run in fragile)
+        sentences.append(
+            f"Here the error was in the log of another process than the fault in {elsewhere} of "
+            f"{len(fragile)} fragile runs."
+        )
+    if results.campaign is not None and campaigns.faulty(results.campaign):
+        rates = [
+            f"{campaigns.METHODS[method]} {campaigns.misdiagnosed(results.campaign, method)}"
+            for method in campaigns.methods_of(results.campaign)
+            if method != campaigns.OURS
+        ]
+        if rates:
+            sentences.append(f"Misdiagnosis rate over the campaign: {'; '.join(rates)}.")
+    return " ".join(sentences)
+
+
+def _why_figures(results: Results) -> str:
+    sentences = []
+    sentences.append(
+        "The cause of a wait is found where nobody waits for anyone, and what is wrong there is a figure of "
+        "that one process, link or disk: it has to be recorded per process, at least every second, on "
+        "clocks that can be compared."
+    )
+    right = [run for run in results.of(OURS) if run.correct and run.diagnosed is not None]
+    earlier = [
+        run
+        for run in right
+        if run.surfaced is None or (run.diagnosed is not None and run.diagnosed.t < run.surfaced.t)
+    ]
+    if right:
+        sentences.append(
+            f"In {len(earlier)} of {len(right)} scenarios that the diagnosis got right, it named the cause "
+            "before any error was written, from figures alone, or without any error being written at all."
+        )
+    return " ".join(sentences)
+
+
+# 6 and 7.
+
+
+def _missing(results: Results) -> tuple[Block, ...]:
+    items = []
+    for name in SCENARIOS:
+        have = {run.profile for run in results.valid if scenario_of(run.scenario) == name}
+        lacking = [profile for profile in (FRAGILE, OURS, SFT) if profile not in have]
+        if lacking:
+            items.append(f"{name}: no result for {_listed(lacking)}.")
+    every = results.runs.runs if results.runs else ()
+    items += [f"{tables.label(run)} says nothing: {run.problem}" for run in every if run.problem]
+    if results.campaign is None:
+        items.append("No campaign (`campaign.json`).")
+    elif not campaigns.quiet(results.campaign):
+        items.append("The campaign has no healthy or benign case.")
+    if not results.attempts:
+        items.append("No person was timed on the kit (`kintsugi lab kit`).")
+    return (Bullets(tuple(items)),) if items else (Paragraph("Nothing that the plan asks for."),)
+
+
+def _raw() -> tuple[Block, ...]:
+    return (
+        Paragraph(
+            "Beside this page: `runs.json` and `campaign.json` as they were written by the experiments; "
+            "every table as `data/*.csv`, with all runs in `data/runs.csv`, all cases in `data/cases.csv` "
+            "and every series and timeline in `data/series_*.csv` and `data/moments_*.csv`; every figure as "
+            "`figures/*.svg` and `figures/*.png`; the same text as `report.md`."
+        ),
+    )
+
+
+def _listed(items: Sequence[str]) -> str:
+    """
+    >>> _listed(["A", "B", "C"])
+    'A, B and C'
+    """
+    return " and ".join(filter(None, [", ".join(items[:-1]), *items[-1:]]))

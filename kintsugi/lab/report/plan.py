@@ -1,0 +1,177 @@
+"""What the user's plan says about its five scenarios: the argument of each, and the values that it expects."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from kintsugi.lab.fragile.scale import NOTIFY_S, STOP_JOB_S, TRANSFER_S
+
+CHALLENGES = {
+    "A": "Fault coupling: a fault in one stage shows as an error in another",
+    "B": "Misleading diagnosis: the last error is not the cause",
+    "C": "Patterns that exist in RL only",
+}
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """One scenario of the plan."""
+
+    title: str
+    proves: tuple[str, ...]
+    """The challenges that it is evidence for."""
+    fault_in: str
+    """Stage of the fault."""
+    path: str
+    """How the plan expects the fault to travel."""
+    coupling: str
+    """The part of an RL system through which it travels."""
+    absent_in_sft: str
+    """Why fine-tuning has no such part."""
+    wait_s: float | None
+    """The time-out of the plan that passes until the error shows; None where it shows without one."""
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "S1": Scenario(
+        title="A train worker's slow link during the weight update",
+        proves=("A", "C"),
+        fault_in="train",
+        path="train worker → weight meta-server → rollout workers",
+        coupling="Weight synchronisation from train to rollout workers through a meta-server in the "
+        "controller",
+        absent_in_sft="weights never leave the train workers",
+        wait_s=TRANSFER_S,
+    ),
+    "S2": Scenario(
+        title="A rollout worker starved of processor and memory",
+        proves=("A", "C"),
+        fault_in="rollout",
+        path="rollout worker → incomplete batch → split over train workers",
+        coupling="Batches made of what rollout workers generate, split over the train workers",
+        absent_in_sft="batches come from a prepared data set and can be read again",
+        wait_s=None,
+    ),
+    "S3": Scenario(
+        title="A train worker out of memory, buried by clean-up",
+        proves=("B",),
+        fault_in="train",
+        path="train worker → HTTP 500 → clean-up → time-out of stopping the jobs",
+        coupling="One controller that reaches every job by remote calls and cleans all of them up after any "
+        "error",
+        absent_in_sft="the process that ran out of memory says so, and its launcher ends",
+        wait_s=STOP_JOB_S,
+    ),
+    "S4": Scenario(
+        title="A lost hand-over of a shared device",
+        proves=("C",),
+        fault_in="hand-over",
+        path="controller → lost notification → both sides of the device wait",
+        coupling="Train and rollout workers that share a device and hand it over by notification",
+        absent_in_sft="a device has one owner",
+        wait_s=NOTIFY_S,
+    ),
+    "S5": Scenario(
+        title="A checkpoint damaged in one step, noticed in the next",
+        proves=("A",),
+        fault_in="save",
+        path="save of step N → half-written checkpoint → weight update of step N+1",
+        coupling="Weights that go to the rollout workers by way of the checkpoint on disk",
+        absent_in_sft="a checkpoint is read only by a restart",
+        wait_s=TRANSFER_S,
+    ),
+}
+
+
+class Expectation(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the plan's table of expected values, and which measured value stands beside it."""
+
+    challenge: str
+    scenario: str
+    figure: str
+    expected: str
+    measure: str
+    """The name of a method of `Measured`."""
+
+
+EXPECTATIONS: tuple[Expectation, ...] = (
+    Expectation(
+        challenge="A",
+        scenario="S1",
+        figure="Hops of propagation",
+        expected="2 (train → meta-server → rollout)",
+        measure="hops",
+    ),
+    Expectation(
+        challenge="A",
+        scenario="S2",
+        figure="Stage of the fault → stage of the error",
+        expected="rollout → train (1 stage away)",
+        measure="stages",
+    ),
+    Expectation(
+        challenge="A",
+        scenario="S5",
+        figure="Delay until the error shows",
+        expected="1 step (perhaps hours)",
+        measure="steps_late",
+    ),
+    Expectation(
+        challenge="B",
+        scenario="S3",
+        figure="Masking: from the first effect to the last error",
+        expected="30 s",
+        measure="masking",
+    ),
+    Expectation(
+        challenge="B",
+        scenario="S3",
+        figure="Log files to read",
+        expected="33 (controller + 32 train workers)",
+        measure="files",
+    ),
+    Expectation(
+        challenge="B",
+        scenario="S3",
+        figure="Log lines to read",
+        expected="about 1,000",
+        measure="lines",
+    ),
+    Expectation(
+        challenge="B",
+        scenario="S3",
+        figure="Time to diagnose",
+        expected="> 10 min (by people)",
+        measure="time_to_diagnose",
+    ),
+    Expectation(
+        challenge="C",
+        scenario="S4",
+        figure="Same fault on SFT",
+        expected="no such problem (no hand-over)",
+        measure="contrast",
+    ),
+    Expectation(
+        challenge="C",
+        scenario="S1",
+        figure="Same fault on SFT",
+        expected="no such problem (no weights to synchronise)",
+        measure="contrast",
+    ),
+)
+
+
+def scenario_of(name: str) -> str:
+    """The scenario that an experiment belongs to: its own name, or that of which it is the contrast.
+
+    >>> scenario_of("sft_S3")
+    'S3'
+    """
+    match = re.search(r"[sS]([1-9])(?!\d)", name)
+    return f"S{match[1]}" if match else name
+
+
+def title_of(name: str) -> str:
+    scenario = SCENARIOS.get(name)
+    return f"{name}: {scenario.title}" if scenario else name

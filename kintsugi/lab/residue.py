@@ -1,0 +1,327 @@
+"""Nothing is left: many injections with random kills of injector, target and laboratory, then a look around.
+
+    python -m kintsugi.lab.residue FOLDER SEED FIRST COUNT
+
+is a laboratory that may be killed, by itself, at any moment. The one who asked for the injections starts another when
+that happened, and compares the machine before and after. A bystander on the same host as a target must not be touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from uuid import uuid4
+
+import msgspec
+
+from kintsugi.errors import DeadlineExceeded, KintsugiError
+from kintsugi.lab import hosts, probing
+from kintsugi.lab.abilities.fault import end_with_parent
+from kintsugi.lab.host_diff import difference, host_snapshot, placement
+from kintsugi.lab.injecting import Injector
+from kintsugi.lab.injection import Ability, Injection
+from kintsugi.lab.places import Place
+from kintsugi.lab.reaper import reap_abandoned
+from kintsugi.lab.specimen import SpecimenRun
+from kintsugi.runtime import SYSTEM_CLOCK, SystemProcesses, random_stream, wait
+
+MARK = "KINTSUGI_RESIDUE"
+DISK_BYTES = 32 << 20
+LAB_TIMEOUT_S = 600.0
+CLEAN_TIMEOUT_S = 45.0
+"""For the reapers of killed laboratories."""
+LONGEST_S = 0.6
+"""Of one fault."""
+LATEST_KILL_S = 0.6
+POLL_S = 0.05
+PER_LAB = 25
+VICTIMS: tuple[tuple[str, ...], ...] = (
+    (),
+    (),
+    ("injector",),
+    ("target",),
+    ("injector", "target"),
+    ("reaper", "injector"),
+    ("laboratory",),
+    ("laboratory", "injector"),
+)
+"""Who is killed while a fault lasts, or while it begins."""
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """One injection, as the laboratory wrote it down: before it began, and again after it was over."""
+
+    number: int
+    ability: str
+    mechanism: str
+    killed: tuple[str, ...]
+    over: bool = False
+    outcome: str = ""
+    """`undone`, or why it did not begin."""
+    touched: str = ""
+    """What was found changed that should not have been."""
+
+
+class ResidueReport(msgspec.Struct, frozen=True, kw_only=True):
+    injections: int
+    mechanisms: dict[str, int]
+    killed: dict[str, int]
+    laboratories: int
+    not_begun: int
+    """Whose injector was killed before the fault was there."""
+    left: tuple[str, ...]
+    """What is different on this machine; empty: nothing."""
+    seconds: float
+    seed: int
+
+
+def run_residue(count: int, *, seed: int, folder: Path, say: Callable[[str], None]) -> ResidueReport:
+    """Inject so many faults and look at the machine before and after."""
+    folder.mkdir(parents=True, exist_ok=True)
+    reap_abandoned()
+    mark, began = uuid4().hex, SYSTEM_CLOCK.monotonic()
+    before = host_snapshot(mark=mark)
+    first, laboratories = 0, 0
+    while first < count:
+        laboratories += 1
+        _laboratory(folder, mark=mark, seed=seed, first=first, count=min(PER_LAB, count - first))
+        tried = _attempts(folder)
+        assert len(tried) > first, f"the laboratory of injection {first} tried nothing: see {folder}/lab.log"
+        first = len(tried)
+        say(f"{first} of {count} injections, {laboratories} laboratories")
+    attempts = list(_attempts(folder).values())
+    left = [
+        f"injection {each.number} ({each.mechanism}): {each.touched}" for each in attempts if each.touched
+    ]
+    left += _until_clean(lambda: difference(before, host_snapshot(mark=mark)))
+    for line in left:
+        say(f"left: {line}")
+    say(f"{count} injections: {'nothing is left' if not left else f'{len(left)} differences'}")
+    return ResidueReport(
+        injections=len(attempts),
+        mechanisms=dict(Counter(each.mechanism for each in attempts)),
+        killed=dict(Counter(victim for each in attempts for victim in each.killed)),
+        laboratories=laboratories,
+        not_begun=sum(each.over and each.outcome != "undone" for each in attempts),
+        left=tuple(left),
+        seconds=SYSTEM_CLOCK.monotonic() - began,
+        seed=seed,
+    )
+
+
+def _laboratory(folder: Path, *, mark: str, seed: int, first: int, count: int) -> None:
+    """One laboratory to its end, whichever that is."""
+    with (folder / "lab.log").open("ab") as log:
+        lab = SystemProcesses().spawn(
+            [sys.executable, "-m", "kintsugi.lab.residue", str(folder), str(seed), str(first), str(count)],
+            environment={**os.environ, MARK: mark},
+            stdout=log,
+            stderr=log,
+            before_exec=end_with_parent,
+            new_session=True,
+        )
+    try:
+        lab.wait_ended(whom="laboratory", timeout_s=LAB_TIMEOUT_S)
+    finally:
+        lab.send_signal(signal.SIGKILL)
+        lab.close()
+
+
+def _attempts(folder: Path) -> dict[int, Attempt]:
+    path = folder / "attempts.jsonl"
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    attempts = (msgspec.json.decode(line, type=Attempt) for line in lines)
+    return {attempt.number: attempt for attempt in attempts}
+
+
+def _until_clean(look: Callable[[], list[str]]) -> list[str]:
+    """What is left when the reapers had their time."""
+    found: list[str] = []
+
+    def attempt(remaining_s: float) -> bool | None:
+        found[:] = look()
+        if not found:
+            return True
+        time.sleep(min(remaining_s, 10 * POLL_S))
+        return None
+
+    with contextlib.suppress(DeadlineExceeded):
+        wait(attempt, whom="reapers", what="a clean machine", timeout_s=CLEAN_TIMEOUT_S)
+    return found
+
+
+class Laboratory:
+    """Injects, and kills as it was drawn: perhaps itself."""
+
+    def __init__(self, folder: Path, *, seed: int, first: int) -> None:
+        own_hosts = hosts.missing() is None
+        self._place = Place(
+            folder / f"place-{first}",
+            num_hosts=2 if own_hosts else 0,
+            named=own_hosts,
+            disk_bytes=DISK_BYTES if os.geteuid() == 0 else None,
+        )
+        self._log = (folder / "attempts.jsonl").open("ab", buffering=0)
+        self._seed = seed
+        self._run = SpecimenRun(self._place.run_dir(), place=self._place, count=3)
+        self._injector = Injector(self._run, folder / f"lab-{first}")
+        self._bystander = self._placement("specimen-2")
+        self._choices = [
+            each
+            for each in probing.abilities()
+            # A specimen has no checkpoint; and without hosts of their own, the machine's network is left alone.
+            if each.missing is None
+            and "checkpoint" not in each.mechanism
+            and (own_hosts or not _is_network(each))
+        ]
+
+    def run(self, first: int, count: int) -> None:
+        for number in range(first, first + count):
+            self._inject(number)
+        self._injector.close()
+        self._run.close()
+        self._place.close()
+
+    def _inject(self, number: int) -> None:
+        draw = random_stream(self._seed, "residue", number)
+        chosen = draw.choice(self._choices)
+        target = draw.choice(["specimen-0", "specimen-1"])
+        attempt = Attempt(
+            number=number,
+            ability=chosen.ability.value,
+            mechanism=chosen.mechanism,
+            killed=draw.choice(VICTIMS),
+        )
+        self._write(attempt)
+        before = self._placement(target)
+        killing = threading.Timer(draw.uniform(0.0, LATEST_KILL_S), self._kill, args=(attempt.killed, target))
+        killing.daemon = True
+        outcome = self._carry_out(chosen.ability, chosen.mechanism, target, draw, killing)
+        _join(killing)
+        self._write(
+            msgspec.structs.replace(
+                attempt, over=True, outcome=outcome, touched=self._touched(target, before)
+            )
+        )
+        for name in ("specimen-0", "specimen-1"):
+            if not self._run.alive(name):
+                self._run.start(name)
+                self._run.until(lambda name=name: self._began(name), what=f"{name} to begin")  # type: ignore[misc]
+
+    def _carry_out(
+        self, ability: Ability, mechanism: str, target: str, draw: random.Random, killing: threading.Timer
+    ) -> str:
+        """One fault from its beginning to its end, with somebody killed while it begins (seldom) or while it lasts."""
+        early = draw.random() < 0.25
+        if early:
+            killing.start()
+        injection = Injection(
+            ability=ability,
+            target=target,
+            mechanism=mechanism,
+            duration_s=draw.uniform(0.05, LONGEST_S),
+            ramp_s=draw.choice([0.0, 0.1]),
+            amount={"limit": 3e7, "rate": 1e8} if ability is Ability.MEMORY else {},
+        )
+        try:
+            injected = self._injector.begin(injection)
+            if not early:
+                killing.start()
+            with contextlib.suppress(DeadlineExceeded):
+                wait(_attempt_nothing, whom="nobody", what="a moment", timeout_s=draw.uniform(0.0, LONGEST_S))
+            self._injector.end(injected)
+        except KintsugiError as error:
+            if not early:
+                killing.start()
+            return str(error)
+        return "undone"
+
+    def _kill(self, victims: tuple[str, ...], target: str) -> None:
+        """In the order given; the laboratory is the last of its own."""
+        for victim in sorted(victims, key=lambda name: name == "laboratory"):
+            if victim == "target":
+                os.kill(self._run.pid(target), signal.SIGKILL)
+            elif victim == "laboratory":
+                os.kill(os.getpid(), signal.SIGKILL)
+            else:
+                module = {"injector": "kintsugi.lab.culprit", "reaper": "kintsugi.lab.reaper"}[victim]
+                for pid in _children_running(module):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _touched(self, target: str, before: str) -> str:
+        """What a living target, or the bystander, has that it had not."""
+        for name, was in (("specimen-2", self._bystander), (target, before)):
+            now = self._placement(name)
+            # One that is about to end has left its groups already.
+            if now not in (was, "") and not self._ends(name):
+                return f"{name} was {was}, is {now}"
+        return ""
+
+    def _ends(self, name: str) -> bool:
+        def attempt(remaining_s: float) -> bool | None:
+            time.sleep(min(remaining_s, POLL_S))
+            return True if not self._run.alive(name) else None
+
+        with contextlib.suppress(DeadlineExceeded):
+            return wait(attempt, whom=name, what="its end", timeout_s=4 * POLL_S)
+        return False
+
+    def _placement(self, name: str) -> str:
+        with contextlib.suppress(OSError):
+            return placement(Path(f"/proc/{self._run.pid(name)}"))
+        return ""
+
+    def _began(self, name: str) -> bool:
+        events = (self._run.run_dir / "events" / f"{name}.jsonl").read_text()
+        return f'"pid":{self._run.pid(name)}' in events
+
+    def _write(self, attempt: Attempt) -> None:
+        self._log.write(msgspec.json.encode(attempt) + b"\n")
+
+
+def _join(timer: threading.Timer) -> None:
+    def attempt(remaining_s: float) -> bool | None:
+        timer.join(remaining_s)
+        return None if timer.is_alive() else True
+
+    wait(attempt, whom="whoever kills", what="its end", timeout_s=2 * LATEST_KILL_S + 5.0)
+
+
+def _is_network(each: probing.Availability) -> bool:
+    return each.ability.value.startswith("network") or each.ability is Ability.DNS
+
+
+def _attempt_nothing(remaining_s: float) -> None:
+    time.sleep(min(remaining_s, POLL_S))
+
+
+def _children_running(module: str) -> list[int]:
+    """Processes of a module that this one started."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            with contextlib.suppress(OSError):
+                command = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
+                parent = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[1]
+                if module.encode() in command and int(parent) == os.getpid():
+                    found.append(int(entry))
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    folder, seed, first, count = arguments
+    laboratory = Laboratory(Path(folder), seed=int(seed), first=int(first))
+    laboratory.run(int(first), int(count))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

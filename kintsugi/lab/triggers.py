@@ -1,0 +1,119 @@
+"""When a fault begins: waits for the step, phase, event and time that a trigger names, or says that it can not come."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kintsugi.errors import DeadlineExceeded, UserError
+from kintsugi.lab.faults import Moment
+from kintsugi.lab.injection import Trigger
+from kintsugi.lab.watching import GLANCE_S, Watch
+from kintsugi.runtime import SYSTEM_CLOCK, wait
+
+
+def check(trigger: Trigger) -> None:
+    """UserError for one that no run can fulfil."""
+    phases = [moment.value for moment in Moment]
+    if trigger.phase is not None and trigger.phase not in phases:
+        raise UserError(f"trigger.phase: expected one of {', '.join(phases)}, got {trigger.phase!r}")
+    if trigger.step is not None and trigger.step < 1:
+        raise UserError(f"trigger.step: steps are counted from 1, got {trigger.step}")
+    if trigger.after_s < 0 or trigger.timeout_s <= 0:
+        raise UserError(f"trigger: expected after_s >= 0 and timeout_s > 0, got {trigger}")
+    if trigger.event is not None:
+        try:
+            re.compile(trigger.event)
+        except re.error as error:
+            raise UserError(f"trigger.event: {trigger.event!r} is no regular expression: {error}") from error
+
+
+class TriggerWatch:
+    """Follows a run until a trigger holds."""
+
+    def __init__(self, trigger: Trigger, *, watch: Watch, run_dir: Path, alive: Callable[[], bool]) -> None:
+        check(trigger)
+        self._trigger = trigger
+        self._watch = watch
+        self._alive = alive
+        self._events = LineWatch(run_dir / "events", trigger.event) if trigger.event is not None else None
+
+    @property
+    def holds(self) -> bool:
+        """Whether step and phase are those of the trigger at this moment; the event is not asked again."""
+        trigger, watch = self._trigger, self._watch
+        at_step = trigger.step is None or watch.step + 1 == trigger.step
+        return at_step and (trigger.phase is None or watch.phase == trigger.phase)
+
+    def until_holds(self) -> None:
+        """UserError when it does not come: the step is past, the run has ended, or it takes too long."""
+        trigger = self._trigger
+
+        def attempt(remaining_s: float) -> bool | None:
+            self._watch.look()
+            if (self._events is None or self._events.seen()) and self.holds:
+                return True
+            if trigger.step is not None and self._watch.step >= trigger.step:
+                raise UserError(
+                    f"trigger.step: step {trigger.step} is past, {self._watch.step} was committed; expected a later one"
+                )
+            if not self._alive():
+                raise UserError(
+                    f"{self._words()} never came: the run has ended after step {self._watch.step}"
+                )
+            time.sleep(min(remaining_s, GLANCE_S))
+            return None
+
+        try:
+            wait(attempt, whom="the run", what=self._words(), timeout_s=trigger.timeout_s)
+        except DeadlineExceeded as error:
+            where = f"step {self._watch.step + 1}, phase {self._watch.phase or 'none'}"
+            raise UserError(
+                f"{self._words()} did not come within {trigger.timeout_s:g} s; the run is at {where}"
+            ) from error
+
+    def pause(self) -> None:
+        """The seconds after."""
+        since = SYSTEM_CLOCK.monotonic()
+
+        def attempt(remaining_s: float) -> bool | None:
+            time.sleep(max(0.0, min(remaining_s, since + self._trigger.after_s - SYSTEM_CLOCK.monotonic())))
+            return True
+
+        if self._trigger.after_s > 0:
+            wait(attempt, whom="the run", what="the seconds after", timeout_s=self._trigger.after_s + 1.0)
+
+    def _words(self) -> str:
+        trigger = self._trigger
+        parts = [f"step {trigger.step}"] if trigger.step is not None else []
+        parts += [f"phase {trigger.phase}"] if trigger.phase is not None else []
+        parts += [f"an event like {trigger.event!r}"] if trigger.event is not None else []
+        return "trigger: " + (" and ".join(parts) or "any moment")
+
+
+class LineWatch:
+    """Whether a line that matches was added to a file of a folder since this was made."""
+
+    def __init__(self, folder: Path, pattern: str) -> None:
+        self._folder = folder
+        self._pattern = re.compile(pattern.encode())
+        self._seen = False
+        self._offsets = {path: _written(path) for path in folder.glob("*.jsonl")}
+
+    def seen(self) -> bool:
+        for path in self._folder.glob("*.jsonl") if not self._seen else ():
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                content = file.read().partition(b"\0")[0]
+            whole = content[: content.rfind(b"\n") + 1]
+            self._offsets[path] = self._offsets.get(path, 0) + len(whole)
+            self._seen = self._seen or any(self._pattern.search(line) for line in whole.splitlines())
+        return self._seen
+
+
+def _written(path: Path) -> int:
+    """Bytes of whole lines; space that a log has allocated ahead reads as zeros."""
+    content = path.read_bytes().partition(b"\0")[0]
+    return content.rfind(b"\n") + 1

@@ -1,0 +1,193 @@
+"""Alerts that leave the run: posted as JSON to a URL, by a thread beside whoever raises them.
+
+Nobody waits for a webhook. What it does not take is tried again a few times, with growing pauses; what comes meanwhile
+waits in a bounded queue, whose oldest goes first. That a hook does not answer is told once, and so is its return.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kintsugi.errors import DeadlineExceeded
+from kintsugi.runtime import COUNTERS, WaitTable, wait
+
+MOST_WAITING = 64
+ATTEMPTS = 5
+FIRST_PAUSE_S = 0.5
+TIMEOUT_S = 5.0
+"""For one connection, and for one answer."""
+GLANCE_S = 0.1
+"""Between two looks at whether it is to close."""
+LONGEST_WAIT_S = 3600.0
+LAST_WORDS_S = 3.0
+"""How long the end of a run may be held up by what is still to be said."""
+
+
+class Notification(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is posted: `{"run": …, "time": …, "process": …, "kind": "diagnosis", "text": …}`.
+
+    `text` is what chat services show, so that one of their incoming hooks can be named as it is.
+    """
+
+    run: str
+    time: float
+    """Wall clock."""
+    process: str
+    """Whom it is about; who raised it where it is about nobody."""
+    kind: str
+    """`alert`, `fault` or `diagnosis`."""
+    text: str
+    values: Mapping[str, float] = {}
+    details: Any = None
+    """All of it, as plain values: the cause with its path and evidence."""
+
+
+def webhook_problem(url: str) -> str | None:
+    """What is wrong with a URL, if something is: `its scheme is 'ftp'`."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        return str(error)
+    if parts.scheme not in ("http", "https"):
+        return f"its scheme is {parts.scheme!r}"
+    if not parts.hostname:
+        return "it names no host"
+    return "its port is 0" if port == 0 else None
+
+
+class NotTaken(Exception):
+    """A hook refused for good: the same again would be refused again."""
+
+
+def post(url: str, body: bytes) -> None:
+    """Raises OSError where it may help to try again, NotTaken where not."""
+    # Takes as long to import as all the rest of a configuration's check, which needs nothing of it.
+    import urllib.error
+    import urllib.request
+
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"}, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S):
+            return
+    except urllib.error.HTTPError as error:
+        again = error.code >= HTTPStatus.INTERNAL_SERVER_ERROR or error.code in (
+            HTTPStatus.REQUEST_TIMEOUT,
+            HTTPStatus.TOO_MANY_REQUESTS,
+        )
+        error.close()
+        if not again:
+            raise NotTaken(f"{error.code} {error.reason}") from error
+        raise
+
+
+class Webhook:
+    """Posts notifications from a thread of its own, which consumes the queue and ends with `close`.
+
+    hook = Webhook("http://127.0.0.1:9000/alerts", say=lambda text: log.emit(Note(text)))
+    hook.send(Notification(run="runs/demo-1", time=now, process="model-1", kind="alert", text="…"))
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        say: Callable[[str], None],
+        post: Callable[[str, bytes], None] = post,
+        first_pause_s: float = FIRST_PAUSE_S,
+    ) -> None:
+        self._url, self._say, self._post, self._first_pause_s = url, say, post, first_pause_s
+        self._waiting: queue.Queue[bytes] = queue.Queue(MOST_WAITING)
+        self._is_failing = False
+        # What this thread waits for is nothing that the process does.
+        self._waits = WaitTable()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="webhook", daemon=True)
+        self._thread.start()
+
+    def send(self, notification: Notification) -> None:
+        """Take a notification along; never blocks and never raises."""
+        body = msgspec.json.encode(notification)
+        while True:
+            try:
+                self._waiting.put_nowait(body)
+                return
+            except queue.Full:
+                with suppress(queue.Empty):
+                    self._waiting.get_nowait()
+                    COUNTERS.add("alerts.dropped")
+
+    def close(self) -> None:
+        """Let what waits be posted, as far as that goes quickly."""
+        self._closing.set()
+        with suppress(DeadlineExceeded):
+            wait(self._attempt_join, whom="the webhook", what="the last alerts", timeout_s=LAST_WORDS_S)
+
+    def _attempt_join(self, remaining_s: float) -> bool | None:
+        self._thread.join(remaining_s)
+        return None if self._thread.is_alive() else True
+
+    def _work(self) -> None:
+        """Until it is to close and nothing is left."""
+        while True:
+            try:
+                body = wait(
+                    self._attempt_next,
+                    whom="anyone",
+                    what="an alert",
+                    timeout_s=LONGEST_WAIT_S,
+                    waits=self._waits,
+                )
+            except DeadlineExceeded:
+                continue
+            if not body:
+                return
+            self._deliver(body)
+
+    def _attempt_next(self, remaining_s: float) -> bytes | None:
+        try:
+            return self._waiting.get(timeout=min(remaining_s, GLANCE_S))
+        except queue.Empty:
+            return b"" if self._closing.is_set() else None
+
+    def _deliver(self, body: bytes) -> None:
+        reason = ""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                self._pause(self._first_pause_s * 2 ** (attempt - 1))
+            try:
+                self._post(self._url, body)
+            except NotTaken as error:
+                reason = str(error)
+                break
+            except (OSError, ValueError) as error:  # ValueError: what came back is no HTTP.
+                reason = str(error)
+            else:
+                COUNTERS.add("alerts.posted")
+                if self._is_failing:
+                    self._say(f"alerts are posted to {self._url} again")
+                self._is_failing = False
+                return
+        COUNTERS.add("alerts.dropped")
+        if not self._is_failing:
+            self._say(f"alerts can not be posted to {self._url}: {reason}")
+        self._is_failing = True
+
+    def _pause(self, seconds: float) -> None:
+        def attempt(remaining_s: float) -> bool | None:
+            if self._closing.is_set():
+                return True
+            time.sleep(min(GLANCE_S, max(0.0, remaining_s)))
+            return None
+
+        with suppress(DeadlineExceeded):
+            wait(attempt, whom="the webhook", what="the next try", timeout_s=seconds, waits=self._waits)

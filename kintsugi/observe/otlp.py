@@ -1,0 +1,114 @@
+"""Slices as OpenTelemetry traces, in the JSON encoding of OTLP: what a collector's file receiver and /v1/traces take.
+
+One file holds one `TracesData`. Each process of the run is a resource. Ids are lower-case hexadecimal and follow from
+what they stand for, so that an export that is made twice is the same twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kintsugi.observe.tracing import Slice, Trace
+
+INTERNAL = 1
+"""SPAN_KIND_INTERNAL."""
+
+
+def write_otlp(path: Path, slices: Iterable[Slice], *, run: str) -> int:
+    """A whole run: what belongs to a ticket, or to a step, is one trace each; the rest is that of its process."""
+    spans: dict[str, list[dict[str, Any]]] = {}
+    count = 0
+    for number, each in enumerate(each for each in slices if each.start > 0):
+        attributes = each.attributes
+        subject = attributes.get("ticket") or (f"step:{attributes['step']}" if "step" in attributes else "")
+        trace_id = _identifier(32, run, subject or each.process)
+        spans.setdefault(each.process, []).append(
+            _span(each, trace_id=trace_id, span_id=_identifier(16, run, each.process, str(number)))
+        )
+        count += 1
+    _write(path, spans, run=run)
+    return count
+
+
+def write_otlp_trace(path: Path, trace: Trace) -> int:
+    """One prompt: a span for its whole way, with its moments as events and what took time as spans below it."""
+    known = [each for each in trace.stations if each.start > 0]
+    trace_id, root_id = _identifier(32, trace.run, trace.ticket), _identifier(16, trace.run, trace.ticket)
+    moments = [each for each in known if each.duration_s is None]
+    root = {
+        "traceId": trace_id,
+        "spanId": root_id,
+        "name": f"prompt {trace.ticket}",
+        "kind": INTERNAL,
+        "startTimeUnixNano": _nanoseconds(min((each.start for each in known), default=0.0)),
+        "endTimeUnixNano": _nanoseconds(max((each.end for each in known), default=0.0)),
+        "attributes": _attributes(
+            {"kintsugi.ticket": trace.ticket, "kintsugi.row": trace.row, "kintsugi.prompt": trace.prompt}
+        ),
+        "events": [
+            {
+                "timeUnixNano": _nanoseconds(each.start),
+                "name": each.name,
+                "attributes": _attributes({"process": each.process, "what": each.text, **each.attributes}),
+            }
+            for each in moments
+        ],
+        "status": {},
+    }
+    spans: dict[str, list[dict[str, Any]]] = {"master-0": [root]}
+    for number, each in enumerate(each for each in known if each.duration_s is not None):
+        span_id = _identifier(16, trace.run, trace.ticket, each.process, str(number))
+        span = _span(each, trace_id=trace_id, span_id=span_id)
+        spans.setdefault(each.process, []).append({**span, "parentSpanId": root_id})
+    _write(path, spans, run=trace.run)
+    return len(known)
+
+
+def _span(each: Slice, *, trace_id: str, span_id: str) -> dict[str, Any]:
+    return {
+        "traceId": trace_id,
+        "spanId": span_id,
+        "name": each.name,
+        "kind": INTERNAL,
+        "startTimeUnixNano": _nanoseconds(each.start),
+        "endTimeUnixNano": _nanoseconds(each.end),
+        "attributes": _attributes({**each.attributes, "what": each.text, "source": each.source}),
+        "status": {},
+    }
+
+
+def _write(path: Path, spans: dict[str, list[dict[str, Any]]], *, run: str) -> None:
+    scope = {"name": "kintsugi"}
+    document = {
+        "resourceSpans": [
+            {
+                "resource": {
+                    "attributes": _attributes(
+                        {"service.name": "kintsugi", "service.namespace": run, "service.instance.id": process}
+                    )
+                },
+                "scopeSpans": [{"scope": scope, "spans": inner}],
+            }
+            for process, inner in sorted(spans.items())
+        ]
+    }
+    path.write_bytes(msgspec.json.encode(document) + b"\n")
+
+
+def _attributes(values: dict[str, str]) -> list[dict[str, Any]]:
+    return [{"key": key, "value": {"stringValue": value}} for key, value in values.items() if value]
+
+
+def _identifier(digits: int, *names: str) -> str:
+    """Never all zeros, which would mean none."""
+    return hashlib.sha256("\0".join(names).encode()).hexdigest()[:digits]
+
+
+def _nanoseconds(seconds: float) -> str:
+    """As text, because 64-bit integers are text in this encoding."""
+    return str(round(seconds * 1e9))

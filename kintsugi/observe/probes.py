@@ -1,0 +1,131 @@
+"""What can hang is measured in a thread of its own: a disk, a name server. Whoever asks for the figures never waits."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from kintsugi.errors import DeadlineExceeded
+from kintsugi.runtime import SYSTEM_CLOCK, Clock, WaitTable, wait
+
+PAUSE_S = 1.0
+PROBE_SIZE = 4096
+CLOSE_S = 0.2
+
+
+class Probe:
+    """Does something once a second and times it: `<name>_s`, `<name>_pending_s` while it has not come back.
+
+    Its thread consumes nothing, produces figures, waits for its next turn and for what it tries, and ends at `close`; a
+    try that never comes back is left behind.
+    """
+
+    def __init__(
+        self, name: str, attempt: Callable[[], dict[str, float]], *, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        """`attempt` gives further figures; an OSError of it is counted as `<name>_errors`."""
+        self._name, self._attempt, self._clock = name, attempt, clock
+        self._since: float | None = None
+        self._values: dict[str, float] = {}
+        self._num_errors = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"{name} probe", daemon=True)
+
+    def begin(self) -> None:
+        self._thread.start()
+
+    def values(self) -> dict[str, float]:
+        values, since = self._values, self._since
+        if since is not None and self._clock.monotonic() - since > PAUSE_S:
+            values = values | {f"{self._name}_pending_s": self._clock.monotonic() - since}
+        return values | ({f"{self._name}_errors": float(self._num_errors)} if self._num_errors else {})
+
+    def _run(self) -> None:
+        waits = WaitTable()
+        while not self._closing.is_set():
+            self._try()
+            with suppress(DeadlineExceeded):
+                wait(
+                    lambda remaining_s: self._closing.wait(remaining_s) or None,
+                    whom="itself",
+                    what=f"the next {self._name} probe",
+                    timeout_s=PAUSE_S,
+                    waits=waits,
+                )
+
+    def _try(self) -> None:
+        since = self._since = self._clock.monotonic()
+        try:
+            figures = self._attempt()
+        except OSError:
+            self._num_errors += 1
+        else:
+            self._values = {f"{self._name}_s": self._clock.monotonic() - since, **figures}
+        self._since = None
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._thread.is_alive():
+            with suppress(DeadlineExceeded):
+                wait(self._attempt_join, whom=f"{self._name} probe", what="its end", timeout_s=CLOSE_S)
+
+    def _attempt_join(self, remaining_s: float) -> bool | None:
+        self._thread.join(remaining_s)
+        return None if self._thread.is_alive() else True
+
+
+class DiskProbe:
+    """Writes a few bytes where the run writes and has them made durable; also says how full that disk is.
+
+    Always the same bytes at the same place: no space is needed, and nothing but the data has to reach the disk.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = -1
+
+    def __call__(self) -> dict[str, float]:
+        if self._descriptor < 0:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        begun = SYSTEM_CLOCK.monotonic()
+        os.pwrite(self._descriptor, bytes(PROBE_SIZE), 0)
+        os.fdatasync(self._descriptor)
+        durable_s = SYSTEM_CLOCK.monotonic() - begun
+        space = os.statvfs(self._path)
+        return {
+            "fsync_s": durable_s,
+            "disk_total_bytes": float(space.f_blocks * space.f_frsize),
+            "disk_free_bytes": float(space.f_bavail * space.f_frsize),
+        }
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._path.unlink(missing_ok=True)
+
+
+class NameProbe:
+    """Resolves a host name as a process that connects would; nothing where there is no name to resolve."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self) -> dict[str, float]:
+        socket.getaddrinfo(self.name, None, type=socket.SOCK_STREAM)
+        return {}
+
+
+def is_name(host: str) -> bool:
+    """Whether a host is given by name, which somebody has to resolve."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            socket.inet_pton(family, host)
+        except OSError:
+            continue
+        return False
+    return bool(host) and host != "*"

@@ -1,0 +1,276 @@
+"""What a process and a host look like from outside, read from /proc and the control groups; names in `docs/metrics.md`.
+
+Nothing here waits for a disk or a driver: what can hang is measured by `probes.py`, in threads of their own. What the
+kernel does not tell is left out, never guessed.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from kintsugi.observe.cgroups import ControlGroups
+from kintsugi.observe.figures import HostSample, ProcessSample
+from kintsugi.types import Role, role_of
+
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
+PRESSURES = ("cpu", "io", "memory")
+UNREADABLE = (OSError, ValueError, IndexError, KeyError)
+"""What a look at /proc can end in: the process is gone, is somebody else's, or the kernel writes it another way."""
+
+
+class ProcessLook:
+    """Looks at one process again and again; remembers what its threads had waited when they ended."""
+
+    def __init__(self, name: str, pid: int, *, control_groups: ControlGroups) -> None:
+        self.name, self.pid = name, pid
+        self._control_groups = control_groups
+        self._folder = f"/proc/{pid}"
+        self._delays: dict[str, int] = {}
+        self._run_delay_ns = 0
+        self._children_ticks: dict[int, int] = {}
+        self._children_total = 0
+        self._with_io_delay = _setting("/proc/sys/kernel/task_delayacct") == "1"
+        self.rss_bytes = 0.0
+
+    def sample(self) -> ProcessSample | None:
+        """None when it is gone."""
+        try:
+            fields = _fields(f"{self._folder}/stat")
+        except OSError:
+            return None
+        self.rss_bytes = float(int(fields[21]) * PAGE_SIZE)
+        values = {
+            "cpu_s": (int(fields[11]) + int(fields[12])) * TICK_S,
+            "rss_bytes": self.rss_bytes,
+            "threads": float(fields[17]),
+            "major_faults": float(fields[9]),
+        }
+        if self._with_io_delay:
+            values["io_delay_s"] = int(fields[39]) * TICK_S
+        for more in (self._scheduling, self._switches, self._storage, self._descriptors, self._children):
+            try:
+                values |= more()
+            except UNREADABLE:
+                continue
+        values |= self._allowances(address_space=float(fields[20]))
+        return ProcessSample(
+            self.name, self.pid, fields[0], {name: round(value, 6) for name, value in values.items()}
+        )
+
+    def _scheduling(self) -> dict[str, float]:
+        """Time that its threads were ready to run and did not, those that have ended included."""
+        delays: dict[str, int] = {}
+        for thread in os.listdir(f"{self._folder}/task"):
+            try:
+                delay = int(_read(f"{self._folder}/task/{thread}/schedstat").split()[1])
+            except (OSError, IndexError):
+                continue
+            delays[thread] = delay
+            self._run_delay_ns += max(0, delay - self._delays.get(thread, 0))
+        self._delays = delays
+        return {
+            "run_delay_s": self._run_delay_ns / 1e9,
+            "processors": float(len(os.sched_getaffinity(self.pid))),
+        }
+
+    def _switches(self) -> dict[str, float]:
+        status = _read(f"{self._folder}/status")
+        lines = status[status.index("\nvoluntary_ctxt_switches:") + 1 :].splitlines()
+        names = ("voluntary_switches", "involuntary_switches")
+        return {name: float(line.split()[1]) for name, line in zip(names, lines, strict=False)}
+
+    def _storage(self) -> dict[str, float]:
+        entries = dict(line.split(": ") for line in _read(f"{self._folder}/io").splitlines())
+        return {name: float(entries[name]) for name in ("read_bytes", "write_bytes")}
+
+    def _descriptors(self) -> dict[str, float]:
+        return {"descriptors": float(len(os.listdir(f"{self._folder}/fd")))}
+
+    def _children(self) -> dict[str, float]:
+        """What it has started and not let go of, and what that has started: the user's code, and its sandboxes."""
+        found = [*self._started_by(self.pid)]
+        found += [pid for child in found for pid in self._started_by(child)]
+        if role_of(self.name) is Role.AGENT or not (found or self._children_total):
+            return {}
+        ticks: dict[int, int] = {}
+        pages = 0
+        for pid in found:
+            try:
+                fields = _fields(f"/proc/{pid}/stat")
+            except OSError:
+                continue
+            ticks[pid], pages = int(fields[11]) + int(fields[12]), pages + int(fields[21])
+            self._children_total += max(0, ticks[pid] - self._children_ticks.get(pid, 0))
+        self._children_ticks = ticks
+        return {
+            "children": float(len(ticks)),
+            "children_cpu_s": self._children_total * TICK_S,
+            "children_rss_bytes": float(pages * PAGE_SIZE),
+        }
+
+    def _started_by(self, pid: int) -> list[int]:
+        """By its first thread, which is the one that starts processes here; a kernel may not tell."""
+        try:
+            return [int(child) for child in _read(f"/proc/{pid}/task/{pid}/children").split()]
+        except OSError:
+            return []
+
+    def _allowances(self, *, address_space: float) -> dict[str, float]:
+        """What it may use. Where two limits hold, the one of which more is used."""
+        values: dict[str, float] = {}
+        limits: list[tuple[float, float]] = []
+        try:
+            allowance = self._control_groups.allowance(self._control_groups.of(self.pid))
+        except UNREADABLE:
+            allowance = None
+        if allowance is not None:
+            if allowance.throttled_s is not None:
+                values["throttled_s"] = allowance.throttled_s
+            if allowance.frozen:
+                values["frozen"] = 1.0
+            if allowance.memory_limit_bytes is not None and allowance.memory_used_bytes is not None:
+                limits.append((allowance.memory_limit_bytes, allowance.memory_used_bytes))
+        try:
+            own, _ = resource.prlimit(self.pid, resource.RLIMIT_AS)
+            if own != resource.RLIM_INFINITY:
+                limits.append((float(own), address_space))
+        except OSError:
+            pass
+        if limits:
+            limit, used = max(limits, key=lambda pair: pair[1] / max(1.0, pair[0]))
+            values |= {"memory_limit_bytes": limit, "memory_used_bytes": used}
+        return values
+
+
+class HostLook:
+    """Looks at the host again and again."""
+
+    def __init__(self, host: str, *, run_dir: str) -> None:
+        self._host = host
+        self._disk = _disk_of(run_dir)
+
+    def sample(self, more: dict[str, float] | None = None) -> HostSample:
+        """`more`: what others have measured of it."""
+        values: dict[str, float] = {}
+        for part in (_processors, _memory, _pressure, self._storage, _network):
+            try:
+                values |= part()
+            except UNREADABLE:
+                continue
+        values |= more or {}
+        return HostSample(self._host, {name: round(value, 6) for name, value in values.items()})
+
+    def _storage(self) -> dict[str, float]:
+        """Of the disk that the run folder lies on, where the kernel says which; else of all of them."""
+        counters = (
+            psutil.disk_io_counters()
+            if self._disk is None
+            else psutil.disk_io_counters(perdisk=True).get(self._disk)
+        )
+        if counters is None:
+            return {}
+        return {
+            "disk_read_bytes": float(counters.read_bytes),
+            "disk_write_bytes": float(counters.write_bytes),
+            "disk_busy_s": counters.busy_time / 1e3,
+        }
+
+
+def _processors() -> dict[str, float]:
+    """Busy: everything but idle, waiting for a disk, and what the host below has given to others."""
+    times = [int(field) * TICK_S for field in _read("/proc/stat").partition("\n")[0].split()[1:9]]
+    user, nice, system, _, iowait, interrupt, soft_interrupt, steal = times
+    return {
+        "cpu_count": float(os.cpu_count() or 1),
+        "cpu_busy_s": user + nice + system + interrupt + soft_interrupt,
+        "cpu_iowait_s": iowait,
+        "cpu_steal_s": steal,
+        "load_1": os.getloadavg()[0],
+    }
+
+
+def _memory() -> dict[str, float]:
+    entries = {
+        name: float(value.split()[0]) * 1024
+        for name, _, value in (line.partition(":") for line in _read("/proc/meminfo").splitlines()[:5])
+    }
+    return {
+        "memory_total_bytes": entries["MemTotal"],
+        "memory_available_bytes": entries["MemAvailable"],
+        "oom_kills": float(oom_kills()),
+    }
+
+
+def oom_kills() -> int:
+    """How many processes of this host the kernel has ended for want of memory, those of control groups included."""
+    found = (line.split()[1] for line in _read("/proc/vmstat").splitlines() if line.startswith("oom_kill "))
+    return int(next(found, 0))
+
+
+def _pressure() -> dict[str, float]:
+    """Time in which somebody had to wait for it; a kernel without the accounting has no such files."""
+    values = {}
+    for name in PRESSURES:
+        try:
+            some = _read(f"/proc/pressure/{name}").partition("\n")[0]
+        except OSError:
+            continue
+        values[f"pressure_{name}_s"] = int(some.rpartition("total=")[2]) / 1e6
+    return values
+
+
+def _network() -> dict[str, float]:
+    """Of all interfaces but loopback, in this process's network namespace."""
+    received = sent = 0
+    for line in _read("/proc/self/net/dev").splitlines()[2:]:
+        interface, _, counters = line.partition(":")
+        fields = counters.split()
+        if interface.strip() != "lo":
+            received, sent = received + int(fields[0]), sent + int(fields[8])
+    return {
+        "network_in_bytes": float(received),
+        "network_out_bytes": float(sent),
+        "tcp_retransmits": float(dict(_protocol_counters())["RetransSegs"]),
+    }
+
+
+def _protocol_counters() -> Iterator[tuple[str, str]]:
+    """Of TCP: /proc/net/snmp has a line of names and one of numbers for each protocol."""
+    names, numbers = (
+        line.split()[1:] for line in _read("/proc/self/net/snmp").splitlines() if line.startswith("Tcp:")
+    )
+    yield from zip(names, numbers, strict=True)
+
+
+def _disk_of(run_dir: str) -> str | None:
+    """`sda1`, as psutil names it; None for a file system that is no disk's."""
+    try:
+        device = os.stat(run_dir).st_dev
+        return Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve(strict=True).name
+    except OSError:
+        return None
+
+
+def _fields(path: str) -> list[str]:
+    """Of a process's `stat` from its state on; the name before that may contain anything."""
+    stat = _read(path)
+    return stat[stat.rindex(")") + 2 :].split()
+
+
+def _setting(path: str) -> str:
+    try:
+        return _read(path).strip()
+    except OSError:
+        return ""
+
+
+def _read(path: str) -> str:
+    """A file of /proc, whole; without the layers of a text file, which cost more than the kernel does."""
+    with open(path, "rb", buffering=0) as file:
+        return file.readall().decode(errors="replace")

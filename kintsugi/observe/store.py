@@ -1,0 +1,401 @@
+"""`<run>/store.db`: an index of everything that a run's processes recorded, so that it can be searched as one.
+
+What is indexed stays where it was written; the store has, for each entry, when, who, of which kind, where it stands,
+its words, and the ids that it is about. Nothing depends on it: deleted, it is made again.
+
+Filling it goes on where the last time ended, piece by piece, each piece with its new position in one transaction. So it
+may be filled while the run lives, by several at once, and by one that is killed in the middle. Where the run folder can
+not be written (it is somebody else's, or its disk is full), the index is made in a temporary file instead.
+
+Times are the master's: what a host's agent measured of its clock (`ClockSample`) is taken off.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import tempfile
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from kintsugi.control.inputs import read_moments
+from kintsugi.errors import StorageError
+from kintsugi.facts import ProcessJoined, ProcessRequested
+from kintsugi.observe.figures import ClockSample, samples_in
+from kintsugi.observe.sources import (
+    Entry,
+    Family,
+    File,
+    Reader,
+    files_of,
+    read_entries,
+    whole_lines,
+)
+from kintsugi.types import Role
+
+STORE_FILE = "store.db"
+INPUTS_FILE = "inputs"
+LAYOUT = 1
+"""Of the tables; a store of another one is made anew."""
+MOST_FORGOTTEN = 1_000_000
+"""Entries whose files are gone, beside as many as are left: with more, the index is made anew."""
+BUSY_S = 30.0
+"""Longest wait for somebody else who fills it."""
+_CLOCK_MARK = b'"ClockSample"'
+
+_TABLES = """
+CREATE TABLE names (id INTEGER PRIMARY KEY, name TEXT UNIQUE NOT NULL);
+CREATE TABLE sources (id INTEGER PRIMARY KEY, path TEXT, family TEXT, process TEXT, inode INTEGER, head BLOB,
+                      offset INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE records (id INTEGER PRIMARY KEY AUTOINCREMENT, time REAL, exact INTEGER, process INTEGER, kind INTEGER,
+                      source INTEGER, offset INTEGER, length INTEGER, part INTEGER, begun REAL);
+CREATE INDEX records_by_time ON records (time, id);
+CREATE INDEX records_by_process ON records (process, time, id);
+CREATE TABLE mentions (subject TEXT, record INTEGER, PRIMARY KEY (subject, record)) WITHOUT ROWID;
+CREATE VIRTUAL TABLE words USING fts5 (text, content='', columnsize=0);
+CREATE TABLE clocks (host TEXT, time REAL, offset_s REAL, error_s REAL, PRIMARY KEY (host, time)) WITHOUT ROWID;
+CREATE TABLE places (process TEXT PRIMARY KEY, host TEXT) WITHOUT ROWID;
+CREATE TABLE moments (record INTEGER PRIMARY KEY, time REAL);
+CREATE TABLE inputs (id INTEGER PRIMARY KEY CHECK (id = 0), offset INTEGER);
+INSERT INTO inputs VALUES (0, 0);
+"""
+
+
+class ClockState(msgspec.Struct, frozen=True):
+    """How far a host's clock was ahead of the master's from a moment of its own on."""
+
+    time: float
+    offset_s: float
+    error_s: float
+
+    @property
+    def correction_s(self) -> float:
+        """What is taken off: nothing where it may as well be nothing, as for who shares the master's clock."""
+        return self.offset_s if abs(self.offset_s) > self.error_s else 0.0
+
+
+class RunStore:
+    """The index of one run. `refresh` takes in what was recorded since; searching and tracing ask it by SQL.
+
+    with RunStore(run_dir) as store:
+        store.refresh()
+        for line in search(store, Query(keyword="mismatch")): …
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.reader = Reader(run_dir)
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        try:
+            self.database = _opened(run_dir / STORE_FILE)
+        except sqlite3.DatabaseError:
+            self.database = self._opened_elsewhere()
+        self._names: dict[str, int] = {}
+
+    def _opened_elsewhere(self) -> sqlite3.Connection:
+        self._temporary = tempfile.TemporaryDirectory(prefix="kintsugi-store-")
+        return _opened(Path(self._temporary.name) / STORE_FILE)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.database.close()
+        self.reader.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def refresh(self, *, progress: Callable[[int, int], None] = lambda done, size: None) -> None:
+        """Take in what was recorded since the last time. `progress` hears how many bytes of how many are looked at."""
+        try:
+            self._refresh(progress)
+        except sqlite3.DatabaseError as error:
+            if self._temporary is not None:
+                raise StorageError(f"{self.run_dir}: can not be indexed: {error}") from error
+            with suppress(sqlite3.Error):
+                self.database.close()
+            self.database = self._opened_elsewhere()
+            self._names = {}
+            self.refresh(progress=progress)
+
+    def _refresh(self, progress: Callable[[int, int], None]) -> None:
+        files = files_of(self.run_dir)
+        with self._writing():
+            numbers = self._recognised(files)
+        # The journal says who is on which host, and agents how the hosts' clocks are: what others wrote follows.
+        order = [Family.JOURNAL, Family.FIGURES, Family.EVENTS, Family.LOGS]
+        size, before = sum(file.size for file in files), 0
+        for file in sorted(files, key=lambda file: order.index(file.family)):
+            while end := self._take_piece(file, numbers[file.path]):
+                progress(min(before + end, size), size)
+            before += file.size
+
+    def _recognised(self, files: list[File]) -> dict[str, int]:
+        """Path → number of the source that a file is, whatever it was called; sources whose files are gone go too."""
+        known = self.database.execute("SELECT id, path, inode, head, offset FROM sources").fetchall()
+        numbers: dict[str, int] = {}
+        left = {number: (path, inode, head, offset) for number, path, inode, head, offset in known}
+        for same in (_is_same_file, _is_copied_file):
+            for file in files:
+                for number, (path, inode, head, offset) in left.items():
+                    if file.path in numbers or offset > file.size or not file.head.startswith(head):
+                        continue
+                    if same(file, path=path, inode=inode):
+                        numbers[file.path] = number
+                        del left[number]
+                        break
+        for number in left:
+            self._forget(number)
+        if left and self._is_mostly_forgotten():
+            self._empty()
+            numbers = {}
+        for file in files:
+            number = numbers.get(file.path)
+            row = (file.path, file.family.value, file.process, file.inode, file.head)
+            if number is None:
+                columns = "(path, family, process, inode, head) VALUES (?, ?, ?, ?, ?)"
+                number = self.database.execute(f"INSERT INTO sources {columns}", row).lastrowid
+                assert number is not None
+                numbers[file.path] = number
+            else:
+                assign = "path = ?, family = ?, process = ?, inode = ?, head = ?"
+                self.database.execute(f"UPDATE sources SET {assign} WHERE id = ?", (*row, number))
+        return numbers
+
+    def _forget(self, source: int) -> None:
+        """Its words stay in their index, under numbers that are never given again."""
+        inner = "SELECT id FROM records WHERE source = ?"
+        self.database.execute(f"DELETE FROM mentions WHERE record IN ({inner})", (source,))
+        self.database.execute("DELETE FROM records WHERE source = ?", (source,))
+        self.database.execute("DELETE FROM sources WHERE id = ?", (source,))
+
+    def _is_mostly_forgotten(self) -> bool:
+        (count,) = self.database.execute("SELECT count(*) FROM records").fetchone()
+        row = self.database.execute("SELECT seq FROM sqlite_sequence WHERE name = 'records'").fetchone()
+        return row is not None and row[0] > MOST_FORGOTTEN + 2 * count
+
+    def _empty(self) -> None:
+        """Begin anew: words can only be forgotten all at once."""
+        for table in ("records", "mentions", "sources"):
+            self.database.execute(f"DELETE FROM {table}")
+        self.database.execute("DELETE FROM sqlite_sequence WHERE name = 'records'")
+        self.database.execute("INSERT INTO words (words) VALUES ('delete-all')")
+
+    def _take_piece(self, file: File, source: int) -> int:
+        """One piece of one file, from where it was last read to, by whomever. Where it ends; 0: nothing is new."""
+        with self._writing():
+            row = self.database.execute("SELECT offset FROM sources WHERE id = ?", (source,)).fetchone()
+            if row is None:  # Somebody else saw that the file is gone.
+                return 0
+            (offset,) = row
+            if file.family is Family.FIGURES:
+                end = self._take_clocks(file, offset)
+            else:
+                entries, end = read_entries(self.run_dir, file, offset=offset)
+                if file.family is Family.JOURNAL:
+                    entries = list(self._timed(entries))
+                    self._take_places(entries)
+                self._insert(entries, process=file.process, source=source)
+            self.database.execute("UPDATE sources SET offset = ? WHERE id = ?", (end, source))
+        return end if end > offset else 0
+
+    def _take_clocks(self, file: File, offset: int) -> int:
+        """Of figures only the clocks are wanted: the rest is found by its time, in the files themselves."""
+        if not file.process.startswith(Role.AGENT.value):
+            return file.size
+        lines, end = whole_lines(self.run_dir / file.path, offset=offset)
+        for record in samples_in(line for _, line in lines if _CLOCK_MARK in line):
+            if isinstance(record.sample, ClockSample):
+                self._take_clock(record.sample, record.stamp.time)
+        return end
+
+    def _take_clock(self, sample: ClockSample, time: float) -> None:
+        """Keep what says something new. What a host wrote before its clock was known is corrected by its first."""
+        states = self.clocks(sample.host)
+        new = ClockState(time, sample.offset_s, sample.error_s)
+        if states and abs(states[-1].offset_s - new.offset_s) <= states[-1].error_s <= new.error_s:
+            return
+        self.database.execute(
+            "INSERT OR REPLACE INTO clocks VALUES (?, ?, ?, ?)",
+            (sample.host, time, sample.offset_s, sample.error_s),
+        )
+        if not states and new.correction_s:
+            self.database.execute(
+                "UPDATE records SET time = time - :offset, begun = begun - :offset WHERE exact AND process IN "
+                "(SELECT names.id FROM names JOIN places ON places.process = names.name WHERE host = :host)",
+                {"offset": new.correction_s, "host": sample.host},
+            )
+
+    def clocks(self, host: str) -> list[ClockState]:
+        """What is known of a host's clock, in the order of time."""
+        query = "SELECT time, offset_s, error_s FROM clocks WHERE host = ? ORDER BY time"
+        return [ClockState(*row) for row in self.database.execute(query, (host,))]
+
+    def host_of(self, process: str) -> str | None:
+        query = "SELECT host FROM places WHERE process = ?"
+        row = self.database.execute(query, (process,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def _take_places(self, facts: Iterable[Entry]) -> None:
+        for entry in facts:
+            if entry.kind not in (ProcessRequested.__name__, ProcessJoined.__name__):
+                continue
+            match self.reader.fact(offset=entry.offset, part=entry.part):
+                case ProcessRequested(process=process, host=host):
+                    self._place(process, host)
+                case ProcessJoined(peer=peer):
+                    self._place(peer.process, peer.host)
+                case _:
+                    pass
+
+    def _place(self, process: str, host: str) -> None:
+        self.database.execute("INSERT OR REPLACE INTO places VALUES (?, ?)", (process, host))
+
+    def _timed(self, facts: list[Entry]) -> Iterator[Entry]:
+        """Facts with the times of the inputs that they follow from: these were recorded before."""
+        if facts:
+            self._take_moments()
+        last, query = 0.0, "SELECT max(time) FROM moments WHERE record <= ?"
+        for entry in facts:
+            found = self.database.execute(
+                "SELECT time FROM moments WHERE record = ?", (entry.record,)
+            ).fetchone()
+            if found is None and not last:
+                (last,) = self.database.execute(query, (entry.record,)).fetchone()
+                last = last or 0.0
+            last = found[0] if found is not None else last
+            yield msgspec.structs.replace(entry, time=last, is_exact=found is not None)
+
+    def _take_moments(self) -> None:
+        path = self.run_dir / INPUTS_FILE
+        while path.exists():
+            (offset,) = self.database.execute("SELECT offset FROM inputs").fetchone()
+            moments, end = read_moments(path, offset=offset if offset <= path.stat().st_size else 0)
+            if not moments:
+                return
+            timed = {moment.after + 1: moment.wall for moment in moments if moment.wall}
+            self.database.executemany("INSERT OR REPLACE INTO moments VALUES (?, ?)", timed.items())
+            self.database.execute("UPDATE inputs SET offset = ?", (end,))
+
+    def _insert(self, entries: list[Entry], *, process: str, source: int) -> None:
+        row = self.database.execute("SELECT seq FROM sqlite_sequence WHERE name = 'records'").fetchone()
+        numbered = list(zip(count(row[0] + 1 if row else 1), entries, strict=False))
+        corrected = self._correction(process)
+        who = self._name(process)
+        self.database.executemany(
+            "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                (
+                    number,
+                    corrected(entry.time) if entry.is_exact else entry.time,
+                    entry.is_exact,
+                    who,
+                    self._name(entry.kind),
+                    source,
+                    entry.offset,
+                    entry.length,
+                    entry.part,
+                    None if entry.begun is None else entry.begun - (entry.time - corrected(entry.time)),
+                )
+                for number, entry in numbered
+            ),
+        )
+        self.database.executemany(
+            "INSERT INTO words (rowid, text) VALUES (?, ?)",
+            ((number, f"{entry.kind} {entry.text}") for number, entry in numbered),
+        )
+        self.database.executemany(
+            "INSERT OR IGNORE INTO mentions VALUES (?, ?)",
+            ((subject, number) for number, entry in numbered for subject in entry.ids),
+        )
+
+    def _correction(self, process: str) -> Callable[[float], float]:
+        """From the process's time to the master's."""
+        host = self.host_of(process)
+        states = self.clocks(host) if host is not None else []
+        if not states:
+            return lambda time: time
+        times = [state.time for state in states]
+        return lambda time: time - states[max(0, bisect_right(times, time) - 1)].correction_s
+
+    def _name(self, name: str) -> int:
+        if name not in self._names:
+            self.database.execute("INSERT OR IGNORE INTO names (name) VALUES (?)", (name,))
+            (self._names[name],) = self.database.execute(
+                "SELECT id FROM names WHERE name = ?", (name,)
+            ).fetchone()
+        return self._names[name]
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """One transaction, alone: whoever else fills the store waits for its turn."""
+        self.database.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._names = {}
+            self.database.rollback()
+            raise
+        self.database.commit()
+
+
+def _is_same_file(file: File, *, path: str, inode: int) -> bool:
+    """Perhaps under another name: bounded files are put aside."""
+    return file.inode == inode
+
+
+def _is_copied_file(file: File, *, path: str, inode: int) -> bool:
+    """The run folder was copied or moved. A journal that another master went on with is another file."""
+    return file.path == path and file.inode != inode and file.family is not Family.JOURNAL
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    """The store at this path, made anew if it is damaged or laid out differently."""
+    database = _connected(path)
+    try:
+        (layout,) = database.execute("PRAGMA user_version").fetchone()
+    except sqlite3.OperationalError:
+        database.close()
+        raise
+    except sqlite3.DatabaseError:  # Damaged, or no database at all.
+        layout = None
+    if layout == LAYOUT:
+        return database
+    if layout != 0:
+        database.close()
+        for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
+            path.with_name(name).unlink(missing_ok=True)
+        database = _connected(path)
+    try:
+        _lay_out(database)
+    except sqlite3.DatabaseError:
+        database.close()
+        raise
+    return database
+
+
+def _lay_out(database: sqlite3.Connection) -> None:
+    with suppress(sqlite3.OperationalError):  # Somebody else is at it, or the file system can not.
+        database.execute("PRAGMA journal_mode = WAL")
+    database.execute("BEGIN IMMEDIATE")
+    (layout,) = database.execute("PRAGMA user_version").fetchone()
+    if layout != LAYOUT:  # Else somebody else made it in the same moment.
+        for statement in filter(str.strip, _TABLES.split(";")):
+            database.execute(statement)
+        database.execute(f"PRAGMA user_version = {LAYOUT}")
+    database.commit()
+
+
+def _connected(path: Path) -> sqlite3.Connection:
+    database = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
+    # A power cut may damage what can be made again; a process that is killed can not.
+    database.execute("PRAGMA synchronous = OFF")
+    return database

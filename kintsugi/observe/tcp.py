@@ -1,0 +1,204 @@
+"""The TCP connections of this host as the kernel knows them, through netlink SOCK_DIAG: what `ss -ti` shows.
+
+It needs no privilege, and sees the network namespace that the socket was opened in.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Iterator
+
+import msgspec
+
+NETLINK_SOCK_DIAG = 4
+SOCK_DIAG_BY_FAMILY = 20
+NLMSG_ERROR, NLMSG_DONE = 2, 3
+REQUEST_AND_DUMP = 0x301
+INET_DIAG_INFO = 2
+INFO_WANTED = 1 << (INET_DIAG_INFO - 1)
+MOST_BYTES = 1 << 18
+
+STATES = {
+    1: "ESTABLISHED",
+    2: "SYN_SENT",
+    3: "SYN_RECV",
+    4: "FIN_WAIT1",
+    5: "FIN_WAIT2",
+    6: "TIME_WAIT",
+    7: "CLOSE",
+    8: "CLOSE_WAIT",
+    9: "LAST_ACK",
+    10: "LISTEN",
+    11: "CLOSING",
+    12: "SYN_RECV",
+}
+NOT_OURS = 1 << 6 | 1 << 7
+"""States in which a connection has no owner any more: TIME_WAIT and CLOSE."""
+
+_header = struct.Struct("=IHHII")
+_request = struct.Struct("=BBBxI48x")
+_message = struct.Struct("=BBBB2s2s16s16s4x8sIIIII")
+_attribute = struct.Struct("=HH")
+_info = struct.Struct("=8B24I4Q6I4Q2I2Q")
+"""`struct tcp_info` up to `tcpi_bytes_retrans`; an older kernel gives less, which reads as zeros."""
+
+
+class TcpInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the kernel measured of one connection."""
+
+    backoff: int
+    """How often the time until the next repetition was doubled: grows while nothing comes back."""
+    rto_s: float
+    unacked: int
+    """Segments on the way."""
+    lost: int
+    """Of these, taken for lost."""
+    last_received_s: float
+    """Since the last data came."""
+    rtt_s: float
+    rtt_variance_s: float
+    min_rtt_s: float
+    retransmits: int
+    """Segments sent again, all in all."""
+    out_bytes: int
+    """Sent and acknowledged."""
+    in_bytes: int
+    unsent_bytes: int
+    receiver_limited_s: float
+    """Time in which there was something to send and the receiver had no room."""
+
+
+class TcpSocket(msgspec.Struct, frozen=True):
+    """One end of a connection: `TcpSocket("ESTABLISHED", ("127.0.0.1", 4001), ("127.0.0.1", 51234), 8811, …)`."""
+
+    state: str
+    local: tuple[str, int]
+    remote: tuple[str, int]
+    inode: int
+    """By which a descriptor of a process names it."""
+    cookie: int
+    """Names it for as long as the host is up; a number of an inode is used again."""
+    receive_queue: int
+    send_queue: int
+    info: TcpInfo | None = None
+
+
+class TcpTable:
+    """Asks the kernel. Opened in the network namespace of its thread, whose connections it sees."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(
+            socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, NETLINK_SOCK_DIAG
+        )
+        self._sequence = 0
+
+    def read(self) -> list[TcpSocket]:
+        """Every connection and listener that has an owner. Raises OSError where the kernel does not tell."""
+        return [*self._read(socket.AF_INET), *self._read(socket.AF_INET6)]
+
+    def _read(self, family: int) -> Iterator[TcpSocket]:
+        self._sequence += 1
+        states = 0xFFF & ~NOT_OURS
+        body = _request.pack(family, socket.IPPROTO_TCP, INFO_WANTED, states)
+        header = _header.pack(
+            _header.size + len(body), SOCK_DIAG_BY_FAMILY, REQUEST_AND_DUMP, self._sequence, 0
+        )
+        self._socket.send(header + body)
+        while True:
+            # The kernel has the next part of its answer ready before it returns from the call before.
+            content = self._socket.recv(MOST_BYTES, socket.MSG_DONTWAIT)
+            for kind, sequence, payload in _parts(content):
+                if sequence != self._sequence:
+                    continue  # Of a question that was broken off.
+                if kind == NLMSG_DONE:
+                    return
+                if kind == NLMSG_ERROR:
+                    (code,) = struct.unpack_from("=i", payload)
+                    raise OSError(-code, errno.errorcode.get(-code, "netlink"))
+                yield _tcp_socket(family, payload)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _parts(content: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Kind, sequence number and payload of each netlink message."""
+    offset = 0
+    while offset + _header.size <= len(content):
+        size, kind, _, sequence, _ = _header.unpack_from(content, offset)
+        yield kind, sequence, content[offset + _header.size : offset + size]
+        offset += max(_header.size, size + 3 & ~3)
+
+
+def _tcp_socket(family: int, payload: bytes) -> TcpSocket:
+    fields = _message.unpack_from(payload)
+    _, state, _, _, source_port, target_port, source, target, cookie, _, receive, send, _, inode = fields
+    return TcpSocket(
+        state=STATES.get(state, str(state)),
+        local=(_address(family, source), int.from_bytes(source_port, "big")),
+        remote=(_address(family, target), int.from_bytes(target_port, "big")),
+        inode=inode,
+        cookie=int.from_bytes(cookie, "little"),
+        receive_queue=receive,
+        send_queue=send,
+        info=_info_in(payload[_message.size :]),
+    )
+
+
+def _address(family: int, packed: bytes) -> str:
+    """An IPv4 address that a socket of both families uses is the same address."""
+    if family == socket.AF_INET:
+        return socket.inet_ntop(socket.AF_INET, packed[:4])
+    address = ipaddress.IPv6Address(packed)
+    return str(address.ipv4_mapped or address)
+
+
+def _info_in(attributes: bytes) -> TcpInfo | None:
+    offset = 0
+    while offset + _attribute.size <= len(attributes):
+        size, kind = _attribute.unpack_from(attributes, offset)
+        if kind == INET_DIAG_INFO:
+            return tcp_info(attributes[offset + _attribute.size : offset + size])
+        offset += max(_attribute.size, size + 3 & ~3)
+    return None
+
+
+def tcp_info(content: bytes) -> TcpInfo:
+    """Of the kernel's `struct tcp_info`, which every version has made longer."""
+    values = _info.unpack(content[: _info.size].ljust(_info.size, b"\0"))
+    small, words, large, more, rates = values[:8], values[8:32], values[32:36], values[36:42], values[42:46]
+    return TcpInfo(
+        backoff=small[4],
+        rto_s=words[0] / 1e6,
+        unacked=words[4],
+        lost=words[6],
+        last_received_s=words[11] / 1e3,
+        rtt_s=words[15] / 1e6,
+        rtt_variance_s=words[16] / 1e6,
+        retransmits=words[23],
+        out_bytes=large[2],
+        in_bytes=large[3],
+        unsent_bytes=more[2],
+        min_rtt_s=more[3] / 1e6,
+        receiver_limited_s=rates[2] / 1e6,
+    )
+
+
+def socket_inodes(pid: int) -> Iterator[int]:
+    """Raises nothing for a process that is gone, or that is not ours to look at."""
+    folder = f"/proc/{pid}/fd"
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return
+    for name in names:
+        try:
+            target = os.readlink(f"{folder}/{name}")
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            yield int(target[8:-1])

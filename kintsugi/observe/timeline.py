@@ -1,0 +1,56 @@
+"""One prompt's way as text: a line per station, with when, how long, where, what, and where that is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+
+from kintsugi.observe.tracing import ISSUED, Slice, Trace
+
+MOST_PROMPT = 60
+
+
+def timeline(trace: Trace) -> str:
+    return "\n".join([*_head(trace), "", *_table(trace)])
+
+
+def clock_text(time: float) -> str:
+    """Of the day, to the millisecond; question marks where no time is known."""
+    return datetime.fromtimestamp(time).strftime("%H:%M:%S.%f")[:-3] if time > 0 else "??:??:??.???"
+
+
+def _head(trace: Trace) -> Iterator[str]:
+    prompt = trace.prompt if len(trace.prompt) <= MOST_PROMPT else f"{trace.prompt[: MOST_PROMPT - 1]}…"
+    yield " · ".join(filter(None, [trace.ticket, trace.row, repr(prompt) if prompt else ""]))
+    if not trace.steps:
+        yield "in no batch yet"
+    else:
+        steps = ", ".join(map(str, trace.steps))
+        current = (
+            f"first current as version {trace.version}"
+            if trace.version is not None
+            else "not current at any server yet"
+        )
+        yield f"in the batch of step {steps}; {current}"
+    for host, (offset_s, error_s) in trace.clocks.items():
+        taken_off = ", taken off" if abs(offset_s) > error_s else ""
+        ahead = f"{offset_s * 1e3:+.3f} ms ± {error_s * 1e3:.3f} ms"
+        yield f"clock of {host}: {ahead} against the master's{taken_off}"
+
+
+def _table(trace: Trace) -> Iterator[str]:
+    origin = next((each.start for each in trace.stations if each.name == ISSUED and each.start > 0), 0.0)
+    width = max((len(each.process) for each in trace.stations), default=0)
+    yield f"{'time':<13} {'after':>9} {'took':>9}  {'process':<{width}}  what  (where it is written)"
+    for each in trace.stations:
+        about = " " if each.exact else "~"
+        after = f"{each.start - origin:+.3f} s" if origin and each.start > 0 else ""
+        took = _seconds(each)
+        where = f"({each.source})" if each.source else ""
+        yield (
+            f"{clock_text(each.start)}{about} {after:>9} {took:>9}  {each.process:<{width}}  {each.text}  {where}"
+        )
+
+
+def _seconds(each: Slice) -> str:
+    return "" if each.duration_s is None else f"{each.duration_s:.3f} s"

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+from kintsugi.bootstrap import Bootstrap
+from kintsugi.cluster.chips import ChipReading
+from kintsugi.cluster.obituaries import OomLedger
+from kintsugi.cluster.sampling import Sampling, Scene
+from kintsugi.observe.figures import FiguresLog, HostSample, LinkSample, ProcessSample, Sample, figures_in
+from kintsugi.types import Peer, Role
+from tests.unit.cluster.conftest import until
+
+
+def sampling_of(run_dir: Path) -> Sampling:
+    own = Bootstrap(
+        job="job",
+        run_dir=str(run_dir),
+        process="agent-0",
+        role=Role.AGENT,
+        host="host-0",
+        incarnation="a",
+        public_key=b"",
+        secret_key=b"",
+        master=Peer("master-0", "m", "host-0", "tcp://127.0.0.1:1", b""),
+        lifeline=-1,
+    )
+    return Sampling(own, figures=FiguresLog(run_dir, process="agent-0"), ooms=OomLedger())
+
+
+def of_processes(samples: list[Sample]) -> dict[str, ProcessSample]:
+    return {sample.of: sample for sample in samples if isinstance(sample, ProcessSample)}
+
+
+def test_the_agent_and_its_children_are_looked_at_and_who_is_gone_is_not(tmp_path: Path) -> None:
+    sampling = sampling_of(tmp_path)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        sampling.show(Scene({"model-0": child.pid}))
+        seen = of_processes(sampling.samples())
+        assert {name: sample.pid for name, sample in seen.items()} == {
+            "agent-0": os.getpid(),
+            "model-0": child.pid,
+        }
+        assert sampling.rss_bytes("model-0") == seen["model-0"].values["rss_bytes"] > 0
+        child.kill()
+    sampling.show(Scene())
+    assert of_processes(sampling.samples()).keys() == {"agent-0"}
+    sampling.close()
+
+
+def test_memory_that_a_process_has_on_accelerators_is_its_figure_and_the_hosts(tmp_path: Path) -> None:
+    sampling = sampling_of(tmp_path)
+    chip = ChipReading(
+        uuid="a",
+        name="GPU 0",
+        memory_of={os.getpid(): 512},
+        memory_bytes=600,
+        memory_total_bytes=1000,
+        utilization=0.5,
+    )
+    sampling.show(Scene(chips=(chip,)))
+    samples = sampling.samples()
+    assert of_processes(samples)["agent-0"].values["device_memory_bytes"] == 512
+    (host,) = (sample for sample in samples if isinstance(sample, HostSample))
+    assert (host.values["device_0_utilization"], host.values["device_0_memory_bytes"]) == (0.5, 600)
+    sampling.close()
+
+
+def test_links_are_named_by_the_address_book(tmp_path: Path) -> None:
+    sampling = sampling_of(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        with socket.create_connection(address):
+            sampling.show(Scene(book={address: "server-0"}))
+            links = [sample for sample in sampling.samples() if isinstance(sample, LinkSample)]
+    assert ("agent-0", "server-0", address[1]) in {(link.of, link.peer, link.port) for link in links}
+    sampling.close()
+
+
+def test_the_thread_records_without_being_asked_and_leaves_no_probe(tmp_path: Path) -> None:
+    sampling = sampling_of(tmp_path)
+    sampling.begin()
+    until(lambda: bool(figures_in(tmp_path)), "the first samples")
+    sampling.close()
+    kinds = {type(record.sample) for record in figures_in(tmp_path)}
+    assert {ProcessSample, HostSample} <= kinds
+    assert list((tmp_path / "figures").glob("*.probe")) == []

@@ -1,0 +1,110 @@
+"""Ends, stops and errors: the first failure is the cause, and what the run did about it is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from kintsugi.observe.events import Alert, ProcessBegan, ProcessGone, Transition
+from tests.unit.diagnosis.healthy import START, HealthyRun
+from tests.unit.diagnosis.looking import diagnosis_of, named
+
+
+@pytest.mark.parametrize("process", ["model-0", "rollout-1", "server-0", "manager-0", "master-0"])
+def test_a_killed_process_is_named_though_it_was_replaced_at_once(process: str) -> None:
+    run = HealthyRun().play(30)
+    run.kill(process)
+    assert named(run.play(1)) == [(process, "killed")]
+    (cause,) = diagnosis_of(run).causes
+    assert cause.onset == START + 30
+    assert cause.path[0].process == process
+    assert cause.path[-1].process == "master-0"
+
+
+def test_one_whom_the_kernel_killed_for_memory_had_no_memory_left() -> None:
+    run = HealthyRun().play(30)
+    run.kill("server-1", oom=True)
+    assert named(run.play(1)) == [("server-1", "memory")]
+
+
+def test_a_process_that_segfaults_has_crashed() -> None:
+    run = HealthyRun().play(30)
+    run.kill("server-1", status=-11, how="killed by SIGSEGV")
+    assert named(run.play(1)) == [("server-1", "crashed")]
+
+
+def test_an_end_that_the_run_ordered_is_no_cause() -> None:
+    run = HealthyRun().play(30)
+    run.say("agent-0", ProcessGone("server-0", "1", 1, -9, "killed by SIGKILL", ordered=True))
+    assert named(run.play(1)) == []
+
+
+def test_processes_that_end_with_the_run_are_no_cause() -> None:
+    run = HealthyRun().play(30)
+    run.say("master-0", Transition("master", "run", "saving", "ended", "finished at step 30"), ago_s=0.1)
+    run.say("agent-0", ProcessGone("server-0", "1", 1, -15, "killed by SIGTERM"))
+    run.bundle.sort()
+    assert named(run) == []
+
+
+def test_a_stopped_process_is_named_and_not_the_kill_that_followed() -> None:
+    run = HealthyRun().play(30)
+    run.silent.add("server-0")
+    run.states["server-0"] = "T"
+    assert named(run.play(1)) == [("server-0", "stopped")]
+    stopped = run.fault("Stopped", "server-0", "server-0: process 1 is stopped (state T)")
+    run.fault("ProcessDied", "server-0", "server-0 was lost: killed by SIGKILL", cause=stopped)
+    run.kill("server-0")
+    run.silent.clear()
+    run.states.clear()
+    assert named(run.play(2)) == [("server-0", "stopped")]
+
+
+def test_a_process_that_is_stopped_for_a_moment_and_speaks_is_left_alone() -> None:
+    run = HealthyRun().play(30)
+    run.states["master-0"] = "T"
+    run.play(1)
+    run.states.clear()
+    assert named(run.play(1)) == []
+
+
+def test_a_frozen_process_neither_runs_nor_wants_to() -> None:
+    run = HealthyRun().play(30)
+    run.silent.add("rollout-1")
+    run.states["rollout-1"] = "D"
+    assert named(run.play(4)) == [("rollout-1", "stopped")]
+
+
+def test_of_a_chain_of_errors_the_first_is_the_cause() -> None:
+    run = HealthyRun().play(30)
+    memory = run.fault("DeviceOutOfMemory", "model-1", "CUDA out of memory", by="model-1")
+    run.fault("GroupBroken", "model-0", "all-reduce with model-1 failed", by="model-0")
+    run.fault("DeadlineExceeded", "master-0", "waited 30 s for model-1: stop", cause=memory)
+    assert named(run.play(1)) == [("model-1", "device_memory")]
+
+
+def test_those_who_only_noticed_are_no_cause() -> None:
+    run = HealthyRun().play(30)
+    run.fault("GroupBroken", "model-0", "all-reduce with model-1 failed", by="model-0")
+    run.fault("DeadlineExceeded", "server-0", "waited 1.0 s for agent-0: weights", by="server-0")
+    assert named(run.play(1)) == []
+
+
+def test_an_agent_that_began_again_without_a_word_was_killed() -> None:
+    run = HealthyRun().play(30)
+    run.say("agent-1", ProcessBegan("agent", "2", 999), ago_s=-0.3)
+    assert named(run.play(1)) == [("agent-1", "killed")]
+
+
+def test_a_full_disk_that_an_alert_tells_of_is_named() -> None:
+    run = HealthyRun().play(30)
+    run.say("master-0", Alert("metrics can not be written: [Errno 28] No space left on device"))
+    assert named(run.play(1)) == [("master-0", "disk_full")]
+
+
+def test_who_did_not_answer_the_recall_of_a_device_is_named() -> None:
+    run = HealthyRun().play(30)
+    run.say(
+        "agent-0",
+        Alert("server-0 has not answered LeaseRecalled 7 of cuda:0 for 1.1 s; waiting for it: model-0"),
+    )
+    assert named(run.play(1)) == [("server-0", "handover")]

@@ -1,0 +1,87 @@
+"""Which end of the bad connections is the bad one, and what is bad about it."""
+
+from __future__ import annotations
+
+from tests.unit.diagnosis.healthy import LINKS, HealthyRun
+from tests.unit.diagnosis.looking import diagnosis_of, named
+
+
+def links_of(process: str) -> list[tuple[str, str]]:
+    return [link for link in LINKS if process in link]
+
+
+def late(target_s: float, *, since: float) -> object:
+    """The kernel's average moves an eighth of the way with every answer."""
+
+    def change(now: float, rates: dict[str, float]) -> None:
+        share = 1 - (7 / 8) ** (4 * (now - since))
+        rates["rtt_s"] = 0.002 + target_s * share
+
+    return change
+
+
+def test_the_process_that_all_late_connections_have_in_common_is_named() -> None:
+    run = HealthyRun().play(30)
+    run.changes.update(dict.fromkeys(links_of("model-1"), late(0.5, since=30)))  # type: ignore[arg-type]
+    assert named(run.play(3)) == [("model-1", "network_delay")]
+    (cause,) = diagnosis_of(run).causes
+    assert any("as usual" in other for other in cause.rules_out)
+
+
+def test_of_one_late_connection_the_end_is_named_that_has_few_others() -> None:
+    run = HealthyRun().play(30)
+    run.changes["server-1", "manager-0"] = late(0.4, since=30)  # type: ignore[assignment]
+    assert named(run.play(3)) == [("server-1", "network_delay")]
+
+
+def test_a_single_late_answer_is_nothing() -> None:
+    run = HealthyRun().play(30)
+    run.changes["server-1", "manager-0"] = lambda now, rates: rates.update(rtt_s=0.07 if now == 31 else 0.002)
+    assert named(run.play(4)) == []
+
+
+def test_an_average_of_a_connection_that_is_not_used_tells_of_long_ago() -> None:
+    run = HealthyRun().play(30)
+    run.changes["server-1", "manager-0"] = lambda _, rates: rates.update(rtt_s=0.5, out_bytes=0.0)
+    assert named(run.play(4)) == []
+
+
+def test_segments_that_are_sent_again_second_after_second_are_a_loss() -> None:
+    run = HealthyRun().play(30)
+    for link in links_of("rollout-1"):
+        run.changes[link] = lambda _, rates: rates.update(retransmits=3.0)
+    assert named(run.play(3)) == [("rollout-1", "network_loss")]
+
+
+def test_a_few_segments_that_are_sent_again_are_how_busy_hosts_are() -> None:
+    run = HealthyRun()
+    for number, link in enumerate(LINKS):
+        run.changes[link] = lambda now, rates, n=number: rates.update(retransmits=float((now + n) % 13 == 0))
+    assert named(run.play(50)) == []
+
+
+def test_connections_on_which_nothing_is_acknowledged_are_cut() -> None:
+    run = HealthyRun().play(30)
+    for link in links_of("server-0"):
+        run.changes[link] = lambda now, rates: rates.update(
+            backoff=min(6.0, now - 30), out_bytes=0.0, retransmits=1.0
+        )
+    assert named(run.play(4)) == [("server-0", "network_cut")]
+
+
+def test_who_is_found_silent_because_its_network_is_cut_does_not_hang() -> None:
+    run = HealthyRun().play(30)
+    for link in links_of("server-0"):
+        run.changes[link] = lambda now, rates: rates.update(backoff=min(6.0, now - 30), out_bytes=0.0)
+    run.play(5)
+    run.fault("Hung", "server-0", "server-0: no heartbeat for 5 s")
+    assert named(run.play(1)) == [("server-0", "network_cut")]
+
+
+def test_two_ends_that_have_nothing_in_common_are_both_named() -> None:
+    run = HealthyRun().play(30)
+    run.changes["server-1", "manager-0"] = late(0.4, since=30)  # type: ignore[assignment]
+    run.changes["model-1", "agent-0"] = late(0.9, since=30)  # type: ignore[assignment]
+    assert {process for process, _ in named(run.play(4))} == {"server-1", "model-1"} or {
+        process for process, _ in named(run)
+    } == {"server-1", "agent-0"}

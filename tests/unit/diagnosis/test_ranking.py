@@ -1,0 +1,63 @@
+"""What explains what, how sure it is, and when to say nothing."""
+
+from __future__ import annotations
+
+from kintsugi.diagnosis.ranking import ADVICE, EXPLAINS_AT_HOME, replaceable
+from kintsugi.diagnosis.verdict import FaultKind
+from tests.unit.diagnosis.healthy import HealthyRun
+from tests.unit.diagnosis.looking import diagnosis_of, named
+from tests.unit.diagnosis.test_rules import starve, throttle
+
+
+def test_every_kind_of_fault_has_its_advice_and_its_consequences() -> None:
+    assert set(ADVICE) == set(EXPLAINS_AT_HOME) == set(FaultKind)
+
+
+def test_a_neighbour_that_is_starved_while_somebody_is_replaced_is_no_cause() -> None:
+    run = HealthyRun().play(30)
+    run.kill("server-0")
+    run.changes["rollout-0"] = starve
+    assert named(run.play(4)) == [("server-0", "killed")]
+
+
+def test_two_faults_of_two_processes_are_both_named() -> None:
+    run = HealthyRun().play(30)
+    run.changes["model-1"] = throttle
+    run.play(3)
+    run.kill("rollout-0")
+    assert set(named(run.play(1))) == {("rollout-0", "killed"), ("model-1", "cpu")}
+
+
+def test_what_goes_on_comes_before_what_is_over() -> None:
+    run = HealthyRun().play(30)
+    run.kill("rollout-0")
+    run.play(4)
+    run.changes["model-1"] = throttle
+    assert named(run.play(3)) == [("model-1", "cpu"), ("rollout-0", "killed")]
+
+
+def test_an_error_that_names_what_broke_is_not_explained_away_by_a_figure() -> None:
+    run = HealthyRun().play(30)
+    run.changes["server-1"] = throttle
+    run.play(3)
+    run.fault("DeviceOutOfMemory", "server-1", "CUDA out of memory", by="server-1")
+    assert ("server-1", "device_memory") in named(run.play(1))
+
+
+def test_harm_that_people_see_makes_a_verdict_surer() -> None:
+    calm, harmed = HealthyRun().play(30), HealthyRun().play(30)
+    harmed.stalled = True
+    for run in (calm, harmed):
+        run.changes["model-1"] = throttle
+        run.play(4)
+    assert diagnosis_of(harmed).causes[0].confidence > diagnosis_of(calm).causes[0].confidence
+
+
+def test_only_workers_are_replaced_and_only_for_what_another_may_do_better() -> None:
+    run = HealthyRun().play(30)
+    run.changes["model-1"] = throttle
+    (cpu,) = diagnosis_of(run.play(3)).causes
+    assert replaceable(cpu)
+    run.kill("rollout-0")
+    killed = next(cause for cause in diagnosis_of(run.play(1)).causes if cause.kind == "killed")
+    assert not replaceable(killed)

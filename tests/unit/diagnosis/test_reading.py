@@ -1,0 +1,120 @@
+"""From files that grow, tear and rotate to evidence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kintsugi.diagnosis import diagnose
+from kintsugi.diagnosis.diagnosing import Follower
+from kintsugi.diagnosis.reading import Reader
+from kintsugi.errors import UserError
+from kintsugi.observe.events import Alert, EventLog, Note, ProcessBegan, ProcessGone, events_path
+from kintsugi.observe.figures import ClockSample, HostSample, ProcessSample, Stamp, figures_path, stamped
+from kintsugi.runtime import VirtualClock
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    return VirtualClock()
+
+
+def write(run_dir: Path, recorder: str, clock: VirtualClock, *samples: object) -> None:
+    path = figures_path(run_dir, recorder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        for sample in samples:
+            file.write(stamped(Stamp(clock.wall(), clock.monotonic(), recorder), sample))  # type: ignore[arg-type]
+
+
+def log(run_dir: Path, process: str, clock: VirtualClock) -> EventLog:
+    return EventLog(events_path(run_dir, process), process=process, clock=clock)
+
+
+def test_a_folder_without_events_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="expected the folder of a run"):
+        diagnose(tmp_path)
+
+
+def test_totals_become_rates_per_second_and_begin_anew_with_a_new_process(
+    tmp_path: Path, clock: VirtualClock
+) -> None:
+    log(tmp_path, "agent-0", clock).emit(Note("begins"))
+    for pid, cpu_s in ((1, 1.0), (1, 1.5), (2, 0.1), (2, 0.2)):
+        write(
+            tmp_path,
+            "agent-0",
+            clock,
+            ProcessSample("model-0", pid, "S", {"cpu_s": cpu_s, "run_delay_s": 0.0}),
+        )
+        clock.advance(2.0)
+    bundle = Reader(tmp_path).read()
+    assert bundle.processes["model-0"]["cpu"].values == pytest.approx([0.25, 0.05])
+
+
+def test_what_the_watcher_itself_said_is_no_evidence(tmp_path: Path, clock: VirtualClock) -> None:
+    log(tmp_path, "watcher-0", clock).emit(Alert("cause disk_full: No space left on device"))
+    log(tmp_path, "master-0", clock).emit(Note("begins"))
+    assert Reader(tmp_path).read().alerts == []
+
+
+def test_torn_lines_and_kinds_of_later_versions_are_skipped(tmp_path: Path, clock: VirtualClock) -> None:
+    log(tmp_path, "master-0", clock).emit(Note("first"))
+    with events_path(tmp_path, "master-0").open("r+b") as file:
+        content = file.read().rstrip(b"\0")
+        file.seek(0)
+        file.truncate()
+        file.write(content + b'{"time":1,"monotonic":1,"process":"master-0","kind":"Later"}\n{"time":17000')
+    assert [note.message for note in Reader(tmp_path).read().notes] == ["first"]
+
+
+def test_what_is_read_as_it_grows_is_what_is_read_at_once(tmp_path: Path, clock: VirtualClock) -> None:
+    reader = Reader(tmp_path.joinpath()) if (tmp_path / "events").mkdir() is None else None
+    assert reader is not None
+    agent = log(tmp_path, "agent-0", clock)
+    for number in range(5):
+        agent.emit(Note(f"note {number}"))
+        write(tmp_path, "agent-0", clock, HostSample("host-0", {"fsync_s": float(number)}))
+        reader.read()
+        clock.advance(1.0)
+    at_once = Reader(tmp_path).read()
+    assert [note.message for note in reader.bundle.notes] == [note.message for note in at_once.notes]
+    assert reader.bundle.hosts["host-0"]["fsync_s"].values == at_once.hosts["host-0"]["fsync_s"].values
+
+
+def test_nothing_later_than_the_moment_asked_for_is_looked_at(tmp_path: Path, clock: VirtualClock) -> None:
+    agent = log(tmp_path, "agent-0", clock)
+    agent.emit(ProcessBegan("agent", "1", 1))
+    before = clock.wall()
+    clock.advance(5.0)
+    agent.emit(ProcessGone("server-0", "1", 2, -9, "killed by SIGKILL"))
+    assert diagnose(tmp_path, at=before + 1).causes == ()
+    (cause,) = diagnose(tmp_path, at=before + 6).causes
+    assert (cause.process, cause.kind) == ("server-0", "killed")
+
+
+def test_times_of_a_host_whose_clock_is_ahead_are_put_back(tmp_path: Path, clock: VirtualClock) -> None:
+    write(
+        tmp_path,
+        "agent-1",
+        clock,
+        HostSample("host-1", {"fsync_s": 0.1}),
+        ClockSample("host-1", offset_s=3.0, error_s=0.001),
+        ProcessSample("model-1", 1, "S", {}),
+    )
+    log(tmp_path, "agent-1", clock).emit(ProcessGone("model-1", "1", 1, -9, "killed by SIGKILL"))
+    (end,) = Reader(tmp_path).read().ends
+    assert end.time == pytest.approx(clock.wall() - 3.0)
+
+
+def test_who_follows_a_run_says_what_one_look_says(tmp_path: Path, clock: VirtualClock) -> None:
+    agent = log(tmp_path, "agent-0", clock)
+    agent.emit(ProcessBegan("agent", "1", 1))
+    follower = Follower(tmp_path, clock=clock)
+    assert follower.look().causes == ()
+    clock.advance(1.0)
+    agent.emit(ProcessGone("server-0", "1", 2, -9, "killed by SIGKILL"))
+    followed, once = follower.look(), diagnose(tmp_path, clock=clock)
+    assert [cause.summary for cause in followed.causes] == [cause.summary for cause in once.causes]
+    follower.close()

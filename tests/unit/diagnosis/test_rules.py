@@ -1,0 +1,107 @@
+"""Figures of one process or host that are far from its own past and from its peers; and those that only seem so."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.diagnosis.healthy import PROCESSES, START, HealthyRun
+from tests.unit.diagnosis.looking import diagnosis_of, named
+
+
+def test_a_healthy_run_has_no_cause_at_any_second() -> None:
+    run = HealthyRun().play(5)
+    for _ in range(40):
+        assert named(run.play(1)) == []
+    assert "no figure is far" in diagnosis_of(run).abstained
+
+
+def throttle(_: float, rates: dict[str, float]) -> None:
+    rates.update(cpu_s=0.05, throttled_s=0.8, run_delay_s=0.1)
+
+
+def test_a_process_that_its_quota_keeps_from_the_processor_is_named_within_three_seconds() -> None:
+    run = HealthyRun().play(30)
+    run.changes["model-1"] = throttle
+    assert named(run.play(3)) == [("model-1", "cpu")]
+    (cause,) = diagnosis_of(run).causes
+    assert abs(cause.onset - (START + 30)) <= 1.0
+    assert cause.host == "host-1"
+
+
+def starve(_: float, rates: dict[str, float]) -> None:
+    rates.update(cpu_s=0.03, run_delay_s=0.9)
+
+
+def test_a_process_that_waits_for_the_processor_far_more_than_the_others_is_starved() -> None:
+    run = HealthyRun().play(30)
+    run.changes["rollout-0"] = starve
+    assert named(run.play(4)) == [("rollout-0", "cpu")]
+
+
+def test_when_everybody_waits_for_the_processor_it_is_the_load_and_nobodys_fault() -> None:
+    run = HealthyRun().play(30)
+    run.changes.update(dict.fromkeys(PROCESSES, starve))
+    assert named(run.play(6)) == []
+
+
+def test_a_container_whose_quota_throttles_all_of_its_processes_is_no_fault_of_one() -> None:
+    run = HealthyRun().play(30)
+    run.changes.update(dict.fromkeys(PROCESSES, throttle))
+    assert named(run.play(6)) == []
+
+
+def test_memory_that_grows_second_after_second_is_named() -> None:
+    run = HealthyRun().play(30)
+    run.changes["server-1"] = lambda now, rates: rates.update(rss_bytes=2e8 + 1e8 * (now - 30))
+    assert named(run.play(4)) == [("server-1", "memory")]
+
+
+def test_a_process_close_to_its_memory_limit_is_named() -> None:
+    run = HealthyRun()
+    run.changes["server-1"] = lambda now, rates: rates.update(
+        memory_limit_bytes=1e9, memory_used_bytes=4e8 if now < 30 else 9.9e8
+    )
+    assert named(run.play(33)) == [("server-1", "memory")]
+
+
+def test_a_successor_that_is_born_larger_has_not_grown() -> None:
+    run = HealthyRun().play(30)
+    run.kill("rollout-1")
+    run.changes["rollout-1"] = lambda _, rates: rates.update(rss_bytes=9e8)
+    assert named(run.play(7)) == [("rollout-1", "killed")]
+
+
+@pytest.mark.parametrize("free", [0.0, 3e6])
+def test_a_full_disk_is_named_at_once(free: float) -> None:
+    run = HealthyRun().play(30)
+    run.changes["host-0"] = lambda _, rates: rates.update(disk_free_bytes=free)
+    assert named(run.play(1)) == [("master-0", "disk_full")]
+
+
+def test_a_disk_that_is_nearly_full_all_the_time_is_not_what_is_wrong() -> None:
+    run = HealthyRun()
+    run.changes["host-0"] = lambda _, rates: rates.update(disk_free_bytes=9e8)
+    assert named(run.play(40)) == []
+
+
+def test_writes_that_take_long_to_reach_the_disk_are_named_and_one_that_did_is_not() -> None:
+    run = HealthyRun().play(30)
+    run.changes["host-1"] = lambda now, rates: rates.update(fsync_s=0.8 if now == 31 else rates["fsync_s"])
+    assert named(run.play(2)) == []
+    run.changes["host-1"] = lambda _, rates: rates.update(fsync_s=0.8)
+    assert named(run.play(3)) == [("agent-1", "disk_slow")]
+
+
+def test_nothing_is_said_of_figures_while_the_run_warms_up() -> None:
+    run = HealthyRun(stalled=True)
+    run.changes["model-1"] = starve
+    assert named(run.play(10)) == []
+    assert diagnosis_of(run).abstained == "the run is warming up, and nothing has failed"
+
+
+def test_what_is_over_for_ten_seconds_is_not_what_is_wrong_now() -> None:
+    run = HealthyRun().play(30)
+    run.changes["model-1"] = throttle
+    assert named(run.play(4))
+    del run.changes["model-1"]
+    assert named(run.play(10)) == []

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kintsugi.cli_lab import app
+from kintsugi.errors import UserError
+from kintsugi.lab import commands, hosts
+from kintsugi.lab.experiments import Profile
+
+
+def names_of(*arguments: str, profile: str = "both") -> list[tuple[str, Profile]]:
+    return [(loaded.experiment.name, each) for loaded, each in commands.chosen(arguments, profile=profile)]
+
+
+def test_both_systems_are_the_rule_and_one_can_be_chosen() -> None:
+    assert names_of("S1", "S2") == [
+        ("S1", Profile.OURS),
+        ("S1", Profile.FRAGILE),
+        ("S2", Profile.OURS),
+        ("S2", Profile.FRAGILE),
+    ]
+    assert names_of("S3", profile="fragile") == [("S3", Profile.FRAGILE)]
+    assert names_of("sft_S1", profile="ours") == [("sft_S1", Profile.SFT)]
+
+
+def test_an_unknown_experiment_and_an_unknown_profile_are_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "lab"
+    for names, profile in ((["S7"], "both"), (["S1"], "robust")):
+        with pytest.raises(UserError, match=r"unknown experiment|--profile: expected both, ours, fragile"):
+            commands.run_experiments(names, profile=profile, folder=folder, json=None, say=lambda line: None)
+    assert not folder.exists()
+
+
+def test_without_root_an_experiment_says_what_it_needs_and_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(hosts, "missing", lambda: "expected root, to make network namespaces")
+    folder = tmp_path / "lab"
+    with pytest.raises(UserError, match="root"):
+        commands.run_experiments(["S4"], profile="ours", folder=folder, json=None, say=lambda line: None)
+    assert not folder.exists()
+
+
+def test_a_folder_that_is_there_is_not_written_into(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist yet"):
+        commands.new_folder(tmp_path, name="lab")
+
+
+def test_the_list_names_every_experiment_with_its_faults() -> None:
+    shown = CliRunner().invoke(app, ["lab", "list"]).output
+    assert "S1" in shown and "network_delay on model-1" in shown and "sft_S5" in shown

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kintsugi.errors import UserError
+from kintsugi.lab import experiments
+from kintsugi.lab.experiments import Profile
+from kintsugi.validation import validate
+
+RECIPE = {
+    "name": "small",
+    "model": {"new": {"hidden_size": 32}},
+    "algorithm": {"name": "grpo", "steps": 20},
+    "checkpoint": {"every": 5},
+}
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    """A valid experiment with some fields different."""
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    experiment = {
+        "name": "mine",
+        "title": "a title",
+        "about": "why",
+        "challenges": ["A"],
+        "workload": {"recipe": "recipe.yaml"},
+        "faults": [{"ability": "cpu", "target": "rollout-1", "amount": {"share": 0.9}}],
+        "cause": {"process": "rollout-1", "kinds": ["cpu"]},
+        **changes,
+    }
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(experiment))
+    return path
+
+
+def fault(**changes: Any) -> dict[str, Any]:
+    return {"ability": "cpu", "target": "rollout-1", **changes}
+
+
+@pytest.mark.parametrize("name", experiments.names())
+def test_every_experiment_of_the_project_is_valid_and_its_workload_too(name: str) -> None:
+    loaded = experiments.find(name)
+    validate(loaded.config, origins=loaded.resolved.origins)
+
+
+def test_the_five_scenarios_are_made_on_both_systems() -> None:
+    for name in ("S1", "S2", "S3", "S4", "S5"):
+        assert experiments.find(name).experiment.profiles == (Profile.OURS, Profile.FRAGILE)
+
+
+def test_an_experiment_of_ones_own_is_found_by_its_path(tmp_path: Path) -> None:
+    loaded = experiments.find(str(written(tmp_path, workload={"recipe": "recipe.yaml", "set": {"seed": 7}})))
+    assert (loaded.experiment.name, loaded.config.seed) == ("mine", 7)
+
+
+def test_an_unknown_experiment_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(UserError, match="unknown experiment 'S9'; there are S1, S2"):
+        experiments.find("S9")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"faults": [fault(target="rollout-7")]}, "no process 'rollout-7'; did you mean rollout-"),
+        ({"faults": [fault(target="reward-0")]}, "no process 'reward-0'"),
+        ({"faults": [fault(ability="gremlin")]}, "Invalid enum value 'gremlin'"),
+        ({"faults": [fault(amount={"percent": 90})]}, "cpu knows share, got percent"),
+        ({"faults": [fault(amount={"share": 95})]}, "amount.share: expected a number from 0 to 1, got 95"),
+        ({"faults": [fault(duration_s=0)]}, "expected seconds above 0, got 0"),
+        ({"faults": [fault(peer="model-0")]}, "cpu is done to a process, not to a link"),
+        ({"faults": [fault(trigger={"step": 21})]}, "has the steps 1 to 20, got 21: impossible"),
+        ({"faults": [fault(trigger={"phase": "sleeping"})]}, "expected one of collecting, training"),
+        (
+            {"faults": [fault(trigger={"phase": "saving", "step": 7})]},
+            "after every 5 steps, not before step 7",
+        ),
+        ({"faults": [fault(trigger={"event": "("})]}, "expected a regular expression"),
+        ({"faults": []}, "expected at least one"),
+        ({"fautls": []}, "unknown field `fautls`"),
+        ({"name": "yours"}, "expected 'mine' as the file is called, got 'yours'"),
+    ],
+)
+def test_what_can_not_be_carried_out_is_refused_and_named(
+    tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UserError, match=says.replace("(", r"\(")):
+        experiments.read(written(tmp_path, **changes))
+
+
+def test_a_fragile_system_may_have_processes_of_its_own(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        fragile={"stage": "training", "message": "x"},
+        fragile_faults=[{"ability": "network_delay", "target": "master-0", "peer": "scheduler-0"}],
+    )
+    experiment = experiments.read(path).experiment
+    assert experiment.faults_in(Profile.FRAGILE)[0].peer == "scheduler-0"
+    assert experiment.faults_in(Profile.OURS)[0].target == "rollout-1"
+
+
+def test_a_file_that_is_no_yaml_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("a: [1")
+    with pytest.raises(UserError, match=r"mine\.yaml: expected YAML"):
+        experiments.read(path)

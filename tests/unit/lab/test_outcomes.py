@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kintsugi.diagnosis.verdict import Cause, Diagnosis, FaultKind, Hop
+from kintsugi.errors import Fault
+from kintsugi.lab import experiments, outcomes
+from kintsugi.lab.blind import Look
+from kintsugi.lab.experiments import Profile
+from kintsugi.lab.injection import Ability, Injected, Injection
+from kintsugi.lab.outcomes import Happened, record_of, told
+from kintsugi.observe.events import EventLog, FaultSeen, events_path
+from kintsugi.runtime import VirtualClock
+
+START = 1_800_000_000.0
+
+
+def injected(
+    ability: Ability = Ability.NETWORK_DELAY, *, target: str = "model-1", start: float = START
+) -> Injected:
+    return Injected(
+        injection=Injection(ability=ability, target=target),
+        process=target,
+        pid=7,
+        host="host-1",
+        mechanism="by hand",
+        start=start,
+        monotonic=0.0,
+        phase="publishing",
+        step=14,
+        end=start + 10.0,
+    )
+
+
+def look(process: str, kind: FaultKind, *, after_s: float) -> Look:
+    cause = Cause(
+        process=process,
+        host="host-1",
+        kind=kind,
+        onset=START,
+        confidence=0.9,
+        summary="it is slow",
+        path=(
+            Hop(process, "is slow", START),
+            Hop("server-0", "waits", START),
+            Hop("master-0", "waits", START),
+        ),
+        evidence=(),
+    )
+    diagnosis = Diagnosis(run="run", at=START + after_s, since=0.0, causes=(cause,))
+    return Look(START + after_s, diagnosis)
+
+
+def quiet(*, after_s: float) -> Look:
+    nothing = Diagnosis(run="run", at=START + after_s, since=0.0, causes=(), abstained="nothing is wrong")
+    return Look(START + after_s, nothing)
+
+
+def tell(run_dir: Path, process: str, message: str, *, after_s: float) -> None:
+    log = EventLog(
+        events_path(run_dir, process), process=process, clock=VirtualClock(start=0.0, wall=START + after_s)
+    )
+    log.emit(FaultSeen(Fault(id="f", kind="ProcessDied", process="model-1", message=message, time=0.0)))
+    log.close()
+
+
+@pytest.fixture
+def happened(tmp_path: Path) -> Happened:
+    """S1 on our system as it should go."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    tell(run_dir, "server-0", "weights are slow to come", after_s=1.0)
+    return Happened(
+        loaded=experiments.find("S1"),
+        profile=Profile.OURS,
+        folder=tmp_path,
+        injected=[injected()],
+        looks=[quiet(after_s=-1.0), look("model-1", FaultKind.NETWORK_DELAY, after_s=2.5)],
+        seconds=30.0,
+        run_dir=run_dir,
+        host_of={"model-1": "host-1"},
+        completed=True,
+        phases=[(START - 5.0, "training"), (START - 0.5, "publishing")],
+    )
+
+
+def test_a_right_verdict_in_time_of_a_run_that_completes_is_as_expected(happened: Happened) -> None:
+    record = record_of(happened)
+    assert record.correct and record.as_expected and record.recovered
+    assert (record.first_effect, record.diagnosed_after_s, record.hops) == (START + 1.0, 1.5, 2)
+    assert record.surfaced is not None
+    assert (record.surfaced.stage, record.surfaced.process) == ("publishing", "server-0")
+    assert "right" in told(record)
+
+
+def test_what_was_said_before_the_fault_is_no_verdict_on_it(happened: Happened) -> None:
+    happened.looks = [look("model-1", FaultKind.NETWORK_DELAY, after_s=-3.0)]
+    record = record_of(happened)
+    assert record.diagnosed is None and not record.correct
+
+
+def test_the_first_verdict_counts_and_a_later_better_one_is_only_told(happened: Happened) -> None:
+    happened.looks = [
+        look("server-0", FaultKind.CPU, after_s=1.5),
+        look("model-1", FaultKind.NETWORK_DELAY, after_s=2.0),
+    ]
+    record = record_of(happened)
+    assert not record.correct and len(record.verdicts) == 2
+
+
+def test_a_late_verdict_is_right_but_not_as_expected(happened: Happened) -> None:
+    happened.looks = [look("model-1", FaultKind.NETWORK_DELAY, after_s=12.0)]
+    record = record_of(happened)
+    assert record.correct and not record.as_expected
+
+
+def test_a_run_that_lost_a_step_is_not_as_expected(happened: Happened) -> None:
+    happened.steps_lost = 1
+    assert not record_of(happened).as_expected
+
+
+def test_an_experiment_in_which_no_fault_struck_is_no_success(happened: Happened) -> None:
+    happened.injected = []
+    record = record_of(happened)
+    assert not record.correct and not record.as_expected and record.problem == "no fault struck"
+
+
+def test_a_problem_makes_any_verdict_wrong(happened: Happened) -> None:
+    happened.problem = "memory on model-1: model-1 has ended by itself"
+    record = record_of(happened)
+    assert not record.correct and not record.as_expected
+    assert "ended by itself" in told(record)
+
+
+def test_of_several_faults_the_one_of_the_right_kind_is_the_culprit(happened: Happened) -> None:
+    cpu = injected(Ability.CPU, target="rollout-0", start=START - 3.0)
+    happened.injected = [cpu, *happened.injected]
+    assert happened.culprit.process == "model-1"
+    assert record_of(happened).correct
+
+
+def test_of_a_fragile_run_the_last_error_of_the_master_is_what_is_seen_and_believed(
+    happened: Happened, tmp_path: Path
+) -> None:
+    assert happened.run_dir is not None
+    message = "Weight update failed: HTTP error 500 (rollout-1/update_weights)"
+    tell(happened.run_dir, "master-0", message, after_s=6.0)
+    happened.profile, happened.completed = Profile.FRAGILE, False
+    record = record_of(happened)
+    assert record.as_expected and not record.correct and not record.recovered
+    assert record.surfaced is not None and record.surfaced.t == START + 6.0
+    assert record.diagnosed is not None and record.diagnosed.by == outcomes.BY_LAST_ERROR
+
+
+def test_fine_tuning_shows_a_fault_where_it_was_done_or_not_at_all(happened: Happened) -> None:
+    happened.profile = Profile.SFT
+    assert record_of(happened).as_expected
+    happened.phases = [(START - 5.0, "training"), (START + 0.5, "ending")]
+    assert not record_of(happened).as_expected
+
+
+def test_an_error_at_the_border_of_two_phases_belongs_to_the_one_that_failed(happened: Happened) -> None:
+    happened.phases = [(10.0, "publishing"), (20.0003, "training"), (20.0006, "ending")]
+    assert happened.phase_at(20.0) == "training"
+    assert happened.phase_at(19.0) == "publishing"
+    assert happened.phase_at(25.0) == "ending"
+    assert happened.phase_at(5.0) == ""
+
+
+def test_a_record_survives_being_written_and_read(happened: Happened) -> None:
+    record = record_of(happened)
+    assert msgspec.json.decode(msgspec.json.encode(record), type=type(record)) == record

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kintsugi.lab import reaper
+from kintsugi.lab.reaper import Guard, reap_abandoned
+from kintsugi.lab.undo import Remove, UndoJournal, Who
+
+LEASE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def own_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Journals of other laboratories on this machine are left alone."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+
+def until_gone(path: Path) -> None:
+    deadline = time.monotonic() + 10.0
+    while path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def a_change_by_somebody_who_ends(journal: Path, path: Path, *, lease_s: float) -> None:
+    program = (
+        "import sys; from pathlib import Path; from kintsugi.lab.undo import *\n"
+        f"UndoJournal(Path({str(journal)!r})).before(Remove({str(path)!r}), lease_s={lease_s})\n"
+        f"Path({str(path)!r}).touch()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
+
+
+def test_what_a_dead_process_changed_is_undone(tmp_path: Path) -> None:
+    guard = Guard(tmp_path / "undo.jsonl")
+    a_change_by_somebody_who_ends(guard.path, tmp_path / "made", lease_s=LEASE_S)
+    until_gone(tmp_path / "made")
+    guard.close()
+    assert not reaper.lists_folder().exists()
+
+
+def test_what_is_left_is_undone_when_the_laboratory_closes(tmp_path: Path) -> None:
+    guard = Guard(tmp_path / "undo.jsonl")
+    guard.before(Remove(str(tmp_path / "made")), lease_s=LEASE_S)
+    (tmp_path / "made").touch()
+    for entry in guard.outstanding():
+        guard.undo(entry)
+    assert not (tmp_path / "made").exists()
+    guard.close()
+    assert UndoJournal(guard.path).outstanding() == []
+
+
+def test_a_killed_reaper_is_replaced(tmp_path: Path) -> None:
+    guard = Guard(tmp_path / "undo.jsonl")
+    (pid,) = [
+        int(entry)
+        for entry in os.listdir("/proc")
+        if entry.isdecimal() and str(guard.path).encode() in command_of(entry)
+    ]
+    os.kill(pid, 9)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.001)
+    guard.renew()
+    a_change_by_somebody_who_ends(guard.path, tmp_path / "made", lease_s=LEASE_S)
+    until_gone(tmp_path / "made")
+    guard.close()
+
+
+def command_of(entry: str) -> bytes:
+    try:
+        return Path("/proc", entry, "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_what_a_laboratory_left_that_was_killed_with_its_reaper_is_undone_by_the_next(tmp_path: Path) -> None:
+    made, journal = tmp_path / "made", tmp_path / "undo.jsonl"
+    a_change_by_somebody_who_ends(journal, made, lease_s=LEASE_S)
+    folder = reaper.lists_folder()
+    folder.mkdir()
+    world = os.stat("/proc/self/ns/pid").st_ino
+    (folder / f"{world}-4194303-1-aaaa").symlink_to(journal)
+    (folder / "1-4194303-1-cccc").symlink_to(tmp_path / "of another container")
+    (folder / f"{world}-{os.getpid()}-{Who.of(os.getpid()).born}-bbbb").symlink_to(
+        tmp_path / "of a living one"
+    )
+    assert reap_abandoned() == 1
+    assert not made.exists()
+    assert {path.name.rpartition("-")[2] for path in folder.iterdir()} == {"bbbb", "cccc"}

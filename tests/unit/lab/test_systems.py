@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from kintsugi.facts import RolledBack, StepCommitted
+from kintsugi.lab.systems import saved_by_the_fragile, undone
+
+
+def test_steps_are_lost_that_were_committed_and_rolled_back() -> None:
+    facts = (
+        StepCommitted(step=1, state_digest=""),
+        StepCommitted(step=2, state_digest=""),
+        RolledBack(step=1, reason="no rank has it"),
+        StepCommitted(step=2, state_digest=""),
+        RolledBack(step=2, reason="nothing was undone"),
+    )
+    assert undone(facts) == 1
+    assert undone(()) == 0
+
+
+def test_a_step_is_saved_when_the_controller_did_not_give_up_on_it(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "master-0.log"
+    log.parent.mkdir()
+    log.write_text(
+        "INFO: step 5: latest_recover_save begins\n"
+        "INFO: step 5: latest_recover_save took 0.10 s\n"
+        "INFO: step 10: latest_recover_save begins\n"
+        "WARNING: latest_recover_save timeout, continuing to next step (Write timeout)\n"
+        "INFO: step 10: latest_recover_save took 6.00 s\n"
+    )
+    assert saved_by_the_fragile(tmp_path) == {5}
+    assert saved_by_the_fragile(tmp_path / "elsewhere") == set()

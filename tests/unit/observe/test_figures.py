@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from kintsugi.observe.figures import (
+    Beat,
+    ClockSample,
+    FiguresLog,
+    HostSample,
+    LinkSample,
+    ProcessSample,
+    Sample,
+    figures_in,
+    figures_path,
+)
+from kintsugi.observe.lines import MOST_WAITING, old_path
+from kintsugi.runtime import COUNTERS, VirtualClock
+from kintsugi.types import Wait
+
+SAMPLES: tuple[Sample, ...] = (
+    Beat("a", {"steps": 3}, 0.5, (Wait("model-1", "a reply", 1.0, 9.0),), {"idle_s": 2.0}),
+    ProcessSample("model-0", 17, "T", {"cpu_s": 1.5}),
+    HostSample("host-0", {"load_1": 0.25}),
+    LinkSample("model-0", "model-1", 4711, "ESTABLISHED", {"rtt_s": 0.0001}),
+    ClockSample("host-0", 0.25, 0.001),
+)
+
+
+def write(run_dir: Path, *samples: Sample, process: str = "agent-0", clock: VirtualClock) -> None:
+    log = FiguresLog(run_dir, process=process, clock=clock)
+    log.write(*samples)
+    log.close()
+
+
+def test_every_sample_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    write(tmp_path, *SAMPLES, clock=VirtualClock(start=3.0, wall=9.0))
+    records = figures_in(tmp_path)
+    assert tuple(record.sample for record in records) == SAMPLES
+    stamps = {(record.stamp.process, record.stamp.monotonic, record.stamp.time) for record in records}
+    assert stamps == {("agent-0", 3.0, 9.0)}
+
+
+def test_samples_of_all_processes_come_in_the_order_of_their_times(tmp_path: Path) -> None:
+    for moment, process in ((5.0, "model-0"), (2.0, "agent-0"), (4.0, "model-0")):
+        write(tmp_path, Beat("a"), process=process, clock=VirtualClock(wall=moment))
+    assert [record.stamp.time for record in figures_in(tmp_path)] == [2.0, 4.0, 5.0]
+    assert [record.stamp.time for record in figures_in(tmp_path, process="model-0")] == [4.0, 5.0]
+    assert [record.stamp.time for record in figures_in(tmp_path, since=3.0, until=4.5)] == [4.0]
+
+
+def test_the_last_minute_of_a_long_file_is_found_without_reading_all_of_it(tmp_path: Path) -> None:
+    clock = VirtualClock(wall=1000.0)
+    log = FiguresLog(tmp_path, process="agent-0", clock=clock)
+    for _ in range(60):
+        log.write(*[HostSample("host-0", {f"value_{number}": float(number) for number in range(100)})] * 10)
+        clock.advance(10.0)
+    log.close()
+    records = figures_in(tmp_path, since=1540.0)
+    assert sorted({record.stamp.time for record in records}) == [1540.0 + 10 * index for index in range(6)]
+    assert len(records) == 60
+
+
+def test_old_files_are_read_too(tmp_path: Path) -> None:
+    write(tmp_path, Beat("old"), clock=VirtualClock(wall=1.0))
+    path = figures_path(tmp_path, "agent-0")
+    path.rename(old_path(path, 1))
+    write(tmp_path, Beat("new"), clock=VirtualClock(wall=2.0))
+    read = [record.sample for record in figures_in(tmp_path)]
+    assert read == [Beat("old"), Beat("new")]
+    assert [record.sample for record in figures_in(tmp_path, process="agent-0")] == read
+
+
+def test_torn_lines_and_unknown_kinds_are_skipped(tmp_path: Path) -> None:
+    write(tmp_path, Beat("a"), clock=VirtualClock())
+    with figures_path(tmp_path, "agent-0").open("ab") as file:
+        file.write(b'{"time":1.0,"monotonic":1.0,"process":"agent-0","kind":"Later"}\n{"time":1.0,"mono')
+    assert [record.sample for record in figures_in(tmp_path)] == [Beat("a")]
+
+
+def test_a_disk_that_hangs_delays_nobody_and_what_it_does_not_take_is_counted(tmp_path: Path) -> None:
+    path = figures_path(tmp_path, "agent-0")
+    path.parent.mkdir()
+    os.mkfifo(path)  # Takes so much, and then lets who writes wait.
+    dropped = COUNTERS.snapshot().counters.get("figures.dropped", 0)
+    log = FiguresLog(tmp_path, process="agent-0")
+    begun = time.monotonic()
+    for _ in range(2 * MOST_WAITING):
+        log.write(HostSample("host-0", {f"value_{number}": 1.0 for number in range(20)}))
+    log.close()
+    assert time.monotonic() - begun < 5.0
+    assert COUNTERS.snapshot().counters["figures.dropped"] > dropped
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # So that the thread ends.
+    thread = log._writer._thread
+    assert thread is not None
+    while thread.is_alive():
+        with suppress(BlockingIOError):
+            os.read(reader, 1 << 20)
+        thread.join(0.001)
+    os.close(reader)
+
+
+def test_a_disk_that_refuses_is_no_ones_failure(tmp_path: Path) -> None:
+    (tmp_path / "figures").write_text("not a folder")
+    dropped = COUNTERS.snapshot().counters.get("figures.dropped", 0)
+    write(tmp_path, Beat("a"), Beat("b"), clock=VirtualClock())
+    assert COUNTERS.snapshot().counters["figures.dropped"] == dropped + 2

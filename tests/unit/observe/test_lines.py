@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kintsugi.observe.lines import NUM_OLD, LineFile, LineTail, old_path, paths_of
+
+
+def test_a_bounded_file_is_put_aside_and_only_some_old_ones_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "agent-0.jsonl"
+    file = LineFile(path, largest_size=10)
+    for number in range(9):
+        file.append(b"line %d\n" % number)
+    file.close()
+    assert [each.read_bytes() for each in paths_of(path)] == [b"line %d\n" % number for number in range(5, 9)]
+    assert len(list(tmp_path.iterdir())) == 1 + NUM_OLD
+
+
+def test_who_follows_a_file_reads_its_end_before_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "agent-0.jsonl"
+    file, tail = LineFile(path, largest_size=10), LineTail(path)
+    file.append(b"first\n")
+    assert tail.lines() == [b"first"]
+    file.append(b"second\n")
+    assert old_path(path, 1).read_bytes() == b"first\n"
+    file.append(b"3\n")
+    assert tail.lines() == [b"second", b"3"]
+    assert tail.lines() == []
+    tail.close()
+    file.close()
+
+
+def test_a_line_that_is_being_written_is_left_for_later(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"whole\nhal")
+    tail = LineTail(path)
+    assert tail.lines() == [b"whole"]
+    path.write_bytes(b"whole\nhalf\n")
+    assert tail.lines() == [b"half"]
+    tail.close()
+
+
+def test_a_torn_end_does_not_swallow_the_next_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"whole\nto")
+    file = LineFile(path)
+    file.append(b"next\n")
+    file.close()
+    assert path.read_bytes().split(b"\n") == [b"whole", b"to", b"next", b""]
+
+
+def test_following_can_go_on_where_somebody_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"one\ntwo\n")
+    tail = LineTail(path, offset=4)
+    assert (tail.lines(), tail.offset) == ([b"two"], 8)
+    tail.close()
+
+
+def test_a_disk_that_refuses_is_told_to_who_writes(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        LineFile(tmp_path / "folder").append(b"line\n")

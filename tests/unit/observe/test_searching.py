@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from kintsugi.errors import Fault, UserError
+from kintsugi.observe.events import Alert, EventLog, FaultSeen, Note, Span, spans_path
+from kintsugi.observe.figures import HostSample, LinkSample, ProcessSample
+from kintsugi.observe.searching import Extent, Query, extent_of, follow, moment, search
+from kintsugi.observe.store import RunStore
+from tests.unit.observe.recorded_run import FIRST, NOON, RecordedRun, a_step, begun_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RecordedRun:
+    run = begun_run(tmp_path / "run")
+    a_step(run)
+    run.say("rollout-1", Span("episode", 0.0, 0.5, {"ticket": FIRST}), at=2.5)
+    run.say(
+        "model-0", FaultSeen(Fault("f00d", "StorageError", "model-0", "batch size mismatch", 0.0)), at=4.0
+    )
+    run.say("model-1", Alert(f"{FIRST} looks odd", {"ratio": 2.0}), at=5.0)
+    run.print("model-1", f"warning: {FIRST}/1 was cut off\n")
+    return run
+
+
+@pytest.fixture
+def store(run: RecordedRun) -> Iterator[RunStore]:
+    with RunStore(run.folder) as store:
+        store.refresh()
+        yield store
+
+
+def kinds(store: RunStore, query: Query) -> list[str]:
+    return [line.kind for line in search(store, query)]
+
+
+def test_a_request_is_found_wherever_it_is_named(store: RunStore) -> None:
+    expected = ["TicketsIssued", "TicketAssigned", "Span", "SamplesScored", "BatchFormed", "Alert", "log"]
+    assert kinds(store, Query(request=FIRST)) == expected
+    assert kinds(store, Query(request=f"{FIRST}/0")) == expected
+
+
+def test_faults_steps_and_versions_are_requests_too(store: RunStore) -> None:
+    assert kinds(store, Query(request="f00d")) == ["FaultSeen"]
+    assert kinds(store, Query(request="step:1")) == ["BatchFormed", "StepCommitted"]
+    assert kinds(store, Query(request="version:1")) == ["VersionCurrent"]
+
+
+def test_words_are_found_in_their_order_and_the_last_may_be_cut(store: RunStore) -> None:
+    assert kinds(store, Query(keyword="batch size mis")) == ["FaultSeen"]
+    assert kinds(store, Query(keyword="Size Batch")) == []
+    assert kinds(store, Query(keyword='"odd')) == ["Alert"]
+
+
+def test_a_window_a_process_and_a_kind_all_have_to_fit(store: RunStore) -> None:
+    window = Query(since=NOON + 4.0, until=NOON + 5.0)
+    assert kinds(store, window) == ["BatchFormed", "FaultSeen", "StepCommitted", "Alert"]
+    assert [line.process for line in search(store, Query(process="model", until=NOON + 9))] == [
+        "model-0",
+        "model-1",
+    ]
+    assert kinds(store, Query(process="model-0", kind="fault")) == ["FaultSeen"]
+    assert kinds(store, Query(process="model-0", kind="alert")) == []
+
+
+def test_what_concerns_single_prompts_is_told_only_where_it_is_asked_for(
+    run: RecordedRun, store: RunStore
+) -> None:
+    log = EventLog(spans_path(run.folder, "server-0"), process="server-0")
+    log.emit(Span("generate", 0.0, 0.1, {"ticket": FIRST}))
+    log.close()
+    store.refresh()
+    assert not {"TicketAssigned", "SamplesScored"} & set(kinds(store, Query()))
+    assert kinds(store, Query(process="server")) == []
+    assert kinds(store, Query(process="server", kind="span")) == ["Span"]
+    assert kinds(store, Query(keyword="generate")) == ["Span"]
+    assert "SamplesScored" in kinds(store, Query(request=FIRST))
+
+
+def test_figures_are_found_by_time_and_by_whom_they_are_of(run: RecordedRun, store: RunStore) -> None:
+    for second in range(5):
+        run.measure("agent-0", ProcessSample("model-0", 7, "S", {"cpu_s": 1.0}), at=second)
+        run.measure("agent-0", LinkSample("model-0", "agent-1", 80, "ESTABLISHED"), at=second)
+        run.measure("agent-1", ProcessSample("model-1", 8, "R"), HostSample("host-1"), at=second)
+    found = list(
+        search(store, Query(kind="ProcessSample", process="model-0", since=NOON + 2, until=NOON + 3))
+    )
+    assert [(line.time - NOON, line.process) for line in found] == [(2.0, "model-0"), (3.0, "model-0")]
+    assert found[0].text == "pid 7 state S cpu_s=1" and found[0].source == "figures/agent-0.jsonl"
+    assert len(list(search(store, Query(kind="HostSample")))) == 5
+    times = [line.time for line in search(store, Query(kind="ProcessSample"))]
+    assert len(times) == 10 and times == sorted(times)
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        (Query(process="model-7"), "expected a process of the run or a role (master-0, model-0"),
+        (Query(kind="nonsense"), "--kind: expected one of"),
+        (Query(kind=""), "--kind"),
+        (Query(keyword="→"), "expected words to look for"),
+        (Query(kind="HostSample", keyword="x"), "figures have no words"),
+    ],
+)
+def test_what_can_not_be_looked_for_is_the_users_mistake(store: RunStore, query: Query, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        list(search(store, query))
+    assert words in str(caught.value)
+
+
+def test_following_tells_what_is_there_then_what_comes_each_once(run: RecordedRun) -> None:
+    texts = iter(["first", "second"])
+
+    def pause() -> bool:
+        text = next(texts, None)
+        if text is not None:
+            run.say("server-0", Note(text), at=9.0)
+        return text is not None
+
+    with RunStore(run.folder) as store:
+        told = [line.text for line in follow(store, Query(process="server"), pause=pause)]
+    assert told == ["first", "second"]
+
+
+EXTENT = Extent(NOON, NOON + 100.0)
+DAY = datetime.fromtimestamp(NOON)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("+90s", NOON + 90),
+        ("1.5m", NOON + 10),
+        ("-30s", NOON + 70),
+        (str(NOON + 7.25), NOON + 7.25),
+        (DAY.isoformat(), NOON),
+        (DAY.strftime("%H:%M:%S") + ".5", NOON + 0.5),
+        (DAY.strftime("%H:%M"), NOON - DAY.second),
+    ],
+)
+def test_times_are_understood_as_people_write_them(text: str, expected: float) -> None:
+    assert moment(text, extent=EXTENT, option="--since") == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("text", ["yesterday", "", "25:00:00", "2026-13-01", "1e300", "9" * 40, "+5 parsecs"])
+def test_nonsense_is_no_time(text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        moment(text, extent=EXTENT, option="--since")
+    assert "--since" in str(caught.value) and "expected a time" in str(caught.value)
+
+
+def test_nothing_can_be_counted_from_a_run_that_recorded_nothing(tmp_path: Path) -> None:
+    with RunStore(tmp_path) as store, pytest.raises(UserError, match="nothing yet"):
+        moment("+5s", extent=extent_of(store), option="--since")

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kintsugi import cli
+from kintsugi.observe.events import Alert
+from kintsugi.observe.figures import HostSample
+from kintsugi.recipe import dump, load
+from tests.unit.observe.recorded_run import FIRST, RecordedRun, a_step, begun_run
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "grpo_arithmetic.yaml"
+
+
+class Result(msgspec.Struct):
+    code: int
+    output: str
+    errors: str
+
+
+Kintsugi = Callable[..., Result]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RecordedRun:
+    run = begun_run(tmp_path / "runs" / "demo-1")
+    dump(load(RECIPE).config, run.folder / "config.yaml")
+    a_step(run)
+    run.say("model-1", Alert("far slower than its peers", {"ratio": 3.0}), at=4.0)
+    run.measure("agent-0", HostSample("host-0", {"load_1": 0.5}), at=4.0)
+    return run
+
+
+@pytest.fixture
+def kintsugi(
+    run: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Kintsugi:
+    """The command, run beside the folder of runs."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["kintsugi", *arguments])
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        captured = capsys.readouterr()
+        return Result(int(exit.value.code or 0), captured.out, captured.err)
+
+    return call
+
+
+def test_logs_are_searched_by_words_request_process_and_kind(kintsugi: Kintsugi) -> None:
+    result = kintsugi("logs", "demo-1", "slower than", "--process", "model", "--kind", "alert")
+    assert result.code == 0
+    assert result.output.split(maxsplit=3)[1:] == [
+        "model-1",
+        "Alert",
+        "far slower than its peers (ratio=3)\n",
+    ]
+    assert len(kintsugi("logs", "demo-1", "--request", FIRST).output.splitlines()) == 4
+    assert "load_1=0.5" in kintsugi("logs", "demo-1", "--kind", "HostSample").output
+
+
+def test_logs_as_json_have_every_field_as_it_was_recorded(kintsugi: Kintsugi) -> None:
+    (line,) = kintsugi("logs", "demo-1", "--kind", "Alert", "--json").output.splitlines()
+    found = json.loads(line)
+    assert found["content"] == {
+        "kind": "Alert",
+        "message": "far slower than its peers",
+        "values": {"ratio": 3.0},
+    }
+    assert (found["process"], found["source"]) == ("model-1", "events/model-1.jsonl")
+
+
+def test_a_window_of_time_is_counted_from_the_run(kintsugi: Kintsugi) -> None:
+    output = kintsugi("logs", "demo-1", "--since", "+3.9s", "--until", "+4.1s").output
+    assert [line.split()[2] for line in output.splitlines()] == ["BatchFormed", "Alert"]
+
+
+def test_following_a_run_that_is_over_tells_what_there_is_and_ends(kintsugi: Kintsugi) -> None:
+    assert "far slower" in kintsugi("logs", "demo-1", "--follow", "--kind", "Alert").output
+
+
+def test_nothing_found_is_said_where_it_is_in_nobodys_way(kintsugi: Kintsugi) -> None:
+    result = kintsugi("logs", "demo-1", "nowhere")
+    assert (result.code, result.output) == (0, "")
+    assert "nothing that was recorded is so" in result.errors
+
+
+def test_a_prompt_is_followed_and_exported(kintsugi: Kintsugi, tmp_path: Path) -> None:
+    result = kintsugi("trace", "demo-1", FIRST, "--chrome", "c.json", "--otlp", "o.json")
+    assert result.code == 0 and "version 1 is current at server-0, server-1" in result.output
+    assert json.loads((tmp_path / "c.json").read_text())["traceEvents"]
+    assert json.loads((tmp_path / "o.json").read_text())["resourceSpans"]
+    told = json.loads(kintsugi("trace", "demo-1", FIRST, "--json").output)
+    assert told["ticket"] == FIRST and told["stations"][0]["name"] == "issued"
+
+
+def test_a_whole_run_is_exported(kintsugi: Kintsugi, tmp_path: Path) -> None:
+    assert kintsugi("trace", "demo-1", "--chrome", "c.json").output == "c.json: 3 entries\n"
+    assert kintsugi("trace", "demo-1", "--otlp", "o.json", "--since", "+4.5s").output == "o.json: 2 entries\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["logs", "nowhere"], "nowhere: expected a run folder"),
+        (["trace", "nowhere", "1"], "nowhere: expected a run folder"),
+        (["diagnose", "nowhere"], "nowhere: expected a run folder"),
+        (["watch", "nowhere"], "nowhere: expected a run folder"),
+        (["watch", "demo-1"], "is not running"),
+        (["logs", "demo-1", "--since", "soon"], "--since: expected a time"),
+        (["logs", "demo-1", "--since", "+9s", "--until", "+1s"], "--since +9s is later than --until +1s"),
+        (["logs", "demo-1", "--follow", "--until", "+1s"], "--until can not be given"),
+        (["logs", "demo-1", "--process", "model-9"], "expected a process of the run"),
+        (["logs", "demo-1", "--kind", "rumour"], "--kind: expected one of"),
+        (["trace", "demo-1"], "expected a prompt to follow"),
+        (["trace", "demo-1", "no such prompt"], "nothing was for the prompt 'no such prompt'"),
+        (["trace", "demo-1", "grpo:7:7:7"], "no ticket grpo:7:7:7 was given out"),
+        (["trace", "demo-1", FIRST, "--since", "+1s"], "--since and --until are for the whole run"),
+        (["diagnose", "demo-1", "--at", "teatime"], "--at: expected a time"),
+    ],
+)
+def test_the_users_mistakes_are_named_in_one_sentence(
+    kintsugi: Kintsugi, arguments: list[str], words: str
+) -> None:
+    result = kintsugi(*arguments)
+    assert result.code == 2
+    assert words in result.errors and "Traceback" not in result.errors
+
+
+def test_a_file_that_can_not_be_written_is_said(kintsugi: Kintsugi) -> None:
+    result = kintsugi("trace", "demo-1", FIRST, "--chrome", "no/such/folder/c.json")
+    assert result.code == 1 and "No such file or directory" in result.errors

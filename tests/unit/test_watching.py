@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from kintsugi.errors import Fault
+from kintsugi.observe.alerts import Webhook
+from kintsugi.observe.events import Alert, FaultSeen, Note, ProcessGone, Span
+from kintsugi.observe.prometheus import DIAGNOSES_FILE
+from kintsugi.watching import Watching
+from tests.unit.observe.recorded_run import RecordedRun, begun_run
+
+DIAGNOSIS = {
+    "run": "r",
+    "at": 1_700_000_009.0,
+    "since": 1_700_000_000.0,
+    "causes": [{"process": "model-1", "kind": "cpu", "summary": "model-1 is starved", "confidence": 0.93}],
+}
+
+
+def watched(tmp_path: Path) -> tuple[list[str], list[dict[str, object]], RecordedRun]:
+    """(what was told, what was posted, the run) of a run in which every kind of thing happened."""
+    run = begun_run(tmp_path / "run")
+    run.say("master-0", Alert("before anybody looked"), at=0.0)
+    told: list[str] = []
+    posted: list[dict[str, object]] = []
+    hook = Webhook("http://h/", say=told.append, post=lambda _, body: posted.append(json.loads(body)))
+    watching = Watching(run.folder, say=told.append, hook=hook)
+    run.say("master-0", Span("step", 0.0, 0.5, {"step": "3"}), at=1.0)
+    run.say("master-0", Alert("slow", {"ratio": 2.0}), at=2.0)
+    run.say("model-0", FaultSeen(Fault("f1", "StorageError", "model-0", "full", 0.0)), at=3.0)
+    run.say("agent-0", ProcessGone("model-1", "1.2", 9, -9, "killed by SIGKILL"), at=4.0)
+    run.say("agent-0", ProcessGone("model-0", "1.1", 8, 0, "exited with code 0", ordered=True), at=5.0)
+    run.say("model-0", Note("nothing to look at"), at=6.0)
+    (run.folder / DIAGNOSES_FILE).write_text(f"{json.dumps(DIAGNOSIS)}\n{{torn\n")
+    watching.look()
+    watching.look()
+    watching.close()
+    hook.close()
+    return told, posted, run
+
+
+def test_what_is_new_is_told_once(tmp_path: Path) -> None:
+    told, _, _ = watched(tmp_path)
+    texts = [line.partition(" ")[2] for line in told]
+    assert texts == [
+        "agent-0    model-1 1.2 (pid 9) is gone: killed by SIGKILL",
+        "master-0   step 3 took 0.50 s",
+        "master-0   alert: slow (ratio=2)",
+        "model-0    StorageError of model-0: full [f1]",
+        "model-1    diagnosis: model-1 is starved (93% sure)",
+    ]
+
+
+def test_what_a_person_should_look_at_is_posted_with_whom_it_is_about(tmp_path: Path) -> None:
+    _, posted, run = watched(tmp_path)
+    assert [(each["kind"], each["process"]) for each in posted] == [
+        ("fault", "model-1"),
+        ("alert", "master-0"),
+        ("fault", "model-0"),
+        ("diagnosis", "model-1"),
+    ]
+    assert all(each["run"] == str(run.folder) and each["text"] for each in posted)
+    assert posted[-1]["details"] == DIAGNOSIS
