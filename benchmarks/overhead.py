@@ -24,6 +24,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,8 @@ def cpu_seconds(pids: Sequence[int]) -> float:
     total = 0
     for pid in pids:
         for thread in Path(f"/proc/{pid}/task").iterdir():
-            total += int((thread / "schedstat").read_text().split()[0])
+            with suppress(FileNotFoundError, ProcessLookupError):  # Some threads live for a moment only.
+                total += int((thread / "schedstat").read_text().split()[0])
     return total / 1e9
 
 

@@ -157,7 +157,7 @@ async def load(
             for number in range(arguments.clients)
         ]
         await asyncio.sleep(arguments.seconds / 2)
-        pid = await asyncio.to_thread(served.kill_server, 0)
+        (pid,) = await asyncio.to_thread(served.kill_servers, 0)
         print(f"half-way: killed server-0 (process {pid}) with -9", flush=True)
         await asyncio.gather(*clients)
     return record, time.monotonic() - since

@@ -36,6 +36,8 @@ FULL = 0.9
 """Of a memory limit: one who is killed so close to it was killed for it."""
 RESTART_S = 2.5
 """An agent that was killed is back within this; one that was stopped is first waited for."""
+TOLD_S = 3.0
+"""Whoever sees an end tells of it within this."""
 REPEATED = 60
 """Characters by which a message is known again."""
 OVER = frozenset({"ending", "ended"})
@@ -46,7 +48,7 @@ def happenings(bundle: Bundle, *, since: float, at: float) -> list[Finding]:
     """All of [since, at]."""
     over = next((phase.time for phase in bundle.phases if phase.name in OVER), float("inf"))
     until = min(at, over)
-    ends = [end for end in (*bundle.ends, *_unwitnessed(bundle)) if since <= end.time <= until]
+    ends = [end for end in (*bundle.ends, *_unwitnessed(bundle, at=at)) if since <= end.time <= until]
     found = [*_ends(bundle, ends), *_standing_still(bundle, since=since, until=until)]
     dead = {finding.process for finding in found}
     found += _errors(bundle, since=since, until=at, dead=dead)
@@ -55,14 +57,16 @@ def happenings(bundle: Bundle, *, since: float, at: float) -> list[Finding]:
     return found
 
 
-def _unwitnessed(bundle: Bundle) -> Iterator[End]:
-    """Processes that began again though nobody saw them end: nobody watches the watchers but their successors."""
+def _unwitnessed(bundle: Bundle, *, at: float) -> Iterator[End]:
+    """Processes that began again though nobody told of their end, as somebody would have by now: a launcher or an agent
+    may have died with it."""
     for process, births in bundle.births.items():
         for (_, pid), (born, _) in pairwise(births):
             said_goodbye = any(
                 time <= born for time in bundle.goodbyes.get(process, ()) if time > births[0][0]
             )
-            if said_goodbye or any(end.pid == pid and end.process == process for end in bundle.ends):
+            told = any(end.pid == pid and end.process == process for end in bundle.ends)
+            if at - born < TOLD_S or said_goodbye or told:
                 continue
             seen = [beat.time for beat in bundle.beats.get(process, ()) if beat.time < born]
             last = seen[-1] if seen else born

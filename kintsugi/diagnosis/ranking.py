@@ -119,7 +119,8 @@ def _explains(bundle: Bundle, cause: Finding, other: Finding) -> bool:
         # A comparison explains an end, but no error that names what broke.
         is_clearer = other.is_fact and not cause.is_fact and other.kind not in _ENDS
         explained = closely and other.kind in EXPLAINS_AT_HOME[cause.kind] and not is_clearer
-        return explained and (starts_after or cause.is_fact)
+        # Since when somebody hangs is only known from when it last moved, which may be long before.
+        return explained and (starts_after or cause.is_fact or other.kind is _K.HUNG)
     if not starts_after or other.onset > cause.until + AFTERMATH_S:
         return False
     if cause.kind in _DISK and other.kind in _DISK:

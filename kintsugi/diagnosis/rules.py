@@ -83,7 +83,7 @@ FREE_BYTES = 48e6
 HOST_MEMORY_FREE = 0.03
 EFFORT_FACTOR = 5.0
 LEAST_EFFORT_S = 0.004
-STILL, STILL_OF = 4, 6
+STILL, STILL_OF = 3, 5
 """Looks of so many at which a process stood still."""
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from kintsugi.config import Config
 from kintsugi.diagnosis.verdict import Cause
-from kintsugi.errors import DeadlineExceeded, KintsugiError, ProcessDied
+from kintsugi.errors import DeadlineExceeded, KintsugiError, ProcessDied, RunFailed
 from kintsugi.lab import baselines, scoring
 from kintsugi.lab.blind import BlindDiagnosis, Look
 from kintsugi.lab.cases import WINDOW_S, Benign, Case, CaseClass
@@ -36,6 +36,7 @@ from kintsugi.scaling import scale_run
 
 LOOK_S = 0.05
 START_TIMEOUT_S = 120.0
+WARM_STEPS = 12
 WELL_TIMEOUT_S = 25.0
 """Then the cluster is replaced."""
 WELL_STEPS = 3
@@ -109,7 +110,7 @@ class Cluster:
             self.watch = Watch(self.run_dir)
             self._stack.callback(self.watch.close)
             self.system.run.start()
-            self.watch.until(lambda: self.watch.step >= 12, what="12 steps", timeout_s=START_TIMEOUT_S)
+            self._until_warm()
             self._folder = folder
             self._blind = BlindDiagnosis(self.run_dir, folder=folder)
             self.crashes: list[str] = []
@@ -117,6 +118,17 @@ class Cluster:
         except BaseException:
             self.close()
             raise
+
+    def _until_warm(self) -> None:
+        run, watch = self.system.run, self.watch
+        watch.until(
+            lambda: watch.step >= WARM_STEPS or not run.running,
+            what=f"{WARM_STEPS} steps",
+            timeout_s=START_TIMEOUT_S,
+            pause_s=LOOK_S,
+        )
+        if not run.running:
+            raise RunFailed(f"the run to be broken ended by itself: {run.last_words()[-500:] or run.run_dir}")
 
     def injector(self, number: int) -> Injector:
         """Each of several faults at once has its own."""

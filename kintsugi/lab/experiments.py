@@ -268,6 +268,11 @@ def _check_fault(fault: Injection, config: Config, *, where: str, fragile: bool)
 
 def _check_trigger(trigger: Trigger, config: Config, *, where: str) -> None:
     last_step = stages(config)[-1].last_step
+    first_step = FIRST_STEPS + BASELINE_STEPS + 1
+    if trigger.step is not None and trigger.step < first_step <= last_step:
+        raise UserError(
+            f"{where}.step: expected {first_step} or later, got {trigger.step}: the steps before are the baseline"
+        )
     if trigger.step is not None and not 1 <= trigger.step <= last_step:
         raise UserError(
             f"{where}.step: the workload has the steps 1 to {last_step}, got {trigger.step}: impossible"

@@ -35,6 +35,7 @@ from kintsugi.lab.culprit import Word
 from kintsugi.lab.injection import Ability, Injected, Injection
 from kintsugi.lab.places import Place
 from kintsugi.lab.reaper import Guard
+from kintsugi.lab.tools import ToolFailed
 from kintsugi.lab.triggers import TriggerWatch, check
 from kintsugi.lab.undo import Continue, Who, network_of
 from kintsugi.lab.watching import MASTER, Watch
@@ -276,9 +277,7 @@ class Injector:
         if word is None or word.what != "ended":
             culprit.child.send_signal(signal.SIGKILL)
             culprit.child.wait_ended(whom="injector", timeout_s=END_TIMEOUT_S)
-            for entry in self._guard.outstanding():
-                if entry.owner.pid == culprit.child.pid:
-                    self._guard.undo(entry)
+            self._undo_for(culprit.child.pid)
         culprit.close()
         replace = msgspec.structs.replace
         if word is None or word.what != "ended":
@@ -286,6 +285,18 @@ class Injector:
         return replace(
             injected, end=injected.end or word.wall, measured=word.measured, target_ended=word.target_ended
         )
+
+    def _undo_for(self, pid: int) -> None:
+        """Undo what a killed process left; the reaper does the same, and whoever comes second finds nothing."""
+
+        def attempt(remaining_s: float) -> bool | None:
+            mine = [entry for entry in self._guard.outstanding() if entry.owner.pid == pid]
+            for entry in mine:
+                with contextlib.suppress(OSError, ToolFailed):
+                    self._guard.undo(entry)
+            return None if mine else True
+
+        wait(attempt, whom="injector", what="its changes to be undone", timeout_s=END_TIMEOUT_S)
 
     @property
     def lasting(self) -> tuple[Injected, ...]:

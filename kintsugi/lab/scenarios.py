@@ -68,6 +68,8 @@ class Scene:
         self._problem = ""
         self._over = threading.Event()
         """The scene is: faults that have not begun do not."""
+        self._warm = threading.Event()
+        """The baseline is there."""
 
     def run(self) -> RunRecord:
         began = SYSTEM_CLOCK.monotonic()
@@ -108,12 +110,14 @@ class Scene:
             watch.until(holds, what=what, timeout_s=timeout_s, pause_s=LOOK_S)
 
         run.start()
-        last = FIRST_STEPS + BASELINE_STEPS
-        follow(lambda: watch.step >= last, f"{last} steps without a fault", START_TIMEOUT_S)
-        if not run.running:
-            self._problem = f"the run ended before the first fault: {run.last_words()[-300:]}"
-            return
+        follow(lambda: watch.step >= 1, "the first step", START_TIMEOUT_S)
         with self._faults(system):
+            last = FIRST_STEPS + BASELINE_STEPS
+            follow(lambda: watch.step >= last, f"{last} steps without a fault", START_TIMEOUT_S)
+            if not run.running:
+                self._problem = f"the run ended before the first fault: {run.last_words()[-300:]}"
+                return
+            self._warm.set()
             try:
                 follow(lambda: False, "the end of the run", RUN_TIMEOUT_S)
             except DeadlineExceeded:
@@ -139,14 +143,25 @@ class Scene:
             yield
         finally:
             self._over.set()
+            self._warm.set()
             system.run.kill_everything()
             for doer in doers:
                 _join(doer)
 
     def _do(self, system: System, injector: Injector, fault: Injection) -> None:
-        """Body of such a thread: begun at its trigger, ended when its time is over or the scene is."""
+        """Body of such a thread: begun at its trigger, ended when its time is over or the scene is.
+
+        It is prepared during the baseline, which takes a moment, so that it is there when its step comes. A fault that
+        names no step would not wait.
+        """
+        trigger = fault.trigger
+        if trigger.step is None and trigger.event is None:
+            _sleep(self._warm, START_TIMEOUT_S)
+        if self._over.is_set():
+            return
+        patient = msgspec.structs.replace(trigger, timeout_s=trigger.timeout_s + START_TIMEOUT_S)
         try:
-            injected = injector.begin(fault)
+            injected = injector.begin(msgspec.structs.replace(fault, trigger=patient))
         except KintsugiError as error:
             # A fault that has no run to strike any more has not failed to strike.
             if not self._over.is_set() and system.run.running:
@@ -166,7 +181,7 @@ def _join(thread: threading.Thread) -> None:
 
 
 def _sleep(over: threading.Event, seconds: float) -> None:
-    """So long, or until the scene is over."""
+    """So long, or until it is so far."""
     try:
         wait(lambda s: over.wait(s) or None, whom="a fault", what="its end", timeout_s=max(0.0, seconds))
     except DeadlineExceeded:

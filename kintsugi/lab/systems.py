@@ -90,19 +90,33 @@ def undone(facts: tuple[Fact, ...]) -> int:
 
 
 _SAVING = re.compile(r"step (\d+): latest_recover_save (begins|took)|(latest_recover_save timeout)")
+_PLAIN_SAVING = re.compile(r"Saving checkpoint of step (\d+) to|step (\d+): loss")
 
 
 def saved_by_the_fragile(run_dir: Path) -> set[int]:
-    """Steps of which its controller's log says that they were saved, and not that it gave up on them."""
-    log = run_dir / "logs" / f"{process_id(Role.MASTER, 0)}.log"
+    """Steps of which its logs say that they were saved, and not that the save failed."""
     saved: set[int] = set()
     gave_up = False
-    for match in _SAVING.finditer(log.read_text(errors="replace") if log.is_file() else ""):
+    for match in _SAVING.finditer(_log(run_dir, process_id(Role.MASTER, 0))):
         step, word, timeout = match.groups()
         gave_up = bool(timeout) or (gave_up and word != "begins")
         if word == "took" and not gave_up:
             saved.add(int(step))
+    if saved:
+        return saved
+    # Plain fine-tuning has no controller: its first rank saves, and goes on if that went well.
+    pending = 0
+    for match in _PLAIN_SAVING.finditer(_log(run_dir, process_id(Role.MODEL, 0))):
+        saving, computed = match.groups()
+        if computed and pending:
+            saved.add(pending)
+        pending = int(saving) if saving else 0
     return saved
+
+
+def _log(run_dir: Path, process: str) -> str:
+    path = run_dir / "logs" / f"{process}.log"
+    return path.read_text(errors="replace") if path.is_file() else ""
 
 
 @contextmanager

@@ -20,12 +20,10 @@ from pathlib import Path
 
 import msgspec
 
-from kintsugi.errors import DeadlineExceeded
 from kintsugi.lab import floating, tools
 from kintsugi.runtime import SYSTEM_CLOCK, SystemProcesses, wait
 
 GROUP_TIMEOUT_S = 5.0
-END_TIMEOUT_S = 5.0
 POLL_S = 0.005
 
 
@@ -87,24 +85,6 @@ class Continue(_Undo, frozen=True):
 
     def carry_out(self) -> None:
         self.who.signal(signal.SIGCONT)
-
-
-class End(_Undo, frozen=True):
-    """A process was started."""
-
-    who: Who
-
-    def carry_out(self) -> None:
-        self.who.signal(signal.SIGKILL)
-
-        def attempt(remaining_s: float) -> bool | None:
-            if not self.who.alive:
-                return True
-            time.sleep(min(remaining_s, POLL_S))
-            return None
-
-        with contextlib.suppress(DeadlineExceeded):
-            wait(attempt, whom=f"process {self.who.pid}", what="its end", timeout_s=END_TIMEOUT_S)
 
 
 class Leave(_Undo, frozen=True):
@@ -172,17 +152,6 @@ class Unmount(_Undo, frozen=True):
                     if not patience:
                         raise
                     break
-
-
-class Write(_Undo, frozen=True):
-    """A file of the kernel, as of a control group, said something else before."""
-
-    path: str
-    text: str
-
-    def carry_out(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            Path(self.path).write_text(self.text)
 
 
 class Limit(_Undo, frozen=True):
@@ -259,11 +228,20 @@ class Rules(_Undo, frozen=True):
         for command in self.commands:
             with contextlib.suppress(tools.ToolFailed):
                 tools.call(*there, *command)
-        if self.table and f" {self.table}\n" in tools.call(*there, "nft", "list", "tables"):
+        if not self._has_table(there):
+            return
+        try:
             tools.call(*there, "nft", "delete", "table", "inet", self.table)
+        except tools.ToolFailed:
+            # Somebody else may have undone the same just now.
+            if self._has_table(there):
+                raise
+
+    def _has_table(self, there: tuple[str, ...]) -> bool:
+        return f" {self.table}\n" in tools.call(*there, "nft", "list", "tables")
 
 
-Undo = Continue | End | Leave | Remove | Unmount | Write | Limit | Score | Processors | Rounding | Rules
+Undo = Continue | Leave | Remove | Unmount | Limit | Score | Processors | Rounding | Rules
 
 
 def threads_of(pid: int) -> list[int]:

@@ -111,6 +111,7 @@ class LineWriter:
         self._file, self._lost, self._gather_s = file, lost, gather_s
         self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
         self._closing = threading.Event()
 
     def put(self, lines: bytes) -> None:
@@ -122,8 +123,10 @@ class LineWriter:
             return
         self._waiting.put(lines)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="writing", daemon=True)
-            self._thread.start()
+            with self._starting:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="writing", daemon=True)
+                    self._thread.start()
 
     def _run(self) -> None:
         # What this thread waits for is nothing that the process does: nobody is to take it for a reason to stand still.

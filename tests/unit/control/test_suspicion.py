@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Exited, Raise, Suspected
-from kintsugi.facts import ProcessLost
+from kintsugi.facts import CauseDiagnosed, ProcessLost
 from kintsugi.recovery.detection import SuspicionKind
-from kintsugi.supervision import Inspect, Inspected, StopProcess
+from kintsugi.supervision import Inspect, Inspected, StopProcess, Verdict
 from tests.unit.control.driven import Driven
 from tests.unit.control.outcomes import begun, outcome, undisturbed
 
@@ -160,3 +161,37 @@ def test_a_process_that_stands_stopped_before_it_has_registered_is_ended(driven:
     assert stops == [StopProcess("rollout-0", incarnation, 0.0)]
     driven.feed(Suspected("rollout-1", incarnation, "it is stopped (state T)", certain=True))
     assert len(driven.asked(StopProcess)) == 1
+
+
+def diagnosed(driven: Driven, process: str, *, replace: bool) -> Suspected:
+    incarnation = driven.state.members.members[process].incarnation
+    verdict = Verdict(process, incarnation, "cpu", 5.0, 0.9, f"{process}: is starved", (process,), replace)
+    return Suspected(process, incarnation, verdict.summary, SuspicionKind.DIAGNOSED, verdict=verdict)
+
+
+def test_what_the_watcher_found_is_a_fact_and_changes_nothing_else(driven: Driven) -> None:
+    driven.feed(diagnosed(driven, "rollout-0", replace=False))
+    (fact,) = [fact for fact in driven.facts if isinstance(fact, CauseDiagnosed)]
+    assert (fact.process, fact.kind) == ("rollout-0", "cpu")
+    assert driven.asked(StopProcess) == []
+
+
+@pytest.mark.parametrize("process", ["model-1", "rollout-0", "server-1"])
+def test_who_holds_the_run_up_by_itself_is_replaced_once(
+    driven: Driven, process: str
+) -> None:
+    driven.feed(diagnosed(driven, process, replace=True))
+    (stop,) = driven.asked(StopProcess)
+    assert isinstance(stop.body, StopProcess)
+    assert stop.body.process == process
+    driven.feed(diagnosed(driven, process, replace=True))
+    assert len(driven.asked(StopProcess)) == 1
+
+
+def test_nobody_replaces_an_agent_or_one_who_is_gone_because_of_a_diagnosis(driven: Driven) -> None:
+    driven.feed(diagnosed(driven, "agent-0", replace=True))
+    old = diagnosed(driven, "rollout-0", replace=True)
+    assert old.verdict is not None
+    gone = msgspec.structs.replace(old.verdict, incarnation="0.0")
+    driven.feed(msgspec.structs.replace(old, verdict=gone))
+    assert driven.asked(StopProcess) == []

@@ -92,7 +92,8 @@ def test_those_who_only_noticed_are_no_cause() -> None:
 def test_an_agent_that_began_again_without_a_word_was_killed() -> None:
     run = HealthyRun().play(30)
     run.say("agent-1", ProcessBegan("agent", "2", 999), ago_s=-0.3)
-    assert named(run.play(1)) == [("agent-1", "killed")]
+    assert named(run.play(1)) == []
+    assert named(run.play(3)) == [("agent-1", "killed")]
 
 
 def test_a_full_disk_that_an_alert_tells_of_is_named() -> None:

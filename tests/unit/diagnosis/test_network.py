@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.diagnosis.healthy import LINKS, HealthyRun
+from tests.unit.diagnosis.healthy import LINKS, Change, HealthyRun
 from tests.unit.diagnosis.looking import diagnosis_of, named
 
 
@@ -10,7 +10,14 @@ def links_of(process: str) -> list[tuple[str, str]]:
     return [link for link in LINKS if process in link]
 
 
-def late(target_s: float, *, since: float) -> object:
+def now_and_then(offset: int) -> Change:
+    def change(now: float, rates: dict[str, float]) -> None:
+        rates["retransmits"] = float((now + offset) % 13 == 0)
+
+    return change
+
+
+def late(target_s: float, *, since: float) -> Change:
     """The kernel's average moves an eighth of the way with every answer."""
 
     def change(now: float, rates: dict[str, float]) -> None:
@@ -22,7 +29,7 @@ def late(target_s: float, *, since: float) -> object:
 
 def test_the_process_that_all_late_connections_have_in_common_is_named() -> None:
     run = HealthyRun().play(30)
-    run.changes.update(dict.fromkeys(links_of("model-1"), late(0.5, since=30)))  # type: ignore[arg-type]
+    run.changes.update(dict.fromkeys(links_of("model-1"), late(0.5, since=30)))
     assert named(run.play(3)) == [("model-1", "network_delay")]
     (cause,) = diagnosis_of(run).causes
     assert any("as usual" in other for other in cause.rules_out)
@@ -30,7 +37,7 @@ def test_the_process_that_all_late_connections_have_in_common_is_named() -> None
 
 def test_of_one_late_connection_the_end_is_named_that_has_few_others() -> None:
     run = HealthyRun().play(30)
-    run.changes["server-1", "manager-0"] = late(0.4, since=30)  # type: ignore[assignment]
+    run.changes["server-1", "manager-0"] = late(0.4, since=30)
     assert named(run.play(3)) == [("server-1", "network_delay")]
 
 
@@ -56,7 +63,7 @@ def test_segments_that_are_sent_again_second_after_second_are_a_loss() -> None:
 def test_a_few_segments_that_are_sent_again_are_how_busy_hosts_are() -> None:
     run = HealthyRun()
     for number, link in enumerate(LINKS):
-        run.changes[link] = lambda now, rates, n=number: rates.update(retransmits=float((now + n) % 13 == 0))
+        run.changes[link] = now_and_then(number)
     assert named(run.play(50)) == []
 
 
@@ -80,8 +87,8 @@ def test_who_is_found_silent_because_its_network_is_cut_does_not_hang() -> None:
 
 def test_two_ends_that_have_nothing_in_common_are_both_named() -> None:
     run = HealthyRun().play(30)
-    run.changes["server-1", "manager-0"] = late(0.4, since=30)  # type: ignore[assignment]
-    run.changes["model-1", "agent-0"] = late(0.9, since=30)  # type: ignore[assignment]
+    run.changes["server-1", "manager-0"] = late(0.4, since=30)
+    run.changes["model-1", "agent-0"] = late(0.9, since=30)
     assert {process for process, _ in named(run.play(4))} == {"server-1", "model-1"} or {
         process for process, _ in named(run)
     } == {"server-1", "agent-0"}

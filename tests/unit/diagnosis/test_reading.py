@@ -10,8 +10,17 @@ from kintsugi.diagnosis import diagnose
 from kintsugi.diagnosis.diagnosing import Follower
 from kintsugi.diagnosis.reading import Reader
 from kintsugi.errors import UserError
-from kintsugi.observe.events import Alert, EventLog, Note, ProcessBegan, ProcessGone, events_path
-from kintsugi.observe.figures import ClockSample, HostSample, ProcessSample, Stamp, figures_path, stamped
+from kintsugi.observe.events import (
+    Alert,
+    EventLog,
+    Note,
+    ProcessBegan,
+    ProcessGone,
+    Stamp,
+    events_path,
+    stamped,
+)
+from kintsugi.observe.figures import ClockSample, HostSample, ProcessSample, figures_path
 from kintsugi.runtime import VirtualClock
 
 
@@ -70,8 +79,8 @@ def test_torn_lines_and_kinds_of_later_versions_are_skipped(tmp_path: Path, cloc
 
 
 def test_what_is_read_as_it_grows_is_what_is_read_at_once(tmp_path: Path, clock: VirtualClock) -> None:
-    reader = Reader(tmp_path.joinpath()) if (tmp_path / "events").mkdir() is None else None
-    assert reader is not None
+    (tmp_path / "events").mkdir()
+    reader = Reader(tmp_path)
     agent = log(tmp_path, "agent-0", clock)
     for number in range(5):
         agent.emit(Note(f"note {number}"))
@@ -115,6 +124,6 @@ def test_who_follows_a_run_says_what_one_look_says(tmp_path: Path, clock: Virtua
     assert follower.look().causes == ()
     clock.advance(1.0)
     agent.emit(ProcessGone("server-0", "1", 2, -9, "killed by SIGKILL"))
-    followed, once = follower.look(), diagnose(tmp_path, clock=clock)
+    followed, once = follower.look(), diagnose(tmp_path, at=clock.wall())
     assert [cause.summary for cause in followed.causes] == [cause.summary for cause in once.causes]
     follower.close()

@@ -73,10 +73,11 @@ def test_an_unknown_experiment_is_refused_with_those_that_there_are() -> None:
         ({"faults": [fault(duration_s=0)]}, "expected seconds above 0, got 0"),
         ({"faults": [fault(peer="model-0")]}, "cpu is done to a process, not to a link"),
         ({"faults": [fault(trigger={"step": 21})]}, "has the steps 1 to 20, got 21: impossible"),
+        ({"faults": [fault(trigger={"step": 9})]}, "expected 13 or later, got 9"),
         ({"faults": [fault(trigger={"phase": "sleeping"})]}, "expected one of collecting, training"),
         (
-            {"faults": [fault(trigger={"phase": "saving", "step": 7})]},
-            "after every 5 steps, not before step 7",
+            {"faults": [fault(trigger={"phase": "saving", "step": 18})]},
+            "after every 5 steps, not before step 18",
         ),
         ({"faults": [fault(trigger={"event": "("})]}, "expected a regular expression"),
         ({"faults": []}, "expected at least one"),

@@ -30,3 +30,13 @@ def test_a_step_is_saved_when_the_controller_did_not_give_up_on_it(tmp_path: Pat
     )
     assert saved_by_the_fragile(tmp_path) == {5}
     assert saved_by_the_fragile(tmp_path / "elsewhere") == set()
+
+
+def test_in_plain_fine_tuning_a_step_is_saved_when_the_rank_went_on(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "model-0.log"
+    log.parent.mkdir()
+    log.write_text(
+        "INFO: step 5: loss 2.0\nINFO: Saving checkpoint of step 5 to latest_odd\nINFO: step 6: loss 1.9\n"
+        "INFO: step 10: loss 1.5\nINFO: Saving checkpoint of step 10 to latest_even\nOSError: No space left\n"
+    )
+    assert saved_by_the_fragile(tmp_path) == {5}

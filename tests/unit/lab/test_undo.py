@@ -23,7 +23,6 @@ from kintsugi.lab.undo import (
     UndoJournal,
     Unmount,
     Who,
-    Write,
 )
 
 LEASE_S = 60.0
@@ -101,7 +100,6 @@ def test_what_is_gone_is_undone_already(tmp_path: Path) -> None:
         Rounding(gone),
         Remove(str(tmp_path / "nothing")),
         Unmount(str(tmp_path)),
-        Write(str(tmp_path / "nothing" / "file"), "0"),
         Leave(str(tmp_path / "group"), str(tmp_path)),
     ):
         undo.carry_out()

@@ -167,14 +167,14 @@ def test_packed_bits_do_not_depend_on_the_neighbours_when_the_padded_length_is_f
 def test_attention_in_bfloat16_is_the_same_bits_at_every_padding() -> None:
     """So a sampler can round like it, without knowing what a sequence will be packed with."""
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(700, 2, 16, generator=generator).bfloat16() for _ in range(3))
+    query, key, value = (torch.randn(700, 9, 64, generator=generator).bfloat16() for _ in range(3))
 
     def attended(length: int, padded_length: int) -> Tensor:
         layout = PackedLayout.from_lengths([length], padded_length=padded_length)
         return packed_attention(query[:length], key=key[:length], value=value[:length], layout=layout)
 
     expected = attended(700, 1024)
-    for length, padded_length in ((100, 112), (180, 192), (200, 208), (200, 304), (200, 384), (500, 512)):
+    for length, padded_length in ((180, 192), (200, 208), (300, 304), (300, 368), (500, 512)):
         assert torch.equal(attended(length, padded_length), expected[:length])
     for padded_length in (704, 720, 880, 1008):
         assert torch.equal(attended(700, padded_length), expected)

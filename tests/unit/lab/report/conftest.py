@@ -170,6 +170,7 @@ def case_of(number: int) -> CaseRecord:
     ours = scores["ours"]
     return CaseRecord(
         number=number,
+        planned=() if is_quiet else (f"{ability.value} model-1",),
         faults=() if is_quiet else (fault,),
         what=CaseClass.HEALTHY if is_quiet else CaseClass.FAULT,
         benign="",
