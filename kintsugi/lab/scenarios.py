@@ -34,6 +34,8 @@ RUN_TIMEOUT_S = 75.0
 """For all that comes after it; the run is ended then."""
 FAULTS_END_S = 20.0
 LOOK_S = 0.1
+PREPARED_STEPS = 5
+"""Before its step, a fault is prepared."""
 
 Say = Callable[[str], None]
 
@@ -68,8 +70,8 @@ class Scene:
         self._problem = ""
         self._over = threading.Event()
         """The scene is: faults that have not begun do not."""
-        self._warm = threading.Event()
-        """The baseline is there."""
+        self._step = 0
+        """The last one committed."""
 
     def run(self) -> RunRecord:
         began = SYSTEM_CLOCK.monotonic()
@@ -105,6 +107,7 @@ class Scene:
         def follow(condition: Callable[[], bool], what: str, timeout_s: float) -> None:
             def holds() -> bool:
                 blind.looks()
+                self._step = watch.step
                 return condition() or not run.running
 
             watch.until(holds, what=what, timeout_s=timeout_s, pause_s=LOOK_S)
@@ -117,7 +120,6 @@ class Scene:
             if not run.running:
                 self._problem = f"the run ended before the first fault: {run.last_words()[-300:]}"
                 return
-            self._warm.set()
             try:
                 follow(lambda: False, "the end of the run", RUN_TIMEOUT_S)
             except DeadlineExceeded:
@@ -143,7 +145,6 @@ class Scene:
             yield
         finally:
             self._over.set()
-            self._warm.set()
             system.run.kill_everything()
             for doer in doers:
                 _join(doer)
@@ -151,15 +152,17 @@ class Scene:
     def _do(self, system: System, injector: Injector, fault: Injection) -> None:
         """Body of such a thread: begun at its trigger, ended when its time is over or the scene is.
 
-        It is prepared during the baseline, which takes a moment, so that it is there when its step comes. A fault that
-        names no step would not wait.
+        A fault is prepared shortly before its step: that takes a moment, and what is prepared is undone when its lease
+        is over, whether it has begun or not.
         """
-        trigger = fault.trigger
-        if trigger.step is None and trigger.event is None:
-            _sleep(self._warm, START_TIMEOUT_S)
+        trigger, warm = fault.trigger, FIRST_STEPS + BASELINE_STEPS
+        if trigger.step is not None:
+            self._until_step(trigger.step - PREPARED_STEPS)
+        else:
+            self._until_step(warm - PREPARED_STEPS if trigger.event is not None else warm)
         if self._over.is_set():
             return
-        patient = msgspec.structs.replace(trigger, timeout_s=trigger.timeout_s + START_TIMEOUT_S)
+        patient = msgspec.structs.replace(trigger, timeout_s=trigger.timeout_s + RUN_TIMEOUT_S)
         try:
             injected = injector.begin(msgspec.structs.replace(fault, trigger=patient))
         except KintsugiError as error:
@@ -170,6 +173,19 @@ class Scene:
         self._injected[id(fault)] = injected
         _sleep(self._over, injected.start + injected.injection.duration_s - SYSTEM_CLOCK.wall())
         self._injected[id(fault)] = injector.end(injected)
+
+    def _until_step(self, step: int) -> None:
+        """Or until the scene is over."""
+
+        def attempt(remaining_s: float) -> bool | None:
+            if self._step >= step:
+                return True
+            return self._over.wait(min(remaining_s, LOOK_S)) or None
+
+        try:
+            wait(attempt, whom="the run", what=f"step {step}", timeout_s=START_TIMEOUT_S)
+        except DeadlineExceeded:
+            self._over.set()
 
 
 def _join(thread: threading.Thread) -> None:

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 FAULT = {
     "ability": "stop",
     "target": "rollout-1",
-    "trigger": {"step": 14, "phase": "collecting"},
+    "trigger": {"step": 20, "phase": "collecting"},
     "duration_s": 10.0,
 }
 EXPERIMENT = {
@@ -27,7 +27,7 @@ EXPERIMENT = {
     "challenges": ["A"],
     "workload": {
         "recipe": str(experiments_folder() / "workloads" / "grpo.yaml"),
-        "set": {"algorithm.batch_size": 16, "algorithm.steps": 24},
+        "set": {"algorithm.batch_size": 16, "algorithm.steps": 30},
     },
     "faults": [FAULT],
     "cause": {"process": "rollout-1", "kinds": ["stopped"]},
