@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import overhead
-from overhead import SWITCH, Switch, switched_off
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs as a script.
 
+from benchmarks import overhead
+from benchmarks.overhead import SWITCH, Switch, switched_off
 from kintsugi.bootstrap import Bootstrap
 from kintsugi.types import Role
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from kintsugi.disk import storage_errors
 from kintsugi.errors import IntegrityError, ModelError, StorageError
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.folder import (
@@ -85,17 +86,20 @@ def write_folder(manifest: WeightManifest, buffer: memoryview, folder: Path) -> 
     content = msgspec.json.encode(header)
     content += b" " * (-len(content) % 8)
     beside = folder.with_name(f".{folder.name}")
-    try:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        with (beside / WEIGHTS_FILE).open("wb") as file:
-            file.write(len(content).to_bytes(8, "little") + content)
-            for piece in manifest.pieces:
-                file.write(buffer[piece.offset : piece.offset + piece.size])
-        shutil.rmtree(folder, ignore_errors=True)
-        beside.rename(folder)
-    except OSError as error:
-        raise StorageError(f"{folder} can not be written: {error.strerror or error}") from error
+    with storage_errors(f"could not write {folder}"):
+        try:
+            shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir(parents=True)
+            with (beside / WEIGHTS_FILE).open("wb") as file:
+                file.write(len(content).to_bytes(8, "little") + content)
+                for piece in manifest.pieces:
+                    file.write(buffer[piece.offset : piece.offset + piece.size])
+            shutil.rmtree(folder, ignore_errors=True)
+            beside.rename(folder)
+        except OSError:
+            # Half a version is of no use to anybody, and takes room that others need.
+            shutil.rmtree(beside, ignore_errors=True)
+            raise
     return folder
 
 

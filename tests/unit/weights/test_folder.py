@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import NoReturn
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from kintsugi.config import NewModel
-from kintsugi.errors import IntegrityError, ModelError
+from kintsugi.errors import IntegrityError, ModelError, StorageFull
 from kintsugi.messages import FetchWeights
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.huggingface import save
@@ -18,7 +19,7 @@ from kintsugi.model.tokenizer import character_tokenizer
 from kintsugi.model.transformer import Transformer
 from kintsugi.types import FolderSource
 from kintsugi.weights.fetch import Fetched, Fetcher
-from kintsugi.weights.folder import folder_manifest
+from kintsugi.weights.folder import folder_manifest, write_folder
 
 CONFIG = new_model_config(
     NewModel(hidden_size=16, num_heads=2, num_kv_heads=2), tokenizer=character_tokenizer("ab")
@@ -72,3 +73,17 @@ def test_weights_of_another_shape_are_the_users_mistake(tmp_path: Path) -> None:
     )
     with pytest.raises(ModelError, match="wrong shape"):
         folder_manifest(tmp_path, config=other, version=0)
+
+
+def test_a_full_disk_is_named_and_keeps_no_half_version(tmp_path: Path) -> None:
+    written(tmp_path / "source")
+    manifest = folder_manifest(tmp_path / "source", config=CONFIG, version=3)
+    buffer = memoryview(bytearray(manifest.size))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (manifest.size // 2, hard))
+    try:
+        with pytest.raises(StorageFull, match=r"could not write .*version-3 on disk"):
+            write_folder(manifest, buffer, tmp_path / "weights" / "version-3")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list((tmp_path / "weights").iterdir()) == []
