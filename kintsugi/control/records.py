@@ -19,7 +19,15 @@ from kintsugi.control.staff import RETIRED
 from kintsugi.control.summary import stage_seconds
 from kintsugi.data.source import open_data
 from kintsugi.errors import Fault, StorageError
-from kintsugi.facts import CheckpointFailed, Fact, FaultNoted, IncidentOpened, PaceChanged, RolledBack
+from kintsugi.facts import (
+    CheckpointFailed,
+    Fact,
+    FaultNoted,
+    IncidentOpened,
+    PaceChanged,
+    RolledBack,
+    StepCommitted,
+)
 from kintsugi.observe.evaluation import problems_digest
 from kintsugi.observe.events import Alert, EventLog, FaultSeen, Note, Span
 from kintsugi.observe.figures import Beat, FiguresLog
@@ -37,6 +45,8 @@ from kintsugi.types import Role, Wait, process_id
 
 MASTER = process_id(Role.MASTER, 0)
 MOST_TOLD = 256
+DIFFERENT = "different states after"
+"""How a disagreement of the ranks is told (`graph/executor.py`)."""
 STEP_PARTS = ("data", "generate", "reward", "train", "commit", "weights")
 """What a step's time consists of; evaluations and saves come beside it."""
 
@@ -55,6 +65,8 @@ class Records:
         """Which held-out problems these are; computed when it is first needed."""
         self._told: dict[str, None] = {}
         """Faults that were told, by id, the latest first."""
+        self._differed = False
+        """Ranks came to different states, and no step was committed since."""
         self._unwritable: dict[str, str] = {}
         """Files that the disk does not take, and why."""
 
@@ -72,6 +84,10 @@ class Records:
             case PaceChanged():
                 pace = f"rollout runs {fact.ahead} steps ahead, {fact.groups} groups at once"
                 self._log.emit(Note(f"{pace}: {fact.reason}"))
+            case StepCommitted(step=step, state_digest=digest) if self._differed:
+                # Who had come to another state is known now.
+                self._differed = False
+                self._log.emit(Note(f"step {step} was committed with state {digest}"))
             case IncidentOpened(fault=fault) | FaultNoted(fault=fault) | CheckpointFailed(fault=fault):
                 self.fault(fault)
             case _:
@@ -86,6 +102,7 @@ class Records:
 
     def fault(self, fault: Fault) -> None:
         """Each once, though it is noted in several places."""
+        self._differed = self._differed or DIFFERENT in fault.message
         if fault.id not in self._told:
             self._told = {fault.id: None, **dict(list(self._told.items())[:MOST_TOLD])}
             self._log.emit(FaultSeen(fault))

@@ -158,8 +158,6 @@ class Bundle:
     began: float = 0.0
     at: float = 0.0
     """Time of the last thing that was recorded."""
-    _written: dict[str, float] = field(default_factory=dict)
-    """Bytes per second that each process wrote since a host was last looked at."""
     _totals: dict[object, tuple[float, int, dict[str, float]]] = field(default_factory=dict)
 
     # Samples.
@@ -241,7 +239,6 @@ class Bundle:
         for name, figure in _PROCESS_RATES.items():
             if name in rates:
                 tracks[figure].add(time, rates[name])
-        self._written[process] = rates.get("write_bytes", 0.0)
 
     def _host(self, time: float, recorder: str, sample: HostSample) -> None:
         host, values = sample.host, sample.values
@@ -266,11 +263,6 @@ class Bundle:
         for name, figure in _HOST_RATES.items():
             if name in rates:
                 tracks[figure].add(time, rates[name] / (count if name.startswith("cpu_") else 1.0))
-        own = sum(self._written.values())
-        self._written.clear()
-        if "disk_write_bytes" in rates:
-            foreign = max(0.0, rates["disk_write_bytes"] - own) / max(1.0, rates["disk_write_bytes"])
-            tracks["foreign_busy"].add(time, rates.get("disk_busy_s", 0.0) * foreign)
 
     def _link(self, time: float, sample: LinkSample) -> None:
         """Who connected from another host is known there only; where it connected to is known here."""

@@ -8,13 +8,22 @@ not broken.
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
 from kintsugi.diagnosis.evidence import MASTER, Bundle, End, Said
 from kintsugi.diagnosis.findings import Finding
 from kintsugi.diagnosis.verdict import Evidence, FaultKind
-from kintsugi.diagnosis.words import CONSEQUENCES, kind_of, kind_of_fault, origin_of, processes_in
+from kintsugi.diagnosis.words import (
+    CONSEQUENCES,
+    committed_in,
+    kind_of,
+    kind_of_fault,
+    origin_of,
+    processes_in,
+    states_in,
+)
 from kintsugi.errors import Fault, root_first
 from kintsugi.types import Role, role_of
 
@@ -54,6 +63,7 @@ def happenings(bundle: Bundle, *, since: float, at: float) -> list[Finding]:
     found += _errors(bundle, since=since, until=at, dead=dead)
     found += _alerts(bundle, since=since, until=until)
     found += _damage(bundle, since=since, until=until)
+    found += _differing(bundle, since=since, until=until)
     return found
 
 
@@ -231,7 +241,7 @@ def _errors(bundle: Bundle, *, since: float, until: float, dead: set[str]) -> It
         where = by_id.get(fault.id) or next(each for each in said if _follows(each.fault, fault.id))
         kind = kind_of_fault(fault)
         time = fault.time or where.time
-        if not since <= time <= until:
+        if not since <= time <= until or states_in(fault.message):
             continue
         if kind is None:
             if fault.kind == "ProcessDied" or fault.process in dead:
@@ -319,6 +329,41 @@ def _damage(bundle: Bundle, *, since: float, until: float) -> Iterator[Finding]:
             is_fact=True,
             others=(note.by,),
         )
+
+
+def _differing(bundle: Bundle, *, since: float, until: float) -> Iterator[Finding]:
+    """Ranks that came to another state than the others: few against many, or those whom the commit proved wrong.
+
+    Of two, nobody knows which one is wrong until a step was committed; till then both may be.
+    """
+    for said in bundle.faults:
+        states = states_in(said.message)
+        if len(states) < 2 or not since <= said.time <= until:
+            continue
+        committed = next(
+            (
+                found
+                for note in bundle.notes
+                if note.time >= said.time and (found := committed_in(note.message))
+            ),
+            None,
+        )
+        counts = Counter(states.values())
+        (most, number), (_, second), *_ = [*counts.most_common(2), ("", 0)]
+        right = committed or (most if number > second else None)
+        for process, state in states.items():
+            if state != right:
+                yield Finding(
+                    process=process,
+                    kind=FaultKind.NUMERIC,
+                    onset=said.time,
+                    until=said.time,
+                    strength=0.92 if right else 0.6,
+                    what="came to another state than its peers from the same samples",
+                    evidence=(Evidence(said.source, said.time, _short(said.message)),),
+                    is_fact=True,
+                    others=tuple(other for other in states if other != process),
+                )
 
 
 def _figures(bundle: Bundle, process: str) -> str:

@@ -54,8 +54,6 @@ PROCESS_LEVELS = (
 HOST_LEVELS = (
     Level("fsync_s", FaultKind.DISK_SLOW, 0.25, 8.0, 0.0, 2, 0.75,
           "a small write takes {value:.2f} s to reach the disk of its host, usually {usual:.3f} s"),
-    Level("foreign_busy", FaultKind.DISK_SLOW, 0.45, 8.0, 0.0, 3, 0.66,
-          "the disk of its host is kept busy {value:.0%} of the time by others than this run, usually {usual:.0%}"),
     Level("fsync_pending_s", FaultKind.DISK_SLOW, 1.5, 8.0, 0.0, 1, 0.8,
           "a small write to the disk of its host is under way for {value:.1f} s"),
     Level("steal", FaultKind.CPU, 0.35, 4.0, 2.0, 3, 0.6,
@@ -81,6 +79,10 @@ FREE_SHARE = 0.004
 FREE_BYTES = 48e6
 """Of a disk: below both or below a tenth of the second, the next write may fail."""
 HOST_MEMORY_FREE = 0.03
+BUSY, BUSY_FACTOR, BUSY_MOMENTS = 0.22, 8.0, 4
+"""Of a disk: this share of the time, so many times what is usual, for so many looks …"""
+FOREIGN = 0.6
+"""… of which so much is written by others."""
 EFFORT_FACTOR = 5.0
 LEAST_EFFORT_S = 0.004
 STILL, STILL_OF = 3, 5
@@ -101,6 +103,7 @@ def deviations(bundle: Bundle, baselines: Baselines, *, since: float, at: float)
     for host in list(bundle.hosts):
         found += look.host_levels(host)
         found += look.disk_space(host)
+        found += look.foreign_writes(host)
         found += look.host_memory(host)
     return found
 
@@ -303,6 +306,32 @@ class _Look:
                 strength=0.85,
                 what=f"the disk of its host has {value / 1e6:.1f} MB left (usually {usual:.0%} of it)",
                 is_fact=True,
+            )
+
+    def foreign_writes(self, host: str) -> Iterator[Finding]:
+        """A disk that is kept busy by others than this run, whose own writes are known."""
+        tracks = self._bundle.hosts[host]
+        usual = self._baselines.figure(tracks, "disk_busy")
+        middle = usual.middle if usual else 0.0
+        bad: list[tuple[float, float]] = []
+        busy = tracks["disk_busy"]
+        for time, value in zip(busy.times, busy.values, strict=True):
+            if not self._since <= time <= self._at or value < max(BUSY, BUSY_FACTOR * middle):
+                continue
+            written = tracks["disk_written"].at(time) or 0.0
+            own = sum(each["written"].at(time) or 0.0 for each in self._bundle.processes.values())
+            if written - own > FOREIGN * written:
+                bad.append((time, value))
+        for group in intervals(bad, gap_s=GAP_S):
+            if len(group) < BUSY_MOMENTS:
+                continue
+            value = max(value for _, value in group)
+            yield self._finding(
+                self._voice(host, FaultKind.DISK_SLOW),
+                FaultKind.DISK_SLOW,
+                group,
+                strength=0.66,
+                what=f"others than this run keep its host's disk busy {value:.0%} of the time, usually {middle:.0%}",
             )
 
     def host_memory(self, host: str) -> Iterator[Finding]:

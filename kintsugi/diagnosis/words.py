@@ -55,6 +55,8 @@ _BY_WORDS: tuple[tuple[str, FaultKind], ...] = (
     (r"\bxid\b|ecc error|device.{0,20}lost|illegal memory access", _K.DEVICE),
 )
 _WORDS = tuple((re.compile(words, re.IGNORECASE), kind) for words, kind in _BY_WORDS)
+_STATE = re.compile(r"\b(model-\d+) ([0-9a-f]{6,})\b")
+_COMMITTED = re.compile(r"\bcommitted with state ([0-9a-f]{6,})\b")
 _PROCESS = re.compile(r"\b(?:agent|master|model|rollout|manager|server)-\d+\b")
 
 
@@ -75,7 +77,24 @@ def kind_of_fault(fault: Fault) -> FaultKind | None:
     by_kind = BY_KIND.get(fault.kind)
     if by_kind is _K.DISK_ERROR and said in (_K.DISK_FULL, _K.CORRUPTION):
         return said
+    if by_kind is _K.CORRUPTION and said is _K.NUMERIC:
+        return said
     return by_kind or said
+
+
+def states_in(message: str) -> dict[str, str]:
+    """Rank → the state that it came to, of a message about states that differ.
+
+    >>> states_in("different states after actor_train: model-0 a1b2c3, model-1 d4e5f6")
+    {'model-0': 'a1b2c3', 'model-1': 'd4e5f6'}
+    """
+    return dict(_STATE.findall(message))
+
+
+def committed_in(message: str) -> str | None:
+    """The state with which a step was committed after ranks had differed."""
+    found = _COMMITTED.search(message)
+    return found[1] if found else None
 
 
 _ORIGIN = re.compile(

@@ -23,7 +23,7 @@ from kintsugi.generation.cpu_network import CpuNetwork
 from kintsugi.generation.cpu_places import Places, untouched_zeros
 from kintsugi.generation.cpu_rows import CpuRows
 from kintsugi.generation.runner import Chunk, Decoded, Done, Row, RunnerShape
-from kintsugi.model.attention import MIN_EQUAL_BITS_ROWS
+from kintsugi.model.attention import MIN_EQUAL_BITS_ROWS, with_whole_runs
 from kintsugi.model.transformer import Transformer
 
 PAGE_SIZE = 16
@@ -252,6 +252,10 @@ class CpuRunner:
         num_queries = query.shape[1]
         if num_queries < MIN_EQUAL_BITS_ROWS:
             query = functional.pad(query, (0, 0, 0, MIN_EQUAL_BITS_ROWS - num_queries))
+        num_keys = keys.shape[1]
+        keys, values = with_whole_runs(keys), with_whole_runs(values)
+        if keys.shape[1] > num_keys:
+            mask = functional.pad(mask, (0, keys.shape[1] - num_keys), value=float("-inf"))
         attended = functional.scaled_dot_product_attention(
             query.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1), attn_mask=mask.unsqueeze(1)
         )

@@ -64,10 +64,7 @@ class Model(ctypes.Structure):
 
 
 class Work(ctypes.Structure):
-    _fields_ = [
-        (name, Address)
-        for name in ("hidden", "heads", "gate_up", "normed", "attended", "activated")
-    ]
+    _fields_ = [(name, Address) for name in ("hidden", "heads", "gate_up", "normed", "attended", "activated")]
 
 
 @dataclass(frozen=True)

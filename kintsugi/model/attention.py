@@ -3,8 +3,8 @@
 Linear layers never see padding. Attention does on the CPU, where sequences are laid out right-padded just for it:
 with a causal mask no real token looks at padding, so no mask is built.
 
-Bits: the result of attention depends on how many keys a row is padded to, and on one query versus many. A caller who
-needs equal bits fixes `padded_length`. Elsewhere rows of one product agree when it has at least four of them
+Bits: the result of attention depends on one query versus many and, but for bfloat16, on how many keys a row is padded to.
+A caller who needs equal bits fixes `padded_length`. Elsewhere rows of one product agree when it has at least four of them
 and `intermediate_size` is a multiple of 32, as in every published model: what does not fill a vector at the end of an
 activation is computed by other instructions, to other bits. Products of different numbers of rows agree on some
 processors only, so whoever promises equal bits keeps that number fixed too.
@@ -100,16 +100,20 @@ class PackedLayout:
         return rows if rows.shape[0] == self.num_tokens else rows.index_select(0, self.padded_index)
 
 
+def with_whole_runs(heads: Tensor) -> Tensor:
+    """Keys or values [..., keys, head_dim] of attention on the CPU, with zeros behind them where their number would
+    otherwise decide where sums are cut: a trainer and a sampler do not know each other's."""
+    last_span = heads.shape[-2] % _SPAN
+    if heads.dtype != torch.bfloat16 or not _RUN < last_span < 2 * _RUN:
+        return heads
+    return functional.pad(heads, (0, 0, 0, 2 * _RUN - last_span))
+
+
 def packed_attention(query: Tensor, *, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
     """Causal attention within each sequence; all tensors are [tokens, heads, head_dim]."""
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _variable_length_attention(query, key=key, value=value, layout=layout)
-    keys, values = layout.pad(key), layout.pad(value)
-    last_span = layout.padded_length % _SPAN
-    if query.dtype == torch.bfloat16 and _RUN < last_span < 2 * _RUN:
-        # Where a sum is cut must not depend on how long the longest sequence is: the sampler can not know that.
-        more = (0, 0, 0, 2 * _RUN - last_span)
-        keys, values = functional.pad(keys, more), functional.pad(values, more)
+    keys, values = (with_whole_runs(layout.pad(each)) for each in (key, value))
     attended = functional.scaled_dot_product_attention(
         layout.pad(query),
         keys,

@@ -17,7 +17,7 @@ from typing import ClassVar
 import msgspec
 
 from kintsugi.errors import WorldError
-from kintsugi.lab.injection import Injection
+from kintsugi.lab.injection import Injection, Trigger
 from kintsugi.lab.undo import Entry, Undo, UndoJournal, Who
 
 TICK_S = 0.05
@@ -86,8 +86,11 @@ class Fault:
         return self.injection.amount.get(name, default)
 
     def before(self, undo: Undo) -> None:
-        """To be called before a change is made."""
-        lease_s = self.injection.duration_s + EXTRA_LEASE_S
+        """To be called before a change is made. What is prepared has to last until the trigger comes; who made it and
+        is gone has no lease."""
+        trigger = self.injection.trigger
+        waiting_s = trigger.timeout_s + trigger.after_s if trigger != Trigger() else 0.0
+        lease_s = waiting_s + self.injection.duration_s + EXTRA_LEASE_S
         self._entries.append(self._journal.before(undo, lease_s=lease_s))
 
     def prepare(self) -> None:

@@ -206,8 +206,9 @@ class _QueuedFault(_PacketFault):
     def end(self) -> None:
         """No more packets first, then those that are still held, then the queue itself."""
         super().end()
-        self.release()
-        self._queue.close()
+        if hasattr(self, "_queue"):
+            self.release()
+            self._queue.close()
 
     def release(self) -> None:
         self._queue.decide(list(self._queue.arrived()), ACCEPT)

@@ -77,7 +77,7 @@ class Competitors(Fault):
 
     def end(self) -> None:
         super().end()
-        for child in self._competitors:
+        for child in getattr(self, "_competitors", ()):
             child.send_signal(signal.SIGKILL)
             child.wait_ended(whom="a busy loop", timeout_s=END_TIMEOUT_S)
             child.close()

@@ -177,9 +177,7 @@ def test_what_the_watcher_found_is_a_fact_and_changes_nothing_else(driven: Drive
 
 
 @pytest.mark.parametrize("process", ["model-1", "rollout-0", "server-1"])
-def test_who_holds_the_run_up_by_itself_is_replaced_once(
-    driven: Driven, process: str
-) -> None:
+def test_who_holds_the_run_up_by_itself_is_replaced_once(driven: Driven, process: str) -> None:
     driven.feed(diagnosed(driven, process, replace=True))
     (stop,) = driven.asked(StopProcess)
     assert isinstance(stop.body, StopProcess)

@@ -25,6 +25,7 @@ LINKS = (
     ("model-1", "model-0"), ("model-0", "rollout-1"), ("model-1", "rollout-0"), ("model-1", "agent-0"),
     ("agent-0", MASTER), ("agent-1", MASTER), ("manager-0", MASTER),
 )  # fmt: skip
+HOST_TOTALS = ("cpu_busy_s", "cpu_iowait_s", "disk_busy_s", "disk_write_bytes")
 PHASES = (("collecting", 0.3), ("training", 0.4), ("committing", 0.05), ("publishing", 0.25))
 
 Change = Callable[[float, dict[str, float]], None]
@@ -131,14 +132,16 @@ class HealthyRun:
         }
         self._changed(process, rates)
         levels = {name: rates.pop(name) for name in tuple(rates) if name.endswith("_bytes")}
+        rates["write_bytes"] = rates.pop("write_total", 0.0)
         return {**self._sum(process, rates), **levels}
 
     def _host(self, host: str) -> dict[str, float]:
         rates = {"cpu_busy_s": self._noise(1.0), "cpu_iowait_s": 0.0, "fsync_s": self._noise(0.004)}
+        rates |= {"disk_busy_s": 0.01, "disk_write_bytes": 1e5}
         rates |= {"disk_total_bytes": 1e11, "disk_free_bytes": 5e10, "memory_total_bytes": 1e10}
         rates["memory_available_bytes"] = 6e9
         self._changed(host, rates)
-        totals = {name: rates.pop(name) for name in ("cpu_busy_s", "cpu_iowait_s")}
+        totals = {name: rates.pop(name) for name in HOST_TOTALS}
         return {"cpu_count": 2.0, **self._sum(host, totals), **rates}
 
     def _link(self, of: str, peer: str) -> dict[str, float]:

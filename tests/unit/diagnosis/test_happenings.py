@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kintsugi.observe.events import Alert, ProcessBegan, ProcessGone, Transition
+from kintsugi.observe.events import Alert, Note, ProcessBegan, ProcessGone, Transition
 from tests.unit.diagnosis.healthy import START, HealthyRun
 from tests.unit.diagnosis.looking import diagnosis_of, named
 
@@ -109,3 +109,27 @@ def test_who_did_not_answer_the_recall_of_a_device_is_named() -> None:
         Alert("server-0 has not answered LeaseRecalled 7 of cuda:0 for 1.1 s; waiting for it: model-0"),
     )
     assert named(run.play(1)) == [("server-0", "handover")]
+
+
+def test_of_three_ranks_the_one_that_stands_alone_computes_wrongly() -> None:
+    run = HealthyRun().play(30)
+    said = "different states after actor_train: model-0 aaaaaa, model-1 bbbbbb, model-2 aaaaaa"
+    run.fault("IntegrityError", "model-0", said)
+    assert named(run.play(1)) == [("model-1", "numeric")]
+
+
+def test_of_two_ranks_the_next_commit_proves_one_wrong() -> None:
+    run = HealthyRun().play(30)
+    run.fault(
+        "IntegrityError", "model-0", "different states after actor_train: model-0 aaaaaa, model-1 bbbbbb"
+    )
+    assert set(named(run.play(1))) == {("model-0", "numeric"), ("model-1", "numeric")}
+    run.say("master-0", Note("step 31 was committed with state aaaaaa"))
+    assert named(run.play(1)) == [("model-1", "numeric")]
+
+
+def test_wrong_bytes_are_those_of_whoever_published_them() -> None:
+    run = HealthyRun().play(30)
+    why = "lm_head of version 9 from segment weights/model-0/0 on host-0: expected xxh3 a8e336, got c9371f"
+    run.say("server-0", Note(f"version 9 came by stream of model-1, because {why}"))
+    assert named(run.play(1)) == [("model-0", "corruption")]

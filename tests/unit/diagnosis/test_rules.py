@@ -105,3 +105,21 @@ def test_what_is_over_for_ten_seconds_is_not_what_is_wrong_now() -> None:
     assert named(run.play(4))
     del run.changes["model-1"]
     assert named(run.play(10)) == []
+
+
+def test_a_disk_that_others_keep_busy_is_named_and_one_that_the_run_itself_writes_to_is_not() -> None:
+    run = HealthyRun().play(30)
+    run.changes["host-0"] = lambda _, rates: rates.update(disk_busy_s=0.7, disk_write_bytes=2e8)
+    assert named(run.play(6)) == [("master-0", "disk_slow")]
+    own = HealthyRun().play(30)
+    own.changes["host-0"] = lambda _, rates: rates.update(disk_busy_s=0.7, disk_write_bytes=2e8)
+    own.changes["model-0"] = lambda _, rates: rates.update(write_total=2e8)
+    assert named(own.play(6)) == []
+
+
+def test_a_rank_that_stands_still_again_and_again_is_held_up_by_its_device() -> None:
+    run = HealthyRun().play(30)
+    for second in range(8):
+        run.states["model-1"] = "S" if second % 4 == 3 else "D"
+        run.play(1)
+    assert named(run) == [("model-1", "device")]
