@@ -230,12 +230,14 @@ static inline void mix(const real *pages, int64_t page_stride, const int64_t *ta
                        vec (*mixed)[PARTS]) {
   for (int64_t start = 0; start < count; start += RUN) {
     vec sums[QUERIES][PARTS] = {};
-    for (int64_t i = start; i < start + RUN && i < count; i++) {
-      const real *values = pages + table[i / PAGE] * page_stride + (PAGE + i % PAGE) * HEAD_SIZE;
-      for (int part = 0; part < PARTS; part++) {
-        const vec value = get(values + part * LANES);
-        for (int q = 0; q < QUERIES; q++) sums[q][part] += all(shares[q * SPAN + i]) * value;
-      }
+    for (int64_t page = start; page < start + RUN && page < count; page += PAGE) {
+      const real *values = pages + table[page / PAGE] * page_stride + PAGE * HEAD_SIZE;
+      const int64_t end = count - page < PAGE ? count - page : PAGE;
+      for (int64_t i = 0; i < end; i++)
+        for (int part = 0; part < PARTS; part++) {
+          const vec value = get(values + i * HEAD_SIZE + part * LANES);
+          for (int q = 0; q < QUERIES; q++) sums[q][part] += all(shares[q * SPAN + page + i]) * value;
+        }
     }
     for (int q = 0; q < QUERIES; q++)
       for (int part = 0; part < PARTS; part++) mixed[q][part] += sums[q][part];

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import takewhile
 
 import msgspec
 
@@ -11,7 +12,7 @@ from kintsugi.control.layout import plan_layout
 from kintsugi.control.master import Master
 from kintsugi.control.protocol import Began
 from kintsugi.disk import MemoryDisk
-from kintsugi.facts import Fact
+from kintsugi.facts import Fact, FilterReason, StepCommitted, TicketFiltered
 from kintsugi.recovery.adapters import Snapshot
 from kintsugi.recovery.processor import Flow
 from kintsugi.simulation.coverage import Coverage
@@ -123,7 +124,7 @@ class Cluster:
                 state = self.master.state if self.master is not None else "without a master"
                 waited = f"{CONVERGENCE_S:.0f} s after the last fault"
                 invariants.violated(f"still {state} at step {invariants.step}, {waited}")
-        if self.outcome == "failed" and not (self.injector.poisoned and POISON in self._cause()):
+        if self.outcome == "failed" and not self._failed_rightly():
             invariants.violated(f"the run failed: {self._cause()}")
         if self.outcome == "finished":
             invariants.compare_ends()
@@ -151,6 +152,21 @@ class Cluster:
 
     def _is_touched(self, process: str) -> bool:
         return self.injector.touched(process)
+
+    def _failed_rightly(self) -> bool:
+        """By the user's mistake, or because a step had more groups that can not be scored than it needs, as the facts
+        say: samples of weights that only this run had may by chance be so many."""
+        if self.injector.poisoned and POISON in self._cause():
+            return True
+        of_this_step = takewhile(
+            lambda fact: not isinstance(fact, StepCommitted), reversed(self.invariants.facts)
+        )
+        unusable = [
+            fact
+            for fact in of_this_step
+            if isinstance(fact, TicketFiltered) and fact.reason is FilterReason.TOO_FEW_VALID
+        ]
+        return len(unusable) > self.config.algorithm.batch_size
 
     def _cause(self) -> str:
         last = self.invariants.facts[-1] if self.invariants.facts else None

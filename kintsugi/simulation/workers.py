@@ -55,10 +55,8 @@ from kintsugi.worker import HEARTBEAT_S, REGISTER_DEADLINE_S
 
 MANAGER = "manager-0"
 FETCH_DEADLINE_S = 10.0
-UNSCORABLE = 8
+UNSCORABLE = 40
 """One sample in so many can not be scored; drawn with other weights, it may be another one of its group."""
-UNSCORABLE_PROMPTS = 5
-"""Only of one prompt in so many: by chance, a step would lose more groups than it needs, and end the run, rightly."""
 DEMONSTRATED = frozenset({"warmup", *LEARN_ROWS})
 """Stages whose samples are rows of the data."""
 
@@ -240,11 +238,10 @@ class Rollout(Worker):
             return
         kept: dict[str, str] = {}
         quarantined: dict[str, str] = {}
-        may_fail = request.split == "train" and version >= 0 and ticket.position % UNSCORABLE_PROMPTS == 0
         for index in range(ticket.num_samples):
             key = sample_key(ticket.id, index)
             digest = drawn_digest(key, weights)
-            if may_fail and int(digest, 16) % UNSCORABLE == 0:
+            if request.split == "train" and version >= 0 and int(digest, 16) % UNSCORABLE == 0:
                 quarantined[key] = "its reward is not a number"
                 continue
             kept[key] = digest

@@ -127,3 +127,14 @@ def test_an_answer_that_is_refused_for_a_sample_that_was_set_aside_before_is_cau
     assert aside & returned and (outcome.outcome, outcome.violations) == ("finished", [])
     monkeypatch.setattr(Ledger, "quarantined_of", lambda _ledger, _ticket: frozenset())
     assert any("still collecting" in why for why in simulate("ppo", killed).violations)
+
+
+def test_a_step_that_loses_more_groups_than_it_needs_ends_a_run_rightly() -> None:
+    outcome = Runner().run(38749)
+    lost = [
+        fact
+        for fact in outcome.facts
+        if isinstance(fact, TicketFiltered) and fact.reason is FilterReason.TOO_FEW_VALID
+    ]
+    assert (outcome.outcome, outcome.violations) == ("failed", [])
+    assert len(lost) > 4, "the seed does not show what it is here for"
