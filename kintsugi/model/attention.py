@@ -4,10 +4,10 @@ Linear layers never see padding. Attention does on the CPU, where sequences are 
 with a causal mask no real token looks at padding, so no mask is built.
 
 Bits: the result of attention depends on one query versus many and, but for bfloat16, on how many keys a row is padded
-to. A caller who needs equal bits fixes `padded_length`. Elsewhere rows of one product agree when it has at least four of
-them and `intermediate_size` is a multiple of 32, as in every published model: what does not fill a vector at the end of
-an activation is computed by other instructions, to other bits. Products of different numbers of rows agree on some
-processors only, so whoever promises equal bits keeps that number fixed too.
+to. A caller who needs equal bits fixes `padded_length`. Elsewhere rows of one product agree when it has at least four
+of them and `intermediate_size` is a multiple of 32, as in every published model: what does not fill a vector at the
+end of an activation is computed by other instructions, to other bits. Products of different numbers of rows agree on
+some processors only, so whoever promises equal bits keeps that number fixed too.
 """
 
 from __future__ import annotations

@@ -49,8 +49,10 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Looked]:
         run.kill(KILLED)
         until(lambda: any(isinstance(fact, ProcessLost) for fact in run.facts), "the loss to be known")
         run.let_through(4)
-        run.finish()
+        code, errors = run.end()
+        assert code == 0, errors
         looked.followed, looked.watched = ended(followed), ended(watched)
+        run.assert_nothing_left()
         yield looked
     finally:
         run.close()
