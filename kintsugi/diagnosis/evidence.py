@@ -201,12 +201,12 @@ class Bundle:
         seconds = time - wait.since
         if process != MASTER and seconds >= 0 and "-" in wait.whom:
             for whom in wait.whom.split(", "):
-                if whom != process and _role(whom) is not None:
+                if whom != process and known_role(whom) is not None:
                     self.processes[whom]["awaited_s"].add(time, seconds)
 
     def _effort(self, time: float, process: str, beat: Beat, before: Looked) -> None:
         """Busy seconds per unit of progress: what tells a process that has become slow from one that has more to do."""
-        counter = _PROGRESS.get(_role(process))
+        counter = _PROGRESS.get(known_role(process))
         gauges = beat.gauges
         if counter is None or "idle_s" not in gauges:
             return
@@ -303,8 +303,8 @@ class Bundle:
 
     def role_peers(self, process: str) -> list[str]:
         """Others of the same role."""
-        role = _role(process)
-        return [other for other in self.processes if other != process and _role(other) is role]
+        role = known_role(process)
+        return [other for other in self.processes if other != process and known_role(other) is role]
 
     def host(self, process: str) -> str:
         return self.host_of.get(process, "")
@@ -347,7 +347,8 @@ class Bundle:
         self.phases.sort(key=lambda each: each.time)
 
 
-def _role(process: str) -> Role | None:
+def known_role(process: str) -> Role | None:
+    """None of who is no process of the run: the watcher, an address, nobody."""
     try:
         return role_of(process)
     except ValueError:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
-from kintsugi.diagnosis.evidence import MASTER, Bundle, End, Said
+from kintsugi.diagnosis.evidence import MASTER, Bundle, End, Said, known_role
 from kintsugi.diagnosis.findings import Finding
 from kintsugi.diagnosis.verdict import Evidence, FaultKind
 from kintsugi.diagnosis.words import (
@@ -25,7 +25,7 @@ from kintsugi.diagnosis.words import (
     states_in,
 )
 from kintsugi.errors import Fault, root_first
-from kintsugi.types import Role, role_of
+from kintsugi.types import Role
 
 OWN_SIGNALS = frozenset(
     {
@@ -49,6 +49,10 @@ TOLD_S = 3.0
 """Whoever sees an end tells of it within this."""
 REPEATED = 60
 """Characters by which a message is known again."""
+LINK = "the link from "
+"""How an alert begins that somebody raises about its own uploads."""
+NAMED_BY_ALERTS = frozenset({FaultKind.HANDOVER, FaultKind.SLOW, FaultKind.NUMERIC, FaultKind.NETWORK_DELAY})
+"""Of these, an alert tells who broke; of the others, who raises it."""
 OVER = frozenset({"ending", "ended"})
 """Phases after which everybody ends because it was told to."""
 
@@ -271,7 +275,7 @@ def _culprit(fault: Fault) -> str:
     """Who broke: whom the error names, where the one who noted it only looked."""
     if fault.process == MASTER and kind_of_fault(fault) in (FaultKind.NUMERIC, FaultKind.CORRUPTION):
         return next(iter(processes_in(fault.message)), fault.process)
-    return fault.process
+    return fault.process if known_role(fault.process) is not None else MASTER
 
 
 def _began(bundle: Bundle, fault: Fault, kind: FaultKind, time: float) -> float:
@@ -296,20 +300,21 @@ def _alerts(bundle: Bundle, *, since: float, until: float) -> Iterator[Finding]:
             continue  # A fault that is told again, with what was done about it.
         kind = kind_of(alert.message)
         if kind is None and " is slow: " in alert.message:
-            kind = FaultKind.SLOW
+            kind = FaultKind.NETWORK_DELAY if alert.message.startswith(LINK) else FaultKind.SLOW
         if kind is None:
             continue
         named = next(iter(processes_in(alert.message)), alert.by)
-        process = named if kind in (FaultKind.HANDOVER, FaultKind.SLOW, FaultKind.NUMERIC) else alert.by
+        process = named if kind in NAMED_BY_ALERTS else alert.by
+        is_hint = kind in (FaultKind.SLOW, FaultKind.NETWORK_DELAY)
         yield Finding(
             process=process,
             kind=kind,
             onset=alert.time - (1.0 if kind is FaultKind.HANDOVER else 0.0),
             until=alert.time,
-            strength=0.55 if kind is FaultKind.SLOW else 0.8,
+            strength=0.55 if is_hint else 0.8,
             what=_short(alert.message.removeprefix(f"{process} ")),
             evidence=(Evidence(alert.source, alert.time, _short(alert.message)),),
-            is_fact=kind is not FaultKind.SLOW,
+            is_fact=not is_hint,
         )
 
 
@@ -368,16 +373,9 @@ def _differing(bundle: Bundle, *, since: float, until: float) -> Iterator[Findin
 
 def _figures(bundle: Bundle, process: str) -> str:
     observer = bundle.observer_of.get(bundle.host(process), "")
-    if not observer and _is_agent(process):
+    if not observer and known_role(process) is Role.AGENT:
         observer = process
     return f"figures/{observer or 'agent-0'}.jsonl"
-
-
-def _is_agent(process: str) -> bool:
-    try:
-        return role_of(process) is Role.AGENT
-    except ValueError:
-        return False
 
 
 def _short(message: str, *, most: int = 240) -> str:

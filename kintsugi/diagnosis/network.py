@@ -18,10 +18,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kintsugi.diagnosis.baseline import Baselines
-from kintsugi.diagnosis.evidence import MASTER, Bundle, LinkKey
+from kintsugi.diagnosis.evidence import MASTER, Bundle, LinkKey, known_role
 from kintsugi.diagnosis.findings import Finding
 from kintsugi.diagnosis.verdict import Evidence, FaultKind
-from kintsugi.types import role_of
 
 RTT_FACTOR = 5.0
 LEAST_RTT_S = 0.055
@@ -149,11 +148,7 @@ def _is_clear(points: list[Point]) -> bool:
 
 def _is_inside(key: LinkKey) -> bool:
     """Between two processes of the run."""
-    try:
-        role_of(key[0]), role_of(key[1])
-    except ValueError:
-        return False
-    return key[0] != key[1]
+    return key[0] != key[1] and None not in (known_role(key[0]), known_role(key[1]))
 
 
 def _is_while(finding: Finding, point: Point) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kintsugi.diagnosis.baseline import Baselines
-from kintsugi.diagnosis.evidence import MASTER, Bundle
+from kintsugi.diagnosis.evidence import MASTER, Bundle, known_role
 from kintsugi.diagnosis.findings import Finding, merged
 from kintsugi.diagnosis.happenings import happenings
 from kintsugi.diagnosis.network import network_troubles
@@ -13,7 +13,7 @@ from kintsugi.diagnosis.rules import deviations
 from kintsugi.diagnosis.symptoms import Symptom, symptom_of
 from kintsugi.diagnosis.verdict import Cause, Diagnosis, FaultKind
 from kintsugi.diagnosis.waiting import path_from, sinks, waits_in
-from kintsugi.types import Role, role_of
+from kintsugi.types import Role
 
 SURE = 0.5
 """Below, nothing is said."""
@@ -31,6 +31,8 @@ _NETWORK = frozenset({_K.NETWORK_CUT, _K.NETWORK_DELAY, _K.NETWORK_LOSS})
 _MOMENTARY = _NETWORK | {_K.CPU, _K.SLOW, _K.DEVICE, _K.DISK_SLOW}
 """What a neighbour may show for a moment while somebody is replaced."""
 _SLOW = frozenset({_K.SLOW, _K.DEVICE})
+PATIENCE_S = 2.5
+"""That somebody is slow is said when what would explain it had time to show: figures come once a second."""
 _DISK = frozenset({_K.DISK_FULL, _K.DISK_SLOW, _K.DISK_ERROR})
 
 EXPLAINS_AT_HOME: dict[FaultKind, frozenset[FaultKind]] = {
@@ -99,7 +101,11 @@ def judge(bundle: Bundle, baselines: Baselines, *, begin: float, since: float, a
         ]
     )
     roots = [each for each in findings if not any(_explains(bundle, other, each) for other in findings)]
-    candidates = [_weighed(bundle, baselines, each, at=at) for each in roots if each.until >= since]
+    candidates = [
+        _weighed(bundle, baselines, each, at=at)
+        for each in roots
+        if each.until >= since and not _is_early(each, at=at)
+    ]
     named = sorted(
         (each for each in candidates if each.confidence >= SURE),
         key=lambda each: (-_urgency(each, at), each.finding.onset),
@@ -107,6 +113,10 @@ def judge(bundle: Bundle, baselines: Baselines, *, begin: float, since: float, a
     causes = tuple(_cause(bundle, each, at=at) for each in named[:MOST_CAUSES])
     abstained = "" if causes else _why_not(bundle, baselines, candidates, at=at)
     return Diagnosis(run=bundle.run, at=at, since=since, causes=causes, abstained=abstained)
+
+
+def _is_early(finding: Finding, *, at: float) -> bool:
+    return finding.kind in _SLOW and not finding.is_fact and at - finding.onset < PATIENCE_S
 
 
 def _explains(bundle: Bundle, cause: Finding, other: Finding) -> bool:
@@ -197,6 +207,6 @@ def _why_not(bundle: Bundle, baselines: Baselines, candidates: list[Candidate], 
 
 def replaceable(cause: Cause) -> bool:
     """Whether the process itself is what is slow or starved, so that another in its place may do better."""
-    if cause.process == MASTER or role_of(cause.process) is Role.AGENT:
+    if cause.process == MASTER or known_role(cause.process) is Role.AGENT:
         return False
     return cause.kind in (_K.CPU, _K.MEMORY, _K.DEVICE, _K.SLOW, _K.NETWORK_DELAY, _K.NETWORK_LOSS)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from kintsugi.diagnosis.evidence import MASTER, Bundle, End, Phase, Said, Step
+from kintsugi.diagnosis.evidence import MASTER, Bundle, End, Phase, Said, Step, known_role
 from kintsugi.errors import UserError
 from kintsugi.observe.events import (
     Alert,
@@ -25,7 +25,6 @@ from kintsugi.observe.events import (
 )
 from kintsugi.observe.figures import Sample
 from kintsugi.observe.lines import LineTail, paths_of
-from kintsugi.types import role_of
 
 SEARCHED_SIZE = 64 << 10
 """So much of a file is read rather than searched for where to begin."""
@@ -135,11 +134,7 @@ def take_event(bundle: Bundle, time: float, process: str, event: Event) -> None:
 
 def _is_of_the_run(name: str) -> bool:
     """What the diagnosis itself has said is no evidence."""
-    try:
-        role_of(name)
-    except ValueError:
-        return False
-    return True
+    return known_role(name) is not None
 
 
 def _reaches(path: Path, since: float) -> bool:

@@ -12,10 +12,10 @@ from statistics import median
 import msgspec
 
 from kintsugi.diagnosis.baseline import WARM_S, Baselines
-from kintsugi.diagnosis.evidence import MASTER, Bundle, Track
+from kintsugi.diagnosis.evidence import MASTER, Bundle, Track, known_role
 from kintsugi.diagnosis.findings import Finding, intervals
 from kintsugi.diagnosis.verdict import Evidence, FaultKind
-from kintsugi.types import Role, role_of
+from kintsugi.types import Role
 
 GAP_S = 3.2
 """Wrong moments so close to each other are one trouble; samples come once a second, and may be late."""
@@ -269,7 +269,7 @@ class _Look:
     @staticmethod
     def _slow_kind(process: str) -> FaultKind:
         """Who computes on a device is slowed down by it, where nothing else is found."""
-        return FaultKind.DEVICE if role_of(process) in (Role.MODEL, Role.SERVER) else FaultKind.SLOW
+        return FaultKind.DEVICE if known_role(process) in (Role.MODEL, Role.SERVER) else FaultKind.SLOW
 
     # Hosts.
 
@@ -372,7 +372,7 @@ class _Look:
                 return max(suffers)[1]
         if MASTER in here:
             return MASTER
-        agents = [process for process in here if role_of(process) is Role.AGENT]
+        agents = [process for process in here if known_role(process) is Role.AGENT]
         return next(iter(agents), next(iter(here), self._bundle.observer_of.get(host, MASTER)))
 
     # Both.

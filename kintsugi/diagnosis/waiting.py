@@ -10,11 +10,11 @@ from collections import deque
 
 import msgspec
 
-from kintsugi.diagnosis.evidence import MASTER, Bundle
+from kintsugi.diagnosis.evidence import MASTER, Bundle, known_role
 from kintsugi.diagnosis.findings import Finding
 from kintsugi.diagnosis.verdict import FaultKind, Hop
 from kintsugi.diagnosis.words import processes_in
-from kintsugi.types import Role, role_of
+from kintsugi.types import Role
 
 LEAST_WAIT_S = 0.4
 """Shorter waits are how processes work."""
@@ -112,7 +112,7 @@ def _declared(edges: list[Edge], cause: str) -> list[Edge]:
 def _usual_way(bundle: Bundle, finding: Finding) -> list[tuple[str, str]]:
     """(who waits, for whom) by the way that work goes: servers answer the manager, it the rollout workers, they the
     master; ranks wait for each other; weights go from ranks through their host's agent to servers."""
-    process, role = finding.process, role_of(finding.process)
+    process, role = finding.process, known_role(finding.process)
     phase = bundle.phase_at(finding.until)
     name = phase.name if phase else ""
     rollout = _one(bundle, Role.ROLLOUT, near=process)

@@ -133,3 +133,16 @@ def test_wrong_bytes_are_those_of_whoever_published_them() -> None:
     why = "lm_head of version 9 from segment weights/model-0/0 on host-0: expected xxh3 a8e336, got c9371f"
     run.say("server-0", Note(f"version 9 came by stream of model-1, because {why}"))
     assert named(run.play(1)) == [("model-0", "corruption")]
+
+
+def test_an_error_of_nobody_in_particular_is_the_masters() -> None:
+    run = HealthyRun().play(30)
+    run.fault("StorageFull", "", "could not write the journal on disk: No space left on device")
+    assert named(run.play(1)) == [("master-0", "disk_full")]
+
+
+def test_a_rank_that_says_that_its_link_is_slow_means_its_network() -> None:
+    run = HealthyRun().play(30)
+    run.stalled = True
+    run.say("model-1", Alert("the link from model-1 to agent-0 is slow: uploading version 14 takes 1.4 s"))
+    assert named(run.play(1)) == [("model-1", "network_delay")]

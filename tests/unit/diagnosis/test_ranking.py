@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kintsugi.diagnosis.ranking import ADVICE, EXPLAINS_AT_HOME, replaceable
 from kintsugi.diagnosis.verdict import FaultKind
+from kintsugi.observe.events import Alert
 from tests.unit.diagnosis.healthy import HealthyRun
 from tests.unit.diagnosis.looking import diagnosis_of, named
 from tests.unit.diagnosis.test_rules import starve, throttle
@@ -61,3 +62,12 @@ def test_only_workers_are_replaced_and_only_for_what_another_may_do_better() -> 
     run.kill("rollout-0")
     killed = next(cause for cause in diagnosis_of(run.play(1)).causes if cause.kind == "killed")
     assert not replaceable(killed)
+
+
+def test_that_somebody_is_slow_is_said_only_when_what_would_explain_it_had_time_to_show() -> None:
+    run = HealthyRun().play(30)
+    run.stalled = True
+    run.say("master-0", Alert("server-0 is slow: a call takes 3 s, the median of its peers is 0.1 s"))
+    assert named(run.play(1)) == []
+    run.say("master-0", Alert("server-0 is slow: a call takes 3 s, the median of its peers is 0.1 s"))
+    assert ("server-0", "slow") in named(run.play(3))
