@@ -38,6 +38,10 @@ def test_the_agent_and_its_children_are_looked_at_and_who_is_gone_is_not(tmp_pat
     sampling = sampling_of(tmp_path)
     with subprocess.Popen(["sleep", "60"]) as child:
         sampling.show(Scene({"model-0": child.pid}))
+        until(
+            lambda: of_processes(sampling.samples())["model-0"].values["rss_bytes"] > 0,
+            "memory of a process that has just been started",
+        )
         seen = of_processes(sampling.samples())
         assert {name: sample.pid for name, sample in seen.items()} == {
             "agent-0": os.getpid(),

@@ -59,11 +59,7 @@ def test_what_is_left_is_undone_when_the_laboratory_closes(tmp_path: Path) -> No
 
 def test_a_killed_reaper_is_replaced(tmp_path: Path) -> None:
     guard = Guard(tmp_path / "undo.jsonl")
-    (pid,) = [
-        int(entry)
-        for entry in os.listdir("/proc")
-        if entry.isdecimal() and str(guard.path).encode() in command_of(entry)
-    ]
+    pid = reaper_of(guard)
     os.kill(pid, 9)
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
         time.sleep(0.001)
@@ -71,6 +67,17 @@ def test_a_killed_reaper_is_replaced(tmp_path: Path) -> None:
     a_change_by_somebody_who_ends(guard.path, tmp_path / "made", lease_s=LEASE_S)
     until_gone(tmp_path / "made")
     guard.close()
+
+
+def reaper_of(guard: Guard) -> int:
+    """Known by its arguments, which the kernel shows a moment after it was started."""
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        for entry in filter(str.isdecimal, os.listdir("/proc")):
+            if str(guard.path).encode() in command_of(entry):
+                return int(entry)
+        time.sleep(0.005)
+    raise AssertionError("no reaper was started")
 
 
 def command_of(entry: str) -> bytes:
