@@ -13,7 +13,6 @@ from kintsugi.lab.faults import Aim, Deck, Kind, Target
 from kintsugi.lab.running import MarkedRun, signal_ours
 from kintsugi.lab.watching import MASTER, Watch
 from kintsugi.runtime import SYSTEM_CLOCK
-from kintsugi.types import role_of
 
 SIGNALS = {Kind.KILL: signal.SIGKILL, Kind.STOP: signal.SIGSTOP}
 
@@ -49,7 +48,7 @@ class Striker:
             if self._run.is_ours(presence.pid)
         }
         role = "agent" if aim.target is Target.HOST else aim.target.value
-        names = sorted(process for process in staff if role_of(process).value == role)
+        names = sorted(process for process in staff if process.startswith(f"{role}-"))
         if not names:
             return {}
         name = self._deck.choose(names)

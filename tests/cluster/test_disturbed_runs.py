@@ -180,6 +180,7 @@ def kill_launcher_and_agent_during_a_reward_that_never_ends(run: Run) -> None:
         **dict.fromkeys(
             ("manager-0", "model-0", "model-1", "rollout-0", "rollout-1", "server-0", "server-1"), 0
         ),
+        "watcher-0": 0,
         "master-0": 1,
     }
 
