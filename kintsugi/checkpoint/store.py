@@ -125,8 +125,14 @@ def verify(path: Path, *, disk: Disk = SYSTEM_DISK) -> Checkpoint:
     return Checkpoint(path, contents.step, contents.stage, digest)
 
 
-def latest(folder: Path, *, disk: Disk = SYSTEM_DISK, report: Report = _log_damage) -> Checkpoint | None:
-    """The newest checkpoint that verifies; None when none was ever saved.
+def latest(
+    folder: Path,
+    *,
+    at_most: int | None = None,
+    disk: Disk = SYSTEM_DISK,
+    report: Report = _log_damage,
+) -> Checkpoint | None:
+    """The newest checkpoint that verifies, of no later step than `at_most`; None when none was ever saved.
 
     Damaged ones on the way are reported with the reason, never chosen. If all are damaged, that is an error: starting
     from scratch would silently throw the run away.
@@ -134,7 +140,8 @@ def latest(folder: Path, *, disk: Disk = SYSTEM_DISK, report: Report = _log_dama
     if not disk.exists(folder):
         return None
     damaged = []
-    for path in reversed(_checkpoint_folders(folder, disk=disk)):
+    paths = _checkpoint_folders(folder, disk=disk)
+    for path in reversed([each for each in paths if at_most is None or _place(each)[0] <= at_most]):
         try:
             return verify(path, disk=disk)
         except StorageError as error:

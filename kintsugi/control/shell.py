@@ -131,7 +131,8 @@ class MasterShell:
             if adopting:
                 began = msgspec.structs.replace(began, adopting=True, restore_step=state.step)
             else:
-                checkpoint = latest(self._run_dir / CHECKPOINTS)
+                # A later one is of steps that were undone: it was complete before anybody knew, and nobody does now.
+                checkpoint = latest(self._run_dir / CHECKPOINTS, at_most=state.step)
                 step, source = (checkpoint.step, str(checkpoint.path)) if checkpoint else (0, None)
                 refusal = state.ledger.accepts(RolledBack(step, ""))
                 if refusal is not None:

@@ -309,9 +309,11 @@ class Cluster:
             known = Peer(name, str(self._agents[name]), host.name, "", self._agent_key(name))
             master.endpoint.admit(known if host.agent is None else host.agent.peer)
         step, path = 0, None
-        if resumed and self.checkpoints:
-            path = max(self.checkpoints, key=lambda path: self.checkpoints[path].step)
-            step = self.checkpoints[path].step
+        if resumed:
+            reached = master.master.state.step
+            there = {path: saved.step for path, saved in self.checkpoints.items() if saved.step <= reached}
+            path = max(there, key=there.__getitem__, default=None)
+            step = there[path] if path is not None else 0
         began = Began(
             "simulated", "", incarnation, resumed, step, path, adopting and bool(master.master.state.job)
         )

@@ -14,6 +14,7 @@ from kintsugi.facts import (
     Fact,
     ProcessJoined,
     ProcessLost,
+    RolledBack,
     StepCommitted,
     StrategyChosen,
     TicketReturned,
@@ -197,3 +198,9 @@ def test_a_process_that_listens_to_an_old_epoch_is_caught(monkeypatch: pytest.Mo
     monkeypatch.setattr(network.SimulatedEndpoint, "receive", receive)
     runner = Runner()
     assert any(runner.run(seed).violations for seed in range(60))
+
+
+def test_a_checkpoint_that_nobody_knew_of_when_its_steps_were_undone_is_not_resumed_from() -> None:
+    outcome = RUNNER.run(30828)
+    undone = any(isinstance(fact, RolledBack) and fact.step == 0 for fact in outcome.facts)
+    assert undone and (outcome.outcome, outcome.violations) == ("finished", [])

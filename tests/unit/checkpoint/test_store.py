@@ -134,6 +134,14 @@ def test_checkpoints_of_a_history_that_was_rolled_back_are_not_chosen() -> None:
     assert names(FOLDER, disk=disk) == ["step-000002", "step-000003"]
 
 
+def test_a_checkpoint_of_steps_that_were_undone_is_not_the_latest() -> None:
+    disk = MemoryDisk()
+    saved = {step: save_step(step, disk=disk, keep=3) for step in (2, 4)}
+    assert latest(FOLDER, at_most=3, disk=disk) == saved[2]
+    assert latest(FOLDER, at_most=4, disk=disk) == saved[4]
+    assert latest(FOLDER, at_most=0, disk=disk) is None
+
+
 def test_no_folder_and_an_empty_folder_have_no_latest() -> None:
     disk = MemoryDisk()
     assert latest(FOLDER, disk=disk) is None
