@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 MEMORY = Path("/sys/fs/cgroup/memory")
 STOPPED = "model-1"
+AT_THE_GATE = {"rollout-0", "rollout-1"}
 
 
 @contextmanager
@@ -71,6 +72,12 @@ def test_a_process_that_the_kernel_ended_for_want_of_memory_is_told_as_such(run:
     assert end.how == "killed by SIGKILL for want of memory"
 
 
+def waited_for(run: Run) -> set[str]:
+    """By the master, by what it said so far."""
+    samples = (record.sample for record in figures_in(run.run_dir, process="master-0"))
+    return {wait.whom for sample in samples if isinstance(sample, Beat) for wait in sample.waits}
+
+
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """A rank of it was stopped; it has gone to its end all the same."""
@@ -80,6 +87,10 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         run.wait_at(4)
         run.kill(STOPPED, signal.SIGSTOP)
         until(lambda: any(look.state == "T" for look in looks_at(run, STOPPED)), "a look at the stopped one")
+        until(
+            lambda: waited_for(run) & AT_THE_GATE,
+            "the master to say that it waits for who stands at the gate",
+        )
         run.let_through(4)
         run.finish()
         yield run
@@ -115,9 +126,7 @@ def test_every_process_says_about_twice_a_second_how_it_is(observed: Run) -> Non
 
 
 def test_the_master_says_for_whom_it_waits(observed: Run) -> None:
-    samples = (record.sample for record in figures(observed) if record.stamp.process == "master-0")
-    whom = {wait.whom for sample in samples if isinstance(sample, Beat) for wait in sample.waits}
-    assert whom & {"rollout-0", "rollout-1"}, "they stood at the gate"
+    assert waited_for(observed) & AT_THE_GATE
 
 
 def test_links_are_named_by_the_processes_at_their_ends(observed: Run) -> None:
