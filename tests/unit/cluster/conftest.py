@@ -34,6 +34,22 @@ T = TypeVar("T")
 FAKE_PROGRAMS = Path(__file__).parents[2] / "cluster" / "programs"
 
 
+def bootstrap_of_an_agent(run_dir: Path) -> Bootstrap:
+    """One that nobody else knows of."""
+    return Bootstrap(
+        job="job",
+        run_dir=str(run_dir),
+        process="agent-0",
+        role=Role.AGENT,
+        host="host-0",
+        incarnation="a",
+        public_key=b"public",
+        secret_key=b"a secret",
+        master=Peer("master-0", "a", "host-0", "tcp://127.0.0.1:1", b""),
+        lifeline=-1,
+    )
+
+
 def until(condition: Callable[[], T | None], what: str, *, timeout_s: float = 20.0) -> T:
     deadline = time.monotonic() + timeout_s
     while (value := condition()) is None or value is False:

@@ -5,28 +5,15 @@ import socket
 import subprocess
 from pathlib import Path
 
-from kintsugi.bootstrap import Bootstrap
 from kintsugi.cluster.chips import ChipReading
 from kintsugi.cluster.obituaries import OomLedger
 from kintsugi.cluster.sampling import Sampling, Scene
 from kintsugi.observe.figures import FiguresLog, HostSample, LinkSample, ProcessSample, Sample, figures_in
-from kintsugi.types import Peer, Role
-from tests.unit.cluster.conftest import until
+from tests.unit.cluster.conftest import bootstrap_of_an_agent, until
 
 
 def sampling_of(run_dir: Path) -> Sampling:
-    own = Bootstrap(
-        job="job",
-        run_dir=str(run_dir),
-        process="agent-0",
-        role=Role.AGENT,
-        host="host-0",
-        incarnation="a",
-        public_key=b"",
-        secret_key=b"",
-        master=Peer("master-0", "m", "host-0", "tcp://127.0.0.1:1", b""),
-        lifeline=-1,
-    )
+    own = bootstrap_of_an_agent(run_dir)
     return Sampling(own, figures=FiguresLog(run_dir, process="agent-0"), ooms=OomLedger())
 
 

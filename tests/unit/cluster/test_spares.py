@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from kintsugi.bootstrap import Bootstrap
 from kintsugi.cluster.children import Kept, process_start_time
 from kintsugi.cluster.orphans import children_of
 from kintsugi.cluster.placement import PREPARED, Start
@@ -23,8 +22,8 @@ from kintsugi.errors import StartFailed
 from kintsugi.observe.events import Alert, read_events
 from kintsugi.runtime import Child, SystemProcesses, VirtualClock
 from kintsugi.supervision import ProcessStarted
-from kintsugi.types import Peer, Placement, Role
-from tests.unit.cluster.conftest import until
+from kintsugi.types import Placement
+from tests.unit.cluster.conftest import bootstrap_of_an_agent, until
 
 MakeHost = Callable[..., Any]
 
@@ -151,18 +150,7 @@ class World:
     def __init__(self, run_dir: Path, *, number: int = 1) -> None:
         self.callbacks: dict[int, Callable[[], None]] = {}
         self.clock, self.births = VirtualClock(), Births()
-        self.bootstrap = Bootstrap(
-            job="job",
-            run_dir=str(run_dir),
-            process="agent-0",
-            role=Role.AGENT,
-            host="host-0",
-            incarnation="a",
-            public_key=b"public",
-            secret_key=b"a secret",
-            master=Peer("master-0", "a", "host-0", "", b""),
-            lifeline=-1,
-        )
+        self.bootstrap = bootstrap_of_an_agent(run_dir)
         self.spares = Spares(
             self, number=number, own=self.bootstrap, program="a:b", births=self.births, clock=self.clock
         )
