@@ -16,6 +16,8 @@ ALONE := tests/cluster
 # Programs of the system that the fault laboratory calls; what is missing is said, and its tests are skipped.
 SYSTEM_TOOLS := ip tc nft iptables strace mkfs.ext4 mount unshare nsenter
 SYSTEM_PACKAGES := iproute2 nftables iptables strace e2fsprogs mount util-linux
+# Every process that starts would compile all it imports again.
+unexport PYTHONDONTWRITEBYTECODE
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq
 
 .PHONY: help setup setup-test system-packages demo test test-fast lint bench trl-losses clean

@@ -113,7 +113,7 @@ class Side:
 
     def close(self) -> None:
         self._child.kill()
-        self._child.wait()
+        self._child.communicate()  # Until it has ended; closes both pipes.
 
 
 def random_weights(
@@ -175,8 +175,8 @@ class PublishingRank:
             )
             return Told()
         assert self._publisher is not None
-        # A step of training, as far as weights are concerned: every version is another.
-        next(iter(self._weights.values())).mul_(-1.0)
+        # A step of training, as far as weights are concerned: every version is another than all before.
+        next(iter(self._weights.values())).mul_(1.01)
         memcpy_s = 0.0
         if self._baseline is not None:
             memcpy_s = statistics.median(self._baseline.seconds() for _ in range(3))

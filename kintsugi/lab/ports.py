@@ -1,10 +1,10 @@
-"""The ports of a process: by them its packets are told from those of its neighbours on the same host."""
+"""What a process has open: files, and ports, by which its packets are told from those of its neighbours on the host."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
@@ -27,11 +27,12 @@ def _ports(pid: int) -> set[int]:
 
 def _sockets(pid: int) -> set[str]:
     """Inode numbers of a process's sockets."""
-    found: set[str] = set()
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(f"/proc/{pid}/fd"):
+    return {target[8:-1] for _, target in opened(pid) if target.startswith("socket:[")}
+
+
+def opened(pid: int) -> Iterator[tuple[Path, str]]:
+    """Every descriptor of a process, and what it stands for; none of one that is gone or not ours to see."""
+    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+        for entry in list(entries):
             with contextlib.suppress(OSError):
-                target = os.readlink(entry.path)
-                if target.startswith("socket:["):
-                    found.add(target[8:-1])
-    return found
+                yield Path(entry.path), os.readlink(entry.path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -204,8 +205,9 @@ def test_the_control_plane_imports_no_torch() -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def seconds_to_import(*modules: str) -> float:
-    """Processor time, the shortest of several tries: what else runs on the machine is not the code's fault."""
+def seconds_to_import(*modules: str, cache: Path) -> float:
+    """Processor time, the shortest of several tries: what else runs on the machine is not the code's fault, nor is it
+    that somebody's environment forbids to keep what was compiled."""
     program = (
         "import importlib, sys, time\n"
         "start = time.process_time()\n"
@@ -214,18 +216,20 @@ def seconds_to_import(*modules: str) -> float:
         "sys.stdout.write(str(time.process_time() - start))\n"
     )
     command = [sys.executable, "-c", program, *modules]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(cache)}
     tries = (
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=60) for _ in range(5)
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment)
+        for _ in range(6)
     )
     return min(float(result.stdout) for result in tries)
 
 
-def test_the_control_plane_is_imported_in_less_than_a_third_of_a_second() -> None:
-    assert seconds_to_import("kintsugi.control.shell", "kintsugi.cluster.launcher") < 1 / 3
+def test_the_control_plane_is_imported_in_less_than_three_tenths_of_a_second(tmp_path: Path) -> None:
+    assert seconds_to_import("kintsugi.control.shell", "kintsugi.cluster.launcher", cache=tmp_path) < 0.3
 
 
-def test_the_command_line_is_imported_in_a_tenth_of_a_second() -> None:
-    assert seconds_to_import("kintsugi.cli") < 0.1
+def test_the_command_line_is_imported_in_a_tenth_of_a_second(tmp_path: Path) -> None:
+    assert seconds_to_import("kintsugi.cli", cache=tmp_path) < 0.1
 
 
 def test_files_stay_short() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import os
 from pathlib import Path
 
 from kintsugi.lab.abilities.fault import TICK_S, Fault, Impossible
+from kintsugi.lab.ports import opened
 
 MIB = 1 << 20
 LIBRARY = "libcuda.so.1"
@@ -99,11 +98,8 @@ class _CudaFault(Fault):
 
     @classmethod
     def unsuited(cls, pid: int) -> str | None:
-        with contextlib.suppress(OSError):
-            for entry in os.scandir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError):
-                    if os.readlink(entry.path).startswith("/dev/nvidia"):
-                        return None
+        if any(target.startswith("/dev/nvidia") for _, target in opened(pid)):
+            return None
         return f"process {pid} uses no NVIDIA card"
 
     def prepare(self) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kintsugi.lab import floating
 from kintsugi.lab.abilities.fault import Fault, Impossible
+from kintsugi.lab.ports import opened
 from kintsugi.lab.undo import Rounding, threads_of
 
 SMALLEST_BYTES = 4096
@@ -61,13 +62,10 @@ class FlippedMemory(Fault):
 
     def _files(self) -> list[Path]:
         found = {}
-        with suppress(FileNotFoundError, ProcessLookupError):
-            for entry in os.scandir(f"/proc/{self.pid}/fd"):
-                with suppress(OSError):
-                    if os.readlink(entry.path).startswith("/memfd:"):
-                        status = os.stat(entry.path)
-                        if status.st_size >= SMALLEST_BYTES:
-                            found[status.st_ino] = Path(entry.path)
+        for path, target in opened(self.pid):
+            with suppress(OSError):
+                if target.startswith("/memfd:") and (status := path.stat()).st_size >= SMALLEST_BYTES:
+                    found[status.st_ino] = path
         return list(found.values())
 
     def tick(self, strength: float) -> float:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,10 +90,12 @@ def test_ending_orphans_takes_along_what_they_started_in_their_groups(tmp_path: 
     with subprocess.Popen(["sh", "-c", program], stdout=subprocess.PIPE, start_new_session=True) as worker:
         assert worker.stdout is not None
         started = int(worker.stdout.readline())
+        its_end = os.pidfd_open(started)
         path = tmp_path / "agent-0.json"
         path.write_bytes(msgspec.json.encode(ChildrenTable(boot_id(), (record_of(worker),))))
         end_orphans(path, processes=SystemProcesses(), timeout_s=5.0)
-        worker.stdout.read()  # ends when the last holder of the pipe is gone
+        assert select.select([its_end], [], [], 5.0)[0], "it was told to end, and ends in its own time"
+        os.close(its_end)
         assert (process_start_time(worker.pid), process_start_time(started)) == (None, None)
     assert not path.exists()
 
