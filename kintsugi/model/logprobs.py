@@ -61,12 +61,16 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         num_tokens = hidden.shape[0]
         logprobs, entropy, normalizer = hidden.new_empty((3, num_tokens), dtype=torch.float32).unbind()
+        summarize = _summarize_on_device if hidden.is_cuda else _summarize
         for chunk in _chunks(num_tokens, chunk_size):
-            logits = project_to_vocabulary(hidden[chunk], weight).div_(temperature)
-            normalizer[chunk] = logits.logsumexp(dim=-1)
-            log_distribution = logits.sub_(normalizer[chunk, None])
-            logprobs[chunk] = log_distribution.gather(-1, targets[chunk, None]).squeeze(-1)
-            entropy[chunk] = torch.linalg.vecdot(log_distribution.exp(), log_distribution).neg_()
+            summarize(
+                project_to_vocabulary(hidden[chunk], weight),
+                targets=targets[chunk],
+                temperature=temperature,
+                logprobs=logprobs[chunk],
+                entropy=entropy[chunk],
+                normalizer=normalizer[chunk],
+            )
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
         ctx.temperature = temperature
         ctx.chunk_size = chunk_size
@@ -78,26 +82,22 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, logprob_gradient: Tensor | None, entropy_gradient: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        """With p the distribution, z the scaled logits and H the entropy:
-        d logprob / dz = onehot - p, and dH / dz = -p (log p + H)."""
         hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        gradient_of_logits = _gradient_on_device if hidden.is_cuda else _gradient_of_logits
         for chunk in _chunks(hidden.shape[0], ctx.chunk_size):
-            logits = project_to_vocabulary(hidden[chunk], weight).div_(ctx.temperature)
-            log_distribution = logits.sub_(normalizer[chunk, None])
-            distribution = log_distribution.exp()
-            gradient = torch.zeros_like(distribution)
-            if entropy_gradient is not None:
-                gradient = log_distribution.add_(entropy[chunk, None]).mul_(-entropy_gradient[chunk, None])
-                gradient.mul_(distribution)
-            if logprob_gradient is not None:
-                upstream = logprob_gradient[chunk, None]
-                gradient.addcmul_(distribution, upstream, value=-1.0).scatter_add_(
-                    -1, targets[chunk, None], upstream
-                )
-            gradient = gradient.div_(ctx.temperature).to(hidden.dtype)
+            gradient = gradient_of_logits(
+                project_to_vocabulary(hidden[chunk], weight),
+                targets=targets[chunk],
+                temperature=ctx.temperature,
+                normalizer=normalizer[chunk],
+                entropy=entropy[chunk],
+                logprob_gradient=None if logprob_gradient is None else logprob_gradient[chunk],
+                entropy_gradient=None if entropy_gradient is None else entropy_gradient[chunk],
+                dtype=hidden.dtype,
+            )
             if hidden_gradient is not None:
                 hidden_gradient[chunk] = gradient @ weight
             if weight_gradient is not None:
@@ -109,3 +109,56 @@ class _TokenLogprobs(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _summarize(
+    logits: Tensor,
+    *,
+    targets: Tensor,
+    temperature: float,
+    logprobs: Tensor,
+    entropy: Tensor,
+    normalizer: Tensor,
+) -> None:
+    """Fill in the last three; the logits are used up."""
+    normalizer[...] = logits.div_(temperature).logsumexp(dim=-1)
+    log_distribution = logits.sub_(normalizer[:, None])
+    logprobs[...] = log_distribution.gather(-1, targets[:, None]).squeeze(-1)
+    entropy[...] = torch.linalg.vecdot(log_distribution.exp(), log_distribution).neg_()
+
+
+def _gradient_of_logits(
+    logits: Tensor,
+    *,
+    targets: Tensor,
+    temperature: float,
+    normalizer: Tensor,
+    entropy: Tensor,
+    logprob_gradient: Tensor | None,
+    entropy_gradient: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """With p the distribution, z the scaled logits and H the entropy: d logprob / dz = onehot - p, and
+    dH / dz = -p (log p + H). The logits are used up."""
+    log_distribution = logits.div_(temperature).sub_(normalizer[:, None])
+    distribution = log_distribution.exp()
+    gradient = torch.zeros_like(distribution)
+    if entropy_gradient is not None:
+        gradient = log_distribution.add_(entropy[:, None]).mul_(-entropy_gradient[:, None])
+        gradient.mul_(distribution)
+    if logprob_gradient is not None:
+        upstream = logprob_gradient[:, None]
+        gradient.addcmul_(distribution, upstream, value=-1.0).scatter_add_(-1, targets[:, None], upstream)
+    return gradient.div_(temperature).to(dtype)
+
+
+def _summarize_on_device(logits: Tensor, **arguments: Any) -> None:
+    from kintsugi.model import logprob_kernels
+
+    logprob_kernels.summarize(logits, **arguments)
+
+
+def _gradient_on_device(logits: Tensor, **arguments: Any) -> Tensor:
+    from kintsugi.model import logprob_kernels
+
+    return logprob_kernels.gradient_of_logits(logits, **arguments)

@@ -11,6 +11,7 @@ from kintsugi.generation.noise import stream_key
 from kintsugi.generation.requests import Request
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.attention import PackedLayout
+from kintsugi.model.logprobs import token_logprobs
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.types import Sampling
 
@@ -87,3 +88,25 @@ def test_sampler_and_trainer_agree_on_logprobs(
     difference = differences(dtype)
     assert difference.mean() < largest_mean, f"mean {difference.mean():.2e}, worst {difference.max():.2e}"
     assert difference.max() < largest, f"worst {difference.max():.2e}"
+
+
+@pytest.mark.parametrize("vocabulary", [23, 4096, 4097, 20_000])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_of_one_pass_are_those_of_torchs_operations(vocabulary: int, temperature: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, 64, generator=generator) for rows in (300, vocabulary))
+    targets = torch.randint(0, vocabulary, (300,), generator=generator)
+    found = []
+    for device in ("cuda", "cpu"):
+        inputs = [each.to(device, torch.float32).requires_grad_() for each in (hidden, weight)]
+        pair = token_logprobs(
+            inputs[0],
+            weight=inputs[1],
+            targets=targets.to(device),
+            temperature=temperature,
+            chunk_size=128,
+        )
+        steep = torch.linspace(-1, 2, 300, device=device)
+        gradients = torch.autograd.grad((steep * (pair[0] - 0.3 * pair[1])).sum(), inputs)
+        found.append([each.detach().cpu() for each in (*pair, *gradients)])
+    torch.testing.assert_close(found[0], found[1], atol=2e-4, rtol=2e-4)

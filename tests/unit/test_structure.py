@@ -94,7 +94,14 @@ WITH_TORCH = frozenset(
         "model.huggingface",
         "model.importing",
     }
-    | {"model.logprobs", "model.rotary", "model.transformer", "weights.collective", "weights.device"}
+    | {
+        "model.logprobs",
+        "model.logprob_kernels",
+        "model.rotary",
+        "model.transformer",
+        "weights.collective",
+        "weights.device",
+    }
 )
 """What computes. Everything else is the control plane and must start without torch, a new module too."""
 

@@ -216,3 +216,39 @@ def test_a_step_feeds_replays_samples_and_ends_rows_by_itself(dtype: torch.dtype
     hidden = model.forward_packed(sequence, layout.positions, layout)
     expected, _ = model.token_logprobs(hidden[23:-1], sequence[24:], temperature=0.9)
     np.testing.assert_allclose(logprobs, expected.numpy(), atol=limit)
+
+
+@pytest.mark.parametrize("learns", [(True, False), (False, True), (True, True)])
+def test_logprobs_and_their_gradient_are_those_of_torchs_operations(learns: tuple[bool, bool]) -> None:
+    from kintsugi.model import logprob_kernels, logprobs
+
+    logits = 4 * torch.randn(7, 5000)
+    targets = torch.randint(0, 5000, (7,))
+    found = []
+    for module in (logprob_kernels.summarize, logprobs._summarize):
+        sums = torch.empty(3, 7)
+        module(
+            logits.clone(),
+            targets=targets,
+            temperature=0.7,
+            logprobs=sums[0],
+            entropy=sums[1],
+            normalizer=sums[2],
+        )
+        found.append(sums)
+    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
+    upstream = [torch.randn(7) if wanted else None for wanted in learns]
+    gradients = [
+        gradient(
+            logits.clone(),
+            targets=targets,
+            temperature=0.7,
+            normalizer=found[1][2],
+            entropy=found[1][1],
+            logprob_gradient=upstream[0],
+            entropy_gradient=upstream[1],
+            dtype=torch.float32,
+        )
+        for gradient in (logprob_kernels.gradient_of_logits, logprobs._gradient_of_logits)
+    ]
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-6, rtol=1e-5)
