@@ -39,10 +39,12 @@ class Collecting:
 
     def go_on(self, stage: Stage, now: float) -> None:
         """Set aside what can not be trained, filter what says nothing, replace both, and train when the oldest groups
-        are complete."""
+        are complete. A run that was called failed trains nothing any more, though it still listens for a moment."""
+        if self._failure.begun:
+            return
         state, episodes = self._draft.state, self._episodes
         problem = episodes.drop_unusable(stage, before=self._failed_before)
-        if problem is not None and not self._failure.begun:
+        if problem is not None:
             self._failure.begin(self._failure.new_fault("EpisodesFailed", problem), now)
             return
         episodes.resample(stage)
