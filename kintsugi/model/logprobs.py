@@ -101,7 +101,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if hidden_gradient is not None:
                 hidden_gradient[chunk] = gradient @ weight
             if weight_gradient is not None:
-                weight_gradient += gradient.t() @ hidden[chunk]
+                _add_product(weight_gradient, gradient.t(), hidden[chunk])
         return (
             hidden_gradient,
             None if weight_gradient is None else weight_gradient.to(weight.dtype),
@@ -109,6 +109,14 @@ class _TokenLogprobs(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total`, in fp32, += left @ right; on an accelerator no product is rounded before it is added."""
+    if left.is_cuda and left.dtype != torch.float32:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left @ right
 
 
 def _summarize(

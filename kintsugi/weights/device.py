@@ -8,9 +8,12 @@ not match, and is refused.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor
@@ -23,7 +26,10 @@ from kintsugi.weights.manifest import check_digest, check_whole, layout, layout_
 from kintsugi.weights.memory import VERSIONS_KEPT
 
 PINNED_BYTES = 16 << 20
-"""Brought to the host at once to be digested; two of them, so that the next comes while one is digested."""
+"""Brought to the host at once to be digested."""
+NUM_PINNED = 4
+"""So many are on their way while one is digested: most tensors are small, and to wait for each would take longer than
+to copy it."""
 
 DEVICE_TIMEOUT_S = 60.0
 """Copies take milliseconds, also where others share the device; one that hangs ends here."""
@@ -31,32 +37,56 @@ _POLL_S = 1e-4
 
 
 def digest_of_device(tensor: Tensor, *, into: memoryview | None = None) -> str:
-    """xxh3-64 of the bytes, which are also left in host memory `into`. Waits for the device, not for its other streams
-    but the current one."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    digest = xxhash.xxh3_64()
-    pinned = [torch.empty(min(PINNED_BYTES, flat.numel()), dtype=torch.uint8, pin_memory=True) for _ in "ab"]
-    stream = torch.cuda.Stream(tensor.device)
-    stream.wait_stream(torch.cuda.current_stream(tensor.device))
-    with torch.cuda.device(tensor.device), torch.cuda.stream(stream):
-        parts = flat.split(PINNED_BYTES) if flat.numel() else ()
-        arrived: list[tuple[Tensor, torch.cuda.Event, int]] = []
-        start = 0
-        for number in range(len(parts) + 1):
-            if number < len(parts):
-                target = pinned[number % 2][: parts[number].numel()]
-                target.copy_(parts[number], non_blocking=True)
-                arrived.append((target, stream.record_event(), start))
-                start += target.numel()
-            if number > 0:
-                part, event, offset = arrived[number - 1]
-                _wait_for(event, what="weights to digest")
-                data = part.numpy().data
-                if into is not None:
-                    np.frombuffer(into[offset : offset + data.nbytes], np.uint8)[...] = part.numpy()
-                digest.update(data)
-    flat.record_stream(stream)
-    return digest.hexdigest()
+    """xxh3-64 of the bytes, which are also left in host memory `into`."""
+    return digests_of_device([tensor], into=[into])[0]
+
+
+def digests_of_device(
+    tensors: Sequence[Tensor], *, into: Sequence[memoryview | None] | None = None
+) -> list[str]:
+    """Of each tensor. Waits for the device, not for its other streams but the current one."""
+    if not tensors:
+        return []
+    device = tensors[0].device
+    targets = [None] * len(tensors) if into is None else into
+    digests = [xxhash.xxh3_64() for _ in tensors]
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for index, offset, data in _brought_to_host(tensors, stream):
+                target = targets[index]
+                if target is not None:
+                    np.frombuffer(target[offset : offset + data.nbytes], np.uint8)[...] = data
+                digests[index].update(data.data)
+    return [digest.hexdigest() for digest in digests]
+
+
+def _brought_to_host(
+    tensors: Sequence[Tensor], stream: torch.cuda.Stream
+) -> Iterator[tuple[int, int, npt.NDArray[np.uint8]]]:
+    """Which tensor, where in it, and the bytes there, until the next is asked for."""
+    pinned = [torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(NUM_PINNED)]
+    on_their_way: deque[tuple[int, int, Tensor, torch.cuda.Event]] = deque()
+    slots = cycle(pinned)
+
+    def arrived() -> tuple[int, int, npt.NDArray[np.uint8]]:
+        index, offset, part, event = on_their_way.popleft()
+        _wait_for(event, what="weights to digest")
+        return index, offset, part.numpy()
+
+    for index, tensor in enumerate(tensors):
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        flat.record_stream(stream)
+        for offset in range(0, flat.numel(), PINNED_BYTES):
+            if len(on_their_way) == NUM_PINNED:
+                yield arrived()
+            part = flat[offset : offset + PINNED_BYTES]
+            target = next(slots)[: part.numel()]
+            target.copy_(part, non_blocking=True)
+            on_their_way.append((index, offset, target, stream.record_event()))
+    while on_their_way:
+        yield arrived()
 
 
 class DeviceSlots:
@@ -127,9 +157,9 @@ class MappedSlots:
                 for piece in manifest.pieces:
                     data = memory[piece.offset : piece.offset + piece.size].clone()
                     taken[piece.name] = data.view(getattr(torch, piece.dtype)).view(piece.shape)
-                for piece in manifest.pieces:
-                    found = digest_of_device(taken[piece.name])
-                    check_digest(manifest, piece, found=found, source=where)
+                found = digests_of_device([taken[piece.name] for piece in manifest.pieces])
+                for piece, digest in zip(manifest.pieces, found, strict=True):
+                    check_digest(manifest, piece, found=digest, source=where)
         check_whole(manifest, source=where)
         return taken
 

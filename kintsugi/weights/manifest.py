@@ -7,7 +7,7 @@ got. Torch is imported only where tensors are turned into bytes or back.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -41,37 +41,50 @@ def build_manifest(
 ) -> WeightManifest:
     """Describe these tensors, in the order of their names. With `into` they are copied there, and what lies there is
     what is digested."""
-    pieces = [
-        describe_piece(name, named[name], offset=offset, mesh=mesh, into=into)
-        for name, offset, _ in layout(named)
-    ]
+    pieces = describe_pieces(named, layout(named), mesh=mesh, into=into)
     return manifest_of(pieces, version=version, step=step)
 
 
-def describe_piece(
-    name: str, tensor: Tensor, *, offset: int, mesh: Mapping[str, int], into: memoryview | None = None
-) -> Piece:
-    size = tensor.numel() * tensor.element_size()
-    target = None if into is None else into[offset : offset + size]
-    if tensor.is_cuda:
-        from kintsugi.weights.device import digest_of_device
+def describe_pieces(
+    named: Mapping[str, Tensor],
+    places: Iterable[tuple[str, int, int]],
+    *,
+    mesh: Mapping[str, int],
+    into: memoryview | None = None,
+) -> list[Piece]:
+    """Those of `named` that lie at these places, as `layout` gives them: name, offset and size."""
+    places = list(places)
+    tensors = [named[name] for name, _, _ in places]
+    targets = [None if into is None else into[offset : offset + size] for _, offset, size in places]
+    return [
+        Piece(
+            name=name,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            slice=tuple((0, extent) for extent in tensor.shape),
+            mesh=dict(mesh),
+            kind=PieceKind.FULL,
+            offset=offset,
+            size=size,
+            digest=digest,
+        )
+        for (name, offset, size), tensor, digest in zip(
+            places, tensors, _copies_digested(tensors, targets), strict=True
+        )
+    ]
 
-        digest = digest_of_device(tensor, into=target)
-    elif target is None:
-        digest = xxhash.xxh3_64_hexdigest(tensor_bytes(tensor))
-    else:
-        digest = copy_and_digest(tensor_bytes(tensor), target)
-    return Piece(
-        name=name,
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape),
-        slice=tuple((0, extent) for extent in tensor.shape),
-        mesh=dict(mesh),
-        kind=PieceKind.FULL,
-        offset=offset,
-        size=size,
-        digest=digest,
-    )
+
+def _copies_digested(tensors: Sequence[Tensor], targets: Sequence[memoryview | None]) -> list[str]:
+    if tensors and tensors[0].is_cuda:
+        from kintsugi.weights.device import digests_of_device
+
+        return digests_of_device(tensors, into=targets)
+    return [
+        xxhash.xxh3_64_hexdigest(tensor_bytes(tensor))
+        if target is None
+        else copy_and_digest(tensor_bytes(tensor), target)
+        for tensor, target in zip(tensors, targets, strict=True)
+    ]
 
 
 def manifest_of(pieces: Iterable[Piece], *, version: int, step: int) -> WeightManifest:

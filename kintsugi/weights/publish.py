@@ -15,7 +15,7 @@ from kintsugi.messages import FetchWeights, Publish, WeightsFetched
 from kintsugi.transport import chunks
 from kintsugi.types import FolderSource, Piece, SegmentSource, StreamSource, WeightManifest, WeightSource
 from kintsugi.weights.folder import remove_folders, write_folder
-from kintsugi.weights.manifest import describe_piece, layout, layout_size, manifest_of, tensor_bytes
+from kintsugi.weights.manifest import describe_pieces, layout, layout_size, manifest_of, tensor_bytes
 from kintsugi.weights.memory import VERSIONS_KEPT, Segments, WritableSegments, unlock
 
 if TYPE_CHECKING:
@@ -130,13 +130,9 @@ class Publisher:
         if not (is_held and order.transports == ("in_place",)):
             buffer, descriptor = self._memory(order.version, size=max(1, layout_size(named)))
         try:
-            pieces = {
-                number: describe_piece(
-                    name, named[name], offset=offset, mesh={**mesh, "dp": index}, into=buffer
-                )
-                for number, (name, offset, _) in enumerate(layout(named))
-                if number in chosen
-            }
+            places = {number: place for number, place in enumerate(layout(named)) if number in chosen}
+            found = describe_pieces(named, places.values(), mesh={**mesh, "dp": index}, into=buffer)
+            pieces = dict(zip(places, found, strict=True))
         finally:
             if descriptor is not None:
                 unlock(descriptor)
