@@ -276,7 +276,7 @@ class Campaign:
         why_not: str,
     ) -> CaseRecord:
         end = SYSTEM_CLOCK.wall()
-        errors = baselines.errors_in(cluster.run_dir, since=start, until=answer.t or end)
+        errors = baselines.errors_in(cluster.run_dir, since=start, until=end)
         last, first = baselines.last_error(errors), baselines.first_error(errors)
         answers = {
             "ours": answer,
@@ -297,7 +297,7 @@ class Campaign:
             why_not = "the fault changed nothing"
         ours = scores["ours"]
         target = injected[0].process if injected else "model-0"
-        read = baselines.to_read(cluster.run_dir, target=target, since=start, until=answer.t or end)
+        read = baselines.to_read(cluster.run_dir, target=target, since=start, until=end)
         return CaseRecord(
             number=case.number,
             faults=tuple(_fault(each) for each in injected),
