@@ -20,6 +20,7 @@ PUBLISHING; every other process is replaced beside the loop.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from kintsugi.config import Config
 from kintsugi.control import agenda
@@ -46,7 +47,7 @@ from kintsugi.control.protocol import (
     Tick,
 )
 from kintsugi.control.publication import AGAIN, LOAD, Publication
-from kintsugi.control.saving import Saving
+from kintsugi.control.saving import Failed, Saving
 from kintsugi.control.scaling import Scaling
 from kintsugi.control.staff import RETIRE, START, STOP, Arrival, Staff
 from kintsugi.control.state import MasterState
@@ -124,7 +125,7 @@ class Master:
         self._collecting = Collecting(
             config, draft=draft, episodes=episodes, failure=failure, complete=self._begin_training
         )
-        self._saving = Saving(checkpoint_folder, draft=draft, talk=talk, done=go_on)
+        self._saving = Saving(config, checkpoint_folder, draft=draft, talk=talk, done=go_on)
         mending = self._mending
         self._scaling = Scaling(config, draft=draft, staff=staff, staffed=mending.joined)
         self._suspicions = Suspicions(draft=draft, talk=talk, staff=staff, explain=mending.explain)
@@ -249,16 +250,14 @@ class Master:
 
     def _begin_ending(self, outcome: str, now: float) -> None:
         self._enter(Phase.ENDING, now, f"{outcome} after step {self.state.step}")
-        first = self._mending.ranks[0]
-        self.talk.ask_all({first: HashWeights()}, now, then=lambda at: self._end(outcome, at))
+        self.talk.ask_all({self._mending.ranks[0]: HashWeights()}, now, then=partial(self._end, outcome))
 
     def _end(self, outcome: str, now: float) -> None:
         faults = self._failure.causes
         outcome = "failed" if faults else outcome
         hashes = (a.sha256 for a in self.talk.answers.values() if isinstance(a, WeightsHashed))
-        fault, sha256 = faults[0] if faults else None, next(hashes, "")
         self._mending.close(now)
-        self._draft.fact(RunEnded(outcome, fault, sha256, now - self._began))
+        self._draft.fact(RunEnded(outcome, next(iter(faults), None), next(hashes, ""), now - self._began))
         self._enter(Phase.ENDED, now, f"{outcome} at step {self.state.step}")
         self._draft.do(Finish(outcome, faults))
 
@@ -273,8 +272,8 @@ class Master:
         if self.phase is Phase.COMMITTING:
             self._episodes.let_go()
         self.talk.abandon_round()
-        self._training.abandon()
-        self._publication.abandon()
+        for part in (self._training, self._publication, self._saving):
+            part.abandon()
         if self.phase is not Phase.PREPARING:
             self._enter(Phase.RECOVERING, now, why)
 
@@ -452,11 +451,12 @@ class Master:
 
     def _round_failed(self, event: RequestFailed, now: float) -> None:
         """A failed save is told and survived, except where no later one would come."""
-        if self.phase is not Phase.SAVING or not self._saving.failed(event.fault):
+        failed = self._saving.failed(event.fault, now) if self.phase is Phase.SAVING else Failed.OTHERWISE
+        if failed is Failed.OTHERWISE:
             self._rank_failed(event.sender, event.fault, now)
-        elif agenda.is_last(self.config, step=self.state.step) or self.state.stop_reason is not None:
+        elif failed is Failed.FOR_GOOD:
             self._fail(event.fault, now)
-        else:
+        elif failed is Failed.THIS_TIME:
             self._continue(now)
 
     def _after_episodes(self, now: float) -> None:
@@ -483,7 +483,7 @@ class Master:
             if self._failure.is_due(now):
                 self._end("failed", now)
             return
-        for part in (self._staff, self._mending, self._publication):
+        for part in (self._staff, self._mending, self._publication, self._saving):
             part.tick(now)
         self._collecting.tick(self.stage, queue=event.queue)
         self._episodes.tick(now, rolling=self.phase in ROLLING)

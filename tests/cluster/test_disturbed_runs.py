@@ -230,6 +230,18 @@ def fill_the_disk(run: Run) -> None:
     run.finish()
 
 
+def fill_the_disk_at_the_end(run: Run) -> None:
+    """Until the run says what it waits for."""
+    run.start(gates=(LAST_STEP,))
+    run.wait_at(LAST_STEP)
+    writer = read_journal(run.run_dir).processes["model-0"]
+    before = resource.prlimit(writer, resource.RLIMIT_FSIZE, (64 << 10, resource.RLIM_INFINITY))
+    run.let_through(LAST_STEP)
+    run.wait_for_line(f"checkpoint of step {LAST_STEP} waits for room", file="events/master-0.jsonl")
+    resource.prlimit(writer, resource.RLIMIT_FSIZE, before)
+    run.finish()
+
+
 ODD_ENDS: dict[str, Callable[[Run], None]] = {
     "interrupted": interrupt,
     "interrupted-twice": interrupt_twice,
@@ -238,6 +250,7 @@ ODD_ENDS: dict[str, Callable[[Run], None]] = {
     "broken-worker": break_a_worker_at_its_start,
     "no-time-to-start": give_no_time_to_start,
     "disk-full": fill_the_disk,
+    "disk-full-at-the-end": fill_the_disk_at_the_end,
 }
 
 
@@ -287,4 +300,11 @@ def test_a_save_on_a_full_disk_fails_loudly_while_training_goes_on(
     alerts = [record.event.message for record in read_events(run.run_dir) if isinstance(record.event, Alert)]
     assert [message for message in alerts if "checkpoint of step 6 failed" in message]
     assert [fact.step for fact in run.facts if isinstance(fact, CheckpointSaved)] == [2, 4, LAST_STEP]
+    assert run.summary.weights_sha256 == undisturbed.summary.weights_sha256
+
+
+def test_the_last_save_waits_for_room_on_a_full_disk(undisturbed: Run, odd_end: Callable[[str], Run]) -> None:
+    run = odd_end("disk-full-at-the-end")
+    assert not [fact for fact in run.facts if isinstance(fact, CheckpointFailed)]
+    assert [fact.step for fact in run.facts if isinstance(fact, CheckpointSaved)][-1] == LAST_STEP
     assert run.summary.weights_sha256 == undisturbed.summary.weights_sha256

@@ -11,6 +11,7 @@ from kintsugi.config import ClusterSection
 from kintsugi.control.failure import FAULT_GRACE_S
 from kintsugi.control.phases import Phase
 from kintsugi.control.protocol import Finish, Raise, Replied, RequestFailed, StopRequested, Tick
+from kintsugi.control.saving import AGAIN_S
 from kintsugi.errors import Fault
 from kintsugi.facts import (
     CheckpointFailed,
@@ -156,6 +157,50 @@ def test_a_failed_save_after_which_none_comes_ends_the_run_as_failed(driven: Dri
     driven.let_grace_pass()
     fact = ended(driven)
     assert fact.outcome == "failed" and fact.fault is not None and fact.fault.message == "disk full"
+
+
+def test_a_last_save_without_room_waits_for_it_and_the_run_finishes(driven: Driven) -> None:
+    driven.until(lambda: driven.master.phase is Phase.SAVING and driven.state.step == 3)
+    told = [
+        effect.message
+        for _ in range(3)
+        for decision in (
+            driven.fail(driven.asked(Save)[0], "full", kind="StorageFull"),
+            driven.pass_time(AGAIN_S),
+        )
+        for effect in decision.effects
+        if isinstance(effect, Raise)
+    ]
+    assert told == ["checkpoint of step 3 waits for room: full"]
+    driven.until(Phase.ENDED)
+    assert ended(driven).outcome == "finished"
+    assert count(driven, CheckpointFailed) == 0
+    assert [fact.step for fact in driven.facts if isinstance(fact, CheckpointSaved)] == [1, 2, 3]
+
+
+def test_a_rank_that_dies_while_the_last_save_waits_is_replaced_and_the_save_comes_after(
+    driven: Driven,
+) -> None:
+    driven.until(lambda: driven.master.phase is Phase.SAVING and driven.state.step == 3)
+    driven.fail(driven.asked(Save)[0], "full", kind="StorageFull")
+    driven.lose("model-0")
+    assert driven.master.phase is Phase.RECOVERING
+    driven.pass_time(AGAIN_S)
+    assert driven.asked(Save) == []
+    driven.until(Phase.ENDED)
+    assert ended(driven).outcome == "finished"
+    assert [fact.step for fact in driven.facts if isinstance(fact, CheckpointSaved)] == [1, 2, 3]
+
+
+def test_who_does_not_want_to_wait_for_room_stops_the_run(driven: Driven) -> None:
+    driven.until(lambda: driven.master.phase is Phase.SAVING and driven.state.step == 3)
+    driven.fail(driven.asked(Save)[0], "full", kind="StorageFull")
+    driven.feed(StopRequested("SIGTERM"))
+    driven.pass_time(AGAIN_S)
+    driven.fail(driven.asked(Save)[0], "full", kind="StorageFull")
+    driven.let_grace_pass()
+    fact = ended(driven)
+    assert fact.outcome == "failed" and fact.fault is not None and fact.fault.message == "full"
 
 
 def test_a_last_save_that_failed_is_tried_again_when_the_run_is_resumed(driven: Driven) -> None:
