@@ -15,7 +15,7 @@ app.add_typer(lab, name="lab")
 
 Folder = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Where everything goes; must not exist. Default: runs/lab-N."),
+    typer.Option(metavar="DIR", help="Where everything goes; must not exist. Default: a new one in runs/."),
 ]
 JsonFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the result here.")]
 LabFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a `kintsugi lab run`.")]

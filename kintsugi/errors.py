@@ -36,6 +36,9 @@ from uuid import uuid4
 
 import msgspec
 
+LONGEST_MESSAGE = 16 << 10
+"""Of a fault: user code may raise with all of its data, and a fault goes to many places."""
+
 
 class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
     """One failure as a value: `Fault(id="f3a…", kind="StorageError", process="model-0", message="disk full …")`."""
@@ -165,10 +168,14 @@ def fault_of(error: BaseException, *, process: str, time: float) -> Fault:
         id=uuid4().hex[:12],
         kind=type(error).__name__,
         process=process,
-        message=str(error) or type(error).__name__,
+        message=_shortened(str(error) or type(error).__name__),
         time=time,
         cause=cause,
     )
+
+
+def _shortened(message: str) -> str:
+    return message if len(message) <= LONGEST_MESSAGE else f"{message[:LONGEST_MESSAGE]} …"
 
 
 def root_first(faults: Iterable[Fault]) -> list[Fault]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from kintsugi.diagnosis.notifying import CauseKey, cause_key, notification, notification_of
+from kintsugi.diagnosis.verdict import Diagnosis
 from kintsugi.observe.alerts import Notification, Webhook
-from kintsugi.observe.events import Alert, FaultSeen, ProcessGone, Record, Span, Tail
+from kintsugi.observe.events import Alert, Record, Span, Tail
 from kintsugi.observe.lines import LineTail
-from kintsugi.observe.prometheus import DIAGNOSES_FILE
 from kintsugi.observe.telling import told
 from kintsugi.observe.timeline import clock_text
-
-WATCHER = "watcher-0"
+from kintsugi.observe.verdicts import DIAGNOSES_FILE, WATCHER
 
 
 class Watching:
@@ -25,6 +24,8 @@ class Watching:
         self._run_dir, self._say, self._hook = run_dir, say, hook
         self._tails: dict[str, Tail] = {}
         self._diagnoses = LineTail(run_dir / DIAGNOSES_FILE)
+        self._causes: set[CauseKey] = set()
+        """Of the last diagnosis: told, or there before the first look."""
         self._is_first = True
         self.look()
         self._is_first = False
@@ -42,8 +43,7 @@ class Watching:
                         self._take(path.stem, record)
         while lines := self._diagnoses.lines():
             for line in lines:
-                if not self._is_first:
-                    self._take_diagnosis(line)
+                self._take_diagnosis(line)
 
     def close(self) -> None:
         for tail in self._tails.values():
@@ -52,65 +52,32 @@ class Watching:
 
     def _take(self, process: str, record: Record) -> None:
         event, time = record.event, record.stamp.time
-        match event:
-            case Span(name="step", attributes=attributes):
-                self._tell(time, process, f"step {attributes.get('step', '?')} took {event.duration_s:.2f} s")
-            case ProcessGone(ordered=False):
-                self._tell(time, process, told(event))
-                self._post("fault", time, event.of, told(event), record.event)
-            case FaultSeen(fault=fault):
-                self._tell(time, process, told(event))
-                self._post("fault", time, fault.process, told(event), fault)
-            case Alert(message=message, values=values):
-                self._tell(time, process, f"alert: {told(event)}")
-                self._post("alert", time, process, message, None, values)
-            case _:
-                pass
+        if isinstance(event, Span):
+            if event.name == "step":
+                step = event.attributes.get("step", "?")
+                self._tell(time, process, f"step {step} took {event.duration_s:.2f} s")
+            return
+        said = notification(str(self._run_dir), time, process, event)
+        if said is not None:
+            self._tell(time, process, f"alert: {told(event)}" if isinstance(event, Alert) else said.text)
+            self._post(said)
 
     def _take_diagnosis(self, line: bytes) -> None:
+        """Each cause when it joins those that hold: a line is written whenever one comes or goes."""
         try:
-            diagnosis = msgspec.json.decode(line, type=_Diagnosed)
-        except msgspec.MsgspecError:  # What a killed process left of a line.
+            diagnosis = msgspec.json.decode(line, type=Diagnosis)
+        except (msgspec.MsgspecError, UnicodeDecodeError):  # What a killed process left of a line.
             return
-        for cause in diagnosis.causes[:1]:
-            text = f"diagnosis: {cause.summary} ({cause.confidence:.0%} sure)"
-            self._tell(diagnosis.at, cause.process, text)
-            self._post("diagnosis", diagnosis.at, cause.process, cause.summary, msgspec.json.decode(line))
+        for cause in diagnosis.causes:
+            if not self._is_first and cause_key(cause) not in self._causes:
+                text = f"diagnosis: {cause.summary} ({cause.confidence:.0%} sure)"
+                self._tell(diagnosis.at, cause.process, text)
+                self._post(notification_of(cause, run=str(self._run_dir), time=diagnosis.at))
+        self._causes = {cause_key(cause) for cause in diagnosis.causes}
 
     def _tell(self, time: float, process: str, text: str) -> None:
         self._say(f"{clock_text(time)} {process:<10} {text}")
 
-    def _post(
-        self,
-        kind: str,
-        time: float,
-        process: str,
-        text: str,
-        details: Any,
-        values: Mapping[str, float] | None = None,
-    ) -> None:
+    def _post(self, notification: Notification) -> None:
         if self._hook is not None:
-            self._hook.send(
-                Notification(
-                    run=str(self._run_dir),
-                    time=time,
-                    process=process,
-                    kind=kind,
-                    text=text,
-                    values=values or {},
-                    details=details,
-                )
-            )
-
-
-class _Suspect(msgspec.Struct, frozen=True):
-    """What is told of a `diagnosis.verdict.Cause`."""
-
-    process: str
-    summary: str
-    confidence: float
-
-
-class _Diagnosed(msgspec.Struct, frozen=True):
-    at: float
-    causes: tuple[_Suspect, ...] = ()
+            self._hook.send(notification)

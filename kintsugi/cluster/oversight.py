@@ -16,7 +16,7 @@ from kintsugi.cluster.obituaries import Obituaries, OomLedger
 from kintsugi.cluster.restarts import STOPPED_S, StoppedWatch
 from kintsugi.cluster.sampling import Sampling, Scene
 from kintsugi.observe.clocks import ClockEstimate, reading
-from kintsugi.observe.events import EventLog, events_path
+from kintsugi.observe.events import EventLog, Note, events_path
 from kintsugi.observe.figures import ClockSample, FiguresLog
 from kintsugi.observe.links import address_in
 from kintsugi.runtime import Clock
@@ -45,9 +45,11 @@ class Oversight:
         self.chips = ChipWatch(partial(open_probe, probe), host=own.host, clock=clock)
         self._stopped = StoppedWatch()
         self._ooms = ooms = OomLedger()
-        log = EventLog(events_path(own.run_dir, own.process), process=own.process, clock=clock)
+        self._log = log = EventLog(events_path(own.run_dir, own.process), process=own.process, clock=clock)
         self._obituaries = Obituaries(log, ooms=ooms, clock=clock)
-        self._sampling = Sampling(own, figures=membership.figures, ooms=ooms, clock=clock)
+        self._sampling = Sampling(
+            own, figures=membership.figures, ooms=ooms, note=lambda text: log.emit(Note(text)), clock=clock
+        )
         self._times = TimeKeeping(endpoint, membership.figures, own=own, clock=clock)
 
     def begin(self) -> None:
@@ -96,6 +98,7 @@ class Oversight:
     def close(self) -> None:
         self.chips.close()
         self._sampling.close()
+        self._log.close()
 
 
 class TimeKeeping:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
@@ -45,9 +46,17 @@ class Sampling:
     """The thread consumes the last scene, produces samples, waits for its next turn, and ends at `close`."""
 
     def __init__(
-        self, own: Bootstrap, *, figures: FiguresLog, ooms: OomLedger, clock: Clock = SYSTEM_CLOCK
+        self,
+        own: Bootstrap,
+        *,
+        figures: FiguresLog,
+        ooms: OomLedger,
+        note: Callable[[str], None],
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        self._own, self._figures, self._ooms, self._clock = own, figures, ooms, clock
+        """`note` is told, once each, of errors that nobody thought of."""
+        self._own, self._figures, self._ooms, self._note, self._clock = own, figures, ooms, note, clock
+        self._noted: set[str] = set()
         self._control_groups = ControlGroups()
         self._looks: dict[str, ProcessLook] = {}
         self._host = HostLook(own.host, run_dir=own.run_dir)
@@ -56,12 +65,12 @@ class Sampling:
         self._owners: dict[int, str | None] = {}
         """Inode of a socket → whose it is; None for somebody who is none of ours."""
         self._disk = DiskProbe(figures_path(own.run_dir, own.process).with_suffix(".probe"))
-        self._probes = [Probe("fsync", self._disk, clock=clock)]
+        self._probes = [Probe("fsync", self._disk, note=note, clock=clock)]
         self._ends = SharedEnds(figures_path(own.run_dir, own.process))
-        self._telling = Probe("ends", self._ends, clock=clock)
+        self._telling = Probe("ends", self._ends, note=note, clock=clock)
         master = address_in(own.master.address)
         if master is not None and is_name(master[0]):
-            self._probes.append(Probe("resolve", NameProbe(master[0]), clock=clock))
+            self._probes.append(Probe("resolve", NameProbe(master[0]), note=note, clock=clock))
         self._scene = Scene()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sampling", daemon=True)
@@ -103,6 +112,11 @@ class Sampling:
                 found += part(scene)
             except UNREADABLE:
                 COUNTERS.add("figures.unreadable")
+            except Exception as error:  # noqa: BLE001 - the thread's outermost boundary: it goes on to look.
+                COUNTERS.add("figures.unreadable")
+                if part.__name__ not in self._noted:
+                    self._note(f"figures are left out: {error!r}")
+                self._noted.add(part.__name__)
         return found
 
     def _process_samples(self, scene: Scene) -> list[Sample]:

@@ -1,23 +1,26 @@
 """The launcher's side of the watcher (`diagnosis/watcher.py`): a process that looks at the run, and that nobody needs.
 
-It is started once the master is there, started again when it was killed, and ends by itself with its lifeline.
+It is started once the master is there, started again when it has ended, and ends by itself with its lifeline.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
 
 from kintsugi.cluster.placement import log_path
-from kintsugi.cluster.restarts import RestartLimit
 from kintsugi.errors import DeadlineExceeded
+from kintsugi.observe.verdicts import WATCHER
 from kintsugi.runtime import Child, Processes
 
 MODULE = "kintsugi.diagnosis.watcher"
-PROCESS = "watcher-0"
 END_S = 3.0
 """For its last look at a run that has ended."""
+SHORTEST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
+"""Between two starts; one that has lived for longer is started again at once."""
 
 
 class WatcherHandle:
@@ -25,7 +28,8 @@ class WatcherHandle:
 
     def __init__(self, run_dir: Path, processes: Processes) -> None:
         self._run_dir, self._processes = run_dir, processes
-        self._limit = RestartLimit()
+        self._started_at = -math.inf
+        self._pause_s = 0.0
         self._child: Child | None = None
         self._lifeline = -1
 
@@ -34,17 +38,24 @@ class WatcherHandle:
         return frozenset() if self._child is None else frozenset({self._child.pid})
 
     def keep(self, now: float) -> None:
-        """Start it if it does not run; one that ends again and again is left alone."""
+        """Start it if it does not run; one that ends again and again is started ever more seldom."""
         if self._child is not None and self._child.ended():
             self._let_go()
-        if self._child is None and self._limit.allows(now):
+            if now - self._started_at > LONGEST_PAUSE_S:
+                self._pause_s = 0.0
+        if self._child is None and now - self._started_at >= self._pause_s:
+            self._started_at = now
+            self._pause_s = min(max(SHORTEST_PAUSE_S, 2 * self._pause_s), LONGEST_PAUSE_S)
             self._start()
 
     def _start(self) -> None:
         """The run goes on without one that can not be started: the disk may be full, or the host."""
-        lifeline, write = os.pipe2(os.O_CLOEXEC)
         try:
-            log = log_path(self._run_dir, PROCESS)
+            lifeline, write = os.pipe2(os.O_CLOEXEC)
+        except OSError:
+            return
+        try:
+            log = log_path(self._run_dir, WATCHER)
             log.parent.mkdir(exist_ok=True)
             with log.open("ab") as output:
                 self._child = self._processes.spawn(
@@ -68,10 +79,10 @@ class WatcherHandle:
         os.close(self._lifeline)
         self._lifeline = -1
         try:
-            self._child.wait_ended(whom=PROCESS, timeout_s=END_S)
+            self._child.wait_ended(whom=WATCHER, timeout_s=END_S)
         except DeadlineExceeded:
             self._child.send_signal(9)
-            self._child.wait_ended(whom=PROCESS, timeout_s=END_S)
+            self._child.wait_ended(whom=WATCHER, timeout_s=END_S)
         self._let_go()
 
     def _let_go(self) -> None:

@@ -19,6 +19,7 @@ import msgspec
 
 from kintsugi.diagnosis.evidence import Bundle
 from kintsugi.diagnosis.reading import Reader
+from kintsugi.errors import UserError
 from kintsugi.types import Role
 
 PAST_S = 600.0
@@ -72,7 +73,7 @@ class Bottleneck(msgspec.Struct, frozen=True):
 
 
 def find_bottleneck(run_dir: str | Path, *, at: float | None = None) -> Bottleneck:
-    """Of a run, dead or alive, up to a moment. Raises UserError where there is no run."""
+    """Of a run, dead or alive, up to a moment. Raises UserError where there is no run, or none that did anything."""
     path = Path(run_dir)
     until = at if at is not None else float("inf")
     newest = max((file.stat().st_mtime for file in (path / "events").glob("*.jsonl")), default=0.0)
@@ -101,7 +102,9 @@ def bottleneck_of(bundle: Bundle) -> Bottleneck:
     rest = {name: seconds for name, seconds in phases.items() if name not in known and name != "ended"}
     words = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in rest.items()) or "nothing"
     parts.append((SYSTEM, "other", sum(rest.values()), words))
-    total = sum(part[2] for part in parts) or 1.0
+    total = sum(part[2] for part in parts)
+    if not total:
+        raise UserError(f"{bundle.run} has recorded no phase of its work: nothing can be said of its time")
     told = sorted(
         (
             Part(kind, where, round(seconds, 3), round(seconds / total, 4), figure)

@@ -15,7 +15,8 @@ from kintsugi.diagnosis.verdict import Diagnosis
 from kintsugi.runtime import SYSTEM_CLOCK, Clock
 
 PAST_S = 600.0
-"""So much of the past is read: what is usual does not get clearer from more."""
+"""So much of the past is read: what is usual does not get clearer from more. What was wrong before, the watcher has
+said when it was (`telling.earlier`)."""
 KEPT_S = 240.0
 """So much of it is kept by who follows a run."""
 REFRESH_S = 10.0
@@ -35,8 +36,8 @@ def diagnose(
     since: float | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Diagnosis:
-    """What is wrong, or was at the wall clock time `at`: of a run that has ended all that was, of one that goes on what
-    shows now, or has shown `since`.
+    """What is wrong, or was at the wall clock time `at`: of a run that has ended all of its last ten minutes, of one
+    that goes on what shows now, or has shown `since`.
 
     Raises UserError where there is no run. Reads nothing but what the run itself has recorded.
     """

@@ -6,15 +6,19 @@ seconds and of other processes. Events are sorted into what they say: phases, st
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 from kintsugi.errors import Fault
+from kintsugi.observe.events import Event
 from kintsugi.observe.figures import Beat, ClockSample, HostSample, LinkSample, ProcessSample, Sample
 from kintsugi.types import Role, Wait, process_id, role_of
 
 MASTER = process_id(Role.MASTER, 0)
+OVER = frozenset({"ending", "ended"})
+"""Phases after which everybody ends because it was told to."""
 LEAST_WORK_S = 0.02
 """A process that neither ran nor wanted to run for so long in a second can not be starved."""
 
@@ -71,7 +75,6 @@ class Looked:
     time: float
     waits: tuple[Wait, ...]
     counters: dict[str, int]
-    load: float
 
 
 @dataclass(slots=True)
@@ -104,6 +107,48 @@ class Said:
 
 
 @dataclass(slots=True)
+class News:
+    """A fault, an alert or an end as its line says it, for who tells people of it."""
+
+    time: float
+    process: str
+    event: Event
+
+
+class Clocks:
+    """How far a host's clock was ahead of the master's, from moments of its own on: clocks are set while a run goes on.
+
+    What a host wrote before its clock was first compared is corrected by that first comparison.
+    """
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+        self._known: list[tuple[float, float]] = []
+        """What is taken off from then on, and how wrong the comparison may be."""
+
+    def add(self, time: float, *, offset_s: float, error_s: float) -> None:
+        # What can not be told from nothing is nothing: one host's clock is compared with itself too.
+        correction_s = offset_s if abs(offset_s) > error_s else 0.0
+        index = bisect_right(self._times, time)
+        if index:
+            before, accuracy_s = self._known[index - 1]
+            if abs(correction_s - before) <= accuracy_s <= error_s:
+                return
+        self._times.insert(index, time)
+        self._known.insert(index, (correction_s, error_s))
+
+    def correction_s(self, time: float) -> float:
+        if not self._times:
+            return 0.0
+        return self._known[max(0, bisect_right(self._times, time) - 1)][0]
+
+    def forget_before(self, time: float) -> None:
+        """The last of those before still holds."""
+        index = max(0, bisect_right(self._times, time) - 1)
+        del self._times[:index], self._known[:index]
+
+
+@dataclass(slots=True)
 class Phase:
     time: float
     name: str
@@ -131,8 +176,6 @@ class Bundle:
     processes: dict[str, Tracks] = field(default_factory=lambda: defaultdict(Tracks))
     hosts: dict[str, Tracks] = field(default_factory=lambda: defaultdict(Tracks))
     links: dict[LinkKey, Tracks] = field(default_factory=lambda: defaultdict(Tracks))
-    spans: dict[str, Tracks] = field(default_factory=lambda: defaultdict(Tracks))
-    """Process → name of a span → its durations."""
     states: dict[str, list[tuple[float, str, int]]] = field(default_factory=lambda: defaultdict(list))
     """Process → (time, state as of /proc, pid)."""
     beats: dict[str, list[Looked]] = field(default_factory=lambda: defaultdict(list))
@@ -146,6 +189,8 @@ class Bundle:
     faults: list[Said] = field(default_factory=list)
     alerts: list[Said] = field(default_factory=list)
     notes: list[Said] = field(default_factory=list)
+    news: list[News] = field(default_factory=list)
+    """In the order of reading; who tells of them takes them away."""
     phases: list[Phase] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     host_of: dict[str, str] = field(default_factory=dict)
@@ -153,18 +198,37 @@ class Bundle:
     """Host → the agent that looks at it."""
     listeners: dict[int, str] = field(default_factory=dict)
     """Port → the process that others connect to there."""
-    offsets: dict[str, float] = field(default_factory=dict)
-    """Host → how far its clock is ahead of the master's."""
+    clocks: dict[str, Clocks] = field(default_factory=lambda: defaultdict(Clocks))
+    """Host → how its clock stood to the master's."""
     began: float = 0.0
     at: float = 0.0
     """Time of the last thing that was recorded."""
     _totals: dict[object, tuple[float, int, dict[str, float]]] = field(default_factory=dict)
 
+    # Time.
+
+    def take_clock(self, time: float, recorder: str, sample: ClockSample) -> None:
+        """`time` as the host's own clock says it."""
+        self.host_of[recorder] = sample.host
+        self.clocks[sample.host].add(time, offset_s=sample.offset_s, error_s=sample.error_s)
+
+    def corrected(self, process: str, time: float) -> float:
+        """On the master's clock, what was stamped by the clock of a process's host."""
+        host = self.host_of.get(process, "")
+        return time - self.clocks[host].correction_s(time) if host in self.clocks else time
+
+    def moment_of(self, fault: Fault, *, by: str, told: float) -> float:
+        """When a fault was seen: before it was told, by the clock of its process or of who told it. Nothing says which
+        of the two noted it down, so it is the later one of those that are possible."""
+        if not fault.time:
+            return told
+        possible = (self.corrected(process, fault.time) for process in (fault.process, by))
+        return max((time for time in possible if time <= told), default=told)
+
     # Samples.
 
     def take(self, time: float, monotonic: float, recorder: str, sample: Sample) -> None:
-        """One line of a figures file."""
-        time -= self.offsets.get(self.host_of.get(recorder, ""), 0.0)
+        """One line of a figures file, at a time of the master's clock."""
         self.at = max(self.at, time)
         match sample:
             case Beat():
@@ -175,9 +239,8 @@ class Bundle:
                 self._host(time, recorder, sample)
             case LinkSample():
                 self._link(time, sample)
-            case ClockSample(host=host, offset_s=offset_s, error_s=error_s):
-                # What can not be told from nothing is nothing: one host's clock is compared with itself too.
-                self.offsets[host] = offset_s if abs(offset_s) > error_s else 0.0
+            case ClockSample():
+                pass  # Was taken by `take_clock` before all that it corrects.
 
     def _beat(self, time: float, monotonic: float, process: str, beat: Beat) -> None:
         on_the_wall = time - monotonic
@@ -186,15 +249,13 @@ class Bundle:
             for wait in beat.waits
         )
         self.incarnations[process] = beat.incarnation
+        self.processes.setdefault(process, Tracks())
         beats = self.beats[process]
         if beats:
-            self.processes[process]["silence_s"].add(time, time - beats[-1].time)
-            self._effort(time, process, beat, beats[-1])
+            self._effort(time, process, beat)
         for wait in waits:
             self._awaited(time, process, wait)
-        beats.append(Looked(time, waits, beat.counters, beat.load))
-        for name, value in beat.gauges.items():
-            self.processes[process][name].add(time, value)
+        beats.append(Looked(time, waits, beat.counters))
 
     def _awaited(self, time: float, process: str, wait: Wait) -> None:
         """How long others stand still for a process; the master always waits for somebody."""
@@ -204,7 +265,7 @@ class Bundle:
                 if whom != process and known_role(whom) is not None:
                     self.processes[whom]["awaited_s"].add(time, seconds)
 
-    def _effort(self, time: float, process: str, beat: Beat, before: Looked) -> None:
+    def _effort(self, time: float, process: str, beat: Beat) -> None:
         """Busy seconds per unit of progress: what tells a process that has become slow from one that has more to do."""
         counter = _PROGRESS.get(known_role(process))
         gauges = beat.gauges
@@ -221,9 +282,8 @@ class Bundle:
             self.host_of[process] = self.host_of[recorder]
         self.states[process].append((time, sample.state, sample.pid))
         tracks = self.processes[process]
-        for name in ("rss_bytes", "threads", "descriptors", "device_memory_bytes"):
-            if name in values:
-                tracks[name].add(time, values[name])
+        if "device_memory_bytes" in values:
+            tracks["device_memory_bytes"].add(time, values["device_memory_bytes"])
         used = max(values.get("memory_used_bytes", 0.0), values.get("rss_bytes", 0.0))
         tracks["memory_bytes"].add(time, used)
         if values.get("memory_limit_bytes"):
@@ -253,16 +313,29 @@ class Bundle:
         if values.get("memory_total_bytes"):
             available = values.get("memory_available_bytes", 0.0)
             tracks["memory_free"].add(time, available / values["memory_total_bytes"])
-        for name, value in values.items():
-            if name.startswith("device_"):
-                tracks[name].add(time, value)
-        rates = self._changes(("host", host), time, 0, values)
+        # No name that is being resolved is one that takes no time; a count that is not there yet is none.
+        tracks["resolve_pending_s"].add(time, values.get("resolve_pending_s", 0.0))
+        self._devices(time, tracks, values)
+        rates = self._changes(("host", host), time, 0, _NO_ERRORS | values)
         if rates is None:
             return
         count = max(1.0, values.get("cpu_count", 1.0))
         for name, figure in _HOST_RATES.items():
             if name in rates:
                 tracks[figure].add(time, rates[name] / (count if name.startswith("cpu_") else 1.0))
+
+    def _devices(self, time: float, tracks: Tracks, values: dict[str, float]) -> None:
+        """Of the accelerators of a host, the fullest one's memory and each one's use."""
+        shares = []
+        for name, value in values.items():
+            if not name.startswith("device_"):
+                continue
+            if name.endswith("_utilization"):
+                tracks[name].add(time, value)
+            if name.endswith("_memory_total_bytes") and value:
+                shares.append(values.get(name.replace("_total_", "_"), 0.0) / value)
+        if shares:
+            tracks["device_memory_share"].add(time, max(shares))
 
     def _link(self, time: float, sample: LinkSample) -> None:
         """Who connected from another host is known there only; where it connected to is known here."""
@@ -318,10 +391,23 @@ class Bundle:
         index = bisect_right(self.phases, time, key=lambda phase: phase.time)
         return self.phases[index - 1] if index else None
 
+    def is_over(self, time: float) -> bool:
+        """Whether the run was ending or had ended then; one that is resumed goes on in the same folder."""
+        phase = self.phase_at(time)
+        return phase is not None and phase.name in OVER
+
+    def over_since(self) -> float:
+        """Since when it is over; infinity while it goes on."""
+        since = math.inf
+        for phase in reversed(self.phases):
+            if phase.name not in OVER:
+                break
+            since = phase.time
+        return since
+
     def forget_before(self, time: float) -> None:
         """Keep a bounded past."""
-        every = (*self.processes.values(), *self.hosts.values(), *self.links.values(), *self.spans.values())
-        for tracks in every:
+        for tracks in (*self.processes.values(), *self.hosts.values(), *self.links.values()):
             for track in tracks.values():
                 track.forget_before(time)
         for states in self.states.values():
@@ -331,11 +417,20 @@ class Bundle:
         self.faults = [each for each in self.faults if each.time >= time]
         self.alerts = [each for each in self.alerts if each.time >= time]
         self.notes = [each for each in self.notes if each.time >= time]
+        self.news = [each for each in self.news if each.time >= time]
         self.ends = [each for each in self.ends if each.time >= time]
         self.steps = [each for each in self.steps if each.time >= time]
         self.phases = [each for each in self.phases[:-1] if each.time >= time] + self.phases[-1:]
+        for births in self.births.values():
+            # The last one before is that of who still runs, or of whom the next one follows.
+            del births[: max(0, bisect_left(births, time, key=lambda birth: birth[0]) - 1)]
+        for process, goodbyes in self.goodbyes.items():
+            self.goodbyes[process] = [each for each in goodbyes if each >= time]
+        for clocks in self.clocks.values():
+            clocks.forget_before(time)
         for key in [key for key, tracks in self.links.items() if not tracks["rtt_s"].times]:
             del self.links[key]
+        self._totals = {key: total for key, total in self._totals.items() if total[0] >= time}
 
     def sort(self) -> None:
         """What came from several files is in the order of its times again."""
@@ -343,6 +438,8 @@ class Bundle:
         self.alerts.sort(key=lambda each: each.time)
         self.notes.sort(key=lambda each: each.time)
         self.ends.sort(key=lambda each: each.time)
+        for births in self.births.values():
+            births.sort()
         self.steps.sort(key=lambda each: each.time)
         self.phases.sort(key=lambda each: each.time)
 
@@ -364,23 +461,17 @@ _PROGRESS: dict[Role | None, str] = {
 _PROCESS_RATES = {
     "throttled_s": "throttled",
     "io_delay_s": "io_delay",
-    "major_faults": "major_faults",
     "read_bytes": "read",
     "write_bytes": "written",
 }
-_HOST_LEVELS = ("fsync_s", "fsync_pending_s", "disk_free_bytes", "load_1", "resolve_s")
+_HOST_LEVELS = ("fsync_s", "fsync_pending_s", "disk_free_bytes", "resolve_s")
 _HOST_RATES = {
     "cpu_busy_s": "busy",
-    "cpu_iowait_s": "iowait",
     "cpu_steal_s": "steal",
-    "oom_kills": "oom_kills",
     "disk_busy_s": "disk_busy",
     "disk_write_bytes": "disk_written",
-    "tcp_retransmits": "tcp_retransmits",
-    "pressure_cpu_s": "pressure_cpu",
-    "pressure_io_s": "pressure_io",
-    "pressure_memory_s": "pressure_memory",
-    "network_in_bytes": "network_in",
-    "network_out_bytes": "network_out",
+    "fsync_errors": "fsync_errors",
+    "resolve_errors": "resolve_errors",
 }
+_NO_ERRORS = {"fsync_errors": 0.0, "resolve_errors": 0.0}
 _LINK_RATES = {"retransmits": "retransmits", "out_bytes": "out"}

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
-from kintsugi.diagnosis.evidence import MASTER, Bundle, End, Said, known_role
+from kintsugi.diagnosis.evidence import MASTER, OVER, Bundle, End, Said, known_role
 from kintsugi.diagnosis.findings import Finding
 from kintsugi.diagnosis.verdict import Evidence, FaultKind
 from kintsugi.diagnosis.words import (
     CONSEQUENCES,
     committed_in,
+    is_of_the_users_code,
     kind_of,
     kind_of_fault,
     origin_of,
@@ -53,34 +54,35 @@ LINK = "the link from "
 """How an alert begins that somebody raises about its own uploads."""
 NAMED_BY_ALERTS = frozenset({FaultKind.HANDOVER, FaultKind.SLOW, FaultKind.NUMERIC, FaultKind.NETWORK_DELAY})
 """Of these, an alert tells who broke; of the others, who raises it."""
-OVER = frozenset({"ending", "ended"})
-"""Phases after which everybody ends because it was told to."""
+USER_GROUPS = 3
+"""So many groups that nothing came of because of the user's code, and it is no odd sample any more."""
 
 
 def happenings(bundle: Bundle, *, since: float, at: float) -> list[Finding]:
-    """All of [since, at]."""
-    over = next((phase.time for phase in bundle.phases if phase.name in OVER), float("inf"))
-    until = min(at, over)
+    """All of [since, at]; of a run that is over, or was until it was resumed, errors only: everybody ends then."""
+    until = min(at, bundle.over_since())
     ends = [end for end in (*bundle.ends, *_unwitnessed(bundle, at=at)) if since <= end.time <= until]
     found = [*_ends(bundle, ends), *_standing_still(bundle, since=since, until=until)]
     dead = {finding.process for finding in found}
-    found += _errors(bundle, since=since, until=at, dead=dead)
     found += _alerts(bundle, since=since, until=until)
     found += _damage(bundle, since=since, until=until)
     found += _differing(bundle, since=since, until=until)
-    return found
+    found += _user_code(bundle, since=since, until=until)
+    found = [finding for finding in found if finding.until >= until or not bundle.is_over(finding.until)]
+    return [*found, *_errors(bundle, since=since, until=at, dead=dead)]
 
 
 def _unwitnessed(bundle: Bundle, *, at: float) -> Iterator[End]:
     """Processes that began again though nobody told of their end, as somebody would have by now: a launcher or an agent
     may have died with it."""
     for process, births in bundle.births.items():
-        for (_, pid), (born, _) in pairwise(births):
-            said_goodbye = any(
-                time <= born for time in bundle.goodbyes.get(process, ()) if time > births[0][0]
+        for (began, pid), (born, _) in pairwise(births):
+            said_goodbye = any(began < time <= born for time in bundle.goodbyes.get(process, ()))
+            ended_with_the_run = any(
+                began < phase.time <= born for phase in bundle.phases if phase.name in OVER
             )
             told = any(end.pid == pid and end.process == process for end in bundle.ends)
-            if at - born < TOLD_S or said_goodbye or told:
+            if at - born < TOLD_S or said_goodbye or ended_with_the_run or told:
                 continue
             seen = [beat.time for beat in bundle.beats.get(process, ()) if beat.time < born]
             last = seen[-1] if seen else born
@@ -99,7 +101,8 @@ def _ends(bundle: Bundle, ends: list[End]) -> Iterator[Finding]:
 
 def _end(bundle: Bundle, end: End) -> Finding:
     quote = f"{end.process} (pid {end.pid}) {end.how}"
-    kind, onset, what = FaultKind.KILLED, end.time, f"was {end.how}" if end.status else end.how
+    was_killed = end.status is not None and end.status < 0
+    kind, onset, what = FaultKind.KILLED, end.time, f"was {end.how}" if was_killed else end.how
     evidence = [Evidence(end.source, end.time, quote)]
     stopped = _stopped_before(bundle, end)
     memory = bundle.processes[end.process]["memory_share"].between(end.time - BEFORE_END_S, end.time)
@@ -244,7 +247,7 @@ def _errors(bundle: Bundle, *, since: float, until: float, dead: set[str]) -> It
             continue
         where = by_id.get(fault.id) or next(each for each in said if _follows(each.fault, fault.id))
         kind = kind_of_fault(fault)
-        time = fault.time or where.time
+        time = bundle.moment_of(fault, by=where.by, told=where.time)
         if not since <= time <= until or states_in(fault.message):
             continue
         if kind is None:
@@ -298,6 +301,8 @@ def _alerts(bundle: Bundle, *, since: float, until: float) -> Iterator[Finding]:
     for alert in bundle.alerts:
         if not since <= alert.time <= until or any(message in alert.message for message in told):
             continue  # A fault that is told again, with what was done about it.
+        if is_of_the_users_code(alert.message):
+            continue  # What their code says of its data names nothing of ours.
         kind = kind_of(alert.message)
         if kind is None and " is slow: " in alert.message:
             kind = FaultKind.NETWORK_DELAY if alert.message.startswith(LINK) else FaultKind.SLOW
@@ -322,6 +327,8 @@ def _damage(bundle: Bundle, *, since: float, until: float) -> Iterator[Finding]:
     """Bytes that somebody found to be wrong and took from elsewhere: the run went on, and only noted it."""
     for note in bundle.notes:
         if not since <= note.time <= until or kind_of(note.message) is not FaultKind.CORRUPTION:
+            continue
+        if is_of_the_users_code(note.message):
             continue
         yield Finding(
             process=origin_of(note.message) or note.by,
@@ -369,6 +376,28 @@ def _differing(bundle: Bundle, *, since: float, until: float) -> Iterator[Findin
                     is_fact=True,
                     others=tuple(other for other in states if other != process),
                 )
+
+
+def _user_code(bundle: Bundle, *, since: float, until: float) -> Iterator[Finding]:
+    """Groups of which nothing came because the user's code failed at every attempt: a worker notes each."""
+    by_process: dict[str, list[Said]] = {}
+    for note in bundle.notes:
+        if since <= note.time <= until and is_of_the_users_code(note.message):
+            by_process.setdefault(note.by, []).append(note)
+    for process, notes in by_process.items():
+        if len(notes) < USER_GROUPS:
+            continue
+        last = notes[-1]
+        yield Finding(
+            process=process,
+            kind=FaultKind.USER_CODE,
+            onset=notes[0].time,
+            until=last.time,
+            strength=0.85,
+            what=f"nothing came of {len(notes)} groups; the last: {_short(last.message)}",
+            evidence=(Evidence(last.source, last.time, _short(last.message)),),
+            is_fact=True,
+        )
 
 
 def _figures(bundle: Bundle, process: str) -> str:

@@ -42,6 +42,8 @@ RETRANSMIT_FACTOR = 6.0
 BACKOFF = 3
 IN_VAIN_S = 1.6
 """So long nothing was acknowledged though it was sent again."""
+SAMPLE_S = 1.1
+"""Figures come once a second: one may tell of what was before."""
 GAP_S = 4.2
 MOST_SHOWN = 4
 ALL = 0.7
@@ -120,7 +122,9 @@ class _Signs:
 
 def network_troubles(bundle: Bundle, baselines: Baselines, *, since: float, at: float) -> list[Finding]:
     signs = _Signs(bundle, baselines, since=max(since, baselines.settled), at=at)
-    found = [_cut(bundle, signs, process, points) for process, points in _blamed(signs, signs.in_vain)]
+    found = [
+        _cut_or_lost(bundle, signs, process, points) for process, points in _blamed(signs, signs.in_vain)
+    ]
     found += [
         _late_or_lost(bundle, signs, process, points)
         for process, points in _blamed(signs, signs.late)
@@ -242,10 +246,18 @@ def _usual_loss(bundle: Bundle, baselines: Baselines, process: str, *, at: float
 # What it is.
 
 
-def _cut(bundle: Bundle, signs: _Signs, process: str, points: list[Point]) -> Finding:
+def _cut_or_lost(bundle: Bundle, signs: _Signs, process: str, points: list[Point]) -> Finding:
+    """Where much is lost, one of its connections may be in vain for seconds while something comes through by others."""
     worst = max(points, key=lambda point: point.value)
     # Each try waits twice as long as the one before, from 0.2 s on.
     onset = min(point.time - 0.2 * (2**point.value - 1) for point in points)
+    again = [
+        point
+        for point in signs.again
+        if process in point.key[:2] and onset + SAMPLE_S < point.time <= points[-1].time
+    ]
+    if len({point.pair for point in again}) > 1:
+        return _lost(bundle, signs, process, again)
     words = "nothing is acknowledged, though it was sent again and again"
     return _finding(bundle, signs, process, points, FaultKind.NETWORK_CUT, onset, worst, words, 0.78)
 

@@ -31,8 +31,9 @@ _NETWORK = frozenset({_K.NETWORK_CUT, _K.NETWORK_DELAY, _K.NETWORK_LOSS})
 _MOMENTARY = _NETWORK | {_K.CPU, _K.SLOW, _K.DEVICE, _K.DISK_SLOW}
 """What a neighbour may show for a moment while somebody is replaced."""
 _SLOW = frozenset({_K.SLOW, _K.DEVICE})
-PATIENCE_S = 2.5
-"""That somebody is slow is said when what would explain it had time to show: figures come once a second."""
+PATIENCE_S = {_K.SLOW: 4.5, _K.DEVICE: 2.5, _K.NETWORK_LOSS: 2.8}
+"""Not said before what would explain it, or tell which end it is, had time to show: figures come once a second, and it
+takes three until nothing that was sent is surely acknowledged."""
 _DISK = frozenset({_K.DISK_FULL, _K.DISK_SLOW, _K.DISK_ERROR})
 
 EXPLAINS_AT_HOME: dict[FaultKind, frozenset[FaultKind]] = {
@@ -116,7 +117,7 @@ def judge(bundle: Bundle, baselines: Baselines, *, begin: float, since: float, a
 
 
 def _is_early(finding: Finding, *, at: float) -> bool:
-    return finding.kind in _SLOW and not finding.is_fact and at - finding.onset < PATIENCE_S
+    return not finding.is_fact and at - finding.onset < PATIENCE_S.get(finding.kind, 0.0)
 
 
 def _explains(bundle: Bundle, cause: Finding, other: Finding) -> bool:
@@ -192,10 +193,10 @@ def _cause(bundle: Bundle, candidate: Candidate, *, at: float) -> Cause:
 
 
 def _why_not(bundle: Bundle, baselines: Baselines, candidates: list[Candidate], *, at: float) -> str:
-    if at < baselines.settled:
-        return "the run is warming up, and nothing has failed"
     if not bundle.processes:
         return "nothing was recorded of its processes"
+    if at < baselines.settled:
+        return "the run is warming up, and nothing has failed"
     if candidates:
         best = max(candidates, key=lambda each: each.confidence)
         return (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from kintsugi.diagnosis.evidence import MASTER, Bundle, End, Phase, Said, Step, known_role
+from kintsugi.diagnosis.evidence import MASTER, OVER, Bundle, End, News, Phase, Said, Step, known_role
 from kintsugi.errors import UserError
 from kintsugi.observe.events import (
     Alert,
@@ -23,13 +23,17 @@ from kintsugi.observe.events import (
     Stamp,
     Transition,
 )
-from kintsugi.observe.figures import Sample
+from kintsugi.observe.figures import ClockSample, Sample
 from kintsugi.observe.lines import LineTail, paths_of
 
 SEARCHED_SIZE = 64 << 10
 """So much of a file is read rather than searched for where to begin."""
 
+CLOCKS_S = 60.0
+"""Where a file is read from is found by its host's own clock, which may be wrong by as much."""
+
 SPAN = b'"kind":"Span"'
+CLOCK = b'"kind":"ClockSample"'
 
 _stamp_decoder = msgspec.json.Decoder(Stamp)
 _event_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
@@ -54,45 +58,55 @@ class Reader:
             for path in self._files(self._run_dir / folder):
                 tail = self._tails.get(path)
                 if tail is None:
-                    tail = self._tails[path] = LineTail(path, offset=_offset_at(path, self._since))
+                    tail = self._tails[path] = LineTail(path, offset=_offset_at(path, self._since - CLOCKS_S))
                 while lines := tail.lines():
                     take(path.stem.partition(".")[0], lines, until)
         self.bundle.sort()
         return self.bundle
 
     def _files(self, folder: Path) -> list[Path]:
-        """Those of agents first: they say which host is which. Of bounded logs the old ones, if they are new to us."""
-        current = sorted(
-            path for path in folder.glob("*.jsonl") if path.stem.removesuffix(".spans").count(".") == 0
-        )
+        """Those of agents first: they say which host is which, and how its clock is. Of bounded logs the old ones, if
+        they are new to us. Spans of single samples are many, and say nothing that is looked for."""
         files = []
-        for path in current:
-            if not _is_of_the_run(path.stem.removesuffix(".spans")):
+        for path in sorted(folder.glob("*.jsonl")):
+            if "." in path.stem or not _is_of_the_run(path.stem):
                 continue
             known = path in self._tails
             files += [path] if known else [old for old in paths_of(path) if _reaches(old, self._since)]
         return files
 
-    def _take_figures(self, process: str, lines: Iterable[bytes], until: float) -> None:
-        take = self.bundle.take
+    def _take_figures(self, process: str, lines: list[bytes], until: float) -> None:
+        take, corrected = self.bundle.take, self.bundle.corrected
+        self._take_clocks(process, [line for line in lines if CLOCK in line])
         for line in lines:
             try:
                 stamp = _stamp_decoder.decode(line)
-                if self._since <= stamp.time <= until:
-                    take(stamp.time, stamp.monotonic, process, _sample_decoder.decode(line))
+                time = corrected(process, stamp.time)
+                if self._since <= time <= until:
+                    take(time, stamp.monotonic, process, _sample_decoder.decode(line))
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 continue
 
-    def _take_events(self, process: str, lines: Iterable[bytes], until: float) -> None:
-        offset = self.bundle.offsets.get(self.bundle.host(process), 0.0)
+    def _take_clocks(self, process: str, lines: Iterable[bytes]) -> None:
+        """Before what they correct."""
+        for line in lines:
+            try:
+                stamp, sample = _stamp_decoder.decode(line), _sample_decoder.decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                continue
+            if isinstance(sample, ClockSample):
+                self.bundle.take_clock(stamp.time, process, sample)
+
+    def _take_events(self, process: str, lines: list[bytes], until: float) -> None:
         is_master = process == MASTER
         for line in lines:
             if not is_master and SPAN in line:
-                continue  # Stations of single samples: many, and the master's spans say how long each stage took.
+                continue  # The master's say how long a step took; nothing else is looked for.
             try:
                 stamp = _stamp_decoder.decode(line)
-                if self._since <= stamp.time <= until:
-                    take_event(self.bundle, stamp.time - offset, process, _event_decoder.decode(line))
+                time = self.bundle.corrected(process, stamp.time)
+                if self._since <= time <= until:
+                    take_event(self.bundle, time, process, _event_decoder.decode(line))
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 continue
 
@@ -107,20 +121,24 @@ def take_event(bundle: Bundle, time: float, process: str, event: Event) -> None:
     bundle.at = max(bundle.at, time)
     bundle.began = min(bundle.began, time) if bundle.began else time
     match event:
-        case Span(name=name, duration_s=duration_s, attributes=attributes):
-            if process == MASTER and name == "step":
-                bundle.steps.append(Step(time, int(attributes.get("step", 0)), duration_s))
-            bundle.spans[process][name].add(time, duration_s)
+        case Span(name="step", duration_s=duration_s, attributes=attributes) if process == MASTER:
+            bundle.steps.append(Step(time, int(attributes.get("step", 0)), duration_s))
         case Transition(machine="master", key="run", after=after, reason=reason):
             bundle.phases.append(Phase(time, after, reason))
         case FaultSeen(fault=fault):
-            bundle.faults.append(Said(fault.time or time, process, fault.message, fault))
+            moment = bundle.moment_of(fault, by=process, told=time)
+            bundle.faults.append(Said(moment, process, fault.message, fault))
+            bundle.news.append(News(moment, process, event))
         case Alert(message=message):
             bundle.alerts.append(Said(time, process, message))
+            bundle.news.append(News(time, process, event))
         case Note(message=message):
             bundle.notes.append(Said(time, process, message))
         case ProcessBegan(pid=pid):
             bundle.births[process].append((time, pid))
+            if process == MASTER and bundle.phases and bundle.phases[-1].name in OVER:
+                # A master tells of its phases when it leaves one: the first of a run that is resumed has no word.
+                bundle.phases.append(Phase(time, "starting", "the run is resumed"))
         case ProcessEnded():
             bundle.goodbyes[process].append(time)
         case ProcessGone():
@@ -128,6 +146,7 @@ def take_event(bundle: Bundle, time: float, process: str, event: Event) -> None:
             bundle.ends.append(
                 End(time, event.of, event.pid, event.status, event.how, event.oom, event.ordered, source)
             )
+            bundle.news.append(News(time, process, event))
         case _:
             pass
 

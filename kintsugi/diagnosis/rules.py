@@ -19,6 +19,8 @@ from kintsugi.types import Role
 
 GAP_S = 3.2
 """Wrong moments so close to each other are one trouble; samples come once a second, and may be late."""
+TRIES_S = 6.2
+"""The same for tries that fail, of which each may take a few seconds."""
 SMOOTH_S = 2.6
 """Rates are looked at over so long: in one second on a busy host anything happens."""
 
@@ -39,6 +41,7 @@ class Level(msgspec.Struct, frozen=True):
     strength: float
     words: str
     """`{value}`, `{usual}`, `{others}` are filled in."""
+    gap_s: float = GAP_S
 
 
 PROCESS_LEVELS = (
@@ -60,6 +63,14 @@ HOST_LEVELS = (
           "its host lost {value:.0%} of its processors to others, usually {usual:.0%}"),
     Level("resolve_s", FaultKind.DNS, 0.7, 8.0, 0.0, 1, 0.85,
           "resolving the master's name takes {value:.1f} s, usually {usual:.3f} s"),
+    Level("resolve_pending_s", FaultKind.DNS, 1.5, 8.0, 0.0, 2, 0.85,
+          "the master's name is not resolved after {value:.1f} s", TRIES_S),
+    Level("resolve_errors", FaultKind.DNS, 0.25, 8.0, 0.0, 2, 0.85,
+          "the master's name can not be resolved: {value:.1f} tries a second fail", TRIES_S),
+    Level("fsync_errors", FaultKind.DISK_ERROR, 0.25, 8.0, 0.0, 2, 0.8,
+          "the disk of its host refuses a small write: {value:.1f} tries a second fail", TRIES_S),
+    Level("device_memory_share", FaultKind.DEVICE_MEMORY, 0.97, 1.15, 0.0, 3, 0.6,
+          "an accelerator of its host has {value:.0%} of its memory in use, usually {usual:.0%}"),
 )  # fmt: skip
 
 SLOWDOWN_FACTOR = 3.0
@@ -241,7 +252,11 @@ class _Look:
             )
 
     def standstills(self, process: str) -> Iterator[Finding]:
-        """Stands still again and again, neither stopped nor waiting for a disk: its device holds it up."""
+        """Stands still again and again, neither stopped nor waiting for a disk: its device holds it up.
+
+        Uninterruptible (D) is how a call into a driver that does not come back looks from outside, and how a process
+        looks whose control group is frozen for moments.
+        """
         seen = [each for each in self._bundle.states.get(process, ()) if self._since <= each[0] <= self._at]
         bad: list[tuple[float, float]] = []
         for index in range(STILL_OF - 1, len(seen)):
@@ -361,7 +376,7 @@ class _Look:
     def _voice(self, host: str, kind: FaultKind) -> str:
         """The process that stands for a host: whoever suffers most from what is wrong there."""
         here = [process for process, where in self._bundle.host_of.items() if where == host]
-        figure = {FaultKind.DISK_SLOW: "io_delay", FaultKind.MEMORY: "memory_bytes"}.get(kind)
+        figure = _SUFFERED.get(kind)
         if figure is not None:
             suffers = [
                 (_recent(self._bundle.processes[process][figure], self._at), process)
@@ -393,7 +408,7 @@ class _Look:
                 if value < level.peers * elsewhere:
                     continue
             bad.append((time, value))
-        for group in intervals(bad, gap_s=GAP_S):
+        for group in intervals(bad, gap_s=level.gap_s):
             if len(group) < level.moments:
                 continue
             value = max(value for _, value in group)
@@ -426,6 +441,14 @@ class _Look:
             is_fact=is_fact,
             rules_out=rules_out,
         )
+
+
+_SUFFERED = {
+    FaultKind.DISK_SLOW: "io_delay",
+    FaultKind.MEMORY: "memory_bytes",
+    FaultKind.DEVICE_MEMORY: "device_memory_bytes",
+}
+"""In which figure of a process it shows what is wrong with its host."""
 
 
 def _times(track: Track, since: float, at: float) -> list[float]:

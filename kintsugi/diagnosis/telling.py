@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 
 import msgspec
 
 from kintsugi.diagnosis.verdict import Cause, Diagnosis
+from kintsugi.observe.lines import lines_in, paths_of
+from kintsugi.observe.verdicts import DIAGNOSES_FILE
 
-DIAGNOSES_FILE = "diagnoses.jsonl"
 MOST_EARLIER = 5
 
 
@@ -57,18 +59,16 @@ def _cause_lines(number: int, cause: Cause) -> Iterator[str]:
 def earlier(run_dir: Path, *, before: float) -> list[tuple[float, Cause]]:
     """What the watcher has said of a run, each cause once, with when it was said."""
     told: dict[tuple[str, str, int], tuple[float, Cause]] = {}
-    try:
-        lines = (run_dir / DIAGNOSES_FILE).read_bytes().partition(b"\0")[0].split(b"\n")
-    except FileNotFoundError:
-        return []
-    for line in filter(None, lines):
+    for line in chain.from_iterable(
+        lines_in(path.read_bytes()) for path in paths_of(run_dir / DIAGNOSES_FILE)
+    ):
         try:
             diagnosis = msgspec.json.decode(line, type=Diagnosis)
-        except msgspec.MsgspecError:  # What a killed watcher left of a line.
+        except (msgspec.MsgspecError, UnicodeDecodeError):  # What a killed watcher left of a line.
             continue
         if diagnosis.at <= before:
             for cause in diagnosis.causes:
-                # The same trouble is told again when its words change; the last ones stay.
+                # The same trouble stands in every line that another has changed; its last words stay.
                 told[cause.process, cause.kind.value, round(cause.onset / 10)] = (diagnosis.at, cause)
     return sorted(told.values(), key=lambda each: each[1].onset)
 

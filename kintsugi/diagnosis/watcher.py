@@ -9,6 +9,7 @@ depends on it, and it depends on nobody: it may be killed at any time, and is st
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -20,21 +21,28 @@ import msgspec
 
 from kintsugi.config import MonitoringSection
 from kintsugi.diagnosis.diagnosing import Follower
+from kintsugi.diagnosis.notifying import CauseKey, cause_key, notification, notification_of
 from kintsugi.diagnosis.ranking import replaceable
 from kintsugi.diagnosis.symptoms import is_held_up
-from kintsugi.diagnosis.telling import DIAGNOSES_FILE
 from kintsugi.diagnosis.verdict import Cause, Diagnosis
 from kintsugi.errors import DeadlineExceeded, UserError
-from kintsugi.observe.alerts import Notification, Webhook
-from kintsugi.observe.events import Alert, EventLog, Note, ProcessBegan, ProcessEnded, events_path
+from kintsugi.observe.alerts import Webhook
+from kintsugi.observe.events import (
+    Alert,
+    EventLog,
+    Note,
+    ProcessBegan,
+    ProcessEnded,
+    ProcessGone,
+    events_path,
+)
 from kintsugi.observe.lines import LineFile
 from kintsugi.observe.prometheus import FiguresServer
-from kintsugi.observe.verdicts import hand_over
+from kintsugi.observe.verdicts import DIAGNOSES_FILE, WATCHER, hand_over
 from kintsugi.recipe import load_config
 from kintsugi.runtime import SYSTEM_CLOCK, Clock, wait
 from kintsugi.supervision import Verdict
 
-PROCESS = "watcher-0"
 EVERY_S = 1.0
 SURE = 0.8
 """A process is replaced only for a verdict that is surer than this, …"""
@@ -42,9 +50,11 @@ LASTING_S = 5.0
 """… and that has held for so long."""
 STILL_S = 2.5
 """What last showed longer ago may be over."""
+AGAIN_S = 60.0
+"""That a process is to be replaced is said again while it holds: the master may have been replaced itself."""
+LARGEST_SIZE = 4 << 20
+"""Of the file of verdicts; the three before it are kept too."""
 CONFIG_FILE = "config.yaml"
-
-_Key = tuple[str, str]
 
 
 class Watcher:
@@ -60,23 +70,25 @@ class Watcher:
     ) -> None:
         self._run_dir, self._log, self._webhook, self._clock = run_dir, log, webhook, clock
         self._follower = Follower(run_dir, clock=clock)
-        self._file = LineFile(run_dir / DIAGNOSES_FILE)
-        self._since: dict[_Key, float] = {}
+        self._file = LineFile(run_dir / DIAGNOSES_FILE, largest_size=LARGEST_SIZE)
+        self._since: dict[CauseKey, float] = {}
         """Verdicts that hold → since when they were told."""
-        self._handed: set[tuple[_Key, bool]] = set()
-        self._posted = clock.wall()
+        self._handed: dict[tuple[CauseKey, bool], float] = {}
+        """A verdict, and whether to replace → when the master was told of it."""
+        self._told_before = clock.wall()
+        """What happened before the first look was told by the watcher before."""
 
     def look(self) -> Diagnosis:
         """Diagnose this moment, and tell what is new."""
         diagnosis = self._follower.look()
         self._tell(diagnosis)
         self._hand_over(diagnosis)
-        self._post_alerts(diagnosis.at)
+        self._post_news()
         return diagnosis
 
     def _tell(self, diagnosis: Diagnosis) -> None:
         """The verdicts as a line whenever they change, and each new one as an alert."""
-        causes = {_key(cause): cause for cause in diagnosis.causes}
+        causes = {cause_key(cause): cause for cause in diagnosis.causes}
         if causes.keys() == self._since.keys():
             return
         with suppress(OSError):  # A full disk costs this line, not the watch.
@@ -85,18 +97,19 @@ class Watcher:
             if key not in self._since:
                 values = {"confidence": cause.confidence, "onset": cause.onset}
                 self._log.emit(Alert(f"cause {cause.kind.value}: {cause.summary}", values))
-                self._post(diagnosis.at, cause.process, "diagnosis", cause.summary, cause)
+                if self._webhook is not None:
+                    self._webhook.send(notification_of(cause, run=str(self._run_dir), time=diagnosis.at))
         self._since = {key: self._since.get(key, diagnosis.at) for key in causes}
-        self._handed = {each for each in self._handed if each[0] in causes}
+        self._handed = {each: at for each, at in self._handed.items() if each[0] in causes}
 
     def _hand_over(self, diagnosis: Diagnosis) -> None:
-        """Every verdict once; and once more when it is clear that the run would do better with another process."""
+        """Every verdict once; and again, while it is clear that the run would do better with another process."""
         for cause in diagnosis.causes:
-            key = _key(cause)
+            key = cause_key(cause)
             replace = self._is_to_replace(cause, diagnosis)
-            if (key, replace) in self._handed:
+            handed_at = self._handed.get((key, replace))
+            if handed_at is not None and not (replace and diagnosis.at - handed_at >= AGAIN_S):
                 continue
-            self._handed.add((key, replace))
             verdict = Verdict(
                 process=cause.process,
                 incarnation=self._follower.bundle.incarnations.get(cause.process, ""),
@@ -107,48 +120,38 @@ class Watcher:
                 path=tuple(dict.fromkeys(hop.process for hop in cause.path)),
                 replace=replace,
             )
-            with suppress(OSError):
+            with suppress(OSError):  # It is tried again at the next look.
                 hand_over(self._run_dir, verdict)
+                self._handed[key, replace] = diagnosis.at
 
     def _is_to_replace(self, cause: Cause, diagnosis: Diagnosis) -> bool:
         """Only who is alone in it: where several suffer, another process would suffer too."""
         if len(diagnosis.causes) > 1 or cause.confidence < SURE or not replaceable(cause):
             return False
         shown = max(evidence.time for evidence in cause.evidence)
-        if diagnosis.at - self._since[_key(cause)] < LASTING_S or diagnosis.at - shown > STILL_S:
+        if diagnosis.at - self._since[cause_key(cause)] < LASTING_S or diagnosis.at - shown > STILL_S:
             return False
         follower = self._follower
         return is_held_up(follower.bundle, follower.baselines, since=cause.onset, at=diagnosis.at)
 
     # To people who are elsewhere.
 
-    def _post_alerts(self, now: float) -> None:
-        """What the processes of the run raised themselves."""
+    def _post_news(self) -> None:
+        """What the processes of the run said themselves, and was read since the last look, whenever it happened."""
+        bundle = self._follower.bundle
+        news, bundle.news = sorted(bundle.news, key=lambda each: each.time), []
+        before, self._told_before = self._told_before, -math.inf
         if self._webhook is None:
             return
-        bundle = self._follower.bundle
-        for kind, said in (("fault", bundle.faults), ("alert", bundle.alerts)):
-            for each in said:
-                if self._posted < each.time <= now:
-                    process = each.fault.process if each.fault is not None else each.by
-                    self._post(each.time, process, kind, each.message, each.fault)
-        self._posted = now
-
-    def _post(self, time: float, process: str, kind: str, text: str, details: object) -> None:
-        if self._webhook is not None:
-            plain = msgspec.to_builtins(details)
-            run = str(self._run_dir)
-            self._webhook.send(
-                Notification(run=run, time=time, process=process, kind=kind, text=text, details=plain)
-            )
+        for each in news:
+            ends_with_the_run = isinstance(each.event, ProcessGone) and bundle.is_over(each.time)
+            said = notification(str(self._run_dir), each.time, each.process, each.event)
+            if said is not None and each.time > before and not ends_with_the_run:
+                self._webhook.send(said)
 
     def close(self) -> None:
         self._follower.close()
         self._file.close()
-
-
-def _key(cause: Cause) -> _Key:
-    return cause.process, cause.kind.value
 
 
 def run(run_dir: Path, section: MonitoringSection, *, lifeline: int, log: EventLog) -> None:
@@ -156,7 +159,7 @@ def run(run_dir: Path, section: MonitoringSection, *, lifeline: int, log: EventL
     with ExitStack() as stack:
         if section.port:
             try:
-                stack.enter_context(FiguresServer(run_dir, host="127.0.0.1", port=section.port))
+                stack.enter_context(FiguresServer(run_dir, host=section.host, port=section.port))
             except UserError as error:  # The run goes on without it.
                 log.emit(Alert(f"no figures for Prometheus: {error}"))
         webhook = None
@@ -185,16 +188,21 @@ def main(arguments: list[str]) -> int:
     run_dir, lifeline = Path(arguments[0]), int(arguments[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    log = EventLog(events_path(run_dir, PROCESS), process=PROCESS)
+    log = EventLog(events_path(run_dir, WATCHER), process=WATCHER)
     path = run_dir / CONFIG_FILE
     log.emit(ProcessBegan("watcher", str(os.getpid()), os.getpid()))
+    code, reason = 1, ""
     try:
         section = load_config(path).monitoring if path.exists() else MonitoringSection()
         run(run_dir, section, lifeline=lifeline, log=log)
+        code = 0
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise
     finally:
-        log.emit(ProcessEnded(0, ""))
+        log.emit(ProcessEnded(code, reason))
         log.close()
-    return 0
+    return code
 
 
 if __name__ == "__main__":

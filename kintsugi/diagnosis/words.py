@@ -54,6 +54,7 @@ _BY_WORDS: tuple[tuple[str, FaultKind], ...] = (
     (r"has not answered (?:LeaseRecalled|LeaseGranted|LeaseFenced)", _K.HANDOVER),
     (r"\bxid\b|ecc error|device.{0,20}lost|illegal memory access", _K.DEVICE),
 )
+_USERS = re.compile(r"\b(?:quarantined|count as wrong; \S+): (?:reward '|`\w+` of the environment\b|agent `)")
 _WORDS = tuple((re.compile(words, re.IGNORECASE), kind) for words, kind in _BY_WORDS)
 _STATE = re.compile(r"\b(model-\d+) ([0-9a-f]{6,})\b")
 _COMMITTED = re.compile(r"\bcommitted with state ([0-9a-f]{6,})\b")
@@ -67,6 +68,15 @@ def kind_of(message: str) -> FaultKind | None:
     'disk_full'
     """
     return next((kind for words, kind in _WORDS if words.search(message)), None)
+
+
+def is_of_the_users_code(message: str) -> bool:
+    """Whether samples were set aside because a reward, an environment or an agent program failed.
+
+    >>> is_of_the_users_code("grpo:0:17 quarantined: reward 'brevity' raised KeyError: 'answer'")
+    True
+    """
+    return _USERS.search(message) is not None
 
 
 def kind_of_fault(fault: Fault) -> FaultKind | None:

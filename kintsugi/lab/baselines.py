@@ -7,7 +7,7 @@ as that kind. What the diagnosis itself has written is not read. Pure but for re
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 
@@ -25,7 +25,7 @@ FIRST_ERROR = "first_error"
 _WORDS: tuple[tuple[str, FaultKind], ...] = (
     (r"cuda out of memory|device.{0,20}out of memory|DeviceOutOfMemory", FaultKind.DEVICE_MEMORY),
     (
-        r"out of memory|\boom\b|can.?not allocate memory|can.t allocate memory|\\bMemoryError",
+        r"out of memory|\boom\b|can.?not allocate memory|can.t allocate memory|\bMemoryError",
         FaultKind.MEMORY,
     ),
     (r"no space left|StorageFull|disk (?:is )?full", FaultKind.DISK_FULL),
@@ -43,7 +43,7 @@ _WORDS: tuple[tuple[str, FaultKind], ...] = (
 )
 """What a word in a message makes people think of; the first that fits."""
 _KINDS = tuple((re.compile(words, re.IGNORECASE), kind) for words, kind in _WORDS)
-_ERROR = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b|^\w*(?:Error|Exception|Timeout)\b|^Traceback|^Killed")
+_ERROR = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b|^[\w.]*(?:Error|Exception|Timeout)\b|^Traceback|^Killed")
 _TRACEBACK = re.compile(r"^Traceback")
 _STAMP = re.compile(r"^\W?(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)[.,]?(\d*)")
 
@@ -58,9 +58,21 @@ class ErrorLine(msgspec.Struct, frozen=True):
     source: str
 
 
-def errors_in(run_dir: Path, *, since: float = 0.0, until: float = float("inf")) -> list[ErrorLine]:
-    """Every error that the run's processes have told, by time."""
-    told = [*_from_events(read_events(run_dir)), *_from_logs(run_dir / "logs")]
+LogSizes = Mapping[str, int]
+"""Name of a log → bytes that it had at some moment."""
+
+
+def log_sizes(run_dir: Path) -> dict[str, int]:
+    """Of now. Most lines of a log carry no time and successors append to it: what is older than a moment is known by
+    where it stands, and by nothing else."""
+    return {path.name: path.stat().st_size for path in (run_dir / "logs").glob("*.log")}
+
+
+def errors_in(
+    run_dir: Path, *, since: float = 0.0, until: float = float("inf"), beyond: LogSizes | None = None
+) -> list[ErrorLine]:
+    """Every error that the run's processes have told, by time; of logs only what stands beyond those sizes."""
+    told = [*_from_events(read_events(run_dir)), *_from_logs(run_dir / "logs", beyond or {})]
     return sorted((each for each in told if since <= each.t <= until), key=lambda each: each.t)
 
 
@@ -87,13 +99,17 @@ def _is_of_the_run(process: str) -> bool:
         return False
 
 
-def _from_logs(folder: Path) -> Iterator[ErrorLine]:
+def _from_logs(folder: Path, beyond: LogSizes) -> Iterator[ErrorLine]:
     for path in sorted(folder.glob("*.log")):
         t = path.stat().st_mtime
-        for line in path.read_text(errors="replace").splitlines():
+        for line in _new_in(path, beyond).decode(errors="replace").splitlines():
             t = stamp_of(line) or t
             if _ERROR.search(line) and not _TRACEBACK.match(line):
                 yield ErrorLine(t, path.stem, line.strip()[:500], f"logs/{path.name}")
+
+
+def _new_in(path: Path, beyond: LogSizes) -> bytes:
+    return path.read_bytes()[beyond.get(path.name, 0) :]
 
 
 def stamp_of(line: str) -> float | None:
@@ -146,7 +162,15 @@ class Reading(msgspec.Struct, frozen=True):
     lines: int
 
 
-def to_read(run_dir: Path, *, target: str, since: float, until: float, log: str = MASTER) -> Reading:
+def to_read(
+    run_dir: Path,
+    *,
+    target: str,
+    since: float,
+    until: float,
+    log: str = MASTER,
+    beyond: LogSizes | None = None,
+) -> Reading:
     """Without a diagnosis: the master's log, and, since nobody says which one it was, those of every process of the
     culprit's role; of each what was written between the cause and the error that was seen."""
     role = target.rsplit("-", 1)[0]
@@ -155,7 +179,7 @@ def to_read(run_dir: Path, *, target: str, since: float, until: float, log: str 
         if name != log and name.rsplit("-", 1)[0] != role:
             continue
         count = sum(
-            sum(since <= t <= until for t in _times(path))
+            sum(since <= t <= until for t in _times(path, beyond or {}))
             for path in (run_dir / "events" / f"{name}.jsonl", run_dir / "logs" / f"{name}.log")
             if path.is_file() and path.stat().st_size
         )
@@ -168,10 +192,10 @@ class _Stamped(msgspec.Struct):
     time: float
 
 
-def _times(path: Path) -> Iterator[float]:
+def _times(path: Path, beyond: LogSizes) -> Iterator[float]:
     t = path.stat().st_mtime
     decoder = msgspec.json.Decoder(_Stamped)
-    for line in path.read_bytes().partition(b"\0")[0].splitlines():
+    for line in _new_in(path, beyond).partition(b"\0")[0].splitlines():
         if path.suffix == ".jsonl":
             try:
                 yield decoder.decode(line).time

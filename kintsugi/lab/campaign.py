@@ -2,37 +2,48 @@
 
 until well ─► inject, or not ─► a verdict, or ten seconds ─► undo ─► how much it really did ─► the next
 
-Cases share a cluster; one that does not become well again is replaced by a new one, and counted. A fault that changed
-nothing in the run does not count: there was nothing to find.
+Cases share a cluster; one that does not become well again is replaced by a new one, and why is written down: a
+diagnosis that goes on naming something where nothing is wrong is a false alarm. A fault that changed nothing in the run
+was not there to be found; naming something else is wrong all the same.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from kintsugi.config import Config
 from kintsugi.diagnosis.verdict import Cause
 from kintsugi.errors import DeadlineExceeded, KintsugiError, ProcessDied, RunFailed
 from kintsugi.lab import baselines, scoring
 from kintsugi.lab.blind import BlindDiagnosis, Look
-from kintsugi.lab.cases import WINDOW_S, Benign, Case, CaseClass
+from kintsugi.lab.campaign_records import (
+    OURS,
+    Answer,
+    CampaignFile,
+    CaseRecord,
+    Reason,
+    Unwell,
+    counted_as,
+    named,
+    summed,
+    told,
+)
+from kintsugi.lab.cases import LEAST_FAULT_S, WINDOW_S, Benign, Case
 from kintsugi.lab.experiments import Phase, Places, Profile
 from kintsugi.lab.impacts import impact_of
 from kintsugi.lab.injecting import Injector
 from kintsugi.lab.injection import Injected
-from kintsugi.lab.records import CAMPAIGN_FILE, host_facts, now_as_text, write_json
-from kintsugi.lab.scoring import Scored
+from kintsugi.lab.records import CAMPAIGN_FILE, write_json
 from kintsugi.lab.systems import System, system_for
 from kintsugi.lab.watching import Watch
 from kintsugi.runtime import SYSTEM_CLOCK, Child, SystemProcesses
 from kintsugi.scaling import scale_run
+from kintsugi.types import Role, process_id
 
 LOOK_S = 0.05
 START_TIMEOUT_S = 120.0
@@ -43,57 +54,10 @@ WELL_STEPS = 3
 """Committed since the last case."""
 WELL_LOOKS = 2
 """In a row that found nothing."""
-LEAST_FAULT_S = 3.0
-"""A fault lasts at least so long, or its effect could not be told from none."""
-METHODS = ("ours", baselines.LAST_ERROR, baselines.FIRST_ERROR)
+PHASE_TIMEOUT_S = 30.0
+"""Until the run evaluates or saves by itself."""
 
 Say = Callable[[str], None]
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """What one method said, and when."""
-
-    causes: tuple[Cause, ...]
-    t: float | None
-
-
-class CaseRecord(msgspec.Struct, frozen=True, kw_only=True, rename={"what": "class"}):
-    number: int
-    faults: tuple[dict[str, Any], ...]
-    what: CaseClass
-    benign: str
-    planned: tuple[str, ...]
-    """`network_delay model-1`: what was to be done, also where it could not be."""
-    impact: dict[str, Any]
-    counted: bool
-    why_not: str
-    """Empty where it counted."""
-    diagnoses: dict[str, Answer]
-    scores: dict[str, Scored]
-    top1: bool
-    top3: bool
-    path: bool
-    onset_error_s: float | None
-    verdict_s: float | None
-    files: int
-    lines: int
-    seconds: float
-
-
-class CampaignFile(msgspec.Struct, frozen=True, kw_only=True):
-    host: dict[str, str]
-    date: str
-    seed: int
-    cases: tuple[CaseRecord, ...]
-    table: dict[str, scoring.Row]
-    by_kind: dict[str, dict[str, float]]
-    """Ability → cases and top-1 of ours."""
-    not_counted: dict[str, int]
-    """Reason → cases."""
-    clusters: int
-    seconds: float
-    crashes: tuple[str, ...] = ()
-    """Of the diagnosis itself."""
 
 
 class Cluster:
@@ -146,18 +110,30 @@ class Cluster:
             self._blind = BlindDiagnosis(self.run_dir, folder=self._folder)
             return []
 
-    def until_well(self) -> bool:
-        """Steps go on and nobody finds anything; False if that does not come."""
+    def until_well(self) -> tuple[Reason, tuple[Cause, ...]] | None:
+        """Until steps go on and nobody finds anything. Else: what is not so, and what was last named."""
         reached = self.watch.step
         quiet = 0
+        last: tuple[Cause, ...] = ()
+
+        def steps_go_on() -> bool:
+            return self.watch.step >= reached + WELL_STEPS
 
         def well() -> bool:
-            nonlocal quiet
+            nonlocal quiet, last
             for look in self.looks():
+                last = _causes(look) or last
                 quiet = 0 if _causes(look) else quiet + 1
-            return quiet >= WELL_LOOKS and self.watch.step >= reached + WELL_STEPS
+            return quiet >= WELL_LOOKS and steps_go_on()
 
-        return self.until(well, timeout_s=WELL_TIMEOUT_S) and self.system.run.running
+        is_well = self.until(well, timeout_s=WELL_TIMEOUT_S)
+        if not self.system.run.running:
+            return Reason.ENDED, last
+        if is_well:
+            return None
+        if not steps_go_on():
+            return Reason.NO_STEPS, last
+        return (Reason.ALARM if last else Reason.NO_LOOKS), last
 
     def until(self, condition: Callable[[], bool], *, timeout_s: float) -> bool:
         """Whether it came to hold in time."""
@@ -186,6 +162,7 @@ class Campaign:
         self._say = say
         self._cluster: Cluster | None = None
         self._clusters = 0
+        self._unwell: list[Unwell] = []
         self._crashes: list[str] = []
 
     def run(self, cases: Sequence[Case]) -> CampaignFile:
@@ -202,10 +179,15 @@ class Campaign:
         return self._summed(records)
 
     def _summed(self, records: Sequence[CaseRecord]) -> CampaignFile:
-        seconds = SYSTEM_CLOCK.monotonic() - self._began
-        result = summed(records, seed=self._seed, clusters=self._clusters, seconds=seconds)
         lasting = self._cluster.crashes if self._cluster is not None else []
-        return msgspec.structs.replace(result, crashes=(*self._crashes, *lasting))
+        return summed(
+            records,
+            seed=self._seed,
+            clusters=self._clusters,
+            seconds=SYSTEM_CLOCK.monotonic() - self._began,
+            unwell=self._unwell,
+            crashes=[*self._crashes, *lasting],
+        )
 
     def _replace(self) -> None:
         if self._cluster is not None:
@@ -213,48 +195,69 @@ class Campaign:
             self._cluster.close()
             self._cluster = None
 
-    def _well(self) -> Cluster:
-        """The cluster, whole; another one where this one did not become so."""
-        if self._cluster is not None and not self._cluster.until_well():
-            self._say("  the cluster did not become well; a new one")
+    def _well(self, number: int) -> Cluster:
+        """The cluster, whole, for this case; another one where this one did not become so."""
+        if self._cluster is not None and not self._is_well(self._cluster, number):
             self._replace()
         if self._cluster is None:
             self._clusters += 1
             folder = self._folder / f"cluster-{self._clusters}"
             self._cluster = Cluster(self._config, places=self._places, folder=folder)
-            self._cluster.until_well()
+            self._is_well(self._cluster, number)
         return self._cluster
 
+    def _is_well(self, cluster: Cluster, number: int) -> bool:
+        found = cluster.until_well()
+        if found is not None:
+            reason, causes = found
+            self._give_up(Unwell(before=number, reason=reason, said=tuple(map(named, causes))))
+        return found is None
+
+    def _give_up(self, unwell: Unwell) -> None:
+        self._unwell.append(unwell)
+        said = f" ({', '.join(unwell.said)})" if unwell.said else ""
+        self._say(f"  the cluster is not well: {unwell.reason}{said}")
+
     def _one(self, case: Case) -> CaseRecord:
-        cluster = self._well()
+        cluster = self._well(case.number)
         start = SYSTEM_CLOCK.wall()
+        logs = baselines.log_sizes(cluster.run_dir)
         injected: list[Injected] = []
-        answer, why_not = Answer((), None), ""
-        try:
-            with self._doing(case, cluster, injected):
+        answer: Answer | None = None
+        why_not = trouble = ""
+        with ExitStack() as undoing:
+            try:
+                _begin(case, cluster, injected, undoing)
                 start = min((each.start for each in injected), default=SYSTEM_CLOCK.wall())
                 answer = self._verdict(cluster, since=start)
                 shown_s = SYSTEM_CLOCK.wall() - start
                 if injected and shown_s < LEAST_FAULT_S:
                     cluster.until(lambda: False, timeout_s=LEAST_FAULT_S - shown_s)
-        except KintsugiError as error:
-            why_not = f"{type(error).__name__}: {error}"
-        return self._record(case, cluster, injected, answer, start=start, why_not=why_not)
-
-    @contextmanager
-    def _doing(self, case: Case, cluster: Cluster, injected: list[Injected]) -> Iterator[None]:
-        """What the case does to the run, until it is left."""
-        try:
-            for number, injection in enumerate(case.injections):
-                injected.append(cluster.injector(number).begin(injection))
-            with _benign(case.benign, cluster):
-                yield
-        finally:
-            for number, each in enumerate(injected):
-                cluster.injector(number).end(each)
+            except KintsugiError as error:
+                # Once there is an answer, nothing that goes wrong takes the case out of the count.
+                message = f"{type(error).__name__}: {error}"
+                why_not, trouble = (message, "") if answer is None else ("", message)
+            try:
+                undoing.close()
+            except KintsugiError as error:
+                trouble = f"{type(error).__name__}: {error}"
+        record = _record(
+            case,
+            cluster,
+            injected,
+            answer or Answer((), None),
+            start=start,
+            logs=logs,
+            why_not=why_not,
+            trouble=trouble,
+        )
+        if trouble:
+            self._give_up(Unwell(before=case.number + 1, reason=Reason.NOT_UNDONE))
+            self._replace()
+        return record
 
     def _verdict(self, cluster: Cluster, *, since: float) -> Answer:
-        """The first look that names a cause; looks that began before the fault know nothing of it."""
+        """The first look that names a cause; one that was over before the fault began is none of this case."""
         found: list[Look] = []
 
         def said() -> bool:
@@ -265,59 +268,65 @@ class Campaign:
             return Answer((), None)
         return Answer(_causes(found[0]), found[0].t)
 
-    def _record(
-        self,
-        case: Case,
-        cluster: Cluster,
-        injected: Sequence[Injected],
-        answer: Answer,
-        *,
-        start: float,
-        why_not: str,
-    ) -> CaseRecord:
-        end = SYSTEM_CLOCK.wall()
-        errors = baselines.errors_in(cluster.run_dir, since=start, until=end)
-        last, first = baselines.last_error(errors), baselines.first_error(errors)
-        answers = {
-            "ours": answer,
-            baselines.LAST_ERROR: Answer((last,) if last else (), last.onset if last else None),
-            baselines.FIRST_ERROR: Answer((first,) if first else (), first.onset if first else None),
-        }
-        host_of = cluster.system.host_of()
-        culprits = [
-            scoring.culprit(each.injection.ability, target=each.process, start=each.start, host_of=host_of)
-            for each in injected
-        ]
-        scores = {
+
+def _begin(case: Case, cluster: Cluster, injected: list[Injected], undoing: ExitStack) -> None:
+    """What the case does to the run; of several faults, one that can not be undone keeps no other from it."""
+    for number, injection in enumerate(case.injections):
+        injector = cluster.injector(number)
+        injected.append(injector.begin(injection))
+        undoing.callback(injector.end, injected[-1])
+    undoing.enter_context(_benign(case.benign, cluster))
+
+
+def _record(
+    case: Case,
+    cluster: Cluster,
+    injected: Sequence[Injected],
+    answer: Answer,
+    *,
+    start: float,
+    logs: baselines.LogSizes,
+    why_not: str,
+    trouble: str,
+) -> CaseRecord:
+    end = SYSTEM_CLOCK.wall()
+    errors = baselines.errors_in(cluster.run_dir, since=start, until=end, beyond=logs)
+    answers = {
+        OURS: answer,
+        baselines.LAST_ERROR: _read_as(baselines.last_error(errors)),
+        baselines.FIRST_ERROR: _read_as(baselines.first_error(errors)),
+    }
+    host_of = cluster.system.host_of()
+    culprits = [
+        scoring.culprit(each.injection.ability, target=each.process, start=each.start, host_of=host_of)
+        for each in injected
+    ]
+    impact = impact_of(cluster.run_dir, injected, start=start, end=end, beyond=logs)
+    target = injected[0].process if injected else process_id(Role.MODEL, 0)
+    read = baselines.to_read(cluster.run_dir, target=target, since=start, until=end, beyond=logs)
+    return CaseRecord(
+        number=case.number,
+        faults=tuple(map(_fault, injected)),
+        what=case.what,
+        benign=case.benign.value if case.benign else "",
+        planned=tuple(f"{each.ability.value} {each.target}" for each in case.injections),
+        impact=impact,
+        counted=counted_as(has_faults=bool(injected), was_felt=impact["real"], why_not=why_not),
+        why_not=why_not,
+        trouble=trouble,
+        diagnoses=answers,
+        scores={
             method: scoring.score(said.causes, culprits, t=said.t, start=start)
             for method, said in answers.items()
-        }
-        impact = impact_of(cluster.run_dir, injected, start=start, end=end)
-        if not why_not and injected and not impact["real"]:
-            why_not = "the fault changed nothing"
-        ours = scores["ours"]
-        target = injected[0].process if injected else "model-0"
-        read = baselines.to_read(cluster.run_dir, target=target, since=start, until=end)
-        return CaseRecord(
-            number=case.number,
-            faults=tuple(_fault(each) for each in injected),
-            what=case.what,
-            benign=case.benign.value if case.benign else "",
-            planned=tuple(f"{each.ability.value} {each.target}" for each in case.injections),
-            impact=impact,
-            counted=not why_not,
-            why_not=why_not,
-            diagnoses=answers,
-            scores=scores,
-            top1=ours.top1,
-            top3=ours.top3,
-            path=ours.path,
-            onset_error_s=ours.onset_error_s,
-            verdict_s=ours.verdict_s,
-            files=read.files,
-            lines=read.lines,
-            seconds=end - start,
-        )
+        },
+        files=read.files,
+        lines=read.lines,
+        seconds=end - start,
+    )
+
+
+def _read_as(cause: Cause | None) -> Answer:
+    return Answer((cause,), cause.onset) if cause is not None else Answer((), None)
 
 
 def _causes(look: Look) -> tuple[Cause, ...]:
@@ -353,11 +362,21 @@ def _benign(what: Benign | None, cluster: Cluster) -> Iterator[None]:
             finally:
                 scale_run(cluster.run_dir, servers=servers, timeout_s=WELL_TIMEOUT_S)
         case Benign.EVALUATION | Benign.CHECKPOINT:
-            phase = Phase.EVALUATING if what is Benign.EVALUATION else Phase.SAVING
-            cluster.until(lambda: cluster.watch.phase == phase.value, timeout_s=WINDOW_S)
+            _await_phase(Phase.EVALUATING if what is Benign.EVALUATION else Phase.SAVING, cluster)
             yield
         case None:
             yield
+
+
+def _await_phase(phase: Phase, cluster: Cluster) -> None:
+    """Until it has begun, and it may be over as soon; DeadlineExceeded if it does not: then nothing was slow."""
+    before = len(cluster.watch.phases())
+
+    def has_begun() -> bool:
+        return any(name == phase.value for _, name in cluster.watch.phases()[before:])
+
+    if not cluster.until(has_begun, timeout_s=PHASE_TIMEOUT_S):
+        raise DeadlineExceeded(whom="the run", what=f"phase {phase.value}", waited_s=PHASE_TIMEOUT_S)
 
 
 @contextmanager
@@ -374,69 +393,3 @@ def _busy_host() -> Iterator[None]:
             each.send_signal(9)
             each.wait_ended(whom="a busy program", timeout_s=5.0)
             each.close()
-
-
-# The table.
-
-
-def told(record: CaseRecord) -> str:
-    done = ", ".join(record.planned) or record.benign or "nothing"
-    said = (
-        ", ".join(f"{cause.kind} {cause.process}" for cause in record.diagnoses["ours"].causes[:3])
-        or "nothing"
-    )
-    if not record.counted:
-        return f"{record.number}: {done}: does not count: {record.why_not}"
-    right = record.top1 if record.faults else not record.scores["ours"].said
-    after = f" after {record.verdict_s:.1f} s" if record.verdict_s is not None else ""
-    return f"{record.number}: {done}: said {said}{after}: {'right' if right else 'WRONG'}"
-
-
-def summed(records: Sequence[CaseRecord], *, seed: int, clusters: int, seconds: float) -> CampaignFile:
-    counted = [record for record in records if record.counted]
-    faulty = [record for record in counted if record.faults]
-    quiet = [record for record in counted if record.what in (CaseClass.BENIGN, CaseClass.HEALTHY)]
-    table = {
-        method: scoring.row([each.scores[method] for each in faulty], [each.scores[method] for each in quiet])
-        for method in METHODS
-    }
-    reasons: dict[str, int] = {}
-    for record in records:
-        if not record.counted:
-            reasons[record.why_not] = reasons.get(record.why_not, 0) + 1
-    return CampaignFile(
-        host=host_facts(),
-        date=now_as_text(),
-        seed=seed,
-        cases=tuple(records),
-        table=table,
-        by_kind=_by_kind(faulty),
-        not_counted=reasons,
-        clusters=clusters,
-        seconds=seconds,
-    )
-
-
-def _by_kind(faulty: Sequence[CaseRecord]) -> dict[str, dict[str, float]]:
-    found: dict[str, list[bool]] = {}
-    for record in faulty:
-        if record.what is CaseClass.FAULT:
-            found.setdefault(record.faults[0]["kind"], []).append(record.top1)
-    return {
-        kind: {"cases": len(right), "top1": sum(right) / len(right)} for kind, right in sorted(found.items())
-    }
-
-
-def table_lines(table: Mapping[str, scoring.Row]) -> Iterator[str]:
-    """For the terminal."""
-    heads = {"cases": 6, "top-1": 7, "top-3": 7, "path": 7, "abstained": 11, "misdiagnosed": 14}
-    yield " " * 14 + "".join(
-        f"{head:>{width}}" for head, width in {**heads, "onset": 9, "verdict": 9}.items()
-    )
-    for method, row in table.items():
-        onset = "–" if row.onset_error_s is None else f"{row.onset_error_s:.1f} s"
-        verdict = "–" if row.verdict_s is None else f"{row.verdict_s:.1f} s"
-        yield (
-            f"{method:14}{row.cases:>6}{row.top1:>7.0%}{row.top3:>7.0%}{row.path:>7.0%}{row.abstained:>11.0%}"
-            f"{row.misdiagnosed:>14.0%}{onset:>9}{verdict:>9}"
-        )

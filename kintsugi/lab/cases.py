@@ -20,6 +20,9 @@ T = TypeVar("T")
 
 WINDOW_S = 10.0
 """A case without a verdict is over then."""
+LEAST_FAULT_S = 6.0
+"""A fault lasts at least so long, whenever it is named: its effect has to show, and those who read logs have to have
+something to read."""
 MOMENT_TIMEOUT_S = 12.0
 
 

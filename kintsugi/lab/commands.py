@@ -26,9 +26,11 @@ def chosen(names: Sequence[str], *, profile: str) -> list[tuple[Loaded, Profile]
     wanted = [BOTH, Profile.OURS.value, Profile.FRAGILE.value]
     if profile not in wanted:
         raise UserError(f"--profile: expected {', '.join(wanted)}, got {profile!r}")
-    found = []
+    found: list[tuple[Loaded, Profile]] = []
     for name in names:
         loaded = experiments.find(name)
+        if any(loaded.experiment.name == other.experiment.name for other, _ in found):
+            raise UserError(f"expected every experiment once, got {loaded.experiment.name} twice")
         profiles = [
             each
             for each in loaded.experiment.profiles
@@ -85,7 +87,8 @@ def _check_abilities(pairs: Sequence[tuple[Loaded, Profile]]) -> None:
 
 
 def run_campaign(count: int, *, seed: int, folder: Path | None, json: Path | None, say: Say) -> None:
-    from kintsugi.lab.campaign import Campaign, table_lines
+    from kintsugi.lab.campaign import Campaign
+    from kintsugi.lab.campaign_records import table_lines
     from kintsugi.lab.cases import plan
     from kintsugi.lab.probing import abilities
 
@@ -97,7 +100,7 @@ def run_campaign(count: int, *, seed: int, folder: Path | None, json: Path | Non
     result = Campaign(config, places=CAMPAIGN_PLACES, folder=folder, seed=seed, say=say).run(cases)
     if json is not None:
         write_json(result, json)
-    for line in table_lines(result.table):
+    for line in table_lines(result):
         say(line)
     say(f"{folder / CAMPAIGN_FILE}: {result.seconds / 60:.0f} minutes, {result.clusters} clusters")
 
@@ -125,4 +128,4 @@ def run_residue(count: int, *, seed: int, folder: Path | None, json: Path | None
     result = run_it(count, seed=seed, folder=folder, say=say)
     if json is not None:
         write_json(result, json)
-    return not result.left
+    return result.proves_it

@@ -21,8 +21,8 @@ import msgspec
 
 from kintsugi.errors import DeadlineExceeded, KintsugiError
 from kintsugi.lab.abilities.catalogue import mechanism_named
-from kintsugi.lab.abilities.fault import Fault, Scene
-from kintsugi.lab.undo import UndoJournal
+from kintsugi.lab.abilities.fault import Fault, Impossible, Scene
+from kintsugi.lab.undo import UndoJournal, Who
 from kintsugi.runtime import SYSTEM_CLOCK, wait
 
 ORDERS_TIMEOUT_S = 3600.0
@@ -111,6 +111,7 @@ class Culprit:
 
     def _live(self, fault: Fault) -> None:
         """From the fault's beginning to the moment that it is to be undone."""
+        _check_alive(fault.scene.target)
         fault.begin()
         wall, began = SYSTEM_CLOCK.wall(), SYSTEM_CLOCK.monotonic()
         self._say(Word("began", wall, began))
@@ -137,6 +138,12 @@ class Culprit:
                 continue
             if self._orders.attempt_line() == b"end" or self._orders.over:
                 return
+
+
+def _check_alive(target: Who) -> None:
+    """The trigger may have taken long to come, and another process may have the target's number by now."""
+    if not target.alive:
+        raise Impossible(f"process {target.pid} ended before the fault could begin")
 
 
 def main(arguments: list[str]) -> int:

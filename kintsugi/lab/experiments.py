@@ -38,15 +38,15 @@ AMOUNTS: dict[Ability, frozenset[str]] = {
     Ability.DISK_LOAD: frozenset({"rate", "block_size"}),
     Ability.NETWORK_DELAY: frozenset({"delay_s", "jitter_s"}),
     Ability.NETWORK_LOSS: frozenset({"share"}),
-    Ability.DEVICE_MEMORY: frozenset({"share"}),
-    Ability.DEVICE_SLOW: frozenset({"factor"}),
+    Ability.DEVICE_MEMORY: frozenset({"share", "device"}),
+    Ability.DEVICE_SLOW: frozenset({"factor", "device"}),
     Ability.DISK_ERROR: frozenset({"share"}),
 }
 """The words for the strength of a fault; abilities that are not here have none."""
-NETWORK = frozenset(
-    {Ability.NETWORK_DELAY, Ability.NETWORK_LOSS, Ability.NETWORK_CUT, Ability.DNS, Ability.CORRUPT}
-)
+NETWORK = frozenset({Ability.NETWORK_DELAY, Ability.NETWORK_LOSS, Ability.NETWORK_CUT})
 """What may be aimed at one link of a process."""
+OWN_DISK = frozenset({Ability.DISK_FILL, Ability.DISK_LOAD})
+"""What is not done to a disk that others use."""
 
 
 class Phase(StrEnum):
@@ -68,7 +68,7 @@ class Profile(StrEnum):
     FRAGILE = "fragile"
     """A system of the usual make (`lab/fragile`), on the same workload."""
     SFT = "sft"
-    """Ours, fine-tuning instead of reinforcement learning: the contrast."""
+    """A system of the usual make, fine-tuning instead of reinforcement learning: the contrast."""
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,8 +111,6 @@ class Surface(_Part, frozen=True):
     stage: str
     message: str
     """A regular expression."""
-    says: str = ""
-    """For people: what the user's plan expects of it."""
 
 
 class Experiment(_Part, frozen=True, kw_only=True):
@@ -134,8 +132,6 @@ class Experiment(_Part, frozen=True, kw_only=True):
     """None: is not made on the fragile system."""
     contrast_of: str = ""
     """The experiment that this one is the fine-tuning counterpart of."""
-    expected: dict[str, float] = {}
-    """What the user's plan expects: `{"hops": 2}`; shown beside what was measured."""
 
     @property
     def profiles(self) -> tuple[Profile, ...]:
@@ -203,6 +199,7 @@ def read(path: Path) -> Loaded:
     fragile = load(recipe, _overrides({**workload.set, **workload.fragile_set}))
     check_faults(experiment.faults, resolved.config, where=f"{path}: `faults`")
     check_faults(experiment.fragile_faults, resolved.config, where=f"{path}: `fragile_faults`", fragile=True)
+    _check_places(experiment, where=str(path))
     for surface in filter(None, (experiment.fragile,)):
         _check_pattern(surface.message, where=f"{path}: `fragile.message`")
     if not experiment.faults:
@@ -251,8 +248,9 @@ def _check_fault(fault: Injection, config: Config, *, where: str, fragile: bool)
                 f"{where}.{field}: the workload has no process {process!r}; "
                 f"{'did you mean ' + ' or '.join(alike) + '?' if alike else 'it has ' + ', '.join(sorted(there))}"
             )
-    if fault.peer is not None and fault.ability not in NETWORK:
-        raise UserError(f"{where}.peer: {fault.ability} is done to a process, not to a link of it")
+    for field in ("peer", "port"):
+        if getattr(fault, field) is not None and fault.ability not in NETWORK:
+            raise UserError(f"{where}.{field}: {fault.ability} is done to a process, not to a link of it")
     words = AMOUNTS.get(fault.ability, frozenset())
     if unknown := sorted(set(fault.amount) - words):
         expected = ", ".join(sorted(words)) or "none"
@@ -263,10 +261,30 @@ def _check_fault(fault: Injection, config: Config, *, where: str, fragile: bool)
             raise UserError(f"{where}.amount.{name}: expected a number {between}, got {value:g}")
     if fault.duration_s <= 0:
         raise UserError(f"{where}.duration_s: expected seconds above 0, got {fault.duration_s:g}")
+    if fault.ramp_s < 0:
+        raise UserError(f"{where}.ramp_s: expected seconds not below 0, got {fault.ramp_s:g}")
     _check_trigger(fault.trigger, config, where=f"{where}.trigger")
 
 
+def _check_places(experiment: Experiment, *, where: str) -> None:
+    """UserError for a fault of something that the place has not."""
+    places = experiment.places
+    if places.named_hosts and not places.isolated_hosts:
+        raise UserError(f"{where}: `places.named_hosts`: expected `isolated_hosts: true` with it")
+    for fault in (*experiment.faults, *experiment.fragile_faults):
+        if fault.ability is Ability.DNS and not places.named_hosts:
+            raise UserError(
+                f"{where}: {fault.ability} needs `places.named_hosts`: nobody asks for names else"
+            )
+        if fault.ability in OWN_DISK and places.disk_mib is None:
+            raise UserError(f"{where}: {fault.ability} needs `places.disk_mib`: others use the disk else")
+
+
 def _check_trigger(trigger: Trigger, config: Config, *, where: str) -> None:
+    if trigger.after_s < 0:
+        raise UserError(f"{where}.after_s: expected seconds not below 0, got {trigger.after_s:g}")
+    if trigger.timeout_s <= 0:
+        raise UserError(f"{where}.timeout_s: expected seconds above 0, got {trigger.timeout_s:g}")
     last_step = stages(config)[-1].last_step
     first_step = FIRST_STEPS + BASELINE_STEPS + 1
     if trigger.step is not None and trigger.step < first_step <= last_step:

@@ -9,6 +9,7 @@ from uuid import uuid4
 import msgspec
 
 MOUNTS = Path("/proc/mounts")
+FREEZER = "freezer"
 
 
 class Hierarchy(msgspec.Struct, frozen=True):
@@ -30,10 +31,11 @@ class Hierarchy(msgspec.Struct, frozen=True):
         """Where a group for a process may be made.
 
         In version 1 inside its own, whose limits go on to hold. In version 2 beside it: a group with processes can not
-        have groups with controllers, so the nearest one above that hands the controller down.
+        have groups with controllers, so the nearest one above that hands the controller down. Freezing is no controller
+        there, and nobody has to hand it down.
         """
         group = self.group_of(pid)
-        if self.version == 1:
+        if self.version == 1 or self.controller == FREEZER:
             return group
         for ancestor in (group, *group.parents):
             enabled = ancestor / "cgroup.subtree_control"
@@ -58,9 +60,7 @@ def hierarchy(controller: str, *, mounts: Path = MOUNTS) -> Hierarchy | None:
         if kind == "cgroup2":
             available = Path(path, "cgroup.controllers")
             # Freezing is no controller of version 2: every group can do it.
-            if controller == "freezer" or (
-                available.exists() and controller in available.read_text().split()
-            ):
+            if controller == FREEZER or (available.exists() and controller in available.read_text().split()):
                 unified = Hierarchy(controller, 2, Path(path))
     return unified
 

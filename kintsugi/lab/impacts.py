@@ -21,13 +21,22 @@ SYMPTOMS: dict[Ability, dict[str, float]] = {
     Ability.NETWORK_LOSS: {"retransmits": 1.0},
     Ability.NETWORK_CUT: {"retransmits": 0.5, "send_queue_bytes": 1.0},
     Ability.DISK_LOAD: {"fsync_s": 0.02, "fsync_pending_s": 0.5},
-    Ability.DNS: {"resolve_s": 0.2},
+    Ability.DNS: {"resolve_s": 0.2, "resolve_pending_s": 1.0, "resolve_errors": 0.25},
+    Ability.DISK_ERROR: {"fsync_errors": 0.25},
 }
 """Of abilities that can be felt before they hold a step up: figure of who was hit → from when on it is one."""
 
 
-def impact_of(run_dir: Path, injected: Sequence[Injected], *, start: float, end: float) -> dict[str, Any]:
-    """What the run felt: steps that were held up, errors, or the symptom that the fault is made to have."""
+def impact_of(
+    run_dir: Path,
+    injected: Sequence[Injected],
+    *,
+    start: float,
+    end: float,
+    beyond: baselines.LogSizes | None = None,
+) -> dict[str, Any]:
+    """What the run felt: steps that were held up, errors, or the symptom that the fault is made to have. What the logs
+    held before is not read (`beyond`)."""
     steps = measuring.steps_of(run_dir).get("timing/step", [])
     spread = measuring.spreads({"step": steps}, since=start - BASELINE_S, until=start).get("step")
     slowest_s = 0.0
@@ -35,7 +44,7 @@ def impact_of(run_dir: Path, injected: Sequence[Injected], *, start: float, end:
         last = max((t for t, _ in steps if t <= end), default=start)
         slowest_s = max([took_s for t, took_s in steps if start < t <= end] + [end - last])
     held_up = spread is not None and slowest_s > max(spread.mean + 2 * spread.sigma, SLOWER * spread.mean)
-    errors = baselines.errors_in(run_dir, since=start, until=end)
+    errors = baselines.errors_in(run_dir, since=start, until=end, beyond=beyond)
     samples = measuring.samples_in(run_dir, since=start - BASELINE_S) if injected else []
     symptoms: dict[str, float] = {}
     for each in injected:

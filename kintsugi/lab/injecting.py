@@ -220,14 +220,14 @@ class Injector:
         place = self._run.place
         peers = (self._who(injection.peer),) if injection.peer is not None else ()
         disk = place.disk if place is not None else None
-        on_disk = disk is not None and self._run.run_dir.resolve().is_relative_to(disk.path.resolve())
+        on_disk = disk is not None and self._run.run_dir.resolve().is_relative_to(disk.resolve())
         return Scene(
             injection=injection,
             mechanism=mechanism.name,
             target=target,
             peers=peers,
             run_dir=str(self._run.run_dir),
-            disk=str(disk.path) if disk is not None and on_disk else None,
+            disk=str(disk) if on_disk else None,
             named=place is not None and place.named,
             journal=str(self._guard.path),
             seed=self._count,
@@ -246,7 +246,7 @@ class Injector:
         word = culprit.hear(timeout_s=READY_TIMEOUT_S)
         if word is not None and word.what == what:
             return word
-        if not target.alive and what == "began":
+        if not target.alive:
             raise ProcessDied(
                 f"{injection.target} (pid {target.pid}) ended by itself before the fault could begin"
             )
@@ -274,14 +274,16 @@ class Injector:
 
     def _settle(self, culprit: _Culprit, injected: Injected, word: Word | None) -> Injected:
         """Whatever became of the one who did it: when this returns, it is undone."""
-        if word is None or word.what != "ended":
-            culprit.child.send_signal(signal.SIGKILL)
-            culprit.child.wait_ended(whom="injector", timeout_s=END_TIMEOUT_S)
-            self._undo_for(culprit.child.pid)
-        culprit.close()
         replace = msgspec.structs.replace
         if word is None or word.what != "ended":
+            try:
+                culprit.child.send_signal(signal.SIGKILL)
+                culprit.child.wait_ended(whom="injector", timeout_s=END_TIMEOUT_S)
+                self._undo_for(culprit.child.pid)
+            finally:
+                culprit.close()
             return replace(injected, end=injected.end or SYSTEM_CLOCK.wall())
+        culprit.close()
         return replace(
             injected, end=injected.end or word.wall, measured=word.measured, target_ended=word.target_ended
         )
@@ -292,7 +294,7 @@ class Injector:
         def attempt(remaining_s: float) -> bool | None:
             mine = [entry for entry in self._guard.outstanding() if entry.owner.pid == pid]
             for entry in mine:
-                with contextlib.suppress(OSError, ToolFailed):
+                with contextlib.suppress(OSError, ToolFailed, DeadlineExceeded):
                     self._guard.undo(entry)
             return None if mine else True
 
@@ -310,11 +312,12 @@ class Injector:
         os.replace(new, path)
 
     def close(self) -> None:
-        """End every fault; nothing is left when this returns."""
-        for injected in self.lasting:
-            self.end(injected)
-        self._watch.close()
-        self._guard.close()
+        """End every fault, the last one first; nothing is left when this returns. One that fails keeps no other."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._guard.close)
+            stack.callback(self._watch.close)
+            for injected in self.lasting:
+                stack.callback(self.end, injected)
 
     def __enter__(self) -> Self:
         return self

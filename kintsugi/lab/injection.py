@@ -60,7 +60,8 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     amount: dict[str, float] = {}
     """Its strength, by ability: cpu `share` (0 to 1, what is taken away); memory `rate` (bytes/s), `limit` (bytes);
     disk_fill `share` (0 to 1, full); disk_load `rate` (bytes/s), `block_size`; network_delay `delay_s`, `jitter_s`;
-    network_loss `share`; device_memory `share`; device_slow `factor`; disk_error `share`."""
+    network_loss `share`; device_memory `share`, `device` (N of /dev/nvidiaN); device_slow `factor`, `device`;
+    disk_error `share`."""
     mechanism: str | None = None
     """Only this one (`kintsugi lab abilities` lists them); None: the first that works here."""
     expected_phase: str = ""

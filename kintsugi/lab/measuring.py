@@ -12,11 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import msgspec
-
 from kintsugi.errors import KintsugiError
 from kintsugi.lab.records import Spread
-from kintsugi.observe.figures import HostSample, LinkSample, ProcessSample, Sample
+from kintsugi.observe.figures import TOTALS, HostSample, LinkSample, ProcessSample, Sample, figures_in
 from kintsugi.runs import is_evaluation, read_metrics
 
 Point = tuple[float, float]
@@ -25,37 +23,17 @@ Series = dict[str, list[Point]]
 LEAST_SPREAD = 0.05
 """Of the mean: what never moved must not be outside with its first twitch."""
 MOST_POINTS = 400
-TOTALS = frozenset(
-    {"cpu_s", "run_delay_s", "io_delay_s", "throttled_s", "read_bytes", "write_bytes", "major_faults"}
-    | {"voluntary_switches", "involuntary_switches", "cpu_busy_s", "cpu_iowait_s", "cpu_steal_s", "oom_kills"}
-    | {"disk_busy_s", "disk_read_bytes", "disk_write_bytes", "network_in_bytes", "network_out_bytes"}
-    | {"tcp_retransmits", "pressure_cpu_s", "pressure_io_s", "pressure_memory_s", "retransmits"}
-    | {"out_bytes", "in_bytes"}
-)
 OF_A_PROCESS = ("cpu_s", "run_delay_s", "throttled_s", "io_delay_s", "rss_bytes", "memory_used_bytes")
-OF_A_HOST = ("fsync_s", "fsync_pending_s", "disk_free_bytes", "cpu_iowait_s", "tcp_retransmits", "resolve_s")
+OF_A_HOST = (
+    *("fsync_s", "fsync_pending_s", "fsync_errors", "disk_free_bytes", "cpu_iowait_s", "tcp_retransmits"),
+    *("resolve_s", "resolve_pending_s", "resolve_errors"),
+)
 OF_A_LINK = ("rtt_s", "retransmits", "send_queue_bytes")
-
-
-class _Stamped(msgspec.Struct):
-    time: float
-    process: str
 
 
 def samples_in(run_dir: Path, *, since: float = 0.0) -> list[tuple[float, Sample]]:
     """Everything that was measured, by time; torn lines are skipped."""
-    stamps = msgspec.json.Decoder(_Stamped)
-    samples: msgspec.json.Decoder[Sample] = msgspec.json.Decoder(Sample)
-    found: list[tuple[float, Sample]] = []
-    for path in sorted((run_dir / "figures").glob("*.jsonl")):
-        for line in path.read_bytes().partition(b"\0")[0].split(b"\n"):
-            try:
-                stamp = stamps.decode(line)
-                if stamp.time >= since:
-                    found.append((stamp.time, samples.decode(line)))
-            except (msgspec.MsgspecError, UnicodeDecodeError):
-                continue
-    return sorted(found, key=lambda each: each[0])
+    return [(record.stamp.time, record.sample) for record in figures_in(run_dir, since=since)]
 
 
 def steps_of(run_dir: Path) -> Series:

@@ -52,6 +52,8 @@ class Happened(msgspec.Struct, kw_only=True):
     host_of: dict[str, str] = {}
     completed: bool = False
     steps_lost: int = 0
+    logs: baselines.LogSizes = {}
+    """As they were before the first fault."""
     phases: list[tuple[float, str]] = []
     """(wall clock, phase of the master that began)."""
 
@@ -114,7 +116,6 @@ def record_of(happened: Happened) -> RunRecord:
         series={},
         folder=str(happened.folder),
         problem=happened.problem,
-        expected=experiment.expected,
     )
     if happened.run_dir is None or not happened.injected:
         return msgspec.structs.replace(record, problem=happened.problem or "no fault struck")
@@ -124,7 +125,7 @@ def record_of(happened: Happened) -> RunRecord:
 
 def _measured(record: RunRecord, happened: Happened, run_dir: Path) -> RunRecord:
     first = happened.culprit
-    errors = baselines.errors_in(run_dir, since=first.start)
+    errors = baselines.errors_in(run_dir, since=first.start, beyond=happened.logs)
     surfaced = _surfaced(happened, errors)
     verdicts = _verdicts(happened.looks, since=first.start)
     readings = {
@@ -140,7 +141,9 @@ def _measured(record: RunRecord, happened: Happened, run_dir: Path) -> RunRecord
         steps=steps, figures=figures, baseline=spread, since=first.start, errors=[each.t for each in errors]
     )
     ended = surfaced.t if surfaced else first.start + happened.seconds
-    read = baselines.to_read(run_dir, target=first.process, since=first.start, until=ended)
+    read = baselines.to_read(
+        run_dir, target=first.process, since=first.start, until=ended, beyond=happened.logs
+    )
     return msgspec.structs.replace(
         record,
         surfaced=surfaced,
@@ -182,7 +185,7 @@ def _baseline_time(steps: measuring.Series, *, before: float) -> tuple[float, fl
 
 
 def _surfaced(happened: Happened, errors: Sequence[ErrorLine]) -> Surfaced | None:
-    """Ours: the first that a person is told. Fragile: the last, which is what one sees of a dead run."""
+    """Ours: the first that a person is told. Others: the last, which is what one sees of a dead run."""
     if not errors:
         return None
     of_the_master = [error for error in errors if error.process == baselines.MASTER] or list(errors)
@@ -212,7 +215,7 @@ def _hops(
     verdict: Diagnosed | None,
     errors: Sequence[ErrorLine],
 ) -> int:
-    """Ours: of the path that was told. Fragile: parts that showed an error, one after the other, up to the one that a
+    """Ours: of the path that was told. Others: parts that showed an error, one after the other, up to the one that a
     person saw; workers of one role are one part."""
     if not happened.is_fragile:
         return scoring.num_hops([station.process for station in verdict.path]) if verdict else 0

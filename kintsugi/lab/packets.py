@@ -83,7 +83,7 @@ class PacketQueue:
         return _HEADER.pack(_HEADER.size + len(body), _QUEUE_SUBSYSTEM | kind, flags, 0, 0) + body
 
     def close(self) -> None:
-        """What still waits goes through: the kernel drops what a closed queue holds."""
+        """The kernel drops what a closed queue still holds: whoever closes it has decided about all of it before."""
         self._socket.close()
 
 

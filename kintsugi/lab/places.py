@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -29,21 +30,10 @@ from kintsugi.lab.tools import ToolFailed
 from kintsugi.lab.undo import Remove, Undo, Unmount
 from kintsugi.runtime import wait
 
-LEASE_S = 24 * 3600.0
-"""Of a disk: that of the laboratory's own life is what ends it."""
+LEASE_S = 1e9
+"""Of a disk: none. The laboratory's own life is what ends it."""
 SMALLEST_BYTES = 16 << 20
 KEEP_TIMEOUT_S = 60.0
-
-
-class Disk(msgspec.Struct, frozen=True):
-    """A disk of the laboratory's own."""
-
-    path: Path
-    """Where it is mounted."""
-    kind: str
-    """`ext4 in a file, by a loop device`, `memory with a size`."""
-    device: str
-    """`7:0`: its number, as the kernel's control groups call it."""
 
 
 class Place:
@@ -57,15 +47,15 @@ class Place:
         self.named = named and num_hosts > 0
         folder.mkdir(parents=True, exist_ok=True)
         self._guard = Guard(folder / PLACE_JOURNAL) if disk_bytes is not None else None
-        self.disk: Disk | None = None
+        self.disk: Path | None = None
+        """Where it is mounted."""
         self._hosts: Hosts | None = None
         try:
             # The disk comes first: hosts have the mounts that were there when they were made.
             if disk_bytes is not None:
                 self.disk = self._make_disk(disk_bytes)
             if num_hosts:
-                disk = self.disk.path if self.disk is not None else None
-                self._hosts = Hosts(num_hosts, folder=folder / "etc", named=named, disk=disk)
+                self._hosts = Hosts(num_hosts, folder=folder / "etc", named=named, disk=self.disk)
         except BaseException:
             self.close()
             raise
@@ -86,7 +76,7 @@ class Place:
 
     def run_dir(self, name: str = "run") -> Path:
         """Where a run's folder goes so that it is on this place's disk."""
-        return (self.disk.path if self.disk is not None else self.folder) / name
+        return (self.disk or self.folder) / name
 
     def keep(self, run_dir: Path, to: Path) -> None:
         """Take a run's folder from a disk that is going to disappear."""
@@ -97,7 +87,7 @@ class Place:
 
         wait(attempt, whom="disk", what="a copy of the run", timeout_s=KEEP_TIMEOUT_S)
 
-    def _make_disk(self, size: int) -> Disk:
+    def _make_disk(self, size: int) -> Path:
         if size < SMALLEST_BYTES:
             raise UserError(f"expected a disk of at least {SMALLEST_BYTES >> 20} MiB, got {size} bytes")
         if os.geteuid() != 0:
@@ -106,14 +96,11 @@ class Place:
         mount_point.mkdir(exist_ok=True)
         try:
             self._mount_file(image, mount_point, size=size)
-            kind = "ext4 in a file, by a loop device"
         except ToolFailed:
             image.unlink(missing_ok=True)
             self._before(Unmount(str(mount_point)))
             tools.call("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(mount_point))
-            kind = "memory with a size"
-        number = os.stat(mount_point).st_dev
-        return Disk(mount_point, kind, f"{os.major(number)}:{os.minor(number)}")
+        return mount_point
 
     def _mount_file(self, image: Path, mount_point: Path, *, size: int) -> None:
         self._before(Remove(str(image)))
@@ -130,14 +117,19 @@ class Place:
 
     def close(self) -> None:
         """Take hosts and disk away. Runs must have ended; what they left on the disk is lost unless it was kept."""
-        if self._hosts is not None:
-            self._hosts.close()
-            self._hosts = None
-        if self._guard is not None:
-            for entry in self._guard.outstanding():
-                self._guard.undo(entry)
-            self._guard.close()
-            self._guard = None
+        hosts, self._hosts = self._hosts, None
+        guard, self._guard = self._guard, None
+        # What is put here last comes first, and what fails keeps no other from being closed.
+        with ExitStack() as stack:
+            stack.callback(self._remove_mount_point)
+            if guard is not None:
+                stack.callback(guard.close)
+                for entry in reversed(guard.outstanding()):
+                    stack.callback(guard.undo, entry)
+            if hosts is not None:
+                stack.callback(hosts.close)
+
+    def _remove_mount_point(self) -> None:
         mount_point = self.folder / "disk"
         if mount_point.is_dir() and not os.path.ismount(mount_point):
             mount_point.rmdir()

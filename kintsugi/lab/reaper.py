@@ -17,12 +17,13 @@ import hashlib
 import os
 import select
 import signal
+import stat
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from kintsugi.errors import DeadlineExceeded
+from kintsugi.errors import DeadlineExceeded, UserError
 from kintsugi.lab.tools import ToolFailed
 from kintsugi.lab.undo import Entry, Undo, UndoJournal, Who
 from kintsugi.runtime import SYSTEM_CLOCK, Child, SystemProcesses, wait
@@ -82,7 +83,10 @@ class Guard:
         return self._journal.outstanding()
 
     def close(self) -> None:
-        """Undo what is left. When this returns, nothing is; DeadlineExceeded if that could not be done."""
+        """Undo what is left. When this returns, nothing is.
+
+        DeadlineExceeded if that could not be done: the journal stays listed then, for the next laboratory.
+        """
         self.renew()
         assert self._reaper is not None
         os.close(self._lifeline)
@@ -93,6 +97,9 @@ class Guard:
             self._let_go(self._reaper)
             self._reaper = None
             self._journal.close()
+        if left := self._journal.outstanding():
+            what = "to undo " + ", ".join(str(entry.undo) for entry in left)
+            raise DeadlineExceeded(whom="reaper", what=what, waited_s=END_TIMEOUT_S)
         self._listed.unlink(missing_ok=True)
         _forget_empty(self._listed.parent)
 
@@ -113,6 +120,8 @@ def _list(journal: Path) -> Path:
     """Say that a journal is in use, and by whom."""
     folder = lists_folder()
     folder.mkdir(mode=0o700, exist_ok=True)
+    if not _is_own(folder):
+        raise UserError(f"{folder}: expected a folder of yours that nobody else may enter; remove it")
     own = Who.of(os.getpid())
     world = os.stat("/proc/self/ns/pid").st_ino
     name = hashlib.blake2b(str(journal.resolve()).encode(), digest_size=6).hexdigest()
@@ -120,6 +129,29 @@ def _list(journal: Path) -> Path:
     link.unlink(missing_ok=True)
     link.symlink_to(journal.resolve())
     return link
+
+
+def _is_own(folder: Path) -> bool:
+    """What is listed there is carried out, and anybody may make a folder of this name: only this user's is trusted."""
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def _owner_of(link: Path) -> tuple[int, Who] | None:
+    """The world and the process that listed a journal; None for what is no such link."""
+    try:
+        world, pid, born, _ = link.name.split("-")
+        return int(world), Who(int(pid), int(born))
+    except ValueError:
+        return None
+
+
+def _is_own_journal(path: Path) -> bool:
+    found = path.stat()
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def _forget_empty(folder: Path) -> None:
@@ -135,11 +167,15 @@ def reap_abandoned() -> int:
     """
     folder, count = lists_folder(), 0
     own_world = os.stat("/proc/self/ns/pid").st_ino
-    for link in folder.iterdir() if folder.is_dir() else ():
-        world, pid, born, _ = link.name.split("-")
-        if int(world) != own_world or Who(int(pid), int(born)).alive:
+    if not _is_own(folder):
+        return 0
+    for link in folder.iterdir():
+        owner = _owner_of(link)
+        if owner is None or owner[0] != own_world or owner[1].alive:
             continue
         if link.exists():
+            if not _is_own_journal(link):
+                continue
             journal = UndoJournal(link.resolve())
             # A reaper that still lives undoes them too, which does no harm.
             count += sum(_undo(journal, entry) for entry in journal.outstanding())
@@ -148,14 +184,16 @@ def reap_abandoned() -> int:
             if left:
                 continue
         link.unlink(missing_ok=True)
-    if folder.is_dir():
-        _forget_empty(folder)
+    _forget_empty(folder)
     return count
 
 
 def _undo(journal: UndoJournal, entry: Entry) -> bool:
-    """End whoever made the change, if that one is still there, and undo it; False to be tried again."""
-    if entry.owner.pid != os.getpid():
+    """End whoever made the change, if that one is still there, and undo it; False to be tried again.
+
+    Not the laboratory, which is the reaper's parent: it does not make a change twice.
+    """
+    if entry.owner.pid not in (os.getpid(), os.getppid()):
         entry.owner.signal(signal.SIGKILL)
     try:
         journal.undo(entry)

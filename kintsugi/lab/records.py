@@ -64,9 +64,6 @@ class Diagnosed(msgspec.Struct, frozen=True, kw_only=True):
     onset: float
     by: str
     summary: str = ""
-    evidence_files: int = 0
-    """That it quotes, with its lines: what a person reads instead of the logs."""
-    evidence_lines: int = 0
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -90,7 +87,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     hops: int
     """From the cause to where the error showed."""
     diagnosed: Diagnosed | None
-    """The first verdict. Ours: of the diagnosis; fragile: what the last error in the controller's log says."""
+    """The first verdict. Ours: of the diagnosis; others have none: what the last error in the controller's log says."""
     correct: bool
     first_effect: float | None
     recovered: bool
@@ -110,12 +107,11 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     diagnosed_after_s: float | None = None
     """From the first effect."""
     verdicts: tuple[Diagnosed, ...] = ()
-    """Every other one that followed."""
+    """Every change of it, the first included."""
     readings: dict[str, Diagnosed | None] = {}
     """What the last error in the master's log, and the first error in any log, would have made somebody believe."""
     problem: str = ""
     """Why the experiment says nothing: a fault that could not be done, a target that died by itself. Never correct."""
-    expected: dict[str, float] = {}
 
 
 class RunsFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,8 +163,6 @@ def diagnosed(cause: Cause, *, t: float, by: str) -> Diagnosed:
         onset=cause.onset,
         by=by,
         summary=cause.summary,
-        evidence_files=len({evidence.source for evidence in cause.evidence}),
-        evidence_lines=len(cause.evidence),
     )
 
 

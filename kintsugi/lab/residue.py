@@ -11,13 +11,16 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -43,6 +46,8 @@ LONGEST_S = 0.6
 LATEST_KILL_S = 0.6
 POLL_S = 0.05
 PER_LAB = 25
+SMALLEST_SHARE = 0.5
+"""Of the injections that have to take effect: where nothing was done, that nothing is left says nothing."""
 VICTIMS: tuple[tuple[str, ...], ...] = (
     (),
     (),
@@ -57,30 +62,39 @@ VICTIMS: tuple[tuple[str, ...], ...] = (
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One injection, as the laboratory wrote it down: before it began, and again after it was over."""
+    """One injection, as the laboratory wrote it down: before it began, and again whenever more was known."""
 
     number: int
     ability: str
     mechanism: str
-    killed: tuple[str, ...]
-    over: bool = False
-    outcome: str = ""
-    """`undone`, or why it did not begin."""
+    begun: bool = False
+    killed: tuple[str, ...] = ()
+    """Who was there to be killed, and was."""
+    problem: str = ""
+    """Why it did not begin, or could not be ended."""
     touched: str = ""
     """What was found changed that should not have been."""
 
 
 class ResidueReport(msgspec.Struct, frozen=True, kw_only=True):
     injections: int
+    took_effect: int
+    """Of them: those whose fault began."""
     mechanisms: dict[str, int]
+    """Of those that took effect."""
     killed: dict[str, int]
     laboratories: int
-    not_begun: int
-    """Whose injector was killed before the fault was there."""
+    not_begun: dict[str, int]
+    """Why, and how often."""
     left: tuple[str, ...]
     """What is different on this machine; empty: nothing."""
     seconds: float
     seed: int
+
+    @property
+    def proves_it(self) -> bool:
+        """Nothing is left, and not because hardly anything was done."""
+        return not self.left and self.took_effect >= SMALLEST_SHARE * self.injections
 
 
 def run_residue(count: int, *, seed: int, folder: Path, say: Callable[[str], None]) -> ResidueReport:
@@ -104,15 +118,36 @@ def run_residue(count: int, *, seed: int, folder: Path, say: Callable[[str], Non
     left += _until_clean(lambda: difference(before, host_snapshot(mark=mark)))
     for line in left:
         say(f"left: {line}")
-    say(f"{count} injections: {'nothing is left' if not left else f'{len(left)} differences'}")
+    seconds = SYSTEM_CLOCK.monotonic() - began
+    report = report_of(attempts, left=left, laboratories=laboratories, seconds=seconds, seed=seed)
+    for reason, often in report.not_begun.items():
+        say(f"{often} did not begin: {reason}")
+    found = "nothing is left" if not left else f"{len(left)} differences"
+    say(f"{report.took_effect} of {report.injections} injections took effect: {found}")
+    if not left and not report.proves_it:
+        say(f"too few took effect: expected at least {SMALLEST_SHARE:.0%}")
+    return report
+
+
+def report_of(
+    attempts: Sequence[Attempt], *, left: Sequence[str], laboratories: int, seconds: float, seed: int
+) -> ResidueReport:
+    begun = [each for each in attempts if each.begun]
+    # Reasons that differ in the number of a process only are the same.
+    reasons = Counter(
+        re.sub(r"\d+", "N", each.problem) or "the laboratory was killed before"
+        for each in attempts
+        if not each.begun
+    )
     return ResidueReport(
         injections=len(attempts),
-        mechanisms=dict(Counter(each.mechanism for each in attempts)),
+        took_effect=len(begun),
+        mechanisms=dict(Counter(each.mechanism for each in begun)),
         killed=dict(Counter(victim for each in attempts for victim in each.killed)),
         laboratories=laboratories,
-        not_begun=sum(each.over and each.outcome != "undone" for each in attempts),
+        not_begun=dict(reasons.most_common()),
         left=tuple(left),
-        seconds=SYSTEM_CLOCK.monotonic() - began,
+        seconds=seconds,
         seed=seed,
     )
 
@@ -125,7 +160,7 @@ def _laboratory(folder: Path, *, mark: str, seed: int, first: int, count: int) -
             environment={**os.environ, MARK: mark},
             stdout=log,
             stderr=log,
-            before_exec=end_with_parent,
+            before_exec=partial(end_with_parent, os.getpid()),
             new_session=True,
         )
     try:
@@ -170,6 +205,9 @@ class Laboratory:
             disk_bytes=DISK_BYTES if os.geteuid() == 0 else None,
         )
         self._log = (folder / "attempts.jsonl").open("ab", buffering=0)
+        self._attempt = Attempt(number=-1, ability="", mechanism="")
+        self._noting = threading.Lock()
+        """Whoever kills tells of it as well as whoever injects."""
         self._seed = seed
         self._run = SpecimenRun(self._place.run_dir(), place=self._place, count=3)
         self._injector = Injector(self._run, folder / f"lab-{first}")
@@ -184,33 +222,25 @@ class Laboratory:
         ]
 
     def run(self, first: int, count: int) -> None:
-        for number in range(first, first + count):
-            self._inject(number)
-        self._injector.close()
-        self._run.close()
-        self._place.close()
+        with contextlib.ExitStack() as stack:
+            for part in (self._place, self._run, self._injector):
+                stack.callback(part.close)
+            for number in range(first, first + count):
+                self._inject(number)
 
     def _inject(self, number: int) -> None:
         draw = random_stream(self._seed, "residue", number)
         chosen = draw.choice(self._choices)
         target = draw.choice(["specimen-0", "specimen-1"])
-        attempt = Attempt(
-            number=number,
-            ability=chosen.ability.value,
-            mechanism=chosen.mechanism,
-            killed=draw.choice(VICTIMS),
-        )
-        self._write(attempt)
+        victims = draw.choice(VICTIMS)
+        self._attempt = Attempt(number=number, ability=chosen.ability.value, mechanism=chosen.mechanism)
+        self._note()
         before = self._placement(target)
-        killing = threading.Timer(draw.uniform(0.0, LATEST_KILL_S), self._kill, args=(attempt.killed, target))
+        killing = threading.Timer(draw.uniform(0.0, LATEST_KILL_S), self._kill, args=(victims, target))
         killing.daemon = True
-        outcome = self._carry_out(chosen.ability, chosen.mechanism, target, draw, killing)
+        self._carry_out(chosen.ability, chosen.mechanism, target, draw, killing)
         _join(killing)
-        self._write(
-            msgspec.structs.replace(
-                attempt, over=True, outcome=outcome, touched=self._touched(target, before)
-            )
-        )
+        self._note(touched=self._touched(target, before))
         for name in ("specimen-0", "specimen-1"):
             if not self._run.alive(name):
                 self._run.start(name)
@@ -218,7 +248,7 @@ class Laboratory:
 
     def _carry_out(
         self, ability: Ability, mechanism: str, target: str, draw: random.Random, killing: threading.Timer
-    ) -> str:
+    ) -> None:
         """One fault from its beginning to its end, with somebody killed while it begins (seldom) or while it lasts."""
         early = draw.random() < 0.25
         if early:
@@ -233,28 +263,31 @@ class Laboratory:
         )
         try:
             injected = self._injector.begin(injection)
+            self._note(begun=True)
             if not early:
                 killing.start()
             with contextlib.suppress(DeadlineExceeded):
                 wait(_attempt_nothing, whom="nobody", what="a moment", timeout_s=draw.uniform(0.0, LONGEST_S))
             self._injector.end(injected)
         except KintsugiError as error:
-            if not early:
+            self._note(problem=f"{type(error).__name__}: {error}")
+            if killing.ident is None:
                 killing.start()
-            return str(error)
-        return "undone"
 
     def _kill(self, victims: tuple[str, ...], target: str) -> None:
         """In the order given; the laboratory is the last of its own."""
         for victim in sorted(victims, key=lambda name: name == "laboratory"):
             if victim == "target":
-                os.kill(self._run.pid(target), signal.SIGKILL)
+                pids = [self._run.pid(target)] if self._run.alive(target) else []
             elif victim == "laboratory":
-                os.kill(os.getpid(), signal.SIGKILL)
+                pids = [os.getpid()]
+                self._note(killed=(*self._attempt.killed, victim))
             else:
                 module = {"injector": "kintsugi.lab.culprit", "reaper": "kintsugi.lab.reaper"}[victim]
-                for pid in _children_running(module):
-                    os.kill(pid, signal.SIGKILL)
+                pids = _children_running(module)
+            hit = [pid for pid in pids if _killed(pid)]
+            if hit:
+                self._note(killed=(*self._attempt.killed, victim))
 
     def _touched(self, target: str, before: str) -> str:
         """What a living target, or the bystander, has that it had not."""
@@ -283,8 +316,20 @@ class Laboratory:
         events = (self._run.run_dir / "events" / f"{name}.jsonl").read_text()
         return f'"pid":{self._run.pid(name)}' in events
 
-    def _write(self, attempt: Attempt) -> None:
-        self._log.write(msgspec.json.encode(attempt) + b"\n")
+    def _note(self, **changes: Any) -> None:
+        """Write down what is known of this injection now."""
+        with self._noting:
+            self._attempt = msgspec.structs.replace(self._attempt, **changes)
+            self._log.write(msgspec.json.encode(self._attempt) + b"\n")
+
+
+def _killed(pid: int) -> bool:
+    """Kill it; False when somebody else was faster."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _join(timer: threading.Timer) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from kintsugi.errors import DeadlineExceeded, KintsugiError
+from kintsugi.lab import baselines
 from kintsugi.lab.blind import BlindDiagnosis
 from kintsugi.lab.experiments import BASELINE_STEPS, FIRST_STEPS, Loaded, Profile
 from kintsugi.lab.fragile.scale import Scale
@@ -68,6 +69,8 @@ class Scene:
         self._injected: dict[int, Injected] = {}
         """Fault → what was really done."""
         self._problem = ""
+        self._logs: baselines.LogSizes = {}
+        """As they were before the first fault."""
         self._over = threading.Event()
         """The scene is: faults that have not begun do not."""
         self._step = 0
@@ -98,6 +101,7 @@ class Scene:
                 self._problem = self._problem or f"{type(error).__name__}: {error}"
             happened.injected = sorted(self._injected.values(), key=lambda each: each.start)
             happened.problem = self._problem
+            happened.logs = self._logs
             happened.seconds = SYSTEM_CLOCK.monotonic() - began
             return record_of(happened)
 
@@ -162,6 +166,7 @@ class Scene:
             self._until_step(warm - PREPARED_STEPS if trigger.event is not None else warm)
         if self._over.is_set():
             return
+        self._logs = self._logs or baselines.log_sizes(system.run.run_dir)
         patient = msgspec.structs.replace(trigger, timeout_s=trigger.timeout_s + RUN_TIMEOUT_S)
         try:
             injected = injector.begin(msgspec.structs.replace(fault, trigger=patient))

@@ -93,13 +93,13 @@ def is_right(process: str, kind: str, culprits: Iterable[Culprit]) -> bool:
     return any(process in each.processes and kind in each.kinds for each in culprits)
 
 
-def is_right_path(path: Sequence[Hop], culprits: Sequence[Culprit]) -> bool:
-    """From who did it to what people saw, along ways on which trouble can travel.
+def is_right_path(path: Sequence[Hop], *, cause: str) -> bool:
+    """From the cause that was named to what people saw, along ways on which trouble can travel.
 
-    A hop is right when its process may wait for the one before it. A path that never leaves the culprit says nothing
-    about how it showed, unless the culprit is the master itself, at whom everything ends.
+    A hop is right when its process may wait for the one before it. People see the master, or what is no process (a
+    step, a user): a path that ends elsewhere, or never leaves the cause, does not say how it showed.
     """
-    if not path or not any(path[0].process in each.processes for each in culprits):
+    if not path or path[0].process != cause or _role(path[-1].process) not in (Role.MASTER, None):
         return False
     processes = [hop.process for hop in path]
     stations = [
@@ -107,8 +107,6 @@ def is_right_path(path: Sequence[Hop], culprits: Sequence[Culprit]) -> bool:
     ]
     if len(set(stations)) < len(stations):
         return False
-    if len(stations) == 1:
-        return _role(stations[0]) in (Role.MASTER, None)
     return all(_may_wait(waiter, waited) for waited, waiter in pairwise(stations))
 
 
@@ -160,29 +158,33 @@ def score(causes: Sequence[Cause], culprits: Sequence[Culprit], *, t: float | No
     right = [is_right(cause.process, cause.kind, culprits) for cause in causes[:3]]
     named = [any(is_right(cause.process, cause.kind, [each]) for cause in causes[:3]) for each in culprits]
     first = next((cause for cause, is_it in zip(causes, right, strict=False) if is_it), None)
-    did_it = [each for each in culprits if first is not None and first.process in each.processes]
+    did_it = [each for each in culprits if first is not None and is_right(first.process, first.kind, [each])]
     return Scored(
         said=True,
         top1=right[0],
         top3=any(right),
         every=bool(culprits) and all(named),
-        path=right[0] and is_right_path(causes[0].path, culprits),
+        path=right[0] and is_right_path(causes[0].path, cause=causes[0].process),
         onset_error_s=None if first is None else min(abs(first.onset - each.start) for each in did_it),
         verdict_s=None if t is None else t - start,
     )
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """A method in a campaign's table; shares are of 0 to 1."""
+    """A method in a campaign's table; shares are of 0 to 1, None where there was no case of the kind."""
 
     cases: int
-    """With a fault, that counted."""
-    top1: float
-    top3: float
-    path: float
-    abstained: float
+    """With a fault that the run felt."""
+    faint: int
+    """With a fault that changed nothing."""
+    top1: float | None
+    top3: float | None
+    path: float | None
+    every: float | None
+    """Named both, of the cases with two faults."""
+    abstained: float | None
     """Of the cases in which nothing was wrong."""
-    misdiagnosed: float
+    misdiagnosed: float | None
     """Named something that it was not, of all cases."""
     onset_error_s: float | None
     """Median, of those that were right."""
@@ -190,25 +192,35 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Median, of those that said something."""
 
 
-def row(faulty: Sequence[Scored], quiet: Sequence[Scored]) -> Row:
-    wrong = sum(each.said and not each.top1 for each in faulty) + sum(each.said for each in quiet)
+def row(
+    faulty: Sequence[Scored],
+    quiet: Sequence[Scored],
+    *,
+    faint: Sequence[Scored] = (),
+    two: Sequence[Scored] = (),
+) -> Row:
+    """`two` are those of `faulty` with two faults. Where a fault changed nothing, silence is right and so is its name;
+    anything else is a misdiagnosis."""
+    wrong = [each.said and not each.top1 for each in (*faulty, *faint)] + [each.said for each in quiet]
     onsets = [each.onset_error_s for each in faulty if each.top1 and each.onset_error_s is not None]
     verdicts = [each.verdict_s for each in faulty if each.verdict_s is not None]
     return Row(
         cases=len(faulty),
+        faint=len(faint),
         top1=_share(each.top1 for each in faulty),
         top3=_share(each.top3 for each in faulty),
         path=_share(each.path for each in faulty),
+        every=_share(each.every for each in two),
         abstained=_share(not each.said for each in quiet),
-        misdiagnosed=wrong / max(1, len(faulty) + len(quiet)),
+        misdiagnosed=_share(wrong),
         onset_error_s=statistics.median(onsets) if onsets else None,
         verdict_s=statistics.median(verdicts) if verdicts else None,
     )
 
 
-def _share(values: Iterable[bool]) -> float:
+def _share(values: Iterable[bool]) -> float | None:
     each = list(values)
-    return sum(each) / len(each) if each else 0.0
+    return sum(each) / len(each) if each else None
 
 
 _NAME = re.compile(rf"\b(?:{'|'.join(role.value for role in Role)})-\d+\b")

@@ -72,7 +72,7 @@ class SpecimenRun:
         self._children[name] = SystemProcesses().spawn(
             [*SPECIMEN, str(self.run_dir), str(self._notes), name, host.address, *peers],
             environment={**os.environ, MARK: self._mark},
-            before_exec=partial(_before_exec, host.namespaces),
+            before_exec=partial(_before_exec, os.getpid(), host.namespaces),
             new_session=True,
         )
 
@@ -115,8 +115,8 @@ class SpecimenRun:
             child.close()
 
 
-def _before_exec(namespaces: tuple[str, ...]) -> None:
-    end_with_parent()
+def _before_exec(parent: int, namespaces: tuple[str, ...]) -> None:
+    end_with_parent(parent)
     enter(namespaces)
 
 

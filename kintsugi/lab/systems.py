@@ -39,10 +39,11 @@ class System:
         return injector
 
     def close(self) -> None:
-        """Every fault is undone and nothing runs any more when this returns."""
-        for injector in self._injectors:
-            injector.close()
-        self.run.close()
+        """Every fault is undone and nothing runs any more when this returns. One that fails keeps no other."""
+        with ExitStack() as stack:
+            stack.callback(self.run.close)
+            for injector in self._injectors:
+                stack.callback(injector.close)
 
     def facts(self) -> tuple[Fact, ...]:
         """Of the journal, which the fragile system has not."""

@@ -72,7 +72,10 @@ class Who(msgspec.Struct, frozen=True):
 
 
 class _Undo(msgspec.Struct, frozen=True, tag=True):
-    """One change, as it is undone. Raises OSError or ToolFailed when it could not be; to be tried again then."""
+    """One change, as it is undone.
+
+    Raises OSError, ToolFailed or DeadlineExceeded when it could not be; to be tried again then.
+    """
 
     def carry_out(self) -> None:
         raise NotImplementedError
@@ -95,25 +98,34 @@ class Leave(_Undo, frozen=True):
 
     def carry_out(self) -> None:
         """Whoever is in it goes home; a group that processes are born into is emptied again until it can be removed."""
-        group, home = Path(self.group), Path(self.home)
+        group = Path(self.group)
 
         def attempt(remaining_s: float) -> bool | None:
             try:
                 thaw(group)
+                home = _nearest(Path(self.home))
                 for pid in (group / "cgroup.procs").read_text().split():
                     with contextlib.suppress(ProcessLookupError):
                         (home / "cgroup.procs").write_text(pid)
                 group.rmdir()
             except FileNotFoundError:
-                return True
+                # Either somebody else has undone it, or home has just been removed.
+                if not group.exists():
+                    return True
             except OSError as error:
                 if error.errno != errno.EBUSY:
                     raise
-                time.sleep(min(remaining_s, POLL_S))
-                return None
-            return True
+            else:
+                return True
+            time.sleep(min(remaining_s, POLL_S))
+            return None
 
         wait(attempt, whom=f"control group {group}", what="to be empty", timeout_s=GROUP_TIMEOUT_S)
+
+
+def _nearest(home: Path) -> Path:
+    """Where processes go whose group was removed meanwhile: the group above it."""
+    return next((group for group in (home, *home.parents) if (group / "cgroup.procs").exists()), home)
 
 
 def thaw(group: Path) -> None:
@@ -306,7 +318,10 @@ class UndoJournal:
         self._append(Done(entry.number))
 
     def _append(self, line: Entry | Done) -> None:
-        os.write(self._descriptor, msgspec.json.encode(line) + b"\n")
+        # Begins a line of its own, whatever a killed process left of its last one.
+        content = b"\n" + msgspec.json.encode(line) + b"\n"
+        if os.write(self._descriptor, content) != len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         os.fdatasync(self._descriptor)
 
     def outstanding(self) -> list[Entry]:

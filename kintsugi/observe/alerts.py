@@ -72,6 +72,7 @@ class NotTaken(Exception):
 def post(url: str, body: bytes) -> None:
     """Raises OSError where it may help to try again, NotTaken where not."""
     # Takes as long to import as all the rest of a configuration's check, which needs nothing of it.
+    import http.client
     import urllib.error
     import urllib.request
 
@@ -88,6 +89,8 @@ def post(url: str, body: bytes) -> None:
         if not again:
             raise NotTaken(f"{error.code} {error.reason}") from error
         raise
+    except http.client.HTTPException as error:
+        raise OSError(f"no HTTP came back: {error!r}") from error
 
 
 class Webhook:
@@ -169,7 +172,7 @@ class Webhook:
             except NotTaken as error:
                 reason = str(error)
                 break
-            except (OSError, ValueError) as error:  # ValueError: what came back is no HTTP.
+            except (OSError, ValueError) as error:  # ValueError: the URL has what can not be sent.
                 reason = str(error)
             else:
                 COUNTERS.add("alerts.posted")

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from kintsugi.errors import Fault
-from kintsugi.observe.lines import LineFile, LineTail, paths_of
+from kintsugi.observe.lines import LineFile, LineTail, lines_in, paths_of
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, Clock
 
 
@@ -185,10 +185,10 @@ def read_events(run_dir: str | Path, *, process: str | None = None) -> list[Reco
 
 def _read_file(path: Path) -> Iterator[Record]:
     try:
-        lines = path.read_bytes().split(b"\n")
+        content = path.read_bytes()
     except FileNotFoundError:
         return
-    yield from records_in(lines)
+    yield from records_in(lines_in(content))
 
 
 def records_in(lines: Iterable[bytes]) -> Iterator[Record]:

@@ -7,21 +7,19 @@ Two recorders write it, each to its own file `<run folder>/figures/<process>.jso
   `LinkSample`), so that one who is stopped, starved or dead is measured too, and how its clock stands to the master's
   (`ClockSample`).
 
-Values are plain numbers by name. Names that end in `_s` and `_bytes` of `ProcessSample` and `HostSample` are running
-totals where they say so in `docs/metrics.md`; who reads them takes differences.
+Values are plain numbers by name (`docs/metrics.md`). Some are running totals; who reads them takes differences.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from kintsugi.observe.events import Stamp, stamped
-from kintsugi.observe.lines import LineFile, LineWriter, paths_of
+from kintsugi.observe.lines import LineFile, LineWriter, lines_in
 from kintsugi.runtime import SYSTEM_CLOCK, Clock
 from kintsugi.types import Wait
 
@@ -90,8 +88,16 @@ class FigureRecord(msgspec.Struct, frozen=True):
 
 LARGEST_SIZE = 16 << 20
 """Of a file; with the three older ones that are kept, hours of a run."""
-SMALL_SIZE = 64 << 10
-"""So much of a file is read at once rather than searched."""
+TOTALS = frozenset(
+    {"cpu_s", "run_delay_s", "io_delay_s", "throttled_s", "read_bytes", "write_bytes", "major_faults"}
+    | {"voluntary_switches", "involuntary_switches"}
+    | {"cpu_busy_s", "cpu_iowait_s", "cpu_steal_s", "oom_kills", "disk_busy_s", "disk_read_bytes"}
+    | {"disk_write_bytes", "network_in_bytes", "network_out_bytes", "tcp_retransmits"}
+    | {"pressure_cpu_s", "pressure_io_s", "pressure_memory_s"}
+    | {"retransmits", "out_bytes", "in_bytes", "receiver_limited_s", "children_cpu_s"}
+    | {"fsync_errors", "resolve_errors"}
+)
+"""Values of samples that only grow."""
 
 _sample_decoder: msgspec.json.Decoder[Sample] = msgspec.json.Decoder(Sample)
 _stamp_decoder = msgspec.json.Decoder(Stamp)
@@ -120,28 +126,15 @@ class FiguresLog:
 
 
 def figures_in(
-    run_dir: str | Path,
-    *,
-    process: str | None = None,
-    since: float = -math.inf,
-    until: float = math.inf,
+    run_dir: str | Path, *, process: str | None = None, since: float = -math.inf
 ) -> list[FigureRecord]:
-    """All samples of a run, or what one process recorded, in the order of their wall clocks; torn lines are skipped.
-
-    `since` and `until` are wall clock; what lies before is not even read.
-    """
-    folder = Path(run_dir) / "figures"
-    names = (
-        sorted({path.name.partition(".")[0] for path in folder.glob("*.jsonl")})
-        if process is None
-        else [process]
-    )
+    """What a run, or one process of it, recorded from a wall clock on, in the order of their wall clocks."""
     records = [
         record
-        for name in names
-        for path in paths_of(figures_path(run_dir, name))
-        for record in samples_in(_lines_since(path, since))
-        if since <= record.stamp.time <= until
+        for path in sorted((Path(run_dir) / "figures").glob("*.jsonl"))
+        if process is None or path.name.partition(".")[0] == process
+        for record in samples_in(lines_in(path.read_bytes()))
+        if record.stamp.time >= since
     ]
     return sorted(records, key=lambda record: record.stamp.time)
 
@@ -153,27 +146,3 @@ def samples_in(lines: Iterable[bytes]) -> Iterator[FigureRecord]:
             yield FigureRecord(_stamp_decoder.decode(line), _sample_decoder.decode(line))
         except (msgspec.MsgspecError, UnicodeDecodeError):
             continue
-
-
-def _lines_since(path: Path, since: float) -> list[bytes]:
-    """The lines of a file from about a moment on, found by halving: its lines are in the order of their times."""
-    try:
-        with path.open("rb") as file:
-            low, high = 0, file.seek(0, os.SEEK_END)
-            while since > 0 and high - low > SMALL_SIZE:
-                middle = (low + high) // 2
-                file.seek(middle)
-                file.readline()
-                later = _time_of(file.readline())
-                low, high = (middle, high) if later is not None and later < since else (low, middle)
-            file.seek(low)
-            return file.read().split(b"\n")
-    except FileNotFoundError:
-        return []
-
-
-def _time_of(line: bytes) -> float | None:
-    try:
-        return _stamp_decoder.decode(line).time
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return None

@@ -196,6 +196,11 @@ def paths_of(path: Path) -> list[Path]:
     return [each for each in (*numbered, path) if each.exists()]
 
 
+def lines_in(content: bytes) -> list[bytes]:
+    """Those that are written to their end, without the zeros that a host's crash may leave in a file."""
+    return content[: content.rfind(b"\n") + 1].replace(b"\0", b"").split(b"\n")[:-1]
+
+
 class LineTail:
     """The lines that were added to a file since it was last asked; a line that is being written is left for later.
 
@@ -215,19 +220,18 @@ class LineTail:
                 self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
                 return []
-        whole = self._whole()
-        if not whole and self._was_put_aside():
+        content = os.pread(self._descriptor, MOST_READ, self.offset)
+        while len(content) == MOST_READ and b"\n" not in content:
+            # Part of a line that is too long for anybody; what is left of it is told as a torn one.
+            self.offset += len(content)
+            content = os.pread(self._descriptor, MOST_READ, self.offset)
+        lines = lines_in(content)
+        if not lines and self._was_put_aside():
             self.close()
             self.offset = 0
             return self.lines()
-        self.offset += len(whole)
-        return whole.split(b"\n")[:-1]
-
-    def _whole(self) -> bytes:
-        content = os.pread(self._descriptor, MOST_READ, self.offset)
-        # Space that a log has allocated ahead may read as zeros.
-        content = content.partition(b"\0")[0]
-        return content[: content.rfind(b"\n") + 1]
+        self.offset += content.rfind(b"\n") + 1
+        return lines
 
     def _was_put_aside(self) -> bool:
         try:

@@ -25,13 +25,20 @@ class Probe:
     """
 
     def __init__(
-        self, name: str, attempt: Callable[[], dict[str, float]], *, clock: Clock = SYSTEM_CLOCK
+        self,
+        name: str,
+        attempt: Callable[[], dict[str, float]],
+        *,
+        note: Callable[[str], None] = lambda text: None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`attempt` gives further figures; an OSError of it is counted as `<name>_errors`."""
-        self._name, self._attempt, self._clock = name, attempt, clock
+        """`attempt` gives further figures; its errors are counted as `<name>_errors`. An OSError is what it looks for:
+        `note` is told of the first other one."""
+        self._name, self._attempt, self._note, self._clock = name, attempt, note, clock
         self._since: float | None = None
         self._values: dict[str, float] = {}
         self._num_errors = 0
+        self._has_noted = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{name} probe", daemon=True)
 
@@ -62,10 +69,21 @@ class Probe:
         try:
             figures = self._attempt()
         except OSError:
-            self._num_errors += 1
+            self._fail()
+        except Exception as error:  # noqa: BLE001 - the thread's outermost boundary: it goes on to try.
+            self._fail()
+            if not self._has_noted:
+                self._note(f"{self._name} probe: {error!r}")
+            self._has_noted = True
         else:
             self._values = {f"{self._name}_s": self._clock.monotonic() - since, **figures}
         self._since = None
+
+    def _fail(self) -> None:
+        """How long the last good try took says nothing of now."""
+        self._num_errors += 1
+        took = f"{self._name}_s"
+        self._values = {name: value for name, value in self._values.items() if name != took}
 
     def close(self) -> None:
         self._closing.set()

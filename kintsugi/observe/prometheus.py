@@ -20,14 +20,22 @@ from typing import Any, Self
 import msgspec
 
 from kintsugi.errors import UserError
-from kintsugi.observe.events import Stamp
-from kintsugi.observe.figures import ClockSample, HostSample, LinkSample, ProcessSample, Sample
+from kintsugi.observe.figures import (
+    TOTALS,
+    ClockSample,
+    HostSample,
+    LinkSample,
+    ProcessSample,
+    Sample,
+    samples_in,
+)
+from kintsugi.observe.lines import lines_in
 from kintsugi.observe.metrics import METRICS_FILE
 from kintsugi.observe.processes import read_processes
+from kintsugi.observe.verdicts import DIAGNOSES_FILE
 from kintsugi.runtime import SYSTEM_CLOCK
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-DIAGNOSES_FILE = "diagnoses.jsonl"
 LAST_BYTES = 128 << 10
 """Of each file: some ten seconds of what an agent sees of a large host."""
 FRESH_S = 30.0
@@ -35,18 +43,6 @@ FRESH_S = 30.0
 ANSWER_S = 5.0
 PREFIX = "kintsugi_"
 
-TOTALS = frozenset(
-    {"cpu_s", "run_delay_s", "io_delay_s", "throttled_s", "read_bytes", "write_bytes", "major_faults"}
-    | {"voluntary_switches", "involuntary_switches"}
-    | {"cpu_busy_s", "cpu_iowait_s", "cpu_steal_s", "oom_kills", "disk_busy_s", "disk_read_bytes"}
-    | {"disk_write_bytes", "network_in_bytes", "network_out_bytes", "tcp_retransmits"}
-    | {"pressure_cpu_s", "pressure_io_s", "pressure_memory_s"}
-    | {"retransmits", "out_bytes", "in_bytes", "receiver_limited_s", "children_cpu_s"}
-)
-"""Values of samples that only grow (`docs/metrics.md`)."""
-
-_stamp_decoder = msgspec.json.Decoder(Stamp)
-_sample_decoder: msgspec.json.Decoder[Sample] = msgspec.json.Decoder(Sample)
 _Labels = tuple[tuple[str, str], ...]
 
 
@@ -117,13 +113,9 @@ def _add_step(page: _Page, run_dir: Path) -> None:
 
 def _add_samples(page: _Page, run_dir: Path, *, now: float) -> None:
     for path in sorted((run_dir / "figures").glob("*.jsonl")):
-        for line in _last_lines(path):
-            try:
-                stamp, sample = _stamp_decoder.decode(line), _sample_decoder.decode(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError):
-                continue
-            if stamp.time >= now - FRESH_S:
-                _add_sample(page, sample)
+        for record in samples_in(_last_lines(path)):
+            if record.stamp.time >= now - FRESH_S:
+                _add_sample(page, record.sample)
 
 
 def _add_sample(page: _Page, sample: Sample) -> None:
@@ -168,8 +160,7 @@ def _last_lines(path: Path) -> list[bytes]:
             content = file.read(LAST_BYTES)
     except (FileNotFoundError, PermissionError):
         return []
-    content = content.rstrip(b"\0")
-    lines = content[: content.rfind(b"\n") + 1].split(b"\n")
+    lines = lines_in(content)
     return [line for line in (lines if size <= LAST_BYTES else lines[1:]) if line]
 
 

@@ -20,8 +20,9 @@ from kintsugi.types import Role, role_of
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 PRESSURES = ("cpu", "io", "memory")
-UNREADABLE = (OSError, ValueError, IndexError, KeyError)
-"""What a look at /proc can end in: the process is gone, is somebody else's, or the kernel writes it another way."""
+UNREADABLE = (OSError, ValueError, IndexError, KeyError, NotImplementedError)
+"""What a look at /proc can end in: the process is gone, is somebody else's, the kernel writes it another way, or psutil
+finds none of it."""
 
 
 class ProcessLook:

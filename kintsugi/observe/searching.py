@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import math
 import re
 from collections.abc import Callable, Iterator
 from datetime import datetime
-from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
@@ -52,7 +52,7 @@ class Query(msgspec.Struct, frozen=True, kw_only=True):
     process: str | None = None
     """A process, or all of a role: `model-1`, `model`."""
     kind: str | None = None
-    """Of the entry, or how it begins: `Alert`, `fault`, `log`."""
+    """Of the entry, or how it begins: `Alert`, `fault`, `log`. Figures are meant where nothing else begins so."""
     since: float | None = None
     until: float | None = None
     """Wall clock of the master."""
@@ -92,12 +92,14 @@ def search(store: RunStore, query: Query) -> Iterator[Line]:
 
 def follow(store: RunStore, query: Query, *, pause: Callable[[], bool]) -> Iterator[Line]:
     """What is there, then what comes; `pause` waits a moment between two looks and says whether there will be more."""
-    last, goes_on = 0, True
+    last, goes_on, kinds = 0, True, _kinds(query.kind)
+    if kinds is not None and kinds <= set(SAMPLE_KINDS):
+        raise UserError(f"--follow: expected events, facts or logs, got --kind {query.kind}: figures")
     while True:
         store.refresh()
         (newest,) = store.database.execute("SELECT coalesce(max(id), 0) FROM records").fetchone()
         # A role's processes, and what a request is mentioned in, may be known only now.
-        processes, kinds = _processes(store, query.process, may_come=True), _kinds(query.kind)
+        processes = _processes(store, query.process, may_come=True)
         yield from _entries(store, query, kinds=kinds, processes=processes, after=last, up_to=newest)
         last = newest
         if not goes_on:
@@ -211,25 +213,24 @@ def _kinds(name: str | None) -> frozenset[str] | None:
     }
     if not chosen:
         raise UserError(f"--kind: expected one of {', '.join(KINDS)}, or how one begins, got {name!r}")
-    return frozenset(chosen)
+    return frozenset(chosen - set(SAMPLE_KINDS) or chosen)
 
 
 def _figures(
     store: RunStore, query: Query, *, kinds: frozenset[str], processes: frozenset[str] | None
 ) -> Iterator[Line]:
-    """Samples straight from their files, which are each in the order of time."""
+    """Samples straight from their files, which are each in the order of time but where a clock was set back."""
     folder = store.run_dir / "figures"
     recorders = sorted({path.name.partition(".")[0] for path in folder.glob("*.jsonl")})
-    files = [_samples(store.run_dir, recorder, since=query.since) for recorder in recorders]
-    for path, record in heapq.merge(*files, key=lambda found: found[1].stamp.time):
-        stamp, sample = record.stamp, record.sample
-        if query.until is not None and stamp.time > query.until:
-            return
-        is_wanted = type(sample).__name__ in kinds and (query.since is None or stamp.time >= query.since)
-        about = _about(record)
+    since = -math.inf if query.since is None else query.since
+    until = math.inf if query.until is None else query.until
+    files = [_samples(store, recorder, since=since) for recorder in recorders]
+    for time, path, record in heapq.merge(*files, key=lambda found: found[0]):
+        sample, about = record.sample, _about(record)
+        is_wanted = type(sample).__name__ in kinds and since <= time <= until
         if is_wanted and (processes is None or about in processes):
             yield Line(
-                time=stamp.time,
+                time=time,
                 exact=True,
                 process=about,
                 kind=type(sample).__name__,
@@ -239,18 +240,21 @@ def _figures(
             )
 
 
-def _samples(run_dir: Path, recorder: str, *, since: float | None) -> Iterator[tuple[str, FigureRecord]]:
-    for path in paths_of(figures_path(run_dir, recorder)):
-        name, offset = str(path.relative_to(run_dir)), 0
+def _samples(store: RunStore, recorder: str, *, since: float) -> Iterator[tuple[float, str, FigureRecord]]:
+    """Each with its time by the master's clock, and the file in which it stands."""
+    corrected = store.correction(recorder)
+    for path in paths_of(figures_path(store.run_dir, recorder)):
+        name, offset = str(path.relative_to(store.run_dir)), 0
         while True:
             lines, end = whole_lines(path, offset=offset)
             if not lines:
                 break
             offset = end
             newest = next(samples_in(line for _, line in reversed(lines)), None)
-            if newest is None or (since is not None and newest.stamp.time < since):
+            if newest is None or corrected(newest.stamp.time) < since:
                 continue
-            yield from ((name, record) for record in samples_in(line for _, line in lines))
+            for record in samples_in(line for _, line in lines):
+                yield corrected(record.stamp.time), name, record
 
 
 def _about(record: FigureRecord) -> str:
@@ -301,15 +305,17 @@ def moment(text: str, *, extent: Extent | None, option: str) -> float:
     `1794818377.5` seconds, `2026-11-16T08:39:37`, `08:39:37.5` of the day on which the run began; `+90s` after its
     first record, `90s` before its last one (s, m, h, d).
     """
-    if (match := _RELATIVE.fullmatch(text.strip())) is not None:
-        if extent is None:
-            raise UserError(
-                f"{option} {text}: the run has recorded nothing yet that this could be counted from"
-            )
-        seconds = float(match[2]) * _UNITS[match[3]]
-        return extent.first + seconds if match[1] == "+" else extent.last - seconds
+    match = _RELATIVE.fullmatch(text.strip())
+    if match is not None and extent is None:
+        raise UserError(f"{option} {text}: the run has recorded nothing yet that this could be counted from")
     try:
-        return _absolute(text.strip(), extent)
+        if match is None or extent is None:
+            found = _absolute(text.strip(), extent)
+        else:
+            seconds = float(match[2]) * _UNITS[match[3]]
+            found = extent.first + seconds if match[1] == "+" else extent.last - seconds
+        datetime.fromtimestamp(found).astimezone()  # Raises where there is no such day.
+        return found
     except (ValueError, OverflowError, OSError):
         raise UserError(
             f"{option}: expected a time (2026-11-16T08:39:37, 08:39:37, seconds since 1970, +90s after the run's "
@@ -324,7 +330,5 @@ def _absolute(text: str, extent: Extent | None) -> float:
         whole = day.replace(hour=clock.hour, minute=clock.minute, second=clock.second, microsecond=0)
         return whole.timestamp() + float(f"0.{text.partition('.')[2] or 0}")
     if re.fullmatch(r"\d+(\.\d*)?", text):
-        seconds = float(text)
-        datetime.fromtimestamp(seconds)
-        return seconds
+        return float(text)
     return datetime.fromisoformat(text).timestamp()

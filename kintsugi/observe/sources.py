@@ -2,7 +2,7 @@
 
 events/<process>.jsonl, logs/<process>.log   a line is an entry
 journal                                      a fact is an entry; its time is that of the input it follows from
-figures/<process>.jsonl                      some hundred lines are a block: they are found by time only
+figures/<process>.jsonl                      of agents only, for what they measured of their hosts' clocks
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from kintsugi.observe.telling import ids_in, ids_of, ids_of_fact, told, told_fac
 from kintsugi.types import Role, process_id
 
 CHUNK = 1 << 20
-BLOCK = 64 << 10
 LONGEST_LINE = 64 << 10
 """The rest of a longer one is another line: somebody prints without end."""
 HEAD = 64
@@ -118,21 +117,21 @@ Line = tuple[int, bytes]
 """Where it begins, and the line."""
 
 
-def whole_lines(path: Path, *, offset: int, most: int = CHUNK) -> tuple[list[Line], int]:
-    """Lines that are written to their end. Space that a log has allocated ahead reads as zeros, and is none."""
+def whole_lines(path: Path, *, offset: int) -> tuple[list[Line], int]:
+    """Lines that are written to their end, without the zeros that a host's crash may leave in a file."""
     try:
         with path.open("rb") as file:
-            content = os.pread(file.fileno(), most, offset)
+            content = os.pread(file.fileno(), CHUNK, offset)
     except FileNotFoundError:
         return [], offset
-    content = content.rstrip(b"\0")
     whole = content[: content.rfind(b"\n") + 1]
-    if not whole and len(content) >= LONGEST_LINE:
+    if not whole and (len(content.rstrip(b"\0")) >= LONGEST_LINE or len(content) == CHUNK):
         whole = content[:LONGEST_LINE]
     lines: list[Line] = []
     start = offset
     for line in whole.splitlines(keepends=True):
-        lines.append((start, line.strip(b"\0\r\n")))
+        zeros = len(line) - len(line.lstrip(b"\0"))
+        lines.append((start + zeros, line.strip(b"\0\r\n")))
         start += len(line)
     return lines, start
 
@@ -193,7 +192,7 @@ def _facts(path: Path, *, offset: int) -> tuple[list[Entry], int]:
 
 
 class Reader:
-    """Reads entries back from where they stand. Files stay open; rotated ones are read under their new names."""
+    """Reads entries back from where they stand. Files stay open until `close`: then they may have other names."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir

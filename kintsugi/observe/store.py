@@ -127,6 +127,8 @@ class RunStore:
             self.refresh(progress=progress)
 
     def _refresh(self, progress: Callable[[int, int], None]) -> None:
+        # Whatever was open by its name may have another one by now.
+        self.reader.close()
         files = files_of(self.run_dir)
         with self._writing():
             numbers = self._recognised(files)
@@ -288,7 +290,7 @@ class RunStore:
     def _insert(self, entries: list[Entry], *, process: str, source: int) -> None:
         row = self.database.execute("SELECT seq FROM sqlite_sequence WHERE name = 'records'").fetchone()
         numbered = list(zip(count(row[0] + 1 if row else 1), entries, strict=False))
-        corrected = self._correction(process)
+        corrected = self.correction(process)
         who = self._name(process)
         self.database.executemany(
             "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -317,7 +319,7 @@ class RunStore:
             ((subject, number) for number, entry in numbered for subject in entry.ids),
         )
 
-    def _correction(self, process: str) -> Callable[[float], float]:
+    def correction(self, process: str) -> Callable[[float], float]:
         """From the process's time to the master's."""
         host = self.host_of(process)
         states = self.clocks(host) if host is not None else []

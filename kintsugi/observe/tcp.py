@@ -67,7 +67,6 @@ class TcpInfo(msgspec.Struct, frozen=True, kw_only=True):
     out_bytes: int
     """Sent and acknowledged."""
     in_bytes: int
-    unsent_bytes: int
     receiver_limited_s: float
     """Time in which there was something to send and the receiver had no room."""
 
@@ -182,7 +181,6 @@ def tcp_info(content: bytes) -> TcpInfo:
         retransmits=words[23],
         out_bytes=large[2],
         in_bytes=large[3],
-        unsent_bytes=more[2],
         min_rtt_s=more[3] / 1e6,
         receiver_limited_s=rates[2] / 1e6,
     )

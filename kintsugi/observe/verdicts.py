@@ -15,6 +15,9 @@ import msgspec
 
 from kintsugi.supervision import Verdict
 
+WATCHER = "watcher-0"
+DIAGNOSES_FILE = "diagnoses.jsonl"
+"""Of the run folder: its verdicts, as they changed."""
 SUFFIX = ".verdict"
 
 

@@ -18,8 +18,8 @@ import msgspec
 import pytest
 
 from kintsugi.diagnosis import diagnose
-from kintsugi.diagnosis.telling import DIAGNOSES_FILE
 from kintsugi.diagnosis.verdict import Diagnosis
+from kintsugi.observe.verdicts import DIAGNOSES_FILE
 from kintsugi.runs import read_journal
 from tests.cluster.real_runs import Run, until
 

@@ -6,6 +6,8 @@ A fenced block says what it is by its first word and attributes:
     ```python title="f.py"  a file            ```yaml title="f"     a file, also jsonl and others
     ```diff file="f.py"     a change of the tree, hunk by hunk
     ```python illustration  nothing to be done
+    ```console root         commands that need root and a while: checked, not run
+    ```yaml experiment      an experiment of the laboratory: checked, not run
 
 Everything of a page happens in one folder, in order.
 """
@@ -57,6 +59,10 @@ def blocks_of(page: Path) -> Iterator[Block]:
             yield Block(page, line, found["kind"], attributes, found["body"])
 
 
+def is_run(block: Block) -> bool:
+    return not {"root", "experiment"} & set(block.attributes)
+
+
 class Follower:
     """Does what a page says, in a folder of its own."""
 
@@ -72,7 +78,7 @@ class Follower:
         self.num_runs = 0
 
     def follow(self, page: Path) -> None:
-        for number, block in enumerate(blocks_of(page)):
+        for number, block in enumerate(filter(is_run, blocks_of(page))):
             match block.kind:
                 case "console":
                     for command, said in block.commands:

@@ -16,7 +16,8 @@ import yaml
 
 from kintsugi import cli
 from kintsugi.config import Config
-from tests.docs.pages import PAGES, ROOT, Block, Follower, blocks_of, changed
+from kintsugi.lab import experiments
+from tests.docs.pages import PAGES, ROOT, Block, Follower, blocks_of, changed, is_run
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 TEXTS = [*PAGES, ROOT / "README.md"]
@@ -35,7 +36,11 @@ def named(path: Path) -> str:
 @pytest.mark.cluster
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if any(block.kind in ("console", "python") for block in blocks_of(page))],
+    [
+        page
+        for page in PAGES
+        if any(block.kind in ("console", "python") and is_run(block) for block in blocks_of(page))
+    ],
     ids=named,
 )
 def test_everything_that_a_page_says_to_do_can_be_done_in_order(page: Path, tmp_path: Path) -> None:
@@ -82,7 +87,11 @@ def test_every_command_exists_and_has_the_options_it_is_given() -> None:
     for block in of_kind("console"):
         for command, _ in block.commands:
             program, name, *arguments = shlex.split(command)
-            known = {option for each in COMMANDS[name].params for option in each.opts}
+            chosen = COMMANDS[name]
+            while hasattr(chosen, "commands"):
+                name, *arguments = arguments
+                chosen = chosen.commands[name]
+            known = {option for each in chosen.params for option in each.opts}
             used = {argument for argument in arguments if argument.startswith("--")}
             if program != "kintsugi" or not used <= known:
                 wrong.append(f"{block.place}: {command}")
@@ -103,7 +112,18 @@ def test_every_override_names_a_field() -> None:
 
 def test_every_recipe_of_a_page_has_only_fields_that_exist() -> None:
     for block in of_kind("yaml"):
-        msgspec.convert(yaml.safe_load(block.body), Config)
+        if "experiment" not in block.attributes:
+            msgspec.convert(yaml.safe_load(block.body), Config)
+
+
+def test_every_experiment_of_a_page_can_be_carried_out(tmp_path: Path) -> None:
+    (tmp_path / "workloads").symlink_to(experiments.experiments_folder() / "workloads")
+    found = [block for block in of_kind("yaml") if "experiment" in block.attributes]
+    assert found
+    for block in found:
+        file = tmp_path / block.attributes["title"]
+        file.write_text(block.body)
+        experiments.read(file)
 
 
 def test_every_field_that_is_written_in_code_font_exists() -> None:

@@ -1,12 +1,17 @@
-"""Which of several faults is the cause."""
+"""What a fault says, and which of several is the cause."""
 
 from __future__ import annotations
 
-from kintsugi.errors import Fault, root_first
+from kintsugi.errors import LONGEST_MESSAGE, Fault, fault_of, root_first
 
 
 def fault(id: str, kind: str, *, cause: Fault | None = None) -> Fault:
     return Fault(id, kind, "model-0", "", 0.0, cause)
+
+
+def test_a_fault_of_an_endless_message_says_how_it_begins() -> None:
+    endless = fault_of(ValueError("x" * (1 << 20)), process="rollout-0", time=0.0)
+    assert endless.message == "x" * LONGEST_MESSAGE + " …"
 
 
 def test_a_cause_stands_before_its_consequences_whatever_the_order_they_came_in() -> None:

@@ -6,16 +6,29 @@ from pathlib import Path
 from kintsugi.errors import Fault
 from kintsugi.observe.alerts import Webhook
 from kintsugi.observe.events import Alert, FaultSeen, Note, ProcessGone, Span
-from kintsugi.observe.prometheus import DIAGNOSES_FILE
+from kintsugi.observe.verdicts import DIAGNOSES_FILE
 from kintsugi.watching import Watching
 from tests.unit.observe.recorded_run import RecordedRun, begun_run
 
-DIAGNOSIS = {
-    "run": "r",
-    "at": 1_700_000_009.0,
-    "since": 1_700_000_000.0,
-    "causes": [{"process": "model-1", "kind": "cpu", "summary": "model-1 is starved", "confidence": 0.93}],
-}
+
+def cause(process: str, kind: str) -> dict[str, object]:
+    return {
+        "process": process,
+        "host": "host-0",
+        "kind": kind,
+        "onset": 1_700_000_008.0,
+        "confidence": 0.93,
+        "summary": f"{process} is starved",
+        "path": [],
+        "evidence": [],
+        "rules_out": [],
+        "advice": "",
+    }
+
+
+def diagnosis(*causes: dict[str, object]) -> str:
+    line = {"run": "r", "at": 1_700_000_009.0, "since": 1_700_000_000.0, "causes": causes}
+    return f"{json.dumps(line)}\n"
 
 
 def watched(tmp_path: Path) -> tuple[list[str], list[dict[str, object]], RecordedRun]:
@@ -32,7 +45,7 @@ def watched(tmp_path: Path) -> tuple[list[str], list[dict[str, object]], Recorde
     run.say("agent-0", ProcessGone("model-1", "1.2", 9, -9, "killed by SIGKILL"), at=4.0)
     run.say("agent-0", ProcessGone("model-0", "1.1", 8, 0, "exited with code 0", ordered=True), at=5.0)
     run.say("model-0", Note("nothing to look at"), at=6.0)
-    (run.folder / DIAGNOSES_FILE).write_text(f"{json.dumps(DIAGNOSIS)}\n{{torn\n")
+    (run.folder / DIAGNOSES_FILE).write_text(f"{diagnosis(cause('model-1', 'cpu'))}{{torn\n")
     watching.look()
     watching.look()
     watching.close()
@@ -61,4 +74,20 @@ def test_what_a_person_should_look_at_is_posted_with_whom_it_is_about(tmp_path: 
         ("diagnosis", "model-1"),
     ]
     assert all(each["run"] == str(run.folder) and each["text"] for each in posted)
-    assert posted[-1]["details"] == DIAGNOSIS
+    assert posted[-1]["details"] == cause("model-1", "cpu")
+    assert posted[1]["values"] == {"ratio": 2.0}
+
+
+def test_each_of_several_causes_is_told_when_it_comes_and_not_again_when_another_goes(tmp_path: Path) -> None:
+    run = begun_run(tmp_path / "run")
+    first, second, third = cause("model-0", "cpu"), cause("model-1", "cpu"), cause("model-2", "slow")
+    path = run.folder / DIAGNOSES_FILE
+    path.write_text(diagnosis(first))
+    told: list[str] = []
+    watching = Watching(run.folder, say=told.append)
+    with path.open("a") as file:
+        file.write(diagnosis(first, second) + diagnosis(third, second) + diagnosis(second) + diagnosis())
+        file.write(diagnosis(second))
+    watching.look()
+    watching.close()
+    assert [line.split()[1] for line in told] == ["model-1", "model-2", "model-1"]

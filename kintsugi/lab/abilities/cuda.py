@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from pathlib import Path
 
 from kintsugi.lab.abilities.fault import TICK_S, Fault, Impossible
@@ -10,6 +11,8 @@ from kintsugi.lab.ports import opened
 
 MIB = 1 << 20
 LIBRARY = "libcuda.so.1"
+CARDS = Path("/proc/driver/nvidia/gpus")
+"""A folder for every card, named by its place on the bus."""
 DEFAULT_SHARE = 1.0
 DEFAULT_FACTOR = 4.0
 LEFT_BYTES = 2 * MIB
@@ -42,11 +45,19 @@ again:
 class Driver:
     """The few calls that are needed, on one card."""
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, address: str | None) -> None:
+        """On the card at this place of the bus; None: there is only one."""
         self._library = ctypes.CDLL(LIBRARY)
         self._call("cuInit", 0)
         number, self._context = ctypes.c_int(), ctypes.c_void_p()
-        self._call("cuDeviceGet", ctypes.byref(number), device)
+        if address is not None:
+            self._call("cuDeviceGetByPCIBusId", ctypes.byref(number), address.encode())
+        else:
+            count = ctypes.c_int()
+            self._call("cuDeviceGetCount", ctypes.byref(count))
+            if count.value != 1:
+                raise OSError(f"expected one card, or {CARDS} to tell them apart; there are {count.value}")
+            self._call("cuDeviceGet", ctypes.byref(number), 0)
         self._call("cuCtxCreate_v2", ctypes.byref(self._context), 0, number)
 
     def _call(self, name: str, *arguments: object) -> None:
@@ -85,8 +96,22 @@ class Driver:
         self._call("cuCtxDestroy_v2", self._context)
 
 
+def cards_of(pid: int) -> frozenset[int]:
+    """The cards that a process has open: N of `/dev/nvidiaN`."""
+    found = (re.fullmatch(r"/dev/nvidia(\d+)", target) for _, target in opened(pid))
+    return frozenset(int(match[1]) for match in found if match is not None)
+
+
+def address_of(card: int, *, cards: Path = CARDS) -> str | None:
+    """Its place on the bus, by which the driver's library knows it too; that library's own numbers are others."""
+    for information in cards.glob("*/information"):
+        if re.search(rf"^Device Minor:\s*{card}\s*$", information.read_text(), re.MULTILINE):
+            return information.parent.name
+    return None
+
+
 class _CudaFault(Fault):
-    """On the card of the target: `amount` `device`, the first one if it says nothing."""
+    """On the card of the target; where it has several open, `amount` `device` is N of `/dev/nvidiaN`."""
 
     @classmethod
     def missing(cls) -> str | None:
@@ -103,8 +128,16 @@ class _CudaFault(Fault):
         return f"process {pid} uses no NVIDIA card"
 
     def prepare(self) -> None:
+        cards = cards_of(self.pid)
+        if "device" in self.injection.amount:
+            cards = frozenset({int(self.injection.amount["device"])})
+        if len(cards) > 1:
+            raise Impossible(
+                f"process {self.pid} has the cards {', '.join(map(str, sorted(cards)))} open: "
+                "name one of them as `amount.device`"
+            )
         try:
-            self._driver = Driver(int(self.amount("device", 0)))
+            self._driver = Driver(next(map(address_of, cards), None))
         except OSError as error:
             raise Impossible(f"the card can not be used: {error}") from error
 

@@ -11,6 +11,7 @@ one of its descriptors is readable.
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 from typing import ClassVar
 
@@ -28,9 +29,15 @@ EXTRA_LEASE_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent() -> None:
-    """In a child before it executes its program: the kernel ends it with the one who started it."""
+def end_with_parent(parent: int) -> None:
+    """In a child before it executes its program: the kernel ends it with the one who started it.
+
+    `parent` is that one's number: who had ended before the kernel was asked has somebody else as the parent of its
+    child, which would then be left over.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 class Impossible(WorldError):

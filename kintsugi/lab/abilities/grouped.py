@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 from kintsugi.lab import groups
@@ -41,5 +40,14 @@ class GroupedFault(Fault):
             raise Impossible(f"process {pid} had ended before the fault could begin") from error
 
     def say(self, file: str, text: str) -> None:
-        with contextlib.suppress(FileNotFoundError):  # Undone by the reaper meanwhile.
-            Path(self.group, file).write_text(text)
+        """Nothing is said to a group that is gone: the reaper has undone it meanwhile."""
+        path = Path(self.group, file)
+        try:
+            path.write_text(text)
+        except (FileNotFoundError, PermissionError) as error:
+            if not self.group.exists():
+                return
+            if path.exists():
+                raise
+            # It says that no file may be made there, where it has none of this name.
+            raise Impossible(f"this kernel has no {file}") from error

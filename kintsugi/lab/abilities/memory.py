@@ -41,9 +41,14 @@ class MemoryHog(GroupedFault):
         self.say("memory.max" if self.version == 2 else "memory.limit_in_bytes", str(limit))
         self._prefer_target()
         self._grown = mmap.mmap(-1, mmap.PAGESIZE)
+        rate, culprit = self.amount("rate", DEFAULT_RATE), os.getpid()
         self._hog = os.fork()
         if self._hog == 0:
-            _grow(self._grown, group=self.group, rate=self.amount("rate", DEFAULT_RATE), limit=limit)
+            try:
+                _grow(self._grown, group=self.group, rate=rate, limit=limit, culprit=culprit)
+            finally:
+                # Whatever becomes of it, it must not go on as a second culprit.
+                os._exit(1)
 
     def _prefer_target(self) -> None:
         """The kernel kills the one with the highest score first."""
@@ -66,9 +71,9 @@ class MemoryHog(GroupedFault):
         super().end()
 
 
-def _grow(grown: mmap.mmap, *, group: Path, rate: float, limit: int) -> NoReturn:
+def _grow(grown: mmap.mmap, *, group: Path, rate: float, limit: int, culprit: int) -> NoReturn:
     """The neighbour: takes memory at a rate until there is none, and then keeps it until it is ended."""
-    end_with_parent()
+    end_with_parent(culprit)
     Path("/proc/self/oom_score_adj").write_text("900")
     (group / "cgroup.procs").write_text(str(os.getpid()))
     hoard, size, began = os.memfd_create("hoard"), 0, SYSTEM_CLOCK.monotonic()

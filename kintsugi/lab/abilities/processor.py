@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+from functools import partial
 
 from kintsugi.lab.abilities.fault import TICK_S, Fault, Impossible, end_with_parent
 from kintsugi.lab.abilities.grouped import GroupedFault
@@ -65,14 +66,16 @@ class Competitors(Fault):
         while len(self._competitors) < wanted:
             # A session each: a kernel that shares the processor between sessions counts each of them.
             child = SystemProcesses().spawn(
-                ["sh", "-c", "while :; do :; done"], before_exec=self._before_exec, new_session=True
+                ["sh", "-c", "while :; do :; done"],
+                before_exec=partial(self._before_exec, os.getpid()),
+                new_session=True,
             )
             self._competitors.append(child)
         self.measured["competitors"] = float(len(self._competitors))
         return TICK_S
 
-    def _before_exec(self) -> None:
-        end_with_parent()
+    def _before_exec(self, parent: int) -> None:
+        end_with_parent(parent)
         os.sched_setaffinity(0, {self._processor})
 
     def end(self) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -19,7 +20,7 @@ from kintsugi.runtime import SYSTEM_CLOCK, Child, SystemProcesses, wait
 MIB = 1 << 20
 LARGEST_DISK_BYTES = 8 << 30
 """Of a disk that is not the laboratory's own: what is larger is somebody's, and would take long to fill."""
-DEFAULT_SHARE = 0.999
+DEFAULT_SHARE = 1.0
 DEFAULT_BLOCK_BYTES = 1 * MIB
 DEFAULT_LIMIT = 256.0 * 1024
 DEFAULT_RATE = 512.0 * MIB
@@ -58,13 +59,16 @@ class Filler(_DiskFault):
         found = os.statvfs(self.disk)
         total = found.f_blocks * found.f_frsize
         keep = round(total * (1 - strength * self.amount("share", DEFAULT_SHARE)))
-        chunk = found.f_bavail * found.f_frsize - keep
-        while chunk >= SMALLEST_CHUNK_BYTES:
+        room = piece = found.f_bavail * found.f_frsize - keep
+        while piece >= SMALLEST_CHUNK_BYTES:
             try:
-                os.posix_fallocate(self._descriptor, self._size, chunk)
-                self._size += chunk
+                os.posix_fallocate(self._descriptor, self._size, piece)
             except OSError:  # The last of it does not fit in one piece.
-                chunk //= 2
+                piece //= 2
+                continue
+            self._size += piece
+            room -= piece
+            piece = min(piece, room)
         self.measured["filled_bytes"] = float(self._size)
         return TICK_S / 2
 
@@ -105,9 +109,11 @@ class Writers(_DiskFault):
                 if early_s > 0:
                     self._pause(min(early_s, TICK_S))
                     continue
-                with suppress(OSError):  # A full disk is somebody else's doing.
+                try:
                     self._written[index] += file.write(block)
                     os.fdatasync(file.fileno())
+                except OSError:  # A full disk is somebody else's doing, and lasts.
+                    self._pause(TICK_S)
                 if file.tell() + self._block > self._most:
                     file.seek(0)
                     file.truncate()
@@ -171,7 +177,7 @@ def _join(thread: threading.Thread) -> None:
 
 
 class FailingCalls(Fault):
-    """System calls of the target that sync or write files fail with EIO, by the kernel's debugging interface."""
+    """System calls of the target that sync files fail with EIO, by the kernel's debugging interface."""
 
     name = "failing system calls (strace)"
     lasts = True
@@ -190,7 +196,7 @@ class FailingCalls(Fault):
                 *("--inject", f"{calls}:error=EIO:when=1+{every}"),
                 *("--output", "/dev/null", "--attach", str(self.pid)),
             ],
-            before_exec=end_with_parent,
+            before_exec=partial(end_with_parent, os.getpid()),
             new_session=True,
         )
         self._wait_attached()

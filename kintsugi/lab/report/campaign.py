@@ -8,33 +8,32 @@ from pathlib import Path
 import msgspec
 
 from kintsugi.errors import StorageError
-from kintsugi.lab.baselines import FIRST_ERROR, LAST_ERROR
-from kintsugi.lab.campaign import CampaignFile, CaseRecord
-from kintsugi.lab.cases import CaseClass
+from kintsugi.lab.campaign_records import METHODS, OURS, CampaignFile, CaseRecord, Counted
+from kintsugi.lab.cases import LEAST_FAULT_S, WINDOW_S, CaseClass
 from kintsugi.lab.records import CAMPAIGN_FILE
 from kintsugi.lab.report.document import MISSING, Table
 from kintsugi.lab.report.measures import Share, quantile, seconds, share
 
-OURS = "ours"
-METHODS = {
-    OURS: "Kintsugi's diagnosis",
-    LAST_ERROR: "last error in the master's log",
-    FIRST_ERROR: "first error in any log",
-}
 MOST_MISTAKES = 25
-
-
-QUIET = (CaseClass.BENIGN, CaseClass.HEALTHY)
 
 
 def faulty(campaign: CampaignFile) -> list[CaseRecord]:
     """With a fault that had an effect."""
-    return [case for case in campaign.cases if case.counted and case.faults]
+    return _counted_as(campaign, Counted.FAULT)
+
+
+def faint(campaign: CampaignFile) -> list[CaseRecord]:
+    """With a fault that had none."""
+    return _counted_as(campaign, Counted.FAINT)
 
 
 def quiet(campaign: CampaignFile) -> list[CaseRecord]:
     """In which there was nothing to find."""
-    return [case for case in campaign.cases if case.counted and case.what in QUIET]
+    return _counted_as(campaign, Counted.QUIET)
+
+
+def _counted_as(campaign: CampaignFile, what: Counted) -> list[CaseRecord]:
+    return [case for case in campaign.cases if case.counted is what]
 
 
 def methods_of(campaign: CampaignFile) -> list[str]:
@@ -71,9 +70,10 @@ def abstained(campaign: CampaignFile, method: str) -> Share:
 
 
 def misdiagnosed(campaign: CampaignFile, method: str) -> Share:
-    """Named something that it was not, of all cases: a cause beside the fault, or a fault where there was none."""
-    wrong = [case.scores[method].said and not case.scores[method].top1 for case in faulty(campaign)]
-    return share([*wrong, *(case.scores[method].said for case in quiet(campaign))])
+    """Named something that it was not, of all cases: a cause beside the fault, also beside one that changed nothing, or
+    a fault where there was none."""
+    cases = [*faulty(campaign), *faint(campaign), *quiet(campaign)]
+    return share(case.scores[method].said and not case.scores[method].top1 for case in cases)
 
 
 def curves(campaign: CampaignFile) -> list[Curve]:
@@ -88,6 +88,7 @@ def curves(campaign: CampaignFile) -> list[Curve]:
 
 def methods_table(campaign: CampaignFile) -> Table:
     cases, methods = faulty(campaign), methods_of(campaign)
+    two = [case for case in cases if case.what is CaseClass.TWO]
 
     def for_each(value: Callable[[str], object]) -> list[str]:
         return [str(value(method)) for method in methods]
@@ -111,13 +112,17 @@ def methods_table(campaign: CampaignFile) -> Table:
         name="campaign",
         caption=f"Blind campaign with seed {campaign.seed}: {len(campaign.cases)} cases on "
         f"{campaign.clusters} clusters in {seconds(campaign.seconds)}. {len(cases)} with a fault that had an "
-        f"effect, {len(quiet(campaign))} healthy or slow for a benign reason; "
-        f"{len(campaign.cases) - len(cases) - len(quiet(campaign))} did not count.",
+        f"effect, {len(faint(campaign))} with one that had none, {len(quiet(campaign))} healthy or slow for a "
+        f"benign reason; {len(_counted_as(campaign, Counted.NOT))} could not be carried out and did not count.",
         head=("", *for_each(lambda method: METHODS[method])),
         rows=(
             ("top-1 on (process, kind)", *of_scores("top1")),
             ("top-3 on (process, kind)", *of_scores("top3")),
             ("path right", *of_scores("path")),
+            (
+                "both named, of two faults at once",
+                *for_each(lambda method: share(case.scores[method].every for case in two)),
+            ),
             ("abstained where nothing was wrong", *for_each(lambda method: abstained(campaign, method))),
             ("misdiagnosis rate", *for_each(lambda method: misdiagnosed(campaign, method))),
             ("time to verdict, median", *time(0.5)),
@@ -128,7 +133,23 @@ def methods_table(campaign: CampaignFile) -> Table:
         ),
         note="In parentheses: how many of how many, and Wilson's 95 % interval. Times are from the "
         "beginning of the fault, over the cases in which the method said anything; for logs it is when the "
-        "line was written, not when it was read. Who has a diagnosis reads that instead of the logs.",
+        "line was written, not when it was read. Who has a diagnosis reads that instead of the logs. A case "
+        f"ends with the verdict of the diagnosis, but not before its fault has lasted {seconds(LEAST_FAULT_S)}, "
+        f"or after {seconds(WINDOW_S)} without one; logs are read up to its end. Two faults at once: the first "
+        "answer has to be one of them. Where a fault had no effect, naming something else is a misdiagnosis. "
+        "A case begins when the diagnosis has fallen silent. " + _alarms(campaign),
+    )
+
+
+def _alarms(campaign: CampaignFile) -> str:
+    """What it names between cases stands in no share, and must not get lost."""
+    alarms = campaign.false_alarms
+    if not alarms:
+        return "It always did where steps went on."
+    named = "; ".join(f"{', '.join(each.said)} before case {each.before}" for each in alarms)
+    return (
+        f"False alarms, where it did not although steps went on, are in no share of this table: **{len(alarms)}** "
+        f"({named})."
     )
 
 
@@ -140,7 +161,7 @@ def kinds_table(campaign: CampaignFile) -> Table:
     for kind in kinds:
         cases = [case for case in faulty(campaign) if any(fault["kind"] == kind for fault in case.faults)]
         right = (_counted(share(case.scores[method].top1 for case in cases)) for method in methods)
-        verdict = _quantile((case.verdict_s for case in cases), 0.5)
+        verdict = _quantile((case.ours.verdict_s for case in cases), 0.5)
         rows.append((kind, str(len(cases)), *right, verdict))
     return Table(
         name="campaign_kinds",
@@ -172,15 +193,16 @@ def quiet_table(campaign: CampaignFile) -> Table | None:
 
 def mistakes_table(campaign: CampaignFile) -> Table | None:
     """Every case that the diagnosis got wrong, so that nobody has to take our word for it."""
-    wrong = [case for case in faulty(campaign) if not case.top1]
-    wrong += [case for case in quiet(campaign) if case.scores[OURS].said]
+    wrong = [case for case in faulty(campaign) if not case.ours.top1]
+    wrong += [case for case in faint(campaign) if case.ours.said and not case.ours.top1]
+    wrong += [case for case in quiet(campaign) if case.ours.said]
     if not wrong:
         return None
     rows = []
     for case in wrong[:MOST_MISTAKES]:
         done = ", ".join(f"`{fault['target']}` {fault['kind']}" for fault in case.faults)
         said = ", ".join(f"`{cause.process}` {cause.kind}" for cause in case.diagnoses[OURS].causes[:3])
-        among = "yes" if case.top3 else "no"
+        among = "yes" if case.ours.top3 else "no"
         rows.append(
             (str(case.number), case.what.value, done or case.benign or "nothing", said or "nothing", among)
         )

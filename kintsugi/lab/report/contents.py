@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kintsugi.lab.baselines import LAST_ERROR
-from kintsugi.lab.campaign import CampaignFile
+from kintsugi.lab.campaign_records import METHODS, CampaignFile
+from kintsugi.lab.campaign_records import OURS as OUR_METHOD
 from kintsugi.lab.fragile.scale import HOUR_S, STOP_JOB_S, Scale
 from kintsugi.lab.kit import Attempt
 from kintsugi.lab.records import RunRecord, RunsFile
@@ -101,28 +102,42 @@ def _abstract(results: Results) -> tuple[Block, ...]:
         times = [run.diagnosed_after_s for run in right if run.diagnosed_after_s is not None]
         slowest = f", at the latest {seconds(max(times))} after the first effect" if times else ""
         items.append(
-            f"On Kintsugi{', with the same faults,' if fragile else ''} the true cause was named in "
+            f"On Kintsugi{_with_what(results)} the true cause was named in "
             f"**{len(right)} of {len(ours)}**{slowest}; {sum(run.recovered for run in ours)} of {len(ours)} "
             f"runs completed, and {sum(run.steps_lost for run in ours)} committed steps were lost."
         )
     if results.campaign is not None and campaigns.faulty(results.campaign):
         items.append(_campaign_sentence(results.campaign))
     contrast = tables.contrast_table(results.valid)
-    if contrast is not None:
-        factors = ", ".join(f"{row[0]} {row[-1]}" for row in contrast.rows)
+    amplified = [row for row in contrast.rows if row[-1] != tables.OTHER_FAULT] if contrast else []
+    if amplified:
+        factors = ", ".join(f"{row[0]} {row[-1]}" for row in amplified)
         items.append(f"Amplification of the same fault by RL against SFT: {factors}.")
     return (Bullets(tuple(items)),) if items else (Paragraph("No experiment came to a result."),)
 
 
+def _with_what(results: Results) -> str:
+    """How the faults of the two systems compare, where both were broken."""
+    fragile = {run.scenario: run for run in results.of(FRAGILE)}
+    other = [
+        run.scenario
+        for run in results.of(OURS)
+        if run.scenario in fragile and not measures.same_faults(run, fragile[run.scenario])
+    ]
+    if not fragile:
+        return ""
+    return f", with the same faults{f' except in {_listed(other)}' if other else ''},"
+
+
 def _campaign_sentence(campaign: CampaignFile) -> str:
     others = " and ".join(
-        f"{_percent(campaigns.top1(campaign, method))} for the {campaigns.METHODS[method]}"
+        f"{_percent(campaigns.top1(campaign, method))} for the {METHODS[method]}"
         for method in campaigns.methods_of(campaign)
-        if method != campaigns.OURS
+        if method != OUR_METHOD
     )
-    silent = campaigns.abstained(campaign, campaigns.OURS)
+    silent = campaigns.abstained(campaign, OUR_METHOD)
     at_rest = f"; it said nothing in {_percent(silent)} of {silent.whole} cases in which nothing was wrong"
-    right = campaigns.top1(campaign, campaigns.OURS)
+    right = campaigns.top1(campaign, OUR_METHOD)
     return (
         f"In a blind campaign of {len(campaign.cases)} random cases, the first answer was right in "
         f"**{_percent(right)}** of {right.whole} "
@@ -204,10 +219,10 @@ def _setup(results: Results) -> tuple[Block, ...]:
     blocks: list[Block] = [
         Paragraph(
             f"Two systems run the same workload ({_listed([f'`{name}`' for name in workloads])}) as real "
-            "processes with real sockets and files, and the same faults are done to both: Kintsugi, and a "
-            "fragile system of the usual make (one controller, remote calls over HTTP, long time-outs, "
-            "clean-up after any error, weights by way of a meta-server or the disk, devices handed over by "
-            "notification)."
+            "processes with real sockets and files: Kintsugi, and a fragile system of the usual make (one "
+            "controller, remote calls over HTTP, long time-outs, clean-up after any error, weights by way of a "
+            "meta-server or the disk, devices handed over by notification). Faults of the same kinds and strengths "
+            "are done to both, at the part that has the same task; the table below says exactly what was done."
         ),
         Paragraph(
             "Each run begins with steps that nothing happens to; they give the mean ± 2σ of every figure. "
@@ -294,7 +309,7 @@ def _told(run: RunRecord, *, scale: float) -> str:
         parts.append("No error is shown.")
     said = run.diagnosed
     verdict = "right" if run.correct else "wrong"
-    if run.profile == FRAGILE:
+    if run.profile != OURS:
         parts.append(
             f"Read as it stands, it blames `{said.process}` ({tables.words(said.kind)}): {verdict}."
             if said
@@ -407,9 +422,9 @@ def _why_not_logs(results: Results) -> str:
         )
     if results.campaign is not None and campaigns.faulty(results.campaign):
         rates = [
-            f"{campaigns.METHODS[method]} {campaigns.misdiagnosed(results.campaign, method)}"
+            f"{METHODS[method]} {campaigns.misdiagnosed(results.campaign, method)}"
             for method in campaigns.methods_of(results.campaign)
-            if method != campaigns.OURS
+            if method != OUR_METHOD
         ]
         if rates:
             sentences.append(f"Misdiagnosis rate over the campaign: {'; '.join(rates)}.")

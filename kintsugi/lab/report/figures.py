@@ -38,7 +38,7 @@ COLOURS = {
     "error": "#b91c1c",
     "other": "#7c4d9e",
 }
-PROFILES = {"fragile": "fragile system", "ours": "Kintsugi", "sft": "Kintsugi, SFT"}
+PROFILES = {"fragile": "fragile system", "ours": "Kintsugi", "sft": "fragile system, SFT"}
 PROFILE_COLOURS = {"fragile": COLOURS["fragile"], "ours": COLOURS["ours"], "sft": COLOURS["contrast"]}
 WIDTH_IN = 10.0
 NARROW_IN = 6.0

@@ -101,6 +101,15 @@ def start_of(run: RunRecord) -> float | None:
     return min((fault.start for fault in run.injected), default=None)
 
 
+def same_faults(run: RunRecord, other: RunRecord) -> bool:
+    """Whether what struck both was as many faults of the same kinds and strengths."""
+
+    def struck(record: RunRecord) -> list[tuple[str, list[tuple[str, float]]]]:
+        return sorted((fault.kind, sorted(fault.amount.items())) for fault in record.injected)
+
+    return struck(run) == struck(other)
+
+
 def error_delay_s(run: RunRecord) -> float | None:
     """From the injection to the error that a person sees."""
     start = start_of(run)

@@ -21,8 +21,6 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     proves: tuple[str, ...]
     """The challenges that it is evidence for."""
-    fault_in: str
-    """Stage of the fault."""
     path: str
     """How the plan expects the fault to travel."""
     coupling: str
@@ -37,7 +35,6 @@ SCENARIOS: dict[str, Scenario] = {
     "S1": Scenario(
         title="A train worker's slow link during the weight update",
         proves=("A", "C"),
-        fault_in="train",
         path="train worker → weight meta-server → rollout workers",
         coupling="Weight synchronisation from train to rollout workers through a meta-server in the "
         "controller",
@@ -47,7 +44,6 @@ SCENARIOS: dict[str, Scenario] = {
     "S2": Scenario(
         title="A rollout worker starved of processor and memory",
         proves=("A", "C"),
-        fault_in="rollout",
         path="rollout worker → incomplete batch → split over train workers",
         coupling="Batches made of what rollout workers generate, split over the train workers",
         absent_in_sft="batches come from a prepared data set and can be read again",
@@ -56,7 +52,6 @@ SCENARIOS: dict[str, Scenario] = {
     "S3": Scenario(
         title="A train worker out of memory, buried by clean-up",
         proves=("B",),
-        fault_in="train",
         path="train worker → HTTP 500 → clean-up → time-out of stopping the jobs",
         coupling="One controller that reaches every job by remote calls and cleans all of them up after any "
         "error",
@@ -66,7 +61,6 @@ SCENARIOS: dict[str, Scenario] = {
     "S4": Scenario(
         title="A lost hand-over of a shared device",
         proves=("C",),
-        fault_in="hand-over",
         path="controller → lost notification → both sides of the device wait",
         coupling="Train and rollout workers that share a device and hand it over by notification",
         absent_in_sft="a device has one owner",
@@ -75,7 +69,6 @@ SCENARIOS: dict[str, Scenario] = {
     "S5": Scenario(
         title="A checkpoint damaged in one step, noticed in the next",
         proves=("A",),
-        fault_in="save",
         path="save of step N → half-written checkpoint → weight update of step N+1",
         coupling="Weights that go to the rollout workers by way of the checkpoint on disk",
         absent_in_sft="a checkpoint is read only by a restart",

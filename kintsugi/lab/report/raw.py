@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kintsugi.lab.campaign import CampaignFile
+from kintsugi.lab.campaign_records import OURS, CampaignFile
 from kintsugi.lab.records import RunRecord
 from kintsugi.lab.report import measures
-from kintsugi.lab.report.campaign import OURS, methods_of
+from kintsugi.lab.report.campaign import methods_of
 from kintsugi.lab.report.document import Table
 
 OF_A_RUN = (
@@ -19,8 +19,9 @@ OF_A_RUN = (
     *("seconds", "as_expected", "problem", "folder"),
 )
 OF_A_CASE = (
-    *("number", "class", "benign", "counted", "why_not", "target", "kind", "mechanism", "start"),
-    *("said_process", "said_kind", "top1", "top3", "path", "onset_error_s", "verdict_s", "files", "lines"),
+    *("number", "class", "benign", "counted", "why_not", "trouble", "target", "kind", "mechanism", "start"),
+    *("said_process", "said_kind", "top1", "top3", "every", "path", "onset_error_s", "verdict_s"),
+    *("files", "lines"),
 )
 
 
@@ -69,21 +70,14 @@ def cases_table(campaign: CampaignFile) -> Table:
         first = next(iter(case.diagnoses[OURS].causes), None)
         rows.append(
             (
-                *(case.number, case.what.value, case.benign, case.counted, case.why_not),
+                *(case.number, case.what.value, case.benign, case.counted.value, case.why_not, case.trouble),
                 " ".join(fault["target"] for fault in case.faults),
                 " ".join(fault["kind"] for fault in case.faults),
                 "; ".join(fault["mechanism"] for fault in case.faults),
                 min((fault["start"] for fault in case.faults), default=None),
                 *((first.process, first.kind.value) if first else (None, None)),
-                *(
-                    case.top1,
-                    case.top3,
-                    case.path,
-                    case.onset_error_s,
-                    case.verdict_s,
-                    case.files,
-                    case.lines,
-                ),
+                *(case.ours.top1, case.ours.top3, case.ours.every, case.ours.path),
+                *(case.ours.onset_error_s, case.ours.verdict_s, case.files, case.lines),
                 *(getattr(case.scores[method], what) for method, what in scores),
             )
         )

@@ -27,6 +27,7 @@ STAGES = {
 }
 """The master's phases in the words of the user's plan."""
 STEP_SERIES = "timing/step"
+OTHER_FAULT = "not the same fault"
 
 
 def ordered(runs: Iterable[RunRecord]) -> list[RunRecord]:
@@ -50,7 +51,7 @@ class Measured(msgspec.Struct, frozen=True):
     run: RunRecord
     scale: float
     contrast: RunRecord | None
-    """The same fault on fine-tuning."""
+    """The counterpart on fine-tuning."""
 
     def hops(self) -> str:
         return f"{self.run.hops} ({' → '.join(dict.fromkeys(map(stage_of, measures.path_of(self.run))))})"
@@ -174,9 +175,9 @@ def diagnosis_table(runs: Sequence[RunRecord], *, scale: float) -> Table:
             _error_after(run, scale=scale),
             _blame(run, run.readings.get(LAST_ERROR)),
             _blame(run, run.readings.get(FIRST_ERROR)),
-            "–" if run.profile == FRAGILE else _verdict(run),
-            "–" if run.profile == FRAGILE else seconds(measures.diagnosis_s(run)),
-            "–" if run.profile == FRAGILE else seconds(run.diagnosed_after_s),
+            _verdict(run) if run.profile == OURS else "–",
+            seconds(measures.diagnosis_s(run)) if run.profile == OURS else "–",
+            seconds(run.diagnosed_after_s) if run.profile == OURS else "–",
         )
         for run in said_something(runs)
     ]
@@ -195,7 +196,7 @@ def diagnosis_table(runs: Sequence[RunRecord], *, scale: float) -> Table:
         ),
         rows=tuple(rows),
         note="Times are from the injection, the last ones from the first effect. ✓ the process and kind "
-        "that were injected, ✗ something else. The fragile system has no diagnosis.",
+        "that were injected, ✗ something else. The fragile system and its fine-tuning have no diagnosis.",
     )
 
 
@@ -269,7 +270,7 @@ def _challenge_row(runs: Sequence[RunRecord], *, scale: float) -> tuple[str, ...
 
 def contrast_table(runs: Sequence[RunRecord]) -> Table | None:
     """None where nothing was run on fine-tuning."""
-    rows, means = [], []
+    rows = []
     for contrast in said_something(runs):
         if contrast.profile != SFT:
             continue
@@ -279,7 +280,7 @@ def contrast_table(runs: Sequence[RunRecord]) -> Table | None:
                 continue
             factors = _factors(run, contrast)
             mean = measures.geometric_mean([value for value in factors.values() if value is not None])
-            means.append(mean)
+            is_same = measures.same_faults(run, contrast)
             rows.append(
                 (
                     label(run),
@@ -289,15 +290,14 @@ def contrast_table(runs: Sequence[RunRecord]) -> Table | None:
                     ),
                     f"{run.steps_lost} / {contrast.steps_lost}",
                     *(_times(value) for value in factors.values()),
-                    _times(mean),
+                    _times(mean) if is_same else OTHER_FAULT,
                 )
             )
     if not rows:
         return None
     return Table(
         name="contrast",
-        caption="The same fault in reinforcement learning and in fine-tuning (RL / SFT), and how much "
-        "larger it is in RL.",
+        caption="A fault in reinforcement learning and in fine-tuning (RL / SFT), and how much larger it is in RL.",
         head=(
             "run",
             "hops",
@@ -310,9 +310,9 @@ def contrast_table(runs: Sequence[RunRecord]) -> Table | None:
             "amplification",
         ),
         rows=tuple(rows),
-        note="Processes reached: hops and one. Amplification: the geometric mean of the three factors. SFT "
-        "is run on Kintsugi; the row of the fragile system therefore also contains what separates the two "
-        "systems.",
+        note="Processes reached: hops and one. Amplification: the geometric mean of the three factors, where what "
+        "struck both was the same in kind and strength. SFT is the fragile system's; the row of ours therefore "
+        "also contains what separates the two systems.",
     )
 
 
@@ -341,7 +341,7 @@ def coupling_points_table(runs: Sequence[RunRecord]) -> Table:
     return Table(
         name="coupling_points",
         caption="Points at which an RL system couples what fine-tuning keeps apart.",
-        head=("scenario", "coupling point", "in SFT", "seen in RL (fragile)", "same fault on SFT"),
+        head=("scenario", "coupling point", "in SFT", "seen in RL (fragile)", "seen in SFT"),
         rows=tuple(rows),
     )
 

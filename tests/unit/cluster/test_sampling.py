@@ -2,19 +2,25 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from kintsugi.cluster.chips import ChipReading
 from kintsugi.cluster.obituaries import OomLedger
 from kintsugi.cluster.sampling import Sampling, Scene
 from kintsugi.observe.figures import FiguresLog, HostSample, LinkSample, ProcessSample, Sample, figures_in
+from kintsugi.observe.tcp import TcpSocket
 from tests.unit.cluster.conftest import bootstrap_of_an_agent, until
 
 
-def sampling_of(run_dir: Path) -> Sampling:
+def sampling_of(run_dir: Path, *, note: Callable[[str], None] = lambda text: None) -> Sampling:
     own = bootstrap_of_an_agent(run_dir)
-    return Sampling(own, figures=FiguresLog(run_dir, process="agent-0"), ooms=OomLedger())
+    figures = FiguresLog(run_dir, process="agent-0")
+    return Sampling(own, figures=figures, ooms=OomLedger(), note=note)
 
 
 def of_processes(samples: list[Sample]) -> dict[str, ProcessSample]:
@@ -78,3 +84,26 @@ def test_the_thread_records_without_being_asked_and_leaves_no_probe(tmp_path: Pa
     kinds = {type(record.sample) for record in figures_in(tmp_path)}
     assert {ProcessSample, HostSample} <= kinds
     assert list((tmp_path / "figures").glob("*.probe")) == []
+
+
+class BrokenTable:
+    """A kernel that answers in a way that nobody knows."""
+
+    def read(self) -> list[TcpSocket]:
+        raise struct.error("unpack_from requires a buffer of at least 72 bytes")
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_nobody_thought_of_costs_the_figures_it_concerns_and_is_noted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kintsugi.cluster.sampling.TcpTable", BrokenTable)
+    notes: list[str] = []
+    sampling = sampling_of(tmp_path, note=notes.append)
+    for _ in range(2):
+        assert {type(sample) for sample in sampling.samples()} == {ProcessSample, HostSample}
+    (note,) = notes
+    assert note.startswith("figures are left out: error('unpack_from")
+    sampling.close()

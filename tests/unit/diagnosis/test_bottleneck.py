@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kintsugi.diagnosis.bottleneck import bottleneck_of, tell
+from kintsugi.diagnosis.evidence import Bundle
+from kintsugi.errors import UserError
 from kintsugi.observe.events import Transition
 from tests.unit.diagnosis.healthy import HealthyRun
 
@@ -44,3 +46,8 @@ def test_ranks_that_wait_for_each_other_make_it_communication() -> None:
     run.say("master-0", Transition("master", "run", "", "committing", ""))
     report = bottleneck_of(run.bundle)
     assert report.dominant == "communication"
+
+
+def test_of_a_run_that_recorded_nothing_nothing_is_said() -> None:
+    with pytest.raises(UserError, match="no phase of its work"):
+        bottleneck_of(Bundle(run="runs/empty"))

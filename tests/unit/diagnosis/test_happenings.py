@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kintsugi.observe.events import Alert, Note, ProcessBegan, ProcessGone, Transition
+from kintsugi.observe.events import Alert, Note, ProcessBegan, ProcessEnded, ProcessGone, Transition
 from tests.unit.diagnosis.healthy import START, HealthyRun
 from tests.unit.diagnosis.looking import diagnosis_of, named
 
@@ -44,6 +44,74 @@ def test_processes_that_end_with_the_run_are_no_cause() -> None:
     run.say("agent-0", ProcessGone("server-0", "1", 1, -15, "killed by SIGTERM"))
     run.bundle.sort()
     assert named(run) == []
+
+
+def resumed() -> HealthyRun:
+    """A run that ended, and whose processes are there again."""
+    run = HealthyRun().play(30)
+    run.say("master-0", Transition("master", "run", "saving", "ended", "stopped at step 30"))
+    run.now += 1.0
+    run.say("agent-0", ProcessGone("server-0", "1", run.pids["server-0"], -15, "killed by SIGTERM"))
+    run.now += 1.0
+    for process in run.pids:
+        run.pids[process] += 1000
+        run.say(process, ProcessBegan(process.rsplit("-", 1)[0], "2", run.pids[process]))
+    return run
+
+
+def test_a_run_that_is_resumed_is_not_over_before_its_master_has_left_its_first_phase() -> None:
+    run = resumed()
+    run.stalled = True
+    run.play(2)
+    run.kill("server-0")
+    assert named(run.play(1)) == [("server-0", "killed")]
+
+
+def test_what_ended_with_a_run_is_no_cause_after_it_is_resumed() -> None:
+    assert named(resumed().play(4)) == []
+
+
+def test_an_agent_that_once_said_goodbye_can_still_be_killed_later() -> None:
+    run = HealthyRun().play(10)
+    run.say("agent-1", ProcessEnded(0, ""))
+    run.say("agent-1", ProcessBegan("agent", "2", 998), ago_s=-0.3)
+    run.play(20)
+    run.say("agent-1", ProcessBegan("agent", "3", 999), ago_s=-0.3)
+    assert named(run.play(4)) == [("agent-1", "killed")]
+
+
+def test_a_process_that_ended_by_itself_was_not_ended() -> None:
+    run = HealthyRun().play(30)
+    run.kill("server-1", status=3, how="exited with code 3")
+    (cause,) = diagnosis_of(run.play(1)).causes
+    assert cause.summary == "server-1: exited with code 3"
+
+
+def quarantine(run: HealthyRun, *reasons: str) -> None:
+    for number, reason in enumerate(reasons):
+        run.say("rollout-1", Note(f"grpo:0:{number}:0 quarantined: {reason}"))
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "reward 'brevity' raised KeyError: 'checksum'",
+        "`step` of the environment raised ValueError: nan",
+        "agent `mine` did not ask or end for `rollout.turn_timeout_s`=10 s",
+    ],
+)
+def test_users_code_that_fails_group_after_group_is_named_and_once_is_an_odd_sample(reason: str) -> None:
+    run = HealthyRun().play(30)
+    quarantine(run, reason)
+    assert named(run.play(1)) == []
+    quarantine(run, reason, reason)
+    assert named(run.play(1)) == [("rollout-1", "user_code")]
+
+
+def test_groups_that_the_model_said_nothing_in_are_no_fault_of_the_users_code() -> None:
+    run = HealthyRun().play(30)
+    quarantine(run, *["the model said nothing"] * 5)
+    assert named(run.play(1)) == []
 
 
 def test_a_stopped_process_is_named_and_not_the_kill_that_followed() -> None:

@@ -57,7 +57,7 @@ def test_segments_that_are_sent_again_second_after_second_are_a_loss() -> None:
     run = HealthyRun().play(30)
     for link in links_of("rollout-1"):
         run.changes[link] = lambda _, rates: rates.update(retransmits=3.0)
-    assert named(run.play(3)) == [("rollout-1", "network_loss")]
+    assert named(run.play(4)) == [("rollout-1", "network_loss")]
 
 
 def test_a_few_segments_that_are_sent_again_are_how_busy_hosts_are() -> None:

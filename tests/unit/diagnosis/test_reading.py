@@ -9,12 +9,14 @@ import pytest
 from kintsugi.diagnosis import diagnose
 from kintsugi.diagnosis.diagnosing import Follower
 from kintsugi.diagnosis.reading import Reader
-from kintsugi.errors import UserError
+from kintsugi.errors import Fault, UserError
 from kintsugi.observe.events import (
     Alert,
     EventLog,
+    FaultSeen,
     Note,
     ProcessBegan,
+    ProcessEnded,
     ProcessGone,
     Stamp,
     events_path,
@@ -114,7 +116,96 @@ def test_times_of_a_host_whose_clock_is_ahead_are_put_back(tmp_path: Path, clock
     )
     log(tmp_path, "agent-1", clock).emit(ProcessGone("model-1", "1", 1, -9, "killed by SIGKILL"))
     (end,) = Reader(tmp_path).read().ends
-    assert end.time == pytest.approx(clock.wall() - 3.0)
+    assert end.time == pytest.approx(clock.wall() - 3.0, abs=0.01)
+
+
+def test_a_clock_that_is_set_in_the_middle_moves_only_what_was_stamped_after_it(
+    tmp_path: Path, clock: VirtualClock
+) -> None:
+    began = clock.wall()
+    for offset_s, then_s in ((0.0, 1.0), (0.0, 1.0 + 5.0), (5.0, 1.0), (5.0, 1.0)):
+        write(
+            tmp_path,
+            "agent-1",
+            clock,
+            ClockSample("host-1", offset_s=offset_s, error_s=0.001),
+            HostSample("host-1", {"fsync_s": 0.1}),
+        )
+        log(tmp_path, "agent-1", clock).emit(Note("looked"))
+        clock.advance(then_s)
+    bundle = Reader(tmp_path).read()
+    expected = [began, began + 1, began + 2, began + 3]
+    assert bundle.hosts["host-1"]["fsync_s"].times == pytest.approx(expected, abs=0.01)
+    assert [note.time for note in bundle.notes] == pytest.approx(expected, abs=0.01)
+
+
+def test_what_lies_before_the_asked_for_is_told_by_the_masters_clock(
+    tmp_path: Path, clock: VirtualClock
+) -> None:
+    write(tmp_path, "agent-1", clock, ClockSample("host-1", offset_s=-30.0, error_s=0.001))
+    log(tmp_path, "agent-1", clock).emit(Note("thirty seconds later than it says"))
+    now = clock.wall() + 30.0
+    assert Reader(tmp_path, since=now - 1.0).read().notes
+    assert not Reader(tmp_path).read(until=now - 1.0).notes
+
+
+@pytest.mark.parametrize("ahead_s", [-30.0, 30.0])
+@pytest.mark.parametrize("by", ["model-1", "master-0"])
+def test_a_fault_is_seen_when_it_was_whatever_the_clock_of_its_host_says(
+    tmp_path: Path, clock: VirtualClock, ahead_s: float, by: str
+) -> None:
+    """Stamped by its process, and told by it or by the master."""
+    now = clock.wall()
+    agent = Stamp(now + ahead_s, 1.0, "agent-1")
+    path = figures_path(tmp_path, "agent-1")
+    path.parent.mkdir(parents=True)
+    path.write_bytes(
+        b"".join(
+            stamped(agent, sample)
+            for sample in (ClockSample("host-1", ahead_s, 0.001), ProcessSample("model-1", 1, "S", {}))
+        )
+    )
+    fault = Fault("f1", "DeviceError", "model-1", "illegal memory access", now + ahead_s)
+    told = now if by == "master-0" else now + ahead_s
+    path = events_path(tmp_path, by)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(stamped(Stamp(told + 0.1, 1.0, by), FaultSeen(fault)))
+    (said,) = Reader(tmp_path).read().faults
+    assert said.time == pytest.approx(now, abs=0.11)
+    (cause,) = diagnose(tmp_path, at=now + 1.0).causes
+    assert cause.onset == pytest.approx(now, abs=0.11)
+
+
+def test_a_fault_that_the_master_noted_of_a_host_ahead_has_the_masters_time(
+    tmp_path: Path, clock: VirtualClock
+) -> None:
+    write(
+        tmp_path,
+        "agent-1",
+        clock,
+        ClockSample("host-1", offset_s=30.0, error_s=0.001),
+        ProcessSample("model-1", 1, "S", {}),
+    )
+    fault = Fault("f1", "Hung", "model-1", "makes no progress", clock.wall())
+    log(tmp_path, "master-0", clock).emit(FaultSeen(fault))
+    (said,) = Reader(tmp_path).read().faults
+    assert said.time == clock.wall()
+
+
+def test_the_past_that_is_kept_is_bounded_and_who_began_long_ago_is_not_forgotten(
+    tmp_path: Path, clock: VirtualClock
+) -> None:
+    agent = log(tmp_path, "agent-0", clock)
+    for number in range(3):
+        agent.emit(ProcessBegan("agent", str(number), number))
+        agent.emit(ProcessEnded(0, ""))
+        write(tmp_path, "agent-0", clock, HostSample(f"host-{number}", {"cpu_busy_s": 1.0}))
+        clock.advance(100.0)
+    bundle = Reader(tmp_path).read()
+    bundle.forget_before(clock.wall() - 50.0)
+    assert [pid for _, pid in bundle.births["agent-0"]] == [2]
+    assert bundle.goodbyes["agent-0"] == []
+    assert bundle._totals == {}
 
 
 def test_who_follows_a_run_says_what_one_look_says(tmp_path: Path, clock: VirtualClock) -> None:

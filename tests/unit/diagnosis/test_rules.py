@@ -92,6 +92,61 @@ def test_writes_that_take_long_to_reach_the_disk_are_named_and_one_that_did_is_n
     assert named(run.play(3)) == [("agent-1", "disk_slow")]
 
 
+def fails(run: HealthyRun, host: str, figure: str, *seconds: int) -> None:
+    """A total that grows by one in each of these seconds, and is not there before the first."""
+
+    def change(now: float, values: dict[str, float]) -> None:
+        if count := sum(second <= now for second in seconds):
+            values[figure] = float(count)
+
+    run.changes[host] = change
+
+
+@pytest.mark.parametrize(("figure", "kind"), [("resolve_errors", "dns"), ("fsync_errors", "disk_error")])
+def test_a_probe_that_fails_again_and_again_is_named_and_one_that_failed_once_is_not(
+    figure: str, kind: str
+) -> None:
+    run = HealthyRun().play(30)
+    fails(run, "host-1", figure, 31)
+    assert named(run.play(8)) == []
+    fails(run, "host-1", figure, 31, 39, 40, 41)
+    assert named(run.play(3)) == [("agent-1", kind)]
+
+
+def test_tries_of_seconds_each_that_fail_one_after_the_other_are_named() -> None:
+    """As a resolver that asks a server which does not answer: two seconds, an error, a pause."""
+    run = HealthyRun().play(30)
+    fails(run, "host-1", "resolve_errors", 33, 37)
+    assert named(run.play(6)) == []
+    assert named(run.play(2)) == [("agent-1", "dns")]
+
+
+def test_a_name_that_never_could_be_resolved_is_not_what_is_wrong_now() -> None:
+    run = HealthyRun()
+    fails(run, "host-1", "resolve_errors", *range(60))
+    run.play(20)
+    for _ in range(10):
+        assert named(run.play(1)) == []
+
+
+def test_a_name_that_is_not_resolved_for_seconds_is_named_also_when_that_lasts() -> None:
+    run = HealthyRun().play(30)
+    run.changes["host-1"] = lambda now, values: values.update(resolve_pending_s=(now - 30) % 6)
+    assert named(run.play(2)) == []
+    for _ in range(10):
+        assert named(run.play(1)) == [("agent-1", "dns")]
+
+
+def test_an_accelerator_without_memory_is_named_when_it_goes_with_harm_and_grew() -> None:
+    run = HealthyRun()
+    run.changes["host-1"] = lambda now, values: values.update(
+        device_0_memory_total_bytes=8e10, device_0_memory_bytes=4e10 if now < 31 else 7.9e10
+    )
+    assert named(run.play(36)) == []
+    run.stalled = True
+    assert [kind for _, kind in named(run.play(3))] == ["device_memory"]
+
+
 def test_nothing_is_said_of_figures_while_the_run_warms_up() -> None:
     run = HealthyRun(stalled=True)
     run.changes["model-1"] = starve

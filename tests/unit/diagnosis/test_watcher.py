@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
 
+from kintsugi.config import MonitoringSection
 from kintsugi.diagnosis import watcher as module
-from kintsugi.diagnosis.telling import DIAGNOSES_FILE, earlier, tell
+from kintsugi.diagnosis.telling import earlier, tell
 from kintsugi.diagnosis.verdict import Cause, Diagnosis, Evidence, FaultKind, Hop
-from kintsugi.diagnosis.watcher import PROCESS, Watcher
-from kintsugi.observe.events import Alert, EventLog, ProcessBegan, ProcessGone, events_path, read_events
-from kintsugi.observe.verdicts import take_verdicts
+from kintsugi.diagnosis.watcher import Watcher
+from kintsugi.errors import UserError
+from kintsugi.observe.alerts import Notification, Webhook
+from kintsugi.observe.events import (
+    Alert,
+    EventLog,
+    ProcessBegan,
+    ProcessEnded,
+    ProcessGone,
+    Stamp,
+    Transition,
+    events_path,
+    read_events,
+    stamped,
+)
+from kintsugi.observe.verdicts import DIAGNOSES_FILE, WATCHER, hand_over, take_verdicts
 from kintsugi.runtime import VirtualClock
 
 
@@ -21,10 +38,15 @@ class World:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.clock = run_dir, VirtualClock()
+        self.posted: list[Notification] = []
         self.agent = EventLog(events_path(run_dir, "agent-0"), process="agent-0", clock=self.clock)
         self.agent.emit(ProcessBegan("agent", "1", 1))
-        log = EventLog(events_path(run_dir, PROCESS), process=PROCESS, clock=self.clock)
-        self.watcher = Watcher(run_dir, log=log, clock=self.clock)
+        log = EventLog(events_path(run_dir, WATCHER), process=WATCHER, clock=self.clock)
+        self.watcher = Watcher(run_dir, log=log, webhook=cast("Webhook", self), clock=self.clock)
+
+    def send(self, notification: Notification) -> None:
+        """As a webhook."""
+        self.posted.append(notification)
 
     def pass_a_second(self) -> Diagnosis:
         self.clock.advance(1.0)
@@ -34,7 +56,7 @@ class World:
         self.agent.emit(ProcessGone(process, "1", 2, -9, "killed by SIGKILL"))
 
     def told(self) -> list[str]:
-        records = read_events(self.run_dir, process=PROCESS)
+        records = read_events(self.run_dir, process=WATCHER)
         return [record.event.message for record in records if isinstance(record.event, Alert)]
 
 
@@ -71,6 +93,88 @@ def test_what_was_told_before_is_found_again(world: World) -> None:
     assert "earlier in this run" in tell(world.pass_a_second())
 
 
+def test_one_that_is_killed_again_while_its_first_end_still_shows_is_told_again(world: World) -> None:
+    for _ in range(2):
+        world.kill("server-0")
+        for _ in range(3):
+            world.pass_a_second()
+    assert world.told() == ["cause killed: server-0: was killed by SIGKILL"] * 2
+
+
+def test_what_is_read_late_is_posted_though_it_happened_before_the_last_look(world: World) -> None:
+    happened = world.clock.wall() + 0.1
+    for _ in range(3):
+        world.pass_a_second()
+    path = events_path(world.run_dir, "model-1")
+    path.write_bytes(stamped(Stamp(happened, 1.0, "model-1"), Alert("it was hot", {"degrees": 91.0})))
+    for _ in range(2):
+        world.pass_a_second()
+    (posted,) = world.posted
+    assert (posted.kind, posted.process, posted.text) == ("alert", "model-1", "it was hot")
+    assert posted.values == {"degrees": 91.0}
+
+
+def test_what_happened_before_the_watcher_began_is_not_posted(tmp_path: Path) -> None:
+    path = events_path(tmp_path, "model-1")
+    path.parent.mkdir()
+    path.write_bytes(stamped(Stamp(VirtualClock().wall() - 1.0, 1.0, "model-1"), Alert("it was hot")))
+    world = World(tmp_path)
+    for _ in range(2):
+        world.pass_a_second()
+    assert world.posted == []
+
+
+def test_an_end_that_nobody_ordered_is_posted_and_so_is_its_cause(world: World) -> None:
+    world.pass_a_second()
+    world.kill("server-0")
+    world.pass_a_second()
+    assert [(each.kind, each.process) for each in world.posted] == [
+        ("diagnosis", "server-0"),
+        ("fault", "server-0"),
+    ]
+    assert world.posted[0].details["kind"] == "killed"
+
+
+def test_ends_with_the_run_are_not_posted(world: World) -> None:
+    log = EventLog(events_path(world.run_dir, "master-0"), process="master-0", clock=world.clock)
+    world.clock.advance(0.1)
+    log.emit(Transition("master", "run", "saving", "ended", "the run failed"))
+    world.clock.advance(0.1)
+    world.kill("server-0")
+    world.pass_a_second()
+    assert world.posted == []
+
+
+def test_the_figures_are_offered_where_the_configuration_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered: list[tuple[str, int]] = []
+
+    def offer(_: Path, *, host: str, port: int) -> AbstractContextManager[None]:
+        offered.append((host, port))
+        return nullcontext()
+
+    monkeypatch.setattr(module, "FiguresServer", offer)
+    log = EventLog(events_path(tmp_path, WATCHER), process=WATCHER)
+    log.emit(ProcessBegan("watcher", "1", 1))
+    lifeline, write = os.pipe()
+    os.close(write)
+    module.run(tmp_path, MonitoringSection(port=9100, host="0.0.0.0"), lifeline=lifeline, log=log)
+    os.close(lifeline)
+    assert offered == [("0.0.0.0", 9100)]
+
+
+def test_a_watcher_that_dies_of_an_error_says_which(tmp_path: Path) -> None:
+    (tmp_path / "events").mkdir()
+    (tmp_path / "config.yaml").write_text("no: such: config")
+    with pytest.raises(UserError):
+        module.main([str(tmp_path), "0"])
+    last = read_events(tmp_path, process=WATCHER)[-1].event
+    assert isinstance(last, ProcessEnded)
+    assert last.code == 1
+    assert "Error: " in last.reason
+
+
 def lasting_cause(at: float) -> Diagnosis:
     cause = Cause(
         process="model-1",
@@ -95,6 +199,45 @@ def test_a_process_is_to_be_replaced_only_when_it_lastingly_holds_the_run_up(
         world.pass_a_second()
         asked += [verdict.replace for verdict in take_verdicts(world.run_dir)]
     assert asked == [False, True]
+
+
+def test_that_a_process_is_to_be_replaced_is_said_again_every_minute_while_it_holds(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "is_held_up", lambda *_, **__: True)
+    monkeypatch.setattr(world.watcher._follower, "look", lambda: lasting_cause(world.clock.wall()))
+    for _ in range(130):
+        world.pass_a_second()
+    assert [verdict.replace for verdict in take_verdicts(world.run_dir)] == [False, True, True, True]
+
+
+def test_a_verdict_that_the_disk_did_not_take_is_handed_over_at_the_next_look(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(module, "hand_over", refuse)
+    world.kill("server-0")
+    world.pass_a_second()
+    monkeypatch.setattr(module, "hand_over", hand_over)
+    for _ in range(2):
+        world.pass_a_second()
+    (verdict,) = take_verdicts(world.run_dir)
+    assert verdict.process == "server-0"
+
+
+def test_the_file_of_verdicts_is_bounded_and_the_older_ones_are_found(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world.watcher._file, "_largest_size", 2000)
+    for number in range(4):
+        world.kill(f"server-{number}")
+        for _ in range(12):
+            world.pass_a_second()
+    assert (world.run_dir / DIAGNOSES_FILE).stat().st_size <= 2000
+    found = earlier(world.run_dir, before=world.clock.wall())
+    assert [cause.process for _, cause in found] == [f"server-{number}" for number in range(4)]
 
 
 def test_a_run_that_goes_on_as_usual_keeps_its_processes(

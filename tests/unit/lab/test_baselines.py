@@ -89,11 +89,31 @@ def test_what_the_diagnosis_says_is_not_compared_with_itself(logs: Logs) -> None
         ("Checkpoint corrupted: EOFError at position 12", FaultKind.CORRUPTION),
         ("rollout-1 was killed by SIGKILL", FaultKind.KILLED),
         ("Temporary failure in name resolution: could not resolve host-1", FaultKind.DNS),
+        ("MemoryError", FaultKind.MEMORY),
         ("something else", FaultKind.CRASHED),
     ],
 )
 def test_words_in_a_message_make_people_think_of_a_kind(message: str, kind: FaultKind) -> None:
     assert baselines.kind_of(message) is kind
+
+
+def test_an_error_with_the_name_of_its_module_is_an_error(logs: Logs) -> None:
+    path = logs.run_dir / "logs" / "model-0.log"
+    path.write_text("kintsugi.errors.StorageError: step-5: Input/output error\n")
+    (error,) = baselines.errors_in(logs.run_dir)
+    assert baselines.kind_of(error.message) is FaultKind.DISK_ERROR
+
+
+def test_lines_without_a_time_that_stood_there_before_are_not_read_again(logs: Logs) -> None:
+    path = logs.run_dir / "logs" / "model-0.log"
+    path.write_text("OSError: No space left on device\n")
+    before = baselines.log_sizes(logs.run_dir)
+    with path.open("a") as log:
+        log.write("MemoryError\n")
+    (error,) = baselines.errors_in(logs.run_dir, beyond=before)
+    assert error.message == "MemoryError"
+    read = baselines.to_read(logs.run_dir, target="model-0", since=0.0, until=error.t + 1.0, beyond=before)
+    assert (read.files, read.lines) == (1, 1)
 
 
 def test_a_person_reads_the_masters_log_and_those_of_every_worker_of_the_role(logs: Logs) -> None:

@@ -1,86 +1,227 @@
+"""A campaign on a cluster that is none: what it says and does is made up, what is counted is not."""
+
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
 
-import msgspec
+import pytest
 
-from kintsugi.diagnosis.verdict import Cause, FaultKind, Hop
+from kintsugi.config import Config
+from kintsugi.diagnosis.verdict import Cause, Diagnosis, FaultKind, Hop
+from kintsugi.errors import StorageError
 from kintsugi.lab import campaign
-from kintsugi.lab.campaign import Answer, CampaignFile, CaseRecord, summed, told
-from kintsugi.lab.cases import CaseClass
-from kintsugi.lab.scoring import Scored
-from tests.unit.lab.test_outcomes import START
+from kintsugi.lab.blind import Look
+from kintsugi.lab.campaign import Campaign, Cluster
+from kintsugi.lab.campaign_records import CampaignFile, Counted, Reason
+from kintsugi.lab.cases import Benign, Case, CaseClass
+from kintsugi.lab.experiments import Places, experiments_folder
+from kintsugi.lab.injection import Ability, Injected, Injection
+from kintsugi.recipe import load
+from kintsugi.runtime import SYSTEM_CLOCK
+from tests.unit.lab.test_outcomes import injected
 
-RIGHT = Scored(said=True, top1=True, top3=True, path=True, onset_error_s=0.4, verdict_s=2.0)
-WRONG = Scored(said=True, verdict_s=3.0)
-SILENT = Scored(said=False)
+CONFIG = load(experiments_folder() / "workloads" / "campaign.yaml").config
 
 
-def case(number: int, what: CaseClass, *, ours: Scored, last: Scored = WRONG, **changes: Any) -> CaseRecord:
-    has_fault = what in (CaseClass.FAULT, CaseClass.TWO)
-    cause = Cause(
-        process="model-1",
+def cause(process: str, kind: FaultKind) -> Cause:
+    return Cause(
+        process=process,
         host="",
-        kind=FaultKind.CPU,
-        onset=START,
-        confidence=1.0,
+        kind=kind,
+        onset=SYSTEM_CLOCK.wall(),
+        confidence=0.9,
         summary="",
-        path=(Hop("model-1", "", START),),
+        path=(Hop(process, "", 0.0), Hop("master-0", "", 0.0)),
         evidence=(),
     )
-    fields: dict[str, Any] = {
-        "number": number,
-        "faults": ({"kind": "cpu", "target": "model-1"},) if has_fault else (),
-        "what": what,
-        "benign": "",
-        "planned": ("cpu model-1",) if has_fault else (),
-        "impact": {"real": has_fault},
-        "counted": True,
-        "why_not": "",
-        "diagnoses": {"ours": Answer((cause,) if ours.said else (), START + 2.0 if ours.said else None)},
-        "scores": {"ours": ours, "last_error": last, "first_error": SILENT},
-        "top1": ours.top1,
-        "top3": ours.top3,
-        "path": ours.path,
-        "onset_error_s": ours.onset_error_s,
-        "verdict_s": ours.verdict_s,
-        "files": 3,
-        "lines": 40,
-        "seconds": 5.0,
-    }
-    return CaseRecord(**{**fields, **changes})
 
 
-def test_the_table_has_every_method_over_the_same_cases() -> None:
-    cases = [
-        case(1, CaseClass.FAULT, ours=RIGHT),
-        case(2, CaseClass.FAULT, ours=SILENT),
-        case(3, CaseClass.HEALTHY, ours=SILENT, last=SILENT),
-        case(4, CaseClass.BENIGN, ours=WRONG, last=SILENT),
-    ]
-    table = summed(cases, seed=1, clusters=1, seconds=60.0).table
-    assert (table["ours"].top1, table["ours"].abstained, table["ours"].misdiagnosed) == (0.5, 0.5, 0.25)
-    assert (table["last_error"].top1, table["last_error"].abstained) == (0.0, 1.0)
-    assert list(campaign.table_lines(table))[1].startswith("ours")
+class Run:
+    running = True
+    config = CONFIG
+
+    def host_of(self) -> dict[str, str]:
+        return {"model-1": "host-1"}
+
+    @property
+    def run(self) -> Run:
+        return self
 
 
-def test_a_case_that_does_not_count_changes_no_share_and_is_told_with_its_reason() -> None:
-    without = case(2, CaseClass.FAULT, ours=SILENT, counted=False, why_not="the fault changed nothing")
-    result = summed([case(1, CaseClass.FAULT, ours=RIGHT), without], seed=1, clusters=1, seconds=9.0)
-    assert result.table["ours"].top1 == 1.0
-    assert result.not_counted == {"the fault changed nothing": 1}
-    assert "does not count" in told(without)
+class Watch:
+    """Sees what it is given."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.begun: list[tuple[float, str]] = []
+
+    def phases(self) -> list[tuple[float, str]]:
+        return list(self.begun)
 
 
-def test_right_and_wrong_are_told_for_faulty_and_for_quiet_cases() -> None:
-    assert "right" in told(case(1, CaseClass.FAULT, ours=RIGHT))
-    assert "WRONG" in told(case(1, CaseClass.FAULT, ours=WRONG))
-    assert "right" in told(case(1, CaseClass.HEALTHY, ours=SILENT))
-    assert "WRONG" in told(case(1, CaseClass.HEALTHY, ours=WRONG))
+class Fake:
+    """In the place of a cluster; time does not pass in it."""
+
+    says: tuple[Cause, ...] = ()
+    """To every look of a case."""
+    alarm: tuple[Cause, ...] = ()
+    """Between cases."""
+    goes_on = True
+    """A step between two looks."""
+    fails_to_undo = False
+    made: ClassVar[list[Fake]] = []
+
+    def __init__(self, config: Config, *, places: Places, folder: Path) -> None:
+        self.run_dir = folder / "run"
+        (self.run_dir / "logs").mkdir(parents=True)
+        self.system, self.watch = Run(), Watch()
+        self.crashes: list[str] = []
+        self.waited_s: list[float] = []
+        self.is_between = True
+        self.ended: list[Injected] = []
+        self.made.append(self)
+
+    def injector(self, number: int) -> Fake:
+        return self
+
+    def begin(self, injection: Injection) -> Injected:
+        self.is_between = False
+        return injected(injection.ability, target=injection.target, start=SYSTEM_CLOCK.wall() - 0.5)
+
+    def end(self, done: Injected) -> None:
+        self.ended.append(done)
+        if self.fails_to_undo:
+            raise StorageError("the rule is still there")
+
+    def looks(self) -> list[Look]:
+        now = SYSTEM_CLOCK.wall()
+        self.watch.step += self.goes_on
+        causes = self.alarm if self.is_between else self.says
+        return [Look(now, Diagnosis(run="run", at=now, since=0.0, causes=causes))]
+
+    def until(self, condition: Callable[[], bool], *, timeout_s: float) -> bool:
+        self.waited_s.append(timeout_s)
+        return any(condition() for _ in range(10))
+
+    until_well = Cluster.until_well
+
+    def close(self) -> None:
+        pass
 
 
-def test_a_campaign_survives_being_written_and_read() -> None:
-    result = summed([case(1, CaseClass.FAULT, ours=RIGHT)], seed=1, clusters=1, seconds=9.0)
-    encoded = msgspec.json.encode(result)
-    assert msgspec.json.decode(encoded, type=CampaignFile) == result
-    assert b'"class":"fault"' in encoded
+CPU = Case(number=1, what=CaseClass.FAULT, injections=(Injection(ability=Ability.CPU, target="model-1"),))
+
+
+@pytest.fixture
+def carried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., CampaignFile]:
+    def carry_out(
+        *cases: Case, of: type[Fake] = Fake, is_felt: bool = True, **behaviour: Any
+    ) -> CampaignFile:
+        monkeypatch.setattr(campaign, "Cluster", type("Chosen", (of,), {"made": [], **behaviour}))
+        monkeypatch.setattr(campaign, "impact_of", lambda *_, **__: {"real": is_felt})
+        return Campaign(CONFIG, places=Places(), folder=tmp_path, seed=1).run(cases)
+
+    return carry_out
+
+
+def test_a_wrong_answer_to_a_fault_that_changed_nothing_is_not_lost(
+    carried_out: Callable[..., CampaignFile],
+) -> None:
+    result = carried_out(CPU, is_felt=False, says=(cause("server-0", FaultKind.DNS),))
+    assert result.cases[0].counted is Counted.FAINT
+    assert result.table["ours"].misdiagnosed == 1.0
+
+
+def test_what_goes_wrong_after_the_answer_does_not_take_the_case_out_of_the_count(
+    carried_out: Callable[..., CampaignFile],
+) -> None:
+    result = carried_out(CPU, says=(cause("server-0", FaultKind.DNS),), fails_to_undo=True)
+    (case,) = result.cases
+    assert case.counted is Counted.FAULT and "the rule is still there" in case.trouble
+    assert result.table["ours"].misdiagnosed == 1.0
+    assert [each.reason for each in result.unwell] == [Reason.NOT_UNDONE]
+
+
+def test_a_case_counts_whose_run_can_not_be_read_any_more_once_it_is_answered(
+    carried_out: Callable[..., CampaignFile],
+) -> None:
+    class Unreadable(Fake):
+        def until(self, condition: Callable[[], bool], *, timeout_s: float) -> bool:
+            if timeout_s < 6.0:
+                raise StorageError("events can not be read")
+            return super().until(condition, timeout_s=timeout_s)
+
+    (case,) = carried_out(CPU, of=Unreadable, says=(cause("server-0", FaultKind.DNS),)).cases
+    assert case.counted is Counted.FAULT and "can not be read" in case.trouble
+
+
+def test_of_two_faults_the_second_is_undone_where_the_first_can_not_be(
+    carried_out: Callable[..., CampaignFile],
+) -> None:
+    made: list[Fake] = []
+    carried_out(
+        Case(number=1, what=CaseClass.TWO, injections=CPU.injections * 2), fails_to_undo=True, made=made
+    )
+    assert len(made[0].ended) == 2
+
+
+def test_a_fault_that_is_named_at_once_lasts_long_enough_for_those_who_read_logs(
+    carried_out: Callable[..., CampaignFile],
+) -> None:
+    made: list[Fake] = []
+    carried_out(CPU, says=(cause("model-1", FaultKind.CPU),), made=made)
+    assert made[0].waited_s[-1] == pytest.approx(6.0 - 0.5, abs=0.2)
+
+
+def test_errors_that_stood_in_a_log_before_the_case_are_nobodys_answer(
+    carried_out: Callable[..., CampaignFile],
+) -> None:
+    class Failed(Fake):
+        def __init__(self, config: Config, *, places: Places, folder: Path) -> None:
+            super().__init__(config, places=places, folder=folder)
+            self._log = self.run_dir / "logs" / "master-0.log"
+            self._log.write_text("OSError: No space left on device\n")
+
+        def begin(self, injection: Injection) -> Injected:
+            begun = super().begin(injection)
+            with self._log.open("a") as log:
+                log.write("a line of its successor\n")
+            return begun
+
+    result = carried_out(CPU, of=Failed)
+    assert result.cases[0].diagnoses["last_error"].causes == ()
+
+
+@pytest.mark.parametrize("what", [Benign.EVALUATION, Benign.CHECKPOINT])
+def test_a_benign_case_that_never_happened_does_not_count(
+    what: Benign, carried_out: Callable[..., CampaignFile]
+) -> None:
+    result = carried_out(Case(number=1, what=CaseClass.BENIGN, benign=what))
+    assert result.cases[0].counted is Counted.NOT
+    assert "phase" in result.cases[0].why_not
+
+
+def test_a_phase_that_is_over_between_two_looks_has_happened(
+    carried_out: Callable[..., CampaignFile],
+) -> None:
+    def until(self: Fake, condition: Callable[[], bool], *, timeout_s: float) -> bool:
+        self.watch.begun += [(1.0, "saving"), (1.1, "collecting")]
+        return any(condition() for _ in range(10))
+
+    result = carried_out(Case(number=1, what=CaseClass.BENIGN, benign=Benign.CHECKPOINT), until=until)
+    assert result.cases[0].counted is Counted.QUIET
+
+
+def test_a_diagnosis_that_names_something_while_steps_go_on_is_a_false_alarm(
+    carried_out: Callable[..., CampaignFile],
+) -> None:
+    result = carried_out(CPU, alarm=(cause("agent-1", FaultKind.DISK_SLOW),))
+    assert [(each.reason, each.said) for each in result.unwell] == [(Reason.ALARM, ("disk_slow agent-1",))]
+
+
+def test_a_cluster_that_stands_still_is_no_false_alarm(carried_out: Callable[..., CampaignFile]) -> None:
+    result = carried_out(CPU, alarm=(cause("agent-1", FaultKind.DISK_SLOW),), goes_on=False)
+    assert [each.reason for each in result.unwell] == [Reason.NO_STEPS]
+    assert result.false_alarms == []

@@ -37,6 +37,11 @@ def test_an_unknown_experiment_and_an_unknown_profile_are_refused_before_anythin
     assert not folder.exists()
 
 
+def test_an_experiment_that_was_asked_for_twice_is_refused() -> None:
+    with pytest.raises(UserError, match="every experiment once, got S1 twice"):
+        names_of("S1", "S2", "S1")
+
+
 def test_without_root_an_experiment_says_what_it_needs_and_starts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

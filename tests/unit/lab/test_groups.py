@@ -48,3 +48,5 @@ def test_a_group_of_the_second_version_is_made_where_the_controller_is_handed_do
     with pytest.raises(PermissionError, match="hands io down"):
         Placed("io", 2, root).parent_for(os.getpid())
     assert Placed("cpu", 1, root).parent_for(os.getpid()) == own
+    # Every group of the second version can be frozen, whatever is handed down.
+    assert Placed("freezer", 2, root).parent_for(os.getpid()) == own

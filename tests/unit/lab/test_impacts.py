@@ -40,3 +40,11 @@ def test_the_symptom_of_a_fault_is_an_impact_and_a_twitch_of_another_figure_is_n
     assert symptoms_in(figures, Ability.NETWORK_DELAY, start=START) == {link: 0.4}
     assert symptoms_in({link: [*before, (START + 1.0, 0.005)]}, Ability.NETWORK_DELAY, start=START) == {}
     assert symptoms_in(figures, Ability.KILL, start=START) == {}
+
+
+@pytest.mark.parametrize("figure", ["resolve_errors", "resolve_pending_s"])
+def test_a_name_that_can_not_be_resolved_at_all_is_an_impact(figure: str) -> None:
+    """The time of the last good try stays what it was."""
+    took = [(START - 10.0 + second, 0.002) for second in range(13)]
+    figures = {"host-1 resolve_s": took, f"host-1 {figure}": [(START + 2.0, 1.0), (START + 3.0, 1.0)]}
+    assert symptoms_in(figures, Ability.DNS, start=START) == {f"host-1 {figure}": 1.0}

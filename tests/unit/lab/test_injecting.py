@@ -12,9 +12,11 @@ import msgspec
 import pytest
 
 from kintsugi.errors import ProcessDied, UserError
-from kintsugi.lab.injecting import Injector
+from kintsugi.lab.culprit import Word
+from kintsugi.lab.injecting import Injector, _Culprit
 from kintsugi.lab.injection import Ability, Injected, Injection, Trigger
 from kintsugi.lab.specimen import SpecimenRun
+from kintsugi.lab.undo import Who
 
 TARGET = "specimen-1"
 
@@ -105,3 +107,41 @@ def test_a_target_that_died_by_itself_is_no_success(bench: Bench) -> None:
     bench.run.until(lambda: not bench.run.alive("specimen-0"), what="its end", timeout_s=10.0)
     with pytest.raises(ProcessDied, match=r"specimen-0 .* has ended by itself"):
         bench.injector.begin(Injection(ability=Ability.KILL, target="specimen-0"))
+
+
+class Unprepared(_Culprit):
+    """One that could not even prepare."""
+
+    def __init__(self) -> None:
+        pass
+
+    def hear(self, *, timeout_s: float) -> Word | None:
+        return Word("failed", why="No such process")
+
+
+def test_a_target_that_died_while_the_fault_was_prepared_is_nobodys_mistake(bench: Bench) -> None:
+    injection = Injection(ability=Ability.CPU, target=TARGET)
+    with pytest.raises(ProcessDied, match="ended by itself before the fault could begin"):
+        bench.injector._expect(Unprepared(), "ready", injection, Who(2**22 - 1, 1))
+
+
+def test_a_fault_that_can_not_be_ended_keeps_no_other_from_it(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    injector = Injector(bench.run, tmp_path / "lab")
+    stuck = injector.begin(Injection(ability=Ability.STOP, target=TARGET, duration_s=20.0))
+    other = injector.begin(Injection(ability=Ability.NUMERIC, target=TARGET, duration_s=20.0))
+    end = injector.end
+
+    def fail_at_first(injected: Injected) -> Injected:
+        ended = end(injected)
+        if injected is other:
+            raise ProcessDied("the injector")
+        return ended
+
+    monkeypatch.setattr(injector, "end", fail_at_first)
+    with pytest.raises(ProcessDied):
+        injector.close()
+    bench.until_state("SRD")
+    assert injector.lasting == ()
+    assert stuck.end is None

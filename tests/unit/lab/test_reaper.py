@@ -5,12 +5,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kintsugi.errors import DeadlineExceeded, UserError
 from kintsugi.lab import reaper
 from kintsugi.lab.reaper import Guard, reap_abandoned
 from kintsugi.lab.undo import Remove, UndoJournal, Who
+from kintsugi.runtime import Child, SystemProcesses
 
 LEASE_S = 60.0
 
@@ -91,13 +94,75 @@ def test_what_a_laboratory_left_that_was_killed_with_its_reaper_is_undone_by_the
     made, journal = tmp_path / "made", tmp_path / "undo.jsonl"
     a_change_by_somebody_who_ends(journal, made, lease_s=LEASE_S)
     folder = reaper.lists_folder()
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
     world = os.stat("/proc/self/ns/pid").st_ino
     (folder / f"{world}-4194303-1-aaaa").symlink_to(journal)
     (folder / "1-4194303-1-cccc").symlink_to(tmp_path / "of another container")
+    (folder / "somebody's-dddd").touch()
     (folder / f"{world}-{os.getpid()}-{Who.of(os.getpid()).born}-bbbb").symlink_to(
         tmp_path / "of a living one"
     )
     assert reap_abandoned() == 1
     assert not made.exists()
-    assert {path.name.rpartition("-")[2] for path in folder.iterdir()} == {"bbbb", "cccc"}
+    assert {path.name.rpartition("-")[2] for path in folder.iterdir()} == {"bbbb", "cccc", "dddd"}
+
+
+def an_abandoned_journal(tmp_path: Path) -> Path:
+    """Of a laboratory that is gone; gives what it made."""
+    made, journal = tmp_path / "made", tmp_path / "undo.jsonl"
+    a_change_by_somebody_who_ends(journal, made, lease_s=LEASE_S)
+    folder = reaper.lists_folder()
+    folder.mkdir(mode=0o700)
+    world = os.stat("/proc/self/ns/pid").st_ino
+    (folder / f"{world}-4194303-1-aaaa").symlink_to(journal)
+    return made
+
+
+def test_a_list_that_others_may_write_to_is_not_carried_out(tmp_path: Path) -> None:
+    made = an_abandoned_journal(tmp_path)
+    reaper.lists_folder().chmod(0o777)
+    assert reap_abandoned() == 0
+    assert made.exists()
+    with pytest.raises(UserError, match="expected a folder of yours"):
+        Guard(tmp_path / "own.jsonl")
+
+
+def test_a_list_that_is_a_link_to_elsewhere_is_not_carried_out(tmp_path: Path) -> None:
+    made = an_abandoned_journal(tmp_path)
+    reaper.lists_folder().rename(tmp_path / "elsewhere")
+    reaper.lists_folder().symlink_to(tmp_path / "elsewhere")
+    assert reap_abandoned() == 0
+    assert made.exists()
+
+
+def test_a_journal_that_others_may_write_is_not_carried_out(tmp_path: Path) -> None:
+    made = an_abandoned_journal(tmp_path)
+    (tmp_path / "undo.jsonl").chmod(0o666)
+    assert reap_abandoned() == 0
+    assert made.exists()
+
+
+class ReapersThatGiveUp:
+    """Instead of a reaper, one that ends with nothing undone."""
+
+    def spawn(self, argv: list[str], **options: Any) -> Child:
+        return SystemProcesses().spawn(["false"], **options)
+
+
+def test_what_a_reaper_could_not_undo_is_said_and_left_to_the_next_laboratory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reaper, "SystemProcesses", ReapersThatGiveUp)
+    guard = Guard(tmp_path / "undo.jsonl")
+    guard.before(Remove(str(tmp_path / "made")), lease_s=LEASE_S)
+    with pytest.raises(DeadlineExceeded, match=r"to undo Remove\(.*made"):
+        guard.close()
+    assert len(list(reaper.lists_folder().iterdir())) == 1
+
+
+def test_a_reaper_undoes_what_its_laboratory_left_too_long_and_lets_it_live(tmp_path: Path) -> None:
+    guard = Guard(tmp_path / "undo.jsonl")
+    guard.before(Remove(str(tmp_path / "made")), lease_s=0.0)
+    (tmp_path / "made").touch()
+    until_gone(tmp_path / "made")
+    guard.close()

@@ -84,13 +84,21 @@ def test_naming_a_cause_where_there_is_none_is_a_misdiagnosis() -> None:
         (("model-1", "model-0", "master-0"), True),
         (("model-0", "master-0"), False),  # does not begin with who did it
         (("model-1",), False),  # says nothing of how it showed
+        (("model-1", "agent-0", "server-0"), False),  # ends with somebody whom nobody looks at
+        (("model-1", "agent-0", "step 14"), True),  # ends with what is no process
         (("model-1", "master-0", "model-1"), False),  # goes in a circle
         (("model-1", "rollout-0", "master-0"), False),  # nobody who samples waits for a rank
         ((), False),
     ],
 )
 def test_a_path_goes_from_the_culprit_along_who_waits_for_whom(path: tuple[str, ...], right: bool) -> None:
-    assert is_right_path([Hop(each, "", 0.0) for each in path], [slow_link()]) is right
+    assert is_right_path([Hop(each, "", 0.0) for each in path], cause="model-1") is right
+
+
+def test_of_two_faults_the_path_begins_with_the_one_that_was_named() -> None:
+    both = [slow_link(), culprit(Ability.CPU, target="rollout-0", start=10.0, host_of=HOSTS)]
+    crossed = cause("model-1", FaultKind.NETWORK_DELAY, path=("rollout-0", "master-0"))
+    assert not score([crossed], both, t=11.0, start=10.0).path
 
 
 def test_hops_are_counted_between_processes() -> None:
@@ -112,4 +120,5 @@ def test_a_table_row_adds_up_right_wrong_and_silent() -> None:
 
 
 def test_a_table_without_cases_has_no_shares_and_does_not_fail() -> None:
-    assert row([], []).verdict_s is None
+    nothing = row([], [])
+    assert (nothing.verdict_s, nothing.top1, nothing.abstained, nothing.misdiagnosed) == (None,) * 4

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from kintsugi.errors import ProcessDied
 from kintsugi.facts import RolledBack, StepCommitted
-from kintsugi.lab.systems import saved_by_the_fragile, undone
+from kintsugi.lab.systems import System, saved_by_the_fragile, undone
 
 
 def test_steps_are_lost_that_were_committed_and_rolled_back() -> None:
@@ -40,3 +44,26 @@ def test_in_plain_fine_tuning_a_step_is_saved_when_the_rank_went_on(tmp_path: Pa
         "INFO: step 10: loss 1.5\nINFO: Saving checkpoint of step 10 to latest_even\nOSError: No space left\n"
     )
     assert saved_by_the_fragile(tmp_path) == {5}
+
+
+class Closed:
+    """Tells that it was closed; one that is `stuck` fails at it."""
+
+    def __init__(self, name: str, closed: list[str], *, stuck: bool = False) -> None:
+        self._name, self._closed, self._stuck = name, closed, stuck
+
+    def close(self) -> None:
+        self._closed.append(self._name)
+        if self._stuck:
+            raise ProcessDied(self._name)
+
+
+def test_an_injector_that_can_not_be_closed_keeps_neither_the_others_nor_the_run(tmp_path: Path) -> None:
+    closed: list[str] = []
+    run: Any = Closed("run", closed)
+    system = System(run, folder=tmp_path)
+    injectors: Any = [Closed("first", closed), Closed("second", closed, stuck=True)]
+    system._injectors = injectors
+    with pytest.raises(ProcessDied, match="second"):
+        system.close()
+    assert closed == ["second", "first", "run"]

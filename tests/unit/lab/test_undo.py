@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.lab import floating
+from kintsugi.lab import floating, groups
 from kintsugi.lab.undo import (
     Continue,
     Leave,
@@ -123,3 +123,28 @@ def test_what_a_killed_writer_left_of_a_line_is_passed_over(tmp_path: Path) -> N
     with journal.path.open("ab") as file:
         file.write(b'{"number":"1-2-3","owner":{"pid":')
     assert journal.outstanding() == [entry]
+    later = journal.before(Remove(str(tmp_path / "other")), lease_s=LEASE_S)
+    assert journal.outstanding() == [later, entry]
+
+
+def test_a_change_that_could_not_be_written_down_whole_is_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = UndoJournal(tmp_path / "undo.jsonl")
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, content: write(descriptor, content[:10]))
+    with pytest.raises(OSError, match="No space left"):
+        journal.before(Remove(str(tmp_path / "made")), lease_s=LEASE_S)
+
+
+@pytest.mark.skipif(groups.missing("freezer") is not None, reason=str(groups.missing("freezer")))
+def test_a_process_whose_home_group_is_gone_goes_to_the_group_above(sleeper: Who) -> None:
+    found = groups.hierarchy("freezer")
+    assert found is not None
+    above = found.group_of(sleeper.pid)
+    group, home = found.new_path(sleeper.pid), found.new_path(sleeper.pid)
+    group.mkdir()
+    (group / "cgroup.procs").write_text(str(sleeper.pid))
+    Leave(str(group), str(home)).carry_out()
+    assert not group.exists()
+    assert found.group_of(sleeper.pid) == above

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -133,6 +134,24 @@ def status() -> Iterator[tuple[str, list[int], list[bytes]]]:
     yield f"http://127.0.0.1:{server.server_address[1]}/", answers, bodies
     server.shutdown()
     server.server_close()
+
+
+def test_an_answer_that_is_no_http_is_a_failure_like_any_other() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"220 mail.example.com ESMTP\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(OSError, match="no HTTP came back: BadStatusLine"):
+            post(f"http://127.0.0.1:{listener.getsockname()[1]}/", b"{}")
+        thread.join()
+    with pytest.raises(OSError, match="InvalidURL"):
+        post("http://127.0.0.1:1/a hook", b"{}")
 
 
 def test_what_a_server_answers_decides_whether_it_is_tried_again(

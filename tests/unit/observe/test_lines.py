@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.observe.lines import NUM_OLD, LineFile, LineTail, old_path, paths_of
+from kintsugi.observe.lines import MOST_READ, NUM_OLD, LineFile, LineTail, old_path, paths_of
 
 
 def test_a_bounded_file_is_put_aside_and_only_some_old_ones_are_kept(tmp_path: Path) -> None:
@@ -48,6 +48,27 @@ def test_a_torn_end_does_not_swallow_the_next_line(tmp_path: Path) -> None:
     file.append(b"next\n")
     file.close()
     assert path.read_bytes().split(b"\n") == [b"whole", b"to", b"next", b""]
+
+
+def test_a_line_that_is_too_long_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"first\n" + b"x" * (2 * MOST_READ) + b"\nlast\n")
+    tail = LineTail(path)
+    assert tail.lines() == [b"first"]
+    assert [line.strip(b"x") for line in tail.lines()] == [b"", b"last"]
+    tail.close()
+
+
+def test_zeros_that_a_crash_left_in_the_middle_hide_nothing_that_follows(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"before\n" + bytes(100))
+    file, tail = LineFile(path), LineTail(path)
+    assert tail.lines() == [b"before"]
+    file.append(b"after\n")
+    assert tail.lines() == [b"", b"after"]
+    assert tail.offset == path.stat().st_size
+    file.close()
+    tail.close()
 
 
 def test_following_can_go_on_where_somebody_stopped(tmp_path: Path) -> None:

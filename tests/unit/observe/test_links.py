@@ -17,7 +17,6 @@ INFO = TcpInfo(
     retransmits=2,
     out_bytes=100,
     in_bytes=50,
-    unsent_bytes=0,
     receiver_limited_s=0.0,
 )
 HERE, THERE = "10.0.0.1", "10.0.0.2"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -57,6 +58,39 @@ def test_errors_of_the_disk_are_counted() -> None:
     until(probe.values)
     assert probe.values() == {"fsync_errors": 1.0}
     probe.close()
+
+
+def test_after_an_error_nothing_is_said_of_how_long_it_took_until_it_works_again() -> None:
+    answers: list[dict[str, float] | Exception] = [{"free": 5.0}, socket.gaierror("no name server"), {}]
+
+    def attempt() -> dict[str, float]:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    probe = Probe("resolve", attempt, clock=VirtualClock())
+    told = []
+    while answers:
+        probe._try()
+        told.append(probe.values())
+    assert told == [
+        {"resolve_s": 0.0, "free": 5.0},
+        {"resolve_errors": 1.0, "free": 5.0},
+        {"resolve_s": 0.0, "resolve_errors": 1.0},
+    ]
+
+
+def test_an_error_that_nobody_thought_of_is_noted_once_and_does_not_end_the_probe() -> None:
+    def attempt() -> dict[str, float]:
+        raise UnicodeError("label too long")
+
+    notes: list[str] = []
+    probe = Probe("resolve", attempt, note=notes.append)
+    probe._try()
+    probe._try()
+    assert probe.values() == {"resolve_errors": 2.0}
+    assert notes == ["resolve probe: UnicodeError('label too long')"]
 
 
 def test_names_are_told_from_addresses_and_resolved() -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from kintsugi.errors import UserError
-from kintsugi.observe.figures import ClockSample, HostSample, LinkSample, ProcessSample
+from kintsugi.observe.figures import TOTALS, ClockSample, HostSample, LinkSample, ProcessSample
 from kintsugi.observe.metrics import METRICS_FILE
 from kintsugi.observe.processes import write_processes
-from kintsugi.observe.prometheus import CONTENT_TYPE, DIAGNOSES_FILE, FRESH_S, TOTALS, FiguresServer, render
+from kintsugi.observe.prometheus import CONTENT_TYPE, FRESH_S, FiguresServer, render
+from kintsugi.observe.verdicts import DIAGNOSES_FILE
 from tests.unit.observe.recorded_run import NOON, RecordedRun, begun_run
 from tests.unit.observe.test_processes import REPORTS
 

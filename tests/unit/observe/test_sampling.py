@@ -128,3 +128,14 @@ def test_processor_time_of_the_host_grows_with_work(tmp_path: Path) -> None:
     before = look.sample().values["cpu_busy_s"]
     subprocess.run([sys.executable, "-c", "sum(range(3_000_000))"], check=True)
     assert look.sample().values["cpu_busy_s"] > before
+
+
+def test_a_kernel_that_says_nothing_of_its_disks_costs_only_their_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(perdisk: bool = False) -> None:
+        raise NotImplementedError("/proc/diskstats nor /sys/block are available on this system")
+
+    monkeypatch.setattr("psutil.disk_io_counters", refuse)
+    values = HostLook("host-0", run_dir=str(tmp_path)).sample().values
+    assert values.keys() >= OF_A_HOST and "disk_busy_s" not in values

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from kintsugi.errors import Fault, UserError
+from kintsugi.facts import ProcessRequested
 from kintsugi.observe.events import Alert, EventLog, FaultSeen, Note, Span, spans_path
-from kintsugi.observe.figures import HostSample, LinkSample, ProcessSample
+from kintsugi.observe.figures import ClockSample, HostSample, LinkSample, ProcessSample
 from kintsugi.observe.searching import Extent, Query, extent_of, follow, moment, search
 from kintsugi.observe.store import RunStore
+from kintsugi.types import Role
 from tests.unit.observe.recorded_run import FIRST, NOON, RecordedRun, a_step, begun_run
 
 
@@ -96,6 +98,37 @@ def test_figures_are_found_by_time_and_by_whom_they_are_of(run: RecordedRun, sto
     assert len(times) == 10 and times == sorted(times)
 
 
+def test_figures_have_the_masters_time_too(run: RecordedRun) -> None:
+    run.decide(ProcessRequested("agent-1", Role.AGENT, "host-1", "1.3"), at=0.0)
+    run.measure("agent-1", ClockSample("host-1", 100.0, 0.001), HostSample("host-1"), at=103.0)
+    run.measure("agent-0", HostSample("host-0"), at=4.0)
+    with RunStore(run.folder) as store:
+        store.refresh()
+        query = Query(kind="HostSample", since=NOON + 2.0, until=NOON + 4.0)
+        told = [(line.time - NOON, line.process) for line in search(store, query)]
+    assert told == [(3.0, "agent-1"), (4.0, "agent-0")]
+
+
+def test_a_clock_that_was_set_back_hides_no_figures(run: RecordedRun, store: RunStore) -> None:
+    for at in (8.0, 3.0):
+        run.measure("agent-0", HostSample("host-0"), at=at)
+    query = Query(kind="HostSample", until=NOON + 5.0)
+    assert [line.time - NOON for line in search(store, query)] == [3.0]
+
+
+def test_how_a_kind_begins_means_figures_only_where_nothing_else_begins_so(
+    run: RecordedRun, store: RunStore
+) -> None:
+    run.measure("agent-0", ProcessSample("model-0", 7, "S"), HostSample("host-0"), at=1.0)
+    assert set(kinds(store, Query(kind="process"))) == {"ProcessRequested"}
+    assert kinds(store, Query(kind="host")) == ["HostSample"]
+
+
+def test_figures_are_not_followed(store: RunStore) -> None:
+    with pytest.raises(UserError, match="--follow: expected events, facts or logs, got --kind HostSample"):
+        next(follow(store, Query(kind="HostSample"), pause=lambda: False))
+
+
 @pytest.mark.parametrize(
     ("query", "words"),
     [
@@ -146,7 +179,13 @@ def test_times_are_understood_as_people_write_them(text: str, expected: float) -
     assert moment(text, extent=EXTENT, option="--since") == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.parametrize("text", ["yesterday", "", "25:00:00", "2026-13-01", "1e300", "9" * 40, "+5 parsecs"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("yesterday", "", "25:00:00", "2026-13-01", "1e300", "9" * 40, "+5 parsecs"),
+        *("+99999999999d", "99999999999d", "9" * 400 + "s"),
+    ],
+)
 def test_nonsense_is_no_time(text: str) -> None:
     with pytest.raises(UserError) as caught:
         moment(text, extent=EXTENT, option="--since")

@@ -294,6 +294,28 @@ def test_a_file_is_read_in_pieces_whatever_its_lines_are(tmp_path: Path) -> None
     assert largest <= CHUNK and LONGEST_LINE <= CHUNK
 
 
+def test_zeros_that_a_crash_left_hide_nothing_that_follows(tmp_path: Path) -> None:
+    run = begun_run(tmp_path / "run")
+    run.print("model-0", "before\n")
+    with (run.folder / "logs" / "model-0.log").open("ab") as file:
+        file.write(bytes(2 * CHUNK))
+    run.print("model-0", "after\n")
+    assert texts(run.folder, Query(kind="log")) == ["before", "after"]
+
+
+def test_what_is_read_of_a_file_that_was_put_aside_is_still_its_own(tmp_path: Path) -> None:
+    run = begun_run(tmp_path / "run")
+    path = run.folder / "events" / "server-0.jsonl"
+    run.say("server-0", Note("first"), at=1.0)
+    with RunStore(run.folder) as store:
+        store.refresh()
+        assert [line.text for line in search(store, Query(kind="Note"))] == ["first"]
+        path.rename(old_path(path, 1))
+        run.say("server-0", Note("later"), at=2.0)
+        store.refresh()
+        assert [line.text for line in search(store, Query(kind="Note"))] == ["first", "later"]
+
+
 def test_a_printed_line_has_its_own_time_if_it_says_one_and_what_follows_has_the_same(tmp_path: Path) -> None:
     run = begun_run(tmp_path / "run")
     run.print("model-0", "no time\n2026-11-16 08:39:30,250 ERROR it broke\nTraceback\n")

@@ -11,7 +11,7 @@ import pytest
 from kintsugi.diagnosis.verdict import Cause, FaultKind, Hop
 from kintsugi.lab import scoring
 from kintsugi.lab.baselines import FIRST_ERROR, LAST_ERROR
-from kintsugi.lab.campaign import Answer, CampaignFile, CaseRecord, summed
+from kintsugi.lab.campaign_records import Answer, CampaignFile, CaseRecord, Counted, Reason, Unwell, summed
 from kintsugi.lab.cases import CaseClass
 from kintsugi.lab.injection import Ability
 from kintsugi.lab.records import (
@@ -167,7 +167,6 @@ def case_of(number: int) -> CaseRecord:
         "start": start,
         "intensity": {},
     }
-    ours = scores["ours"]
     return CaseRecord(
         number=number,
         planned=() if is_quiet else (f"{ability.value} model-1",),
@@ -175,19 +174,23 @@ def case_of(number: int) -> CaseRecord:
         what=CaseClass.HEALTHY if is_quiet else CaseClass.FAULT,
         benign="",
         impact={"real": True},
-        counted=number != 5,
-        why_not="the fault changed nothing" if number == 5 else "",
+        counted=_counted(number, is_quiet=is_quiet),
+        why_not="UserError: it has ended" if number == 7 else "",
         diagnoses=answers,
         scores=scores,
-        top1=ours.top1,
-        top3=ours.top3,
-        path=ours.path,
-        onset_error_s=ours.onset_error_s,
-        verdict_s=ours.verdict_s,
         files=4,
         lines=200 + number,
         seconds=9.0,
     )
+
+
+def _counted(number: int, *, is_quiet: bool) -> Counted:
+    """One case could not be done; one fault changed nothing and was named, another was not, and something else was."""
+    if number == 7:
+        return Counted.NOT
+    if number in (5, 10):
+        return Counted.FAINT
+    return Counted.QUIET if is_quiet else Counted.FAULT
 
 
 @pytest.fixture(scope="session")
@@ -200,7 +203,9 @@ def runs() -> RunsFile:
 
 @pytest.fixture(scope="session")
 def campaign() -> CampaignFile:
-    return summed([case_of(number) for number in range(30)], seed=7, clusters=2, seconds=450.0)
+    alarm = Unwell(before=12, reason=Reason.ALARM, said=("cpu model-0",))
+    cases = [case_of(number) for number in range(30)]
+    return summed(cases, seed=7, clusters=2, seconds=450.0, unwell=[alarm])
 
 
 @pytest.fixture

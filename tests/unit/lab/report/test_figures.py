@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kintsugi.errors import UserError
-from kintsugi.lab.campaign import CampaignFile
+from kintsugi.lab.campaign_records import CampaignFile
 from kintsugi.lab.records import RunsFile
 from kintsugi.lab.report import campaign as campaigns
 from kintsugi.lab.report import figures, measures

@@ -40,6 +40,28 @@ def test_amplification_is_the_mean_factor_against_fine_tuning(runs: RunsFile) ->
     assert found["amplification"] == "6.2×"
 
 
+def test_where_not_the_same_struck_there_is_no_amplification(runs: RunsFile) -> None:
+    weaker = [
+        msgspec.structs.replace(
+            run,
+            injected=tuple(msgspec.structs.replace(each, amount={"delay_s": 0.2}) for each in run.injected),
+        )
+        if run.profile == "sft"
+        else run
+        for run in runs.runs
+    ]
+    table = tables.contrast_table(weaker)
+
+    assert table is not None
+    assert row(table, "S1 ours")["amplification"] == tables.OTHER_FAULT
+
+
+def test_only_ours_has_a_diagnosis(runs: RunsFile) -> None:
+    table = tables.diagnosis_table(runs.runs, scale=600.0)
+
+    assert {row(table, name)["diagnosis says"] for name in ("S1 sft", "S1 fragile")} == {"–"}
+
+
 def test_without_fine_tuning_there_is_no_contrast(runs: RunsFile) -> None:
     assert tables.contrast_table([run for run in runs.runs if run.profile != "sft"]) is None
 

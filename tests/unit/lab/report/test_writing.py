@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kintsugi.errors import StorageError, UserError
-from kintsugi.lab.campaign import CampaignFile
+from kintsugi.lab.campaign_records import CampaignFile
 from kintsugi.lab.records import CAMPAIGN_FILE, RUNS_FILE, RunRecord, RunsFile, write_json
 from kintsugi.lab.report.writing import write_report
 

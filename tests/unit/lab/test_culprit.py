@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from kintsugi.lab.abilities.fault import Scene
+from kintsugi.lab.culprit import Culprit, Orders, Word
+from kintsugi.lab.injection import Ability, Injection
+from kintsugi.lab.undo import Who
+
+GONE = Who(2**22 - 1, 1)
+
+
+def words_about(target: Who, run_dir: Path) -> list[Word]:
+    """What one says that is told to damage a run's checkpoint."""
+    scene = Scene(
+        injection=Injection(ability=Ability.CORRUPT, target="model-0"),
+        mechanism="inverted bytes in its newest checkpoint",
+        target=target,
+        run_dir=str(run_dir),
+        journal=str(run_dir / "undo.jsonl"),
+    )
+    reader, writer = os.pipe()
+    os.write(writer, msgspec.json.encode(scene) + b"\ngo\n")
+    os.close(writer)
+    said: list[Word] = []
+    Culprit(Orders(reader), said.append).run()
+    os.close(reader)
+    return said
+
+
+def a_checkpoint(run_dir: Path) -> Path:
+    path = run_dir / "checkpoints" / "step-5" / "weights"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(bytes(4096))
+    return path
+
+
+def test_a_fault_is_prepared_begins_and_ends(tmp_path: Path) -> None:
+    checkpoint = a_checkpoint(tmp_path)
+    said = words_about(Who.of(os.getpid()), tmp_path)
+    assert [word.what for word in said] == ["ready", "began", "ended"]
+    assert any(checkpoint.read_bytes())
+
+
+def test_a_fault_does_not_begin_when_its_target_has_ended(tmp_path: Path) -> None:
+    checkpoint = a_checkpoint(tmp_path)
+    said = words_about(GONE, tmp_path)
+    assert [word.what for word in said] == ["ready", "failed"]
+    assert "ended before the fault could begin" in said[-1].why
+    assert not any(checkpoint.read_bytes())
