@@ -90,23 +90,6 @@ def command_of(entry: str) -> bytes:
         return b""
 
 
-def test_what_a_laboratory_left_that_was_killed_with_its_reaper_is_undone_by_the_next(tmp_path: Path) -> None:
-    made, journal = tmp_path / "made", tmp_path / "undo.jsonl"
-    a_change_by_somebody_who_ends(journal, made, lease_s=LEASE_S)
-    folder = reaper.lists_folder()
-    folder.mkdir(mode=0o700)
-    world = os.stat("/proc/self/ns/pid").st_ino
-    (folder / f"{world}-4194303-1-aaaa").symlink_to(journal)
-    (folder / "1-4194303-1-cccc").symlink_to(tmp_path / "of another container")
-    (folder / "somebody's-dddd").touch()
-    (folder / f"{world}-{os.getpid()}-{Who.of(os.getpid()).born}-bbbb").symlink_to(
-        tmp_path / "of a living one"
-    )
-    assert reap_abandoned() == 1
-    assert not made.exists()
-    assert {path.name.rpartition("-")[2] for path in folder.iterdir()} == {"bbbb", "cccc", "dddd"}
-
-
 def an_abandoned_journal(tmp_path: Path) -> Path:
     """Of a laboratory that is gone; gives what it made."""
     made, journal = tmp_path / "made", tmp_path / "undo.jsonl"
@@ -116,6 +99,19 @@ def an_abandoned_journal(tmp_path: Path) -> Path:
     world = os.stat("/proc/self/ns/pid").st_ino
     (folder / f"{world}-4194303-1-aaaa").symlink_to(journal)
     return made
+
+
+def test_what_a_laboratory_left_that_was_killed_with_its_reaper_is_undone_by_the_next(tmp_path: Path) -> None:
+    made, folder = an_abandoned_journal(tmp_path), reaper.lists_folder()
+    world = os.stat("/proc/self/ns/pid").st_ino
+    (folder / "1-4194303-1-cccc").symlink_to(tmp_path / "of another container")
+    (folder / "somebody's-dddd").touch()
+    (folder / f"{world}-{os.getpid()}-{Who.of(os.getpid()).born}-bbbb").symlink_to(
+        tmp_path / "of a living one"
+    )
+    assert reap_abandoned() == 1
+    assert not made.exists()
+    assert {path.name.rpartition("-")[2] for path in folder.iterdir()} == {"bbbb", "cccc", "dddd"}
 
 
 def test_a_list_that_others_may_write_to_is_not_carried_out(tmp_path: Path) -> None:
