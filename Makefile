@@ -11,6 +11,8 @@ PEER_VLLM := .venv-vllm/.setup
 PEER_LLAMA := .venv-llama/.setup
 CHECKED := kintsugi tests $(wildcard benchmarks)
 # Real clusters want the machine to themselves: they count processes and descriptors, and have deadlines.
+# What makes the suite long is said each time.
+SLOWEST := --durations 15 --durations-min 5
 PARALLEL := --numprocesses auto --dist loadfile tests/unit tests/simulation tests/docs
 ALONE := tests/cluster
 # Programs of the system that the fault laboratory calls; what is missing is said, and its tests are skipped.
@@ -69,8 +71,8 @@ system-packages:
 	fi
 
 test: system-packages lint
-	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu"
-	$(BIN)/python -m pytest $(ALONE) -m "not gpu"
+	$(BIN)/python -m pytest $(SLOWEST) $(PARALLEL) -m "not gpu"
+	$(BIN)/python -m pytest $(SLOWEST) $(ALONE) -m "not gpu"
 
 test-fast: system-packages $(SETUP_TEST)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu"

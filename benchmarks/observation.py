@@ -2,9 +2,9 @@
 
     python benchmarks/observation.py [--json FILE] [--pairs 30]
 
-One run, in which all that is only recorded for people and for the diagnosis is switched off and on while it runs: the
-samples of processes, host and links, what heartbeats say, spans, the probe of the disk, the questions for the time, and
-the process that diagnoses. Blocks and pairs are those of `overhead.py`, whose protection stays on here.
+All that is only recorded for people and for the diagnosis is switched off and on while a run goes on: the samples of
+processes, host and links, what heartbeats say, spans, the probe of the disk, the questions for the time, and the
+process that diagnoses. Runs, blocks and pairs are those of `overhead.py`, whose protection stays on here.
 """
 
 from __future__ import annotations

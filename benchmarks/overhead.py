@@ -2,10 +2,12 @@
 
     python benchmarks/overhead.py [--json FILE] [--pairs 30]
 
-One run, whose protection is switched off and on while it runs. Off, nothing is journaled, no state is copied or hashed,
-nobody sends heartbeats and nobody watches for those who do not; everything else is the same code in the same processes.
-Blocks of ten steps are on, off, off, on, …. A pair is two neighbouring blocks. The table gives the mean ratio of the
-pairs and its one-sided 95 % upper bound by Student's t.
+Two runs of the same steps, whose protection is switched off and on while they run. Off, nothing is journaled, no state
+is copied or hashed, nobody sends heartbeats and nobody watches for those who do not; everything else is the same code
+in the same processes. Blocks of ten steps are on, off, off, on, … in the first run, and off, on, on, off, … in the
+second: equal seeds give equal samples, so both have the same work to do in a block. A pair is two neighbouring blocks
+of both runs, of which two are on and two off, so that neither the work nor the run nor the moment makes a difference.
+The table gives the mean ratio of the pairs and its one-sided 95 % upper bound by Student's t.
 
 Which blocks are off is known in advance: a rank goes by the step it prepares, because all ranks have to agree on what
 it hashes to; the others go by a byte in a file, which the benchmark changes when a block ends.
@@ -56,11 +58,13 @@ GOAL = 1.03
 STEPS_PER_BLOCK = 10
 SWITCH = "KINTSUGI_BENCHMARK_SWITCH"
 """Environment: path of a file of one byte, 1 while the protection is on."""
+FLIPPED = "KINTSUGI_BENCHMARK_FLIPPED"
+"""Environment: 1 in the run that is on where the other one is off."""
 
 
 def is_on(step: int) -> bool:
     """On, off, off, on, …: each pair of blocks has one of both, in alternating order, so that a drift cancels out."""
-    return ((step - 1) // STEPS_PER_BLOCK) % 4 in (0, 3)
+    return (((step - 1) // STEPS_PER_BLOCK) % 4 in (0, 3)) != (os.environ.get(FLIPPED) == "1")
 
 
 class Switch:
@@ -204,11 +208,14 @@ def cpu_seconds(pids: Sequence[int]) -> float:
     return total / 1e9
 
 
-def measure(config: Config, folder: Path, *, num_blocks: int, program: str = __file__) -> list[Block]:
+def measure(
+    config: Config, folder: Path, *, num_blocks: int, flipped: bool, program: str = __file__
+) -> list[Block]:
     """The blocks of one run, in order."""
+    folder.mkdir()
     path = folder / "switch"
     path.write_bytes(b"\1")
-    os.environ[SWITCH] = str(path)
+    os.environ |= {SWITCH: str(path), FLIPPED: str(int(flipped))}
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     switch = Switch(path)
     steps = num_blocks * STEPS_PER_BLOCK
@@ -254,15 +261,17 @@ def upper_bound(ratios: Sequence[float]) -> float:
     return statistics.fmean(ratios) + t * statistics.stdev(ratios) / math.sqrt(len(ratios))
 
 
-def row(what: str, blocks: Sequence[Block], *, goal: float = GOAL) -> dict[str, Any]:
+def row(what: str, runs: Sequence[Sequence[Block]], *, goal: float = GOAL) -> dict[str, Any]:
     """One figure over all pairs."""
     ratios, values = [], {True: list[float](), False: list[float]()}
-    for first, second in zip(blocks[::2], blocks[1::2], strict=True):
-        assert first.on != second.on
-        on, off = (first, second) if first.on else (second, first)
-        ratios.append(getattr(on, what) / getattr(off, what))
-        for block in (on, off):
-            values[block.on].append(getattr(block, what))
+    for start in range(0, len(runs[0]), 2):
+        pair = {True: list[float](), False: list[float]()}
+        for block in (block for run in runs for block in run[start : start + 2]):
+            pair[block.on].append(getattr(block, what))
+        assert len(pair[True]) == len(pair[False]) == len(runs)
+        ratios.append(statistics.geometric_mean(pair[True]) / statistics.geometric_mean(pair[False]))
+        for on, seconds in pair.items():
+            values[on] += seconds
     return {
         "case": {
             "what": f"{what.removesuffix('_s')} per step",
@@ -301,8 +310,13 @@ def main(
     config = load(RECIPE, overrides).config
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         num_blocks = WARM_BLOCKS + 2 * arguments.pairs
-        blocks = measure(config, Path(folder), num_blocks=num_blocks, program=program)[WARM_BLOCKS:]
-    rows = [row("cpu_s", blocks, goal=goal), row("wall_s", blocks, goal=goal)]
+        runs = [
+            measure(
+                config, Path(folder, str(flipped)), num_blocks=num_blocks, flipped=flipped, program=program
+            )[WARM_BLOCKS:]
+            for flipped in (False, True)
+        ]
+    rows = [row("cpu_s", runs, goal=goal), row("wall_s", runs, goal=goal)]
     for entry in rows:
         print(
             f"{entry['case']['what']:14} on {entry['on'] * 1000:8.2f} ms   off {entry['off'] * 1000:8.2f} ms   "

@@ -66,14 +66,16 @@ class Follower:
         self.baselines = Baselines(self.bundle, at=0.0)
 
     def look(self) -> Diagnosis:
-        """What is wrong now."""
+        """What is wrong now. Where nobody records any more, as on a full disk, nobody has become well: what was wrong
+        last still is."""
         began, now = self._clock.monotonic(), self._clock.wall()
         self._reader.read()
         if now >= self._refresh_at:
             self.bundle.forget_before(now - KEPT_S)
             self.baselines = Baselines(self.bundle, at=now)
             self._refresh_at = now + REFRESH_S
-        diagnosis = look(self.bundle, at=now, baselines=self.baselines)
+        at = min(now, self.bundle.at + ALIVE_S) if self.bundle.at else now
+        diagnosis = look(self.bundle, at=at, baselines=self.baselines)
         return msgspec.structs.replace(diagnosis, took_s=round(self._clock.monotonic() - began, 4))
 
     def close(self) -> None:

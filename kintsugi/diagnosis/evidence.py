@@ -196,6 +196,8 @@ class Bundle:
     host_of: dict[str, str] = field(default_factory=dict)
     observer_of: dict[str, str] = field(default_factory=dict)
     """Host → the agent that looks at it."""
+    looked_at: dict[str, float] = field(default_factory=dict)
+    """Host → when that was last."""
     listeners: dict[int, str] = field(default_factory=dict)
     """Port → the process that others connect to there."""
     clocks: dict[str, Clocks] = field(default_factory=lambda: defaultdict(Clocks))
@@ -304,6 +306,7 @@ class Bundle:
         host, values = sample.host, sample.values
         self.host_of[recorder] = host
         self.observer_of.setdefault(host, recorder)
+        self.looked_at[host] = max(time, self.looked_at.get(host, time))
         tracks = self.hosts[host]
         for name in _HOST_LEVELS:
             if name in values:
@@ -352,10 +355,12 @@ class Bundle:
         before = self._totals.get(key)
         self._totals[key] = (time, 0, values)
         if before is not None and time > before[0]:
-            for name, figure in _LINK_RATES.items():
-                change = values.get(name, 0.0) - before[2].get(name, 0.0)
-                if change >= 0:
-                    tracks[figure].add(time, change / (time - before[0]))
+            seconds = time - before[0]
+            changes = {name: values.get(name, 0.0) - before[2].get(name, 0.0) for name in _LINK_TOTALS}
+            if min(changes.values()) >= 0:
+                tracks["out"].add(time, changes["out_bytes"] / seconds)
+                # What had arrived was late, and not lost; the receiver may say so a while after.
+                tracks["lost"].add(time, (changes["retransmits"] - changes["needless"]) / seconds)
 
     def _changes(
         self, key: object, time: float, identity: int, values: dict[str, float]
@@ -474,4 +479,4 @@ _HOST_RATES = {
     "resolve_errors": "resolve_errors",
 }
 _NO_ERRORS = {"fsync_errors": 0.0, "resolve_errors": 0.0}
-_LINK_RATES = {"retransmits": "retransmits", "out_bytes": "out"}
+_LINK_TOTALS = ("out_bytes", "retransmits", "needless")

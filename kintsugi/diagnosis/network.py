@@ -8,7 +8,7 @@ Three signs, of which each has its own shape:
 
     nothing comes back     the kernel doubles the time until it tries again, and nothing is acknowledged meanwhile
     late                   every acknowledgement takes longer: the time that the kernel averages rises, and stays
-    lost                   segments are sent again in one second after the other, while others come through at once
+    lost                   segments are sent again in one second after the other, and had not arrived
 """
 
 from __future__ import annotations
@@ -33,17 +33,24 @@ CLEARLY_LATE_S = 0.1
 SURELY_LATE_S = 0.2
 """What is lost and sent again is late too; but its average does not rise so far."""
 OVER_S = 3.2
-"""Retransmissions are counted over so long."""
-RETRANSMITS_PER_S = 2.2
+"""Losses are counted over so long."""
+LASTING_S = 1.2
+"""From the first to the last of them: what two hosts tell of one moment is no longer apart."""
+LOST_PER_S = 1.5
 MANY_PER_S = 4.0
 MOST_AT_ONCE = 6.0
 """More in one second count as this many: a queue that is let go is one event, and no loss."""
-RETRANSMIT_FACTOR = 6.0
+LOST_FACTOR = 6.0
 BACKOFF = 3
 IN_VAIN_S = 1.6
 """So long nothing was acknowledged though it was sent again."""
 SAMPLE_S = 1.1
 """Figures come once a second: one may tell of what was before."""
+SAME_LOOK_S = 0.3
+"""Hosts are looked at one shortly after the other."""
+SILENT_S = 2.5
+FEW = 2.5
+"""Segments: more that were lost on their way to who is said to be cut off were on a way that is there."""
 GAP_S = 4.2
 MOST_SHOWN = 4
 ALL = 0.7
@@ -66,7 +73,7 @@ class _Signs:
 
     def __init__(self, bundle: Bundle, baselines: Baselines, *, since: float, at: float) -> None:
         self.late: list[Point] = []
-        self.again: list[Point] = []
+        self.lost: list[Point] = []
         self.in_vain: list[Point] = []
         self.used: set[tuple[str, str]] = set()
         self.usual: dict[LinkKey, float] = {}
@@ -77,9 +84,9 @@ class _Signs:
             if (moved := sent.between(since, at)) and max(moved) > 0:
                 self.used.add((min(key[:2]), max(key[:2])))
             self._late(key, bundle, baselines, since=since, at=at)
-            self._again(key, bundle, since=since, at=at)
+            self._lost(key, bundle, since=since, at=at)
             self._in_vain(key, bundle, since=since, at=at)
-        for points in (self.late, self.again, self.in_vain):
+        for points in (self.late, self.lost, self.in_vain):
             points.sort()
 
     def _late(self, key: LinkKey, bundle: Bundle, baselines: Baselines, *, since: float, at: float) -> None:
@@ -97,14 +104,15 @@ class _Signs:
                 self.late.append(Point(time, key, value))
             before = value
 
-    def _again(self, key: LinkKey, bundle: Bundle, *, since: float, at: float) -> None:
-        """Sent again while something comes through: where nothing does, it is no loss but the end."""
+    def _lost(self, key: LinkKey, bundle: Bundle, *, since: float, at: float) -> None:
+        """Sent again while something comes through: where nothing does, it is no loss but the end. Less than nothing
+        is what had been taken for lost before."""
         tracks = bundle.links[key]
-        track, sent = tracks["retransmits"], tracks["out"]
+        track, sent = tracks["lost"], tracks["out"]
         for index in range(bisect_left(track.times, since), bisect_right(track.times, at)):
             time, value = track.times[index], track.values[index]
-            if value > 0 and sent.at(time, within_s=0.3):
-                self.again.append(Point(time, key, min(value, MOST_AT_ONCE)))
+            if value and sent.at(time, within_s=0.3):
+                self.lost.append(Point(time, key, max(-MOST_AT_ONCE, min(value, MOST_AT_ONCE))))
 
     def _in_vain(self, key: LinkKey, bundle: Bundle, *, since: float, at: float) -> None:
         tracks = bundle.links[key]
@@ -121,6 +129,7 @@ class _Signs:
 
 
 def network_troubles(bundle: Bundle, baselines: Baselines, *, since: float, at: float) -> list[Finding]:
+    at = min(at, _told_until(bundle, at=at))
     signs = _Signs(bundle, baselines, since=max(since, baselines.settled), at=at)
     found = [
         _cut_or_lost(bundle, signs, process, points) for process, points in _blamed(signs, signs.in_vain)
@@ -131,15 +140,22 @@ def network_troubles(bundle: Bundle, baselines: Baselines, *, since: float, at: 
         if _is_clear(points)
     ]
     # Who is cut off or late makes the others send again too.
-    signs.again = [
+    signs.lost = [
         point
-        for point in signs.again
+        for point in signs.lost
         if not any(each.process in point.key[:2] and _is_while(each, point) for each in found)
     ]
     found += [
         _lost(bundle, signs, process, points) for process, points in _lossy(bundle, baselines, signs, at=at)
     ]
     return found
+
+
+def _told_until(bundle: Bundle, *, at: float) -> float:
+    """Up to when all hosts have told of their connections: from one of the two ends it looks as if it were the other.
+    Who has been silent for long is not waited for."""
+    last = [time for time in bundle.looked_at.values() if at - time <= SILENT_S]
+    return min(last, default=at) + SAME_LOOK_S
 
 
 def _is_clear(points: list[Point]) -> bool:
@@ -198,7 +214,7 @@ def _lossy(
     bundle: Bundle, baselines: Baselines, signs: _Signs, *, at: float
 ) -> Iterator[tuple[str, list[Point]]]:
     """Processes that lose more than others, and more than they used to: in several seconds, over all connections."""
-    left = signs.again
+    left = signs.lost
     while left:
         by_process: dict[str, list[Point]] = {}
         for point in left:
@@ -218,28 +234,31 @@ def _lossy(
 
 
 def _too_many(points: list[Point], *, usual: float) -> list[Point]:
-    """Points at the end of a time in which too much was sent again."""
-    bound = max(RETRANSMITS_PER_S, RETRANSMIT_FACTOR * usual) * OVER_S
-    flagged, first, total = [], 0, 0.0
+    """Those of times in which too much was lost."""
+    bound = max(LOST_PER_S, LOST_FACTOR * usual) * OVER_S
+    flagged: list[Point] = []
+    first, told, total = 0, 0, 0.0
     for index, point in enumerate(points):
         total += point.value
         while points[first].time < point.time - OVER_S:
             total -= points[first].value
             first += 1
-        window = points[first : index + 1]
-        # Two processes that exchange much send some of it again when one of them is slow.
+        if total < bound or point.value < 0:
+            continue
+        window = [each for each in points[first : index + 1] if each.value > 0]
         is_common = len({each.pair for each in window}) > 1 or total >= 2 * bound
-        if total >= bound and is_common and len({round(each.time) for each in window}) > 1:
-            flagged.append(point)
+        if is_common and point.time - window[0].time >= LASTING_S:
+            flagged += [each for each in points[max(first, told) : index + 1] if each.value > 0]
+            told = index + 1
     return flagged
 
 
 def _usual_loss(bundle: Bundle, baselines: Baselines, process: str, *, at: float) -> float:
-    """Segments per second that all its connections together send again when nothing is wrong."""
+    """Segments per second that all its connections together lose when nothing is wrong."""
     return sum(
         usual.middle
         for key, tracks in bundle.links.items()
-        if process in key[:2] and (usual := baselines.figure(tracks, "retransmits")) is not None
+        if process in key[:2] and (usual := baselines.figure(tracks, "lost")) is not None
     )
 
 
@@ -251,32 +270,32 @@ def _cut_or_lost(bundle: Bundle, signs: _Signs, process: str, points: list[Point
     worst = max(points, key=lambda point: point.value)
     # Each try waits twice as long as the one before, from 0.2 s on.
     onset = min(point.time - 0.2 * (2**point.value - 1) for point in points)
-    again = [
+    lost = [
         point
-        for point in signs.again
-        if process in point.key[:2] and onset + SAMPLE_S < point.time <= points[-1].time
+        for point in signs.lost
+        if process in point.key[:2] and onset + SAMPLE_S < point.time <= points[-1].time and point.value > 0
     ]
-    if len({point.pair for point in again}) > 1:
-        return _lost(bundle, signs, process, again)
+    if len({point.pair for point in lost}) > 1 or sum(point.value for point in lost) > FEW:
+        return _lost(bundle, signs, process, lost)
     words = "nothing is acknowledged, though it was sent again and again"
     return _finding(bundle, signs, process, points, FaultKind.NETWORK_CUT, onset, worst, words, 0.78)
 
 
 def _late_or_lost(bundle: Bundle, signs: _Signs, process: str, points: list[Point]) -> Finding:
-    """What is lost is sent again in every second, and what is only late in the first one."""
+    """What is lost is sent again in every second; what is only late too at first, until it is known to have come."""
     worst = max(points, key=lambda point: point.value)
-    again = [
+    lost = [
         point
-        for point in signs.again
+        for point in signs.lost
         if process in point.key[:2] and points[0].time - OVER_S <= point.time <= points[-1].time + 1.0
     ]
-    seconds = {round(point.time) for point in again}
-    per_s = sum(point.value for point in again) / max(OVER_S, points[-1].time - points[0].time + 1.0)
+    seconds = {round(point.time) for point in lost if point.value > 0}
+    per_s = sum(point.value for point in lost) / max(OVER_S, points[-1].time - points[0].time + 1.0)
     late = {point.pair for point in points}
     share = len(late) / max(1, sum(process in pair for pair in signs.used))
     is_lost = per_s >= MANY_PER_S or (worst.value < SURELY_LATE_S and share < ALL)
-    if is_lost and per_s >= RETRANSMITS_PER_S and len(seconds) > 2:
-        return _lost(bundle, signs, process, again)
+    if is_lost and per_s >= LOST_PER_S and len(seconds) > 2:
+        return _lost(bundle, signs, process, lost)
     words = f"an acknowledgement takes {worst.value * 1000:.0f} ms, usually {signs.usual[worst.key] * 1000:.1f} ms"
     onset = points[0].time - 0.8
     return _finding(bundle, signs, process, points, FaultKind.NETWORK_DELAY, onset, worst, words, 0.68)
@@ -333,7 +352,7 @@ def _said(kind: FaultKind, point: Point) -> str:
         return f"rtt_s {point.value:.3f}"
     if kind is FaultKind.NETWORK_CUT:
         return f"backoff {point.value:.0f}, nothing acknowledged"
-    return f"retransmits {point.value:.1f} a second"
+    return f"{point.value:.1f} segments a second sent again that had not arrived"
 
 
 def _rules_out(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kintsugi.diagnosis.baseline import Baselines
+from kintsugi.diagnosis.baseline import Baselines, usual
 from kintsugi.diagnosis.evidence import MASTER, Bundle, known_role
 from kintsugi.diagnosis.findings import Finding, merged
 from kintsugi.diagnosis.happenings import happenings
@@ -18,6 +18,8 @@ from kintsugi.types import Role
 SURE = 0.5
 """Below, nothing is said."""
 MOST_CAUSES = 5
+STALLED_S, STALLED_FACTOR = 20.0, 5.0
+"""A run is said to stand still after so long, and so many times the usual step."""
 FADING = 0.04
 """What is over counts so much less per second."""
 AFTERMATH_S = 6.0
@@ -31,7 +33,7 @@ _NETWORK = frozenset({_K.NETWORK_CUT, _K.NETWORK_DELAY, _K.NETWORK_LOSS})
 _MOMENTARY = _NETWORK | {_K.CPU, _K.SLOW, _K.DEVICE, _K.DISK_SLOW}
 """What a neighbour may show for a moment while somebody is replaced."""
 _SLOW = frozenset({_K.SLOW, _K.DEVICE})
-PATIENCE_S = {_K.SLOW: 4.5, _K.DEVICE: 2.5, _K.NETWORK_LOSS: 2.8}
+PATIENCE_S = {_K.SLOW: 4.5, _K.DEVICE: 3.6, _K.NETWORK_LOSS: 2.8}
 """Not said before what would explain it, or tell which end it is, had time to show: figures come once a second, and it
 takes three until nothing that was sent is surely acknowledged."""
 _DISK = frozenset({_K.DISK_FULL, _K.DISK_SLOW, _K.DISK_ERROR})
@@ -197,6 +199,8 @@ def _why_not(bundle: Bundle, baselines: Baselines, candidates: list[Candidate], 
         return "nothing was recorded of its processes"
     if at < baselines.settled:
         return "the run is warming up, and nothing has failed"
+    if (stalled := _stalled(bundle, at=at)) is not None:
+        return stalled
     if candidates:
         best = max(candidates, key=lambda each: each.confidence)
         return (
@@ -204,6 +208,18 @@ def _why_not(bundle: Bundle, baselines: Baselines, candidates: list[Candidate], 
             f"(confidence {best.confidence:.2f})"
         )
     return "no process failed, and no figure is far from its own past and from its peers"
+
+
+def _stalled(bundle: Bundle, *, at: float) -> str | None:
+    """That nothing was found does not mean that all is well."""
+    before = usual([step.duration_s for step in bundle.steps])
+    waited_s = at - bundle.steps[-1].time if bundle.steps else 0.0
+    if before is None or bundle.is_over(at) or waited_s < max(STALLED_S, STALLED_FACTOR * before.middle):
+        return None
+    return (
+        f"no step was committed for {waited_s:.0f} s, usually one in {before.middle:.1f} s, and nothing that was "
+        "recorded explains it: `kintsugi status` tells what everybody waits for"
+    )
 
 
 def replaceable(cause: Cause) -> bool:

@@ -147,10 +147,10 @@ class _Look:
         said: dict[float, float] = {}
         before = usual.middle if usual else 1.0
         for time in _times(tracks["run_delay"], self._since, self._at):
-            if self._bundle.age_s(process, time) < WARM_S:
-                continue
             slowdown, delay = _slowdown(tracks["cpu"], tracks["run_delay"], time)
             if slowdown < max(LEAST_SLOWDOWN, SLOWDOWN_FACTOR * before) or delay < LEAST_DELAY:
+                continue
+            if self._bundle.age_s(process, time) < WARM_S:
                 continue
             others = self._others_slowdown(process, time)
             if slowdown >= SLOWDOWN_FACTOR * others:
@@ -227,14 +227,12 @@ class _Look:
         theirs = 0.0
         for time in _times(track, self._since, self._at):
             value = _median(track, time)
+            if not usual.is_far(value, factor=EFFORT_FACTOR, least=LEAST_EFFORT_S):
+                continue
             theirs = max(
                 (_median(peer["effort_s"], time) for peer in peers if "effort_s" in peer), default=0.0
             )
-            if (
-                self._bundle.age_s(process, time) > WARM_S
-                and usual.is_far(value, factor=EFFORT_FACTOR, least=LEAST_EFFORT_S)
-                and value > EFFORT_FACTOR / 1.5 * theirs > 0
-            ):
+            if self._bundle.age_s(process, time) > WARM_S and value > EFFORT_FACTOR / 1.5 * theirs > 0:
                 bad.append((time, value))
         for group in intervals(bad, gap_s=GAP_S):
             if len(group) < 5:

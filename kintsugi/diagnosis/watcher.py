@@ -54,6 +54,8 @@ AGAIN_S = 60.0
 """That a process is to be replaced is said again while it holds: the master may have been replaced itself."""
 LARGEST_SIZE = 4 << 20
 """Of the file of verdicts; the three before it are kept too."""
+STEPS_BACK = 10
+"""How nice it is to those that it watches: a look takes milliseconds, and may take them when a processor is free."""
 CONFIG_FILE = "config.yaml"
 
 
@@ -188,6 +190,7 @@ def main(arguments: list[str]) -> int:
     run_dir, lifeline = Path(arguments[0]), int(arguments[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.nice(STEPS_BACK)
     log = EventLog(events_path(run_dir, WATCHER), process=WATCHER)
     path = run_dir / CONFIG_FILE
     log.emit(ProcessBegan("watcher", str(os.getpid()), os.getpid()))

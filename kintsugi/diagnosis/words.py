@@ -46,7 +46,7 @@ _BY_WORDS: tuple[tuple[str, FaultKind], ...] = (
     (r"input/output error|read-only file system|stale file handle|structure needs cleaning", _K.DISK_ERROR),
     (r"name or service not known|name resolution|resolve (?:host|name)|no address associated", _K.DNS),
     (r"\bdifferent states after\b|digests? (?:differ|disagree)|states? differ", _K.NUMERIC),
-    (r"\bnan\b|\binf\b|not finite|non-finite", _K.NUMERIC),
+    (r"\bnan\b|\binf\b|not finite|non-finite|does not compute any more what it did", _K.NUMERIC),
     (
         r"checksum|corrupt|does not match its digest|not the bytes|expected xxh3|damaged|is no event of its kind",
         _K.CORRUPTION,
@@ -87,7 +87,7 @@ def kind_of_fault(fault: Fault) -> FaultKind | None:
     by_kind = BY_KIND.get(fault.kind)
     if by_kind is _K.DISK_ERROR and said in (_K.DISK_FULL, _K.CORRUPTION):
         return said
-    if by_kind is _K.CORRUPTION and said is _K.NUMERIC:
+    if by_kind in (_K.CORRUPTION, _K.DEVICE) and said is _K.NUMERIC:
         return said
     return by_kind or said
 

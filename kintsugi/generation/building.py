@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 import torch
 
-from kintsugi.config import ShareDevice
+from kintsugi.bootstrap import Bootstrap
+from kintsugi.config import Config, ShareDevice
 from kintsugi.disk import storage_errors
 from kintsugi.errors import UserError
 from kintsugi.generation.backend import Backend
@@ -21,6 +23,8 @@ from kintsugi.generation.pages import num_pages_of
 from kintsugi.lease.client import Memory
 from kintsugi.lease.memory import Kept, check_policy
 from kintsugi.model.architecture import ModelConfig
+from kintsugi.model.known_answer import KnownAnswer
+from kintsugi.model.plan import plan_model
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.model.transformer import Transformer
 
@@ -111,6 +115,35 @@ def build_engine(
     )
 
 
+def open_backend(bootstrap: Bootstrap, config: Config, *, device: torch.device) -> Backend:
+    """What makes this server's tokens; its weights arrive by `LoadWeights`."""
+    generation = config.generation
+    if generation.backend != "embedded":
+        # Only here: who computes by itself needs nothing that speaks to other servers.
+        from kintsugi.generation import backends
+
+        index = int(bootstrap.process.rpartition("-")[2])
+        folder = Path(bootstrap.run_dir) / "handed_over" / bootstrap.process
+        return backends.open_backend(config, index, folder=folder)
+    architecture, tokenizer = plan_model(config)
+    dtype = getattr(torch, config.actor.dtype)
+    native = None
+    if device.type == "cpu" and config.deterministic:
+        reason = why_not_native(architecture, dtype=dtype)
+        native = agreed_steps(Path(bootstrap.run_dir), reason=reason, process=bootstrap.process)
+    return build_engine(
+        architecture,
+        tokenizer,
+        slots=generation.slots,
+        max_length=generation.max_length,
+        dtype=dtype,
+        device=device,
+        deterministic=config.deterministic,
+        kv_cache_gib=generation.kv_cache_gib,
+        native=native,
+    )
+
+
 def why_not_native(architecture: ModelConfig, *, dtype: torch.dtype) -> str:
     """Why the processor's steps can not be compiled; empty where they can."""
     if dtype not in NATIVE_DTYPES:
@@ -151,6 +184,16 @@ def note_of(backend: Backend) -> str:
     reason = why_not_native(model.config, dtype=model.dtype)
     reason = reason or "the first server of the run could not"
     return f"steps are not compiled, and slower: {reason}"
+
+
+def verification_of(backend: Backend) -> Callable[[], None]:
+    """What a server does before it gives samples out, to be sure of them.
+
+    A card works ahead and would have to be waited for: what it gives is not verified.
+    """
+    if not isinstance(backend, Engine) or not isinstance(backend.runner, CpuRunner | NativeRunner):
+        return lambda: None
+    return KnownAnswer(torch.device("cpu"), dtype=torch.float32).check
 
 
 def memory_of(backend: Backend, *, policy: ShareDevice, device: torch.device) -> Memory | None:

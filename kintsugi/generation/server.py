@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,9 @@ import torch
 
 from kintsugi.bootstrap import Bootstrap
 from kintsugi.cluster.segments import SegmentClient
-from kintsugi.config import Config
 from kintsugi.errors import DeviceError, IntegrityError, KintsugiError, RefusedError, WorldError
 from kintsugi.generation.backend import Backend, Pause, Running
-from kintsugi.generation.building import agreed_steps, build_engine, memory_of, note_of, why_not_native
+from kintsugi.generation.building import memory_of, note_of, open_backend, verification_of
 from kintsugi.generation.jobs import Incarnation, Job, check, incarnation_of, produced_of, prompt_of
 from kintsugi.generation.noise import stream_key
 from kintsugi.generation.requests import Output, Request, Tokens
@@ -34,7 +33,6 @@ from kintsugi.messages import (
 )
 from kintsugi.model.device import choose_device, identity
 from kintsugi.model.faults import as_world_error
-from kintsugi.model.plan import plan_model
 from kintsugi.observe.events import Alert, Note
 from kintsugi.recipe import load_config
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, Clock
@@ -97,9 +95,12 @@ class Server:
         clock: Clock = SYSTEM_CLOCK,
         beside: Beside = in_thread,
         lease: Lease = UNSHARED,
+        verify: Callable[[], None] = lambda: None,
     ) -> None:
+        """`verify` raises when what was computed can not be trusted; called before finished samples are given out."""
         self._shell = shell
         self._lease = lease
+        self._verify = verify
         self._backend = backend
         self._clock = clock
         self._stager = Stager(fetch, backend.stage, wake=shell.wake, beside=beside, clock=clock)
@@ -162,7 +163,10 @@ class Server:
         if self._backend.idle or not self._lease.try_enter():
             return
         num_steps = self._backend.num_steps
-        for output in self._backend.step():
+        outputs = self._backend.step()
+        if outputs:
+            self._verify()
+        for output in outputs:
             self._finish(output)
         COUNTERS.add("steps", self._backend.num_steps - num_steps)
         now = self._clock.monotonic()
@@ -415,35 +419,6 @@ def _samples_of(request: Generate, *, number: int) -> list[Request]:
     ]
 
 
-def open_backend(bootstrap: Bootstrap, config: Config, *, device: torch.device) -> Backend:
-    """What makes this server's tokens; its weights arrive by `LoadWeights`."""
-    generation = config.generation
-    if generation.backend != "embedded":
-        # Only here: who computes by itself needs nothing that speaks to other servers.
-        from kintsugi.generation import backends
-
-        index = int(bootstrap.process.rpartition("-")[2])
-        folder = Path(bootstrap.run_dir) / "handed_over" / bootstrap.process
-        return backends.open_backend(config, index, folder=folder)
-    architecture, tokenizer = plan_model(config)
-    dtype = getattr(torch, config.actor.dtype)
-    native = None
-    if device.type == "cpu" and config.deterministic:
-        reason = why_not_native(architecture, dtype=dtype)
-        native = agreed_steps(Path(bootstrap.run_dir), reason=reason, process=bootstrap.process)
-    return build_engine(
-        architecture,
-        tokenizer,
-        slots=generation.slots,
-        max_length=generation.max_length,
-        dtype=dtype,
-        device=device,
-        deterministic=config.deterministic,
-        kv_cache_gib=generation.kv_cache_gib,
-        native=native,
-    )
-
-
 def main(bootstrap: Bootstrap) -> int:
     """Open the back end that the run folder describes, report to the master, and serve until told to end."""
     torch.set_num_threads(1)
@@ -465,7 +440,8 @@ def main(bootstrap: Bootstrap) -> int:
             join=receive,
         )
         lease = open_lease(shell, policy=policy, device=identity(device), memory=memory)
-        Server(shell, backend, fetch=partial(_fetch, shell, fetcher), lease=lease).serve()
+        fetch, verify = partial(_fetch, shell, fetcher), verification_of(backend)
+        Server(shell, backend, fetch=fetch, lease=lease, verify=verify).serve()
 
     return run_worker(bootstrap, body, capabilities={"device": str(device), "chip": identity(device)})
 

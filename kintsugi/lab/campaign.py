@@ -16,6 +16,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kintsugi.config import Config
 from kintsugi.diagnosis.verdict import Cause
 from kintsugi.errors import DeadlineExceeded, KintsugiError, ProcessDied, RunFailed
@@ -233,6 +235,7 @@ class Campaign:
                 shown_s = SYSTEM_CLOCK.wall() - start
                 if injected and shown_s < LEAST_FAULT_S:
                     cluster.until(lambda: False, timeout_s=LEAST_FAULT_S - shown_s)
+                answer = _followed(answer, cluster.looks())
             except KintsugiError as error:
                 # Once there is an answer, nothing that goes wrong takes the case out of the count.
                 message = f"{type(error).__name__}: {error}"
@@ -267,6 +270,12 @@ class Campaign:
         if not cluster.until(said, timeout_s=WINDOW_S):
             return Answer((), None)
         return Answer(_causes(found[0]), found[0].t)
+
+
+def _followed(answer: Answer, later: Sequence[Look]) -> Answer:
+    """With the last of what was named since."""
+    named_later = [_causes(look) for look in later if _causes(look)]
+    return msgspec.structs.replace(answer, at_the_end=[answer.causes, *named_later][-1])
 
 
 def _begin(case: Case, cluster: Cluster, injected: list[Injected], undoing: ExitStack) -> None:
@@ -316,7 +325,7 @@ def _record(
         trouble=trouble,
         diagnoses=answers,
         scores={
-            method: scoring.score(said.causes, culprits, t=said.t, start=start)
+            method: scoring.score(said.causes, culprits, t=said.t, start=start, at_the_end=said.at_the_end)
             for method, said in answers.items()
         },
         files=read.files,

@@ -28,6 +28,8 @@ class Answer(msgspec.Struct, frozen=True):
 
     causes: tuple[Cause, ...]
     t: float | None
+    at_the_end: tuple[Cause, ...] = ()
+    """What it named when the case was over: of two faults one may take longer to show."""
 
 
 class Counted(StrEnum):

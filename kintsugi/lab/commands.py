@@ -18,7 +18,7 @@ Say = Callable[[str], None]
 
 BOTH = "both"
 CAMPAIGN = "workloads/campaign.yaml"
-CAMPAIGN_PLACES = Places(isolated_hosts=True, named_hosts=True, disk_mib=768)
+CAMPAIGN_PLACES = Places(isolated_hosts=True, named_hosts=True, disk_mib=2048)
 
 
 def chosen(names: Sequence[str], *, profile: str) -> list[tuple[Loaded, Profile]]:

@@ -145,18 +145,26 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True):
     top3: bool = False
     """One of those who did it is among the first three."""
     every: bool = False
-    """All of those who did it are among the first three."""
+    """All of those who did it are among the first three when the case is over."""
     path: bool = False
     onset_error_s: float | None = None
     verdict_s: float | None = None
 
 
-def score(causes: Sequence[Cause], culprits: Sequence[Culprit], *, t: float | None, start: float) -> Scored:
-    """With two culprits, the first answer has to be one of them."""
+def score(
+    causes: Sequence[Cause],
+    culprits: Sequence[Culprit],
+    *,
+    t: float | None,
+    start: float,
+    at_the_end: Sequence[Cause] = (),
+) -> Scored:
+    """With two culprits, the first answer has to be one of them, and the last one, where it is another, both."""
     if not causes:
         return Scored(said=False)
     right = [is_right(cause.process, cause.kind, culprits) for cause in causes[:3]]
-    named = [any(is_right(cause.process, cause.kind, [each]) for cause in causes[:3]) for each in culprits]
+    last = (at_the_end or causes)[:3]
+    named = [any(is_right(cause.process, cause.kind, [each]) for cause in last) for each in culprits]
     first = next((cause for cause, is_it in zip(causes, right, strict=False) if is_it), None)
     did_it = [each for each in culprits if first is not None and is_right(first.process, first.kind, [each])]
     return Scored(

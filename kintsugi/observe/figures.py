@@ -94,7 +94,7 @@ TOTALS = frozenset(
     | {"cpu_busy_s", "cpu_iowait_s", "cpu_steal_s", "oom_kills", "disk_busy_s", "disk_read_bytes"}
     | {"disk_write_bytes", "network_in_bytes", "network_out_bytes", "tcp_retransmits"}
     | {"pressure_cpu_s", "pressure_io_s", "pressure_memory_s"}
-    | {"retransmits", "out_bytes", "in_bytes", "receiver_limited_s", "children_cpu_s"}
+    | {"retransmits", "needless", "out_bytes", "in_bytes", "receiver_limited_s", "children_cpu_s"}
     | {"fsync_errors", "resolve_errors"}
 )
 """Values of samples that only grow."""

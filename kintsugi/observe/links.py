@@ -30,7 +30,7 @@ WORST_FIRST = (
 WILDCARDS = ("0.0.0.0", "::")
 MOST_LINKS = 1024
 """Totals of links without a connection are remembered up to here: strangers come from a new port each time."""
-TOTALS = ("retransmits", "out_bytes", "in_bytes", "receiver_limited_s")
+TOTALS = ("retransmits", "needless", "out_bytes", "in_bytes", "receiver_limited_s")
 
 
 class Links:

@@ -43,8 +43,8 @@ _header = struct.Struct("=IHHII")
 _request = struct.Struct("=BBBxI48x")
 _message = struct.Struct("=BBBB2s2s16s16s4x8sIIIII")
 _attribute = struct.Struct("=HH")
-_info = struct.Struct("=8B24I4Q6I4Q2I2Q")
-"""`struct tcp_info` up to `tcpi_bytes_retrans`; an older kernel gives less, which reads as zeros."""
+_info = struct.Struct("=8B24I4Q6I4Q2I2QI")
+"""`struct tcp_info` up to `tcpi_dsack_dups`; an older kernel gives less, which reads as zeros."""
 
 
 class TcpInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +64,8 @@ class TcpInfo(msgspec.Struct, frozen=True, kw_only=True):
     min_rtt_s: float
     retransmits: int
     """Segments sent again, all in all."""
+    needless: int
+    """Of these, had arrived after all: the receiver says so of each (DSACK). Nothing was lost then, only late."""
     out_bytes: int
     """Sent and acknowledged."""
     in_bytes: int
@@ -179,6 +181,7 @@ def tcp_info(content: bytes) -> TcpInfo:
         rtt_s=words[15] / 1e6,
         rtt_variance_s=words[16] / 1e6,
         retransmits=words[23],
+        needless=values[50],
         out_bytes=large[2],
         in_bytes=large[3],
         min_rtt_s=more[3] / 1e6,

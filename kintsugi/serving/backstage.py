@@ -31,7 +31,7 @@ from kintsugi.errors import (
 from kintsugi.generation.distribution import Loaded
 from kintsugi.generation.manager import Job, Manager
 from kintsugi.generation.router import Health
-from kintsugi.messages import Generate, Generated, Heartbeat, LoadWeights
+from kintsugi.messages import Generate, Generated, Heartbeat, LoadWeights, WeightsLoaded
 from kintsugi.observe.events import EventLog, FaultSeen, Note, events_path
 from kintsugi.runtime import SYSTEM_CLOCK, Processes, SystemProcesses, wait
 from kintsugi.serving.metrics import ServerFigures
@@ -189,11 +189,13 @@ class Backstage:
         """`then` is called in the event loop when every server has them, or with why not."""
         loop = self._loop
         assert loop is not None, "not started"
-        self._order(
-            lambda: self._manager.load_weights(
-                weights, lambda outcome: _call_soon(loop, lambda: then(outcome))
-            )
-        )
+
+        def loaded(outcome: WeightsLoaded | KintsugiError) -> None:
+            # Who is told that they are there asks at once, and must not find servers as they were before.
+            self._take_picture()
+            _call_soon(loop, lambda: then(outcome))
+
+        self._order(lambda: self._manager.load_weights(weights, loaded))
 
     def record(self, error: BaseException) -> None:
         """Write a mistake of ours down, with where it was made; from any thread."""
@@ -325,6 +327,7 @@ class Backstage:
 
     def _tell_of_server(self, message: str) -> None:
         self._note(message)
+        self._figures_at = 0.0  # The picture shows it with this turn.
         if self._loop is not None:
             _call_soon(self._loop, lambda: self._on_note(message))
 

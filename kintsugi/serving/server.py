@@ -9,7 +9,7 @@ import torch
 
 from kintsugi.bootstrap import Bootstrap
 from kintsugi.errors import RefusedError, UserError
-from kintsugi.generation.building import build_engine, note_of
+from kintsugi.generation.building import build_engine, note_of, verification_of
 from kintsugi.generation.server import Server
 from kintsugi.model.device import choose_device, identity
 from kintsugi.observe.events import Note
@@ -45,7 +45,7 @@ def main(bootstrap: Bootstrap) -> int:
         SPANS.record_to(None)
         if note := note_of(engine):
             shell.events.emit(Note(note))
-        Server(shell, engine, fetch=fetcher.fetch).serve()
+        Server(shell, engine, fetch=fetcher.fetch, verify=verification_of(engine)).serve()
 
     return run_worker(bootstrap, body, capabilities={"device": str(device), "chip": identity(device)})
 

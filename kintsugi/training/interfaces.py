@@ -17,6 +17,7 @@ from torch import Tensor
 from kintsugi.config import COMPARE_SAMPLES
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.messages import RunCall
+from kintsugi.model.known_answer import KnownAnswer
 from kintsugi.model.transformer import Transformer
 from kintsugi.runtime import COUNTERS
 from kintsugi.training import advantages, losses, objectives
@@ -62,6 +63,7 @@ class ModelCalls:
         self._deterministic = deterministic
         self._check = check
         self._store = store
+        self._known_answer = KnownAnswer(state.gradient.device, dtype=state.model.dtype)
         self._kept = KeptForStep()
         self._reward_model: Transformer | None = None
         trained: dict[str, Callable[[TrainingState, KeptForStep], Objective]] = {
@@ -88,10 +90,12 @@ class ModelCalls:
         self._kept.clear()
 
     def run(self, call: RunCall, shards: Shards, *, group: ProcessGroup) -> CallResult:
-        """Carry out a call on this rank's shards."""
+        """Carry out a call on this rank's shards. What a damaged device computed is not given out."""
         if call.interface not in self._interfaces:
             raise RefusedError(f"{call.call}: this worker has no interface {call.interface!r}")
-        return self._interfaces[call.interface](call, shards, group)
+        result = self._interfaces[call.interface](call, shards, group)
+        self._known_answer.check()
+        return result
 
     def _train(
         self, call: RunCall, shards: Shards, group: ProcessGroup, *, objective: Objective

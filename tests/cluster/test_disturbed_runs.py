@@ -11,13 +11,16 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kintsugi.checkpoint.store import latest
+from kintsugi.errors import root_first
 from kintsugi.facts import CheckpointFailed, CheckpointSaved, ProcessLost, RolledBack
-from kintsugi.observe.events import Alert, ProcessEnded, read_events
+from kintsugi.lab import floating
+from kintsugi.observe.events import Alert, FaultSeen, ProcessEnded, read_events
 from kintsugi.runs import RunState, read_journal, read_status
 from kintsugi.simulation.replay import replay
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
@@ -79,12 +82,27 @@ def kill_server_that_loads(run: Run) -> None:
     assert code == 0, errors
 
 
+def make_it_compute_something_else(run: Run, process: str) -> None:
+    """Its threads round towards zero from step 6 on, until it is replaced."""
+    run.start(gates=(GATE,))
+    run.wait_at(GATE)
+    assert floating.set_rounding(read_journal(run.run_dir).processes[process], floating.TOWARDS_ZERO)
+    run.let_through(GATE)
+    code, errors = run.end()
+    assert code == 0, errors
+
+
 RECOVERED: dict[str, Callable[[Run], None]] = {
     "stopped-and-resumed": stop_and_resume,
     "launcher-killed-and-resumed": kill_launcher_and_resume,
     "rollout-0-killed": kill_rollout_worker,
     "server-0-killed": kill_server_that_loads,
 }
+if floating.missing() is None:
+    RECOVERED |= {
+        f"{process}-computes-something-else": partial(make_it_compute_something_else, process=process)
+        for process in ("model-1", "server-0")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +142,22 @@ def test_a_killed_worker_is_replaced_and_no_other_process_changes(
     assert all(len(pids) == 1 for pids in others.values()), others
     alerts = [record.event.message for record in read_events(run.run_dir) if isinstance(record.event, Alert)]
     assert [message for message in alerts if message.startswith(killed)]
+
+
+@pytest.mark.skipif(floating.missing() is not None, reason=str(floating.missing()))
+@pytest.mark.parametrize("damaged", ["model-1", "server-0"])
+def test_a_process_that_computes_something_else_says_so_itself_and_is_replaced_alone(
+    recovered: Callable[[str], Run], damaged: str
+) -> None:
+    run = recovered(f"{damaged}-computes-something-else")
+    (lost,) = [fact for fact in run.facts if isinstance(fact, ProcessLost)]
+    assert lost.process == damaged
+    faults = [
+        record.event.fault for record in read_events(run.run_dir) if isinstance(record.event, FaultSeen)
+    ]
+    assert "does not compute any more what it did" in root_first(faults)[0].message
+    others = {process: pids for process, pids in run.pids_joined().items() if process != damaged}
+    assert all(len(pids) == 1 for pids in others.values()), others
 
 
 # Ends at once, failed starts, full disks.

@@ -93,6 +93,7 @@ WITH_TORCH = frozenset(
         "model.faults",
         "model.huggingface",
         "model.importing",
+        "model.known_answer",
     }
     | {
         "model.logprobs",

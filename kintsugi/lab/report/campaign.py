@@ -120,7 +120,7 @@ def methods_table(campaign: CampaignFile) -> Table:
             ("top-3 on (process, kind)", *of_scores("top3")),
             ("path right", *of_scores("path")),
             (
-                "both named, of two faults at once",
+                "both named by the end of the case, of two faults at once",
                 *for_each(lambda method: share(case.scores[method].every for case in two)),
             ),
             ("abstained where nothing was wrong", *for_each(lambda method: abstained(campaign, method))),

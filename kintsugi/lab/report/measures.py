@@ -159,9 +159,13 @@ def says_right(run: RunRecord, said: Diagnosed | None) -> bool:
     only hides it."""
     if said is None or not run.injected:
         return False
+    judged = run.diagnosed
+    if judged is not None and (judged.process, judged.kind) == (said.process, said.kind):
+        return run.correct
     first = run.injected[0].target
     culprits = [
-        culprit(Ability(fault.kind), target=fault.target, start=fault.start, host_of={})
+        # All use the disk of the run folder, and any of them may speak for it.
+        culprit(Ability(fault.kind), target=fault.target, start=fault.start, host_of={said.process: ""})
         for fault in run.injected
         if fault.target == first
     ]

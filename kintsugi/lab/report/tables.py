@@ -389,13 +389,14 @@ def baseline_table(runs: Sequence[RunRecord]) -> Table | None:
     for run in chosen:
         cells = []
         for name in names:
-            spread = run.baseline.get(name)
-            cells.append("–" if spread is None else f"{_number(spread.mean)} ± {_number(2 * spread.sigma)}")
+            spread, scale = run.baseline.get(name), 1000 if "/" in name else 1
+            values = (spread.mean, 2 * spread.sigma) if spread is not None else ()
+            cells.append(" ± ".join(_number(scale * value) for value in values) or "–")
         rows.append((label(run), *cells))
-    heads = (f"{name.removeprefix('timing/')} [s]" if "/" in name else "tokens per s" for name in names)
+    heads = (name.removeprefix("timing/").replace("_", " ") if "/" in name else "tokens/s" for name in names)
     return Table(
         name="baseline",
-        caption="Without a fault: mean ± 2σ over the steps before the injection.",
+        caption="Without a fault: mean ± 2σ over the steps before the injection, times in ms.",
         head=("run", *heads),
         rows=tuple(rows),
     )

@@ -149,6 +149,7 @@ class HealthyRun:
             "out_bytes": 1000.0,
             "in_bytes": 1000.0,
             "retransmits": 0.0,
+            "needless": 0.0,
             "rtt_s": self._noise(0.002),
             "backoff": 0.0,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kintsugi.diagnosis.evidence import MASTER
 from tests.unit.diagnosis.healthy import LINKS, Change, HealthyRun
 from tests.unit.diagnosis.looking import diagnosis_of, named
 
@@ -60,11 +61,46 @@ def test_segments_that_are_sent_again_second_after_second_are_a_loss() -> None:
     assert named(run.play(4)) == [("rollout-1", "network_loss")]
 
 
+def test_segments_that_had_arrived_after_all_are_no_loss() -> None:
+    run = HealthyRun().play(30)
+    for link in links_of("rollout-1"):
+        run.changes[link] = lambda _, rates: rates.update(retransmits=3.0, needless=3.0)
+    assert named(run.play(6)) == []
+
+
+def test_that_segments_had_arrived_may_be_told_a_second_later() -> None:
+    run = HealthyRun().play(30)
+    for link in links_of("rollout-1"):
+        run.changes[link] = lambda now, rates: rates.update(
+            retransmits=3.0 * (now % 2 == 0), needless=3.0 * (now % 2 == 1)
+        )
+    assert named(run.play(7)) == []
+
+
+def test_what_is_sent_again_in_one_second_is_the_end_of_something_and_no_loss() -> None:
+    run = HealthyRun().play(30)
+    for link in links_of("rollout-1"):
+        run.changes[link] = lambda now, rates: rates.update(retransmits=6.0 * (now == 31))
+    assert named(run.play(5)) == []
+
+
 def test_a_few_segments_that_are_sent_again_are_how_busy_hosts_are() -> None:
     run = HealthyRun()
     for number, link in enumerate(LINKS):
         run.changes[link] = now_and_then(number)
     assert named(run.play(50)) == []
+
+
+def test_what_one_host_says_is_half_of_it_until_the_other_has_spoken() -> None:
+    run = HealthyRun().play(30)
+    for link in links_of("model-0"):
+        run.changes[link] = lambda now, rates: rates.update(backoff=min(6.0, now - 30), out_bytes=0.0)
+    run.play(2)
+    run.silent.add("agent-0")
+    assert named(run.play(1)) == []
+    run.silent.clear()
+    run.play(1)
+    assert named(run) == [("model-0", "network_cut")]
 
 
 def test_connections_on_which_nothing_is_acknowledged_are_cut() -> None:
@@ -74,6 +110,15 @@ def test_connections_on_which_nothing_is_acknowledged_are_cut() -> None:
             backoff=min(6.0, now - 30), out_bytes=0.0, retransmits=1.0
         )
     assert named(run.play(4)) == [("server-0", "network_cut")]
+
+
+def test_who_still_has_a_connection_that_loses_much_is_not_cut_off() -> None:
+    run = HealthyRun().play(30)
+    run.changes["model-1", MASTER] = lambda now, rates: rates.update(
+        backoff=min(6.0, now - 30), out_bytes=0.0
+    )
+    run.changes["model-1", "model-0"] = lambda now, rates: rates.update(retransmits=3.0 * (now > 32))
+    assert named(run.play(7)) == [("model-1", "network_loss")]
 
 
 def test_who_is_found_silent_because_its_network_is_cut_does_not_hang() -> None:

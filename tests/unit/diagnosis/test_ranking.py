@@ -16,6 +16,13 @@ def test_a_run_that_recorded_nothing_is_not_said_to_warm_up() -> None:
     assert look(Bundle(), at=1.0).abstained == "nothing was recorded of its processes"
 
 
+def test_a_run_that_stands_still_is_not_said_to_be_well_though_nobody_is_to_blame() -> None:
+    run = HealthyRun().play(30)
+    assert "no process failed" in diagnosis_of(run).abstained
+    run.stalled = True
+    assert "no step was committed for 25 s, usually one in 1.0 s" in diagnosis_of(run.play(25)).abstained
+
+
 def test_every_kind_of_fault_has_its_advice_and_its_consequences() -> None:
     assert set(ADVICE) == set(EXPLAINS_AT_HOME) == set(FaultKind)
 

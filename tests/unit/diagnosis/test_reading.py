@@ -218,3 +218,17 @@ def test_who_follows_a_run_says_what_one_look_says(tmp_path: Path, clock: Virtua
     followed, once = follower.look(), diagnose(tmp_path, at=clock.wall())
     assert [cause.summary for cause in followed.causes] == [cause.summary for cause in once.causes]
     follower.close()
+
+
+def test_what_was_wrong_when_nobody_could_record_any_more_still_is(
+    tmp_path: Path, clock: VirtualClock
+) -> None:
+    agent = log(tmp_path, "agent-0", clock)
+    agent.emit(ProcessBegan("agent", "1", 1))
+    follower = Follower(tmp_path, clock=clock)
+    agent.emit(Alert("paused, cause disk: could not write to journal: No space left on device"))
+    clock.advance(60.0)
+    assert [cause.kind for cause in follower.look().causes] == ["disk_full"]
+    write(tmp_path, "agent-0", clock, HostSample("host-0", {"cpu_busy_s": 1.0}))
+    assert follower.look().causes == ()
+    follower.close()

@@ -20,6 +20,7 @@ from kintsugi.observe.alerts import Notification, Webhook
 from kintsugi.observe.events import (
     Alert,
     EventLog,
+    Note,
     ProcessBegan,
     ProcessEnded,
     ProcessGone,
@@ -49,7 +50,9 @@ class World:
         self.posted.append(notification)
 
     def pass_a_second(self) -> Diagnosis:
+        """In which the run records something: one that can not any more has not become well."""
         self.clock.advance(1.0)
+        self.agent.emit(Note("goes on"))
         return self.watcher.look()
 
     def kill(self, process: str) -> None:

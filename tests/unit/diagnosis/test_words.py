@@ -32,6 +32,12 @@ def test_words_of_those_who_waited_name_nothing_that_broke(message: str) -> None
     assert kind_of(message) is None
 
 
+def test_a_device_that_computes_something_else_is_a_wrong_number_and_no_slow_device() -> None:
+    message = "the cpu of this process does not compute any more what it did: 9 of 64 numbers differ"
+    assert kind_of_fault(Fault("f", "DeviceError", "model-0", message, 0.0)) == "numeric"
+    assert kind_of_fault(Fault("f", "DeviceError", "model-0", "CUDA error: illegal access", 0.0)) == "device"
+
+
 def test_a_storage_error_whose_words_name_the_room_is_a_full_disk() -> None:
     fault = Fault("f", "StorageError", "model-0", "could not save: No space left on device", 0.0)
     assert kind_of_fault(fault) == "disk_full"

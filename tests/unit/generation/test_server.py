@@ -404,3 +404,12 @@ def test_a_device_that_fails_ends_the_server_by_its_own_name(
     with pytest.raises(kind) as caught:
         setup.server.turn(0)
     assert type(caught.value) is kind and str(caught.value) == str(raised)
+
+
+def test_what_a_device_that_can_not_be_trusted_computed_is_not_given_out(setup: Setup) -> None:
+    asked = setup.shell.ask(generate("a"))
+    setup.turn()
+    setup.trusted = False
+    with pytest.raises(DeviceError, match="does not compute"):
+        setup.run()
+    assert asked not in setup.shell.replies

@@ -61,7 +61,10 @@ def test_of_two_faults_one_has_to_be_first_and_whether_both_are_named_is_told() 
     one = [cause("rollout-0", FaultKind.CPU)]
     assert score(one, both, t=11.0, start=10.0).top1
     assert not score(one, both, t=11.0, start=10.0).every
-    assert score([*one, cause("model-1", FaultKind.NETWORK_DELAY)], both, t=11.0, start=10.0).every
+    two = [*one, cause("model-1", FaultKind.NETWORK_DELAY)]
+    assert score(two, both, t=11.0, start=10.0).every
+    assert score(one, both, t=11.0, start=10.0, at_the_end=two).every
+    assert not score(two, both, t=11.0, start=10.0, at_the_end=one).every
 
 
 def test_a_full_disk_is_found_at_whoever_uses_it_and_a_broken_name_service_at_its_host() -> None:

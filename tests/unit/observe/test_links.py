@@ -15,6 +15,7 @@ INFO = TcpInfo(
     rtt_variance_s=0.0,
     min_rtt_s=0.0005,
     retransmits=2,
+    needless=0,
     out_bytes=100,
     in_bytes=50,
     receiver_limited_s=0.0,

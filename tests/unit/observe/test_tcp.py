@@ -70,5 +70,11 @@ def test_a_shorter_answer_of_an_older_kernel_reads_as_zeros() -> None:
     assert (info.out_bytes, info.min_rtt_s) == (0, 0.0)
 
 
+def test_what_was_sent_again_needlessly_is_where_the_kernel_puts_it() -> None:
+    """`tcpi_dsack_dups` is at byte 216 of `struct tcp_info`, which ends later."""
+    assert tcp_info(bytes(216) + struct.pack("=3I", 7, 8, 9)).needless == 7
+    assert tcp_info(bytes(216)).needless == 0
+
+
 def test_a_process_that_is_gone_has_no_sockets() -> None:
     assert list(socket_inodes(0)) == []
