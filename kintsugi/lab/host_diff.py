@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from kintsugi.lab import tools
+from kintsugi.lab.marks import carries
 from kintsugi.lab.reaper import lists_folder
 
 ETC = ("hosts", "resolv.conf", "nsswitch.conf", "netns")
@@ -86,7 +87,7 @@ def _processes(mark: str) -> tuple[dict[str, str], dict[str, str]]:
             name = f"{entry} ({stat.partition('(')[2].rpartition(')')[0]}) born {fields[19]}"
             if fields[0] in "ZX":
                 continue
-            if mark and mark.encode() in (folder / "environ").read_bytes():
+            if mark and carries(int(entry), mark):
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 marked[name] = command.strip()[:200]
             else:

@@ -11,7 +11,6 @@ import ctypes
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
@@ -23,6 +22,7 @@ from kintsugi.cluster.hosts import HostPlace
 from kintsugi.cluster.launcher import launch
 from kintsugi.config import Config
 from kintsugi.errors import KintsugiError, UserError
+from kintsugi.lab.marks import carriers, carries
 from kintsugi.lab.places import Place
 from kintsugi.recipe import dump, load_config
 from kintsugi.runs import CONFIG_FILE, SUMMARY_FILE, create_run_dir
@@ -35,8 +35,6 @@ GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131
 """Where there is no accelerator, tensors are in memory that the C library would keep for the next ones. Given back at
 once, it can be refused to a process like an accelerator's."""
 PR_SET_PDEATHSIG = 1
-MARK_DEADLINE_S = 5.0
-MARK_POLL_S = 0.001
 END_DEADLINE_S = 20.0
 
 
@@ -87,19 +85,6 @@ class MarkedRun:
                 stderr=log,
                 new_session=True,
             )
-        self._wait_for_mark(self.launcher)
-
-    def _wait_for_mark(self, launcher: Child) -> None:
-        """The kernel shows a process's environment a moment after its program began; until then, nobody could tell
-        that it is ours."""
-
-        def attempt(remaining_s: float) -> bool | None:
-            if self.is_ours(launcher.pid) or launcher.ended():
-                return True
-            time.sleep(min(remaining_s, MARK_POLL_S))
-            return None
-
-        wait(attempt, whom="launcher", what="its mark", timeout_s=MARK_DEADLINE_S)
 
     @property
     def running(self) -> bool:
@@ -115,18 +100,11 @@ class MarkedRun:
 
     def is_ours(self, pid: int) -> bool:
         """Whether a process carries the mark of this run."""
-        try:
-            return f"{MARK}={self._mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            return False
+        return carries(pid, self._mark)
 
     def pids(self) -> list[int]:
         """Every living process of the run."""
-        return [
-            int(folder.name)
-            for folder in Path("/proc").iterdir()
-            if folder.name.isdecimal() and self.is_ours(int(folder.name))
-        ]
+        return carriers(self._mark)
 
     def kill_everything(self) -> None:
         """As when the machine goes down: nobody is left who could clean up."""

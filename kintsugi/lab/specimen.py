@@ -25,6 +25,7 @@ from uuid import uuid4
 from kintsugi.cluster.hosts import HostPlace, enter
 from kintsugi.errors import DeadlineExceeded
 from kintsugi.lab.abilities.fault import end_with_parent
+from kintsugi.lab.marks import carries
 from kintsugi.lab.places import Place
 from kintsugi.lab.undo import Who
 from kintsugi.observe.events import EventLog, ProcessBegan, events_path
@@ -87,10 +88,7 @@ class SpecimenRun:
         return any(not child.ended() for child in self._children.values())
 
     def is_ours(self, pid: int) -> bool:
-        try:
-            return f"{MARK}={self._mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            return False
+        return carries(pid, self._mark)
 
     def measured(self, name: str, what: str, *, since: float = 0.0) -> list[float]:
         """What it measured after a monotonic time."""

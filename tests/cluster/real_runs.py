@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from kintsugi.control.inputs import read_inputs
 from kintsugi.control.journal import read_facts
 from kintsugi.control.protocol import Began
 from kintsugi.facts import Fact, ProcessJoined
+from kintsugi.lab.marks import carriers
 from kintsugi.runs import read_journal, read_summary
 from kintsugi.summaries import Summary
 from kintsugi.types import Peer
@@ -157,14 +159,9 @@ class Run:
     def pids(self) -> dict[int, str]:
         """Every living process of this run, with its command line."""
         found = {}
-        for folder in Path("/proc").iterdir():
-            if not folder.name.isdecimal():
-                continue
-            try:
-                if f"KINTSUGI_TEST_MARK={self._mark}".encode() in (folder / "environ").read_bytes():
-                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue
+        for pid in carriers(self._mark):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
         return found
 
     def assert_nothing_left(self, *, timeout_s: float = 0.0) -> None:

@@ -17,6 +17,7 @@ from uuid import uuid4
 import msgspec
 
 from kintsugi.config import ClusterSection, Config
+from kintsugi.lab.marks import carriers
 from kintsugi.supervision import StartProcess
 from kintsugi.types import Placement, Role, role_of
 
@@ -88,15 +89,9 @@ class TinyRun:
     def pids(self) -> dict[int, str]:
         """Every living process of this run, with its command line."""
         found = {}
-        for folder in Path("/proc").iterdir():
-            if not folder.name.isdecimal():
-                continue
-            try:
-                marked = f"KINTSUGI_TEST_MARK={self.mark}".encode() in (folder / "environ").read_bytes()
-                if marked:
-                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue
+        for pid in carriers(self.mark):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
         return found
 
     def kill_all(self) -> bool:

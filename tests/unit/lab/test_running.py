@@ -15,14 +15,14 @@ from kintsugi.errors import ConfigError
 from kintsugi.lab.running import MarkedRun, cold, signal_ours
 from kintsugi.recipe import load_config
 from kintsugi.runtime import Child
-
-SLEEPER = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'input()']); time.sleep(60)"
-"""Stands in for a launcher: it has a child, and takes the launcher's arguments without looking at them."""
+from tests.unit.lab.sleepers import TWO_SLEEPERS
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[MarkedRun]:
-    run = MarkedRun(Config(name="lab"), run_dir=tmp_path / "run", command=(sys.executable, "-c", SLEEPER))
+    run = MarkedRun(
+        Config(name="lab"), run_dir=tmp_path / "run", command=(sys.executable, "-c", TWO_SLEEPERS)
+    )
     yield run
     run.close()
 

@@ -14,10 +14,7 @@ from kintsugi.lab.running import MarkedRun
 from kintsugi.lab.striking import Striker
 from kintsugi.lab.watching import Watch
 from kintsugi.observe.events import EventLog, ProcessBegan, Transition, events_path
-
-TWO_SLEEPERS = (
-    "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'input()']); time.sleep(60)"
-)
+from tests.unit.lab.sleepers import TWO_SLEEPERS
 
 
 class Scene:
