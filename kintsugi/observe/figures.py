@@ -113,11 +113,13 @@ class FiguresLog:
 
     def __init__(self, run_dir: str | Path, *, process: str, clock: Clock = SYSTEM_CLOCK) -> None:
         file = LineFile(figures_path(run_dir, process), largest_size=LARGEST_SIZE)
-        self._writer = LineWriter(file, lost="figures.dropped")
+        self._writer = LineWriter(file, lost="figures.dropped", encode=b"".join)
         self._process, self._clock = process, clock
 
     def write(self, *samples: Sample) -> None:
         """All of one moment, in one write."""
+        if not samples:
+            return
         stamp = Stamp(round(self._clock.wall(), 6), round(self._clock.monotonic(), 6), self._process)
         self._writer.put(b"".join(stamped(stamp, sample) for sample in samples))
 

@@ -10,8 +10,10 @@ import itertools
 import os
 import queue
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from kintsugi.disk import reserve
 from kintsugi.errors import DeadlineExceeded
@@ -27,6 +29,8 @@ MOST_WAITING = 4096
 """So many pieces may wait for a disk that does not answer; what comes then is counted and dropped."""
 IDLE_S = 3600.0
 CLOSE_S = 0.2
+
+T = TypeVar("T")
 
 
 class LineFile:
@@ -99,29 +103,31 @@ class LineFile:
             self._descriptor = -1
 
 
-class LineWriter:
+class LineWriter(Generic[T]):
     """Appends to a file in a thread of its own, so that a disk that hangs delays nobody; never raises.
 
-    The thread consumes lines that wait in a bounded queue, waits for those and for the disk, and ends at `close`, or
-    with the process. What does not fit, or is not taken, is counted under `lost`.
+    The thread consumes what waits in a bounded queue, makes whole lines of it by `encode`, waits for more and for the
+    disk, and ends at `close`, or with the process. What does not fit, or is not taken, is counted under `lost`.
     """
 
-    def __init__(self, file: LineFile, *, lost: str, gather_s: float = 0.0) -> None:
+    def __init__(
+        self, file: LineFile, *, lost: str, encode: Callable[[list[T]], bytes], gather_s: float = 0.0
+    ) -> None:
         """With `gather_s` what comes in that time is one write: waking a thread costs more than a line."""
-        self._file, self._lost, self._gather_s = file, lost, gather_s
-        self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._file, self._lost, self._encode, self._gather_s = file, lost, encode, gather_s
+        self._waiting: queue.SimpleQueue[T | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._closing = threading.Event()
 
-    def put(self, lines: bytes) -> None:
-        """Whole lines, from any thread."""
-        if not lines or self._closing.is_set():
+    def put(self, piece: T) -> None:
+        """From any thread; nobody changes it any more."""
+        if self._closing.is_set():
             return
         if self._waiting.qsize() >= MOST_WAITING:
-            COUNTERS.add(self._lost, lines.count(b"\n"))
+            COUNTERS.add(self._lost, self._encode([piece]).count(b"\n"))
             return
-        self._waiting.put(lines)
+        self._waiting.put(piece)
         if self._thread is None:
             with self._starting:
                 if self._thread is None:
@@ -133,7 +139,7 @@ class LineWriter:
         waits = WaitTable()
         while True:
             try:
-                (lines,) = wait(
+                (piece,) = wait(
                     self._attempt_take, whom="itself", what="lines", timeout_s=IDLE_S, waits=waits
                 )
             except DeadlineExceeded:
@@ -143,13 +149,13 @@ class LineWriter:
                     timeout_s = self._gather_s
                     wait(self._attempt_gather, whom="itself", what="more", timeout_s=timeout_s, waits=waits)
             gathered = []
-            while lines is not None:
-                gathered.append(lines)
+            while piece is not None:
+                gathered.append(piece)
                 if self._waiting.empty():
                     break
-                lines = self._waiting.get(block=False)
-            self._append(b"".join(gathered))
-            if lines is None:
+                piece = self._waiting.get(block=False)
+            self._append(self._encode(gathered))
+            if piece is None:
                 return
 
     def _append(self, lines: bytes) -> None:
@@ -163,7 +169,7 @@ class LineWriter:
     def _attempt_gather(self, remaining_s: float) -> bool | None:
         return self._closing.wait(remaining_s) or None
 
-    def _attempt_take(self, remaining_s: float) -> tuple[bytes | None] | None:
+    def _attempt_take(self, remaining_s: float) -> tuple[T | None] | None:
         try:
             return (self._waiting.get(timeout=remaining_s),)
         except queue.Empty:
