@@ -17,7 +17,8 @@ The type says which boundary was crossed; our own mistakes are `assert`s and hav
         ├── StorageError                   I/O error, damaged file
         │   └── StorageFull                no space left: the same works again once there is room
         ├── DeviceOutOfMemory              the accelerator has no memory left; its process is replaced
-        ├── DeviceError                    the accelerator failed: this process can not use it any more
+        ├── Unfit                          this process can not do its work any more: it ends, and is replaced
+        │   └── DeviceError                the accelerator failed, or computes something else
         ├── GroupBroken                    a collective failed: a rank is gone or the generation is over
         ├── IntegrityError                 bytes arrived that are not the bytes that were sent
         ├── RefusedError                   the peer refused: unknown sender, wrong state
@@ -125,7 +126,11 @@ class DeviceOutOfMemory(WorldError):
     """The accelerator has no memory left for what was asked; what ran was given up, and its memory returned."""
 
 
-class DeviceError(WorldError):
+class Unfit(WorldError):
+    """This process can not do its work any more, and no other try would end otherwise: it has to be replaced."""
+
+
+class DeviceError(Unfit):
     """The accelerator failed (an illegal access, a lost device). Its context is lost with all that was in it, so the
     process has to be replaced."""
 

@@ -228,13 +228,17 @@ def describe_status(status: int | None) -> str:
     return f"killed by {names.get(-status, f'signal {-status}')}"
 
 
+HELD_S = 0.25
+"""Whether a debugger holds what has ended is asked so often by who waits for the end."""
+
+
 class Child:
     """A process we started or adopted, held by pidfd: its end is an event, and its number can not be mistaken."""
 
     def __init__(self, *, pid: int, pidfd: int, popen: subprocess.Popen[bytes] | None = None) -> None:
         self.pid = pid
         self.pidfd = pidfd
-        """Becomes readable when the process has ended."""
+        """Becomes readable when the process has ended, unless a debugger holds its remains."""
         self._popen = popen
         self._status: int | None = None
 
@@ -242,10 +246,22 @@ class Child:
         """Whether it has ended; does not block and does not take its status."""
         poller = select.poll()
         poller.register(self.pidfd, select.POLLIN)
-        return bool(poller.poll(0))
+        return bool(poller.poll(0)) or self.is_held()
+
+    def is_held(self) -> bool:
+        """Whether only its remains are there, and somebody who traces it does not let go of them. No thread of it will
+        run again; but the kernel does not call that an end, and has no status for its parent until they are let go."""
+        try:
+            if _state(f"/proc/{self.pid}/stat") not in "ZX":
+                return False
+            threads = os.listdir(f"/proc/{self.pid}/task")
+            return all(_state(f"/proc/{self.pid}/task/{thread}/stat") in "ZX" for thread in threads)
+        except (FileNotFoundError, ProcessLookupError):
+            return False
 
     def status(self) -> int | None:
-        """Exit code, or minus the signal; None while it runs, and for an adopted process that another parent reaps."""
+        """Exit code, or minus the signal; None while it runs, for an adopted process that another parent reaps, and for
+        one that is held."""
         if self._popen is not None:
             return self._popen.poll()
         if self._status is None:
@@ -278,7 +294,7 @@ class Child:
         poller = select.poll()
         poller.register(self.pidfd, select.POLLIN)
         wait(
-            lambda remaining_s: poller.poll(remaining_s * 1000) or None,
+            lambda remaining_s: poller.poll(min(remaining_s, HELD_S) * 1000) or self.is_held() or None,
             whom=whom,
             what="its exit",
             timeout_s=timeout_s,
@@ -290,6 +306,11 @@ class Child:
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
+
+
+def _state(path: str) -> str:
+    with open(path, "rb", buffering=0) as file:
+        return chr(file.read(512).rpartition(b")")[2][1])
 
 
 class Processes(Protocol):

@@ -438,6 +438,10 @@ class Agent:
         if now < self._tick_at:
             return
         self._tick_at = now + HEARTBEAT_S / 2
+        for kept in [kept for kept in self._kept.values() if kept.stopping or kept is self._master]:
+            # The kernel tells of an end by itself, unless a debugger holds the remains.
+            if kept.child is not None and kept.child.is_held():
+                self._ended(kept)
         self._membership.load = os.getloadavg()[0]
         self._nursery.look_after(self._oversight.stopped(self.known_pids(), now), now)
         if self._oversight.chips_broke():

@@ -9,6 +9,7 @@ with another user. Two hosts (two agents) share nothing.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import select
@@ -310,8 +311,10 @@ class SegmentClient:
             )
         if answer.refusal:
             raise RefusedError(answer.refusal)
-        (descriptor,) = descriptors
-        return descriptor
+        if not descriptors:
+            # It was sent, and the kernel found no place for it.
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), request.name)
+        return descriptors[0]
 
     # The connection.
 

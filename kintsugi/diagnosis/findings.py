@@ -28,6 +28,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     rules_out: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     """Processes at the other end of what is wrong: a link's peer."""
+    of_host: bool = False
+    """Of all of its host, for which the process only stands."""
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:

@@ -1,9 +1,6 @@
-"""Which end of the bad connections is the bad one, and what is bad about it. Pure.
+"""What is bad about connections, and at which end (`blame.py`). Pure.
 
 The kernel measures every connection: the time to an acknowledgement, what was sent again, how often it tried in vain.
-One connection has two ends, and says nothing about which of them it is. Several do: the end that the bad ones have in
-common, and whose other connections are bad too, is where the trouble is.
-
 Three signs, of which each has its own shape:
 
     nothing comes back     the kernel doubles the time until it tries again, and nothing is acknowledged meanwhile
@@ -15,10 +12,25 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 from kintsugi.diagnosis.baseline import Baselines
-from kintsugi.diagnosis.evidence import MASTER, Bundle, LinkKey, known_role
+from kintsugi.diagnosis.blame import (
+    ALL,
+    GAP_S,
+    SAME_LOOK_S,
+    SAMPLE_S,
+    Blame,
+    Pair,
+    Point,
+    blamed,
+    crosses,
+    episodes,
+    is_inside,
+    pair_of,
+)
+from kintsugi.diagnosis.evidence import MASTER, Bundle, LinkKey
 from kintsugi.diagnosis.findings import Finding
 from kintsugi.diagnosis.verdict import Evidence, FaultKind
 
@@ -44,28 +56,19 @@ LOST_FACTOR = 6.0
 BACKOFF = 3
 IN_VAIN_S = 1.6
 """So long nothing was acknowledged though it was sent again."""
-SAMPLE_S = 1.1
-"""Figures come once a second: one may tell of what was before."""
-SAME_LOOK_S = 0.3
-"""Hosts are looked at one shortly after the other."""
 SILENT_S = 2.5
 FEW = 2.5
 """Segments: more that were lost on their way to who is said to be cut off were on a way that is there."""
-GAP_S = 4.2
+SHOWN_S = 1.1
+"""So long after the first late answer every connection that is used has shown whether it is late too."""
 MOST_SHOWN = 4
-ALL = 0.7
+NEARLY_ALL = 0.9
 
 
-class Point(NamedTuple):
-    """A connection at a moment; `value` is a time, a number of segments or of tries."""
-
-    time: float
-    key: LinkKey
-    value: float
-
-    @property
-    def pair(self) -> tuple[str, str]:
-        return (min(self.key[:2]), max(self.key[:2]))
+class Trouble(NamedTuple):
+    finding: Finding
+    ends: frozenset[str]
+    """Processes whose connections it explains."""
 
 
 class _Signs:
@@ -75,14 +78,14 @@ class _Signs:
         self.late: list[Point] = []
         self.lost: list[Point] = []
         self.in_vain: list[Point] = []
-        self.used: set[tuple[str, str]] = set()
+        self.used: set[Pair] = set()
         self.usual: dict[LinkKey, float] = {}
         for key, tracks in bundle.links.items():
-            if not _is_inside(key):
+            if not is_inside(key):
                 continue
             sent = tracks["out"]
             if (moved := sent.between(since, at)) and max(moved) > 0:
-                self.used.add((min(key[:2]), max(key[:2])))
+                self.used.add(pair_of(key))
             self._late(key, bundle, baselines, since=since, at=at)
             self._lost(key, bundle, since=since, at=at)
             self._in_vain(key, bundle, since=since, at=at)
@@ -132,23 +135,27 @@ def network_troubles(bundle: Bundle, baselines: Baselines, *, since: float, at: 
     at = min(at, _told_until(bundle, at=at))
     signs = _Signs(bundle, baselines, since=max(since, baselines.settled), at=at)
     found = [
-        _cut_or_lost(bundle, signs, process, points) for process, points in _blamed(signs, signs.in_vain)
+        _trouble(bundle, blame, _cut_or_lost(bundle, signs, blame))
+        for blame in blamed(bundle, signs.in_vain, used=signs.used, shown_s=0.0, at=at)
     ]
     found += [
-        _late_or_lost(bundle, signs, process, points)
-        for process, points in _blamed(signs, signs.late)
-        if _is_clear(points)
+        _trouble(bundle, blame, _late_or_lost(bundle, signs, blame))
+        for blame in blamed(bundle, signs.late, used=signs.used, shown_s=SHOWN_S, at=at)
+        if _is_clear(blame.points)
     ]
     # Who is cut off or late makes the others send again too.
     signs.lost = [
         point
         for point in signs.lost
-        if not any(each.process in point.key[:2] and _is_while(each, point) for each in found)
+        if not any(each.ends.intersection(point.key[:2]) and _is_while(each.finding, point) for each in found)
     ]
-    found += [
-        _lost(bundle, signs, process, points) for process, points in _lossy(bundle, baselines, signs, at=at)
-    ]
-    return found
+    lost = [_lost(bundle, signs, blame) for blame in _lossy(bundle, baselines, signs, at=at)]
+    return [*(each.finding for each in found), *lost]
+
+
+def _trouble(bundle: Bundle, blame: Blame, finding: Finding) -> Trouble:
+    here = {process for process, host in bundle.host_of.items() if blame.host and host == blame.host}
+    return Trouble(finding, frozenset({blame.process} | here))
 
 
 def _told_until(bundle: Bundle, *, at: float) -> float:
@@ -166,53 +173,11 @@ def _is_clear(points: list[Point]) -> bool:
     return max(times.values()) > 1 or max(point.value for point in points) >= CLEARLY_LATE_S
 
 
-def _is_inside(key: LinkKey) -> bool:
-    """Between two processes of the run."""
-    return key[0] != key[1] and None not in (known_role(key[0]), known_role(key[1]))
-
-
 def _is_while(finding: Finding, point: Point) -> bool:
     return finding.onset - GAP_S <= point.time <= finding.until + GAP_S
 
 
-# Which end.
-
-
-def _blamed(signs: _Signs, points: list[Point]) -> Iterator[tuple[str, list[Point]]]:
-    """One trouble after the other; of each one end after the other, the one first that explains most."""
-    for episode in _episodes(points):
-        left = episode
-        while left:
-            process = _common_end({point.pair for point in left}, signs.used)
-            yield process, [point for point in left if process in point.key[:2]]
-            left = [point for point in left if process not in point.key[:2]]
-
-
-def _episodes(points: list[Point]) -> list[list[Point]]:
-    groups: list[list[Point]] = []
-    for point in points:
-        if groups and point.time - groups[-1][-1].time <= GAP_S:
-            groups[-1].append(point)
-        else:
-            groups.append([point])
-    return groups
-
-
-def _common_end(bad: set[tuple[str, str]], used: set[tuple[str, str]]) -> str:
-    """The process that most bad connections share, and most of whose connections are bad."""
-
-    def rating(process: str) -> tuple[float, float, bool, str]:
-        covered = sum(process in pair for pair in bad)
-        share = covered / sum(process in pair for pair in used | bad)
-        # Somebody whose every connection is bad explains more than one who only has many of them.
-        return (covered * share, share, process != MASTER, process)
-
-    return max({process for pair in bad for process in pair}, key=rating)
-
-
-def _lossy(
-    bundle: Bundle, baselines: Baselines, signs: _Signs, *, at: float
-) -> Iterator[tuple[str, list[Point]]]:
+def _lossy(bundle: Bundle, baselines: Baselines, signs: _Signs, *, at: float) -> Iterator[Blame]:
     """Processes that lose more than others, and more than they used to: in several seconds, over all connections."""
     left = signs.lost
     while left:
@@ -227,10 +192,30 @@ def _lossy(
         }
         if not bad:
             return
-        process = max(bad, key=lambda each: (sum(point.value for point in bad[each]), each))
-        for episode in _episodes(bad[process]):
-            yield process, episode
-        left = [point for point in left if process not in point.key[:2]]
+        process = max(bad, key=lambda each: (_segments(bad[each]), each))
+        host = _lossy_host(bundle, left, most=_segments(bad[process]))
+        for episode in episodes(bad[process] if not host else sorted({*chain(*bad.values())})):
+            yield Blame(bundle.observer_of[host], episode, host) if host else Blame(process, episode)
+        ends = {process} if not host else {each for each in by_process if bundle.host(each) == host}
+        left = [point for point in left if not ends.intersection(point.key[:2])]
+
+
+def _lossy_host(bundle: Bundle, points: list[Point], *, most: float) -> str:
+    """The host on whose ways to others nearly all is lost, by several processes at both ends; `most` is what the worst
+    single one has lost."""
+    total = _segments(points)
+    for host in sorted(bundle.observer_of, key=lambda each: each == bundle.host(MASTER)):
+        crossing = [point for point in points if point.value > 0 and crosses(bundle, point.pair, host)]
+        ends = {end for point in crossing for end in point.pair}
+        here = {end for end in ends if bundle.host(end) == host}
+        several = min(len(here), len(ends - here)) > 1
+        if several and _segments(crossing) >= NEARLY_ALL * total and most < ALL * total:
+            return host
+    return ""
+
+
+def _segments(points: list[Point]) -> float:
+    return sum(point.value for point in points)
 
 
 def _too_many(points: list[Point], *, usual: float) -> list[Point]:
@@ -265,67 +250,80 @@ def _usual_loss(bundle: Bundle, baselines: Baselines, process: str, *, at: float
 # What it is.
 
 
-def _cut_or_lost(bundle: Bundle, signs: _Signs, process: str, points: list[Point]) -> Finding:
+def _cut_or_lost(bundle: Bundle, signs: _Signs, blame: Blame) -> Finding:
     """Where much is lost, one of its connections may be in vain for seconds while something comes through by others."""
-    worst = max(points, key=lambda point: point.value)
+    points = blame.points
     # Each try waits twice as long as the one before, from 0.2 s on.
     onset = min(point.time - 0.2 * (2**point.value - 1) for point in points)
     lost = [
         point
         for point in signs.lost
-        if process in point.key[:2] and onset + SAMPLE_S < point.time <= points[-1].time and point.value > 0
+        if _is_at(bundle, blame, point)
+        and onset + SAMPLE_S < point.time <= points[-1].time
+        and point.value > 0
     ]
-    if len({point.pair for point in lost}) > 1 or sum(point.value for point in lost) > FEW:
-        return _lost(bundle, signs, process, lost)
+    if len({point.pair for point in lost}) > 1 or _segments(lost) > FEW:
+        return _lost(bundle, signs, blame._replace(points=lost))
     words = "nothing is acknowledged, though it was sent again and again"
-    return _finding(bundle, signs, process, points, FaultKind.NETWORK_CUT, onset, worst, words, 0.78)
+    return _finding(bundle, signs, blame, FaultKind.NETWORK_CUT, onset, words, 0.78)
 
 
-def _late_or_lost(bundle: Bundle, signs: _Signs, process: str, points: list[Point]) -> Finding:
+def _late_or_lost(bundle: Bundle, signs: _Signs, blame: Blame) -> Finding:
     """What is lost is sent again in every second; what is only late too at first, until it is known to have come."""
+    points = blame.points
     worst = max(points, key=lambda point: point.value)
     lost = [
         point
         for point in signs.lost
-        if process in point.key[:2] and points[0].time - OVER_S <= point.time <= points[-1].time + 1.0
+        if _is_at(bundle, blame, point) and points[0].time - OVER_S <= point.time <= points[-1].time + 1.0
     ]
     seconds = {round(point.time) for point in lost if point.value > 0}
-    per_s = sum(point.value for point in lost) / max(OVER_S, points[-1].time - points[0].time + 1.0)
-    late = {point.pair for point in points}
-    share = len(late) / max(1, sum(process in pair for pair in signs.used))
+    per_s = _segments(lost) / max(OVER_S, points[-1].time - points[0].time + 1.0)
+    share = _share(bundle, signs, blame)
     is_lost = per_s >= MANY_PER_S or (worst.value < SURELY_LATE_S and share < ALL)
     if is_lost and per_s >= LOST_PER_S and len(seconds) > 2:
-        return _lost(bundle, signs, process, lost)
+        return _lost(bundle, signs, blame._replace(points=lost))
     words = f"an acknowledgement takes {worst.value * 1000:.0f} ms, usually {signs.usual[worst.key] * 1000:.1f} ms"
     onset = points[0].time - 0.8
-    return _finding(bundle, signs, process, points, FaultKind.NETWORK_DELAY, onset, worst, words, 0.68)
+    return _finding(bundle, signs, blame, FaultKind.NETWORK_DELAY, onset, words, 0.68)
 
 
-def _lost(bundle: Bundle, signs: _Signs, process: str, points: list[Point]) -> Finding:
-    worst = max(points, key=lambda point: point.value)
-    count, seconds = sum(point.value for point in points), points[-1].time - points[0].time + 1.0
-    words = f"{count:.0f} segments had to be sent again within {seconds:.0f} s"
-    onset = points[0].time - 1.0
-    return _finding(bundle, signs, process, points, FaultKind.NETWORK_LOSS, onset, worst, words, 0.66)
+def _lost(bundle: Bundle, signs: _Signs, blame: Blame) -> Finding:
+    points = blame.points
+    seconds = points[-1].time - points[0].time + 1.0
+    words = f"{_segments(points):.0f} segments had to be sent again within {seconds:.0f} s"
+    return _finding(bundle, signs, blame, FaultKind.NETWORK_LOSS, points[0].time - 1.0, words, 0.66)
+
+
+def _is_at(bundle: Bundle, blame: Blame, point: Point) -> bool:
+    if blame.host:
+        return crosses(bundle, point.pair, blame.host)
+    return blame.process in point.key[:2]
+
+
+def _share(bundle: Bundle, signs: _Signs, blame: Blame) -> float:
+    """Of the connections of an end that were used, those that are bad."""
+    used = sum(
+        crosses(bundle, pair, blame.host) if blame.host else blame.process in pair for pair in signs.used
+    )
+    return len({point.pair for point in blame.points}) / max(1, used)
 
 
 def _finding(
     bundle: Bundle,
     signs: _Signs,
-    process: str,
-    points: list[Point],
+    blame: Blame,
     kind: FaultKind,
     onset: float,
-    worst: Point,
     words: str,
     strength: float,
 ) -> Finding:
+    process, points, host = blame
     touched = {point.pair for point in points}
     peers = tuple(sorted({each for pair in touched for each in pair if each != process}))
     witnesses = {point.key[0] for point in points}
-    share = len(touched) / max(1, sum(process in pair for pair in signs.used))
+    share = _share(bundle, signs, blame)
     strength += 0.07 * min(len(touched) - 1, 2) + 0.06 * (share >= ALL) + 0.04 * (len(witnesses) > 1)
-    with_whom = peers[0] if len(peers) == 1 else f"{len(peers)} others"
     shown = sorted(points, key=lambda point: -point.value)[:MOST_SHOWN]
     return Finding(
         process=process,
@@ -333,7 +331,7 @@ def _finding(
         onset=onset,
         until=points[-1].time,
         strength=min(0.93, strength),
-        what=f"its connection with {with_whom}: {words}",
+        what=f"{_with_whom(bundle, blame, peers)}: {words}",
         evidence=tuple(
             Evidence(
                 _source(bundle, point.key),
@@ -343,7 +341,23 @@ def _finding(
             for point in shown
         ),
         others=peers,
-        rules_out=_rules_out(process, peers, signs.used, touched),
+        rules_out=_rules_out(process, peers, signs.used, touched) if not host else _no_process(host, touched),
+        of_host=bool(host),
+    )
+
+
+def _with_whom(bundle: Bundle, blame: Blame, peers: tuple[str, ...]) -> str:
+    if blame.host:
+        others = sorted({bundle.host(peer) for peer in peers} - {blame.host})
+        return (
+            f"its host's {len({point.pair for point in blame.points})} connections with {', '.join(others)}"
+        )
+    return f"its connection with {peers[0] if len(peers) == 1 else f'{len(peers)} others'}"
+
+
+def _no_process(host: str, touched: set[Pair]) -> tuple[str, ...]:
+    return (
+        f"a single process: {len(touched)} connections between {host} and others are bad, and none is good",
     )
 
 

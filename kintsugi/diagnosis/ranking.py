@@ -127,7 +127,8 @@ def _explains(bundle: Bundle, cause: Finding, other: Finding) -> bool:
     if cause is other:
         return False
     starts_after = other.onset >= cause.onset - BEFORE_S
-    if cause.process == other.process:
+    of_its_host = cause.of_host and bundle.host(cause.process) == bundle.host(other.process)
+    if cause.process == other.process or of_its_host:
         closely = other.onset <= cause.until + AFTERMATH_S and cause.onset <= other.until + AFTERMATH_S
         # A comparison explains an end, but no error that names what broke.
         is_clearer = other.is_fact and not cause.is_fact and other.kind not in _ENDS

@@ -1,10 +1,12 @@
-"""What torch raises when a device fails, under the names that the rest of the system knows."""
+"""What torch and the system raise when a process can not go on, under the names that the rest of it all knows."""
 
 from __future__ import annotations
 
+import errno
+
 import torch
 
-from kintsugi.errors import DeviceError, DeviceOutOfMemory
+from kintsugi.errors import DeviceError, DeviceOutOfMemory, Unfit
 
 
 def as_world_error(error: Exception) -> Exception:
@@ -27,12 +29,19 @@ def as_world_error(error: Exception) -> Exception:
 
     >>> as_world_error(RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"))
     DeviceOutOfMemory("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+
+    Whoever has no descriptor left can open nothing any more, and does not know what has failed for it already:
+
+    >>> as_world_error(OSError(errno.EMFILE, "Too many open files"))
+    Unfit('no descriptor is left to this process: [Errno 24] Too many open files')
     """
     link: BaseException | None = error
     while link is not None:
         text = str(link).partition("\n")[0]
         if isinstance(link, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate" in text:
             return DeviceOutOfMemory(text)
+        if isinstance(link, OSError) and link.errno == errno.EMFILE:
+            return Unfit(f"no descriptor is left to this process: {text}")
         if isinstance(link, torch.AcceleratorError) or (
             isinstance(link, RuntimeError) and text.startswith(("CUDA error", "Triton Error [CUDA]"))
         ):

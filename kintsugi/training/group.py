@@ -14,6 +14,7 @@ collective raises `GroupBroken` at once.
 
 from __future__ import annotations
 
+import errno
 import re
 import socket
 import threading
@@ -28,7 +29,7 @@ import torch
 import torch._C._distributed_c10d
 from torch import Tensor
 
-from kintsugi.errors import DeadlineExceeded, GroupBroken
+from kintsugi.errors import DeadlineExceeded, GroupBroken, Unfit
 from kintsugi.model.device import CPU_IDENTITY, identity
 from kintsugi.runtime import SYSTEM_CLOCK, wait
 
@@ -36,6 +37,7 @@ SHORTEST_POLL_S = 0.0002
 LONGEST_POLL_S = 0.005
 CLOSE_GRACE_S = 0.5
 LONGEST_CONNECT_S = 1.0
+STORE_ANSWERS_S = 1.0
 
 T = TypeVar("T")
 
@@ -339,9 +341,26 @@ class _Meeting:
         try:
             return wait(attempt, whom=self._others, what=self._what, timeout_s=self._remaining_s())
         except DeadlineExceeded as error:
+            if self._rank == 0 and not self._store_answers():
+                raise Unfit("the store of this process, at which ranks meet, does not answer") from error
             raise self._broken(error) from error
         finally:
             self._over.set()
+
+    def _store_answers(self) -> bool:
+        """Of the first rank, whose store it is: nobody else's trouble keeps it from reaching itself."""
+        answer = _in_background(lambda: self._store().set("question", ""), name="checking its store")
+
+        def attempt(remaining_s: float) -> bool | None:
+            if not answer.done():
+                self._over.wait(min(LONGEST_POLL_S, remaining_s))
+                return None
+            return answer.exception() is None
+
+        try:
+            return wait(attempt, whom="its own store", what="an answer", timeout_s=STORE_ANSWERS_S)
+        except DeadlineExceeded:
+            return False
 
     def _broken(self, error: BaseException) -> GroupBroken:
         host, port = self._address
@@ -362,19 +381,22 @@ class _Meeting:
             with socket.create_connection(self._address, timeout=LONGEST_CONNECT_S) as connection:
                 interface: str = connection.getsockname()[0]
                 return interface
-        except OSError:
+        except OSError as error:
+            if error.errno == errno.EMFILE:
+                raise RuntimeError("no socket can be opened") from error
             return None
 
     def _announce(self, identity: str) -> Any:
         """Say in the store that this rank is here."""
-        store = _distributed.PrefixStore(
-            self._prefix,
-            _distributed.TCPStore(
-                *self._address, is_master=False, wait_for_workers=False, timeout=self._timeout
-            ),
-        )
+        store = self._store()
         store.set(f"here-{self._rank}", identity)
         return store
+
+    def _store(self) -> Any:
+        client = _distributed.TCPStore(
+            *self._address, is_master=False, wait_for_workers=False, timeout=self._timeout
+        )
+        return _distributed.PrefixStore(self._prefix, client)
 
     def _backend(self, store: Any, *, interface: str, route: Route) -> _Backend:
         if route is Route.NCCL:

@@ -24,12 +24,12 @@ from kintsugi.cluster.segments import SegmentClient
 from kintsugi.config import Config
 from kintsugi.errors import (
     DeadlineExceeded,
-    DeviceError,
     DeviceOutOfMemory,
     GroupBroken,
     ProcessDied,
     RefusedError,
     RemoteError,
+    Unfit,
 )
 from kintsugi.messages import (
     Body,
@@ -212,7 +212,7 @@ class ModelWorker:
         self._publisher.close()
 
     def _handle(self, delivery: Delivery) -> None:
-        """Answer, if only with what went wrong. A device that failed ends the process: another one has to go on."""
+        """Answer, if only with what went wrong. Who is unfit ends: another one has to go on."""
         if not delivery.wants_reply:
             return
         fault: Exception | None = None
@@ -227,7 +227,7 @@ class ModelWorker:
             self._shell.reply(delivery, body, blobs=blobs)
             return
         self._shell.fail(delivery, fault)
-        if isinstance(fault, DeviceError):
+        if isinstance(fault, Unfit):
             raise fault
         if isinstance(fault, DeviceOutOfMemory):
             torch.cuda.empty_cache()

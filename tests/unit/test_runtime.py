@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
 
@@ -113,6 +114,48 @@ def test_a_killed_child_reports_its_signal() -> None:
     child.close()
     os.close(readable)
     os.close(writable)
+
+
+WITH_A_THREAD = (
+    "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start()\n"
+    "print(flush=True); time.sleep(60)"
+)
+TRACER = """
+import ctypes, os, sys, time
+PTRACE_SEIZE = 0x4206
+libc = ctypes.CDLL(None, use_errno=True)
+for thread in os.listdir(f"/proc/{sys.argv[1]}/task"):
+    if libc.ptrace(PTRACE_SEIZE, int(thread), None, None) != 0:
+        sys.exit(os.strerror(ctypes.get_errno()))
+print("traced", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_child_whose_remains_a_debugger_holds_has_ended() -> None:
+    read, write = os.pipe()
+    child = SystemProcesses().spawn([sys.executable, "-c", WITH_A_THREAD], stdout=write)
+    os.close(write)
+    assert os.read(read, 10) == b"\n"
+    os.close(read)
+    with subprocess.Popen(
+        [sys.executable, "-c", TRACER, str(child.pid)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as tracer:
+        assert tracer.stdout is not None and tracer.stderr is not None
+        if tracer.stdout.readline() != "traced\n":
+            child.send_signal(signal.SIGKILL)
+            pytest.skip(f"nothing may be traced here: {tracer.stderr.read().strip()}")
+        assert not child.ended()
+        child.send_signal(signal.SIGKILL)
+        assert child.wait_ended(whom="child", timeout_s=10.0) is None
+        assert child.ended()
+        tracer.kill()
+    status = wait(lambda _: child.status(), whom="the tracer", what="the remains", timeout_s=10.0)
+    assert status == -signal.SIGKILL
+    child.close()
 
 
 def test_a_child_gets_its_environment_and_runs_what_comes_before_exec() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import resource
 import select
 import socket
 import threading
@@ -155,6 +156,19 @@ def test_a_client_that_speaks_nonsense_is_dropped_and_others_are_served(
         stranger.send(b"\xff\xff\xff")
         assert stranger.recv(16) == b""
     os.close(client.create("weights", 4096))
+
+
+def test_who_has_no_descriptor_left_is_told_so(client: SegmentClient) -> None:
+    descriptor = client.create("weights", 4096)
+    os.close(descriptor)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptor, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            client.open("weights")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    os.close(client.open("weights"))
 
 
 def test_a_service_that_is_gone_is_named() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kintsugi.diagnosis.evidence import MASTER
-from tests.unit.diagnosis.healthy import LINKS, Change, HealthyRun
+from tests.unit.diagnosis.healthy import HOSTS, LINKS, Change, HealthyRun
 from tests.unit.diagnosis.looking import diagnosis_of, named
 
 
@@ -137,3 +137,64 @@ def test_two_ends_that_have_nothing_in_common_are_both_named() -> None:
     assert {process for process, _ in named(run.play(4))} == {"server-1", "model-1"} or {
         process for process, _ in named(run)
     } == {"server-1", "agent-0"}
+
+
+def cut(*, since: float) -> Change:
+    def change(now: float, rates: dict[str, float]) -> None:
+        rates.update(backoff=min(6.0, now - since), out_bytes=0.0, retransmits=1.0)
+
+    return change
+
+
+def between_hosts() -> list[tuple[str, str]]:
+    return [(of, peer) for of, peer in LINKS if (of in HOSTS["host-1"]) != (peer in HOSTS["host-1"])]
+
+
+def unused(_: float, rates: dict[str, float]) -> None:
+    rates["out_bytes"] = 0.0
+
+
+def test_a_host_that_nobody_reaches_any_more_is_named_and_not_the_master_that_calls_most() -> None:
+    run = HealthyRun().play(30)
+    for link in between_hosts():
+        run.changes[link] = cut(since=30) if MASTER in link else unused
+    assert named(run.play(4)) == [("agent-1", "network_cut")]
+    (cause,) = diagnosis_of(run).causes
+    assert "its host's 3 connections with host-0: nothing is acknowledged" in cause.summary
+
+
+def test_a_host_that_was_not_reached_for_a_while_is_still_what_it_was_when_all_is_well_again() -> None:
+    run = HealthyRun().play(30)
+    run.changes.update(dict.fromkeys(between_hosts(), cut(since=30)))
+    run.play(6).changes.clear()
+    assert named(run.play(3)) == [("agent-1", "network_cut")]
+
+
+def test_a_host_whose_every_connection_is_late_is_named_once_all_had_time_to_show_it() -> None:
+    run = HealthyRun().play(30)
+    run.changes.update(dict.fromkeys(between_hosts(), late(0.4, since=30)))
+    assert named(run.play(1)) == []
+    assert named(run.play(2)) == [("agent-1", "network_delay")]
+
+
+def test_a_host_on_whose_ways_segments_are_lost_is_named() -> None:
+    run = HealthyRun().play(30)
+    for link in between_hosts():
+        run.changes[link] = lambda _, rates: rates.update(retransmits=3.0)
+    assert named(run.play(4)) == [("agent-1", "network_loss")]
+
+
+def test_a_host_that_others_reach_as_usual_is_not_the_one() -> None:
+    run = HealthyRun().play(30)
+    for link in between_hosts():
+        if MASTER in link:
+            run.changes[link] = late(0.4, since=30)
+    assert named(run.play(3)) == [(MASTER, "network_delay")]
+
+
+def test_what_processes_of_a_cut_off_host_are_found_to_be_is_no_cause_of_its_own() -> None:
+    run = HealthyRun().play(30)
+    run.changes.update(dict.fromkeys(between_hosts(), cut(since=30)))
+    run.play(2)
+    run.fault("Hung", "model-1", "no heartbeat of model-1 for 2 s, three or more are missing")
+    assert named(run.play(3)) == [("agent-1", "network_cut")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,7 +17,7 @@ import torch
 from kintsugi.checkpoint.snapshot import HeldSnapshots, Snapshots
 from kintsugi.cluster.keeper import Keeper
 from kintsugi.config import ClusterSection, Config
-from kintsugi.errors import DeviceError, IntegrityError
+from kintsugi.errors import DeviceError, IntegrityError, Unfit
 from kintsugi.messages import Body, CallDone, Failed, Ok, Save, Saved, StartStage
 from kintsugi.operations import (
     DeviceClean,
@@ -399,6 +401,17 @@ def test_a_device_that_failed_is_named_and_ends_the_process() -> None:
         rank.ask(grpo_call())
     failed = rank.shell.replies[-1][0]
     assert isinstance(failed, Failed) and failed.fault.kind == "DeviceError"
+
+
+def test_a_rank_without_descriptors_says_so_and_ends() -> None:
+    rank = Rank().start()
+
+    def no_descriptor(body: Body) -> Reply:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    rank.shell.peers["rollout-0"] = no_descriptor
+    with pytest.raises(Unfit, match="no descriptor is left to this process"):
+        rank.ask(grpo_call())
 
 
 def test_a_device_without_memory_is_named_and_the_rank_goes_on() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import msgspec
 import pytest
 import torch
 
-from kintsugi.errors import GroupBroken
+from kintsugi.errors import GroupBroken, Unfit
 from kintsugi.runtime import wait
 from kintsugi.training.group import ProcessGroup, Route, StoreServer, choose_route, join_group
 from tests.unit.training.world import CPU, every_length, in_world, new_stage, train
@@ -214,6 +215,20 @@ def test_a_store_that_nobody_serves_is_waited_for_only_so_long() -> None:
             device=CPU,
             timeout_s=0.3,
         )
+
+
+def test_the_first_rank_is_unfit_when_its_own_store_does_not_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        host, port = mute.getsockname()
+        with pytest.raises(Unfit, match="does not answer"):
+            join_group(
+                generation=1,
+                ranks=["model-0", "model-1"],
+                me="model-0",
+                store_address=f"{host}:{port}",
+                device=CPU,
+                timeout_s=0.3,
+            )
 
 
 def test_a_join_that_failed_leaves_no_connection_to_the_collector(no_collector: None) -> None:
