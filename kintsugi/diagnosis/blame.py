@@ -2,7 +2,7 @@
 
 One connection has two ends, and says nothing about which of them it is. Several do: the end that the bad ones have in
 common, and whose other connections are bad too, is where the trouble is. Where the bad ones have no process in common
-but a host, and nothing else comes through between it and others, it is the host.
+but a host, and hardly anything else comes through between it and others as usual, it is the host.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def blamed(
         if hosts and at < since + shown_s:
             continue
         good = _in_use(bundle, since=since + shown_s - SAME_LOOK_S, until=until) - bad
-        if host := next((host for host in hosts if not _is_reached(bundle, host, good)), ""):
+        if host := next((host for host in hosts if _is_cut_off(bundle, host, bad, good)), ""):
             of_host = [point for point in left if crosses(bundle, point.pair, host)]
             yield Blame(bundle.observer_of[host], of_host, host)
             left = [point for point in left if not crosses(bundle, point.pair, host)]
@@ -87,8 +87,10 @@ def _hosts_in_common(bundle: Bundle, bad: set[Pair], *, used: set[Pair]) -> list
     return sorted(found, key=lambda host: host == bundle.host(MASTER))
 
 
-def _is_reached(bundle: Bundle, host: str, good: set[Pair]) -> bool:
-    return any(crosses(bundle, pair, host) for pair in good)
+def _is_cut_off(bundle: Bundle, host: str, bad: set[Pair], good: set[Pair]) -> bool:
+    """Whether (nearly) all that leads to it is bad, and not only what somebody has to do with it."""
+    num_bad, num_good = (sum(crosses(bundle, pair, host) for pair in pairs) for pairs in (bad, good))
+    return num_bad >= ALL * (num_bad + num_good)
 
 
 def crosses(bundle: Bundle, pair: Pair, host: str) -> bool:

@@ -59,7 +59,7 @@ IN_VAIN_S = 1.6
 SILENT_S = 2.5
 FEW = 2.5
 """Segments: more that were lost on their way to who is said to be cut off were on a way that is there."""
-SHOWN_S = 1.1
+SHOWN_S = 2.1
 """So long after the first late answer every connection that is used has shown whether it is late too."""
 MOST_SHOWN = 4
 NEARLY_ALL = 0.9
@@ -193,23 +193,24 @@ def _lossy(bundle: Bundle, baselines: Baselines, signs: _Signs, *, at: float) ->
         if not bad:
             return
         process = max(bad, key=lambda each: (_segments(bad[each]), each))
-        host = _lossy_host(bundle, left, most=_segments(bad[process]))
+        host = _lossy_host(bundle, left, worst=process)
         for episode in episodes(bad[process] if not host else sorted({*chain(*bad.values())})):
             yield Blame(bundle.observer_of[host], episode, host) if host else Blame(process, episode)
         ends = {process} if not host else {each for each in by_process if bundle.host(each) == host}
         left = [point for point in left if not ends.intersection(point.key[:2])]
 
 
-def _lossy_host(bundle: Bundle, points: list[Point], *, most: float) -> str:
-    """The host on whose ways to others nearly all is lost, by several processes at both ends; `most` is what the worst
-    single one has lost."""
+def _lossy_host(bundle: Bundle, points: list[Point], *, worst: str) -> str:
+    """The host on whose ways to others nearly all is lost, by several processes at both ends, and not only by the worst
+    one; else none."""
     total = _segments(points)
+    others = {point.pair for point in points if point.value > 0 and worst not in point.pair}
     for host in sorted(bundle.observer_of, key=lambda each: each == bundle.host(MASTER)):
         crossing = [point for point in points if point.value > 0 and crosses(bundle, point.pair, host)]
         ends = {end for point in crossing for end in point.pair}
         here = {end for end in ends if bundle.host(end) == host}
         several = min(len(here), len(ends - here)) > 1
-        if several and _segments(crossing) >= NEARLY_ALL * total and most < ALL * total:
+        if several and _segments(crossing) >= NEARLY_ALL * total and len(others) > 1:
             return host
     return ""
 
@@ -356,9 +357,7 @@ def _with_whom(bundle: Bundle, blame: Blame, peers: tuple[str, ...]) -> str:
 
 
 def _no_process(host: str, touched: set[Pair]) -> tuple[str, ...]:
-    return (
-        f"a single process: {len(touched)} connections between {host} and others are bad, and none is good",
-    )
+    return (f"a single process: {len(touched)} connections between {host} and others are bad",)
 
 
 def _said(kind: FaultKind, point: Point) -> str:

@@ -33,7 +33,7 @@ _NETWORK = frozenset({_K.NETWORK_CUT, _K.NETWORK_DELAY, _K.NETWORK_LOSS})
 _MOMENTARY = _NETWORK | {_K.CPU, _K.SLOW, _K.DEVICE, _K.DISK_SLOW}
 """What a neighbour may show for a moment while somebody is replaced."""
 _SLOW = frozenset({_K.SLOW, _K.DEVICE})
-PATIENCE_S = {_K.SLOW: 4.5, _K.DEVICE: 3.6, _K.NETWORK_LOSS: 2.8}
+PATIENCE_S = {_K.SLOW: 4.5, _K.DEVICE: 3.6, _K.NETWORK_LOSS: 2.8, _K.DNS: 3.6}
 """Not said before what would explain it, or tell which end it is, had time to show: figures come once a second, and it
 takes three until nothing that was sent is surely acknowledged."""
 _DISK = frozenset({_K.DISK_FULL, _K.DISK_SLOW, _K.DISK_ERROR})
@@ -48,8 +48,8 @@ EXPLAINS_AT_HOME: dict[FaultKind, frozenset[FaultKind]] = {
     _K.NETWORK_CUT: frozenset(
         {_K.NETWORK_DELAY, _K.NETWORK_LOSS, _K.HUNG, _K.SLOW, _K.DEVICE, _K.HANDOVER, _K.DNS}
     ),
-    _K.NETWORK_DELAY: frozenset({_K.NETWORK_LOSS, _K.HUNG, _K.SLOW, _K.DEVICE, _K.HANDOVER}),
-    _K.NETWORK_LOSS: frozenset({_K.HUNG, _K.SLOW, _K.DEVICE, _K.HANDOVER}),
+    _K.NETWORK_DELAY: frozenset({_K.NETWORK_LOSS, _K.HUNG, _K.SLOW, _K.DEVICE, _K.HANDOVER, _K.DNS}),
+    _K.NETWORK_LOSS: frozenset({_K.HUNG, _K.SLOW, _K.DEVICE, _K.HANDOVER, _K.DNS}),
     _K.DEVICE: frozenset({_K.CRASHED, _K.SLOW, _K.HUNG, _K.DEVICE_MEMORY}),
     _K.DEVICE_MEMORY: frozenset({_K.CRASHED, _K.SLOW, _K.HANDOVER}),
     _K.DISK_FULL: frozenset({_K.DISK_SLOW, _K.DISK_ERROR, _K.CRASHED}),
@@ -132,7 +132,9 @@ def _explains(bundle: Bundle, cause: Finding, other: Finding) -> bool:
         closely = other.onset <= cause.until + AFTERMATH_S and cause.onset <= other.until + AFTERMATH_S
         # A comparison explains an end, but no error that names what broke.
         is_clearer = other.is_fact and not cause.is_fact and other.kind not in _ENDS
-        explained = closely and other.kind in EXPLAINS_AT_HOME[cause.kind] and not is_clearer
+        # All of a host is not cut off by what is wrong with one name or one process there.
+        is_wider = other.of_host and not cause.of_host
+        explained = closely and other.kind in EXPLAINS_AT_HOME[cause.kind] and not (is_clearer or is_wider)
         # Since when somebody hangs is only known from when it last moved, which may be long before.
         return explained and (starts_after or cause.is_fact or other.kind is _K.HUNG)
     if not starts_after or other.onset > cause.until + AFTERMATH_S:

@@ -17,6 +17,7 @@ from tests.cluster.real_runs import Run, until
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 KILLED = "rollout-0"
+PROCESSES = ("model-0", "model-1", "rollout-0", "server-1", "manager-0")
 
 
 class Looked:
@@ -42,8 +43,9 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Looked]:
         watched = run.command("watch", str(run.run_dir), "--port", "0")
         assert watched.stdout is not None
         address = watched.stdout.readline().split()[-1]
-        with urllib.request.urlopen(address, timeout=10) as page:
-            looked.figures = page.read().decode()
+        # Hosts are looked at once a second, and a run of four steps may be younger than that.
+        until(lambda: num_sampled(figures_at(address)) == len(PROCESSES), "figures of every process")
+        looked.figures = figures_at(address)
         code, looked.live = run.ask("logs", str(run.run_dir), "--process", "master-0", "--kind", "Transition")
         assert code == 0, looked.live
         run.kill(KILLED)
@@ -56,6 +58,18 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Looked]:
         yield looked
     finally:
         run.close()
+
+
+def figures_at(address: str) -> str:
+    with urllib.request.urlopen(address, timeout=10) as page:
+        content: bytes = page.read()
+        return content.decode()
+
+
+def num_sampled(figures: str) -> int:
+    return sum(
+        f'kintsugi_process_cpu_seconds_total{{process="{process}"}}' in figures for process in PROCESSES
+    )
 
 
 def ended(command: subprocess.Popen[str]) -> str:
@@ -80,7 +94,7 @@ def test_watching_tells_of_the_loss_and_of_the_steps_and_ends_with_the_run(looke
 
 
 def test_figures_of_every_process_and_host_are_handed_out(looked: Looked) -> None:
-    for process in ("model-0", "model-1", "rollout-0", "server-1", "manager-0"):
+    for process in PROCESSES:
         assert re.search(rf'kintsugi_process_live{{host="host-.",process="{process}"}} 1\.0', looked.figures)
         assert f'kintsugi_process_cpu_seconds_total{{process="{process}"}}' in looked.figures
     for host in ("host-0", "host-1"):

@@ -173,7 +173,7 @@ def test_a_host_that_was_not_reached_for_a_while_is_still_what_it_was_when_all_i
 def test_a_host_whose_every_connection_is_late_is_named_once_all_had_time_to_show_it() -> None:
     run = HealthyRun().play(30)
     run.changes.update(dict.fromkeys(between_hosts(), late(0.4, since=30)))
-    assert named(run.play(1)) == []
+    assert named(run.play(2)) == []
     assert named(run.play(2)) == [("agent-1", "network_delay")]
 
 
@@ -198,3 +198,12 @@ def test_what_processes_of_a_cut_off_host_are_found_to_be_is_no_cause_of_its_own
     run.play(2)
     run.fault("Hung", "model-1", "no heartbeat of model-1 for 2 s, three or more are missing")
     assert named(run.play(3)) == [("agent-1", "network_cut")]
+
+
+def test_that_no_name_is_resolved_on_a_host_that_reaches_nobody_is_not_said_before_it_and_not_beside_it() -> None:
+    run = HealthyRun().play(30)
+    run.changes.update(dict.fromkeys(between_hosts(), cut(since=30)))
+    run.changes["host-1"] = lambda now, values: values.update(resolve_errors=now - 30)
+    for _ in range(3):
+        assert named(run.play(1)) in ([], [("agent-1", "network_cut")])
+    assert named(run.play(2)) == [("agent-1", "network_cut")]
