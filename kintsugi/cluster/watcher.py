@@ -1,16 +1,19 @@
 """The launcher's side of the watcher (`diagnosis/watcher.py`): a process that looks at the run, and that nobody needs.
 
-It is started once the master is there, started again when it has ended, and ends by itself with its lifeline.
+It is started once the master is there, started again when it has ended or stands still, and ends by itself with its
+lifeline.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 from pathlib import Path
 
 from kintsugi.cluster.placement import log_path
+from kintsugi.cluster.restarts import StoppedWatch
 from kintsugi.errors import DeadlineExceeded
 from kintsugi.observe.verdicts import WATCHER
 from kintsugi.runtime import Child, Processes
@@ -30,6 +33,7 @@ class WatcherHandle:
         self._run_dir, self._processes = run_dir, processes
         self._started_at = -math.inf
         self._pause_s = 0.0
+        self._stopped = StoppedWatch()
         self._child: Child | None = None
         self._lifeline = -1
 
@@ -39,6 +43,8 @@ class WatcherHandle:
 
     def keep(self, now: float) -> None:
         """Start it if it does not run; one that ends again and again is started ever more seldom."""
+        if self._child is not None and self._stopped.sample(self.pids, now=now):
+            self._child.send_signal(signal.SIGKILL)
         if self._child is not None and self._child.ended():
             self._let_go()
             if now - self._started_at > LONGEST_PAUSE_S:
@@ -81,7 +87,7 @@ class WatcherHandle:
         try:
             self._child.wait_ended(whom=WATCHER, timeout_s=END_S)
         except DeadlineExceeded:
-            self._child.send_signal(9)
+            self._child.send_signal(signal.SIGKILL)
             self._child.wait_ended(whom=WATCHER, timeout_s=END_S)
         self._let_go()
 

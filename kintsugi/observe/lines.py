@@ -59,6 +59,10 @@ class LineFile:
     def _append(self, lines: bytes) -> None:
         if self._descriptor < 0:
             self._open()
+        if os.fstat(self._descriptor).st_nlink == 0:
+            # Somebody removed it: what is written there is read by nobody.
+            self.close()
+            self._open()
         if self._torn:
             lines = b"\n" + lines
         end = os.fstat(self._descriptor).st_size + len(lines)

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 import pytest
 
+from kintsugi.cluster.restarts import STOPPED_S
 from kintsugi.cluster.watcher import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, WatcherHandle
 from kintsugi.runtime import Child, SystemProcesses
 
@@ -50,6 +52,20 @@ def test_one_that_ends_at_once_is_started_ever_more_seldom(tmp_path: Path) -> No
     processes = FakeProcesses("true")
     handle = WatcherHandle(tmp_path, processes)
     assert starts(handle, processes, seconds=200) == [0, 1, 3, 7, 15, 31, 63, 123, 183]
+    handle.close()
+
+
+def test_one_that_stands_still_is_replaced(tmp_path: Path) -> None:
+    processes = FakeProcesses("sleep", "60")
+    handle = WatcherHandle(tmp_path, processes)
+    handle.keep(0.0)
+    os.kill(processes.children[0].pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, processes.children[0].pid, os.WSTOPPED | os.WNOWAIT)
+    handle.keep(100.0)
+    handle.keep(100.0 + STOPPED_S)
+    processes.children[0].wait_ended(whom="it", timeout_s=10.0)
+    handle.keep(101.0 + STOPPED_S)
+    assert len(processes.children) == 2
     handle.close()
 
 

@@ -200,7 +200,9 @@ def test_what_processes_of_a_cut_off_host_are_found_to_be_is_no_cause_of_its_own
     assert named(run.play(3)) == [("agent-1", "network_cut")]
 
 
-def test_that_no_name_is_resolved_on_a_host_that_reaches_nobody_is_not_said_before_it_and_not_beside_it() -> None:
+def test_that_no_name_is_resolved_on_a_host_that_reaches_nobody_is_not_said_before_it_and_not_beside_it() -> (
+    None
+):
     run = HealthyRun().play(30)
     run.changes.update(dict.fromkeys(between_hosts(), cut(since=30)))
     run.changes["host-1"] = lambda now, values: values.update(resolve_errors=now - 30)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,19 @@ def test_who_follows_a_file_reads_its_end_before_the_new_one(tmp_path: Path) -> 
     file.append(b"3\n")
     assert tail.lines() == [b"second", b"3"]
     assert tail.lines() == []
+    tail.close()
+    file.close()
+
+
+def test_a_file_that_somebody_removed_is_written_anew_and_followed_on(tmp_path: Path) -> None:
+    path = tmp_path / "figures" / "agent-0.jsonl"
+    file, tail = LineFile(path), LineTail(path)
+    file.append(b"first\n")
+    assert tail.lines() == [b"first"]
+    shutil.rmtree(path.parent)
+    file.append(b"second\n")
+    assert path.read_bytes() == b"second\n"
+    assert tail.lines() == [b"second"]
     tail.close()
     file.close()
 
