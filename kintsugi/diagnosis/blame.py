@@ -54,10 +54,12 @@ def blamed(
     after the first bad moment the others would be bad too, if they are."""
     for episode in episodes(points):
         left = episode
-        since, until = episode[0].time, min(at, episode[-1].time + SAMPLE_S)
+        since, until = episode[0].time, episode[-1].time + SAME_LOOK_S
         bad = {point.pair for point in episode}
         hosts = _hosts_in_common(bundle, bad, used=_in_use(bundle, since=since - SAMPLE_S, until=until))
-        if hosts and at < since + shown_s:
+        # A single one between hosts may be the first of several.
+        is_first = len(bad) == 1 and bundle.host(episode[0].pair[0]) != bundle.host(episode[0].pair[1])
+        if (hosts or is_first) and at < since + shown_s:
             continue
         good = _in_use(bundle, since=since + shown_s - SAME_LOOK_S, until=until) - bad
         if host := next((host for host in hosts if _is_cut_off(bundle, host, bad, good)), ""):

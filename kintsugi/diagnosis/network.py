@@ -60,7 +60,8 @@ SILENT_S = 2.5
 FEW = 2.5
 """Segments: more that were lost on their way to who is said to be cut off were on a way that is there."""
 SHOWN_S = 2.1
-"""So long after the first late answer every connection that is used has shown whether it is late too."""
+"""So long after the first late answer every connection that is used has shown whether it is late too. What comes to
+nothing shows within the next look, as it took some tries already."""
 MOST_SHOWN = 4
 NEARLY_ALL = 0.9
 
@@ -136,7 +137,7 @@ def network_troubles(bundle: Bundle, baselines: Baselines, *, since: float, at: 
     signs = _Signs(bundle, baselines, since=max(since, baselines.settled), at=at)
     found = [
         _trouble(bundle, blame, _cut_or_lost(bundle, signs, blame))
-        for blame in blamed(bundle, signs.in_vain, used=signs.used, shown_s=0.0, at=at)
+        for blame in blamed(bundle, signs.in_vain, used=signs.used, shown_s=SAMPLE_S, at=at)
     ]
     found += [
         _trouble(bundle, blame, _late_or_lost(bundle, signs, blame))

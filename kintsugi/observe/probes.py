@@ -114,7 +114,7 @@ class DiskProbe:
         os.pwrite(self._descriptor, bytes(PROBE_SIZE), 0)
         os.fdatasync(self._descriptor)
         durable_s = SYSTEM_CLOCK.monotonic() - begun
-        space = os.statvfs(self._path)
+        space = os.fstatvfs(self._descriptor)
         return {
             "fsync_s": durable_s,
             "disk_total_bytes": float(space.f_blocks * space.f_frsize),

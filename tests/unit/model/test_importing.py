@@ -36,6 +36,8 @@ PROMPTS = [
     "How do I bake bread? First,",
     "The speed of light is about",
 ]
+GENERATED = PROMPTS[:4]
+"""What more prompts are continued with is compared where the engine is tested."""
 NEW_TOKENS = 12
 
 
@@ -140,6 +142,8 @@ def test_real_weights_from_gguf_give_the_greedy_tokens_and_logits_of_transformer
         with torch.no_grad():
             ours = model.logits(model.forward_packed(inputs[0], layout.positions, layout))
             torch.testing.assert_close(ours, theirs(inputs).logits[0], atol=1e-3, rtol=0)
+            if text not in GENERATED:
+                continue
             generated = theirs.generate(
                 inputs,
                 attention_mask=torch.ones_like(inputs),
