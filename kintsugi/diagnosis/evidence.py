@@ -290,6 +290,8 @@ class Bundle:
         tracks["memory_bytes"].add(time, used)
         if values.get("memory_limit_bytes"):
             tracks["memory_share"].add(time, used / values["memory_limit_bytes"])
+        if values.get("descriptor_limit"):
+            tracks["descriptor_share"].add(time, values.get("descriptors", 0.0) / values["descriptor_limit"])
         rates = self._changes(("process", process), time, sample.pid, values)
         if rates is None:
             return

@@ -40,6 +40,9 @@ _DISK = frozenset({_K.DISK_FULL, _K.DISK_SLOW, _K.DISK_ERROR})
 
 EXPLAINS_AT_HOME: dict[FaultKind, frozenset[FaultKind]] = {
     _K.MEMORY: frozenset({_K.KILLED, _K.CRASHED, _K.SLOW, _K.DEVICE, _K.DISK_SLOW, _K.CPU, _K.HUNG}),
+    _K.DESCRIPTORS: frozenset(
+        {_K.CRASHED, _K.HUNG, _K.SLOW, _K.DISK_ERROR, _K.DNS, _K.NETWORK_CUT, _K.NETWORK_DELAY, _K.HANDOVER}
+    ),
     _K.CPU: frozenset({_K.SLOW, _K.DEVICE, _K.HUNG, _K.NETWORK_DELAY, _K.NETWORK_LOSS, _K.HANDOVER}),
     _K.STOPPED: frozenset({_K.SLOW, _K.DEVICE, _K.HUNG, _K.KILLED, _K.HANDOVER, _K.CPU, _K.DISK_SLOW}),
     _K.KILLED: frozenset({_K.SLOW, _K.DEVICE, _K.CPU, _K.HANDOVER, _K.MEMORY}),
@@ -71,6 +74,7 @@ ADVICE: dict[FaultKind, str] = {
     _K.HUNG: "Take a stack of it (py-spy) if it still lives; it makes no progress and waits for nobody.",
     _K.CPU: "Give it the processor back: lift its quota, move what competes with it, or start it elsewhere.",
     _K.MEMORY: "Find what grows; raise its limit or give it less to do.",
+    _K.DESCRIPTORS: "Find what it opens and does not close (ls -l /proc/PID/fd), or raise its limit (ulimit -n).",
     _K.DEVICE_MEMORY: "Give the device less to hold (micro-batches, pages), or evict who else is on it.",
     _K.DEVICE: "Look at the accelerator (clocks, heat, memory errors); start the process on another one.",
     _K.DISK_FULL: "Free space on the disk of the run folder; what was refused is tried again by itself.",
@@ -229,4 +233,6 @@ def replaceable(cause: Cause) -> bool:
     """Whether the process itself is what is slow or starved, so that another in its place may do better."""
     if cause.process == MASTER or known_role(cause.process) is Role.AGENT:
         return False
-    return cause.kind in (_K.CPU, _K.MEMORY, _K.DEVICE, _K.SLOW, _K.NETWORK_DELAY, _K.NETWORK_LOSS)
+    return cause.kind in (
+        _K.CPU, _K.MEMORY, _K.DESCRIPTORS, _K.DEVICE, _K.SLOW, _K.NETWORK_DELAY, _K.NETWORK_LOSS
+    )  # fmt: skip

@@ -53,6 +53,8 @@ PROCESS_LEVELS = (
           "lets others wait for {value:.1f} s, usually {usual:.2f} s"),
     Level("memory_share", FaultKind.MEMORY, 0.93, 1.15, 1.1, 1, 0.85,
           "uses {value:.0%} of its memory limit, usually {usual:.0%}"),
+    Level("descriptor_share", FaultKind.DESCRIPTORS, 0.98, 1.15, 1.1, 2, 0.85,
+          "has {value:.0%} of the descriptors open that it may have, usually {usual:.0%}"),
 )  # fmt: skip
 HOST_LEVELS = (
     Level("fsync_s", FaultKind.DISK_SLOW, 0.25, 8.0, 0.0, 2, 0.75,

@@ -22,6 +22,8 @@ class FaultKind(StrEnum):
     """Wants to run and is not given the processor."""
     MEMORY = "memory"
     """The host's memory: growing to the limit, or killed for it."""
+    DESCRIPTORS = "descriptors"
+    """No file and no connection can be opened any more."""
     DEVICE_MEMORY = "device_memory"
     DEVICE = "device"
     """The accelerator is slow or broken."""

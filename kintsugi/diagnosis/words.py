@@ -42,6 +42,7 @@ CONSEQUENCES = frozenset(
 _BY_WORDS: tuple[tuple[str, FaultKind], ...] = (
     (r"cuda out of memory|device.{0,30}out of memory|out of memory on device", _K.DEVICE_MEMORY),
     (r"cannot allocate memory|out of memory|oom[- ]kill|\bMemoryError\b", _K.MEMORY),
+    (r"too many open files|no descriptor is left", _K.DESCRIPTORS),
     (r"no space left|disk (?:is )?full|disk quota exceeded|cause disk", _K.DISK_FULL),
     (r"input/output error|read-only file system|stale file handle|structure needs cleaning", _K.DISK_ERROR),
     (r"name or service not known|name resolution|resolve (?:host|name)|no address associated", _K.DNS),
@@ -85,7 +86,7 @@ def kind_of_fault(fault: Fault) -> FaultKind | None:
         return None
     said = kind_of(fault.message)
     by_kind = BY_KIND.get(fault.kind)
-    if by_kind is _K.DISK_ERROR and said in (_K.DISK_FULL, _K.CORRUPTION):
+    if by_kind is _K.DISK_ERROR and said in (_K.DISK_FULL, _K.CORRUPTION, _K.DESCRIPTORS):
         return said
     if by_kind in (_K.CORRUPTION, _K.DEVICE) and said is _K.NUMERIC:
         return said

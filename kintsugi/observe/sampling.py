@@ -91,7 +91,9 @@ class ProcessLook:
         return {name: float(entries[name]) for name in ("read_bytes", "write_bytes")}
 
     def _descriptors(self) -> dict[str, float]:
-        return {"descriptors": float(len(os.listdir(f"{self._folder}/fd")))}
+        found = {"descriptors": float(len(os.listdir(f"{self._folder}/fd")))}
+        limit, _ = resource.prlimit(self.pid, resource.RLIMIT_NOFILE)
+        return found if limit == resource.RLIM_INFINITY else {**found, "descriptor_limit": float(limit)}
 
     def _children(self) -> dict[str, float]:
         """What it has started and not let go of, and what that has started: the user's code, and its sandboxes."""

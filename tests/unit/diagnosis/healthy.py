@@ -131,7 +131,8 @@ class HealthyRun:
             "rss_bytes": 2e8,
         }
         self._changed(process, rates)
-        levels = {name: rates.pop(name) for name in tuple(rates) if name.endswith("_bytes")}
+        is_level = ("descriptors", "descriptor_limit", *(name for name in rates if name.endswith("_bytes")))
+        levels = {name: rates.pop(name) for name in tuple(rates) if name in is_level}
         rates["write_bytes"] = rates.pop("write_total", 0.0)
         return {**self._sum(process, rates), **levels}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kintsugi.diagnosis.ranking import replaceable
 from tests.unit.diagnosis.healthy import PROCESSES, START, HealthyRun
 from tests.unit.diagnosis.looking import diagnosis_of, named
 
@@ -62,6 +63,19 @@ def test_a_process_close_to_its_memory_limit_is_named() -> None:
         memory_limit_bytes=1e9, memory_used_bytes=4e8 if now < 30 else 9.9e8
     )
     assert named(run.play(33)) == [("server-1", "memory")]
+
+
+def test_a_process_that_can_open_nothing_any_more_is_named_though_nobody_says_a_word() -> None:
+    run = HealthyRun()
+    run.changes["rollout-0"] = lambda now, rates: rates.update(
+        descriptors=60.0 if now < 30 else 1024.0, descriptor_limit=1024.0
+    )
+    run.play(31)
+    run.waits["model-0"] = ("rollout-0", "trajectories", 30.0)
+    run.stalled = True
+    assert named(run.play(3)) == [("rollout-0", "descriptors")]
+    (cause,) = diagnosis_of(run).causes
+    assert replaceable(cause)
 
 
 def test_a_successor_that_is_born_larger_has_not_grown() -> None:

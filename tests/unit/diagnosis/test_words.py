@@ -14,6 +14,7 @@ from kintsugi.errors import Fault
         ("OSError: [Errno 5] Input/output error: 'journal'", "disk_error"),
         ("write failed: Read-only file system", "disk_error"),
         ("[Errno -3] Temporary failure in name resolution", "dns"),
+        ("OSError: [Errno 24] Too many open files: 'checkpoints/.lock'", "descriptors"),
         ("loss is not finite", "numeric"),
         ("different states after actor_train: model-0 a1, model-1 b2", "numeric"),
         ("piece lm_head: checksum differs", "corruption"),

@@ -21,6 +21,7 @@ OF_A_PROCESS = {
     "rss_bytes",
     "threads",
     "descriptors",
+    "descriptor_limit",
     "major_faults",
     "processors",
     "voluntary_switches",
