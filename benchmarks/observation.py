@@ -10,9 +10,7 @@ process that diagnoses. Runs, blocks and pairs are those of `overhead.py`, whose
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +51,19 @@ def install(role: Role) -> None:
         setattr(owner, name, switched_off(getattr(owner, name), switch, instead=instead))
 
 
-class PausedWatcher(Switch):
-    """Stops the process that diagnoses while the others do not record."""
+def install_in_watcher() -> None:
+    from kintsugi.diagnosis.watcher import Watcher
 
-    def set(self, on: bool) -> None:
-        super().set(on)
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                is_ours = os.environ[SWITCH].encode() in (folder / "environ").read_bytes()
-                if is_ours and b"kintsugi.diagnosis.watcher" in (folder / "cmdline").read_bytes():
-                    os.kill(int(folder.name), signal.SIGCONT if on else signal.SIGSTOP)
+    look = "look"
+    switch = Switch(Path(os.environ[SWITCH]))
+    setattr(Watcher, look, switched_off(getattr(Watcher, look), switch, instead=None))
 
 
 if __name__ == "__main__":
-    setattr(overhead, "Switch", PausedWatcher)  # noqa: B010 - the one that the measuring process turns
-    overhead.main(__doc__.splitlines()[0], program=__file__, install=install, goal=GOAL)
+    overhead.main(
+        __doc__.splitlines()[0],
+        program=__file__,
+        install=install,
+        install_in_watcher=install_in_watcher,
+        goal=GOAL,
+    )

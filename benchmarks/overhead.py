@@ -37,6 +37,7 @@ from kintsugi.bootstrap import Bootstrap
 from kintsugi.cluster import agent
 from kintsugi.cluster.handover import PROGRAMS
 from kintsugi.config import Config
+from kintsugi.diagnosis import watcher
 from kintsugi.lab.running import MarkedRun, launch_for_a_lab
 from kintsugi.lab.soak import with_steps
 from kintsugi.lab.watching import Watch
@@ -170,15 +171,19 @@ def stop_snapshots(on: Callable[[int], bool] = is_on) -> None:
     setattr(StateCopies, "committed", property(switched_committed))  # noqa: B010 - a property has no type to assign to
 
 
+SWITCHED = {"kintsugi.cluster.agent": "--agent", "kintsugi.diagnosis.watcher": "--watcher"}
+
+
 class SwitchedProcesses(SystemProcesses):
-    """Agents are started by the launcher itself, which knows their module only; they get the switch this way."""
+    """Agents and the watcher are started by the launcher itself, which knows their modules only; they get the switch
+    this way."""
 
     def __init__(self, program: str) -> None:
         self._program = program
 
     def spawn(self, argv: Sequence[str], **options: Any) -> Child:
-        if "kintsugi.cluster.agent" in argv:
-            argv = [argv[0], self._program, "--agent", *argv[3:]]
+        if (option := next((SWITCHED[each] for each in argv if each in SWITCHED), None)) is not None:
+            argv = [argv[0], self._program, option, *argv[3:]]
         return super().spawn(argv, **options)
 
 
@@ -292,6 +297,7 @@ def main(
     *,
     program: str = __file__,
     install: Callable[[Role], None] = install,
+    install_in_watcher: Callable[[], None] = lambda: None,
     goal: float = GOAL,
 ) -> None:
     """For every benchmark of something that can be switched off: `install` makes it so in a process of this role."""
@@ -299,13 +305,17 @@ def main(
     parser.add_argument("--json", type=Path)
     parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--launch", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--agent", nargs=2, help=argparse.SUPPRESS)
+    for option in SWITCHED.values():
+        parser.add_argument(option, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.launch is not None:
         sys.exit(launch(Path(arguments.launch[0]), program=program))
     if arguments.agent is not None:
         install(Role.AGENT)
         sys.exit(agent.main(arguments.agent))
+    if arguments.watcher is not None:
+        install_in_watcher()
+        sys.exit(watcher.main(arguments.watcher))
     overrides = ["warmup=null", "eval.every=0", "checkpoint.every=0", "data.num_eval=10"]
     config = load(RECIPE, overrides).config
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:

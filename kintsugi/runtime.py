@@ -197,21 +197,19 @@ class Spans:
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
-        self._record: Callable[[str, float, float, dict[str, str]], None] | None = None
+        self._record: Callable[[str, Mapping[str, object], float, float], None] | None = None
 
-    def record_to(self, record: Callable[[str, float, float, dict[str, str]], None] | None) -> None:
-        """`record(name, start, duration_s, attributes)` is called at the end of each, in the thread that ends it."""
+    def record_to(self, record: Callable[[str, Mapping[str, object], float, float], None] | None) -> None:
+        """`record(name, attributes, since, until)` is called at the end of each, in the thread that ends it."""
         self._record = record
 
     def add(
         self, name: str, attributes: Mapping[str, object], *, since: float, until: float | None = None
     ) -> None:
-        """From a monotonic time until now, unless another end is given; attributes that are None are left out."""
-        if self._record is None:
-            return
-        end = self._clock.monotonic() if until is None else until
-        named = {key: str(value) for key, value in attributes.items() if value is not None}
-        self._record(name, since, max(0.0, end - since), named)
+        """From a monotonic time until now, unless another end is given; attributes that are None are left out. Nobody
+        changes the attributes any more."""
+        if self._record is not None:
+            self._record(name, attributes, since, self._clock.monotonic() if until is None else until)
 
 
 SPANS = Spans()

@@ -72,7 +72,8 @@ def errors_in(
     run_dir: Path, *, since: float = 0.0, until: float = float("inf"), beyond: LogSizes | None = None
 ) -> list[ErrorLine]:
     """Every error that the run's processes have told, by time; of logs only what stands beyond those sizes."""
-    told = [*_from_events(read_events(run_dir)), *_from_logs(run_dir / "logs", beyond or {})]
+    records = read_events(run_dir, with_spans=False)
+    told = [*_from_events(records), *_from_logs(run_dir / "logs", beyond or {})]
     return sorted((each for each in told if since <= each.t <= until), key=lambda each: each.t)
 
 

@@ -171,15 +171,18 @@ def stamped(stamp: Stamp, content: msgspec.Struct) -> bytes:
     return _encoder.encode(stamp)[:-1] + b"," + _encoder.encode(content)[1:] + b"\n"
 
 
-def read_events(run_dir: str | Path, *, process: str | None = None) -> list[Record]:
-    """All events of a run (or of one process) in the order of their wall clocks; torn lines are skipped."""
+def read_events(run_dir: str | Path, *, process: str | None = None, with_spans: bool = True) -> list[Record]:
+    """All events of a run (or of one process) in the order of their wall clocks; torn lines are skipped. Without the
+    spans of single prompts, of which there are a hundred times as many as of everything else."""
     folder = Path(run_dir) / "events"
     paths = (
         sorted(folder.glob("*.jsonl"))
         if process is None
         else [events_path(run_dir, process), *paths_of(spans_path(run_dir, process))]
     )
-    records = [record for path in paths for record in _read_file(path)]
+    records = [
+        record for path in paths if with_spans or ".spans." not in path.name for record in _read_file(path)
+    ]
     return sorted(records, key=lambda record: record.stamp.time)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from kintsugi.errors import GroupBroken
 from kintsugi.messages import CommitStep, FetchWeights, Publish, RunCall
+from kintsugi.observe.spans import known
 from kintsugi.runtime import SPANS
 from kintsugi.training.recording import recorded
 from kintsugi.types import LogicalShard, ShardItem
@@ -16,7 +17,7 @@ Recorded = list[tuple[str, dict[str, str]]]
 @pytest.fixture
 def spans() -> Iterator[Recorded]:
     found: Recorded = []
-    SPANS.record_to(lambda name, start, duration_s, attributes: found.append((name, attributes)))
+    SPANS.record_to(lambda name, attributes, since, until: found.append((name, known(attributes))))
     yield found
     SPANS.record_to(None)
 

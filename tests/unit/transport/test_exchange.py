@@ -6,6 +6,7 @@ import pytest
 
 from kintsugi.errors import DeadlineExceeded
 from kintsugi.messages import Body, CommitStep, Generate, LoadWeights, Ok, Ping
+from kintsugi.observe.spans import known
 from kintsugi.runtime import SPANS, SYSTEM_CLOCK
 from kintsugi.transport import PendingReply, Reply
 from kintsugi.transport.exchange import SAVED_BYTES, SAVED_REPLIES, SLOW_S, SavedReplies, subject
@@ -18,7 +19,9 @@ Recorded = list[tuple[str, float, dict[str, str]]]
 @pytest.fixture
 def spans() -> Iterator[Recorded]:
     found: Recorded = []
-    SPANS.record_to(lambda name, start, duration_s, attributes: found.append((name, duration_s, attributes)))
+    SPANS.record_to(
+        lambda name, attributes, since, until: found.append((name, until - since, known(attributes)))
+    )
     yield found
     SPANS.record_to(None)
 
