@@ -7,7 +7,8 @@ is copied or hashed, nobody sends heartbeats and nobody watches for those who do
 in the same processes. Blocks of ten steps are on, off, off, on, … in the first run, and off, on, on, off, … in the
 second: equal seeds give equal samples, so both have the same work to do in a block. A pair is two neighbouring blocks
 of both runs, of which two are on and two off, so that neither the work nor the run nor the moment makes a difference.
-The table gives the mean ratio of the pairs and its one-sided 95 % upper bound by Student's t.
+The table gives the mean ratio of the pairs and its one-sided 95 % upper bound by Student's t; and, as a machine that is
+shared disturbs some pairs far more than others, their median with a bound of the same kind.
 
 Which blocks are off is known in advance: a rank goes by the step it prepares, because all ranks have to agree on what
 it hashes to; the others go by a byte in a file, which the benchmark changes when a block ends.
@@ -266,6 +267,14 @@ def upper_bound(ratios: Sequence[float]) -> float:
     return statistics.fmean(ratios) + t * statistics.stdev(ratios) / math.sqrt(len(ratios))
 
 
+def upper_bound_of_median(ratios: Sequence[float]) -> float:
+    """One-sided 95 % bound that supposes nothing of how they are distributed: how many of them would lie below the true
+    median is a matter of coins."""
+    count = len(ratios)
+    below = math.ceil(count / 2 + statistics.NormalDist().inv_cdf(0.95) * math.sqrt(count) / 2)
+    return sorted(ratios)[min(below, count - 1)]
+
+
 def row(what: str, runs: Sequence[Sequence[Block]], *, goal: float = GOAL) -> dict[str, Any]:
     """One figure over all pairs."""
     ratios, values = [], {True: list[float](), False: list[float]()}
@@ -288,6 +297,8 @@ def row(what: str, runs: Sequence[Sequence[Block]], *, goal: float = GOAL) -> di
         "off": round(statistics.median(values[False]), 5),
         "ratio": round(statistics.fmean(ratios), 4),
         "upper_bound_95": round(upper_bound(ratios), 4),
+        "median": round(statistics.median(ratios), 4),
+        "median_upper_bound_95": round(upper_bound_of_median(ratios), 4),
         "goal": goal,
     }
 
@@ -330,7 +341,8 @@ def main(
     for entry in rows:
         print(
             f"{entry['case']['what']:14} on {entry['on'] * 1000:8.2f} ms   off {entry['off'] * 1000:8.2f} ms   "
-            f"ratio {entry['ratio']:.4f}   95 % upper bound {entry['upper_bound_95']:.4f}"
+            f"ratio {entry['ratio']:.4f}   95 % upper bound {entry['upper_bound_95']:.4f}   "
+            f"median {entry['median']:.4f}, bound {entry['median_upper_bound_95']:.4f}"
         )
     if arguments.json:
         host = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"

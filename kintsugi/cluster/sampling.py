@@ -24,7 +24,7 @@ from kintsugi.observe.ends import SharedEnds, ends_of
 from kintsugi.observe.figures import FiguresLog, Sample, figures_path
 from kintsugi.observe.links import Address, Links, address_in
 from kintsugi.observe.probes import DiskProbe, NameProbe, Probe, is_name
-from kintsugi.observe.sampling import UNREADABLE, HostLook, ProcessLook
+from kintsugi.observe.sampling import UNREADABLE, HostLook, OpenFiles, ProcessLook
 from kintsugi.observe.tcp import TcpTable, socket_inodes
 from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, Clock, WaitTable, wait
 
@@ -59,6 +59,7 @@ class Sampling:
         self._noted: set[str] = set()
         self._control_groups = ControlGroups()
         self._looks: dict[str, ProcessLook] = {}
+        self._files = OpenFiles()
         self._host = HostLook(own.host, run_dir=own.run_dir)
         self._links = Links()
         self._table: TcpTable | None = None
@@ -125,9 +126,12 @@ class Sampling:
         pids = {**scene.pids, self._own.process: os.getpid()}
         for name, pid in pids.items():
             if name not in self._looks or self._looks[name].pid != pid:
-                self._looks[name] = ProcessLook(name, pid, control_groups=self._control_groups)
+                if name in self._looks:
+                    self._looks[name].close()
+                look = ProcessLook(name, pid, control_groups=self._control_groups, files=self._files)
+                self._looks[name] = look
         for gone in self._looks.keys() - pids.keys():
-            del self._looks[gone]
+            self._looks.pop(gone).close()
         found: list[Sample] = []
         for name in pids:
             sample = self._looks[name].sample()
@@ -177,8 +181,10 @@ class Sampling:
             probe.close()
         self._disk.close()
         self._ends.close()
-        if self._table is not None and not self._thread.is_alive():
-            self._table.close()
+        if not self._thread.is_alive():
+            self._files.forget("/proc/")
+            if self._table is not None:
+                self._table.close()
         self._figures.close()
 
     def _attempt_join(self, remaining_s: float) -> bool | None:

@@ -100,7 +100,8 @@ class ControlGroups:
 
     def of(self, pid: int) -> Groups:
         """Raises OSError when the process is gone; its remains still have groups."""
-        text = Path(f"/proc/{pid}/cgroup").read_text()
+        with open(f"/proc/{pid}/cgroup", "rb", buffering=0) as file:
+            text = file.readall().decode()
         if text not in self._known:
             if len(self._known) > 256:
                 self._known.clear()

@@ -9,6 +9,7 @@ connection is replaced by another.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 
 from kintsugi.observe.figures import LinkSample
 from kintsugi.observe.tcp import TcpInfo, TcpSocket
@@ -31,15 +32,19 @@ WILDCARDS = ("0.0.0.0", "::")
 MOST_LINKS = 1024
 """Totals of links without a connection are remembered up to here: strangers come from a new port each time."""
 TOTALS = ("retransmits", "needless", "out_bytes", "in_bytes", "receiver_limited_s")
+Counts = tuple[float, ...]
+"""By `TOTALS`."""
+NOTHING: Counts = (0.0,) * len(TOTALS)
+_counts = attrgetter(*TOTALS)
 
 
 class Links:
     """Turns the connections of one moment into samples; remembers what earlier connections of a link had counted."""
 
     def __init__(self) -> None:
-        self._counted: dict[int, tuple[Key, dict[str, float]]] = {}
+        self._counted: dict[int, Counts] = {}
         """Of every living connection (by its cookie) what it had counted when it was last seen."""
-        self._totals: dict[Key, dict[str, float]] = {}
+        self._totals: dict[Key, Counts] = {}
 
     def samples(
         self,
@@ -59,17 +64,19 @@ class Links:
         return [self._sample(key, group) for key, group in sorted(groups.items())]
 
     def _count(self, groups: Mapping[Key, list[TcpSocket]]) -> None:
-        counted: dict[int, tuple[Key, dict[str, float]]] = {}
+        counted: dict[int, Counts] = {}
         for key, group in groups.items():
-            totals = self._totals.setdefault(key, dict.fromkeys(TOTALS, 0.0))
+            totals = self._totals.get(key, NOTHING)
             for each in group:
                 if each.info is None:
                     continue
-                now = {name: float(getattr(each.info, name)) for name in TOTALS}
-                _, before = self._counted.get(each.cookie, (key, dict.fromkeys(TOTALS, 0.0)))
-                counted[each.cookie] = key, now
-                for name in TOTALS:
-                    totals[name] += max(0.0, now[name] - before[name])
+                counted[each.cookie] = now = _counts(each.info)
+                before = self._counted.get(each.cookie, NOTHING)
+                totals = tuple(
+                    total + max(0.0, late - early)
+                    for total, late, early in zip(totals, now, before, strict=True)
+                )
+            self._totals[key] = totals
         self._counted = counted
         if len(self._totals) > MOST_LINKS:
             self._totals = {key: self._totals[key] for key in groups}
@@ -82,7 +89,7 @@ class Links:
             "send_queue_bytes": float(sum(each.send_queue for each in group)),
             "receive_queue_bytes": float(sum(each.receive_queue for each in group)),
             **(_worst(infos) if infos else {}),
-            **self._totals[key],
+            **dict(zip(TOTALS, self._totals[key], strict=True)),
         }
         states = {each.state for each in group}
         state = next((each for each in WORST_FIRST if each in states), min(states))

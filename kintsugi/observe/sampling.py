@@ -20,17 +20,49 @@ from kintsugi.types import Role, role_of
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 PRESSURES = ("cpu", "io", "memory")
+MOST_OPEN, LONGEST = 256, 8192
+"""Files of /proc that are kept open, and bytes of the longest."""
 UNREADABLE = (OSError, ValueError, IndexError, KeyError, NotImplementedError)
 """What a look at /proc can end in: the process is gone, is somebody else's, the kernel writes it another way, or psutil
 finds none of it."""
 
 
+class OpenFiles:
+    """Files of /proc that are read again and again: opened once, and read from the beginning each time. What was opened
+    is of one process, also when its number is given to another. Where there are many, the others are opened each time.
+    """
+
+    def __init__(self, most: int = MOST_OPEN) -> None:
+        self._most = most
+        self._descriptors: dict[str, int] = {}
+
+    def read(self, path: str) -> str:
+        descriptor = self._descriptors.get(path)
+        if descriptor is None:
+            if len(self._descriptors) >= self._most:
+                return _read(path)
+            descriptor = self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.pread(descriptor, LONGEST, 0).decode(errors="replace")
+        except OSError:
+            self.forget(path)
+            raise
+
+    def forget(self, prefix: str) -> None:
+        for path in [path for path in self._descriptors if path.startswith(prefix)]:
+            os.close(self._descriptors.pop(path))
+
+
 class ProcessLook:
     """Looks at one process again and again; remembers what its threads had waited when they ended."""
 
-    def __init__(self, name: str, pid: int, *, control_groups: ControlGroups) -> None:
+    def __init__(
+        self, name: str, pid: int, *, control_groups: ControlGroups, files: OpenFiles | None = None
+    ) -> None:
+        """`files` may be shared by many; after `close` none of this process are open."""
         self.name, self.pid = name, pid
         self._control_groups = control_groups
+        self._files = files or OpenFiles()
         self._folder = f"/proc/{pid}"
         self._delays: dict[str, int] = {}
         self._run_delay_ns = 0
@@ -42,7 +74,7 @@ class ProcessLook:
     def sample(self) -> ProcessSample | None:
         """None when it is gone."""
         try:
-            fields = _fields(f"{self._folder}/stat")
+            fields = _fields(self._files.read(f"{self._folder}/stat"))
         except OSError:
             return None
         self.rss_bytes = float(int(fields[21]) * PAGE_SIZE)
@@ -69,11 +101,13 @@ class ProcessLook:
         delays: dict[str, int] = {}
         for thread in os.listdir(f"{self._folder}/task"):
             try:
-                delay = int(_read(f"{self._folder}/task/{thread}/schedstat").split()[1])
+                delay = int(self._files.read(f"{self._folder}/task/{thread}/schedstat").split()[1])
             except (OSError, IndexError):
                 continue
             delays[thread] = delay
             self._run_delay_ns += max(0, delay - self._delays.get(thread, 0))
+        for ended in self._delays.keys() - delays.keys():
+            self._files.forget(f"{self._folder}/task/{ended}/")
         self._delays = delays
         return {
             "run_delay_s": self._run_delay_ns / 1e9,
@@ -81,13 +115,13 @@ class ProcessLook:
         }
 
     def _switches(self) -> dict[str, float]:
-        status = _read(f"{self._folder}/status")
+        status = self._files.read(f"{self._folder}/status")
         lines = status[status.index("\nvoluntary_ctxt_switches:") + 1 :].splitlines()
         names = ("voluntary_switches", "involuntary_switches")
         return {name: float(line.split()[1]) for name, line in zip(names, lines, strict=False)}
 
     def _storage(self) -> dict[str, float]:
-        entries = dict(line.split(": ") for line in _read(f"{self._folder}/io").splitlines())
+        entries = dict(line.split(": ") for line in self._files.read(f"{self._folder}/io").splitlines())
         return {name: float(entries[name]) for name in ("read_bytes", "write_bytes")}
 
     def _descriptors(self) -> dict[str, float]:
@@ -105,7 +139,7 @@ class ProcessLook:
         pages = 0
         for pid in found:
             try:
-                fields = _fields(f"/proc/{pid}/stat")
+                fields = _fields(_read(f"/proc/{pid}/stat"))
             except OSError:
                 continue
             ticks[pid], pages = int(fields[11]) + int(fields[12]), pages + int(fields[21])
@@ -149,6 +183,9 @@ class ProcessLook:
             limit, used = max(limits, key=lambda pair: pair[1] / max(1.0, pair[0]))
             values |= {"memory_limit_bytes": limit, "memory_used_bytes": used}
         return values
+
+    def close(self) -> None:
+        self._files.forget(f"{self._folder}/")
 
 
 class HostLook:
@@ -260,9 +297,8 @@ def _disk_of(run_dir: str) -> str | None:
         return None
 
 
-def _fields(path: str) -> list[str]:
+def _fields(stat: str) -> list[str]:
     """Of a process's `stat` from its state on; the name before that may contain anything."""
-    stat = _read(path)
     return stat[stat.rindex(")") + 2 :].split()
 
 

@@ -11,6 +11,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
+from functools import lru_cache
 
 import msgspec
 
@@ -43,8 +44,8 @@ _header = struct.Struct("=IHHII")
 _request = struct.Struct("=BBBxI48x")
 _message = struct.Struct("=BBBB2s2s16s16s4x8sIIIII")
 _attribute = struct.Struct("=HH")
-_info = struct.Struct("=8B24I4Q6I4Q2I2QI")
-"""`struct tcp_info` up to `tcpi_dsack_dups`; an older kernel gives less, which reads as zeros."""
+_info = struct.Struct("=4xB3x I12xI4xI16xI12xII24xI 16xQQ 12xI8x 16xQ8x 8x16xI")
+"""Of `struct tcp_info` up to `tcpi_dsack_dups` what is looked at; an older kernel gives less, which reads as zeros."""
 
 
 class TcpInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +151,7 @@ def _tcp_socket(family: int, payload: bytes) -> TcpSocket:
     )
 
 
+@lru_cache(maxsize=1024)
 def _address(family: int, packed: bytes) -> str:
     """An IPv4 address that a socket of both families uses is the same address."""
     if family == socket.AF_INET:
@@ -170,22 +172,37 @@ def _info_in(attributes: bytes) -> TcpInfo | None:
 
 def tcp_info(content: bytes) -> TcpInfo:
     """Of the kernel's `struct tcp_info`, which every version has made longer."""
-    values = _info.unpack(content[: _info.size].ljust(_info.size, b"\0"))
-    small, words, large, more, rates = values[:8], values[8:32], values[32:36], values[36:42], values[42:46]
+    if len(content) < _info.size:
+        content = content.ljust(_info.size, b"\0")
+    (
+        backoff,
+        rto,
+        unacked,
+        lost,
+        received,
+        rtt,
+        variance,
+        again,
+        out_bytes,
+        in_bytes,
+        least,
+        limited,
+        needless,
+    ) = _info.unpack_from(content)
     return TcpInfo(
-        backoff=small[4],
-        rto_s=words[0] / 1e6,
-        unacked=words[4],
-        lost=words[6],
-        last_received_s=words[11] / 1e3,
-        rtt_s=words[15] / 1e6,
-        rtt_variance_s=words[16] / 1e6,
-        retransmits=words[23],
-        needless=values[50],
-        out_bytes=large[2],
-        in_bytes=large[3],
-        min_rtt_s=more[3] / 1e6,
-        receiver_limited_s=rates[2] / 1e6,
+        backoff=backoff,
+        rto_s=rto / 1e6,
+        unacked=unacked,
+        lost=lost,
+        last_received_s=received / 1e3,
+        rtt_s=rtt / 1e6,
+        rtt_variance_s=variance / 1e6,
+        retransmits=again,
+        needless=needless,
+        out_bytes=out_bytes,
+        in_bytes=in_bytes,
+        min_rtt_s=least / 1e6,
+        receiver_limited_s=limited / 1e6,
     )
 
 

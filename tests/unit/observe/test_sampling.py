@@ -7,13 +7,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from kintsugi.observe.cgroups import ControlGroups
 from kintsugi.observe.figures import ProcessSample
-from kintsugi.observe.sampling import HostLook, ProcessLook
+from kintsugi.observe.sampling import HostLook, OpenFiles, ProcessLook
 
 OF_A_PROCESS = {
     "cpu_s",
@@ -115,6 +116,31 @@ def test_what_threads_have_waited_stays_counted_when_they_end() -> None:
     assert after is not None
     delays = [sample.values["run_delay_s"] for sample in (before, during, after)]
     assert delays == sorted(delays)
+
+
+def open_below_proc() -> list[str]:
+    found = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return [path for path in found if path.startswith("/proc/") and path.rsplit("/", 1)[1] != "fd"]
+
+
+@pytest.mark.parametrize("most", [0, 2, 100])
+def test_files_stay_open_between_looks_up_to_a_number_and_none_after_the_last(
+    sleeper: subprocess.Popen[bytes], most: int
+) -> None:
+    before = len(open_below_proc())
+    look = ProcessLook("model-0", sleeper.pid, control_groups=ControlGroups(), files=OpenFiles(most=most))
+    first, second = look.sample(), look.sample()
+    assert first is not None and second is not None
+    assert first.values.keys() == second.values.keys()
+    assert len(open_below_proc()) - before == min(most, 4)
+    sleeper.kill()
+    sleeper.wait()
+    assert look.sample() is None
+    look.close()
+    assert len(open_below_proc()) == before
 
 
 def test_a_host_is_seen_with_all_its_figures(tmp_path: Path) -> None:
