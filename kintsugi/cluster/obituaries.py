@@ -59,15 +59,30 @@ class OomLedger:
             seen.popleft()
 
     def claim(self, name: str, count: int, now: float, *, window_s: float = WINDOW_S) -> bool:
-        """Whether the count has moved and no death was explained by that yet; a group never seen began with zero."""
-        seen = tuple(self._seen.get(name, ()))  # A copy: another thread counts.
-        older = [entry for entry in seen if entry[0] <= now - window_s]
-        since, before = older[-1] if older else seen[0] if seen else (now - window_s, 0)
+        """Whether the count has moved and no death was explained by that yet."""
+        since, before = self._before(name, now - window_s)
         claimed = self._claimed.setdefault(name, deque(maxlen=64))
         if count - before - sum(moment >= since for moment in claimed) <= 0:
             return False
         claimed.append(now)
         return True
+
+    def _before(self, name: str, moment: float) -> tuple[float, int]:
+        """What the count was then, and since when; a group never seen began with zero."""
+        seen = tuple(self._seen.get(name, ()))  # A copy: another thread counts.
+        older = [entry for entry in seen if entry[0] <= moment]
+        return older[-1] if older else seen[0] if seen else (moment, 0)
+
+    def _elsewhere(self, pid: int, now: float) -> int:
+        """What moved in groups that others are in and this one is not: those were other deaths."""
+        own = self._groups.get(pid)
+        others = {each.memory: each for each in self._groups.values() if own and each.memory != own.memory}
+        counts = {str(memory): self._control_groups.oom_kills(each) for memory, each in others.items()}
+        return sum(
+            count - self._before(name, now - HOST_WINDOW_S)[1]
+            for name, count in counts.items()
+            if count is not None
+        )
 
     def explains(self, pid: int, now: float) -> bool:
         """Whether a process that was killed died of memory."""
@@ -76,7 +91,8 @@ class OomLedger:
         if count is not None and self.claim(str(groups.memory), count, now):
             return True
         try:
-            return HOST in self._seen and self.claim(HOST, oom_kills(), now, window_s=HOST_WINDOW_S)
+            count = oom_kills() - self._elsewhere(pid, now)
+            return HOST in self._seen and self.claim(HOST, count, now, window_s=HOST_WINDOW_S)
         except OSError:
             return False
 

@@ -4,8 +4,12 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
+from kintsugi.cluster import obituaries
 from kintsugi.cluster.children import ChildRecord, Kept
 from kintsugi.cluster.obituaries import HOST, WINDOW_S, Obituaries, OomLedger
+from kintsugi.observe.cgroups import ControlGroups, Groups
 from kintsugi.observe.events import EventLog, ProcessGone, events_path, read_events
 from kintsugi.runtime import SystemProcesses
 
@@ -37,6 +41,33 @@ def test_a_move_of_long_ago_explains_nothing() -> None:
 def test_a_group_that_was_never_seen_began_with_none() -> None:
     assert OomLedger().claim("new", 1, 3.0)
     assert not OomLedger().claim("new", 0, 3.0)
+
+
+class Kernel(ControlGroups):
+    """Two processes in a group each, and what was counted there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {Path("/a"): 0, Path("/b"): 0}
+
+    def of(self, pid: int) -> Groups:
+        return Groups(memory=Path("/a") if pid == 1 else Path("/b"))
+
+    def oom_kills(self, groups: Groups) -> int | None:
+        return None if groups.memory is None else self.counts[groups.memory]
+
+
+@pytest.mark.parametrize(("where", "of_memory"), [("/a", True), ("/b", False), ("/unseen", True)])
+def test_a_death_in_a_group_of_others_is_another_death(
+    monkeypatch: pytest.MonkeyPatch, where: str, of_memory: bool
+) -> None:
+    kernel = Kernel()
+    monkeypatch.setattr(obituaries, "oom_kills", lambda: sum(kernel.counts.values()))
+    ledger = OomLedger(kernel)
+    ledger.look_at([1, 2])
+    ledger.count(10.0)
+    kernel.counts[Path(where)] = 1
+    assert ledger.explains(1, 11.0) is of_memory
 
 
 class Moved(OomLedger):
