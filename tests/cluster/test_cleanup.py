@@ -43,7 +43,7 @@ def test_ctrl_c_stops_the_master_gracefully_and_leaves_nothing(run: TinyRun) -> 
 
 def test_a_second_ctrl_c_ends_even_a_stubborn_run_at_once(run: TinyRun) -> None:
     launcher = run.start(programs={Role.MASTER: "cluster_programs:stubborn"})
-    until((run.run_dir / "events" / "master-0.jsonl").exists, "the master's first event")
+    until((run.run_dir / "master-0.stubborn.json").exists, "the master to be stubborn")
     run.note_sockets()
     launcher.send_signal(signal.SIGINT)
     until((run.run_dir / "master-0.asked_to_end.json").exists, "the first signal to reach the master")

@@ -112,7 +112,7 @@ def test_a_stop_reaches_a_master_that_nobody_could_ask_at_that_moment(run: TinyR
 @pytest.mark.slow
 def test_a_second_stop_ends_a_stubborn_run_whose_agent_was_killed(run: TinyRun) -> None:
     launcher = run.start(programs={Role.MASTER: "cluster_programs:stubborn"})
-    until((run.run_dir / "events" / "master-0.jsonl").exists, "the master's first event")
+    until((run.run_dir / "master-0.stubborn.json").exists, "the master to be stubborn")
     run.note_sockets()
     launcher.send_signal(signal.SIGINT)
     until((run.run_dir / "master-0.asked_to_end.json").exists, "the first signal to reach the master")

@@ -57,8 +57,10 @@ def file_probe() -> FileProbe:
 
 
 def stubborn(bootstrap: Bootstrap) -> int:
-    """Notes that it was asked to end, and goes on."""
+    """Notes that it was asked to end, and goes on. A process counts as started before its program runs, so it notes
+    from when on it is stubborn."""
     signal.signal(signal.SIGTERM, lambda number, frame: _write(bootstrap, "asked_to_end", True))
+    _write(bootstrap, "stubborn", True)
     return idle(bootstrap)
 
 

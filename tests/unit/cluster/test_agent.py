@@ -132,6 +132,7 @@ def test_stopping_is_answered_once_the_process_is_gone(make_host: MakeHost) -> N
     host.stop(gentle)
     assert process_start_time(gentle.pid) is None
     assert host.exit_of("model-0").status == -signal.SIGTERM
+    assert host.wrote("rollout-0", "stubborn")
     host.stop(stubborn, grace_s=0.05)
     assert process_start_time(stubborn.pid) is None
     assert host.exit_of("rollout-0").status == -signal.SIGKILL
