@@ -33,7 +33,7 @@ _NETWORK = frozenset({_K.NETWORK_CUT, _K.NETWORK_DELAY, _K.NETWORK_LOSS})
 _MOMENTARY = _NETWORK | {_K.CPU, _K.SLOW, _K.DEVICE, _K.DISK_SLOW}
 """What a neighbour may show for a moment while somebody is replaced."""
 _SLOW = frozenset({_K.SLOW, _K.DEVICE})
-PATIENCE_S = {_K.SLOW: 4.5, _K.DEVICE: 3.6, _K.NETWORK_LOSS: 2.8, _K.DNS: 3.6}
+PATIENCE_S = {_K.SLOW: 4.5, _K.DEVICE: 3.6, _K.NETWORK_LOSS: 2.8, _K.DNS: 4.8}
 """Not said before what would explain it, or tell which end it is, had time to show: figures come once a second, and it
 takes three until nothing that was sent is surely acknowledged."""
 _DISK = frozenset({_K.DISK_FULL, _K.DISK_SLOW, _K.DISK_ERROR})
