@@ -7,16 +7,18 @@ from pathlib import Path
 
 import msgspec
 
-from kintsugi.diagnosis.baseline import Baselines
+from kintsugi.diagnosis.baseline import COLD_S, Baselines, Past, past_of
 from kintsugi.diagnosis.evidence import Bundle
 from kintsugi.diagnosis.ranking import judge
-from kintsugi.diagnosis.reading import Reader
-from kintsugi.diagnosis.verdict import Diagnosis
+from kintsugi.diagnosis.reading import Reader, last_recorded
+from kintsugi.diagnosis.verdict import Diagnosis, FaultKind
 from kintsugi.runtime import SYSTEM_CLOCK, Clock
 
 PAST_S = 600.0
 """So much of the past is read: what is usual does not get clearer from more. What was wrong before, the watcher has
 said when it was (`telling.earlier`)."""
+EARLIER_S, PART_S = (3600.0, 2400.0, 1200.0), 120.0
+"""What was usual before is taken from parts of the last hour, so long each."""
 KEPT_S = 240.0
 """So much of it is kept by who follows a run."""
 REFRESH_S = 10.0
@@ -43,16 +45,62 @@ def diagnose(
     """
     began, now = clock.monotonic(), clock.wall()
     path = Path(run_dir)
-    latest = _last_change(path) if at is None else at
+    latest = last_recorded(path) if at is None else at
     is_over = at is None and now - latest >= ALIVE_S
-    reader = Reader(path, since=latest - PAST_S)
+    bundle = _read(path, since=latest - PAST_S, until=math.inf if at is None else at)
+    moment = at if at is not None else bundle.at if is_over else now
+    earlier = [
+        _read(path, since=begin, until=begin + PART_S)
+        for ago_s in EARLIER_S
+        if bundle.began + COLD_S < (begin := latest - ago_s)
+    ]
+    baselines = Baselines(bundle, at=moment, past=past_of(bundle, earlier))
+    diagnosis = look(
+        bundle, at=moment, since=since, is_over=is_over, baselines=baselines, begin=latest - PAST_S
+    )
+    return msgspec.structs.replace(diagnosis, took_s=round(clock.monotonic() - began, 4))
+
+
+def _read(run_dir: Path, *, since: float, until: float) -> Bundle:
+    reader = Reader(run_dir, since=since)
     try:
-        bundle = reader.read(until=math.inf if at is None else at)
+        return reader.read(until=until)
     finally:
         reader.close()
-    moment = at if at is not None else bundle.at if is_over else now
-    diagnosis = look(bundle, at=moment, since=since, is_over=is_over)
-    return msgspec.structs.replace(diagnosis, took_s=round(clock.monotonic() - began, 4))
+
+
+class Memory:
+    """What is usual in a run that is looked at again and again, and since when something is wrong with it."""
+
+    def __init__(self) -> None:
+        self.baselines = Baselines(Bundle(), at=0.0)
+        self._refresh_at = -math.inf
+        self._past = Past()
+        self._onsets: dict[tuple[str, FaultKind], float] = {}
+        """Of what was wrong at the last look."""
+
+    def look(self, bundle: Bundle, *, now: float) -> Diagnosis:
+        """What is wrong now. Where nobody records any more, as on a full disk, nobody has become well: what was wrong
+        last still is."""
+        if now >= self._refresh_at:
+            bundle.forget_before(now - KEPT_S)
+            if not self._onsets:
+                self._past.forget(at=now)
+            self.baselines = Baselines(bundle, at=now, past=self._past)
+            self._refresh_at = now + REFRESH_S
+        at = min(now, bundle.at + ALIVE_S) if bundle.at else now
+        return self._since_when(look(bundle, at=at, baselines=self.baselines))
+
+    def _since_when(self, diagnosis: Diagnosis) -> Diagnosis:
+        """What was wrong at the last look too has been so since then, however little of it is looked at."""
+        causes = tuple(
+            msgspec.structs.replace(
+                cause, onset=min(cause.onset, self._onsets.get((cause.process, cause.kind), cause.onset))
+            )
+            for cause in diagnosis.causes
+        )
+        self._onsets = {(cause.process, cause.kind): cause.onset for cause in causes}
+        return msgspec.structs.replace(diagnosis, causes=causes)
 
 
 class Follower:
@@ -61,21 +109,17 @@ class Follower:
     def __init__(self, run_dir: str | Path, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
         self._reader = Reader(Path(run_dir), since=clock.wall() - KEPT_S)
-        self._refresh_at = -math.inf
+        self._memory = Memory()
         self.bundle = self._reader.bundle
-        self.baselines = Baselines(self.bundle, at=0.0)
+
+    @property
+    def baselines(self) -> Baselines:
+        return self._memory.baselines
 
     def look(self) -> Diagnosis:
-        """What is wrong now. Where nobody records any more, as on a full disk, nobody has become well: what was wrong
-        last still is."""
         began, now = self._clock.monotonic(), self._clock.wall()
         self._reader.read()
-        if now >= self._refresh_at:
-            self.bundle.forget_before(now - KEPT_S)
-            self.baselines = Baselines(self.bundle, at=now)
-            self._refresh_at = now + REFRESH_S
-        at = min(now, self.bundle.at + ALIVE_S) if self.bundle.at else now
-        diagnosis = look(self.bundle, at=at, baselines=self.baselines)
+        diagnosis = self._memory.look(self.bundle, now=now)
         return msgspec.structs.replace(diagnosis, took_s=round(self._clock.monotonic() - began, 4))
 
     def close(self) -> None:
@@ -89,16 +133,11 @@ def look(
     since: float | None = None,
     is_over: bool = False,
     baselines: Baselines | None = None,
+    begin: float = math.inf,
 ) -> Diagnosis:
-    """Judge what was gathered. Pure."""
+    """Judge what was gathered: of a run that goes on the last moments, or from `begin` on. Pure."""
     if since is None:
-        since = bundle.began if is_over else at - PRESENT_S
-    begin = min(since, at - LOOK_S)
-    return judge(bundle, baselines or Baselines(bundle, at=at), begin=begin, since=since, at=at)
-
-
-def _last_change(run_dir: Path) -> float:
-    """When anything was last recorded."""
-    folders = (run_dir / "events", run_dir / "figures")
-    times = [path.stat().st_mtime for folder in folders for path in folder.glob("*.jsonl")]
-    return max(times, default=0.0)
+        since = max(bundle.began, at - PAST_S) if is_over else at - PRESENT_S
+    begin = min(since, at - LOOK_S, begin)
+    baselines = baselines or Baselines(bundle, at=at)
+    return judge(bundle, baselines, begin=begin, since=since, at=at, is_over=is_over)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kintsugi.errors import Fault
@@ -19,6 +20,8 @@ from kintsugi.types import Role, Wait, process_id, role_of
 MASTER = process_id(Role.MASTER, 0)
 OVER = frozenset({"ending", "ended"})
 """Phases after which everybody ends because it was told to."""
+LEAST_STEPS, LEAST_PHASES = 50, 400
+"""So many of the last ones are remembered, whatever their age."""
 LEAST_WORK_S = 0.02
 """A process that neither ran nor wanted to run for so long in a second can not be starved."""
 
@@ -55,6 +58,10 @@ class Track:
             return None
         best = min(near, key=lambda i: abs(self.times[i] - time))
         return self.values[best] if abs(self.times[best] - time) <= within_s else None
+
+    def spacing_s(self) -> float:
+        """How far its values are apart, on average."""
+        return (self.times[-1] - self.times[0]) / (len(self.times) - 1) if len(self.times) > 1 else 0.0
 
     def forget_before(self, time: float) -> None:
         index = bisect_left(self.times, time)
@@ -280,15 +287,19 @@ class Bundle:
 
     def _process(self, time: float, recorder: str, sample: ProcessSample) -> None:
         process, values = sample.of, sample.values
-        if recorder in self.host_of and process not in self.host_of:
+        if recorder in self.host_of:
+            # Where it is now: one that is replaced may be started elsewhere.
             self.host_of[process] = self.host_of[recorder]
         self.states[process].append((time, sample.state, sample.pid))
         tracks = self.processes[process]
         if "device_memory_bytes" in values:
             tracks["device_memory_bytes"].add(time, values["device_memory_bytes"])
-        used = max(values.get("memory_used_bytes", 0.0), values.get("rss_bytes", 0.0))
-        tracks["memory_bytes"].add(time, used)
+        tracks["frozen"].add(time, values.get("frozen", 0.0))
+        tracks["rss_bytes"].add(time, values.get("rss_bytes", 0.0))
+        used = values.get("memory_used_bytes", 0.0)
+        tracks["memory_bytes"].add(time, max(used, values.get("rss_bytes", 0.0)))
         if values.get("memory_limit_bytes"):
+            # Of a limit counts what is charged to it: who was put under one brings nothing along.
             tracks["memory_share"].add(time, used / values["memory_limit_bytes"])
         if values.get("descriptor_limit"):
             tracks["descriptor_share"].add(time, values.get("descriptors", 0.0) / values["descriptor_limit"])
@@ -381,6 +392,13 @@ class Bundle:
 
     # Asking.
 
+    def tracks(self) -> Iterator[tuple[object, Track]]:
+        """Every figure of every process, host and link, with what it is of."""
+        for group in (self.processes, self.hosts, self.links):
+            for of, tracks in group.items():
+                for name, track in tracks.items():
+                    yield (of, name), track
+
     def role_peers(self, process: str) -> list[str]:
         """Others of the same role."""
         role = known_role(process)
@@ -426,8 +444,13 @@ class Bundle:
         self.notes = [each for each in self.notes if each.time >= time]
         self.news = [each for each in self.news if each.time >= time]
         self.ends = [each for each in self.ends if each.time >= time]
-        self.steps = [each for each in self.steps if each.time >= time]
-        self.phases = [each for each in self.phases[:-1] if each.time >= time] + self.phases[-1:]
+        # However long they take: from fewer nobody knows how long is usual.
+        self.steps = [each for each in self.steps[:-LEAST_STEPS] if each.time >= time] + self.steps[
+            -LEAST_STEPS:
+        ]
+        self.phases = [each for each in self.phases[:-LEAST_PHASES] if each.time >= time] + self.phases[
+            -LEAST_PHASES:
+        ]
         for births in self.births.values():
             # The last one before is that of who still runs, or of whom the next one follows.
             del births[: max(0, bisect_left(births, time, key=lambda birth: birth[0]) - 1)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from kintsugi.diagnosis.evidence import MASTER, OVER, Bundle, End, Said, known_role
 from kintsugi.diagnosis.findings import Finding
@@ -54,6 +54,10 @@ LINK = "the link from "
 """How an alert begins that somebody raises about its own uploads."""
 NAMED_BY_ALERTS = frozenset({FaultKind.HANDOVER, FaultKind.SLOW, FaultKind.NUMERIC, FaultKind.NETWORK_DELAY})
 """Of these, an alert tells who broke; of the others, who raises it."""
+NO_EPISODES = "EpisodesFailed"
+"""What the master calls it that nothing can be scored."""
+TOGETHER_S = 2.5
+"""Who was last heard within this ended together: heartbeats are half a second apart, looks a second."""
 USER_GROUPS = 3
 """So many groups that nothing came of because of the user's code, and it is no odd sample any more."""
 
@@ -228,8 +232,10 @@ def _is_frozen(bundle: Bundle, process: str, begin: float, end: float) -> bool:
         for name in ("cpu", "run_delay", "io_delay", "read", "written")
         for value in tracks[name].between(begin + 1.1, end)
     ]
-    states = [state for time, state, _ in bundle.states[process] if begin <= time <= end]
-    return bool(wanted) and max(wanted) < QUIET and "Z" not in states
+    states = {state for time, state, _ in bundle.states[process] if begin <= time <= end}
+    # Who waits for a disk or a driver (D) is not run either; a frozen control group of version 1 looks the same.
+    is_known = any(tracks["frozen"].between(begin, end)) or "D" not in states
+    return bool(wanted) and max(wanted) < QUIET and "Z" not in states and is_known
 
 
 QUIET = 1e-3
@@ -245,6 +251,8 @@ def _errors(bundle: Bundle, *, since: float, until: float, dead: set[str]) -> It
     for fault in root_first(each.fault for each in said if each.fault is not None):
         if fault.cause is not None or fault.kind in CONSEQUENCES:
             continue
+        if fault.kind == NO_EPISODES and any(is_of_the_users_code(note.message) for note in bundle.notes):
+            continue  # The workers have told whose code it is.
         where = by_id.get(fault.id) or next(each for each in said if _follows(each.fault, fault.id))
         kind = kind_of_fault(fault)
         time = bundle.moment_of(fault, by=where.by, told=where.time)
@@ -379,25 +387,67 @@ def _differing(bundle: Bundle, *, since: float, until: float) -> Iterator[Findin
 
 
 def _user_code(bundle: Bundle, *, since: float, until: float) -> Iterator[Finding]:
-    """Groups of which nothing came because the user's code failed at every attempt: a worker notes each."""
+    """Groups of which nothing came because the user's code failed at every attempt: a worker notes each. It is the same
+    code everywhere: who has most of them speaks for all."""
     by_process: dict[str, list[Said]] = {}
     for note in bundle.notes:
         if since <= note.time <= until and is_of_the_users_code(note.message):
             by_process.setdefault(note.by, []).append(note)
-    for process, notes in by_process.items():
-        if len(notes) < USER_GROUPS:
-            continue
-        last = notes[-1]
-        yield Finding(
-            process=process,
-            kind=FaultKind.USER_CODE,
-            onset=notes[0].time,
-            until=last.time,
-            strength=0.85,
-            what=f"nothing came of {len(notes)} groups; the last: {_short(last.message)}",
-            evidence=(Evidence(last.source, last.time, _short(last.message)),),
-            is_fact=True,
-        )
+    count = sum(map(len, by_process.values()))
+    if not count or (count < USER_GROUPS and not _no_episodes(bundle, since=since, until=until)):
+        return
+    process = max(by_process, key=lambda each: (len(by_process[each]), each))
+    others = tuple(sorted(by_process.keys() - {process}))
+    notes = sorted(chain.from_iterable(by_process.values()), key=lambda note: note.time)
+    where = f" there and at {', '.join(others)}" if others else ""
+    last = by_process[process][-1]
+    yield Finding(
+        process=process,
+        kind=FaultKind.USER_CODE,
+        onset=notes[0].time,
+        until=notes[-1].time,
+        strength=0.85,
+        what=f"nothing came of {count} groups{where}; the last: {_short(last.message)}",
+        evidence=(Evidence(last.source, last.time, _short(last.message)),),
+        is_fact=True,
+        others=others,
+    )
+
+
+def _no_episodes(bundle: Bundle, *, since: float, until: float) -> bool:
+    """Whether the run ended because nothing could be scored."""
+    return any(
+        said.fault is not None and said.fault.kind == NO_EPISODES and since <= said.time <= until
+        for said in bundle.faults
+    )
+
+
+def fallen_silent(bundle: Bundle) -> Iterator[Finding]:
+    """Everybody's last words are of one moment, and none is a good-bye: whoever would have told of an end ended too."""
+    last = {process: beats[-1].time for process, beats in bundle.beats.items() if beats}
+    if len(last) < 2 or bundle.is_over(bundle.at):
+        return
+    first, latest = min(last.values()), max(last.values())
+    said_goodbye = any(time >= first for times in bundle.goodbyes.values() for time in times)
+    if latest - first > TOGETHER_S or said_goodbye:
+        return
+    yield Finding(
+        process=MASTER,
+        kind=FaultKind.KILLED,
+        onset=latest,
+        until=bundle.at,
+        strength=0.8,
+        what=(
+            f"and {len(last) - 1} others ended within {latest - first:.1f} s, and nobody was left to say how: a "
+            "person, a scheduler or a loss of power ended everything at once"
+        ),
+        evidence=tuple(
+            Evidence(f"figures/{process}.jsonl", time, f"{process}: its last heartbeat")
+            for process, time in sorted(last.items())
+        ),
+        is_fact=True,
+        rules_out=("the end of the run: it had not finished, and nobody had asked it to stop",),
+    )
 
 
 def _figures(bundle: Bundle, process: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
-from kintsugi.diagnosis.baseline import Baselines
+from kintsugi.diagnosis.baseline import MANY, Baselines
 from kintsugi.diagnosis.blame import (
     ALL,
     GAP_S,
@@ -38,7 +38,9 @@ RTT_FACTOR = 5.0
 LEAST_RTT_S = 0.055
 """A receiver may put its acknowledgement off for 40 ms, and that is measured too."""
 USUAL_RTT_S = 0.03
-"""What is usual is not taken for more than this."""
+"""What is usual is not taken for more than this until it has been so for long."""
+ABOVE_OFTEN = 1.5
+"""So many times what it takes again and again, as while weights are on their way."""
 FALLING = 0.93
 """An average that falls tells of something that is over."""
 CLEARLY_LATE_S = 0.1
@@ -98,8 +100,12 @@ class _Signs:
         tracks = bundle.links[key]
         track, sent = tracks["rtt_s"], tracks["out"]
         usual = baselines.of(track)
-        self.usual[key] = middle = min(usual.middle, USUAL_RTT_S) if usual else 0.0
-        bound = max(LEAST_RTT_S, RTT_FACTOR * middle)
+        middle = usual.middle if usual else 0.0
+        if usual is not None and usual.count < MANY:
+            middle = min(middle, USUAL_RTT_S)
+        self.usual[key] = middle
+        often = usual.often or 0.0 if usual else 0.0
+        bound = max(LEAST_RTT_S, RTT_FACTOR * middle, ABOVE_OFTEN * often)
         first = bisect_left(track.times, since)
         before = track.values[first - 1] if first else 0.0
         for index in range(first, bisect_right(track.times, at)):

@@ -7,7 +7,7 @@ import msgspec
 from kintsugi.diagnosis.baseline import Baselines, usual
 from kintsugi.diagnosis.evidence import MASTER, Bundle, known_role
 from kintsugi.diagnosis.findings import Finding, merged
-from kintsugi.diagnosis.happenings import happenings
+from kintsugi.diagnosis.happenings import fallen_silent, happenings
 from kintsugi.diagnosis.network import network_troubles
 from kintsugi.diagnosis.rules import deviations
 from kintsugi.diagnosis.symptoms import Symptom, symptom_of
@@ -98,11 +98,15 @@ class Candidate(msgspec.Struct, frozen=True):
     confidence: float
 
 
-def judge(bundle: Bundle, baselines: Baselines, *, begin: float, since: float, at: float) -> Diagnosis:
-    """What was wrong in [since, at], the most likely first; what began before, from `begin` on, explains some of it."""
+def judge(
+    bundle: Bundle, baselines: Baselines, *, begin: float, since: float, at: float, is_over: bool = False
+) -> Diagnosis:
+    """What was wrong in [since, at], the most likely first; what began before, from `begin` on, explains some of it.
+    `is_over`: nobody records anything any more."""
     findings = merged(
         [
             *happenings(bundle, since=begin, at=at),
+            *(fallen_silent(bundle) if is_over else ()),
             *deviations(bundle, baselines, since=begin, at=at),
             *network_troubles(bundle, baselines, since=begin, at=at),
         ]

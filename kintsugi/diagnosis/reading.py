@@ -22,15 +22,21 @@ from kintsugi.observe.events import (
     Span,
     Stamp,
     Transition,
+    events_path,
 )
 from kintsugi.observe.figures import ClockSample, Sample
-from kintsugi.observe.lines import LineTail, paths_of
+from kintsugi.observe.lines import LineTail, lines_in, paths_of
 
 SEARCHED_SIZE = 64 << 10
 """So much of a file is read rather than searched for where to begin."""
 
 CLOCKS_S = 60.0
 """Where a file is read from is found by its host's own clock, which may be wrong by as much."""
+
+STEPS_SIZE = 1 << 20
+"""So much more is read of the master's events: how long its steps and phases usually take is known from the last ones,
+however long ago they were."""
+LAST_SIZE = 64 << 10
 
 SPAN = b'"kind":"Span"'
 CLOCK = b'"kind":"ClockSample"'
@@ -50,7 +56,7 @@ class Reader:
         self._run_dir = run_dir
         self._since = since
         self._tails: dict[Path, LineTail] = {}
-        self.bundle = Bundle(run=str(run_dir))
+        self.bundle = Bundle(run=str(run_dir), began=_first_recorded(events_path(run_dir, MASTER)))
 
     def read(self, *, until: float = math.inf) -> Bundle:
         """Everything up to a moment. What is read is not read again, so a later call must not ask for less."""
@@ -58,11 +64,19 @@ class Reader:
             for path in self._files(self._run_dir / folder):
                 tail = self._tails.get(path)
                 if tail is None:
-                    tail = self._tails[path] = LineTail(path, offset=_offset_at(path, self._since - CLOCKS_S))
+                    tail = self._tails[path] = LineTail(path, offset=self._first_offset(path))
                 while lines := tail.lines():
                     take(path.stem.partition(".")[0], lines, until)
+                    if (_time_of(lines[-1]) or 0.0) > until + CLOCKS_S:
+                        break
         self.bundle.sort()
         return self.bundle
+
+    def _first_offset(self, path: Path) -> int:
+        offset = _offset_at(path, self._since - CLOCKS_S)
+        if path.name != events_path(self._run_dir, MASTER).name or path.parent.name != "events":
+            return offset
+        return _next_line(path, max(0, offset - STEPS_SIZE))
 
     def _files(self, folder: Path) -> list[Path]:
         """Those of agents first: they say which host is which, and how its clock is. Of bounded logs the old ones, if
@@ -107,6 +121,8 @@ class Reader:
                 time = self.bundle.corrected(process, stamp.time)
                 if self._since <= time <= until:
                     take_event(self.bundle, time, process, _event_decoder.decode(line))
+                elif is_master and time < self._since:
+                    take_earlier(self.bundle, time, _event_decoder.decode(line))
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 continue
 
@@ -116,15 +132,25 @@ class Reader:
         self._tails.clear()
 
 
+def take_earlier(bundle: Bundle, time: float, event: Event) -> None:
+    """What the master said before all that is looked at: how long things take, and nothing else."""
+    match event:
+        case Span(name="step", duration_s=duration_s, attributes=attributes):
+            bundle.steps.append(Step(time, int(attributes.get("step", 0)), duration_s))
+        case Transition(machine="master", key="run", after=after, reason=reason):
+            bundle.phases.append(Phase(time, after, reason))
+        case _:
+            pass
+
+
 def take_event(bundle: Bundle, time: float, process: str, event: Event) -> None:
     """One line of an event file, sorted into what it says."""
     bundle.at = max(bundle.at, time)
     bundle.began = min(bundle.began, time) if bundle.began else time
     match event:
-        case Span(name="step", duration_s=duration_s, attributes=attributes) if process == MASTER:
-            bundle.steps.append(Step(time, int(attributes.get("step", 0)), duration_s))
-        case Transition(machine="master", key="run", after=after, reason=reason):
-            bundle.phases.append(Phase(time, after, reason))
+        case Span(name="step") | Transition(machine="master", key="run"):
+            if process == MASTER:
+                take_earlier(bundle, time, event)
         case FaultSeen(fault=fault):
             moment = bundle.moment_of(fault, by=process, told=time)
             bundle.faults.append(Said(moment, process, fault.message, fault))
@@ -164,6 +190,54 @@ def _reaches(path: Path, since: float) -> bool:
         return False
 
 
+def last_recorded(run_dir: Path) -> float:
+    """When a run last wrote something down: what its last lines say, whenever the files were copied here; but not later
+    than the files are, should the clock of a host be ahead."""
+    folders = (run_dir / "events", run_dir / "figures")
+    return max((_last_time(path) for folder in folders for path in folder.glob("*.jsonl")), default=0.0)
+
+
+def _last_time(path: Path) -> float:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - LAST_SIZE))
+            lines = lines_in(file.read())
+        written = path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+    for line in reversed(lines):
+        if (time := _time_of(line)) is not None:
+            return min(time, written)
+    return 0.0
+
+
+def _first_recorded(path: Path) -> float:
+    """0 where there is nothing yet."""
+    try:
+        with path.open("rb") as file:
+            return _time_of(file.readline(LAST_SIZE)) or 0.0
+    except FileNotFoundError:
+        return 0.0
+
+
+def _time_of(line: bytes) -> float | None:
+    try:
+        return _stamp_decoder.decode(line).time
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def _next_line(path: Path, offset: int) -> int:
+    """Where the first line begins at or after a place."""
+    if not offset:
+        return 0
+    with path.open("rb") as file:
+        file.seek(offset)
+        file.readline()
+        return file.tell()
+
+
 def _offset_at(path: Path, since: float) -> int:
     """Where the lines of a moment begin, about: its lines are in the order of their times."""
     if since == -math.inf:
@@ -174,13 +248,7 @@ def _offset_at(path: Path, since: float) -> int:
             middle = (low + high) // 2
             file.seek(middle)
             file.readline()
-            try:
-                is_before = _stamp_decoder.decode(file.readline()).time < since
-            except (msgspec.MsgspecError, UnicodeDecodeError):
-                is_before = False
+            time = _time_of(file.readline())
+            is_before = time is not None and time < since
             low, high = (middle, high) if is_before else (low, middle)
-        if low:
-            file.seek(low)
-            file.readline()
-            low = file.tell()
-        return low
+    return _next_line(path, low)

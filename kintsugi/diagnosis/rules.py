@@ -21,6 +21,10 @@ GAP_S = 3.2
 """Wrong moments so close to each other are one trouble; samples come once a second, and may be late."""
 TRIES_S = 6.2
 """The same for tries that fail, of which each may take a few seconds."""
+SPACINGS = 2.5
+"""The same in samples, where they come less often."""
+ABOVE_OFTEN = 1.25
+"""So many times what it reaches again and again, and it is something else."""
 SMOOTH_S = 2.6
 """Rates are looked at over so long: in one second on a busy host anything happens."""
 
@@ -86,6 +90,8 @@ GROWTH_BYTES = 128e6
 """More memory than this …"""
 GROWTH_RATE = 8e6
 """… at this many bytes a second or more …"""
+AS_BEFORE = 1.1
+"""So many times what it had before."""
 RISING = 0.98
 """… without a second in which it did not grow by this factor."""
 FREE_SHARE = 0.004
@@ -158,7 +164,7 @@ class _Look:
             if slowdown >= SLOWDOWN_FACTOR * others:
                 bad.append((time, slowdown))
                 said[time] = others
-        for group in intervals(bad, gap_s=GAP_S):
+        for group in intervals(bad, gap_s=_gap_s(tracks["run_delay"])):
             # Of who hardly runs, little is known in a second.
             hardly_runs = max(_mean(tracks["cpu"], time) for time, _ in group) < 3 * LEAST_RAN
             if len(group) < (4 if hardly_runs else 2):
@@ -187,9 +193,25 @@ class _Look:
         return (cpu + delay) / cpu if cpu > 0.05 else 1.0
 
     def growth(self, process: str) -> Iterator[Finding]:
-        """Memory that grows and grows, to a limit or not: a rise without a pause, far above what it usually has."""
+        """Memory that grows and grows, to a limit or not: its own, or that of a control group that is its alone."""
+        own = self._rise(process, "rss_bytes")
+        group = self._rise(process, "memory_bytes") if own is None else None
+        if group is not None and self._is_shared(process, group):
+            return
+        if (rise := own or group) is not None:
+            (began, low), (ended, high) = rise[0], rise[-1]
+            yield self._finding(
+                process,
+                FaultKind.MEMORY,
+                rise[1:],
+                strength=0.78,
+                what=f"grew from {low / 1e6:,.0f} to {high / 1e6:,.0f} MB of memory in {ended - began:.0f} s",
+            )
+
+    def _rise(self, process: str, figure: str) -> list[tuple[float, float]] | None:
+        """The last rise without a pause, if it is one far above what this process ever had before, and fast."""
         tracks = self._bundle.processes[process]
-        track, usual = tracks["memory_bytes"], self._baselines.figure(tracks, "memory_bytes")
+        track, usual = tracks[figure], self._baselines.figure(tracks, figure)
         # A successor may be born larger than its predecessor.
         born = max(
             (time for time, _ in self._bundle.births.get(process, ()) if time <= self._at), default=0.0
@@ -197,26 +219,34 @@ class _Look:
         points = [
             (time, value)
             for time, value in zip(track.times, track.values, strict=True)
-            if max(self._since, born + WARM_S) <= time <= self._at
+            if born + WARM_S <= time <= self._at
         ]
-        if len(points) < 3:
-            return
-        last = max(range(len(points)), key=lambda index: points[index][1])
+        recent = [index for index, (time, _) in enumerate(points) if time >= self._since]
+        if len(recent) < 3:
+            return None
+        last = max(recent, key=lambda index: points[index][1])
         first = last
-        while first and points[first - 1][1] < RISING * points[first][1]:
+        while first > recent[0] and points[first - 1][1] < RISING * points[first][1]:
             first -= 1
         (began, low), (ended, high) = points[first], points[last]
+        had = max((value for _, value in points[:first]), default=0.0)
         grown, seconds = high - low, ended - began
         if seconds <= 0 or grown < max(GROWTH_BYTES, 0.5 * (usual.middle if usual else low)):
-            return
-        if grown / seconds >= GROWTH_RATE:
-            yield self._finding(
-                process,
-                FaultKind.MEMORY,
-                points[first + 1 : last + 1],
-                strength=0.78,
-                what=f"grew from {low / 1e6:,.0f} to {high / 1e6:,.0f} MB of memory in {seconds:.0f} s",
-            )
+            return None
+        # What it has had before, as in every save, it may have again.
+        return points[first : last + 1] if grown / seconds >= GROWTH_RATE and high > AS_BEFORE * had else None
+
+    def _is_shared(self, process: str, rise: list[tuple[float, float]]) -> bool:
+        """Whether others of its host are said to have grown as much meanwhile: then it is their group that did, and
+        nobody knows who of them."""
+        (began, low), (ended, high) = rise[0], rise[-1]
+        for other, tracks in self._bundle.processes.items():
+            if other == process or self._bundle.host(other) != self._bundle.host(process):
+                continue
+            before, after = tracks["memory_bytes"].at(began), tracks["memory_bytes"].at(ended)
+            if before is not None and after is not None and after - before >= 0.5 * (high - low):
+                return True
+        return False
 
     def effort(self, process: str) -> Iterator[Finding]:
         """Needs far more time for the same work than before, and than those who do the same work."""
@@ -400,7 +430,9 @@ class _Look:
         for time, value in zip(track.times, track.values, strict=True):
             if not self._since <= time <= self._at or value < max(level.least, level.factor * middle):
                 continue
-            if usual is not None and value - middle < 4 * usual.spread:
+            if usual is not None and (
+                value - middle < 4 * usual.spread or usual.is_as_often(value, factor=ABOVE_OFTEN)
+            ):
                 continue
             if level.peers and others:
                 theirs = [near for other in others if (near := other.at(time)) is not None]
@@ -408,7 +440,7 @@ class _Look:
                 if value < level.peers * elsewhere:
                     continue
             bad.append((time, value))
-        for group in intervals(bad, gap_s=level.gap_s):
+        for group in intervals(bad, gap_s=_gap_s(track, level.gap_s)):
             if len(group) < level.moments:
                 continue
             value = max(value for _, value in group)
@@ -449,6 +481,11 @@ _SUFFERED = {
     FaultKind.DEVICE_MEMORY: "device_memory_bytes",
 }
 """In which figure of a process it shows what is wrong with its host."""
+
+
+def _gap_s(track: Track, gap_s: float = GAP_S) -> float:
+    """Where samples come rarely, as on a host that is busy, what they say is one trouble all the same."""
+    return max(gap_s, SPACINGS * track.spacing_s())
 
 
 def _times(track: Track, since: float, at: float) -> list[float]:

@@ -35,7 +35,9 @@ def symptom_of(bundle: Bundle, baselines: Baselines, finding: Finding, *, at: fl
     noted = _noted(bundle, finding, until)
     if late is not None and (noted is None or late.seconds > 2 * LATE_S):
         return late
-    return noted or late or Symptom(Hop(MASTER, "the steps go on as usual", until), 0.0)
+    go_on = any(finding.onset < step.time <= at for step in bundle.steps)
+    words = "the steps go on as usual" if go_on else "no step has been committed since"
+    return noted or late or Symptom(Hop(MASTER, words, until), 0.0)
 
 
 def _failure(bundle: Bundle, finding: Finding, at: float) -> Symptom | None:
@@ -50,7 +52,8 @@ def _failure(bundle: Bundle, finding: Finding, at: float) -> Symptom | None:
 def _late_phase(
     bundle: Bundle, baselines: Baselines, *, since: float, until: float, at: float
 ) -> Symptom | None:
-    """The phase that took most longer than it usually does."""
+    """The phase that took most longer than it usually does, all others of its kind considered; one that was never seen
+    before is held against a whole step."""
     lengths: dict[str, list[float]] = {}
     spans: list[tuple[float, float, str]] = []
     for phase, following in zip_longest(bundle.phases, bundle.phases[1:]):
@@ -59,15 +62,22 @@ def _late_phase(
             lengths.setdefault(phase.name, []).append(end - phase.time)
         if end >= since and phase.time <= until and phase.name not in ("starting", "preparing", "ended"):
             spans.append((phase.time, end, phase.name))
+    step = usual([step.duration_s for step in bundle.steps if step.time >= baselines.settled])
     worst: Symptom | None = None
     for begin, end, name in spans:
-        known = usual(lengths.get(name, []))
-        middle = known.middle if known else median(lengths.get(name) or [0.0])
         seconds = end - begin
+        others = list(lengths.get(name, []))
+        if seconds in others:
+            others.remove(seconds)
+        if not others and (step is None or name == "evaluating"):
+            continue  # How long an evaluation takes has nothing to do with a step.
+        known = usual(others) or (step if not others else None)
+        middle = known.middle if known else median(others or [0.0])
         extra = seconds - middle
         if seconds < LATE_FACTOR * middle or extra < LATE_S or (worst is not None and extra <= worst.seconds):
             continue
-        what = f"{name} takes {seconds:.1f} s, usually {middle:.2f} s"
+        whole = "" if others else " for a whole step"
+        what = f"{name} takes {seconds:.1f} s, usually {middle:.2f} s{whole}"
         worst = Symptom(Hop(MASTER, what, max(begin + middle, since)), extra)
     return worst
 

@@ -36,7 +36,7 @@ from kintsugi.observe.events import (
     ProcessGone,
     events_path,
 )
-from kintsugi.observe.lines import LineFile
+from kintsugi.observe.lines import LineFile, lines_in
 from kintsugi.observe.prometheus import FiguresServer
 from kintsugi.observe.verdicts import DIAGNOSES_FILE, WATCHER, hand_over
 from kintsugi.recipe import load_config
@@ -75,6 +75,8 @@ class Watcher:
         self._file = LineFile(run_dir / DIAGNOSES_FILE, largest_size=LARGEST_SIZE)
         self._since: dict[CauseKey, float] = {}
         """Verdicts that hold → since when they were told."""
+        self._stale = bool((last := last_diagnosis(run_dir)) and last.causes)
+        """The watcher before said that something is wrong, and did not live to say that it is over."""
         self._handed: dict[tuple[CauseKey, bool], float] = {}
         """A verdict, and whether to replace → when the master was told of it."""
         self._told_before = clock.wall()
@@ -91,8 +93,9 @@ class Watcher:
     def _tell(self, diagnosis: Diagnosis) -> None:
         """The verdicts as a line whenever they change, and each new one as an alert."""
         causes = {cause_key(cause): cause for cause in diagnosis.causes}
-        if causes.keys() == self._since.keys():
+        if causes.keys() == self._since.keys() and not self._stale:
             return
+        self._stale = False
         with suppress(OSError):  # A full disk costs this line, not the watch.
             self._file.append(msgspec.json.encode(diagnosis) + b"\n")
         for key, cause in causes.items():
@@ -154,6 +157,16 @@ class Watcher:
     def close(self) -> None:
         self._follower.close()
         self._file.close()
+
+
+def last_diagnosis(run_dir: Path) -> Diagnosis | None:
+    """What the watcher before said last."""
+    path = run_dir / DIAGNOSES_FILE
+    lines = lines_in(path.read_bytes()) if path.exists() else []
+    try:
+        return msgspec.json.decode(lines[-1], type=Diagnosis) if lines else None
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
 
 
 def run(run_dir: Path, section: MonitoringSection, *, lifeline: int, log: EventLog) -> None:

@@ -30,6 +30,7 @@ BY_KIND: dict[str, FaultKind] = {
     "gaierror": _K.DNS,
     "StateMismatch": _K.NUMERIC,
     "Disagreement": _K.NUMERIC,
+    "EpisodesFailed": _K.USER_CODE,
 }
 """Kind of an error → what broke."""
 

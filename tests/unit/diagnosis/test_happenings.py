@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kintsugi.diagnosis.diagnosing import look
 from kintsugi.observe.events import Alert, Note, ProcessBegan, ProcessEnded, ProcessGone, Transition
 from tests.unit.diagnosis.healthy import START, HealthyRun
 from tests.unit.diagnosis.looking import diagnosis_of, named
@@ -139,7 +140,18 @@ def test_a_frozen_process_neither_runs_nor_wants_to() -> None:
     run = HealthyRun().play(30)
     run.silent.add("rollout-1")
     run.states["rollout-1"] = "D"
+    run.changes["rollout-1"] = lambda now, rates: rates.update(frozen=1.0)
     assert named(run.play(4)) == [("rollout-1", "stopped")]
+
+
+def test_one_that_waits_for_a_disk_that_hangs_is_not_stopped() -> None:
+    run = HealthyRun().play(30)
+    run.silent.add("model-1")
+    run.states["model-1"] = "D"
+    run.changes["host-1"] = lambda now, rates: rates.update(fsync_s=3.0, disk_busy_s=0.99)
+    found = named(run.play(5))
+    assert found
+    assert {kind for _, kind in found} == {"disk_slow"}
 
 
 def test_of_a_chain_of_errors_the_first_is_the_cause() -> None:
@@ -214,3 +226,26 @@ def test_a_rank_that_says_that_its_link_is_slow_means_its_network() -> None:
     run.stalled = True
     run.say("model-1", Alert("the link from model-1 to agent-0 is slow: uploading version 14 takes 1.4 s"))
     assert named(run.play(1)) == [("model-1", "network_delay")]
+
+
+def test_code_that_fails_everywhere_is_one_cause_and_the_master_has_not_crashed() -> None:
+    run = HealthyRun().play(30)
+    for worker in ("rollout-0", "rollout-1"):
+        run.say(worker, Note("eval:0:2:1 quarantined: reward 'boom' raised KeyError: 'answer'"))
+    run.fault(
+        "EpisodesFailed",
+        "master-0",
+        "no evaluation problem could be scored; eval:0:2:1: reward 'boom' raised",
+    )
+    run.play(1)
+    assert named(run) == [("rollout-1", "user_code")]
+    assert "rollout-0" in diagnosis_of(run).causes[0].summary
+
+
+def test_that_everybody_fell_silent_at_once_is_named_when_nobody_records_any_more() -> None:
+    run = HealthyRun().play(30)
+    found = look(run.bundle, at=run.bundle.at, is_over=True)
+    assert [(cause.process, cause.kind) for cause in found.causes] == [("master-0", "killed")]
+    assert "ended everything at once" in found.causes[0].summary
+    run.say("master-0", Transition("master", "run", "", "ended", "finished"))
+    assert look(run.bundle, at=run.bundle.at, is_over=True).causes == ()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from kintsugi.diagnosis import diagnose
 from kintsugi.diagnosis.diagnosing import Follower
-from kintsugi.diagnosis.reading import Reader
+from kintsugi.diagnosis.evidence import Bundle
+from kintsugi.diagnosis.reading import Reader, last_recorded
 from kintsugi.errors import Fault, UserError
 from kintsugi.observe.events import (
     Alert,
@@ -18,7 +20,9 @@ from kintsugi.observe.events import (
     ProcessBegan,
     ProcessEnded,
     ProcessGone,
+    Span,
     Stamp,
+    Transition,
     events_path,
     stamped,
 )
@@ -232,3 +236,52 @@ def test_what_was_wrong_when_nobody_could_record_any_more_still_is(
     write(tmp_path, "agent-0", clock, HostSample("host-0", {"cpu_busy_s": 1.0}))
     assert follower.look().causes == ()
     follower.close()
+
+
+def test_when_a_run_was_last_heard_of_is_what_it_says_and_not_when_it_was_copied(
+    tmp_path: Path, clock: VirtualClock
+) -> None:
+    log(tmp_path, "master-0", clock).emit(Note("begins"))
+    clock.advance(30.0)
+    write(tmp_path, "agent-0", clock, HostSample("host-0", {}))
+    assert last_recorded(tmp_path) == pytest.approx(clock.wall())
+    for path in (events_path(tmp_path, "master-0"), figures_path(tmp_path, "agent-0")):
+        os.utime(path, (clock.wall() + 86400, clock.wall() + 86400))
+    assert last_recorded(tmp_path) == pytest.approx(clock.wall())
+    assert diagnose(tmp_path).at == pytest.approx(clock.wall())
+
+
+def test_how_long_steps_take_is_known_however_long_ago_they_were(tmp_path: Path, clock: VirtualClock) -> None:
+    master = log(tmp_path, "master-0", clock)
+    began = clock.wall()
+    for number in range(1, 9):
+        master.emit(Transition("master", "run", "", "training", ""))
+        clock.advance(700.0)
+        master.emit(Span("step", clock.monotonic(), 700.0, {"step": str(number)}))
+    bundle = Reader(tmp_path, since=clock.wall() - 600.0).read()
+    assert [step.number for step in bundle.steps] == list(range(1, 9))
+    assert len(bundle.phases) == 8
+    assert bundle.began == pytest.approx(began)
+
+
+def test_what_has_lasted_for_a_quarter_of_an_hour_is_still_found_by_who_asks_once(
+    tmp_path: Path, clock: VirtualClock
+) -> None:
+    master = log(tmp_path, "master-0", clock)
+    for second in range(3000):
+        is_bad = second >= 2100
+        write(tmp_path, "agent-0", clock, HostSample("host-0", {"fsync_s": 0.6 if is_bad else 0.004}))
+        if second % 10 == 0:
+            master.emit(Span("step", clock.monotonic(), 10.0, {"step": str(second // 10 + 1)}))
+        clock.advance(1.0)
+    found = diagnose(tmp_path, at=clock.wall() - 1.0)
+    assert [cause.kind for cause in found.causes] == ["disk_slow"]
+    assert found.causes[0].onset <= clock.wall() - 590.0
+
+
+def test_a_process_is_where_it_was_last_seen() -> None:
+    bundle = Bundle()
+    for agent, host in (("agent-1", "host-1"), ("agent-0", "host-0")):
+        bundle.take(1.0, 1.0, agent, HostSample(host, {}))
+        bundle.take(1.0, 1.0, agent, ProcessSample("model-1", 5, "S", {}))
+    assert bundle.host("model-1") == "host-0"

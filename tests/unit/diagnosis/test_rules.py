@@ -192,3 +192,25 @@ def test_a_rank_that_stands_still_again_and_again_is_held_up_by_its_device() -> 
         run.states["model-1"] = "S" if second % 4 == 3 else "D"
         run.play(1)
     assert named(run) == [("model-1", "device")]
+
+
+def test_a_group_that_several_share_says_nothing_of_one_of_them() -> None:
+    """The files that somebody reads and writes are charged to all of a container."""
+    run = HealthyRun().play(60)
+
+    def fills(now: float, rates: dict[str, float]) -> None:
+        rates["memory_used_bytes"] = 5e8 + 1e8 * max(0.0, now - 60)
+        rates["memory_limit_bytes"] = 8e9
+
+    run.changes |= dict.fromkeys(("agent-0", "master-0", "model-0", "rollout-0", "server-0"), fills)
+    assert named(run.play(10)) == []
+
+
+def test_a_limit_that_somebody_is_put_under_is_not_used_up_by_what_it_had_before() -> None:
+    run = HealthyRun().play(60)
+    run.changes["model-1"] = lambda now, rates: rates.update(memory_limit_bytes=2.1e8, memory_used_bytes=3e7)
+    assert named(run.play(5)) == []
+    run.changes["model-1"] = lambda now, rates: rates.update(
+        memory_limit_bytes=2.1e8, memory_used_bytes=2.0e8
+    )
+    assert named(run.play(2)) == [("model-1", "memory")]

@@ -251,3 +251,16 @@ def test_a_run_that_goes_on_as_usual_keeps_its_processes(
     for _ in range(10):
         world.pass_a_second()
     assert [verdict.replace for verdict in take_verdicts(world.run_dir)] == [False]
+
+
+def test_a_new_watcher_that_finds_nothing_says_that_it_is_over(world: World) -> None:
+    world.kill("server-0")
+    world.pass_a_second()
+    world.clock.advance(60.0)
+    after = World(world.run_dir)
+    after.clock.advance(world.clock.monotonic())
+    after.pass_a_second()
+    after.pass_a_second()
+    lines = (world.run_dir / DIAGNOSES_FILE).read_bytes().replace(b"\0", b"").splitlines()
+    told = [msgspec.json.decode(line, type=Diagnosis) for line in lines]
+    assert [bool(each.causes) for each in told] == [True, False]
