@@ -1,6 +1,6 @@
 """What observation costs: everything that is recorded against nothing, in CPU-seconds and wall time per step.
 
-    python benchmarks/observation.py [--json FILE] [--pairs 30]
+    python benchmarks/observation.py [--json FILE] [--pairs 30] [--recipe FILE] [field=value …]
 
 All that is only recorded for people and for the diagnosis is switched off and on while a run goes on: the samples of
 processes, host and links, what heartbeats say, spans, the probe of the disk, the questions for the time, and the

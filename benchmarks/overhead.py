@@ -1,6 +1,6 @@
 """What protection costs: detection, snapshots and journal on against off, in CPU-seconds and wall time per step.
 
-    python benchmarks/overhead.py [--json FILE] [--pairs 30]
+    python benchmarks/overhead.py [--json FILE] [--pairs 30] [--recipe FILE] [field=value …]
 
 Two runs of the same steps, whose protection is switched off and on while they run. Off, nothing is journaled, no state
 is copied or hashed, nobody sends heartbeats and nobody watches for those who do not; everything else is the same code
@@ -50,6 +50,7 @@ from kintsugi.worker import MAINS
 
 HERE = Path(__file__).parent
 RECIPE = HERE.parent / "recipes" / "grpo_arithmetic.yaml"
+OVERRIDES = ("warmup=null", "eval.every=0", "checkpoint.every=0", "data.num_eval=10")
 PAIRS = 30
 WARM_BLOCKS = 4
 """Not counted: first answers are slow, and whole rounds of four keep the order of on and off."""
@@ -300,6 +301,7 @@ def row(what: str, runs: Sequence[Sequence[Block]], *, goal: float = GOAL) -> di
         "median": round(statistics.median(ratios), 4),
         "median_upper_bound_95": round(upper_bound_of_median(ratios), 4),
         "goal": goal,
+        "ratios": [round(ratio, 4) for ratio in ratios],
     }
 
 
@@ -315,6 +317,8 @@ def main(
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--recipe", type=Path, default=RECIPE)
+    parser.add_argument("overrides", nargs="*", metavar="field=value")
     parser.add_argument("--launch", nargs=3, help=argparse.SUPPRESS)
     for option in SWITCHED.values():
         parser.add_argument(option, nargs=2, help=argparse.SUPPRESS)
@@ -327,8 +331,7 @@ def main(
     if arguments.watcher is not None:
         install_in_watcher()
         sys.exit(watcher.main(arguments.watcher))
-    overrides = ["warmup=null", "eval.every=0", "checkpoint.every=0", "data.num_eval=10"]
-    config = load(RECIPE, overrides).config
+    config = load(arguments.recipe, [*OVERRIDES, *arguments.overrides]).config
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         num_blocks = WARM_BLOCKS + 2 * arguments.pairs
         runs = [
