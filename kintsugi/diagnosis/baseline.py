@@ -13,7 +13,8 @@ from statistics import median
 
 import msgspec
 
-from kintsugi.diagnosis.evidence import Bundle, Track, Tracks
+from kintsugi.diagnosis.evidence import Bundle
+from kintsugi.diagnosis.tracks import Track, Tracks
 
 KEPT = 0.7
 """Share of the values, the lowest, that count as usual."""

@@ -8,21 +8,21 @@ not broken.
 from __future__ import annotations
 
 import signal
-from collections import Counter
 from collections.abc import Iterator
-from itertools import chain, pairwise
+from itertools import pairwise
 
 from kintsugi.diagnosis.evidence import MASTER, OVER, Bundle, End, Said, known_role
 from kintsugi.diagnosis.findings import Finding
+from kintsugi.diagnosis.jointly import NO_EPISODES, jointly
 from kintsugi.diagnosis.verdict import Evidence, FaultKind
 from kintsugi.diagnosis.words import (
     CONSEQUENCES,
-    committed_in,
     is_of_the_users_code,
     kind_of,
     kind_of_fault,
     origin_of,
     processes_in,
+    shortened,
     states_in,
 )
 from kintsugi.errors import Fault, root_first
@@ -54,12 +54,6 @@ LINK = "the link from "
 """How an alert begins that somebody raises about its own uploads."""
 NAMED_BY_ALERTS = frozenset({FaultKind.HANDOVER, FaultKind.SLOW, FaultKind.NUMERIC, FaultKind.NETWORK_DELAY})
 """Of these, an alert tells who broke; of the others, who raises it."""
-NO_EPISODES = "EpisodesFailed"
-"""What the master calls it that nothing can be scored."""
-TOGETHER_S = 2.5
-"""Who was last heard within this ended together: heartbeats are half a second apart, looks a second."""
-USER_GROUPS = 3
-"""So many groups that nothing came of because of the user's code, and it is no odd sample any more."""
 
 
 def happenings(bundle: Bundle, *, since: float, at: float) -> list[Finding]:
@@ -70,8 +64,7 @@ def happenings(bundle: Bundle, *, since: float, at: float) -> list[Finding]:
     dead = {finding.process for finding in found}
     found += _alerts(bundle, since=since, until=until)
     found += _damage(bundle, since=since, until=until)
-    found += _differing(bundle, since=since, until=until)
-    found += _user_code(bundle, since=since, until=until)
+    found += jointly(bundle, since=since, until=until)
     found = [finding for finding in found if finding.until >= until or not bundle.is_over(finding.until)]
     return [*found, *_errors(bundle, since=since, until=at, dead=dead)]
 
@@ -132,8 +125,8 @@ def _end(bundle: Bundle, end: End) -> Finding:
         if said is not None:
             kind = (kind_of_fault(said.fault) if said.fault else kind_of(said.message)) or kind
             onset = min(onset, said.time)
-            what = f"ended with an error: {_short(said.message)}"
-            evidence.insert(0, Evidence(said.source, said.time, _short(said.message)))
+            what = f"ended with an error: {shortened(said.message)}"
+            evidence.insert(0, Evidence(said.source, said.time, shortened(said.message)))
     return Finding(
         process=end.process,
         kind=kind,
@@ -268,8 +261,8 @@ def _errors(bundle: Bundle, *, since: float, until: float, dead: set[str]) -> It
             onset=_began(bundle, fault, kind, time),
             until=max(time, where.time),
             strength=0.9 if fault.kind not in ("StartFailed", "StartKilled") else 0.6,
-            what=_short(fault.message.removeprefix(f"{fault.process}: ")),
-            evidence=(Evidence(where.source, time, f"{fault.kind}: {_short(fault.message)}"),),
+            what=shortened(fault.message.removeprefix(f"{fault.process}: ")),
+            evidence=(Evidence(where.source, time, f"{fault.kind}: {shortened(fault.message)}"),),
             is_fact=True,
         )
 
@@ -325,8 +318,8 @@ def _alerts(bundle: Bundle, *, since: float, until: float) -> Iterator[Finding]:
             onset=alert.time - (1.0 if kind is FaultKind.HANDOVER else 0.0),
             until=alert.time,
             strength=0.55 if is_hint else 0.8,
-            what=_short(alert.message.removeprefix(f"{process} ")),
-            evidence=(Evidence(alert.source, alert.time, _short(alert.message)),),
+            what=shortened(alert.message.removeprefix(f"{process} ")),
+            evidence=(Evidence(alert.source, alert.time, shortened(alert.message)),),
             is_fact=not is_hint,
         )
 
@@ -345,109 +338,10 @@ def _damage(bundle: Bundle, *, since: float, until: float) -> Iterator[Finding]:
             until=note.time,
             strength=0.85,
             what=f"gave bytes that are not those that it published, as {note.by} found out",
-            evidence=(Evidence(note.source, note.time, _short(note.message)),),
+            evidence=(Evidence(note.source, note.time, shortened(note.message)),),
             is_fact=True,
             others=(note.by,),
         )
-
-
-def _differing(bundle: Bundle, *, since: float, until: float) -> Iterator[Finding]:
-    """Ranks that came to another state than the others: few against many, or those whom the commit proved wrong.
-
-    Of two, nobody knows which one is wrong until a step was committed; till then both may be.
-    """
-    for said in bundle.faults:
-        states = states_in(said.message)
-        if len(states) < 2 or not since <= said.time <= until:
-            continue
-        committed = next(
-            (
-                found
-                for note in bundle.notes
-                if note.time >= said.time and (found := committed_in(note.message))
-            ),
-            None,
-        )
-        counts = Counter(states.values())
-        (most, number), (_, second), *_ = [*counts.most_common(2), ("", 0)]
-        right = committed or (most if number > second else None)
-        for process, state in states.items():
-            if state != right:
-                yield Finding(
-                    process=process,
-                    kind=FaultKind.NUMERIC,
-                    onset=said.time,
-                    until=said.time,
-                    strength=0.92 if right else 0.6,
-                    what="came to another state than its peers from the same samples",
-                    evidence=(Evidence(said.source, said.time, _short(said.message)),),
-                    is_fact=True,
-                    others=tuple(other for other in states if other != process),
-                )
-
-
-def _user_code(bundle: Bundle, *, since: float, until: float) -> Iterator[Finding]:
-    """Groups of which nothing came because the user's code failed at every attempt: a worker notes each. It is the same
-    code everywhere: who has most of them speaks for all."""
-    by_process: dict[str, list[Said]] = {}
-    for note in bundle.notes:
-        if since <= note.time <= until and is_of_the_users_code(note.message):
-            by_process.setdefault(note.by, []).append(note)
-    count = sum(map(len, by_process.values()))
-    if not count or (count < USER_GROUPS and not _no_episodes(bundle, since=since, until=until)):
-        return
-    process = max(by_process, key=lambda each: (len(by_process[each]), each))
-    others = tuple(sorted(by_process.keys() - {process}))
-    notes = sorted(chain.from_iterable(by_process.values()), key=lambda note: note.time)
-    where = f" there and at {', '.join(others)}" if others else ""
-    last = by_process[process][-1]
-    yield Finding(
-        process=process,
-        kind=FaultKind.USER_CODE,
-        onset=notes[0].time,
-        until=notes[-1].time,
-        strength=0.85,
-        what=f"nothing came of {count} groups{where}; the last: {_short(last.message)}",
-        evidence=(Evidence(last.source, last.time, _short(last.message)),),
-        is_fact=True,
-        others=others,
-    )
-
-
-def _no_episodes(bundle: Bundle, *, since: float, until: float) -> bool:
-    """Whether the run ended because nothing could be scored."""
-    return any(
-        said.fault is not None and said.fault.kind == NO_EPISODES and since <= said.time <= until
-        for said in bundle.faults
-    )
-
-
-def fallen_silent(bundle: Bundle) -> Iterator[Finding]:
-    """Everybody's last words are of one moment, and none is a good-bye: whoever would have told of an end ended too."""
-    last = {process: beats[-1].time for process, beats in bundle.beats.items() if beats}
-    if len(last) < 2 or bundle.is_over(bundle.at):
-        return
-    first, latest = min(last.values()), max(last.values())
-    said_goodbye = any(time >= first for times in bundle.goodbyes.values() for time in times)
-    if latest - first > TOGETHER_S or said_goodbye:
-        return
-    yield Finding(
-        process=MASTER,
-        kind=FaultKind.KILLED,
-        onset=latest,
-        until=bundle.at,
-        strength=0.8,
-        what=(
-            f"and {len(last) - 1} others ended within {latest - first:.1f} s, and nobody was left to say how: a "
-            "person, a scheduler or a loss of power ended everything at once"
-        ),
-        evidence=tuple(
-            Evidence(f"figures/{process}.jsonl", time, f"{process}: its last heartbeat")
-            for process, time in sorted(last.items())
-        ),
-        is_fact=True,
-        rules_out=("the end of the run: it had not finished, and nobody had asked it to stop",),
-    )
 
 
 def _figures(bundle: Bundle, process: str) -> str:
@@ -455,8 +349,3 @@ def _figures(bundle: Bundle, process: str) -> str:
     if not observer and known_role(process) is Role.AGENT:
         observer = process
     return f"figures/{observer or 'agent-0'}.jsonl"
-
-
-def _short(message: str, *, most: int = 240) -> str:
-    line = " ".join(message.split())
-    return line if len(line) <= most else f"{line[: most - 1]}…"

@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from itertools import chain
+from math import log2
 from typing import NamedTuple
 
 from kintsugi.diagnosis.baseline import MANY, Baselines
@@ -58,6 +59,9 @@ LOST_FACTOR = 6.0
 BACKOFF = 3
 IN_VAIN_S = 1.6
 """So long nothing was acknowledged though it was sent again."""
+UNSENT_S = 3.6
+FIRST_TRY_S = 0.2
+"""Each try waits twice as long as the one before."""
 SILENT_S = 2.5
 FEW = 2.5
 """Segments: more that were lost on their way to who is said to be cut off were on a way that is there."""
@@ -125,17 +129,22 @@ class _Signs:
                 self.lost.append(Point(time, key, max(-MOST_AT_ONCE, min(value, MOST_AT_ONCE))))
 
     def _in_vain(self, key: LinkKey, bundle: Bundle, *, since: float, at: float) -> None:
+        """Tried again and again; or, where not even that can be sent, on its way for longer than anything takes."""
         tracks = bundle.links[key]
-        track, sent = tracks["backoff"], tracks["out"]
+        track, sent, on_its_way = tracks["backoff"], tracks["out"], tracks["unacked"]
         began: float | None = None
         for index in range(bisect_left(track.times, since), bisect_right(track.times, at)):
             time, value = track.times[index], track.values[index]
-            if value < 1 or sent.at(time, within_s=0.3):
-                began = None if value < 1 else time
+            is_waiting = value >= 1 or bool(on_its_way.at(time, within_s=0.3))
+            if not is_waiting or sent.at(time, within_s=0.3):
+                began = None if not is_waiting else time
                 continue
             began = time if began is None else began
             if value >= BACKOFF and time - began >= IN_VAIN_S:
                 self.in_vain.append(Point(time, key, value))
+            elif time - began >= UNSENT_S:
+                # As many tries as there would have been.
+                self.in_vain.append(Point(time, key, log2((time - began) / FIRST_TRY_S + 1)))
 
 
 def network_troubles(bundle: Bundle, baselines: Baselines, *, since: float, at: float) -> list[Finding]:
@@ -261,8 +270,7 @@ def _usual_loss(bundle: Bundle, baselines: Baselines, process: str, *, at: float
 def _cut_or_lost(bundle: Bundle, signs: _Signs, blame: Blame) -> Finding:
     """Where much is lost, one of its connections may be in vain for seconds while something comes through by others."""
     points = blame.points
-    # Each try waits twice as long as the one before, from 0.2 s on.
-    onset = min(point.time - 0.2 * (2**point.value - 1) for point in points)
+    onset = min(point.time - FIRST_TRY_S * (2**point.value - 1) for point in points)
     lost = [
         point
         for point in signs.lost

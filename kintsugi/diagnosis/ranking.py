@@ -7,7 +7,8 @@ import msgspec
 from kintsugi.diagnosis.baseline import Baselines, usual
 from kintsugi.diagnosis.evidence import MASTER, Bundle, known_role
 from kintsugi.diagnosis.findings import Finding, merged
-from kintsugi.diagnosis.happenings import fallen_silent, happenings
+from kintsugi.diagnosis.happenings import happenings
+from kintsugi.diagnosis.jointly import fallen_silent
 from kintsugi.diagnosis.network import network_troubles
 from kintsugi.diagnosis.rules import deviations
 from kintsugi.diagnosis.symptoms import Symptom, symptom_of
@@ -33,18 +34,24 @@ _NETWORK = frozenset({_K.NETWORK_CUT, _K.NETWORK_DELAY, _K.NETWORK_LOSS})
 _MOMENTARY = _NETWORK | {_K.CPU, _K.SLOW, _K.DEVICE, _K.DISK_SLOW}
 """What a neighbour may show for a moment while somebody is replaced."""
 _SLOW = frozenset({_K.SLOW, _K.DEVICE})
-PATIENCE_S = {_K.SLOW: 4.5, _K.DEVICE: 3.6, _K.NETWORK_LOSS: 2.8, _K.DNS: 4.8}
+PATIENCE_S = {_K.SLOW: 4.5, _K.DEVICE: 4.6, _K.NETWORK_LOSS: 2.8, _K.DNS: 4.8}
 """Not said before what would explain it, or tell which end it is, had time to show: figures come once a second, and it
 takes three until nothing that was sent is surely acknowledged."""
 _DISK = frozenset({_K.DISK_FULL, _K.DISK_SLOW, _K.DISK_ERROR})
 
 EXPLAINS_AT_HOME: dict[FaultKind, frozenset[FaultKind]] = {
-    _K.MEMORY: frozenset({_K.KILLED, _K.CRASHED, _K.SLOW, _K.DEVICE, _K.DISK_SLOW, _K.CPU, _K.HUNG}),
+    _K.MEMORY: frozenset(
+        {_K.KILLED, _K.CRASHED, _K.SLOW, _K.DEVICE, _K.DISK_SLOW, _K.CPU, _K.HUNG, _K.USER_CODE}
+    ),
     _K.DESCRIPTORS: frozenset(
         {_K.CRASHED, _K.HUNG, _K.SLOW, _K.DISK_ERROR, _K.DNS, _K.NETWORK_CUT, _K.NETWORK_DELAY, _K.HANDOVER}
     ),
-    _K.CPU: frozenset({_K.SLOW, _K.DEVICE, _K.HUNG, _K.NETWORK_DELAY, _K.NETWORK_LOSS, _K.HANDOVER}),
-    _K.STOPPED: frozenset({_K.SLOW, _K.DEVICE, _K.HUNG, _K.KILLED, _K.HANDOVER, _K.CPU, _K.DISK_SLOW}),
+    _K.CPU: frozenset(
+        {_K.SLOW, _K.DEVICE, _K.HUNG, _K.NETWORK_DELAY, _K.NETWORK_LOSS, _K.HANDOVER, _K.USER_CODE}
+    ),
+    _K.STOPPED: frozenset(
+        {_K.SLOW, _K.DEVICE, _K.HUNG, _K.KILLED, _K.HANDOVER, _K.CPU, _K.DISK_SLOW, _K.USER_CODE}
+    ),
     _K.KILLED: frozenset({_K.SLOW, _K.DEVICE, _K.CPU, _K.HANDOVER, _K.MEMORY}),
     _K.CRASHED: frozenset({_K.SLOW, _K.DEVICE, _K.CPU, _K.HANDOVER}),
     _K.HUNG: frozenset({_K.SLOW, _K.DEVICE, _K.KILLED, _K.HANDOVER}),

@@ -45,7 +45,10 @@ _BY_WORDS: tuple[tuple[str, FaultKind], ...] = (
     (r"cannot allocate memory|out of memory|oom[- ]kill|\bMemoryError\b", _K.MEMORY),
     (r"too many open files|no descriptor is left", _K.DESCRIPTORS),
     (r"no space left|disk (?:is )?full|disk quota exceeded|cause disk", _K.DISK_FULL),
-    (r"input/output error|read-only file system|stale file handle|structure needs cleaning", _K.DISK_ERROR),
+    (
+        r"input/output error|read-only file system|stale file handle|structure needs cleaning|file too large",
+        _K.DISK_ERROR,
+    ),
     (r"name or service not known|name resolution|resolve (?:host|name)|no address associated", _K.DNS),
     (r"\bdifferent states after\b|digests? (?:differ|disagree)|states? differ", _K.NUMERIC),
     (r"\bnan\b|\binf\b|not finite|non-finite|does not compute any more what it did", _K.NUMERIC),
@@ -122,6 +125,12 @@ def origin_of(message: str) -> str | None:
     """
     found = _ORIGIN.findall(message)
     return found[-1] if found else None
+
+
+def shortened(message: str, *, most: int = 240) -> str:
+    """On one line, and not longer than a person wants to read."""
+    line = " ".join(message.split())
+    return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 def processes_in(message: str) -> list[str]:

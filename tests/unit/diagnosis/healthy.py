@@ -153,9 +153,10 @@ class HealthyRun:
             "needless": 0.0,
             "rtt_s": self._noise(0.002),
             "backoff": 0.0,
+            "unacked": 0.0,
         }
         self._changed((of, peer), rates)
-        levels = {name: rates.pop(name) for name in ("rtt_s", "backoff")}
+        levels = {name: rates.pop(name) for name in ("rtt_s", "backoff", "unacked")}
         return {**self._sum((of, peer), rates), **levels}
 
     # What breaks.

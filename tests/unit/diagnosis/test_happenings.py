@@ -249,3 +249,31 @@ def test_that_everybody_fell_silent_at_once_is_named_when_nobody_records_any_mor
     assert "ended everything at once" in found.causes[0].summary
     run.say("master-0", Transition("master", "run", "", "ended", "finished"))
     assert look(run.bundle, at=run.bundle.at, is_over=True).causes == ()
+
+
+def broken(run: HealthyRun, *, generation: int, by: str, peer: str, why: str) -> None:
+    run.fault("GroupBroken", by, f"all-gather of generation {generation} with {peer} failed: {why}", by=by)
+
+
+def test_connections_of_a_rank_that_break_again_and_again_are_named_though_nobody_has_ended() -> None:
+    run = HealthyRun().play(30)
+    for generation in (1, 2, 3):
+        broken(run, generation=generation, by="model-0", peer="model-1", why="Connection reset by peer.")
+        broken(run, generation=generation, by="model-1", peer="model-0", why="Software caused connection abort.")
+        run.play(1)
+    assert named(run) == [("model-1", "network_cut")]
+
+
+def test_a_group_that_breaks_because_a_rank_was_killed_is_nothing_else() -> None:
+    run = HealthyRun().play(30)
+    for generation in (1, 2):
+        run.kill("model-1")
+        broken(run, generation=generation, by="model-0", peer="model-1", why="Connection closed by peer.")
+        run.play(2)
+    assert set(named(run)) == {("model-1", "killed")}
+
+
+def test_a_file_that_may_not_grow_is_an_error_of_the_disk() -> None:
+    run = HealthyRun().play(30)
+    run.say("master-0", Alert("inputs can not be written, the run goes on without it: run/inputs: File too large"))
+    assert named(run.play(1)) == [("master-0", "disk_error")]

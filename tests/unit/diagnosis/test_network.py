@@ -209,3 +209,16 @@ def test_that_no_name_is_resolved_on_a_host_that_reaches_nobody_is_not_said_befo
     for _ in range(3):
         assert named(run.play(1)) in ([], [("agent-1", "network_cut")])
     assert named(run.play(2)) == [("agent-1", "network_cut")]
+
+
+def test_what_can_not_even_be_sent_again_is_a_cut_too() -> None:
+    """A host without a route: the kernel has nothing to try, and doubles no time."""
+    run = HealthyRun().play(40)
+
+    def unsent(now: float, rates: dict[str, float]) -> None:
+        rates.update(out_bytes=0.0, in_bytes=0.0, unacked=3.0)
+
+    for of, peer in LINKS:
+        if (of in HOSTS["host-0"]) != (peer in HOSTS["host-0"]):
+            run.changes[of, peer] = unsent
+    assert named(run.play(7))[:1] == [("agent-1", "network_cut")]

@@ -8,7 +8,7 @@ import pytest
 
 from kintsugi.diagnosis.baseline import Past, Usual, lower, usual
 from kintsugi.diagnosis.diagnosing import Memory
-from kintsugi.diagnosis.evidence import Track
+from kintsugi.diagnosis.tracks import Track
 from kintsugi.diagnosis.verdict import Diagnosis
 from tests.unit.diagnosis.healthy import HOSTS, START, Change, HealthyRun
 

@@ -214,3 +214,20 @@ def test_a_limit_that_somebody_is_put_under_is_not_used_up_by_what_it_had_before
         memory_limit_bytes=2.1e8, memory_used_bytes=2.0e8
     )
     assert named(run.play(2)) == [("model-1", "memory")]
+
+
+def test_a_process_of_the_users_code_that_does_not_answer_is_named_by_its_worker() -> None:
+    run = HealthyRun().play(60)
+    run.waits["rollout-1"] = ("reward process", "an outcome", run.now)
+    assert named(run.play(1)) == []
+    assert named(run.play(4)) == [("rollout-1", "user_code")]
+
+
+def test_a_reward_that_always_takes_long_is_as_usual() -> None:
+    class Slow(HealthyRun):
+        def _one_second(self) -> None:
+            for worker in ("rollout-0", "rollout-1"):
+                self.waits[worker] = ("reward process", "an outcome", self.now - self.now % 8)
+            super()._one_second()
+
+    assert named(Slow().play(90)) == []
