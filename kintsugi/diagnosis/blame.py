@@ -19,6 +19,9 @@ SAME_LOOK_S = 0.3
 GAP_S = 4.2
 """Bad moments so close to each other are one trouble."""
 ALL = 0.7
+MANY = 0.4
+UNCLEAR_S = 2.0
+"""So much longer is waited where it may be either."""
 
 Pair = tuple[str, str]
 
@@ -68,7 +71,10 @@ def blamed(
             left = [point for point in left if not crosses(bundle, point.pair, host)]
         while left:
             process = _common_end({point.pair for point in left}, used)
-            yield Blame(process, [point for point in left if process in point.key[:2]])
+            of_process = [point for point in left if process in point.key[:2]]
+            may_be_its_peers = _lead_to_one_host(bundle, process, {point.pair for point in of_process}, used)
+            if not may_be_its_peers or at >= since + shown_s + UNCLEAR_S:
+                yield Blame(process, of_process)
             left = [point for point in left if process not in point.key[:2]]
 
 
@@ -90,9 +96,19 @@ def _hosts_in_common(bundle: Bundle, bad: set[Pair], *, used: set[Pair]) -> list
 
 
 def _is_cut_off(bundle: Bundle, host: str, bad: set[Pair], good: set[Pair]) -> bool:
-    """Whether (nearly) all that leads to it is bad, and not only what somebody has to do with it."""
+    """Whether (nearly) all that leads to it is bad, and not only what somebody has to do with it. Where no process has
+    all of them at its end, one bad host is more likely than several bad processes."""
     num_bad, num_good = (sum(crosses(bundle, pair, host) for pair in pairs) for pairs in (bad, good))
-    return num_bad >= ALL * (num_bad + num_good)
+    has_common_end = bool(set.intersection(*map(set, bad)))
+    return num_bad >= (ALL if has_common_end else MANY) * (num_bad + num_good)
+
+
+def _lead_to_one_host(bundle: Bundle, process: str, bad: set[Pair], used: set[Pair]) -> bool:
+    """Whether a few of its connections are bad, all with one other host, and the rest are not: it may be that host, of
+    which others will tell soon."""
+    hosts = {bundle.host(end) for pair in bad for end in pair if end != process}
+    share = len(bad) / sum(process in pair for pair in used | bad)
+    return len(bad) > 1 and len(hosts) == 1 and bundle.host(process) not in hosts and share < ALL
 
 
 def crosses(bundle: Bundle, pair: Pair, host: str) -> bool:

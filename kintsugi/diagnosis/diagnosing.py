@@ -27,6 +27,8 @@ LOOK_S = 40.0
 """A run that goes on is looked at for so long: what follows from something must find it."""
 PRESENT_S = 8.0
 """What last showed longer ago is over, and not what is wrong now; the watcher's verdicts tell of it."""
+UNRECORDED_S = 3.0
+"""So long all of them together are never silent: each has a heartbeat twice a second."""
 ALIVE_S = 5.0
 """A run that recorded something so recently goes on."""
 
@@ -76,6 +78,7 @@ class Memory:
         self.baselines = Baselines(Bundle(), at=0.0)
         self._refresh_at = -math.inf
         self._past = Past()
+        self._was_silent = False
         self._onsets: dict[tuple[str, FaultKind], float] = {}
         """Of what was wrong at the last look."""
 
@@ -89,7 +92,16 @@ class Memory:
             self.baselines = Baselines(bundle, at=now, past=self._past)
             self._refresh_at = now + REFRESH_S
         at = min(now, bundle.at + ALIVE_S) if bundle.at else now
-        return self._since_when(look(bundle, at=at, baselines=self.baselines))
+        unrecorded_s = self._unrecorded_s(bundle, now)
+        return self._since_when(look(bundle, at=at, baselines=self.baselines, unrecorded_s=unrecorded_s))
+
+    def _unrecorded_s(self, bundle: Bundle, now: float) -> float:
+        """For how long nobody has written anything, if somebody should have: where that was so at the look before too,
+        it is not that this process was kept from looking."""
+        silent_s = now - bundle.at
+        is_silent = len(bundle.beats) > 1 and silent_s >= UNRECORDED_S and not bundle.is_over(bundle.at)
+        was_silent, self._was_silent = self._was_silent, is_silent
+        return silent_s if is_silent and was_silent else 0.0
 
     def _since_when(self, diagnosis: Diagnosis) -> Diagnosis:
         """What was wrong at the last look too has been so since then, however little of it is looked at."""
@@ -134,10 +146,13 @@ def look(
     is_over: bool = False,
     baselines: Baselines | None = None,
     begin: float = math.inf,
+    unrecorded_s: float = 0.0,
 ) -> Diagnosis:
     """Judge what was gathered: of a run that goes on the last moments, or from `begin` on. Pure."""
     if since is None:
         since = max(bundle.began, at - PAST_S) if is_over else at - PRESENT_S
     begin = min(since, at - LOOK_S, begin)
     baselines = baselines or Baselines(bundle, at=at)
-    return judge(bundle, baselines, begin=begin, since=since, at=at, is_over=is_over)
+    return judge(
+        bundle, baselines, begin=begin, since=since, at=at, is_over=is_over, unrecorded_s=unrecorded_s
+    )

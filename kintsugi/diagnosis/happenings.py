@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterator
 from itertools import pairwise
 
+from kintsugi.diagnosis.baseline import WARM_S
 from kintsugi.diagnosis.evidence import MASTER, OVER, Bundle, End, Said, known_role
 from kintsugi.diagnosis.findings import Finding
 from kintsugi.diagnosis.jointly import NO_EPISODES, jointly
@@ -182,6 +183,8 @@ def _standing_still(bundle: Bundle, *, since: float, until: float) -> Iterator[F
             elif end - begin >= FROZEN_S and len(seen) > 1 and _is_frozen(bundle, process, begin, end):
                 what = "exists and is not run at all: no processor time, and no heartbeat"
                 yield _still(bundle, process, begin, end, what, 0.75)
+            elif end - begin >= MUTE_S and _is_mute(bundle, process, begin, end):
+                yield _mute(bundle, process, begin, end)
 
 
 def _still(bundle: Bundle, process: str, begin: float, end: float, what: str, strength: float) -> Finding:
@@ -199,6 +202,39 @@ def _still(bundle: Bundle, process: str, begin: float, end: float, what: str, st
     )
 
 
+def _is_mute(bundle: Bundle, process: str, begin: float, end: float) -> bool:
+    """Whether it was seen alive all the time, and others of its host went on speaking: it is not the disk's silence."""
+    seen = [time for time, state, _ in bundle.states[process] if begin < time <= end and state in "RS"]
+    others = (
+        beat.time
+        for other, beats in bundle.beats.items()
+        if other != process and bundle.host(other) == bundle.host(process)
+        for beat in reversed(beats[-4:])
+    )
+    is_looked_at = len(seen) >= 3 and end - seen[-1] <= 1.6
+    return is_looked_at and bundle.age_s(process, begin) > WARM_S and any(time > end - 1.2 for time in others)
+
+
+def _mute(bundle: Bundle, process: str, begin: float, end: float) -> Finding:
+    tracks = bundle.processes[process]
+    used = tracks["cpu"].between(begin + 1.0, end)
+    what = (
+        f"has said nothing for {end - begin:.1f} s, though it is there and uses {max(used, default=0.0):.0%} of a "
+        "processor: it makes no progress, and can not even say so"
+    )
+    return Finding(
+        process=process,
+        kind=FaultKind.HUNG,
+        onset=begin,
+        until=end,
+        strength=0.7,
+        what=what,
+        evidence=(Evidence(_figures(bundle, process), end, f"{process}: {what}"),),
+        rules_out=("a stop: it is run", "the disk: others there go on recording"),
+    )
+
+
+MUTE_S = 3.6
 MISSED_S = 0.9
 """Heartbeats are half a second apart."""
 FROZEN_S = 2.4

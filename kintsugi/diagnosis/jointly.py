@@ -171,3 +171,18 @@ def fallen_silent(bundle: Bundle) -> Iterator[Finding]:
         is_fact=True,
         rules_out=("the end of the run: it had not finished, and nobody had asked it to stop",),
     )
+
+
+def unrecorded(bundle: Bundle, *, seconds: float) -> Finding:
+    """Nobody of the run has written anything for so long, as whoever follows it sees."""
+    what = f"and all others have recorded nothing for {seconds:.0f} s: the disk of the run folder takes nothing more"
+    return Finding(
+        process=MASTER,
+        kind=FaultKind.DISK_SLOW,
+        onset=bundle.at,
+        until=bundle.at + seconds,
+        strength=0.7,
+        what=what,
+        evidence=(Evidence("events/", bundle.at, "the last line of any process"),),
+        rules_out=("a single process: all of them are silent",),
+    )

@@ -8,7 +8,7 @@ from kintsugi.diagnosis.baseline import Baselines, usual
 from kintsugi.diagnosis.evidence import MASTER, Bundle, known_role
 from kintsugi.diagnosis.findings import Finding, merged
 from kintsugi.diagnosis.happenings import happenings
-from kintsugi.diagnosis.jointly import fallen_silent
+from kintsugi.diagnosis.jointly import fallen_silent, unrecorded
 from kintsugi.diagnosis.network import network_troubles
 from kintsugi.diagnosis.rules import deviations
 from kintsugi.diagnosis.symptoms import Symptom, symptom_of
@@ -106,14 +106,22 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 def judge(
-    bundle: Bundle, baselines: Baselines, *, begin: float, since: float, at: float, is_over: bool = False
+    bundle: Bundle,
+    baselines: Baselines,
+    *,
+    begin: float,
+    since: float,
+    at: float,
+    is_over: bool = False,
+    unrecorded_s: float = 0.0,
 ) -> Diagnosis:
     """What was wrong in [since, at], the most likely first; what began before, from `begin` on, explains some of it.
-    `is_over`: nobody records anything any more."""
+    `is_over`: nobody records anything any more; `unrecorded_s`: for so long nobody has, and somebody should."""
     findings = merged(
         [
             *happenings(bundle, since=begin, at=at),
             *(fallen_silent(bundle) if is_over else ()),
+            *([unrecorded(bundle, seconds=unrecorded_s)] if unrecorded_s else ()),
             *deviations(bundle, baselines, since=begin, at=at),
             *network_troubles(bundle, baselines, since=begin, at=at),
         ]

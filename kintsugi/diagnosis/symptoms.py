@@ -16,6 +16,8 @@ LATE_FACTOR = 3.0
 LATE_S = 0.7
 """A phase or step that takes so much longer than usual is seen by people."""
 LONGEST_LOOK_S = 6.0
+FAILED_AFTER_S = 20.0
+"""A run that fails so long after something was last seen has failed because of it: recovery takes its time."""
 
 
 class Symptom(msgspec.Struct, frozen=True):
@@ -42,7 +44,8 @@ def symptom_of(bundle: Bundle, baselines: Baselines, finding: Finding, *, at: fl
 
 def _failure(bundle: Bundle, finding: Finding, at: float) -> Symptom | None:
     for phase in bundle.phases:
-        if finding.onset <= phase.time <= at and phase.name == "ended" and "failed" in phase.reason:
+        is_after = finding.onset <= phase.time <= min(at, finding.until + FAILED_AFTER_S)
+        if is_after and phase.name == "ended" and "failed" in phase.reason:
             return Symptom(
                 Hop(MASTER, f"the run failed: {phase.reason[:160]}", phase.time), 0.0, is_failure=True
             )

@@ -259,7 +259,9 @@ def test_connections_of_a_rank_that_break_again_and_again_are_named_though_nobod
     run = HealthyRun().play(30)
     for generation in (1, 2, 3):
         broken(run, generation=generation, by="model-0", peer="model-1", why="Connection reset by peer.")
-        broken(run, generation=generation, by="model-1", peer="model-0", why="Software caused connection abort.")
+        broken(
+            run, generation=generation, by="model-1", peer="model-0", why="Software caused connection abort."
+        )
         run.play(1)
     assert named(run) == [("model-1", "network_cut")]
 
@@ -275,5 +277,16 @@ def test_a_group_that_breaks_because_a_rank_was_killed_is_nothing_else() -> None
 
 def test_a_file_that_may_not_grow_is_an_error_of_the_disk() -> None:
     run = HealthyRun().play(30)
-    run.say("master-0", Alert("inputs can not be written, the run goes on without it: run/inputs: File too large"))
+    run.say(
+        "master-0", Alert("inputs can not be written, the run goes on without it: run/inputs: File too large")
+    )
     assert named(run.play(1)) == [("master-0", "disk_error")]
+
+
+def test_one_that_runs_and_does_not_say_a_word_hangs() -> None:
+    run = HealthyRun().play(30)
+    run.silent.add("model-1")
+    run.states["model-1"] = "R"
+    run.changes["model-1"] = lambda now, rates: rates.update(cpu_s=0.95, run_delay_s=0.01)
+    assert named(run.play(3)) == []
+    assert named(run.play(2)) == [("model-1", "hung")]

@@ -189,7 +189,7 @@ def test_a_host_that_others_reach_as_usual_is_not_the_one() -> None:
     for link in between_hosts():
         if MASTER in link:
             run.changes[link] = late(0.4, since=30)
-    assert named(run.play(3)) == [(MASTER, "network_delay")]
+    assert named(run.play(5)) == [(MASTER, "network_delay")]
 
 
 def test_what_processes_of_a_cut_off_host_are_found_to_be_is_no_cause_of_its_own() -> None:
@@ -222,3 +222,21 @@ def test_what_can_not_even_be_sent_again_is_a_cut_too() -> None:
         if (of in HOSTS["host-0"]) != (peer in HOSTS["host-0"]):
             run.changes[of, peer] = unsent
     assert named(run.play(7))[:1] == [("agent-1", "network_cut")]
+
+
+def narrow(now: float, rates: dict[str, float]) -> None:
+    rates.update(rtt_s=0.4)
+
+
+def test_two_bad_connections_of_one_process_with_one_host_may_be_that_host() -> None:
+    """A way that becomes narrow shows first where most is sent."""
+    run = HealthyRun().play(40)
+    run.changes |= {("model-1", "model-0"): narrow, ("model-0", "rollout-1"): narrow}
+    assert named(run.play(3)) == []
+    run.changes |= {
+        ("server-1", "manager-0"): narrow,
+        ("rollout-1", "master-0"): narrow,
+        ("agent-1", "master-0"): narrow,
+    }
+    found = named(run.play(3))
+    assert found[:1] == [("agent-1", "network_delay")]

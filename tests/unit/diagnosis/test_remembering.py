@@ -10,6 +10,7 @@ from kintsugi.diagnosis.baseline import Past, Usual, lower, usual
 from kintsugi.diagnosis.diagnosing import Memory
 from kintsugi.diagnosis.tracks import Track
 from kintsugi.diagnosis.verdict import Diagnosis
+from kintsugi.observe.events import Transition
 from tests.unit.diagnosis.healthy import HOSTS, START, Change, HealthyRun
 
 
@@ -140,3 +141,20 @@ def test_what_is_known_of_one_part_only_is_taken_from_there() -> None:
     assert lower(None, Usual(1.0, 0.1)) == Usual(1.0, 0.1)
     assert lower(Usual(2.0, 0.1, often=3.0), Usual(1.0, 0.2)) == Usual(1.0, 0.2, often=3.0)
     assert usual([1.0, 2.0]) is None
+
+
+def test_when_nobody_records_anything_any_more_the_disk_is_named() -> None:
+    run, memory = HealthyRun(), Memory()
+    list(looks(run, memory, seconds=60))
+    later = [memory.look(run.bundle, now=run.time + seconds) for seconds in (1.0, 2.0, 3.0, 4.0, 5.0)]
+    assert [said(each) for each in later[:3]] == [[], [], []]
+    assert said(later[-1]) == [("master-0", "disk_slow")]
+    run.play(6)
+    assert said(memory.look(run.bundle, now=run.time + 0.1)) == []
+
+
+def test_a_run_that_has_ended_records_nothing_and_has_no_bad_disk() -> None:
+    run, memory = HealthyRun(), Memory()
+    list(looks(run, memory, seconds=60))
+    run.say("master-0", Transition("master", "run", "", "ended", "finished"))
+    assert not any(said(memory.look(run.bundle, now=run.time + seconds)) for seconds in (4.0, 5.0, 6.0))
