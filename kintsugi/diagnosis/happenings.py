@@ -220,7 +220,7 @@ def _mute(bundle: Bundle, process: str, begin: float, end: float) -> Finding:
     used = tracks["cpu"].between(begin + 1.0, end)
     what = (
         f"has said nothing for {end - begin:.1f} s, though it is there and uses {max(used, default=0.0):.0%} of a "
-        "processor: it makes no progress, and can not even say so"
+        "processor: it hangs, or can not write down what it does"
     )
     return Finding(
         process=process,
