@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from kintsugi.diagnosis.tracks import Clocks, Track, Tracks
 from kintsugi.errors import Fault
@@ -286,9 +287,9 @@ class Bundle:
             peer = self.listeners.get(sample.port, peer)
         key = (sample.of, peer, sample.port)
         tracks, values = self.links[key], sample.values
-        for name in ("rtt_s", "backoff", "unacked"):
-            if name in values:
-                tracks[name].add(time, values[name])
+        if "rtt_s" in values:
+            for name in ("rtt_s", "backoff", "unacked"):
+                tracks[name].add(time, values.get(name, 0.0))
         before = self._totals.get(key)
         self._totals[key] = (time, 0, values)
         if before is not None and time > before[0]:
@@ -327,6 +328,18 @@ class Bundle:
         """Others of the same role."""
         role = known_role(process)
         return [other for other in self.processes if other != process and known_role(other) is role]
+
+    def states_in(self, process: str, since: float, until: float) -> list[tuple[float, str, int]]:
+        """(time, state, pid) of [since, until]."""
+        states = self.states.get(process, [])
+        first = bisect_left(states, since, key=lambda state: state[0])
+        return states[first : bisect_right(states, until, key=lambda state: state[0])]
+
+    def beats_in(self, process: str, since: float, until: float) -> list[float]:
+        """When it spoke in [since, until]."""
+        beats = self.beats.get(process, [])
+        first = bisect_left(beats, since, key=lambda beat: beat.time)
+        return [beat.time for beat in beats[first : bisect_right(beats, until, key=lambda beat: beat.time)]]
 
     def host(self, process: str) -> str:
         return self.host_of.get(process, "")
@@ -398,6 +411,7 @@ class Bundle:
         self.phases.sort(key=lambda each: each.time)
 
 
+@lru_cache(maxsize=4096)
 def known_role(process: str) -> Role | None:
     """None of who is no process of the run: the watcher, an address, nobody."""
     try:

@@ -7,6 +7,7 @@ not broken.
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterator
 from itertools import pairwise
@@ -73,16 +74,15 @@ def happenings(bundle: Bundle, *, since: float, at: float) -> list[Finding]:
 def _unwitnessed(bundle: Bundle, *, at: float) -> Iterator[End]:
     """Processes that began again though nobody told of their end, as somebody would have by now: a launcher or an agent
     may have died with it."""
+    overs = [phase.time for phase in bundle.phases if phase.name in OVER]
     for process, births in bundle.births.items():
         for (began, pid), (born, _) in pairwise(births):
             said_goodbye = any(began < time <= born for time in bundle.goodbyes.get(process, ()))
-            ended_with_the_run = any(
-                began < phase.time <= born for phase in bundle.phases if phase.name in OVER
-            )
+            ended_with_the_run = any(began < time <= born for time in overs)
             told = any(end.pid == pid and end.process == process for end in bundle.ends)
             if at - born < TOLD_S or said_goodbye or ended_with_the_run or told:
                 continue
-            seen = [beat.time for beat in bundle.beats.get(process, ()) if beat.time < born]
+            seen = bundle.beats_in(process, -math.inf, born)
             last = seen[-1] if seen else born
             how = "is gone without a word, and was started again"
             if born - last > RESTART_S:
@@ -242,7 +242,7 @@ FROZEN_S = 2.4
 
 def _silences(bundle: Bundle, process: str, *, since: float, until: float) -> Iterator[tuple[float, float]]:
     """Times in which a process said nothing, the last one up to now."""
-    beats = [beat.time for beat in bundle.beats.get(process, ()) if since - 10.0 <= beat.time <= until]
+    beats = bundle.beats_in(process, since - 10.0, until)
     if not beats:
         return
     births = [born for born, _ in bundle.births.get(process, ())]

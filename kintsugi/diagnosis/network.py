@@ -132,10 +132,12 @@ class _Signs:
         """Tried again and again; or, where not even that can be sent, on its way for longer than anything takes."""
         tracks = bundle.links[key]
         track, sent, on_its_way = tracks["backoff"], tracks["out"], tracks["unacked"]
+        assert len(track.values) == len(on_its_way.values), key
         began: float | None = None
         for index in range(bisect_left(track.times, since), bisect_right(track.times, at)):
             time, value = track.times[index], track.values[index]
-            is_waiting = value >= 1 or bool(on_its_way.at(time, within_s=0.3))
+            # Both are of every sample.
+            is_waiting = value >= 1 or on_its_way.values[index] > 0
             if not is_waiting or sent.at(time, within_s=0.3):
                 began = None if not is_waiting else time
                 continue

@@ -161,25 +161,21 @@ class _Look:
         born = max(
             (time for time, _ in self._bundle.births.get(process, ()) if time <= self._at), default=0.0
         )
-        points = [
-            (time, value)
-            for time, value in zip(track.times, track.values, strict=True)
-            if born + WARM_S <= time <= self._at
-        ]
-        recent = [index for index, (time, _) in enumerate(points) if time >= self._since]
-        if len(recent) < 3:
+        points = list(track.points(max(self._since, born + WARM_S), self._at))
+        if len(points) < 3:
             return None
-        last = max(recent, key=lambda index: points[index][1])
-        first = last
-        while first > recent[0] and points[first - 1][1] < RISING * points[first][1]:
+        values = [value for _, value in points]
+        high = max(values)
+        last = first = values.index(high)
+        while first and values[first - 1] < RISING * values[first]:
             first -= 1
-        (began, low), (ended, high) = points[first], points[last]
-        had = max((value for _, value in points[:first]), default=0.0)
-        grown, seconds = high - low, ended - began
-        if seconds <= 0 or grown < max(GROWTH_BYTES, 0.5 * (usual.middle if usual else low)):
+        points = points[first : last + 1]
+        grown, seconds = high - values[first], points[-1][0] - points[0][0]
+        if seconds <= 0 or grown < max(GROWTH_BYTES, 0.5 * (usual.middle if usual else values[first])):
             return None
         # What it has had before, as in every save, it may have again.
-        return points[first : last + 1] if grown / seconds >= GROWTH_RATE and high > AS_BEFORE * had else None
+        had = max(track.between(born + WARM_S, points[0][0]), default=0.0)
+        return points if grown / seconds >= GROWTH_RATE and high > AS_BEFORE * had else None
 
     def _is_shared(self, process: str, rise: list[tuple[float, float]]) -> bool:
         """Whether others of its host are said to have grown as much meanwhile: then it is their group that did, and
@@ -232,7 +228,7 @@ class _Look:
         Uninterruptible (D) is how a call into a driver that does not come back looks from outside, and how a process
         looks whose control group is frozen for moments.
         """
-        seen = [each for each in self._bundle.states.get(process, ()) if self._since <= each[0] <= self._at]
+        seen = self._bundle.states_in(process, self._since, self._at)
         bad: list[tuple[float, float]] = []
         for index in range(STILL_OF - 1, len(seen)):
             window = seen[index - STILL_OF + 1 : index + 1]
@@ -304,9 +300,8 @@ class _Look:
         usual = self._baselines.figure(tracks, "disk_busy")
         middle = usual.middle if usual else 0.0
         bad: list[tuple[float, float]] = []
-        busy = tracks["disk_busy"]
-        for time, value in zip(busy.times, busy.values, strict=True):
-            if not self._since <= time <= self._at or value < max(BUSY, BUSY_FACTOR * middle):
+        for time, value in tracks["disk_busy"].points(self._since, self._at):
+            if value < max(BUSY, BUSY_FACTOR * middle):
                 continue
             written = tracks["disk_written"].at(time) or 0.0
             own = sum(each["written"].at(time) or 0.0 for each in self._bundle.processes.values())
@@ -330,9 +325,7 @@ class _Look:
         track = tracks["memory_free"]
         usual = self._baselines.of(track)
         bad = [
-            (time, value)
-            for time, value in zip(track.times, track.values, strict=True)
-            if self._since <= time <= self._at and value < HOST_MEMORY_FREE
+            (time, value) for time, value in track.points(self._since, self._at) if value < HOST_MEMORY_FREE
         ]
         if usual is not None and usual.middle < 2 * HOST_MEMORY_FREE:
             return
@@ -372,8 +365,9 @@ class _Look:
         middle = usual.middle if usual else 0.0
         bad: list[tuple[float, float]] = []
         elsewhere = 0.0
-        for time, value in zip(track.times, track.values, strict=True):
-            if not self._since <= time <= self._at or value < max(level.least, level.factor * middle):
+        bound = max(level.least, level.factor * middle)
+        for time, value in track.points(self._since, self._at):
+            if value < bound:
                 continue
             if usual is not None and (
                 value - middle < 4 * usual.spread or usual.is_as_often(value, factor=ABOVE_OFTEN)

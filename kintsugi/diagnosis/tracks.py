@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
+from collections.abc import Iterator
 
 
 class Track:
@@ -29,6 +30,11 @@ class Track:
     def between(self, since: float, until: float) -> list[float]:
         """Values of [since, until]."""
         return self.values[bisect_left(self.times, since) : bisect_right(self.times, until)]
+
+    def points(self, since: float, until: float) -> Iterator[tuple[float, float]]:
+        """(time, value) pairs of [since, until]."""
+        first, last = bisect_left(self.times, since), bisect_right(self.times, until)
+        return zip(self.times[first:last], self.values[first:last], strict=True)
 
     def at(self, time: float, *, within_s: float = 1.6) -> float | None:
         """The value nearest to a moment, if there is one close enough."""
