@@ -12,7 +12,7 @@ import typer
 from kintsugi.cli_arguments import Run
 
 if TYPE_CHECKING:
-    from kintsugi.observe.searching import Line
+    from kintsugi.observe.searching import Extent, Line
     from kintsugi.observe.store import RunStore
 
 app = typer.Typer()
@@ -67,10 +67,10 @@ def logs(
             if follow
             else searching.search(opened, query)
         )
-        is_empty = True
+        is_empty, extent = True, searching.extent_of(opened)
         for line in found:
             is_empty = False
-            typer.echo(msgspec.json.encode(line) if json else _line_text(line))
+            typer.echo(msgspec.json.encode(line) if json else _line_text(line, extent))
         if is_empty:
             typer.echo(f"{folder}: nothing that was recorded is so", err=True)
 
@@ -92,11 +92,9 @@ def trace(
     json: Json = False,
 ) -> None:
     """Follow one prompt from its row to the weights that learned from it; without one, export the whole run."""
-    import msgspec
-
     from kintsugi import runs
     from kintsugi.errors import UserError
-    from kintsugi.observe import chrome_trace, tracing
+    from kintsugi.observe import chrome_trace, searching, tracing
     from kintsugi.observe import otlp as exporter
     from kintsugi.observe.store import RunStore
 
@@ -122,11 +120,13 @@ def trace(
 
         named = find_prompt(store, prompt)
         told = tracing.trace_ticket(store, named.ticket, row=named.row, prompt=named.prompt)
+        extent = searching.extent_of(store)
     if chrome is not None:
         chrome_trace.write_chrome_trace(chrome, told.stations, flow=True)
     if otlp is not None:
         exporter.write_otlp_trace(otlp, told)
-    typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=2) if json else timeline(told))
+    with_day = extent is not None and extent.has_midnight
+    typer.echo(_indented(told) if json else timeline(told, with_day=with_day))
 
 
 @app.command()
@@ -149,7 +149,7 @@ def diagnose(
     if at is not None:
         with RunStore(folder) as store:
             store.refresh(progress=_progress())
-            moment = _moment(store, at, option="--at")
+            moment = _moment(store, at, option="--at", is_inside=True)
     if bottleneck:
         from kintsugi.diagnosis.bottleneck import find_bottleneck
         from kintsugi.diagnosis.bottleneck import tell as tell_bottleneck
@@ -158,10 +158,10 @@ def diagnose(
         typer.echo(_indented(report) if json else tell_bottleneck(report))
         return
     from kintsugi.diagnosis import diagnose as diagnose_run
-    from kintsugi.diagnosis.telling import tell
+    from kintsugi.diagnosis.telling import as_values, tell
 
     diagnosis = diagnose_run(folder, at=moment)
-    typer.echo(_indented(diagnosis) if json else tell(diagnosis))
+    typer.echo(_indented(as_values(diagnosis)) if json else tell(diagnosis))
 
 
 @app.command()
@@ -240,10 +240,10 @@ def _window(store: RunStore, since: str | None, until: str | None) -> tuple[floa
     return first, last
 
 
-def _moment(store: RunStore, text: str, *, option: str) -> float:
+def _moment(store: RunStore, text: str, *, option: str, is_inside: bool = False) -> float:
     from kintsugi.observe.searching import extent_of, moment
 
-    return moment(text, extent=extent_of(store), option=option)
+    return moment(text, extent=extent_of(store), option=option, is_inside=is_inside)
 
 
 def _pause(folder: Path) -> Callable[[], bool]:
@@ -268,8 +268,11 @@ def _pause(folder: Path) -> Callable[[], bool]:
     return pause
 
 
-def _line_text(line: Line) -> str:
+def _line_text(line: Line, extent: Extent | None) -> str:
+    """With its day where the run is not of one day only, up to this line at least."""
     from kintsugi.observe.timeline import clock_text
 
+    with_day = extent is not None and extent.including(line.time).has_midnight
     about = "~" if not line.exact else " "
-    return f"{clock_text(line.time)}{about} {line.process:<10} {line.kind:<14} {line.text}"
+    clock = clock_text(line.time, with_day=with_day)
+    return f"{clock}{about} {line.process:<10} {line.kind:<14} {line.text}"

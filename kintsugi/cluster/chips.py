@@ -73,6 +73,8 @@ class ChipReading(msgspec.Struct, frozen=True, kw_only=True):
     """Errors that the driver has told of since the last reading."""
     pids: tuple[int, ...] = ()
     """Of the processes that use it, where the driver can see them."""
+    num_processes: int | None = None
+    """That use it, whosever they are; None where the driver does not tell."""
     memory_of: dict[int, int] = {}
     """Pid → bytes of its memory, of those."""
     memory_bytes: int = 0
@@ -93,6 +95,7 @@ class ChipReading(msgspec.Struct, frozen=True, kw_only=True):
             "utilization": self.utilization,
             "temperature": self.temperature,
             "clock_hertz": self.clock_hertz,
+            "processes": None if self.num_processes is None else float(self.num_processes),
         }
         return {name: value for name, value in known.items() if value is not None}
 
@@ -369,7 +372,8 @@ class NvmlProbe:
         try:
             _, _, pending, failed = self._get((0, 0, 0, 0), nvml.nvmlDeviceGetRemappedRows, handle)
             retiring = self._get(0, nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
-            processes = self._get((), nvml.nvmlDeviceGetComputeRunningProcesses, handle)
+            users = self._get(None, nvml.nvmlDeviceGetComputeRunningProcesses, handle)
+            processes = users or ()
             memory = self._get(None, nvml.nvmlDeviceGetMemoryInfo, handle)
             rates = self._get(None, nvml.nvmlDeviceGetUtilizationRates, handle)
             temperature = self._get(None, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU)
@@ -383,6 +387,7 @@ class NvmlProbe:
                 remapping_failed=bool(failed),
                 xids=xids,
                 pids=tuple(int(process.pid) for process in processes if self._shares_pids),
+                num_processes=None if users is None else len(users),
                 memory_of={
                     int(process.pid): int(process.usedGpuMemory or 0)
                     for process in processes

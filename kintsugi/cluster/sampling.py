@@ -21,6 +21,7 @@ from kintsugi.cluster.obituaries import OomLedger
 from kintsugi.errors import DeadlineExceeded
 from kintsugi.observe.cgroups import ControlGroups
 from kintsugi.observe.ends import SharedEnds, ends_of
+from kintsugi.observe.events import Stamp
 from kintsugi.observe.figures import FiguresLog, Sample, figures_path
 from kintsugi.observe.links import Address, Links, address_in
 from kintsugi.observe.probes import DiskProbe, NameProbe, Probe, is_name
@@ -62,6 +63,8 @@ class Sampling:
         self._files = OpenFiles()
         self._host = HostLook(own.host, run_dir=own.run_dir)
         self._links = Links()
+        self._left_out: list[Sample] = []
+        """Of the look before, and told now after all."""
         self._table: TcpTable | None = None
         self._owners: dict[int, str | None] = {}
         """Inode of a socket → whose it is; None for somebody who is none of ours."""
@@ -92,9 +95,13 @@ class Sampling:
 
     def _run(self) -> None:
         waits = WaitTable()
+        before: Stamp | None = None
         while not self._closing.is_set():
             begun = self._clock.monotonic()
-            self._figures.write(*self.samples())
+            samples = self.samples()
+            self._figures.write(*self._left_out, stamp=before)
+            before = self._figures.stamp()
+            self._figures.write(*samples, stamp=before)
             with suppress(DeadlineExceeded):
                 wait(
                     lambda remaining_s: self._closing.wait(remaining_s) or None,
@@ -107,6 +114,7 @@ class Sampling:
     def samples(self) -> list[Sample]:
         """Of this moment."""
         scene = self._scene
+        self._left_out = []
         found: list[Sample] = []
         for part in (self._process_samples, self._host_samples, self._link_samples):
             try:
@@ -159,7 +167,9 @@ class Sampling:
             own = {each.local: owners[each.inode] for each in sockets if each.inode in owners}
             self._ends.own = ends_of(own)
         book = {**self._ends.others, **scene.book}
-        return [*self._links.samples(sockets, owners=owners, book=book)]
+        look = self._links.look(sockets, owners=owners, book=book)
+        self._left_out = [*look.before]
+        return [*look.now]
 
     def _find_owners(self, inodes: set[int]) -> None:
         """Looking through all descriptors is what costs most: only done when there is a socket not seen before."""

@@ -9,6 +9,8 @@ from kintsugi.observe.alerts import Notification
 from kintsugi.observe.events import Alert, Event, FaultSeen, ProcessGone
 from kintsugi.observe.telling import told
 
+AT_ONCE = frozenset({FaultKind.KILLED, FaultKind.CRASHED})
+"""What is over in the moment in which it happens: that it is over is no news."""
 CauseKey = tuple[str, str, float]
 """By what a cause is known again: process, kind, and of a kill when it was."""
 
@@ -29,7 +31,39 @@ def notification(run: str, time: float, process: str, event: Event) -> Notificat
 
 
 def notification_of(cause: Cause, *, run: str, time: float) -> Notification:
-    return _notification(run, time, cause.process, "diagnosis", cause.summary, msgspec.to_builtins(cause))
+    """`runs/demo-1: model-1 on host-1: cpu, 96 % sure: was kept from running for 2.1 of 3 s`."""
+    what = cause.summary.removeprefix(f"{cause.process}: ")
+    return Notification(
+        run=run,
+        time=time,
+        process=cause.process,
+        kind="diagnosis",
+        text=f"{_subject(cause, run)}, {100 * cause.confidence:.0f} % sure: {what}",
+        values={"confidence": cause.confidence, "onset": cause.onset},
+        details=msgspec.to_builtins(cause),
+    )
+
+
+def notification_of_end(cause: Cause, *, run: str, time: float) -> Notification | None:
+    """That a verdict does not hold any more: `runs/demo-1: model-1 on host-1: cpu is over after 12 s`. None of what is
+    over at once. `cause` as it was last, `time` of the first diagnosis without it."""
+    if cause.kind in AT_ONCE:
+        return None
+    lasted_s = max(0.0, time - cause.onset)
+    return Notification(
+        run=run,
+        time=time,
+        process=cause.process,
+        kind="diagnosis",
+        text=f"{_subject(cause, run)} is over after {lasted_s:.0f} s",
+        values={"confidence": cause.confidence, "onset": cause.onset, "lasted_s": round(lasted_s, 3)},
+        details=msgspec.to_builtins(cause),
+    )
+
+
+def _subject(cause: Cause, run: str) -> str:
+    where = f" on {cause.host}" if cause.host else ""
+    return f"{run}: {cause.process}{where}: {cause.kind.value}"
 
 
 def _notification(run: str, time: float, process: str, kind: str, text: str, details: object) -> Notification:

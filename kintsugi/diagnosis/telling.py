@@ -2,54 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from kintsugi.diagnosis.verdict import Cause, Diagnosis
+from kintsugi.observe.events import Stamp, events_path
 from kintsugi.observe.lines import lines_in, paths_of
 from kintsugi.observe.verdicts import DIAGNOSES_FILE
+from kintsugi.types import Role, process_id
 
 MOST_EARLIER = 5
+LONGEST_LINE = 64 << 10
+Clock = Callable[[float], str]
 
 
 def tell(diagnosis: Diagnosis) -> str:
-    """The most likely cause first, each with its way to what was seen, its evidence, and what to do."""
-    lines = [f"{diagnosis.run} at {_clock(diagnosis.at)}, looked at since {_clock(diagnosis.since)}"]
+    """The most likely cause first, each with its way to what was seen, its evidence, and what to do. Times have their
+    day where the run is not of one day only."""
+    clock = partial(_clock, with_day=_is_of_days(diagnosis))
+    lines = [f"{diagnosis.run} at {clock(diagnosis.at)}, looked at since {clock(diagnosis.since)}"]
     if not diagnosis.causes:
         lines.append(f"nothing to blame: {diagnosis.abstained}")
     for number, cause in enumerate(diagnosis.causes, start=1):
-        lines += ["", *_cause_lines(number, cause)]
-    named = {(cause.process, cause.kind) for cause in diagnosis.causes}
-    before = [
-        (at, cause)
-        for at, cause in earlier(Path(diagnosis.run), before=diagnosis.at)
-        if (cause.process, cause.kind) not in named or cause.onset < diagnosis.since
-    ]
-    if before:
+        lines += ["", *_cause_lines(number, cause, clock)]
+    if before := _earlier_than(diagnosis):
         lines += ["", "earlier in this run:"]
         lines += [
-            f"  {_clock(cause.onset)}  {cause.kind.value:<14} {cause.summary} (told {_clock(at)})"
+            f"  {clock(cause.onset)}  {cause.kind.value:<14} {cause.summary} (told {clock(at)})"
             for at, cause in before[-MOST_EARLIER:]
         ]
     return "\n".join(lines)
 
 
-def _cause_lines(number: int, cause: Cause) -> Iterator[str]:
+def as_values(diagnosis: Diagnosis) -> dict[str, Any]:
+    """For programs: all of it, and under `earlier` what was said earlier in the run, each with when (`told`)."""
+    before = [{"told": at, **msgspec.to_builtins(cause)} for at, cause in _earlier_than(diagnosis)]
+    return {**msgspec.to_builtins(diagnosis), "earlier": before}
+
+
+def _earlier_than(diagnosis: Diagnosis) -> list[tuple[float, Cause]]:
+    """What the watcher has said, but for what the diagnosis says anyway."""
+    named = {(cause.process, cause.kind) for cause in diagnosis.causes}
+    return [
+        (at, cause)
+        for at, cause in earlier(Path(diagnosis.run), before=diagnosis.at)
+        if (cause.process, cause.kind) not in named or cause.onset < diagnosis.since
+    ]
+
+
+def _is_of_days(diagnosis: Diagnosis) -> bool:
+    """Whether the run began on another day: by the first line of its master."""
+    for path in paths_of(events_path(diagnosis.run, process_id(Role.MASTER, 0)))[:1]:
+        with suppress(OSError, msgspec.MsgspecError), path.open("rb") as file:
+            began = msgspec.json.decode(file.readline(LONGEST_LINE), type=Stamp).time
+            return datetime.fromtimestamp(began).date() != datetime.fromtimestamp(diagnosis.at).date()
+    return False
+
+
+def _cause_lines(number: int, cause: Cause, clock: Clock) -> Iterator[str]:
     where = f" on {cause.host}" if cause.host else ""
     yield f"{number}. {cause.process}{where}: {cause.kind.value}, {cause.confidence:.0%} sure"
     yield f"   {cause.summary}"
-    yield f"   since    {_clock(cause.onset)}"
+    yield f"   since    {clock(cause.onset)}"
     for index, hop in enumerate(cause.path):
         head = "way     " if index == 0 else "        "
         arrow = "" if index == 0 else "→ "
-        yield f"   {head} {_clock(hop.time)}  {arrow}{hop.process}: {hop.what}"
+        yield f"   {head} {clock(hop.time)}  {arrow}{hop.process}: {hop.what}"
     for index, evidence in enumerate(cause.evidence):
         head = "evidence" if index == 0 else "        "
-        yield f"   {head} {_clock(evidence.time)}  {evidence.source}: {evidence.quote}"
+        yield f"   {head} {clock(evidence.time)}  {evidence.source}: {evidence.quote}"
     for index, other in enumerate(cause.rules_out):
         yield f"   {'not     ' if index == 0 else '        '} {other}"
     if cause.advice:
@@ -73,5 +101,6 @@ def earlier(run_dir: Path, *, before: float) -> list[tuple[float, Cause]]:
     return sorted(told.values(), key=lambda each: each[1].onset)
 
 
-def _clock(time: float) -> str:
-    return f"{datetime.fromtimestamp(time).astimezone():%H:%M:%S}.{int(time * 10) % 10}"
+def _clock(time: float, *, with_day: bool) -> str:
+    form = "%Y-%m-%d %H:%M:%S" if with_day else "%H:%M:%S"
+    return f"{datetime.fromtimestamp(time).astimezone().strftime(form)}.{int(time * 10) % 10}"

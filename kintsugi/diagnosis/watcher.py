@@ -21,7 +21,13 @@ import msgspec
 
 from kintsugi.config import MonitoringSection
 from kintsugi.diagnosis.diagnosing import Follower
-from kintsugi.diagnosis.notifying import CauseKey, cause_key, notification, notification_of
+from kintsugi.diagnosis.notifying import (
+    CauseKey,
+    cause_key,
+    notification,
+    notification_of,
+    notification_of_end,
+)
 from kintsugi.diagnosis.ranking import replaceable
 from kintsugi.diagnosis.symptoms import is_held_up
 from kintsugi.diagnosis.verdict import Cause, Diagnosis
@@ -75,6 +81,8 @@ class Watcher:
         self._file = LineFile(run_dir / DIAGNOSES_FILE, largest_size=LARGEST_SIZE)
         self._since: dict[CauseKey, float] = {}
         """Verdicts that hold → since when they were told."""
+        self._standing: dict[CauseKey, Cause] = {}
+        """The same, as they were last."""
         self._stale = bool((last := last_diagnosis(run_dir)) and last.causes)
         """The watcher before said that something is wrong, and did not live to say that it is over."""
         self._handed: dict[tuple[CauseKey, bool], float] = {}
@@ -93,6 +101,7 @@ class Watcher:
     def _tell(self, diagnosis: Diagnosis) -> None:
         """The verdicts as a line whenever they change, and each new one as an alert."""
         causes = {cause_key(cause): cause for cause in diagnosis.causes}
+        before, self._standing = self._standing, causes
         if causes.keys() == self._since.keys() and not self._stale:
             return
         self._stale = False
@@ -104,6 +113,10 @@ class Watcher:
                 self._log.emit(Alert(f"cause {cause.kind.value}: {cause.summary}", values))
                 if self._webhook is not None:
                     self._webhook.send(notification_of(cause, run=str(self._run_dir), time=diagnosis.at))
+        for key in before.keys() - causes.keys():
+            ended = notification_of_end(before[key], run=str(self._run_dir), time=diagnosis.at)
+            if self._webhook is not None and ended is not None:
+                self._webhook.send(ended)
         self._since = {key: self._since.get(key, diagnosis.at) for key in causes}
         self._handed = {each: at for each, at in self._handed.items() if each[0] in causes}
 

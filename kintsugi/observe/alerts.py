@@ -76,18 +76,25 @@ def post(url: str, body: bytes) -> None:
     import urllib.error
     import urllib.request
 
+    class Staying(urllib.request.HTTPRedirectHandler):
+        """Where a redirection leads, nothing would be posted: it is followed by asking for the page there."""
+
+        def redirect_request(self, *_: Any) -> None:
+            return None
+
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"}, method="POST")
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S):
+        with urllib.request.build_opener(Staying).open(request, timeout=TIMEOUT_S):
             return
     except urllib.error.HTTPError as error:
         again = error.code >= HTTPStatus.INTERNAL_SERVER_ERROR or error.code in (
             HTTPStatus.REQUEST_TIMEOUT,
             HTTPStatus.TOO_MANY_REQUESTS,
         )
+        elsewhere = f", it is at {address}" if (address := error.headers.get("Location")) else ""
         error.close()
         if not again:
-            raise NotTaken(f"{error.code} {error.reason}") from error
+            raise NotTaken(f"{error.code} {error.reason}{elsewhere}") from error
         raise
     except http.client.HTTPException as error:
         raise OSError(f"no HTTP came back: {error!r}") from error

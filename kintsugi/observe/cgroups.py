@@ -32,6 +32,7 @@ class Allowance(msgspec.Struct, frozen=True):
 
     memory_limit_bytes: float | None = None
     memory_used_bytes: float | None = None
+    """Without the files that the kernel keeps in memory until somebody needs it."""
     throttled_s: float | None = None
     frozen: bool = False
 
@@ -121,17 +122,13 @@ class ControlGroups:
 
     def _memory(self, groups: Groups) -> tuple[float | None, float | None]:
         """The tightest limit, and what is used of that."""
-        limit_name, used_name = (
-            ("memory.max", "memory.current")
-            if groups.unified
-            else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        )
+        limit_name = "memory.max" if groups.unified else "memory.limit_in_bytes"
         tightest: tuple[float, Path] | None = None
         for folder in self._upwards(groups.memory):
             limit = _number(folder / limit_name)
             if limit is not None and limit < UNLIMITED and (tightest is None or limit < tightest[0]):
                 tightest = limit, folder
-        return (None, None) if tightest is None else (tightest[0], _number(tightest[1] / used_name))
+        return (None, None) if tightest is None else (tightest[0], _used(tightest[1], groups.unified))
 
     def oom_kills(self, groups: Groups) -> int | None:
         """How many processes of exactly this memory group the kernel has ended; None where it does not count them."""
@@ -147,6 +144,16 @@ class ControlGroups:
         while folder is not None:
             yield folder
             folder = None if folder in roots or folder == folder.parent else folder.parent
+
+
+def _used(folder: Path, unified: bool) -> float | None:
+    """Of a memory group. Pages of files that nobody has used lately count as used there, and are given up at once where
+    memory is short: a process that reads a large file does not grow."""
+    used_name, idle_name = (
+        ("memory.current", "inactive_file") if unified else ("memory.usage_in_bytes", "total_inactive_file")
+    )
+    used = _number(folder / used_name)
+    return None if used is None else max(0.0, used - (_entry(folder / "memory.stat", idle_name) or 0.0))
 
 
 def _throttled_s(folder: Path | None) -> float | None:

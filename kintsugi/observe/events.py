@@ -166,9 +166,10 @@ class EventLog:
         self._file.close()
 
 
-def stamped(stamp: Stamp, content: msgspec.Struct) -> bytes:
-    """The line of an event, or of anything else that has a kind."""
-    return _encoder.encode(stamp)[:-1] + b"," + _encoder.encode(content)[1:] + b"\n"
+def stamped(stamp: Stamp, *contents: msgspec.Struct) -> bytes:
+    """The lines of events, or of anything else that has a kind."""
+    head = _encoder.encode(stamp)[:-1] + b","
+    return b"".join([head + _encoder.encode(content)[1:] + b"\n" for content in contents])
 
 
 def read_events(run_dir: str | Path, *, process: str | None = None, with_spans: bool = True) -> list[Record]:

@@ -87,7 +87,11 @@ class FigureRecord(msgspec.Struct, frozen=True):
 
 
 LARGEST_SIZE = 16 << 20
-"""Of a file; with the three older ones that are kept, hours of a run."""
+"""Of a file; with the three older ones that are kept, hours of a small run, …"""
+KEPT_S = 900.0
+"""… and of any run so long: more than a diagnosis looks back. Where connections are many, files grow larger for it …"""
+MOST_SIZE = 256 << 20
+"""… up to this. 32 processes that all use their connections with all others write 0.45 MB a second."""
 TOTALS = frozenset(
     {"cpu_s", "run_delay_s", "io_delay_s", "throttled_s", "read_bytes", "write_bytes", "major_faults"}
     | {"voluntary_switches", "involuntary_switches"}
@@ -112,16 +116,19 @@ class FiguresLog:
     """Appends the samples of one process, from any of its threads; never raises and never waits for the disk."""
 
     def __init__(self, run_dir: str | Path, *, process: str, clock: Clock = SYSTEM_CLOCK) -> None:
-        file = LineFile(figures_path(run_dir, process), largest_size=LARGEST_SIZE)
+        path = figures_path(run_dir, process)
+        file = LineFile(path, largest_size=LARGEST_SIZE, kept_s=KEPT_S, most_size=MOST_SIZE)
         self._writer = LineWriter(file, lost="figures.dropped", encode=b"".join)
         self._process, self._clock = process, clock
 
-    def write(self, *samples: Sample) -> None:
-        """All of one moment, in one write."""
-        if not samples:
-            return
-        stamp = Stamp(round(self._clock.wall(), 6), round(self._clock.monotonic(), 6), self._process)
-        self._writer.put(b"".join(stamped(stamp, sample) for sample in samples))
+    def stamp(self) -> Stamp:
+        """Of this moment."""
+        return Stamp(round(self._clock.wall(), 6), round(self._clock.monotonic(), 6), self._process)
+
+    def write(self, *samples: Sample, stamp: Stamp | None = None) -> None:
+        """All of one moment, of this one if none is given, in one write."""
+        if samples:
+            self._writer.put(stamped(stamp or self.stamp(), *samples))
 
     def close(self) -> None:
         self._writer.close()
@@ -142,11 +149,17 @@ def figures_in(
 
 
 def _is_recent(line: bytes, since: float) -> bool:
-    """By the time that every line begins with, which is far cheaper to read than the line; torn ones may be."""
+    """Torn ones may be."""
+    time = time_of(line)
+    return time is None or time >= since
+
+
+def time_of(line: bytes) -> float | None:
+    """What every line begins with, which is far cheaper to read than the line; None of a torn one."""
     try:
-        return float(line[len(b'{"time":') : line.index(b",")]) >= since
+        return float(line[len(b'{"time":') : line.index(b",")])
     except ValueError:
-        return True
+        return None
 
 
 def samples_in(lines: Iterable[bytes]) -> Iterator[FigureRecord]:

@@ -37,12 +37,20 @@ class LineFile:
     """Appends to one file. Safe to use from several threads."""
 
     def __init__(
-        self, path: Path, *, largest_size: int | None = None, reserved_size: int = CHUNK_SIZE
+        self,
+        path: Path,
+        *,
+        largest_size: int | None = None,
+        kept_s: float = 0.0,
+        most_size: int | None = None,
+        reserved_size: int = CHUNK_SIZE,
     ) -> None:
-        """With `largest_size`, a file that has grown to it becomes `<name>.1<suffix>`, and so on up to `NUM_OLD`.
-        `reserved_size` is what is allocated at once; with none, nothing can be written on a full disk."""
+        """With `largest_size`, a file that has grown to it becomes `<name>.1<suffix>`, and so on up to `NUM_OLD`. With
+        `kept_s` it grows on, up to `most_size`, until the old ones hold so much time. `reserved_size` is what is
+        allocated at once; with none, nothing can be written on a full disk."""
         self._path = path
         self._largest_size = largest_size
+        self._kept_s, self._most_size = kept_s, most_size
         self._reserved_size = reserved_size
         self._descriptor = -1
         self._allocated = 0
@@ -66,7 +74,7 @@ class LineFile:
         if self._torn:
             lines = b"\n" + lines
         end = os.fstat(self._descriptor).st_size + len(lines)
-        if self._largest_size is not None and end > self._largest_size:
+        if self._largest_size is not None and end > self._largest_size and self._is_full(end):
             self._rotate()
             end = len(lines)
         self._allocate(end, len(lines))
@@ -74,6 +82,16 @@ class LineFile:
         self._torn = written < len(lines)
         if self._torn:
             raise OSError("only a part of a line was taken")
+
+    def _is_full(self, end: int) -> bool:
+        """Of a file that is large enough: whether it is too large, or holds its part of the time that is to be kept."""
+        if not self._kept_s or (self._most_size is not None and end > self._most_size):
+            return True
+        try:
+            begun = old_path(self._path, 1).stat().st_mtime
+        except OSError:
+            return True
+        return os.fstat(self._descriptor).st_mtime - begun >= self._kept_s / NUM_OLD
 
     def _allocate(self, end: int, size: int) -> None:
         """Keep `SPARE_SIZE` ahead of what is about to be written; live on it while there is no more."""

@@ -1,12 +1,14 @@
 """Slices as OpenTelemetry traces, in the JSON encoding of OTLP: what a collector's file receiver and /v1/traces take.
 
-One file holds one `TracesData`. Each process of the run is a resource. Ids are lower-case hexadecimal and follow from
-what they stand for, so that an export that is made twice is the same twice.
+A line of a file is a `TracesData`, as OpenTelemetry's file exporter writes them: one for a prompt, many for a run. Each
+process of the run is a resource. Ids are lower-case hexadecimal and follow from what they stand for, so that an export
+that is made twice is the same twice.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,24 +17,34 @@ import msgspec
 
 from kintsugi.observe.tracing import Slice, Trace
 
+MOST_SPANS = 500
+"""In a line: no more are held at once, and collectors read line by line."""
 INTERNAL = 1
 """SPAN_KIND_INTERNAL."""
 
 
 def write_otlp(path: Path, slices: Iterable[Slice], *, run: str) -> int:
-    """A whole run: what belongs to a ticket, or to a step, is one trace each; the rest is that of its process."""
-    spans: dict[str, list[dict[str, Any]]] = {}
+    """A whole run: what belongs to a ticket, or to a step, is one trace each; the rest is that of its process.
+
+    Nothing is the parent of anything: what a span lies in may be written down only after it.
+    """
+    known = enumerate(each for each in slices if each.start > 0)
     count = 0
-    for number, each in enumerate(each for each in slices if each.start > 0):
-        attributes = each.attributes
-        subject = attributes.get("ticket") or (f"step:{attributes['step']}" if "step" in attributes else "")
-        trace_id = _identifier(32, run, subject or each.process)
-        spans.setdefault(each.process, []).append(
-            _span(each, trace_id=trace_id, span_id=_identifier(16, run, each.process, str(number)))
-        )
-        count += 1
-    _write(path, spans, run=run)
+    with path.open("wb") as file:
+        while some := list(itertools.islice(known, MOST_SPANS)):
+            spans: dict[str, list[dict[str, Any]]] = {}
+            for number, each in some:
+                spans.setdefault(each.process, []).append(_numbered_span(each, number, run=run))
+            file.write(_line(spans, run=run))
+            count += len(some)
     return count
+
+
+def _numbered_span(each: Slice, number: int, *, run: str) -> dict[str, Any]:
+    attributes = each.attributes
+    subject = attributes.get("ticket") or (f"step:{attributes['step']}" if "step" in attributes else "")
+    trace_id = _identifier(32, run, subject or each.process)
+    return _span(each, trace_id=trace_id, span_id=_identifier(16, run, each.process, str(number)))
 
 
 def write_otlp_trace(path: Path, trace: Trace) -> int:
@@ -65,7 +77,7 @@ def write_otlp_trace(path: Path, trace: Trace) -> int:
         span_id = _identifier(16, trace.run, trace.ticket, each.process, str(number))
         span = _span(each, trace_id=trace_id, span_id=span_id)
         spans.setdefault(each.process, []).append({**span, "parentSpanId": root_id})
-    _write(path, spans, run=trace.run)
+    path.write_bytes(_line(spans, run=trace.run))
     return len(known)
 
 
@@ -82,7 +94,8 @@ def _span(each: Slice, *, trace_id: str, span_id: str) -> dict[str, Any]:
     }
 
 
-def _write(path: Path, spans: dict[str, list[dict[str, Any]]], *, run: str) -> None:
+def _line(spans: dict[str, list[dict[str, Any]]], *, run: str) -> bytes:
+    """Process → its spans."""
     scope = {"name": "kintsugi"}
     document = {
         "resourceSpans": [
@@ -97,7 +110,7 @@ def _write(path: Path, spans: dict[str, list[dict[str, Any]]], *, run: str) -> N
             for process, inner in sorted(spans.items())
         ]
     }
-    path.write_bytes(msgspec.json.encode(document) + b"\n")
+    return msgspec.json.encode(document) + b"\n"
 
 
 def _attributes(values: dict[str, str]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,6 +29,7 @@ from kintsugi.observe.figures import (
     ProcessSample,
     Sample,
     samples_in,
+    time_of,
 )
 from kintsugi.observe.lines import lines_in
 from kintsugi.observe.metrics import METRICS_FILE
@@ -37,13 +39,19 @@ from kintsugi.runtime import SYSTEM_CLOCK
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LAST_BYTES = 128 << 10
-"""Of each file: some ten seconds of what an agent sees of a large host."""
+"""Of each file, at first."""
+WHOLE_S = 10.0
+"""So much of a file of figures has everything in it: links that are not used are told of in every fifth look
+(`links.RARELY`), and a host that has much to do looks less often than once a second."""
+MOST_BYTES = 16 << 20
+"""No more is read of one: some looks at the connections of a hundred processes, all with all others."""
 FRESH_S = 30.0
 """Older samples are of somebody who is gone, or not recorded any more."""
 ANSWER_S = 5.0
 PREFIX = "kintsugi_"
 
 _Labels = tuple[tuple[str, str], ...]
+_OF_A_DEVICE = re.compile(r"device_(\d+)_(.+)")
 
 
 class _Page:
@@ -112,10 +120,37 @@ def _add_step(page: _Page, run_dir: Path) -> None:
 
 
 def _add_samples(page: _Page, run_dir: Path, *, now: float) -> None:
+    latest: dict[tuple[str | int, ...], Sample] = {}
     for path in sorted((run_dir / "figures").glob("*.jsonl")):
-        for record in samples_in(_last_lines(path)):
+        for record in samples_in(_newest(_recent_lines(path, since=now - FRESH_S))):
             if record.stamp.time >= now - FRESH_S:
-                _add_sample(page, record.sample)
+                latest[_subject(record.sample)] = record.sample
+    for sample in latest.values():
+        _add_sample(page, sample)
+
+
+def _newest(lines: list[bytes]) -> list[bytes]:
+    """The last ones of those that are alike up to their values: it takes far longer to decode them all."""
+    newest: dict[bytes, bytes] = {}
+    for line in lines:
+        head = line[line.find(b'"kind"') : line.find(b'"values"')]
+        newest.pop(head, None)
+        newest[head] = line
+    return [*newest.values()]
+
+
+def _subject(sample: Sample) -> tuple[str | int, ...]:
+    """What it is a sample of."""
+    kind = type(sample).__name__
+    match sample:
+        case ProcessSample(of=of):
+            return kind, of
+        case LinkSample(of=of, peer=peer, port=port):
+            return kind, of, peer, port
+        case HostSample(host=host) | ClockSample(host=host):
+            return kind, host
+        case _:
+            return (kind,)
 
 
 def _add_sample(page: _Page, sample: Sample) -> None:
@@ -123,7 +158,7 @@ def _add_sample(page: _Page, sample: Sample) -> None:
         case ProcessSample():
             _add_values(page, "process", sample.values, {"process": sample.of})
         case HostSample():
-            _add_values(page, "host", sample.values, {"host": sample.host})
+            _add_host(page, sample)
         case LinkSample():
             labels = {"process": sample.of, "peer": sample.peer, "port": str(sample.port)}
             _add_values(page, "link", sample.values, labels)
@@ -132,6 +167,18 @@ def _add_sample(page: _Page, sample: Sample) -> None:
             page.add("clock_error_s", sample.error_s, host=sample.host)
         case _:  # What a process says of itself is in the master's reports.
             pass
+
+
+def _add_host(page: _Page, sample: HostSample) -> None:
+    """Figures of accelerators have a label for which one it is, so that they can be asked for together."""
+    values: dict[str, float] = {}
+    for name, value in sample.values.items():
+        if (match := _OF_A_DEVICE.fullmatch(name)) is None:
+            values[name] = value
+            continue
+        figure = "temperature_celsius" if match[2] == "temperature" else match[2]
+        page.add(f"host_device_{figure}", value, host=sample.host, device=match[1])
+    _add_values(page, "host", values, {"host": sample.host})
 
 
 def _add_values(page: _Page, prefix: str, values: Mapping[str, float], labels: dict[str, str]) -> None:
@@ -151,19 +198,37 @@ def _add_diagnosis(page: _Page, run_dir: Path) -> None:
         page.add("diagnosed_confidence", float(cause.get("confidence", 0.0)), is_total=False, **labels)
 
 
-def _last_lines(path: Path) -> list[bytes]:
+def _recent_lines(path: Path, *, since: float) -> list[bytes]:
+    """The end of a file of figures in which everything is told of at least once; nothing of one that nobody writes."""
+    size = LAST_BYTES
+    try:
+        if path.stat().st_mtime < since:
+            return []
+        while True:
+            lines = _last_lines(path, size)
+            times = [time for line in (*lines[:1], *lines[-1:]) if (time := time_of(line)) is not None]
+            is_whole = len(times) > 1 and times[-1] - times[0] > WHOLE_S
+            if is_whole or size >= min(MOST_BYTES, path.stat().st_size):
+                return lines
+            size *= 2
+    except FileNotFoundError:
+        return []
+
+
+def _last_lines(path: Path, most: int = LAST_BYTES) -> list[bytes]:
     """The whole lines at the end of a file."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - LAST_BYTES))
-            content = file.read(LAST_BYTES)
+            file.seek(max(0, size - most))
+            content = file.read(most)
     except (FileNotFoundError, PermissionError):
         return []
     lines = lines_in(content)
-    return [line for line in (lines if size <= LAST_BYTES else lines[1:]) if line]
+    return [line for line in (lines if size <= most else lines[1:]) if line]
 
 
+@lru_cache(maxsize=4096)
 def _named(name: str, *, is_total: bool) -> str:
     """`cpu_s` is `kintsugi_…cpu_seconds_total`: base units, spelled out, as Prometheus names them."""
     name = re.sub(r"[^a-zA-Z0-9_]", "_", name)

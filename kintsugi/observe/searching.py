@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import heapq
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
-from datetime import datetime
+from contextlib import suppress
+from datetime import date, datetime, timedelta
 from typing import Any, get_args
 
 import msgspec
@@ -25,7 +27,7 @@ from kintsugi.observe.figures import (
     figures_path,
     samples_in,
 )
-from kintsugi.observe.lines import paths_of
+from kintsugi.observe.lines import lines_in, paths_of
 from kintsugi.observe.sources import JOURNAL, LOG, whole_lines
 from kintsugi.observe.store import RunStore
 from kintsugi.observe.telling import told, told_fact
@@ -35,6 +37,10 @@ KINDS = (*(kind.__name__ for kind in (*get_args(Event), *get_args(Fact))), LOG, 
 _OF_PROMPTS = (TicketAssigned.__name__, SamplesScored.__name__)
 """Facts of single prompts; their spans are in files of their own."""
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+LEEWAY_S = 60.0
+"""Who writes minutes means any second of them; and a run that goes on has recorded its last a while ago."""
+LAST_SIZE = 64 << 10
+"""At the end of a file of figures: some of its last lines are in it."""
 _RELATIVE = re.compile(r"([+-]?)(\d+(?:\.\d+)?)([smhd])")
 _COLUMNS = (
     "records.id, records.time, records.exact, who.name, what.name, sources.path, records.offset, records.length, "
@@ -291,20 +297,66 @@ class Extent(msgspec.Struct, frozen=True):
     first: float
     last: float
 
+    @property
+    def has_midnight(self) -> bool:
+        """Whether a time of the day does not say which day."""
+        return datetime.fromtimestamp(self.first).date() != datetime.fromtimestamp(self.last).date()
+
+    def including(self, time: float) -> Extent:
+        """Of one that goes on."""
+        return Extent(self.first, max(self.last, time))
+
 
 def extent_of(store: RunStore) -> Extent | None:
-    """None while there is nothing."""
-    query = "SELECT min(time), max(time) FROM records WHERE time > 0"
-    first, last = store.database.execute(query).fetchone()
-    return None if first is None else Extent(first, last)
+    """None while there is nothing. What was printed without a time says nothing, unless there is nothing else."""
+    for condition in ("time > 0 AND exact", "time > 0"):
+        query = f"SELECT time FROM records WHERE {condition} ORDER BY time"
+        first = store.database.execute(f"{query} LIMIT 1").fetchone()
+        last = store.database.execute(f"{query} DESC LIMIT 1").fetchone()
+        if first is not None:
+            # One that hangs says nothing any more; it is still looked at.
+            return Extent(first[0], max(last[0], _last_figure(store)))
+    return None
 
 
-def moment(text: str, *, extent: Extent | None, option: str) -> float:
-    """A time as people write it.
+def _last_figure(store: RunStore) -> float:
+    """When somebody was last measured; figures are not in the index."""
+    latest = 0.0
+    for path in (store.run_dir / "figures").glob("*.jsonl"):
+        if "." in path.stem:
+            continue
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_SIZE))
+            newest = next(samples_in(reversed(lines_in(file.read(LAST_SIZE)))), None)
+            if newest is not None:
+                latest = max(latest, store.correction(path.stem)(newest.stamp.time))
+    return latest
 
-    `1794818377.5` seconds, `2026-11-16T08:39:37`, `08:39:37.5` of the day on which the run began; `+90s` after its
-    first record, `90s` before its last one (s, m, h, d).
+
+def moment(text: str, *, extent: Extent | None, option: str, is_inside: bool = False) -> float:
+    """A time as people write it; with `is_inside` one at which the run was there.
+
+    `1794818377.5` seconds, `2026-11-16T08:39:37`, `08:39:37.5` of a day of the run, the one at which the run was there
+    then; `+90s` after its first record, `90s` before its last one (s, m, h, d).
     """
+    found = _moment(text, extent=extent, option=option)
+    if is_inside and extent is not None and _distance_s(found, extent) > LEEWAY_S:
+        first, last = (_day_text(time) for time in (extent.first, extent.last))
+        raise UserError(
+            f"{option} {text}: expected a moment of the run, which goes from {first} to {last}, got {_day_text(found)}"
+        )
+    return found
+
+
+def _day_text(time: float) -> str:
+    return datetime.fromtimestamp(time).isoformat(sep=" ", timespec="seconds")
+
+
+def _distance_s(time: float, extent: Extent) -> float:
+    return max(0.0, extent.first - time, time - extent.last)
+
+
+def _moment(text: str, *, extent: Extent | None, option: str) -> float:
     match = _RELATIVE.fullmatch(text.strip())
     if match is not None and extent is None:
         raise UserError(f"{option} {text}: the run has recorded nothing yet that this could be counted from")
@@ -323,12 +375,20 @@ def moment(text: str, *, extent: Extent | None, option: str) -> float:
         ) from None
 
 
+def _days(extent: Extent | None) -> list[date]:
+    """On which the run went; today, of one that has recorded nothing."""
+    if extent is None:
+        return [datetime.now().date()]
+    first, last = (datetime.fromtimestamp(time).date() for time in (extent.first, extent.last))
+    return [first + timedelta(days=number) for number in range((last - first).days + 1)]
+
+
 def _absolute(text: str, extent: Extent | None) -> float:
     if re.fullmatch(r"\d{1,2}:\d\d(:\d\d(\.\d+)?)?", text):
-        day = datetime.fromtimestamp(extent.first) if extent is not None else datetime.now()
         clock = datetime.strptime(text.partition(".")[0], "%H:%M:%S" if text.count(":") == 2 else "%H:%M")
-        whole = day.replace(hour=clock.hour, minute=clock.minute, second=clock.second, microsecond=0)
-        return whole.timestamp() + float(f"0.{text.partition('.')[2] or 0}")
+        fraction_s = float(f"0.{text.partition('.')[2] or 0}")
+        times = [datetime.combine(day, clock.time()).timestamp() + fraction_s for day in _days(extent)]
+        return min(times, key=lambda time: _distance_s(time, extent)) if extent is not None else times[0]
     if re.fullmatch(r"\d+(\.\d*)?", text):
         return float(text)
     return datetime.fromisoformat(text).timestamp()

@@ -7,16 +7,20 @@ Filling it goes on where the last time ended, piece by piece, each piece with it
 may be filled while the run lives, by several at once, and by one that is killed in the middle. Where the run folder can
 not be written (it is somebody else's, or its disk is full), the index is made in a temporary file instead.
 
-Times are the master's: what a host's agent measured of its clock (`ClockSample`) is taken off.
+Times are the master's: what a host's agent measured of its clock (`ClockSample`) is taken off what the processes wrote
+that were there at that time.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import sqlite3
 import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from typing import Self
@@ -40,8 +44,8 @@ from kintsugi.types import Role
 
 STORE_FILE = "store.db"
 INPUTS_FILE = "inputs"
-LAYOUT = 1
-"""Of the tables; a store of another one is made anew."""
+LAYOUT = 2
+"""Of the tables and of what stands in them; a store of another one is made anew."""
 MOST_FORGOTTEN = 1_000_000
 """Entries whose files are gone, beside as many as are left: with more, the index is made anew."""
 BUSY_S = 30.0
@@ -59,7 +63,7 @@ CREATE INDEX records_by_process ON records (process, time, id);
 CREATE TABLE mentions (subject TEXT, record INTEGER, PRIMARY KEY (subject, record)) WITHOUT ROWID;
 CREATE VIRTUAL TABLE words USING fts5 (text, content='', columnsize=0);
 CREATE TABLE clocks (host TEXT, time REAL, offset_s REAL, error_s REAL, PRIMARY KEY (host, time)) WITHOUT ROWID;
-CREATE TABLE places (process TEXT PRIMARY KEY, host TEXT) WITHOUT ROWID;
+CREATE TABLE places (process TEXT, since REAL, host TEXT, PRIMARY KEY (process, since)) WITHOUT ROWID;
 CREATE TABLE moments (record INTEGER PRIMARY KEY, time REAL);
 CREATE TABLE inputs (id INTEGER PRIMARY KEY CHECK (id = 0), offset INTEGER);
 INSERT INTO inputs VALUES (0, 0);
@@ -221,20 +225,33 @@ class RunStore:
 
     def _take_clock(self, sample: ClockSample, time: float) -> None:
         """Keep what says something new. What a host wrote before its clock was known is corrected by its first."""
-        states = self.clocks(sample.host)
+        query = "SELECT time, offset_s, error_s FROM clocks WHERE host = ? ORDER BY time DESC LIMIT 1"
+        row = self.database.execute(query, (sample.host,)).fetchone()
+        last = None if row is None else ClockState(*row)
         new = ClockState(time, sample.offset_s, sample.error_s)
-        if states and abs(states[-1].offset_s - new.offset_s) <= states[-1].error_s <= new.error_s:
+        if last is not None and abs(last.offset_s - new.offset_s) <= last.error_s <= new.error_s:
             return
         self.database.execute(
             "INSERT OR REPLACE INTO clocks VALUES (?, ?, ?, ?)",
             (sample.host, time, sample.offset_s, sample.error_s),
         )
-        if not states and new.correction_s:
-            self.database.execute(
-                "UPDATE records SET time = time - :offset, begun = begun - :offset WHERE exact AND process IN "
-                "(SELECT names.id FROM names JOIN places ON places.process = names.name WHERE host = :host)",
-                {"offset": new.correction_s, "host": sample.host},
-            )
+        if last is None and new.correction_s:
+            self._correct(sample.host, new.correction_s)
+
+    def _correct(self, host: str, offset_s: float) -> None:
+        """What processes wrote while they were on a host."""
+        for (process,) in self.database.execute(
+            "SELECT DISTINCT process FROM places WHERE host = ?", (host,)
+        ).fetchall():
+            stays, number = self._stays(process), self._name(process)
+            bounds = [-math.inf, *(since for since, _ in stays[1:]), math.inf]
+            for (_, place), since, end in zip(stays, bounds, bounds[1:], strict=False):
+                if place == host:
+                    self.database.execute(
+                        "UPDATE records SET time = time - ?, begun = begun - ? "
+                        "WHERE exact AND process = ? AND time >= ? AND time < ?",
+                        (offset_s, offset_s, number, since, end),
+                    )
 
     def clocks(self, host: str) -> list[ClockState]:
         """What is known of a host's clock, in the order of time."""
@@ -242,9 +259,14 @@ class RunStore:
         return [ClockState(*row) for row in self.database.execute(query, (host,))]
 
     def host_of(self, process: str) -> str | None:
-        query = "SELECT host FROM places WHERE process = ?"
-        row = self.database.execute(query, (process,)).fetchone()
-        return None if row is None else str(row[0])
+        """Where it is, or was last."""
+        stays = self._stays(process)
+        return stays[-1][1] if stays else None
+
+    def _stays(self, process: str) -> list[tuple[float, str]]:
+        """Since when it was on which host, in the order of time; it was on the first one from the beginning."""
+        query = "SELECT since, host FROM places WHERE process = ? ORDER BY since"
+        return self.database.execute(query, (process,)).fetchall()
 
     def _take_places(self, facts: Iterable[Entry]) -> None:
         for entry in facts:
@@ -252,14 +274,18 @@ class RunStore:
                 continue
             match self.reader.fact(offset=entry.offset, part=entry.part):
                 case ProcessRequested(process=process, host=host):
-                    self._place(process, host)
+                    self._place(process, host, since=entry.time)
                 case ProcessJoined(peer=peer):
-                    self._place(peer.process, peer.host)
+                    self._place(peer.process, peer.host, since=entry.time)
                 case _:
                     pass
 
-    def _place(self, process: str, host: str) -> None:
-        self.database.execute("INSERT OR REPLACE INTO places VALUES (?, ?)", (process, host))
+    def _place(self, process: str, host: str, *, since: float) -> None:
+        query = "SELECT host FROM places WHERE process = ? AND since <= ? ORDER BY since DESC LIMIT 1"
+        before = self.database.execute(query, (process, since)).fetchone()
+        if before is None or before[0] != host:
+            row = (process, since, host)
+            self.database.execute("INSERT OR REPLACE INTO places VALUES (?, ?, ?)", row)
 
     def _timed(self, facts: list[Entry]) -> Iterator[Entry]:
         """Facts with the times of the inputs that they follow from: these were recorded before."""
@@ -312,7 +338,7 @@ class RunStore:
         )
         self.database.executemany(
             "INSERT INTO words (rowid, text) VALUES (?, ?)",
-            ((number, f"{entry.kind} {entry.text}") for number, entry in numbered),
+            ((number, f"{_words_of(entry.kind)} {entry.text}") for number, entry in numbered),
         )
         self.database.executemany(
             "INSERT OR IGNORE INTO mentions VALUES (?, ?)",
@@ -321,12 +347,17 @@ class RunStore:
 
     def correction(self, process: str) -> Callable[[float], float]:
         """From the process's time to the master's."""
-        host = self.host_of(process)
-        states = self.clocks(host) if host is not None else []
-        if not states:
+        stays = self._stays(process)
+        begins, known = [since for since, _ in stays], {host: self.clocks(host) for _, host in stays}
+        if not any(known.values()):
             return lambda time: time
-        times = [state.time for state in states]
-        return lambda time: time - states[max(0, bisect_right(times, time) - 1)].correction_s
+        clocks = [([state.time for state in known[host]], known[host]) for _, host in stays]
+
+        def corrected(time: float) -> float:
+            times, states = clocks[max(0, bisect_right(begins, time) - 1)]
+            return time - states[max(0, bisect_right(times, time) - 1)].correction_s if states else time
+
+        return corrected
 
     def _name(self, name: str) -> int:
         if name not in self._names:
@@ -347,6 +378,13 @@ class RunStore:
             self.database.rollback()
             raise
         self.database.commit()
+
+
+@lru_cache(maxsize=1024)
+def _words_of(kind: str) -> str:
+    """`_words_of("StepCommitted") == "StepCommitted Step Committed"`, so that each of its words is found."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", kind)
+    return kind if words == kind else f"{kind} {words}"
 
 
 def _is_same_file(file: File, *, path: str, inode: int) -> bool:

@@ -10,13 +10,16 @@ from kintsugi.observe.tracing import ISSUED, Slice, Trace
 MOST_PROMPT = 60
 
 
-def timeline(trace: Trace) -> str:
-    return "\n".join([*_head(trace), "", *_table(trace)])
+def timeline(trace: Trace, *, with_day: bool = False) -> str:
+    return "\n".join([*_head(trace), "", *_table(trace, with_day=with_day)])
 
 
-def clock_text(time: float) -> str:
+def clock_text(time: float, *, with_day: bool = False) -> str:
     """Of the day, to the millisecond; question marks where no time is known."""
-    return datetime.fromtimestamp(time).strftime("%H:%M:%S.%f")[:-3] if time > 0 else "??:??:??.???"
+    form = "%Y-%m-%d %H:%M:%S.%f" if with_day else "%H:%M:%S.%f"
+    if time > 0:
+        return datetime.fromtimestamp(time).strftime(form)[:-3]
+    return "????-??-?? ??:??:??.???" if with_day else "??:??:??.???"
 
 
 def _head(trace: Trace) -> Iterator[str]:
@@ -38,18 +41,18 @@ def _head(trace: Trace) -> Iterator[str]:
         yield f"clock of {host}: {ahead} against the master's{taken_off}"
 
 
-def _table(trace: Trace) -> Iterator[str]:
+def _table(trace: Trace, *, with_day: bool) -> Iterator[str]:
     origin = next((each.start for each in trace.stations if each.name == ISSUED and each.start > 0), 0.0)
     width = max((len(each.process) for each in trace.stations), default=0)
-    yield f"{'time':<13} {'after':>9} {'took':>9}  {'process':<{width}}  what  (where it is written)"
+    time = f"{'time':<{24 if with_day else 13}}"
+    yield f"{time} {'after':>9} {'took':>9}  {'process':<{width}}  what  (where it is written)"
     for each in trace.stations:
         about = " " if each.exact else "~"
         after = f"{each.start - origin:+.3f} s" if origin and each.start > 0 else ""
         took = _seconds(each)
         where = f"({each.source})" if each.source else ""
-        yield (
-            f"{clock_text(each.start)}{about} {after:>9} {took:>9}  {each.process:<{width}}  {each.text}  {where}"
-        )
+        clock = clock_text(each.start, with_day=with_day)
+        yield f"{clock}{about} {after:>9} {took:>9}  {each.process:<{width}}  {each.text}  {where}"
 
 
 def _seconds(each: Slice) -> str:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import msgspec
@@ -11,8 +12,9 @@ import pytest
 from kintsugi import cli
 from kintsugi.observe.events import Alert
 from kintsugi.observe.figures import HostSample
+from kintsugi.observe.verdicts import DIAGNOSES_FILE
 from kintsugi.recipe import dump, load
-from tests.unit.observe.recorded_run import FIRST, RecordedRun, a_step, begun_run
+from tests.unit.observe.recorded_run import FIRST, NOON, RecordedRun, a_step, begun_run
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "grpo_arithmetic.yaml"
 
@@ -63,6 +65,30 @@ def test_logs_are_searched_by_words_request_process_and_kind(kintsugi: Kintsugi)
     ]
     assert len(kintsugi("logs", "demo-1", "--request", FIRST).output.splitlines()) == 4
     assert "load_1=0.5" in kintsugi("logs", "demo-1", "--kind", "HostSample").output
+
+
+def test_what_is_called_by_a_word_is_found_by_it(kintsugi: Kintsugi) -> None:
+    (line,) = kintsugi("logs", "demo-1", "committed").output.splitlines()
+    assert line.split()[2] == "StepCommitted"
+
+
+def test_lines_of_a_run_of_more_than_a_day_have_their_day(kintsugi: Kintsugi, run: RecordedRun) -> None:
+    day_s = 86400.0
+    assert ":" in kintsugi("logs", "demo-1").output.split()[0]
+    run.say("model-1", Alert("still there"), at=day_s)
+    first, *_, last = kintsugi("logs", "demo-1").output.splitlines()
+    days = [datetime.fromtimestamp(NOON + at).date().isoformat() for at in (0.0, day_s)]
+    assert [first.split()[0], last.split()[0]] == days
+    assert f"{days[0]} " in kintsugi("trace", "demo-1", FIRST).output
+
+
+def test_a_diagnosis_as_json_says_what_was_wrong_earlier(kintsugi: Kintsugi, run: RecordedRun) -> None:
+    cause = {"process": "model-0", "host": "", "kind": "cpu", "onset": NOON + 1, "confidence": 0.9}
+    cause |= {"summary": "model-0: is starved", "path": [], "evidence": []}
+    line = {"run": "r", "at": NOON + 2, "since": NOON, "causes": [cause]}
+    (run.folder / DIAGNOSES_FILE).write_text(f"{json.dumps(line)}\n")
+    told = json.loads(kintsugi("diagnose", "demo-1", "--at", "+6s", "--json").output)
+    assert [(each["process"], each["told"]) for each in told["earlier"]] == [("model-0", NOON + 2)]
 
 
 def test_logs_as_json_have_every_field_as_it_was_recorded(kintsugi: Kintsugi) -> None:
@@ -123,6 +149,7 @@ def test_a_whole_run_is_exported(kintsugi: Kintsugi, tmp_path: Path) -> None:
         (["trace", "demo-1", "grpo:7:7:7"], "no ticket grpo:7:7:7 was given out"),
         (["trace", "demo-1", FIRST, "--since", "+1s"], "--since and --until are for the whole run"),
         (["diagnose", "demo-1", "--at", "teatime"], "--at: expected a time"),
+        (["diagnose", "demo-1", "--at", "99"], "--at 99: expected a moment of the run, which goes from"),
     ],
 )
 def test_the_users_mistakes_are_named_in_one_sentence(

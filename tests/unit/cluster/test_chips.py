@@ -262,6 +262,7 @@ def test_nvidias_library_is_read_into_a_reading() -> None:
         remapping_pending=True,
         xids=(79,),
         pids=(77,),
+        num_processes=1,
         memory_of={77: 1 << 30},
         memory_bytes=2 << 30,
         memory_total_bytes=141 << 30,
@@ -279,6 +280,7 @@ def test_what_the_driver_does_not_tell_of_a_card_is_left_out_of_its_figures() ->
         "memory_total_bytes": float(141 << 30),
         "utilization": 0.75,
         "temperature": 45.0,
+        "processes": 1.0,
     }
     assert ChipReading(uuid="a1", name="GPU 0", lost=True).figures() == {}
 
@@ -286,6 +288,18 @@ def test_what_the_driver_does_not_tell_of_a_card_is_left_out_of_its_figures() ->
 def test_process_numbers_of_another_namespace_name_nobody() -> None:
     (reading,) = NvmlProbe(FakeNvml(), shares_pids=False).read()
     assert reading.pids == ()
+    assert reading.figures()["processes"] == 1.0, "how many they are is known all the same"
+
+
+def test_how_many_use_a_card_is_left_out_where_the_driver_does_not_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise FakeNvml.NVMLError_NotSupported
+
+    monkeypatch.setattr(FakeNvml, "nvmlDeviceGetComputeRunningProcesses", refuse)
+    (reading,) = NvmlProbe(FakeNvml()).read()
+    assert "processes" not in reading.figures() and reading.pids == ()
 
 
 def test_a_card_that_the_driver_lost_is_told_from_one_that_it_can_not_read() -> None:

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kintsugi.cluster.chips import ChipReading
@@ -15,6 +16,7 @@ from kintsugi.cluster.sampling import Sampling, Scene
 from kintsugi.observe.figures import FiguresLog, HostSample, LinkSample, ProcessSample, Sample, figures_in
 from kintsugi.observe.tcp import TcpSocket
 from tests.unit.cluster.conftest import bootstrap_of_an_agent, until
+from tests.unit.observe.test_links import INFO
 
 
 def sampling_of(run_dir: Path, *, note: Callable[[str], None] = lambda text: None) -> Sampling:
@@ -84,6 +86,46 @@ def test_the_thread_records_without_being_asked_and_leaves_no_probe(tmp_path: Pa
     kinds = {type(record.sample) for record in figures_in(tmp_path)}
     assert {ProcessSample, HostSample} <= kinds
     assert list((tmp_path / "figures").glob("*.probe")) == []
+
+
+class PlayedTable:
+    """A kernel with one connection, on which something is acknowledged in some looks only."""
+
+    def __init__(self) -> None:
+        self.num_looks = 0
+
+    def read(self) -> list[TcpSocket]:
+        self.num_looks += 1
+        out_bytes = 100 if self.num_looks < 4 else 900
+        info = msgspec.structs.replace(INFO, out_bytes=out_bytes)
+        return [TcpSocket("ESTABLISHED", ("10.0.0.1", 4000), ("10.0.0.2", 80), 1, 1, 0, 0, info)]
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_was_left_out_is_told_later_with_the_time_at_which_it_was_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kintsugi.cluster.sampling.TcpTable", PlayedTable)
+    monkeypatch.setattr("kintsugi.cluster.sampling.SAMPLE_S", 0.1)
+    monkeypatch.setattr("kintsugi.cluster.sampling.socket_inodes", lambda pid: iter([1]))
+    sampling = sampling_of(tmp_path)
+    sampling.begin()
+
+    def links() -> list[tuple[float, float]]:
+        return [
+            (record.stamp.time, record.sample.values["out_bytes"])
+            for record in figures_in(tmp_path)
+            if isinstance(record.sample, LinkSample)
+        ]
+
+    until(lambda: len(links()) >= 3, "the look in which something happened")
+    sampling.close()
+    times = sorted(
+        {record.stamp.time for record in figures_in(tmp_path) if isinstance(record.sample, HostSample)}
+    )
+    assert links()[:3] == [(times[0], 100.0), (times[2], 100.0), (times[3], 900.0)]
 
 
 class BrokenTable:

@@ -264,3 +264,14 @@ def test_a_new_watcher_that_finds_nothing_says_that_it_is_over(world: World) -> 
     lines = (world.run_dir / DIAGNOSES_FILE).read_bytes().replace(b"\0", b"").splitlines()
     told = [msgspec.json.decode(line, type=Diagnosis) for line in lines]
     assert [bool(each.causes) for each in told] == [True, False]
+
+
+def test_that_a_trouble_is_over_is_posted_once(world: World) -> None:
+    world.agent.emit(Alert("checkpoints: No space left on device"))
+    world.pass_a_second()
+    for _ in range(12):
+        world.pass_a_second()
+    told = [each.text for each in world.posted if each.kind == "diagnosis"]
+    assert len(told) == 2
+    assert "disk_full" in told[0]
+    assert "over" in told[1]

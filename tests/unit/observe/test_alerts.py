@@ -122,7 +122,15 @@ def status() -> Iterator[tuple[str, list[int], list[bytes]]]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(answers.pop(0))
+            code = answers.pop(0)
+            self.send_response(code)
+            if 300 <= code < 400:
+                self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            bodies.append(b"asked for")
+            self.send_response(200)
             self.end_headers()
 
         def log_message(self, *arguments: object) -> None:
@@ -166,3 +174,14 @@ def test_what_a_server_answers_decides_whether_it_is_tried_again(
             post(url, b"{}")
     with pytest.raises(NotTaken, match="410"):
         post(url, b"{}")
+
+
+@pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
+def test_a_hook_that_is_elsewhere_has_taken_nothing(
+    status: tuple[str, list[int], list[bytes]], code: int
+) -> None:
+    url, answers, bodies = status
+    answers.append(code)
+    with pytest.raises(NotTaken, match=f"{code} .*, it is at /elsewhere"):
+        post(url, b"{}")
+    assert bodies == [b"{}"], "nobody asks for the page there"

@@ -64,6 +64,23 @@ def test_the_second_version_is_read_too(tmp_path: Path) -> None:
     assert control_groups.oom_kills(groups) == 1, "those of the groups below are not counted"
 
 
+def test_files_that_the_kernel_keeps_in_memory_are_not_used_memory(tmp_path: Path) -> None:
+    control_groups = reader(Mount("/", tmp_path, frozenset()))
+    new = write(tmp_path / "new", memory__max="2000\n", memory__current="1900\n")
+    write(new, memory__stat="anon 100\nfile 1800\ninactive_file 1500\nactive_file 300\n")
+    assert control_groups.allowance(Groups(memory=new, unified=True)) == Allowance(2000.0, 400.0)
+    old = write(tmp_path / "old", memory__limit_in_bytes="2000\n", memory__usage_in_bytes="1900\n")
+    write(old, memory__stat="inactive_file 7\ntotal_inactive_file 1700\n")
+    assert control_groups.allowance(Groups(memory=old)) == Allowance(2000.0, 200.0)
+
+
+def test_no_group_uses_less_than_nothing(tmp_path: Path) -> None:
+    own = write(tmp_path / "own", memory__max="2000\n", memory__current="100\n")
+    write(own, memory__stat="inactive_file 101\n")
+    control_groups = reader(Mount("/", tmp_path, frozenset()))
+    assert control_groups.allowance(Groups(memory=own, unified=True)) == Allowance(2000.0, 0.0)
+
+
 def test_no_limit_is_no_limit(tmp_path: Path) -> None:
     own = write(tmp_path / "own", memory__max="max\n", memory__current="1999\n")
     control_groups = reader(Mount("/", tmp_path, frozenset()))

@@ -43,6 +43,17 @@ def test_every_sample_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert stamps == {("agent-0", 3.0, 9.0)}
 
 
+def test_samples_may_be_of_a_moment_before(tmp_path: Path) -> None:
+    clock = VirtualClock(wall=9.0)
+    log = FiguresLog(tmp_path, process="agent-0", clock=clock)
+    before = log.stamp()
+    clock.advance(1.0)
+    log.write(HostSample("host-0"), stamp=before)
+    log.write(HostSample("host-0"))
+    log.close()
+    assert [record.stamp.time for record in figures_in(tmp_path)] == [9.0, 10.0]
+
+
 def test_samples_of_all_processes_come_in_the_order_of_their_times(tmp_path: Path) -> None:
     for moment, process in ((5.0, "model-0"), (2.0, "agent-0"), (4.0, "model-0")):
         write(tmp_path, Beat("a"), process=process, clock=VirtualClock(wall=moment))

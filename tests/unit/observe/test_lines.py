@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,29 @@ def test_a_bounded_file_is_put_aside_and_only_some_old_ones_are_kept(tmp_path: P
     file.close()
     assert [each.read_bytes() for each in paths_of(path)] == [b"line %d\n" % number for number in range(5, 9)]
     assert len(list(tmp_path.iterdir())) == 1 + NUM_OLD
+
+
+def test_a_bounded_file_grows_on_until_the_old_ones_hold_the_time_that_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "agent-0.jsonl"
+    file = LineFile(path, largest_size=10, kept_s=3 * NUM_OLD, most_size=1000)
+    for number in range(8):
+        file.append(b"line %d\n" % number)
+    assert old_path(path, 1).read_bytes() == b"line 0\n", "before the first one nothing is lost"
+    assert path.read_bytes().count(b"\n") == 7
+    ago_s = path.stat().st_mtime - 3.0
+    os.utime(old_path(path, 1), (ago_s, ago_s))
+    file.append(b"line 8\n")
+    file.close()
+    assert [each.read_bytes().count(b"\n") for each in paths_of(path)] == [1, 7, 1]
+
+
+def test_a_bounded_file_does_not_grow_without_end_whatever_time_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "agent-0.jsonl"
+    file = LineFile(path, largest_size=10, kept_s=1e9, most_size=30)
+    for number in range(20):
+        file.append(b"line %d\n" % (number % 10))
+    file.close()
+    assert [each.stat().st_size for each in paths_of(path)] == [28, 28, 28, 21]
 
 
 def test_who_follows_a_file_reads_its_end_before_the_new_one(tmp_path: Path) -> None:

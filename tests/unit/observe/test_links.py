@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
-from kintsugi.observe.links import Links, address_in
+from kintsugi.diagnosis.evidence import Bundle
+from kintsugi.observe.figures import LinkSample
+from kintsugi.observe.links import RARELY, Links, address_in
 from kintsugi.observe.tcp import TcpInfo, TcpSocket
 
 INFO = TcpInfo(
@@ -41,7 +44,7 @@ def end(
 
 def keys(*sockets: TcpSocket, links: Links | None = None) -> set[tuple[str, str, int]]:
     book = {MASTER: "master-0"}
-    samples = (links or Links()).samples(sockets, owners=OWNERS, book=book)
+    samples = (links or Links()).look(sockets, owners=OWNERS, book=book).now
     return {(sample.of, sample.peer, sample.port) for sample in samples}
 
 
@@ -68,7 +71,7 @@ def test_connections_of_strangers_are_left_out() -> None:
 def test_connections_of_one_link_are_one_sample_of_the_worst() -> None:
     first = end(2, (HERE, 40000), MASTER, rtt_s=0.3, retransmits=5)
     second = end(4, (HERE, 40001), MASTER, state="SYN_SENT", backoff=3)
-    (sample,) = Links().samples([first, second], owners=OWNERS, book={MASTER: "master-0"})
+    (sample,) = Links().look([first, second], owners=OWNERS, book={MASTER: "master-0"}).now
     assert sample.state == "SYN_SENT"
     assert sample.values["connections"] == 2
     assert (sample.values["rtt_s"], sample.values["backoff"]) == (0.3, 3)
@@ -79,12 +82,95 @@ def test_totals_go_on_when_a_connection_is_replaced() -> None:
     links, book = Links(), {MASTER: "master-0"}
 
     def retransmits(*sockets: TcpSocket) -> list[float]:
-        return [each.values["retransmits"] for each in links.samples(sockets, owners=OWNERS, book=book)]
+        return [each.values["retransmits"] for each in links.look(sockets, owners=OWNERS, book=book).now]
 
     assert retransmits(end(2, (HERE, 40000), MASTER, cookie=10, retransmits=5)) == [5]
     assert retransmits(end(2, (HERE, 40000), MASTER, cookie=10, retransmits=6)) == [6]
     assert retransmits() == []
     assert retransmits(end(2, (HERE, 40009), MASTER, cookie=11, retransmits=1)) == [7]
+
+
+def connection(second: int, *, out_bytes: float, queued: int = 0, **info: float) -> TcpSocket:
+    """One that nothing is on its way on, unless it is said."""
+    known = msgspec.structs.replace(INFO, out_bytes=out_bytes, last_received_s=float(second), **info)
+    return TcpSocket("ESTABLISHED", (HERE, 40000), MASTER, 2, 2, 0, queued, known)
+
+
+def looks(*connections: TcpSocket) -> list[tuple[int, LinkSample]]:
+    """What is told of one link, each with the second that it is of: one look a second."""
+    links, told = Links(), list[tuple[int, LinkSample]]()
+    for second, each in enumerate(connections):
+        found = links.look([each], owners=OWNERS, book={MASTER: "master-0"})
+        told += [(second - 1, sample) for sample in found.before]
+        told += [(second, sample) for sample in found.now]
+    return told
+
+
+def test_a_link_on_which_nothing_happens_is_told_of_rarely() -> None:
+    told = looks(*(connection(second, out_bytes=100) for second in range(2 * RARELY + 1)))
+    assert [second for second, _ in told] == [0, RARELY, 2 * RARELY]
+
+
+def test_a_link_that_is_used_is_told_of_in_every_look() -> None:
+    told = looks(*(connection(second, out_bytes=100 * second) for second in range(9)))
+    assert [second for second, _ in told] == list(range(9))
+
+
+@pytest.mark.parametrize(
+    "info", [{"queued": 1}, {"unacked": 1}, {"backoff": 2}], ids=["queued", "unacknowledged", "tried again"]
+)
+def test_a_link_on_which_something_is_on_its_way_is_told_of_in_every_look(info: dict[str, int]) -> None:
+    told = looks(*(connection(second, out_bytes=100, **info) for second in range(9)))
+    assert [second for second, _ in told] == list(range(9))
+
+
+def test_when_something_happens_again_how_it_was_before_is_told_first() -> None:
+    told = looks(*(connection(second, out_bytes=100 if second < 4 else 900) for second in range(6)))
+    assert [(second, each.values["out_bytes"]) for second, each in told] == [(0, 100), (3, 100), (4, 900)]
+    assert told[1][1].values["last_received_s"] == 3.0, "as of then"
+
+
+def test_what_is_left_out_goes_on_being_counted_and_its_link_is_new_when_it_comes_back() -> None:
+    idle = connection(0, out_bytes=100)
+    links = Links()
+    for sockets, expected in (([idle], [100]), ([idle], []), ([], []), ([idle], [200])):
+        found = links.look(sockets, owners=OWNERS, book={MASTER: "master-0"})
+        assert [each.values["out_bytes"] for each in found.now] == expected
+        assert found.before == []
+
+
+def rates_of(told: list[tuple[int, LinkSample]]) -> dict[str, list[tuple[float, float]]]:
+    bundle = Bundle()
+    for second, sample in told:
+        bundle.take(float(second), float(second), "agent-0", sample)
+    tracks = bundle.links["model-0", "master-0", 5000]
+    return {name: list(zip(track.times, track.values, strict=True)) for name, track in tracks.items()}
+
+
+def test_the_diagnosis_sees_the_same_of_every_second_in_which_something_happened() -> None:
+    used_at = (1, 2, 9, 17, 18, 30)
+    seconds = [
+        connection(
+            second,
+            out_bytes=1000.0 * sum(at <= second for at in used_at),
+            retransmits=10 * sum(at <= second for at in used_at[2:]),
+            rtt_s=0.4 if second >= 9 else 0.001,
+        )
+        for second in range(33)
+    ]
+    told = looks(*seconds)
+    in_every_look = rates_of(
+        [
+            (second, sample)
+            for second, each in enumerate(seconds)
+            for sample in Links().look([each], owners=OWNERS, book={MASTER: "master-0"}).now
+        ]
+    )
+    assert len(told) < 0.6 * len(seconds)
+    for name, points in rates_of(told).items():
+        assert set(points) <= set(in_every_look[name]), "nothing is told that was not so"
+        assert {(at, value) for at, value in in_every_look[name] if at in used_at} <= set(points)
+    assert dict(rates_of(told)["out"])[9] == 1000.0, "of one second, and not of the pause before it"
 
 
 def test_an_address_is_read_from_an_endpoint() -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from kintsugi.errors import UserError
+from kintsugi.observe import prometheus
 from kintsugi.observe.figures import TOTALS, ClockSample, HostSample, LinkSample, ProcessSample
 from kintsugi.observe.metrics import METRICS_FILE
 from kintsugi.observe.processes import write_processes
-from kintsugi.observe.prometheus import CONTENT_TYPE, FRESH_S, FiguresServer, render
+from kintsugi.observe.prometheus import CONTENT_TYPE, FRESH_S, LAST_BYTES, FiguresServer, render
 from kintsugi.observe.verdicts import DIAGNOSES_FILE
 from tests.unit.observe.recorded_run import NOON, RecordedRun, begun_run
 from tests.unit.observe.test_processes import REPORTS
@@ -66,6 +67,65 @@ def test_labels_are_escaped(tmp_path: Path) -> None:
 
 def test_samples_of_somebody_who_is_gone_are_not_told(run: RecordedRun) -> None:
     assert "kintsugi_process_cpu" not in render(run.folder, now=NOON + 2.0 + FRESH_S)
+
+
+def measure_many_links(run: RecordedRun, *, at: float) -> None:
+    """A look at a host of 32 processes that are connected with each other."""
+    values = dict.fromkeys((*sorted(TOTALS), "rtt_s", "unacked", "send_queue_bytes"), 1234567.0)
+    links = [
+        LinkSample(f"model-{number // 32}", f"model-{number % 32}", 4000, "ESTABLISHED", values)
+        for number in range(1000)
+    ]
+    run.measure(
+        "agent-0",
+        ProcessSample("model-0", 7, "S", {"cpu_s": at}),
+        HostSample("host-0", {"load_1": at}),
+        *links,
+        at=at,
+    )
+
+
+def test_many_links_hide_neither_processes_nor_the_host(tmp_path: Path) -> None:
+    run = begun_run(tmp_path / "run")
+    run.measure("agent-0", LinkSample("model-0", "rarely", 80, "ESTABLISHED", {"rtt_s": 0.002}), at=2.0)
+    for second in range(3, 7):
+        measure_many_links(run, at=float(second))
+    lines = render(run.folder, now=NOON + 6.0).splitlines()
+    assert 'kintsugi_process_cpu_seconds_total{process="model-0"} 6.0' in lines
+    assert 'kintsugi_host_load_1{host="host-0"} 6.0' in lines
+    assert sum(line.startswith("kintsugi_link_rtt_seconds{") for line in lines) == 1001
+
+
+def test_no_more_of_a_file_is_read_than_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = begun_run(tmp_path / "run")
+    for second in range(30):
+        measure_many_links(run, at=float(second))
+    read: list[int] = []
+    last_lines = prometheus._last_lines
+
+    def counted(path: Path, most: int = LAST_BYTES) -> list[bytes]:
+        lines = last_lines(path, most)
+        if path.name == "agent-0.jsonl":
+            read.append(len(lines))
+        return lines
+
+    monkeypatch.setattr(prometheus, "_last_lines", counted)
+    render(run.folder, now=NOON + 29.0)
+    assert 10 * 1000 < read[-1] <= 24 * 1000
+
+
+def test_accelerators_have_a_label_and_temperatures_a_unit(tmp_path: Path) -> None:
+    run = begun_run(tmp_path / "run")
+    values = {"device_0_utilization": 0.5, "device_11_temperature": 61.0, "device_11_processes": 2.0}
+    run.measure("agent-0", HostSample("host-0", values), at=0.0)
+    lines = [
+        line for line in render(run.folder, now=NOON).splitlines() if "_device_" in line and line[0] != "#"
+    ]
+    assert lines == [
+        'kintsugi_host_device_processes{device="11",host="host-0"} 2.0',
+        'kintsugi_host_device_temperature_celsius{device="11",host="host-0"} 61.0',
+        'kintsugi_host_device_utilization{device="0",host="host-0"} 0.5',
+    ]
 
 
 def test_the_last_diagnosis_is_told(run: RecordedRun) -> None:

@@ -58,6 +58,11 @@ def test_words_are_found_in_their_order_and_the_last_may_be_cut(store: RunStore)
     assert kinds(store, Query(keyword='"odd')) == ["Alert"]
 
 
+def test_a_kind_is_found_by_each_of_its_words(store: RunStore) -> None:
+    for words in ("committed", "Step Committed", "stepcommitted", "step commit"):
+        assert kinds(store, Query(keyword=words)) == ["StepCommitted"], words
+
+
 def test_a_window_a_process_and_a_kind_all_have_to_fit(store: RunStore) -> None:
     window = Query(since=NOON + 4.0, until=NOON + 5.0)
     assert kinds(store, window) == ["BatchFormed", "FaultSeen", "StepCommitted", "Alert"]
@@ -190,6 +195,45 @@ def test_nonsense_is_no_time(text: str) -> None:
     with pytest.raises(UserError) as caught:
         moment(text, extent=EXTENT, option="--since")
     assert "--since" in str(caught.value) and "expected a time" in str(caught.value)
+
+
+EVENING = datetime(2026, 11, 16, 22, 0).timestamp()
+NIGHT = Extent(EVENING, EVENING + 5 * 3600)
+
+
+@pytest.mark.parametrize(
+    ("text", "after_s"),
+    [
+        ("22:30", 1800),
+        ("00:10", 7800),
+        ("03:00:00", 18000),
+        ("21:59:30", -30),
+        ("03:30", 19800),
+        ("21:00", -3600),
+    ],
+)
+def test_a_time_of_the_day_is_that_of_the_day_on_which_the_run_was_there(text: str, after_s: float) -> None:
+    assert moment(text, extent=NIGHT, option="--since") == EVENING + after_s
+
+
+@pytest.mark.parametrize("text", ["99", "21:00", "2026-11-15T23:00", "+6h"])
+def test_a_moment_that_is_not_of_the_run_is_the_users_mistake(text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        moment(text, extent=NIGHT, option="--at", is_inside=True)
+    expected = "expected a moment of the run, which goes from 2026-11-16 22:00:00 to 2026-11-17 03:00:00"
+    assert f"--at {text}: {expected}" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["21:59:10", "22:00", "00:00", "03:00:40", "0s"])
+def test_who_writes_minutes_means_any_second_of_them(text: str) -> None:
+    moment(text, extent=NIGHT, option="--at", is_inside=True)
+
+
+def test_a_run_goes_on_as_long_as_somebody_is_measured(run: RecordedRun, store: RunStore) -> None:
+    """What was printed without a time says nothing about when."""
+    assert extent_of(store) == Extent(NOON, NOON + 6.0)
+    run.measure("agent-0", HostSample("host-0"), at=300.0)
+    assert extent_of(store) == Extent(NOON, NOON + 300.0)
 
 
 def test_nothing_can_be_counted_from_a_run_that_recorded_nothing(tmp_path: Path) -> None:

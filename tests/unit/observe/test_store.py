@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.facts import StepCommitted
+from kintsugi.facts import ProcessRequested, StepCommitted
 from kintsugi.observe.events import EventLog, Note, Span, events_path, spans_path
 from kintsugi.observe.figures import ClockSample, HostSample, figures_path
 from kintsugi.observe.lines import old_path
@@ -20,6 +20,7 @@ from kintsugi.observe.searching import Line, Query, search
 from kintsugi.observe.sources import CHUNK, LONGEST_LINE, whole_lines
 from kintsugi.observe.store import STORE_FILE, RunStore
 from kintsugi.runtime import SYSTEM_CLOCK
+from kintsugi.types import Role
 from tests.unit.conftest import SmallDisk
 from tests.unit.observe.recorded_run import NOON, RecordedRun, begun_run
 
@@ -188,6 +189,48 @@ def test_a_clock_that_is_set_counts_from_then_on(tmp_path: Path) -> None:
     assert [line.time - NOON for line in found(run.folder, Query(kind="Note"))] == [19.0, 26.0]
 
 
+@pytest.mark.parametrize("is_known_before", [True, False])
+def test_what_a_process_wrote_on_a_host_is_corrected_by_that_hosts_clock(
+    tmp_path: Path, is_known_before: bool
+) -> None:
+    run = begun_run(tmp_path / "run")
+    run.decide(ProcessRequested("model-0", Role.MODEL, "host-1", "1.3"), at=50.0)
+
+    def measure() -> None:
+        run.measure("agent-1", ClockSample("host-1", 100.0, 0.001), at=0.0)
+
+    if is_known_before:
+        measure()
+    run.say("model-0", Note("on host-0"), at=20.0)
+    run.say("model-0", Note("on host-1"), at=160.0)
+    run.say("model-1", Note("there all the time"), at=120.0)
+    notes = Query(kind="Note")
+    if not is_known_before:
+        assert [line.time - NOON for line in found(run.folder, notes)] == [20.0, 120.0, 160.0]
+        measure()
+    lines = found(run.folder, notes)
+    assert [(line.text, line.time - NOON) for line in lines] == [
+        ("on host-0", 20.0),
+        ("there all the time", 20.0),
+        ("on host-1", 60.0),
+    ]
+
+
+def test_many_comparisons_of_a_clock_are_taken_in_without_reading_all_that_are_known(tmp_path: Path) -> None:
+    run = begun_run(tmp_path / "run")
+    samples = [ClockSample("host-1", float(number), 0.001) for number in range(50)]
+    for number, sample in enumerate(samples):
+        run.measure("agent-1", sample, at=float(number))
+    with RunStore(run.folder) as store:
+        asked: list[str] = []
+        store.database.set_trace_callback(asked.append)
+        store.refresh()
+        store.database.set_trace_callback(None)
+        assert len(store.clocks("host-1")) == 50
+    looks = [query for query in asked if "FROM clocks" in query and "LIMIT 1" not in query]
+    assert looks == [], "of each only the last one before is looked at"
+
+
 def test_figures_that_were_put_aside_are_known_again_and_forgotten_when_they_are_gone(tmp_path: Path) -> None:
     run = begun_run(tmp_path / "run")
     path = figures_path(run.folder, "agent-1")
@@ -250,6 +293,16 @@ def test_a_store_that_is_none_is_made_again(tmp_path: Path, damage: bytes) -> No
     run.say("model-0", Note("once"), at=1.0)
     (run.folder / STORE_FILE).write_bytes(damage)
     assert texts(run.folder, Query(kind="Note")) == ["once"]
+
+
+def test_a_store_of_another_layout_is_made_again(tmp_path: Path) -> None:
+    run = begun_run(tmp_path / "run")
+    run.decide(StepCommitted(7, "abc"), at=1.0)
+    with closing(sqlite3.connect(run.folder / STORE_FILE)) as database:
+        database.execute("CREATE TABLE places (process TEXT PRIMARY KEY, host TEXT) WITHOUT ROWID")
+        database.execute("PRAGMA user_version = 1")
+        database.commit()
+    assert texts(run.folder, Query(keyword="committed")) == ["step 7, state_digest abc"]
 
 
 def test_where_the_run_folder_can_not_be_written_the_index_is_made_elsewhere(tmp_path: Path) -> None:

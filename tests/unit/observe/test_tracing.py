@@ -18,7 +18,7 @@ from kintsugi.facts import (
 from kintsugi.observe.chrome_trace import write_chrome_trace
 from kintsugi.observe.events import Alert, Span, Transition
 from kintsugi.observe.figures import ClockSample
-from kintsugi.observe.otlp import write_otlp, write_otlp_trace
+from kintsugi.observe.otlp import MOST_SPANS, write_otlp, write_otlp_trace
 from kintsugi.observe.store import RunStore
 from kintsugi.observe.timeline import timeline
 from kintsugi.observe.tracing import Slice, Trace, issued_tickets, trace_ticket, whole_run
@@ -180,7 +180,12 @@ def test_slices_that_overlap_stand_in_lanes_of_their_own(tmp_path: Path) -> None
 
 
 def otlp_spans(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
-    document = json.loads(path.read_text())
+    for line in path.read_text().splitlines():
+        yield from otlp_spans_in(line)
+
+
+def otlp_spans_in(line: str) -> Iterator[tuple[str, dict[str, object]]]:
+    document = json.loads(line)
     assert set(document) == {"resourceSpans"}
     for resource in document["resourceSpans"]:
         named = {each["key"]: each["value"]["stringValue"] for each in resource["resource"]["attributes"]}
@@ -207,8 +212,31 @@ def test_the_otlp_export_of_a_prompt_is_one_trace_below_one_span(run: RecordedRu
     allowed |= {"startTimeUnixNano", "endTimeUnixNano"}
     assert all(set(each) <= allowed for _, each in spans)
     first = path.read_bytes()
+    assert first.count(b"\n") == 1
     write_otlp_trace(path, trace)
     assert path.read_bytes() == first
+
+
+def test_a_long_run_is_exported_in_lines_of_bounded_length_and_never_held_as_a_whole(tmp_path: Path) -> None:
+    path, written = tmp_path / "o.json", list[int]()
+
+    def slices() -> Iterator[Slice]:
+        for number in range(2 * MOST_SPANS + 1):
+            written.append(path.stat().st_size)
+            yield Slice(name="generate", process=f"server-{number % 2}", start=1.0 + number, duration_s=0.5)
+
+    assert write_otlp(path, slices(), run="r") == 2 * MOST_SPANS + 1
+    lines = path.read_text().splitlines()
+    assert [sum(1 for _ in otlp_spans_in(line)) for line in lines] == [MOST_SPANS, MOST_SPANS, 1]
+    assert written[-1] > 0, "the first was written before the last was asked for"
+    ids = [each["spanId"] for _, each in otlp_spans(path)]
+    assert len(set(ids)) == len(ids)
+
+
+def test_the_timeline_has_days_where_it_is_told_to(run: RecordedRun) -> None:
+    lines = timeline(traced(run), with_day=True).splitlines()
+    assert all(line.startswith("2023-11-1") for line in lines[4:])
+    assert lines[3].index("after") + len("after") == lines[4].index(" s ") + len(" s")
 
 
 def test_a_whole_run_is_exported_with_its_phases_and_what_went_wrong(
