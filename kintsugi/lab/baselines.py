@@ -13,7 +13,9 @@ from pathlib import Path
 
 import msgspec
 
+from kintsugi.control.suspicion import DIAGNOSED
 from kintsugi.diagnosis.verdict import Cause, FaultKind, Hop
+from kintsugi.errors import Fault
 from kintsugi.lab.scoring import processes_in
 from kintsugi.observe.events import Alert, FaultSeen, Record, read_events
 from kintsugi.types import Role, process_id, role_of
@@ -22,7 +24,14 @@ MASTER = process_id(Role.MASTER, 0)
 LAST_ERROR = "last_error"
 FIRST_ERROR = "first_error"
 
+_BY_NAME = tuple(
+    (rf"\b{kind.value.replace('_', '[_ -]')}\b", kind) for kind in FaultKind if "_" in kind.value
+)
+"""Who says `network_delay` or `disk full` means it."""
+_BY_A_WORD = tuple((rf"\b{kind.value}\b", kind) for kind in FaultKind if "_" not in kind.value)
+"""`memory`, `cpu`: in a sentence about something else, too, so that they count where nothing else does."""
 _WORDS: tuple[tuple[str, FaultKind], ...] = (
+    *_BY_NAME,
     (r"cuda out of memory|device.{0,20}out of memory|DeviceOutOfMemory", FaultKind.DEVICE_MEMORY),
     (
         r"out of memory|\boom\b|can.?not allocate memory|can.t allocate memory|\bMemoryError",
@@ -34,12 +43,14 @@ _WORDS: tuple[tuple[str, FaultKind], ...] = (
     (r"\bnan\b|not finite|digests? (?:differ|disagree)", FaultKind.NUMERIC),
     (r"resolve|name or service not known|gaierror", FaultKind.DNS),
     (r"connection re(?:fused|set)|unreachable|broken pipe|GroupBroken", FaultKind.NETWORK_CUT),
-    (r"LeaseRecalled|hand-?over|notify_event", FaultKind.HANDOVER),
+    (r"Lease(?:Recalled|Granted|Fenced)|hand-?over|notify_event", FaultKind.HANDOVER),
     (r"killed by|signal 9|SIGKILL", FaultKind.KILLED),
     (r"is stopped|state T\b|SIGSTOP", FaultKind.STOPPED),
     (r"exited with code|traceback|DistributedBatch|mismatch", FaultKind.CRASHED),
     (r"time[d]?[ -]?out|deadline|waited|silent|heartbeat", FaultKind.NETWORK_DELAY),
+    (r"\blink\b.{0,80}\bslow\b|\bslow link\b|\bslow to come\b", FaultKind.NETWORK_DELAY),
     (r"slow", FaultKind.SLOW),
+    *_BY_A_WORD,
 )
 """What a word in a message makes people think of; the first that fits."""
 _KINDS = tuple((re.compile(words, re.IGNORECASE), kind) for words, kind in _WORDS)
@@ -73,8 +84,34 @@ def errors_in(
 ) -> list[ErrorLine]:
     """Every error that the run's processes have told, by time; of logs only what stands beyond those sizes."""
     records = read_events(run_dir, with_spans=False)
+    ours = said_by_the_diagnosis(records)
     told = [*_from_events(records), *_from_logs(run_dir / "logs", beyond or {})]
-    return sorted((each for each in told if since <= each.t <= until), key=lambda each: each.t)
+    return sorted(
+        (each for each in told if since <= each.t <= until and not quotes(each.message, ours)),
+        key=lambda each: each.t,
+    )
+
+
+def said_by_the_diagnosis(records: Iterable[Record]) -> frozenset[str]:
+    """What recovery has told of who was replaced because of a verdict: the verdict, and the end that it brought about.
+    Both are the answer, and no part of what it is compared with."""
+    chains = [_chain(record.event.fault) for record in records if isinstance(record.event, FaultSeen)]
+    return frozenset(
+        fault.message
+        for chain in chains
+        if any(fault.kind == DIAGNOSED for fault in chain)
+        for fault in chain
+        if fault.message
+    )
+
+
+def _chain(fault: Fault) -> list[Fault]:
+    """A fault and what led to it."""
+    return [fault, *(_chain(fault.cause) if fault.cause is not None else [])]
+
+
+def quotes(text: str, messages: Iterable[str]) -> bool:
+    return any(message in text for message in messages)
 
 
 def _from_events(records: Iterable[Record]) -> Iterator[ErrorLine]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from kintsugi.errors import UserError
 from kintsugi.lab import experiments
 from kintsugi.lab.experiments import Loaded, Places, Profile
-from kintsugi.lab.records import CAMPAIGN_FILE, write_json
+from kintsugi.lab.records import CAMPAIGN_FILE, check_writable, write_json
 from kintsugi.recipe import load
 from kintsugi.runs import create_run_dir, next_run_dir
 
@@ -42,7 +43,10 @@ def chosen(names: Sequence[str], *, profile: str) -> list[tuple[Loaded, Profile]
     return found
 
 
-def new_folder(folder: Path | None, *, name: str) -> Path:
+def new_folder(folder: Path | None, *, name: str, json: Path | None) -> Path:
+    """`json`: where the result is to go as well, which is better known before than after."""
+    if json is not None:
+        check_writable(json)
     folder = (folder or next_run_dir(name)).resolve()
     create_run_dir(folder)
     return folder
@@ -56,7 +60,9 @@ def run_experiments(
 
     pairs = chosen(names, profile=profile)
     _check_abilities(pairs)
-    folder = new_folder(folder, name="lab")
+    for loaded, _ in pairs:
+        check_places(loaded.experiment.places, name=loaded.experiment.name, folder=folder)
+    folder = new_folder(folder, name="lab", json=json)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     result = run_all(pairs, folder=folder, say=say)
     if json is not None:
@@ -70,20 +76,37 @@ def run_experiments(
 
 def _check_abilities(pairs: Sequence[tuple[Loaded, Profile]]) -> None:
     """What this machine can not do is said before the first experiment, and not after an hour of them."""
-    from kintsugi.lab import hosts
+    from kintsugi.lab.fault_checks import NETWORK
     from kintsugi.lab.probing import choose
 
     for loaded, profile in pairs:
         name, places = loaded.experiment.name, loaded.experiment.places
         try:
             for fault in loaded.experiment.faults_in(profile):
-                choose(fault)
+                # Without hosts of their own, the run is in the network that this process is in.
+                shared = fault.ability in NETWORK and not places.isolated_hosts
+                choose(fault, pid=os.getpid() if shared else None)
         except UserError as error:
             raise UserError(f"{name}: {error} (see `kintsugi lab abilities`)") from error
-        if places.isolated_hosts and (why := hosts.missing()) is not None:
-            raise UserError(f"{name}: hosts of their own can not be made here: {why}")
-        if places.disk_mib is not None and os.geteuid() != 0:
-            raise UserError(f"{name}: a disk of its own can not be mounted here: expected root")
+
+
+def check_places(places: Places, *, name: str, folder: Path | None) -> None:
+    """UserError for hosts and disks that this machine can not have."""
+    from kintsugi.lab import hosts
+    from kintsugi.lab.places import missing_for_disk
+
+    if places.isolated_hosts and (why := hosts.missing()) is not None:
+        raise UserError(f"{name}: hosts of their own can not be made here: {why}")
+    if places.disk_mib is None:
+        return
+    if (why := missing_for_disk()) is not None:
+        raise UserError(f"{name}: a disk of its own can not be mounted here: {why}")
+    path = next(path for path in ((folder or Path()) / "new").resolve().parents if path.exists())
+    free_mib = shutil.disk_usage(path).free >> 20
+    if places.disk_mib > free_mib:
+        raise UserError(
+            f"{name}: `places.disk_mib`: expected at most what is free in {path}, {free_mib}, got {places.disk_mib}"
+        )
 
 
 def run_campaign(count: int, *, seed: int, folder: Path | None, json: Path | None, say: Say) -> None:
@@ -95,7 +118,8 @@ def run_campaign(count: int, *, seed: int, folder: Path | None, json: Path | Non
     config = load(experiments.experiments_folder() / CAMPAIGN).config
     able = {each.ability for each in abilities() if each.missing is None}
     cases = plan(count, seed=seed, config=config, abilities=able)
-    folder = new_folder(folder, name="campaign")
+    check_places(CAMPAIGN_PLACES, name="campaign", folder=folder)
+    folder = new_folder(folder, name="campaign", json=json)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     result = Campaign(config, places=CAMPAIGN_PLACES, folder=folder, seed=seed, say=say).run(cases)
     if json is not None:
@@ -123,7 +147,7 @@ def tell_abilities(*, say: Say) -> None:
 def run_residue(count: int, *, seed: int, folder: Path | None, json: Path | None, say: Say) -> bool:
     from kintsugi.lab.residue import run_residue as run_it
 
-    folder = new_folder(folder, name="residue")
+    folder = new_folder(folder, name="residue", json=json)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     result = run_it(count, seed=seed, folder=folder, say=say)
     if json is not None:

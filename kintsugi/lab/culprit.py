@@ -157,7 +157,12 @@ def main(arguments: list[str]) -> int:
         except BrokenPipeError:
             return
 
-    return Culprit(Orders(orders), say).run()
+    try:
+        return Culprit(Orders(orders), say).run()
+    except Exception as error:  # noqa: BLE001 - the outermost boundary: the laboratory tells it.
+        # The laboratory tells people what went wrong; a terminal that others write to is no place for it.
+        say(Word("failed", why=f"the injector failed: {type(error).__name__}: {error}"))
+        return 1
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ anything is started.
 from __future__ import annotations
 
 import difflib
-import re
+import math
+import socket
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
@@ -19,8 +20,10 @@ import msgspec
 import yaml
 
 from kintsugi.config import Config
+from kintsugi.control.phases import Phase as MasterPhase
 from kintsugi.diagnosis.verdict import FaultKind
 from kintsugi.errors import UserError
+from kintsugi.lab.fault_checks import check_injection, check_pattern
 from kintsugi.lab.injection import Ability, Injection, Trigger
 from kintsugi.recipe import Resolved, load
 from kintsugi.stages import stages
@@ -31,22 +34,20 @@ BASELINE_STEPS = 10
 FIRST_STEPS = 2
 """Before those: the first steps of a run are slower, they fill caches and compile."""
 
-AMOUNTS: dict[Ability, frozenset[str]] = {
-    Ability.CPU: frozenset({"share"}),
-    Ability.MEMORY: frozenset({"rate", "limit"}),
-    Ability.DISK_FILL: frozenset({"share"}),
-    Ability.DISK_LOAD: frozenset({"rate", "block_size"}),
-    Ability.NETWORK_DELAY: frozenset({"delay_s", "jitter_s"}),
-    Ability.NETWORK_LOSS: frozenset({"share"}),
-    Ability.DEVICE_MEMORY: frozenset({"share", "device"}),
-    Ability.DEVICE_SLOW: frozenset({"factor", "device"}),
-    Ability.DISK_ERROR: frozenset({"share"}),
-}
-"""The words for the strength of a fault; abilities that are not here have none."""
-NETWORK = frozenset({Ability.NETWORK_DELAY, Ability.NETWORK_LOSS, Ability.NETWORK_CUT})
-"""What may be aimed at one link of a process."""
 OWN_DISK = frozenset({Ability.DISK_FILL, Ability.DISK_LOAD})
 """What is not done to a disk that others use."""
+HURTS = frozenset(
+    {
+        *(Ability.KILL, Ability.STOP, Ability.MEMORY, Ability.DEVICE_MEMORY),
+        *(Ability.NETWORK_CUT, Ability.CORRUPT, Ability.NUMERIC),
+    }
+)
+"""After which a run has something to recover from."""
+LEAST_DISK_MIB = 32
+"""What a small run writes, with room for its next checkpoint."""
+MOST_DISK_MIB = 1 << 20
+HOST_DEVICES = ("lo", "eth0")
+"""Of a host that is a network namespace."""
 
 
 class Phase(StrEnum):
@@ -184,7 +185,10 @@ def read(path: Path) -> Loaded:
     """Strict: unknown words, processes, phases and amounts are named before anything runs."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        _check_finite(tree, where=f"{path}: the file")
         experiment = msgspec.convert(tree, Experiment)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: expected a text file in UTF-8: {error}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{path}: expected YAML: {error}") from error
     except msgspec.ValidationError as error:
@@ -197,13 +201,15 @@ def read(path: Path) -> Loaded:
     recipe = path.parent / workload.recipe
     resolved = load(recipe, _overrides(workload.set))
     fragile = load(recipe, _overrides({**workload.set, **workload.fragile_set}))
-    check_faults(experiment.faults, resolved.config, where=f"{path}: `faults`")
-    check_faults(experiment.fragile_faults, resolved.config, where=f"{path}: `fragile_faults`", fragile=True)
+    if Profile.OURS in experiment.profiles:
+        check_faults(experiment.faults, resolved.config, where=f"{path}: `faults`")
+    if experiment.fragile_faults:
+        where = f"{path}: `fragile_faults`"
+        check_faults(experiment.fragile_faults, fragile.config, where=where, fragile=True)
+    elif experiment.profiles != (Profile.OURS,):
+        check_faults(experiment.faults, fragile.config, where=f"{path}: `faults`", fragile=True)
     _check_places(experiment, where=str(path))
-    for surface in filter(None, (experiment.fragile,)):
-        _check_pattern(surface.message, where=f"{path}: `fragile.message`")
-    if not experiment.faults:
-        raise UserError(f"{path}: `faults`: expected at least one")
+    _check_expectation(experiment, resolved.config, path=path)
     return Loaded(path, experiment, resolved, fragile)
 
 
@@ -233,58 +239,69 @@ def processes_of(config: Config) -> frozenset[str]:
     return frozenset(process_id(role, index) for role, count in counts.items() for index in range(count))
 
 
+def fragile_processes_of(config: Config) -> frozenset[str]:
+    """Every process that the fragile system has on this configuration; in fine-tuning nobody generates."""
+    counts = {
+        Role.MODEL: config.actor.workers,
+        Role.ROLLOUT: 0 if config.algorithm.name == "sft" else config.rollout.workers,
+    }
+    workers = {process_id(role, index) for role, count in counts.items() for index in range(count)}
+    return frozenset(workers | {process_id(Role.MASTER, 0), "scheduler-0"})
+
+
 def check_faults(faults: Iterable[Injection], config: Config, *, where: str, fragile: bool = False) -> None:
-    """UserError for a fault that this workload can not have. A fragile system has processes of its own besides."""
+    """UserError for a fault that this workload can not have. A fragile system has processes of its own."""
+    faults = tuple(faults)
+    there = fragile_processes_of(config) if fragile else processes_of(config)
     for number, fault in enumerate(faults):
-        _check_fault(fault, config, where=f"{where}[{number}]", fragile=fragile)
-
-
-def _check_fault(fault: Injection, config: Config, *, where: str, fragile: bool) -> None:
-    there = processes_of(config)
-    for field, process in (("target", fault.target), ("peer", fault.peer)):
-        if process is not None and process not in there and not fragile:
-            alike = difflib.get_close_matches(process, sorted(there), n=2, cutoff=0.5)
+        at = f"{where}[{number}]"
+        for field, process in (("target", fault.target), ("peer", fault.peer)):
+            if process is not None:
+                _check_process(process, there, where=f"{at}.{field}")
+        check_injection(fault, where=f"{at}.")
+        if fault.ramp_s > fault.duration_s:
             raise UserError(
-                f"{where}.{field}: the workload has no process {process!r}; "
-                f"{'did you mean ' + ' or '.join(alike) + '?' if alike else 'it has ' + ', '.join(sorted(there))}"
+                f"{at}.ramp_s: expected at most duration_s, which is {fault.duration_s:g}, got {fault.ramp_s:g}"
             )
-    for field in ("peer", "port"):
-        if getattr(fault, field) is not None and fault.ability not in NETWORK:
-            raise UserError(f"{where}.{field}: {fault.ability} is done to a process, not to a link of it")
-    words = AMOUNTS.get(fault.ability, frozenset())
-    if unknown := sorted(set(fault.amount) - words):
-        expected = ", ".join(sorted(words)) or "none"
-        raise UserError(f"{where}.amount: {fault.ability} knows {expected}, got {', '.join(unknown)}")
-    for name, value in fault.amount.items():
-        if value < 0 or (name == "share" and value > 1):
-            between = "from 0 to 1" if name == "share" else "not below 0"
-            raise UserError(f"{where}.amount.{name}: expected a number {between}, got {value:g}")
-    if fault.duration_s <= 0:
-        raise UserError(f"{where}.duration_s: expected seconds above 0, got {fault.duration_s:g}")
-    if fault.ramp_s < 0:
-        raise UserError(f"{where}.ramp_s: expected seconds not below 0, got {fault.ramp_s:g}")
-    _check_trigger(fault.trigger, config, where=f"{where}.trigger")
+        if fault.expected_phase:
+            _check_stage(fault.expected_phase, where=f"{at}.expected_phase")
+        _check_moment(fault.trigger, config, where=f"{at}.trigger")
+        _check_recovery(fault, faults, fragile=fragile, where=f"{at}.trigger.phase")
 
 
-def _check_places(experiment: Experiment, *, where: str) -> None:
-    """UserError for a fault of something that the place has not."""
-    places = experiment.places
-    if places.named_hosts and not places.isolated_hosts:
-        raise UserError(f"{where}: `places.named_hosts`: expected `isolated_hosts: true` with it")
-    for fault in (*experiment.faults, *experiment.fragile_faults):
-        if fault.ability is Ability.DNS and not places.named_hosts:
-            raise UserError(
-                f"{where}: {fault.ability} needs `places.named_hosts`: nobody asks for names else"
-            )
-        if fault.ability in OWN_DISK and places.disk_mib is None:
-            raise UserError(f"{where}: {fault.ability} needs `places.disk_mib`: others use the disk else")
+def _check_process(process: str, there: frozenset[str], *, where: str) -> None:
+    if process in there:
+        return
+    alike = difflib.get_close_matches(process, sorted(there), n=2, cutoff=0.5)
+    raise UserError(
+        f"{where}: the workload has no process {process!r}; "
+        f"{'did you mean ' + ' or '.join(alike) + '?' if alike else 'it has ' + ', '.join(sorted(there))}"
+    )
 
 
-def _check_trigger(trigger: Trigger, config: Config, *, where: str) -> None:
-    if trigger.after_s < 0:
-        raise UserError(f"{where}.after_s: expected seconds not below 0, got {trigger.after_s:g}")
-    if trigger.timeout_s <= 0:
-        raise UserError(f"{where}.timeout_s: expected seconds above 0, got {trigger.timeout_s:g}")
+def _check_stage(stage: str, *, where: str) -> None:
+    if stage not in set(MasterPhase):
+        raise UserError(f"{where}: expected one of {', '.join(MasterPhase)}, got {stage!r}")
+
+
+def _check_recovery(fault: Injection, faults: Sequence[Injection], *, fragile: bool, where: str) -> None:
+    """A run that nothing has hurt does not recover, and a fragile one never does."""
+    if fault.trigger.phase != Phase.RECOVERING:
+        return
+    if fragile:
+        raise UserError(
+            f"{where}: expected a phase that the fragile system has, got {Phase.RECOVERING.value!r}"
+        )
+    earlier = [each for each in faults if each.trigger.phase != Phase.RECOVERING]
+    if not any(each.ability in HURTS for each in earlier):
+        raise UserError(
+            f"{where}: expected another fault that brings a recovery about ({', '.join(sorted(HURTS))}), "
+            f"got {Phase.RECOVERING.value!r} alone: impossible"
+        )
+
+
+def _check_moment(trigger: Trigger, config: Config, *, where: str) -> None:
+    """UserError for a step or a phase that the workload does not come to."""
     last_step = stages(config)[-1].last_step
     first_step = FIRST_STEPS + BASELINE_STEPS + 1
     if trigger.step is not None and trigger.step < first_step <= last_step:
@@ -295,24 +312,76 @@ def _check_trigger(trigger: Trigger, config: Config, *, where: str) -> None:
         raise UserError(
             f"{where}.step: the workload has the steps 1 to {last_step}, got {trigger.step}: impossible"
         )
-    if trigger.phase is not None:
-        if trigger.phase not in set(Phase):
-            raise UserError(f"{where}.phase: expected one of {', '.join(Phase)}, got {trigger.phase!r}")
-        every = {Phase.SAVING: config.checkpoint.every, Phase.EVALUATING: config.eval.every}
-        period = every.get(Phase(trigger.phase))
-        step = trigger.step
-        # What follows a commit is done while the next step is already the one that is worked on.
-        if period is not None and step is not None and (not period or (step - 1) % period):
-            at = f"after every {period} steps" if period else "only at the end"
+    every = {Phase.SAVING.value: config.checkpoint.every, Phase.EVALUATING.value: config.eval.every}
+    period = every.get(trigger.phase) if trigger.phase is not None else None
+    step = trigger.step
+    # What follows a commit is done while the next step is already the one that is worked on.
+    if period is not None and step is not None and (not period or (step - 1) % period):
+        at = f"after every {period} steps" if period else "only at the end"
+        raise UserError(f"{where}: the workload is {trigger.phase} {at}, not before step {step}: impossible")
+
+
+# What an experiment says besides.
+
+
+def _check_finite(value: Any, *, where: str) -> None:
+    """No number of a file is infinite, or none at all."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{where}: expected a finite number, got {value}")
+    parts: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, dict):
+        parts = ((f".{key}", each) for key, each in value.items())
+    elif isinstance(value, list):
+        parts = ((f"[{index}]", each) for index, each in enumerate(value))
+    for name, each in parts:
+        _check_finite(each, where=f"{where}{name}")
+
+
+def _check_places(experiment: Experiment, *, where: str) -> None:
+    """UserError for a fault of something that the place has not."""
+    places = experiment.places
+    if places.named_hosts and not places.isolated_hosts:
+        raise UserError(f"{where}: `places.named_hosts`: expected `isolated_hosts: true` with it")
+    if places.disk_mib is not None and not LEAST_DISK_MIB <= places.disk_mib <= MOST_DISK_MIB:
+        raise UserError(
+            f"{where}: `places.disk_mib`: expected {LEAST_DISK_MIB} (a run needs as much) to {MOST_DISK_MIB}, "
+            f"got {places.disk_mib}"
+        )
+    for fault in (*experiment.faults, *experiment.fragile_faults):
+        if fault.ability is Ability.DNS and not places.named_hosts:
             raise UserError(
-                f"{where}: the workload is {trigger.phase} {at}, not before step {step}: impossible"
+                f"{where}: {fault.ability} needs `places.named_hosts`: nobody asks for names else"
             )
-    if trigger.event is not None:
-        _check_pattern(trigger.event, where=f"{where}.event")
+        if fault.ability in OWN_DISK and places.disk_mib is None:
+            raise UserError(f"{where}: {fault.ability} needs `places.disk_mib`: others use the disk else")
+        devices = HOST_DEVICES if places.isolated_hosts else [name for _, name in socket.if_nameindex()]
+        if fault.interface is not None and fault.interface not in devices:
+            raise UserError(
+                f"{where}: `interface`: expected a network device of the target's host ({', '.join(devices)}), "
+                f"got {fault.interface!r}"
+            )
 
 
-def _check_pattern(pattern: str, *, where: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise UserError(f"{where}: expected a regular expression, got {pattern!r}: {error}") from error
+def _check_expectation(experiment: Experiment, config: Config, *, path: Path) -> None:
+    """What is to be found, and where it is to be seen."""
+    for field, value in (
+        ("challenges", experiment.challenges),
+        ("faults", experiment.faults),
+        ("cause.kinds", experiment.cause.kinds),
+    ):
+        if not value:
+            raise UserError(f"{path}: `{field}`: expected at least one, got none")
+    hit = Profile.OURS in experiment.profiles
+    there = processes_of(config) if hit else fragile_processes_of(config)
+    _check_process(experiment.cause.process, there, where=f"{path}: `cause.process`")
+    if experiment.fragile is not None:
+        _check_stage(experiment.fragile.stage, where=f"{path}: `fragile.stage`")
+        check_pattern(experiment.fragile.message, where=f"{path}: `fragile.message`")
+    elif experiment.fragile_faults:
+        raise UserError(f"{path}: `fragile_faults`: expected `fragile` with it, which says what they show")
+    contrast = experiment.contrast_of
+    known = {*names(path.parent), *names()}
+    if contrast and contrast not in known:
+        raise UserError(
+            f"{path}: `contrast_of`: expected an experiment ({', '.join(sorted(known))}), got {contrast!r}"
+        )

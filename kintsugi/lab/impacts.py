@@ -8,6 +8,7 @@ from typing import Any
 
 from kintsugi.lab import baselines, measuring
 from kintsugi.lab.injection import Ability, Injected
+from kintsugi.observe.figures import figures_in
 
 BASELINE_S = 20.0
 """Before the fault: what is usual."""
@@ -37,7 +38,7 @@ def impact_of(
 ) -> dict[str, Any]:
     """What the run felt: steps that were held up, errors, or the symptom that the fault is made to have. What the logs
     held before is not read (`beyond`)."""
-    steps = measuring.steps_of(run_dir).get("timing/step", [])
+    steps = measuring.steps_of(run_dir).get(measuring.STEP, [])
     spread = measuring.spreads({"step": steps}, since=start - BASELINE_S, until=start).get("step")
     slowest_s = 0.0
     if spread is not None:
@@ -45,10 +46,10 @@ def impact_of(
         slowest_s = max([took_s for t, took_s in steps if start < t <= end] + [end - last])
     held_up = spread is not None and slowest_s > max(spread.mean + 2 * spread.sigma, SLOWER * spread.mean)
     errors = baselines.errors_in(run_dir, since=start, until=end, beyond=beyond)
-    samples = measuring.samples_in(run_dir, since=start - BASELINE_S) if injected else []
+    samples = figures_in(run_dir, since=start - BASELINE_S) if injected else []
     symptoms: dict[str, float] = {}
     for each in injected:
-        figures = measuring.figures_of(samples, process=each.process, host=each.host)
+        figures = measuring.figures_of(samples, process=each.process)
         symptoms |= symptoms_in(figures, each.injection.ability, start=start)
     return {
         "step_ratio": round(slowest_s / spread.mean, 2) if spread is not None else None,

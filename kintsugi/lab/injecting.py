@@ -31,12 +31,14 @@ import msgspec
 from kintsugi.errors import DeadlineExceeded, ProcessDied, UserError
 from kintsugi.lab import probing
 from kintsugi.lab.abilities.fault import Fault, Scene
+from kintsugi.lab.abilities.signals import Stop
 from kintsugi.lab.culprit import Word
-from kintsugi.lab.injection import Ability, Injected, Injection
+from kintsugi.lab.fault_checks import check_injection
+from kintsugi.lab.injection import Injected, Injection
 from kintsugi.lab.places import Place
 from kintsugi.lab.reaper import Guard
 from kintsugi.lab.tools import ToolFailed
-from kintsugi.lab.triggers import TriggerWatch, check
+from kintsugi.lab.triggers import TriggerWatch
 from kintsugi.lab.undo import Continue, Who, network_of
 from kintsugi.lab.watching import MASTER, Watch
 from kintsugi.runtime import SYSTEM_CLOCK, Child, SystemProcesses, wait
@@ -133,20 +135,27 @@ class Injector:
 
     def begin(self, injection: Injection) -> Injected:
         """Wait for the trigger and begin the fault."""
-        check(injection.trigger)
-        _check(injection)
+        try:
+            return self._begin(injection)
+        except UserError as error:
+            raise UserError(f"{injection.ability.value} on {injection.target}: {error}") from error
+
+    def _begin(self, injection: Injection) -> Injected:
+        check_injection(injection)
         trigger = TriggerWatch(
             injection.trigger, watch=self._watch, run_dir=self._run.run_dir, alive=lambda: self._run.running
         )
         target = self._who(injection.target)
         mechanism = probing.choose(injection, pid=target.pid)
         self._guard.renew()
+        if self._run.place is not None:
+            self._run.place.renew()
         culprit = _Culprit(self._scene(injection, mechanism, target))
         try:
             self._expect(culprit, "ready", injection, target)
             trigger.until_holds()
             trigger.pause()
-            began = self._strike(culprit, injection, target, trigger)
+            began = self._strike(culprit, injection, target, trigger, stops_it=mechanism is Stop)
         except BaseException:
             culprit.close()
             raise
@@ -168,19 +177,21 @@ class Injector:
         self._mark(injected)
         return injected
 
-    def _strike(self, culprit: _Culprit, injection: Injection, target: Who, trigger: TriggerWatch) -> Word:
+    def _strike(
+        self, culprit: _Culprit, injection: Injection, target: Who, trigger: TriggerWatch, *, stops_it: bool
+    ) -> Word:
         """Begin it. Where a phase was asked for, the master stands still meanwhile, so that the phase can not pass."""
         if injection.trigger.phase is None or injection.trigger.after_s or MASTER not in self._watch.staff:
             culprit.go()
             return self._expect(culprit, "began", injection, target)
         while True:
-            word = self._strike_in_phase(culprit, injection, target, trigger)
+            word = self._strike_in_phase(culprit, injection, target, trigger, stops_it=stops_it)
             if word is not None:
                 return word
             trigger.until_holds()
 
     def _strike_in_phase(
-        self, culprit: _Culprit, injection: Injection, target: Who, trigger: TriggerWatch
+        self, culprit: _Culprit, injection: Injection, target: Who, trigger: TriggerWatch, *, stops_it: bool
     ) -> Word | None:
         """Stop the master, look whether the phase still holds, begin, and let the master go on; None when it passed."""
         master = self._who(MASTER)
@@ -193,7 +204,7 @@ class Injector:
                 culprit.go()
                 word = self._expect(culprit, "began", injection, target)
         finally:
-            is_the_fault = injection.target == MASTER and injection.ability is Ability.STOP
+            is_the_fault = injection.target == MASTER and stops_it
             if word is not None and is_the_fault:
                 self._guard.forget(entry)
             else:
@@ -255,7 +266,7 @@ class Injector:
             if word is not None
             else f"the injector was {'killed' if culprit.child.ended() else 'silent'}"
         )
-        raise UserError(f"{injection.ability.value} on {injection.target}: {why}")
+        raise UserError(why)
 
     # Ending.
 
@@ -326,14 +337,3 @@ class Injector:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _check(injection: Injection) -> None:
-    if injection.duration_s <= 0 or injection.ramp_s < 0:
-        raise UserError(
-            f"expected duration_s > 0 and ramp_s >= 0, got {injection.duration_s} and {injection.ramp_s}"
-        )
-    for name, value in injection.amount.items():
-        share = name == "share" and not 0 <= value <= 1
-        if share or value < 0:
-            raise UserError(f"amount.{name}: expected {'0 to 1' if share else 'no less than 0'}, got {value}")

@@ -51,17 +51,20 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     peer: str | None = None
     """Of a network fault: only the link with this process."""
     port: int | None = None
-    """Of a network fault: only this port of the peer."""
+    """Of a network fault: only this port of the other end."""
+    interface: str | None = None
+    """Of a network fault: only packets through this network device of the target's host, as `eth0`."""
     trigger: Trigger = Trigger()
     duration_s: float = 10.0
     """How long it lasts; also its lease: it is undone then, whoever has died meanwhile."""
     ramp_s: float = 0.0
     """Until it has its full strength."""
     amount: dict[str, float] = {}
-    """Its strength, by ability: cpu `share` (0 to 1, what is taken away); memory `rate` (bytes/s), `limit` (bytes);
-    disk_fill `share` (0 to 1, full); disk_load `rate` (bytes/s), `block_size`; network_delay `delay_s`, `jitter_s`;
-    network_loss `share`; device_memory `share`, `device` (N of /dev/nvidiaN); device_slow `factor`, `device`;
-    disk_error `share`."""
+    """Its strength, by ability: cpu `share` (0 to 1, what is taken away); memory `rate` (bytes/s), `limit` (bytes), or
+    `room` (bytes, left to allocate); disk_fill `share` (0 to 1, full); disk_load `rate` (bytes/s), `block_size`, or
+    `limit` (bytes/s); network_delay `delay_s`, `jitter_s` (± so much, evenly spread); network_loss `share`;
+    device_memory `share`, `device` (N of /dev/nvidiaN); device_slow `factor`, `device`; corrupt `bytes`; disk_error
+    `share`. A mechanism that knows all words is chosen; where none does, the fault is refused."""
     mechanism: str | None = None
     """Only this one (`kintsugi lab abilities` lists them); None: the first that works here."""
     expected_phase: str = ""

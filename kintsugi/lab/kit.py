@@ -19,7 +19,7 @@ import msgspec
 
 from kintsugi.diagnosis.verdict import FaultKind
 from kintsugi.errors import StorageError, UserError
-from kintsugi.lab.baselines import MASTER, stamp_of
+from kintsugi.lab.baselines import MASTER, quotes, said_by_the_diagnosis, stamp_of
 from kintsugi.lab.experiments import Profile
 from kintsugi.lab.injection import Ability
 from kintsugi.lab.records import RunRecord, read_runs
@@ -111,9 +111,9 @@ def write_kit(folder: Path) -> Path:
     if not records:
         raise UserError(f"{folder}: no experiment in it has a fault that struck; there is nothing to ask")
     for record in records:
-        if not _run_dir(record).is_dir():
+        if not _run_dir(record, folder).is_dir():
             raise UserError(
-                f"{record.scenario} ({record.profile}): its run folder {_run_dir(record)} is gone"
+                f"{record.scenario} ({record.profile}): its run folder {_run_dir(record, folder)} is gone"
             )
     kit = folder / KIT_FOLDER
     if kit.exists():
@@ -126,7 +126,7 @@ def write_kit(folder: Path) -> Path:
         (folder / ANSWERS_FILE).write_bytes(content)
         for name, record in zip(names, records, strict=True):
             (kit / name).mkdir(parents=True)
-            (kit / name / LOG_FILE).write_text(_log_of(record), encoding="utf-8")
+            (kit / name / LOG_FILE).write_text(_log_of(record, folder), encoding="utf-8")
         _write_sheet(kit / SHEET_FILE, names)
         (kit / QUESTIONS_FILE).write_text(_questions(content), encoding="utf-8")
     except OSError as error:
@@ -134,21 +134,23 @@ def write_kit(folder: Path) -> Path:
     return kit
 
 
-def _run_dir(record: RunRecord) -> Path:
-    return Path(record.folder) / RUN_FOLDER
+def _run_dir(record: RunRecord, folder: Path) -> Path:
+    """Beside the results, wherever those were moved to; a record that was put together by hand says where."""
+    beside = folder / f"{record.scenario}-{record.profile}" / RUN_FOLDER
+    return beside if beside.is_dir() or not record.folder else Path(record.folder) / RUN_FOLDER
 
 
 def _answer(name: str, record: RunRecord) -> Answer:
-    """What was done to who was hit first; what is done elsewhere later only hides it."""
-    target = record.injected[0].target
+    """What was done to who is to be named; what is done elsewhere only hides it."""
+    target = next((fault for fault in record.injected if fault.culprit), record.injected[0]).target
     kinds = tuple(fault.kind for fault in record.injected if fault.target == target)
     return Answer(folder=name, scenario=record.scenario, profile=record.profile, target=target, kinds=kinds)
 
 
-def _log_of(record: RunRecord) -> str:
+def _log_of(record: RunRecord, folder: Path) -> str:
     """Folders are named for the experiment, which would say too much."""
-    lines = master_log(_run_dir(record), has_events=record.profile != Profile.FRAGILE.value)
-    return "\n".join([*lines, ""]).replace(record.folder, "/run")
+    lines = master_log(_run_dir(record, folder), has_events=record.profile != Profile.FRAGILE.value)
+    return "\n".join([*lines, ""]).replace(record.folder or str(folder), "/run")
 
 
 def _write_sheet(path: Path, names: Sequence[str]) -> None:
@@ -169,11 +171,12 @@ def _questions(answers: bytes) -> str:
 def master_log(run_dir: Path, *, has_events: bool = True) -> list[str]:
     """What the master wrote, in the order of time: its events, a line each, and its log."""
     records = read_events(run_dir, process=MASTER) if has_events else []
+    ours = said_by_the_diagnosis(records)
     told = [(record.stamp.time, line) for record in records if (line := _line(record)) is not None]
     lines = [(t, f"{_clock(t)} {line}") for t, line in told]
     lines += _log_lines(run_dir / "logs" / f"{MASTER}.log")
     ordered = sorted(lines, key=lambda each: each[0])
-    return [line for _, line in ordered if not OF_THE_DIAGNOSIS.search(line)]
+    return [line for _, line in ordered if not OF_THE_DIAGNOSIS.search(line) and not quotes(line, ours)]
 
 
 def _clock(t: float) -> str:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 from kintsugi.errors import KintsugiError
 from kintsugi.lab.records import Spread
-from kintsugi.observe.figures import TOTALS, HostSample, LinkSample, ProcessSample, Sample, figures_in
+from kintsugi.observe.events import Span, read_events
+from kintsugi.observe.figures import TOTALS, FigureRecord, HostSample, LinkSample, ProcessSample
 from kintsugi.runs import is_evaluation, read_metrics
+from kintsugi.types import Role, process_id
 
 Point = tuple[float, float]
 Series = dict[str, list[Point]]
@@ -23,6 +25,7 @@ Series = dict[str, list[Point]]
 LEAST_SPREAD = 0.05
 """Of the mean: what never moved must not be outside with its first twitch."""
 MOST_POINTS = 400
+STEP = "timing/step"
 OF_A_PROCESS = ("cpu_s", "run_delay_s", "throttled_s", "io_delay_s", "rss_bytes", "memory_used_bytes")
 OF_A_HOST = (
     *("fsync_s", "fsync_pending_s", "fsync_errors", "disk_free_bytes", "cpu_iowait_s", "tcp_retransmits"),
@@ -31,50 +34,83 @@ OF_A_HOST = (
 OF_A_LINK = ("rtt_s", "retransmits", "send_queue_bytes")
 
 
-def samples_in(run_dir: Path, *, since: float = 0.0) -> list[tuple[float, Sample]]:
-    """Everything that was measured, by time; torn lines are skipped."""
-    return [(record.stamp.time, record.sample) for record in figures_in(run_dir, since=since)]
-
-
 def steps_of(run_dir: Path) -> Series:
     """How long each step took, in all and by phase, at the moment it was committed."""
     series: Series = defaultdict(list)
     try:
         lines, _ = read_metrics(run_dir)
     except KintsugiError:
-        return {}
+        lines = []
+    written = set()
     for line in lines:
         at = line.get("time")
         if at is None or is_evaluation(line):
             continue
+        written.add(line.get("step"))
         for name, value in line.items():
             if value is not None and (name.startswith("timing/") or name == "tokens_per_s"):
                 series[name].append((at, value))
+    # A full disk takes metrics, which nothing depends on; events have their place there in advance.
+    more = [(at, took_s) for step, at, took_s in _spans_of_steps(run_dir) if step not in written]
+    if more:
+        series[STEP] = sorted([*series[STEP], *more])
     return dict(series)
 
 
-def figures_of(samples: Iterable[tuple[float, Sample]], *, process: str, host: str) -> Series:
-    """Of one process, its host, its links: `{"model-1 cpu_s": …, "host-0 fsync_s": …, "model-1>agent-0 rtt_s": …}`."""
-    raw: Series = defaultdict(list)
-    for t, sample in samples:
-        match sample:
-            case ProcessSample(of=of, values=values) if of == process:
-                _take(raw, t, values, OF_A_PROCESS, name=process)
-            case HostSample(host=name, values=values) if name == host:
-                _take(raw, t, values, OF_A_HOST, name=host)
-            case LinkSample(of=of, peer=peer, values=values) if process in (of, peer):
-                _take(raw, t, values, OF_A_LINK, name=f"{of}>{peer}")
+def _spans_of_steps(run_dir: Path) -> Iterator[tuple[int, float, float]]:
+    """(step, when it was committed, how long it took), as the master's events tell it."""
+    for record in read_events(run_dir, process=process_id(Role.MASTER, 0)):
+        match record.event:
+            case Span(name="step", duration_s=duration_s, attributes={"step": step}):
+                yield int(step), record.stamp.time, duration_s
             case _:
                 pass
-    return {
-        name: rates(points) if name.rsplit(" ", 1)[1] in TOTALS else points for name, points in raw.items()
+
+
+def hosts_of(samples: Sequence[FigureRecord], process: str) -> list[str]:
+    """Where it was, the last one first: whoever looks at a process looks at the host that both are on."""
+    looked = [
+        record.stamp.process
+        for record in samples
+        if isinstance(record.sample, ProcessSample) and record.sample.of == process
+    ]
+    host_of = {
+        record.stamp.process: record.sample.host
+        for record in samples
+        if isinstance(record.sample, HostSample)
     }
+    return [host_of[recorder] for recorder in dict.fromkeys(reversed(looked)) if recorder in host_of]
 
 
-def _take(raw: Series, t: float, values: Mapping[str, float], names: Sequence[str], *, name: str) -> None:
-    for figure in names:
-        if figure in values:
-            raw[f"{name} {figure}"].append((t, values[figure]))
+def figures_of(samples: Sequence[FigureRecord], *, process: str) -> Series:
+    """Of one process, its host, its links: `{"model-1 cpu_s": …, "host-0 fsync_s": …, "model-1>agent-0 rtt_s": …}`.
+
+    A link is as good as the worst of its connections.
+    """
+    hosts = hosts_of(samples, process)
+    raw: dict[tuple[str, int], list[Point]] = defaultdict(list)
+
+    def take(t: float, values: Mapping[str, float], figures: Sequence[str], name: str, port: int = 0) -> None:
+        for figure in figures:
+            if figure in values:
+                raw[f"{name} {figure}", port].append((t, values[figure]))
+
+    for record in samples:
+        t = record.stamp.time
+        match record.sample:
+            case ProcessSample(of=of, values=values) if of == process:
+                take(t, values, OF_A_PROCESS, process)
+            case HostSample(host=name, values=values) if name in hosts:
+                take(t, values, OF_A_HOST, name)
+            case LinkSample(of=of, peer=peer, port=port, values=values) if process in (of, peer):
+                take(t, values, OF_A_LINK, f"{of}>{peer}", port)
+            case _:
+                pass
+    found: dict[str, dict[float, float]] = defaultdict(dict)
+    for (name, _), points in raw.items():
+        for t, value in rates(points) if name.rsplit(" ", 1)[1] in TOTALS else points:
+            found[name][t] = max(value, found[name].get(t, value))
+    return {name: sorted(values.items()) for name, values in found.items()}
 
 
 def rates(totals: Sequence[Point]) -> list[Point]:
@@ -107,30 +143,55 @@ def first_outside(points: Sequence[Point], spread: Spread, *, since: float) -> f
     return next((t for (t, holds), (_, still) in pairwise(later) if not holds and not still), None)
 
 
-def first_overdue(steps: Sequence[Point], spread: Spread, *, since: float) -> float | None:
-    """When a step was not over though it should have been: that is seen before it ends."""
+def first_overdue(
+    steps: Sequence[Point], spread: Spread, *, since: float, until: float | None = None
+) -> float | None:
+    """When a step was not over though it should have been: that is seen before it ends. Of a run that came to no end
+    of its own, the step that it was in was never over (`until`: so long it was followed)."""
+    limit_s = spread.mean + 2 * spread.sigma
     for ended, took_s in steps:
-        if ended > since and took_s > spread.mean + 2 * spread.sigma:
-            return max(since, ended - took_s + spread.mean + 2 * spread.sigma)
+        if ended > since and took_s > limit_s:
+            return max(since, ended - took_s + limit_s)
+    if until is not None and steps and until > (due := max(since, steps[-1][0] + limit_s)):
+        return due
     return None
 
 
 def first_effect(
-    *, steps: Series, figures: Series, baseline: Mapping[str, Spread], since: float, errors: Iterable[float]
+    *,
+    steps: Series,
+    figures: Series,
+    baseline: Mapping[str, Spread],
+    since: float,
+    errors: Iterable[float],
+    least: Mapping[str, float] | None = None,
+    until: float | None = None,
 ) -> float | None:
-    """The earliest of: a figure outside mean ± 2σ, a step overdue, an error told."""
+    """The earliest of: a figure outside mean ± 2σ, a step overdue, an error told.
+
+    A figure that was not there before was nothing. It may be new for reasons of its own, as that of a connection is,
+    and counts where it belongs to the kind of fault, from that size on (`least`).
+    """
     outside = [
         first_outside(points, baseline[name], since=since)
-        for name, points in figures.items()
         if name in baseline
+        else first_from(points, (least or {}).get(name.rsplit(" ", 1)[1]), since=since)
+        for name, points in figures.items()
     ]
     overdue = [
-        first_overdue(steps[name], baseline[name], since=since)
-        for name in ("timing/step",)
+        first_overdue(steps[name], baseline[name], since=since, until=until)
+        for name in (STEP,)
         if name in steps and name in baseline
     ]
     told = [t for t in errors if t > since]
     return min((t for t in (*outside, *overdue, *told) if t is not None), default=None)
+
+
+def first_from(points: Sequence[Point], least: float | None, *, since: float) -> float | None:
+    """When a figure that had been nothing was as large as this."""
+    if least is None:
+        return None
+    return next((t for t, value in points if t > since and value >= least), None)
 
 
 def thinned(series: Series) -> Series:

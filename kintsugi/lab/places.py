@@ -36,6 +36,14 @@ SMALLEST_BYTES = 16 << 20
 KEEP_TIMEOUT_S = 60.0
 
 
+def missing_for_disk() -> str | None:
+    """What keeps this machine from giving a run a disk of its own; None when nothing does."""
+    absent = [program for program in ("mount", "umount") if not tools.has(program)]
+    if absent:
+        return f"{', '.join(absent)} not installed (Debian: mount)"
+    return None if os.geteuid() == 0 else "expected root"
+
+
 class Place:
     """Hosts and a disk, of which nothing is left when it is closed, or when whoever made it is killed."""
 
@@ -74,6 +82,11 @@ class Place:
         """The host whose network namespace has this number."""
         return self._hosts.host_of(network) if self._hosts is not None else None
 
+    def renew(self) -> None:
+        """Start a reaper where it was killed: the disk would outlive a laboratory that is killed after it."""
+        if self._guard is not None:
+            self._guard.renew()
+
     def run_dir(self, name: str = "run") -> Path:
         """Where a run's folder goes so that it is on this place's disk."""
         return (self.disk or self.folder) / name
@@ -90,8 +103,8 @@ class Place:
     def _make_disk(self, size: int) -> Path:
         if size < SMALLEST_BYTES:
             raise UserError(f"expected a disk of at least {SMALLEST_BYTES >> 20} MiB, got {size} bytes")
-        if os.geteuid() != 0:
-            raise UserError("a disk of its own can not be mounted here: expected root")
+        if why := missing_for_disk():
+            raise UserError(f"a disk of its own can not be mounted here: {why}")
         mount_point, image = self.folder / "disk", self.folder / "disk.img"
         mount_point.mkdir(exist_ok=True)
         try:

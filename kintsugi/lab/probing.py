@@ -41,9 +41,10 @@ def abilities() -> tuple[Availability, ...]:
 
 
 def choose(injection: Injection, *, pid: int | None = None) -> type[Fault]:
-    """The mechanism that will be used, on a process if one is given.
+    """The mechanism that will be used, on a process if one is given: the first that works here and does all that is
+    asked.
 
-    UserError when none works here, with what each of them lacks.
+    UserError when there is none, with what each of them lacks.
     """
     candidates = MECHANISMS[injection.ability]
     if injection.mechanism is not None:
@@ -55,9 +56,19 @@ def choose(injection: Injection, *, pid: int | None = None) -> type[Fault]:
             )
     lacking: dict[str, str] = {}
     for mechanism in candidates:
-        lack = _missing(mechanism) or (mechanism.unsuited(pid) if pid is not None else None)
+        lack = _missing(mechanism) or _ignored(mechanism, injection)
+        lack = lack or (mechanism.unsuited(pid) if pid is not None else None)
         if lack is None:
             return mechanism
         lacking[mechanism.name] = lack
     lacks = "; ".join(f"{name}: {lack}" for name, lack in lacking.items())
     raise UserError(f"{injection.ability.value} can not be done on this machine: {lacks}")
+
+
+def _ignored(mechanism: type[Fault], injection: Injection) -> str | None:
+    """A fault that is weaker, or other, than it was asked for would be reported as what was asked."""
+    ignored = mechanism.ignored(injection)
+    if not ignored:
+        return None
+    known = ", ".join(sorted(mechanism.words)) or "none"
+    return f"does not know {', '.join(ignored)}; expected of amount: {known}{', and ramp_s' if mechanism.ramps else ''}"

@@ -1,13 +1,14 @@
 """Undoes what a killed injector or laboratory left.
 
-    python -m kintsugi.lab.reaper JOURNAL LIFELINE
+    python -m kintsugi.lab.reaper JOURNAL LIFELINE LINK
 
 One beside every journal. It undoes a change when its lease is over (with a moment of patience: whoever made it does so
 first), when whoever made it is gone, and everything when the laboratory is gone, which it learns from the end of a pipe
 that only the laboratory can write. It ends when nothing is left to undo after that.
 
-The journal of a laboratory that was killed together with its reaper is found by the next one, through a folder that
-lists the journals in use on this machine.
+A folder lists the journals in use on this machine, each by a link. The journal of a laboratory that was killed together
+with its reaper is found there by the next one; of every other laboratory the reaper removes the link, and the folder
+with the last of them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ PATIENCE_S = 1.0
 LAST_S = 30.0
 """How long the reaper tries after the laboratory's end; what is left then is left to the next laboratory."""
 END_TIMEOUT_S = PATIENCE_S + LAST_S
+LIST_TIMEOUT_S = 5.0
 
 
 class Guard:
@@ -41,11 +43,14 @@ class Guard:
 
     def __init__(self, journal: Path) -> None:
         reap_abandoned()
+        _check_lists()
         self._journal = UndoJournal(journal)
-        self._listed = _list(journal)
+        self._link = _link_for(journal)
         self._lifeline = -1
         self._reaper: Child | None = None
+        # The reaper comes before the link that it removes: whenever the laboratory is killed, somebody removes it.
         self.renew()
+        _list(self._link, journal)
 
     @property
     def path(self) -> Path:
@@ -60,7 +65,7 @@ class Guard:
         reader, self._lifeline = os.pipe2(os.O_CLOEXEC)
         try:
             self._reaper = SystemProcesses().spawn(
-                [sys.executable, "-m", "kintsugi.lab.reaper", str(self.path), str(reader)],
+                [sys.executable, "-m", "kintsugi.lab.reaper", str(self.path), str(reader), str(self._link)],
                 pass_fds=(reader,),
                 new_session=True,
             )
@@ -96,12 +101,12 @@ class Guard:
         finally:
             self._let_go(self._reaper)
             self._reaper = None
+            left = self._journal.outstanding()
             self._journal.close()
-        if left := self._journal.outstanding():
+        if left:
             what = "to undo " + ", ".join(str(entry.undo) for entry in left)
             raise DeadlineExceeded(whom="reaper", what=what, waited_s=END_TIMEOUT_S)
-        self._listed.unlink(missing_ok=True)
-        _forget_empty(self._listed.parent)
+        _unlist(self._link)
 
     def _let_go(self, reaper: Child) -> None:
         reaper.status()
@@ -116,19 +121,41 @@ def lists_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"kintsugi-lab-{os.getuid()}"
 
 
-def _list(journal: Path) -> Path:
-    """Say that a journal is in use, and by whom."""
+def _check_lists() -> None:
+    """UserError where journals can not be listed so that nobody else can change the list."""
     folder = lists_folder()
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if not _is_own(folder):
+    if os.path.lexists(folder) and not _is_own(folder):
         raise UserError(f"{folder}: expected a folder of yours that nobody else may enter; remove it")
+
+
+def _link_for(journal: Path) -> Path:
+    """By which a journal is listed: it says who uses it."""
     own = Who.of(os.getpid())
     world = os.stat("/proc/self/ns/pid").st_ino
     name = hashlib.blake2b(str(journal.resolve()).encode(), digest_size=6).hexdigest()
-    link = folder / f"{world}-{own.pid}-{own.born}-{name}"
+    return lists_folder() / f"{world}-{own.pid}-{own.born}-{name}"
+
+
+def _list(link: Path, journal: Path) -> None:
+    """Say that a journal is in use, and by whom."""
+
+    def attempt(remaining_s: float) -> bool | None:
+        link.parent.mkdir(mode=0o700, exist_ok=True)
+        _check_lists()
+        try:
+            link.unlink(missing_ok=True)
+            link.symlink_to(journal.resolve())
+        except FileNotFoundError:  # Somebody else's last link went just now, and the folder with it.
+            return None
+        return True
+
+    wait(attempt, whom="other laboratories", what="the list of journals", timeout_s=LIST_TIMEOUT_S)
+
+
+def _unlist(link: Path) -> None:
+    """Whoever comes second finds nothing."""
     link.unlink(missing_ok=True)
-    link.symlink_to(journal.resolve())
-    return link
+    _forget_empty(link.parent)
 
 
 def _is_own(folder: Path) -> bool:
@@ -169,14 +196,16 @@ def reap_abandoned() -> int:
     own_world = os.stat("/proc/self/ns/pid").st_ino
     if not _is_own(folder):
         return 0
-    for link in folder.iterdir():
+    for name in _names_in(folder):
+        link = folder / name
         owner = _owner_of(link)
         if owner is None or owner[0] != own_world or owner[1].alive:
             continue
-        if link.exists():
-            if not _is_own_journal(link):
+        path = link.resolve()
+        if path.exists():
+            if not _is_own_journal(path):
                 continue
-            journal = UndoJournal(link.resolve())
+            journal = UndoJournal(path)
             # A reaper that still lives undoes them too, which does no harm.
             count += sum(_undo(journal, entry) for entry in journal.outstanding())
             left = journal.outstanding()
@@ -186,6 +215,13 @@ def reap_abandoned() -> int:
         link.unlink(missing_ok=True)
     _forget_empty(folder)
     return count
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
 
 
 def _undo(journal: UndoJournal, entry: Entry) -> bool:
@@ -220,7 +256,7 @@ def reap(journal: UndoJournal, lifeline: int) -> int:
                 ended_at = SYSTEM_CLOCK.monotonic()
         else:
             _pause(ROUND_S / 4)
-        if (now_size := journal.path.stat().st_size) != size:
+        if (now_size := journal.size) != size:
             size, open_entries = now_size, journal.outstanding()
         now = SYSTEM_CLOCK.monotonic()
         for entry in open_entries:
@@ -244,11 +280,14 @@ def _pause(seconds: float) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    journal, lifeline = arguments
+    journal, lifeline, link = arguments
     # Whoever ends a laboratory from its terminal does not mean the one who cleans up after it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    return reap(UndoJournal(Path(journal)), int(lifeline))
+    code = reap(UndoJournal(Path(journal)), int(lifeline))
+    if code == 0:
+        _unlist(Path(link))
+    return code
 
 
 if __name__ == "__main__":

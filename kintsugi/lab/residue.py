@@ -27,6 +27,7 @@ import msgspec
 
 from kintsugi.errors import DeadlineExceeded, KintsugiError
 from kintsugi.lab import hosts, probing
+from kintsugi.lab.abilities.catalogue import mechanism_named
 from kintsugi.lab.abilities.fault import end_with_parent
 from kintsugi.lab.host_diff import difference, host_snapshot, placement
 from kintsugi.lab.injecting import Injector
@@ -46,6 +47,8 @@ LONGEST_S = 0.6
 LATEST_KILL_S = 0.6
 POLL_S = 0.05
 PER_LAB = 25
+SMALL = {"limit": 3e7, "rate": 1e8}
+"""Of memory, so that it runs out in the time of a fault."""
 SMALLEST_SHARE = 0.5
 """Of the injections that have to take effect: where nothing was done, that nothing is left says nothing."""
 VICTIMS: tuple[tuple[str, ...], ...] = (
@@ -253,13 +256,14 @@ class Laboratory:
         early = draw.random() < 0.25
         if early:
             killing.start()
+        kind = mechanism_named(ability, mechanism)
         injection = Injection(
             ability=ability,
             target=target,
             mechanism=mechanism,
             duration_s=draw.uniform(0.05, LONGEST_S),
-            ramp_s=draw.choice([0.0, 0.1]),
-            amount={"limit": 3e7, "rate": 1e8} if ability is Ability.MEMORY else {},
+            ramp_s=draw.choice([0.0, 0.1]) if kind.ramps else 0.0,
+            amount=SMALL if ability is Ability.MEMORY and kind.words >= SMALL.keys() else {},
         )
         try:
             injected = self._injector.begin(injection)

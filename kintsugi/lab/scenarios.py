@@ -3,15 +3,19 @@
 start ─► steps of the baseline ─► faults, each at its trigger ─► undone ─► the run's end, or its deadline ─► record
 
 A blind diagnosis looks at the run folder all the time, in a process that knows nothing of what is done. Whatever keeps
-an experiment from saying something (a fault that can not be done here, a target that died by itself) is its `problem`,
-and it counts as wrong.
+an experiment from saying something (a fault that can not be done here, or did not come to be done in a run that was
+completed; a target that died by itself; a run that went on and did not come to its end in time) is its `problem`, and
+it counts as wrong. A system that was broken by the first of several faults is not there for the others: those are told
+as not struck, in `NOT_STRUCK_FILE`.
 """
 
 from __future__ import annotations
 
+import statistics
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -20,19 +24,30 @@ from kintsugi.errors import DeadlineExceeded, KintsugiError
 from kintsugi.lab import baselines
 from kintsugi.lab.blind import BlindDiagnosis
 from kintsugi.lab.experiments import BASELINE_STEPS, FIRST_STEPS, Loaded, Profile
+from kintsugi.lab.fault_checks import LONGEST_FAULT_S
 from kintsugi.lab.fragile.scale import Scale
 from kintsugi.lab.injecting import Injector
 from kintsugi.lab.injection import Injected, Injection
 from kintsugi.lab.outcomes import Happened, record_of, told
 from kintsugi.lab.records import RUNS_FILE, RunRecord, RunsFile, host_facts, now_as_text, write_json
 from kintsugi.lab.systems import System, system_for
-from kintsugi.lab.watching import Watch
+from kintsugi.lab.watching import Commit, Watch
 from kintsugi.runtime import SYSTEM_CLOCK, wait
+from kintsugi.stages import stages
 
 START_TIMEOUT_S = 90.0
 """Until the baseline is there."""
 RUN_TIMEOUT_S = 75.0
-"""For all that comes after it; the run is ended then."""
+"""For all that comes after it, at least; the run is ended then."""
+LONGEST_RUN_S = 240.0
+"""At most."""
+SLOWNESS = 3.0
+"""A step with a fault may take so many times as long as one without."""
+STILL_S = 10.0
+"""A run that committed nothing for so long, and for so many usual steps, stands still."""
+STILL_STEPS = 5
+NOT_STRUCK_FILE = "not_struck.json"
+"""In the folder of an experiment: fault → why it never began."""
 FAULTS_END_S = 20.0
 LOOK_S = 0.1
 PREPARED_STEPS = 5
@@ -54,6 +69,8 @@ def run_all(
         scene = Scene(loaded, profile, folder=folder / f"{loaded.experiment.name}-{profile}")
         record = scene.run()
         say(told(record))
+        for fault, why in scene.not_struck.items():
+            say(f"  not struck: {fault}: {why}")
         result = msgspec.structs.replace(result, runs=(*result.runs, record))
         write_json(result, folder / RUNS_FILE)
     return result
@@ -69,6 +86,8 @@ class Scene:
         self._injected: dict[int, Injected] = {}
         """Fault → what was really done."""
         self._problem = ""
+        self.not_struck: dict[str, str] = {}
+        """Fault, in words → why it never began."""
         self._logs: baselines.LogSizes = {}
         """As they were before the first fault."""
         self._over = threading.Event()
@@ -97,6 +116,7 @@ class Scene:
                 happened.looks = blind.all
                 self._carry_out(system, watch, blind)
                 happened.take(system, watch)
+                self._judge_not_struck(completed=happened.completed)
             except KintsugiError as error:
                 self._problem = self._problem or f"{type(error).__name__}: {error}"
             happened.injected = sorted(self._injected.values(), key=lambda each: each.start)
@@ -124,16 +144,47 @@ class Scene:
             if not run.running:
                 self._problem = f"the run ended before the first fault: {run.last_words()[-300:]}"
                 return
+            step_s = usual_step_s(watch.commits)
+            timeout_s = run_timeout_s(
+                step_s, steps_left=self._last_step - watch.step, faults=self._faults_planned
+            )
             try:
-                follow(lambda: False, "the end of the run", RUN_TIMEOUT_S)
+                follow(lambda: False, "the end of the run", timeout_s)
             except DeadlineExceeded:
                 blind.looks()  # That it did not end is what is to be recorded.
+                self._interrupt(system, watch, step_s=step_s, timeout_s=timeout_s)
         watch.look(at_once=True)
+
+    @property
+    def _faults_planned(self) -> tuple[Injection, ...]:
+        return self._loaded.experiment.faults_in(self._profile)
+
+    @property
+    def _last_step(self) -> int:
+        return stages(self._loaded.config_in(self._profile))[-1].last_step
+
+    def _interrupt(self, system: System, watch: Watch, *, step_s: float, timeout_s: float) -> None:
+        """A run that stands still has shown what it does; one that goes on was not given its time by us."""
+        if is_still(watch.commits, step_s=step_s, now=SYSTEM_CLOCK.monotonic()):
+            return
+        system.interrupted = True
+        self._problem = self._problem or (
+            f"the laboratory ended the run at step {watch.step} of {self._last_step}: it went on, and had "
+            f"{timeout_s:.0f} s after the baseline; is this machine busy with something else?"
+        )
+
+    def _judge_not_struck(self, *, completed: bool) -> None:
+        """A run that was completed was there for every fault; one that was not may have ended before the next."""
+        if not self.not_struck:
+            return
+        write_json(self.not_struck, self._folder / NOT_STRUCK_FILE)
+        if completed:
+            told_of = "; ".join(f"{fault}: {why}" for fault, why in self.not_struck.items())
+            self._problem = self._problem or f"not struck: {told_of}"
 
     @contextmanager
     def _faults(self, system: System) -> Iterator[None]:
         """Beside the one who watches, a thread for each fault begins it at its trigger; the run ends with this."""
-        faults = self._loaded.experiment.faults_in(self._profile)
         doers = [
             threading.Thread(
                 target=self._do,
@@ -141,7 +192,7 @@ class Scene:
                 name=fault.ability.value,
                 daemon=True,
             )
-            for fault in faults
+            for fault in self._faults_planned
         ]
         for doer in doers:
             doer.start()
@@ -165,15 +216,19 @@ class Scene:
         else:
             self._until_step(warm - PREPARED_STEPS if trigger.event is not None else warm)
         if self._over.is_set():
+            self.not_struck[in_words(fault)] = "the run was over before its trigger came"
             return
         self._logs = self._logs or baselines.log_sizes(system.run.run_dir)
-        patient = msgspec.structs.replace(trigger, timeout_s=trigger.timeout_s + RUN_TIMEOUT_S)
+        patient = msgspec.structs.replace(
+            trigger, timeout_s=min(LONGEST_FAULT_S, trigger.timeout_s + LONGEST_RUN_S)
+        )
         try:
             injected = injector.begin(msgspec.structs.replace(fault, trigger=patient))
         except KintsugiError as error:
-            # A fault that has no run to strike any more has not failed to strike.
+            self.not_struck[in_words(fault)] = str(error).removeprefix(f"{in_words(fault)}: ")
+            # One that has no run to strike any more is judged when it is known how the run ended.
             if not self._over.is_set() and system.run.running:
-                self._problem = self._problem or f"{fault.ability} on {fault.target}: {error}"
+                self._problem = self._problem or f"{in_words(fault)}: {self.not_struck[in_words(fault)]}"
             return
         self._injected[id(fault)] = injected
         _sleep(self._over, injected.start + injected.injection.duration_s - SYSTEM_CLOCK.wall())
@@ -191,6 +246,33 @@ class Scene:
             wait(attempt, whom="the run", what=f"step {step}", timeout_s=START_TIMEOUT_S)
         except DeadlineExceeded:
             self._over.set()
+
+
+def in_words(fault: Injection) -> str:
+    return f"{fault.ability.value} on {fault.target}"
+
+
+def usual_step_s(commits: Sequence[Commit]) -> float:
+    """Of the steps of the baseline, the middle one; 0 while there are none."""
+    lengths = [after.at - before.at for before, after in pairwise(commits[FIRST_STEPS:])]
+    return statistics.median(lengths) if lengths else 0.0
+
+
+def run_timeout_s(step_s: float, *, steps_left: int, faults: Sequence[Injection]) -> float:
+    """How long a run has after its baseline: on a machine that is slow, or busy, everything takes longer.
+
+    >>> run_timeout_s(0.5, steps_left=20, faults=())
+    75.0
+    >>> run_timeout_s(1.0, steps_left=50, faults=())
+    150.0
+    """
+    faults_s = max((fault.trigger.after_s + fault.duration_s for fault in faults), default=0.0)
+    return min(LONGEST_RUN_S, max(RUN_TIMEOUT_S, SLOWNESS * steps_left * step_s + faults_s))
+
+
+def is_still(commits: Sequence[Commit], *, step_s: float, now: float) -> bool:
+    """Whether a run has committed nothing for longer than it ever needs."""
+    return not commits or now - commits[-1].at > max(STILL_S, STILL_STEPS * step_s)
 
 
 def _join(thread: threading.Thread) -> None:

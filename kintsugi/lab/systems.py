@@ -31,6 +31,8 @@ class System:
         self.run = run
         self._folder = folder
         self._injectors: list[Injector] = []
+        self.interrupted = False
+        """The laboratory ended it though it went on: what it had not saved yet was not lost by itself."""
 
     def new_injector(self) -> Injector:
         """One for each who waits for a moment: an injector does one thing at a time. Closed with the system."""
@@ -69,7 +71,7 @@ class System:
     def steps_lost(self, *, reached: int) -> int:
         """Committed steps that were undone; of a run that failed also those that no checkpoint has."""
         lost = undone(self.facts())
-        if self.completed() or self.run.running:
+        if self.completed() or self.run.running or self.interrupted:
             return lost
         saved = {*checkpoint_folders(self.run.run_dir), *saved_by_the_fragile(self.run.run_dir)}
         return lost + max(0, reached - max(saved, default=0))

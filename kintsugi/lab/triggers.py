@@ -8,33 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kintsugi.errors import DeadlineExceeded, UserError
-from kintsugi.lab.faults import Moment
+from kintsugi.lab.fault_checks import check_trigger
 from kintsugi.lab.injection import Trigger
 from kintsugi.lab.watching import GLANCE_S, Watch
 from kintsugi.runtime import SYSTEM_CLOCK, wait
-
-
-def check(trigger: Trigger) -> None:
-    """UserError for one that no run can fulfil."""
-    phases = [moment.value for moment in Moment]
-    if trigger.phase is not None and trigger.phase not in phases:
-        raise UserError(f"trigger.phase: expected one of {', '.join(phases)}, got {trigger.phase!r}")
-    if trigger.step is not None and trigger.step < 1:
-        raise UserError(f"trigger.step: steps are counted from 1, got {trigger.step}")
-    if trigger.after_s < 0 or trigger.timeout_s <= 0:
-        raise UserError(f"trigger: expected after_s >= 0 and timeout_s > 0, got {trigger}")
-    if trigger.event is not None:
-        try:
-            re.compile(trigger.event)
-        except re.error as error:
-            raise UserError(f"trigger.event: {trigger.event!r} is no regular expression: {error}") from error
 
 
 class TriggerWatch:
     """Follows a run until a trigger holds."""
 
     def __init__(self, trigger: Trigger, *, watch: Watch, run_dir: Path, alive: Callable[[], bool]) -> None:
-        check(trigger)
+        check_trigger(trigger)
         self._trigger = trigger
         self._watch = watch
         self._alive = alive

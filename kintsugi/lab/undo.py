@@ -25,6 +25,8 @@ from kintsugi.runtime import SYSTEM_CLOCK, SystemProcesses, wait
 
 GROUP_TIMEOUT_S = 5.0
 POLL_S = 0.005
+SHAPING_HANDLE = "6b01"
+"""By which queues of packets are known to be ours."""
 
 
 def _start_time(pid: int) -> int | None:
@@ -253,7 +255,38 @@ class Rules(_Undo, frozen=True):
         return f" {self.table}\n" in tools.call(*there, "nft", "list", "tables")
 
 
-Undo = Continue | Leave | Remove | Unmount | Limit | Score | Processors | Rounding | Rules
+class Shaping(_Undo, frozen=True):
+    """Queues of packets were set on a network device."""
+
+    network: int
+    """The namespace, by its number."""
+    interface: str
+
+    def carry_out(self) -> None:
+        pid = inside(self.network)
+        if pid is None:
+            return
+        there = ("nsenter", "--target", str(pid), "--net", "tc", "qdisc")
+        if not self._is_set(there):
+            return
+        try:
+            tools.call(*there, "del", "dev", self.interface, "root")
+        except tools.ToolFailed:
+            # Somebody else may have undone the same just now.
+            if self._is_set(there):
+                raise
+
+    def _is_set(self, there: tuple[str, ...]) -> bool:
+        """Those that are not ours are left alone; and a device may be gone."""
+        try:
+            return f" {SHAPING_HANDLE}: root" in tools.call(*there, "show", "dev", self.interface)
+        except tools.ToolFailed as error:
+            if "Cannot find device" in str(error):
+                return False
+            raise
+
+
+Undo = Continue | Leave | Remove | Unmount | Limit | Score | Processors | Rounding | Rules | Shaping
 
 
 def threads_of(pid: int) -> list[int]:
@@ -324,6 +357,11 @@ class UndoJournal:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         os.fdatasync(self._descriptor)
 
+    @property
+    def size(self) -> int:
+        """Bytes that were written."""
+        return os.fstat(self._descriptor).st_size
+
     def outstanding(self) -> list[Entry]:
         """What is not undone, the last change first: changes are undone in reverse."""
         entries: dict[str, Entry] = {}
@@ -335,7 +373,8 @@ class UndoJournal:
         return list(reversed(entries.values()))
 
     def _lines(self) -> Iterator[Entry | Done]:
-        for line in self.path.read_bytes().splitlines():
+        # By its descriptor: whoever removes the folder of an experiment does not make its changes undone.
+        for line in os.pread(self._descriptor, self.size, 0).splitlines():
             # What a killed process left of a line tells of a change that it did not come to make.
             with contextlib.suppress(msgspec.MsgspecError):
                 if line.startswith(b'{"done"'):

@@ -11,8 +11,10 @@ from safetensors.numpy import load_file
 
 from kintsugi.config import Config
 from kintsugi.lab.fragile.running import FragileRun
+from kintsugi.lab.measuring import figures_of
 from kintsugi.lab.running import signal_ours
 from kintsugi.lab.watching import Watch
+from kintsugi.observe.figures import figures_in
 from kintsugi.recipe import load
 from kintsugi.runs import checkpoint_folders
 from tests.cluster.real_runs import LAST_STEP, RECIPE, Run, until
@@ -101,6 +103,15 @@ def test_a_rollout_worker_that_dies_is_an_error_of_the_train_stage(
     begun_last = [line for line in run.log("master-0").splitlines() if line.endswith("begins")][-1]
     assert "train begins" in begun_last
     assert run.run.pids() == []
+
+
+def test_it_is_measured_as_ours_is(begun: list[Observed], tmp_path: Path) -> None:
+    start(begun, config("algorithm.steps=500"), run_dir=tmp_path / "run", until_step=1)
+    expected = {"model-1 cpu_s", "host-0 fsync_s", "master-0>model-1 rtt_s"}
+    until(
+        lambda: expected <= figures_of(figures_in(tmp_path / "run"), process="model-1").keys(),
+        "figures of the process, its host and its links",
+    )
 
 
 @pytest.mark.slow

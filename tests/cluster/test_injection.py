@@ -156,6 +156,26 @@ def test_a_delay_of_one_link_spares_the_others(bench: Bench) -> None:
     )
 
 
+@pytest.mark.parametrize("interface", ["eth0", "lo"])
+def test_a_cut_of_one_network_device_spares_the_others(bench: Bench, interface: str) -> None:
+    """Who is on the target's host meets it on the loopback device, who is on the other host does not."""
+    injected = bench.injector.begin(
+        Injection(ability=Ability.NETWORK_CUT, target=TARGET, interface=interface, duration_s=8.0)
+    )
+    since = time.monotonic() + 0.2
+    bench.until(lambda: len(bench.seen("round_trip", since=since)) > 5, "trips through the other device")
+    assert bench.injector.end(injected).measured["dropped"] > 0
+
+
+def test_a_port_that_the_peer_has_not_is_no_link_with_it(bench: Bench) -> None:
+    injected = bench.injector.begin(
+        Injection(ability=Ability.NETWORK_CUT, target=TARGET, peer=PEER, port=9, duration_s=8.0)
+    )
+    since = time.monotonic() + 0.1
+    bench.until(lambda: len(bench.seen("round_trip", since=since)) > 2, "round trips as ever")
+    assert bench.injector.end(injected).measured["dropped"] == 0
+
+
 @pytest.mark.parametrize(
     "mechanism", ["packets dropped by a program (NFQUEUE)", "arriving packets dropped at random (nftables)"]
 )
@@ -206,6 +226,7 @@ def test_names_can_not_be_resolved_until_it_ends(bench: Bench, mechanism: str) -
 
 FAILING = {
     "full disk": (Ability.DISK_FILL, "a file that takes the room", "write_failed", "fsync"),
+    "no inodes": (Ability.DISK_FILL, "empty files that take the inodes", "write_failed", "fsync"),
     "failing syncs": (Ability.DISK_ERROR, "failing system calls (strace)", "write_failed", "fsync"),
     "full device": (Ability.DEVICE_MEMORY, "limit of its data", "refused", "allocated"),
 }
@@ -257,13 +278,18 @@ def test_shared_memory_is_corrupted(bench: Bench) -> None:
     assert any(shared.read_bytes())
 
 
-def test_a_stopped_process_does_nothing_and_then_goes_on(bench: Bench) -> None:
-    injected = bench.begin(Ability.STOP)
+@pytest.mark.parametrize("mechanism", ["SIGSTOP", "frozen in a control group"])
+def test_a_stopped_process_does_nothing_and_then_goes_on(bench: Bench, mechanism: str) -> None:
+    if why := lacking(Ability.STOP, mechanism):
+        pytest.skip(why)
+    was = bench.placements()
+    injected = bench.begin(Ability.STOP, mechanism)
     since = time.monotonic() + 0.05
     time.sleep(0.4)
     assert bench.seen("work", since=since) == []
     bench.injector.end(injected)
     bench.until(lambda: bool(bench.seen("work", since=since)), "the target to go on")
+    assert bench.placements() == was
 
 
 def test_memory_grows_until_the_kernel_kills_the_target_and_nobody_else(bench: Bench) -> None:
@@ -370,7 +396,15 @@ IMPOSSIBLE = {
         ability=Ability.KILL, target=TARGET, trigger=Trigger(step=7, timeout_s=0.2)
     ),
     "none named 'magic'": Injection(ability=Ability.KILL, target=TARGET, mechanism="magic"),
-    "expected 0 to 1, got 7": Injection(ability=Ability.CPU, target=TARGET, amount={"share": 7.0}),
+    "expected a number from 0 to 1, got 7": Injection(
+        ability=Ability.CPU, target=TARGET, amount={"share": 7.0}
+    ),
+    "expected a network device of the target's host .lo, eth0., got 'eth7'": Injection(
+        ability=Ability.NETWORK_CUT, target=TARGET, interface="eth7"
+    ),
+    "seconds above 0, at most 3600, got inf": Injection(
+        ability=Ability.STOP, target=TARGET, duration_s=float("inf")
+    ),
     "no checkpoint yet": Injection(
         ability=Ability.CORRUPT, target=TARGET, mechanism="inverted bytes in its newest checkpoint"
     ),

@@ -151,6 +151,8 @@ class FullCard(_CudaFault):
     """A neighbour that takes all memory of the card, and what is given back too."""
 
     name = "a neighbour that takes the card's memory (CUDA)"
+    words = frozenset({"share", "device"})
+    ramps = True
 
     def begin(self) -> None:
         self._taken = 0
@@ -175,6 +177,8 @@ class BusyCard(_CudaFault):
     """A neighbour whose work takes turns with the target's for so much of the time as the factor asks."""
 
     name = "a neighbour that keeps the card busy (CUDA)"
+    words = frozenset({"factor", "device"})
+    ramps = True
 
     def prepare(self) -> None:
         super().prepare()

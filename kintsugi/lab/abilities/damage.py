@@ -51,6 +51,7 @@ class FlippedMemory(Fault):
     """Bytes of the memory that the target shares with others, as weights on their way to a server, are inverted."""
 
     name = "inverted bytes in its shared memory"
+    words = frozenset({"bytes"})
 
     def begin(self) -> None:
         self._random = random.Random(self.scene.seed)
@@ -82,6 +83,7 @@ class FlippedFiles(Fault):
 
     name = "inverted bytes in its newest checkpoint"
     lasts = False
+    words = frozenset({"bytes"})
 
     def begin(self) -> None:
         folders = sorted(Path(self.scene.run_dir, "checkpoints").glob("step-*"), key=os.path.getmtime)

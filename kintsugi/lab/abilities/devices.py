@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from kintsugi.lab.abilities.grouped import GroupedFault
-from kintsugi.lab.abilities.memory import AllocationLimit
+from kintsugi.lab.abilities.memory import ROOM_BYTES, AllocationLimit
 
 PERIOD_S = 0.02
 DEFAULT_FACTOR = 4.0
+FREE_BYTES = 4 << 20
 
 
 class RefusedAllocations(AllocationLimit):
-    """The next tensor does not fit. The process lives on, as one does whose accelerator is full."""
+    """The next tensor does not fit. The process lives on, as one does whose accelerator is full.
+
+    The accelerator that it stands for has a few MiB that nobody uses yet, of which a `share` is taken.
+    """
 
     stands_for = "memory of an accelerator that is full"
+    words = frozenset({"share"})
+
+    @property
+    def room(self) -> int:
+        return max(ROOM_BYTES, round((1 - self.amount("share", 1.0)) * FREE_BYTES))
 
 
 class SlowedDown(GroupedFault):
@@ -21,6 +30,8 @@ class SlowedDown(GroupedFault):
     name = "frozen for a part of every 20 ms"
     stands_for = "an accelerator that computes more slowly"
     controller = "freezer"
+    words = frozenset({"factor"})
+    ramps = True
 
     def set_up(self) -> None:
         self._frozen = False

@@ -70,6 +70,10 @@ class Fault:
     """What it is not but acts like; empty: it is the thing itself."""
     lasts: ClassVar[bool] = True
     """False: it is over when it has begun, and there is nothing to undo."""
+    words: ClassVar[frozenset[str]] = frozenset()
+    """Of `Injection.amount`: those that it does as it is told."""
+    ramps: ClassVar[bool] = False
+    """Whether it grows to its strength over `Injection.ramp_s`."""
 
     def __init__(self, scene: Scene, journal: UndoJournal) -> None:
         self.scene = scene
@@ -89,7 +93,14 @@ class Fault:
         """What keeps it from hitting this process; None when nothing does."""
         return None
 
+    @classmethod
+    def ignored(cls, injection: Injection) -> tuple[str, ...]:
+        """What an injection asks for that it would not do."""
+        unknown = [f"amount.{word}" for word in sorted(set(injection.amount) - cls.words)]
+        return (*unknown, *(["ramp_s"] if injection.ramp_s > 0 and not cls.ramps else []))
+
     def amount(self, name: str, default: float) -> float:
+        assert name in self.words, f"{self.name} does not declare {name}"
         return self.injection.amount.get(name, default)
 
     def before(self, undo: Undo) -> None:

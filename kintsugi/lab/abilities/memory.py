@@ -33,6 +33,7 @@ class MemoryHog(GroupedFault):
 
     name = "growing neighbour in a memory control group"
     controller = "memory"
+    words = frozenset({"rate", "limit"})
 
     def set_up(self) -> None:
         limit = int(self.amount("limit", DEFAULT_LIMIT))
@@ -103,6 +104,12 @@ class AllocationLimit(Fault):
     """
 
     name = "limit of its data"
+    words = frozenset({"room"})
+
+    @property
+    def room(self) -> int:
+        """Bytes that it may still allocate."""
+        return int(self.amount("room", ROOM_BYTES))
 
     def prepare(self) -> None:
         self._before = resource.prlimit(self.pid, resource.RLIMIT_DATA)
@@ -119,7 +126,7 @@ class AllocationLimit(Fault):
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
             used = _data_of(self.pid)
             if used is not None:
-                end = used + int(self.amount("room", ROOM_BYTES))
+                end = used + self.room
                 self._end = end if self._end is None else min(self._end, end)
                 resource.prlimit(self.pid, resource.RLIMIT_DATA, (self._end, self._before[1]))
                 self.measured["limit_bytes"] = float(self._end)

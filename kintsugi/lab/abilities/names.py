@@ -37,6 +37,7 @@ class RefusedQuestions(FilteredLoss):
     """Questions are refused at once."""
 
     name = "questions to the name server refused (nftables)"
+    words = frozenset()
 
     def prepare(self) -> None:
         _check(named=self.scene.named)

@@ -7,15 +7,19 @@ target are marked (in a table of nftables that is ours alone) and handed to this
 from __future__ import annotations
 
 import contextlib
-import heapq
+import math
 import os
 import random
+import socket
+from collections import deque
 from functools import cache
 from uuid import uuid4
 
+import msgspec
+
 from kintsugi.cluster.hosts import enter
 from kintsugi.lab import tools
-from kintsugi.lab.abilities.fault import Fault
+from kintsugi.lab.abilities.fault import Fault, Impossible
 from kintsugi.lab.packets import ACCEPT, DROP, PacketQueue
 from kintsugi.lab.ports import ports_of
 from kintsugi.lab.tools import ToolFailed
@@ -26,6 +30,8 @@ PORTS_S = 0.1
 """Between two looks at the ports."""
 DEFAULT_DELAY_S = 0.2
 DEFAULT_SHARE = 0.1
+SHORTEST_WAY_S = 0.25
+"""From the shortest delay to the longest, where there is hardly any jitter."""
 MARK_BASE = 0x6B000000
 
 
@@ -66,6 +72,15 @@ def missing_for_packets() -> str | None:
     return None
 
 
+def check_interface(name: str | None) -> None:
+    """Impossible for a network device that the network of this process has not."""
+    there = [device for _, device in socket.if_nameindex()]
+    if name is not None and name not in there:
+        raise Impossible(
+            f"interface: expected a network device of the target's host ({', '.join(there)}), got {name!r}"
+        )
+
+
 class _PacketFault(Fault):
     """Rules in the target's network that match its packets; what becomes of them is the subclass's."""
 
@@ -75,6 +90,7 @@ class _PacketFault(Fault):
     def prepare(self) -> None:
         self._network = network_of(self.pid)
         enter([f"/proc/{self.pid}/ns/net"])
+        check_interface(self.injection.interface)
         self.table = f"k{uuid4().hex[:8]}"
         self.number = 1 + int(self.table[1:], 16) % 60000
         self._ports: tuple[frozenset[int], frozenset[int]] | None = None
@@ -96,21 +112,25 @@ class _PacketFault(Fault):
         table = self.table
         lines = [f"table inet {table} {{"]
         lines += [f"  set {name} {{ type inet_service; }}" for name in ("own", "peer")]
-        for hook, wanted, own, other in (
-            ("output", self.outgoing, "sport", "dport"),
-            ("input", self.incoming, "dport", "sport"),
+        for hook, wanted, device, own, other in (
+            ("output", self.outgoing, "oifname", "sport", "dport"),
+            ("input", self.incoming, "iifname", "dport", "sport"),
         ):
             if wanted:
                 lines.append(f"  chain {hook} {{ type filter hook {hook} priority mangle;")
-                match = f"tcp {own} @own{self._other_end(other)}"
+                match = f"{self._through(device)}tcp {own} @own{self._other_end(other)}"
                 lines.append(f"    {match} {self.consequence(incoming=hook == 'input')}")
                 lines.append("  }")
         return "\n".join([*lines, "}"]) + "\n"
 
+    def _through(self, field: str) -> str:
+        interface = self.injection.interface
+        return f'{field} "{interface}" ' if interface is not None else ""
+
     def _other_end(self, field: str) -> str:
-        if self.injection.port is not None:
-            return f" tcp {field} {self.injection.port}"
-        return f" tcp {field} @peer" if self.scene.peers else ""
+        """Of a peer and a port, both: that port of that peer."""
+        peer = f" tcp {field} @peer" if self.scene.peers else ""
+        return peer + (f" tcp {field} {self.injection.port}" if self.injection.port is not None else "")
 
     def refresh_ports(self) -> None:
         now = SYSTEM_CLOCK.monotonic()
@@ -214,41 +234,109 @@ class _QueuedFault(_PacketFault):
         self._queue.decide(list(self._queue.arrived()), ACCEPT)
 
 
+class Wander:
+    """How long packets are held back at a moment: evenly spread between delay ± jitter, and never overtaken.
+
+    A link keeps the order of its packets. If each packet drew a delay of its own, one with a long delay would hold up
+    all behind it, and nearly all would have the longest. So the delay goes up and down between its ends, each time at
+    a speed of its own, and falls more slowly than time passes: whoever is sent later arrives later. Over time its mean
+    is `delay_s`, its standard deviation `jitter_s` / √3, whatever the speeds are.
+    """
+
+    def __init__(self, delay_s: float, jitter_s: float, *, choose: random.Random) -> None:
+        self._delay_s = delay_s
+        self._jitter_s = min(jitter_s, delay_s)
+        self._random = choose
+        self._way = choose.choice((-1, 1))
+        self._began = self._ends = 0.0
+
+    def at(self, now: float) -> float:
+        """Asked at moments that do not go back."""
+        if not self._jitter_s:
+            return self._delay_s
+        if not self._ends:
+            # Somewhere on the first way: who is looked at for a short time is not always at an end.
+            length_s = self._length_s()
+            self._began = now - self._random.random() * length_s
+            self._ends = self._began + length_s
+        while now >= self._ends:
+            self._began, self._way = self._ends, -self._way
+            self._ends += self._length_s()
+        passed = (now - self._began) / (self._ends - self._began)
+        return self._delay_s + self._jitter_s * self._way * (2 * passed - 1)
+
+    def _length_s(self) -> float:
+        """From one end to the other. The way is twice the jitter long."""
+        return max(SHORTEST_WAY_S, 2 * self._jitter_s) * self._random.uniform(1.0, 2.0)
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A packet that waits for its time."""
+
+    due: float
+    arrived: float
+    packet: int
+
+
+class Applied:
+    """Mean and standard deviation of what was really done."""
+
+    def __init__(self) -> None:
+        self._count, self.mean, self._squares = 0, 0.0, 0.0
+
+    def add(self, value: float) -> None:
+        self._count += 1
+        away = value - self.mean
+        self.mean += away / self._count
+        self._squares += away * (value - self.mean)
+
+    @property
+    def deviation(self) -> float:
+        return math.sqrt(self._squares / self._count) if self._count else 0.0
+
+
 class Delay(_QueuedFault):
     """Everything that the target sends goes out later, in the order in which it was sent."""
 
     name = "packets held back by a program (NFQUEUE)"
+    words = frozenset({"delay_s", "jitter_s"})
+    ramps = True
     incoming = False
 
     def prepare(self) -> None:
         super().prepare()
-        self._due: list[tuple[float, int]] = []
-        self._last_due = 0.0
+        self._held: deque[Held] = deque()
+        self._applied = Applied()
+        self._wander = Wander(
+            self.amount("delay_s", DEFAULT_DELAY_S), self.amount("jitter_s", 0.0), choose=self._random
+        )
 
     def take(self, packets: list[int], strength: float) -> float:
         now = SYSTEM_CLOCK.monotonic()
-        delay_s = self.amount("delay_s", DEFAULT_DELAY_S)
-        jitter_s = self.amount("jitter_s", 0.0)
         for packet in packets:
-            wanted = strength * max(0.0, delay_s + self._random.uniform(-jitter_s, jitter_s))
+            due = now + strength * self._wander.at(now)
             # A link that is slow does not overtake itself.
-            self._last_due = max(self._last_due, now + wanted)
-            heapq.heappush(self._due, (self._last_due, packet))
+            self._held.append(Held(max(due, self._held[-1].due if self._held else 0.0), now, packet))
         ready = []
-        while self._due and self._due[0][0] <= now:
-            ready.append(heapq.heappop(self._due)[1])
+        while self._held and self._held[0].due <= now:
+            held = self._held.popleft()
+            ready.append(held.packet)
+            self._applied.add(now - held.arrived)
         self._queue.decide(ready, ACCEPT)
-        return max(0.0, self._due[0][0] - now) if self._due else PORTS_S
+        self.measured |= {"delay_mean_s": self._applied.mean, "delay_deviation_s": self._applied.deviation}
+        return max(0.0, self._held[0].due - now) if self._held else PORTS_S
 
     def release(self) -> None:
         super().release()
-        self._queue.decide([packet for _, packet in sorted(self._due)], ACCEPT)
+        self._queue.decide([held.packet for held in self._held], ACCEPT)
 
 
 class Loss(_QueuedFault):
     """So many of the packets that the target sends or is sent disappear."""
 
     name = "packets dropped by a program (NFQUEUE)"
+    words = frozenset({"share"})
+    ramps = True
 
     def take(self, packets: list[int], strength: float) -> float:
         self.drop(packets, share=strength * self.amount("share", DEFAULT_SHARE))
@@ -269,6 +357,7 @@ class FilteredLoss(_PacketFault):
     """The kernel drops at random what arrives. Only that: what it drops on the way out, the sender is told of."""
 
     name = "arriving packets dropped at random (nftables)"
+    words = frozenset({"share"})
     outgoing = False
 
     @classmethod
@@ -290,6 +379,7 @@ class FilteredCut(FilteredLoss):
     """The kernel drops whatever arrives: without answers nothing goes out for long either."""
 
     name = "arriving packets dropped (nftables)"
+    words = frozenset()
 
     def consequence(self, *, incoming: bool) -> str:
         return "counter drop"

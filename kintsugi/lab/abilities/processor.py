@@ -25,6 +25,8 @@ class CpuQuota(GroupedFault):
 
     name = "cpu quota of a control group"
     controller = "cpu"
+    words = frozenset({"share"})
+    ramps = True
 
     def set_up(self) -> None:
         self.tick(0.0 if self.injection.ramp_s else 1.0)
@@ -46,6 +48,8 @@ class Competitors(Fault):
     """Bound to one processor, together with as many busy loops as take the share away."""
 
     name = "busy loops on the same processor"
+    words = frozenset({"share"})
+    ramps = True
 
     def begin(self) -> None:
         before = os.sched_getaffinity(self.pid)

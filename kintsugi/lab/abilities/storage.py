@@ -27,6 +27,8 @@ DEFAULT_RATE = 512.0 * MIB
 LOAD_FILE_BYTES = 64 * MIB
 NUM_WRITERS = 4
 SMALLEST_CHUNK_BYTES = 4096
+MOST_CRUMBS = 200_000
+"""More would take longer to make, and to remove, than a fault lasts."""
 END_TIMEOUT_S = 5.0
 
 
@@ -49,6 +51,8 @@ class Filler(_DiskFault):
     """A file that takes the room, and takes it again when there is more."""
 
     name = "a file that takes the room"
+    words = frozenset({"share"})
+    ramps = True
 
     def begin(self) -> None:
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -78,10 +82,44 @@ class Filler(_DiskFault):
         super().end()
 
 
+class Crumbs(_DiskFault):
+    """Empty files that take the inodes: there is room, and no file can be made."""
+
+    name = "empty files that take the inodes"
+    words = frozenset({"share"})
+    ramps = True
+
+    def prepare(self) -> None:
+        super().prepare()
+        inodes = os.statvfs(self.disk).f_files
+        if not 0 < inodes <= MOST_CRUMBS:
+            raise Impossible(
+                f"expected a disk of the run's folder with 1 to {MOST_CRUMBS} inodes (0: they are made as they are "
+                f"needed), got {inodes}"
+            )
+
+    def begin(self) -> None:
+        self._count = 0
+        self.path.mkdir()
+        self.tick(0.0 if self.injection.ramp_s else 1.0)
+
+    def tick(self, strength: float) -> float:
+        found = os.statvfs(self.disk)
+        keep = round(found.f_files * (1 - strength * self.amount("share", DEFAULT_SHARE)))
+        with suppress(OSError):  # The folder itself needs room, of which there may be none before.
+            for _ in range(found.f_favail - keep):
+                os.close(os.open(self.path / str(self._count), os.O_CREAT | os.O_CLOEXEC, 0o600))
+                self._count += 1
+        self.measured["files"] = float(self._count)
+        return TICK_S / 2
+
+
 class Writers(_DiskFault):
     """New blocks of several files, synced one after the other: whoever else syncs waits for all of it to be written."""
 
     name = "competing writes, synced"
+    words = frozenset({"rate", "block_size"})
+    ramps = True
 
     def begin(self) -> None:
         self._block = max(4096, int(self.amount("block_size", DEFAULT_BLOCK_BYTES)))
@@ -145,6 +183,7 @@ class WriteLimit(GroupedFault):
 
     name = "write limit of a control group"
     controller = "blkio"
+    words = frozenset({"limit"})
 
     @classmethod
     def missing(cls) -> str | None:
@@ -180,7 +219,7 @@ class FailingCalls(Fault):
     """System calls of the target that sync files fail with EIO, by the kernel's debugging interface."""
 
     name = "failing system calls (strace)"
-    lasts = True
+    words = frozenset({"share"})
 
     @classmethod
     def missing(cls) -> str | None:

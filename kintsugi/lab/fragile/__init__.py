@@ -2,6 +2,7 @@
 
     launcher ─► scheduler-0 (HTTP API) ─► model-0 … (train workers), rollout-0 … (rollout workers, an engine in each)
              └► master-0 (controller, with the meta-server in it) ── HTTP ──► all of them
+             └► monitor-0 … (one per host: looks from outside, is no part of it)
 
 It computes with the same model, engine, losses and data as everything else here, so without a fault it trains to the
 same end. What differs is how it is put together, and nothing in it knows of any fault: what it does when something

@@ -1,4 +1,5 @@
 """`python -m kintsugi.lab.fragile.launcher RUN_DIR start warm`: starts scheduler and controller, ends with the latter.
+Beside them it starts who looks at each host.
 
 Whatever is left then is ended, however well the clean-up of the system itself went: nothing outlives its experiment.
 """
@@ -17,6 +18,7 @@ from kintsugi.cluster.orphans import kill_children, subreaper
 from kintsugi.cluster.placement import Start, spawn
 from kintsugi.config import Config
 from kintsugi.data.source import pin_data
+from kintsugi.lab.fragile.process import MONITOR, read_hosts
 from kintsugi.lab.fragile.scheduler import SCHEDULER
 from kintsugi.lab.running import PR_SET_PDEATHSIG
 from kintsugi.lab.watching import MASTER
@@ -42,6 +44,9 @@ def main(arguments: list[str]) -> int:
         try:
             _start(SCHEDULER, Role.AGENT, "kintsugi.lab.fragile.scheduler:main", run_dir, lifeline=reader)
             controller = _start(MASTER, Role.MASTER, _controller(config), run_dir, lifeline=reader)
+            for index in range(len(read_hosts(run_dir))):
+                monitor = "kintsugi.lab.fragile.monitor:main"
+                _start(f"{MONITOR}-{index}", Role.AGENT, monitor, run_dir, lifeline=reader)
             status = controller.wait_ended(whom=MASTER, timeout_s=LONGEST_S)
         finally:
             os.close(writer)

@@ -13,6 +13,8 @@ from kintsugi.runtime import wait
 
 ADDRESSES_FOLDER = "addresses"
 META_SERVER = "meta"
+STORE = "store"
+"""Where the ranks of plain fine-tuning meet; the first one has it."""
 META_PORT, SCHEDULER_PORT, TRAIN_PORT, ROLLOUT_PORT = 8080, 8081, 8100, 8200
 """On hosts of their own; those of workers count on by their number."""
 _POLL_S = 0.02

@@ -15,7 +15,7 @@ from kintsugi.data.feed import Feed
 from kintsugi.data.source import open_data
 from kintsugi.errors import StorageError
 from kintsugi.lab.fragile.batch import call_of, rows, walk_of
-from kintsugi.lab.fragile.places import Address, announce, find
+from kintsugi.lab.fragile.places import STORE, Address, announce, find
 from kintsugi.lab.fragile.process import Process, begin
 from kintsugi.lab.fragile.storage import latest_folder, write_at_once
 from kintsugi.lab.fragile.trainer import Trainer, give_memory_back
@@ -30,7 +30,6 @@ from kintsugi.types import Role, process_id
 
 log = logging.getLogger("plain")
 
-STORE = "store"
 _MEET_S = 120.0
 
 

@@ -26,6 +26,8 @@ from kintsugi.types import Role
 from kintsugi.worker import EXIT_ORPHANED
 
 HOSTS_FILE = "hosts.json"
+MONITOR = "monitor"
+GO_ROUND = (Role.MODEL, Role.ROLLOUT, MONITOR)
 _LOOK_S = 3600.0
 _LOG_BYTES = 1 << 20
 
@@ -104,9 +106,9 @@ def begin(bootstrap: Bootstrap) -> Process:
 
 
 def place_of(process: str, hosts: Sequence[HostPlace]) -> HostPlace:
-    """Workers go round the hosts by their number; whoever there is one of is on the first."""
+    """Workers go round the hosts by their number, and each has its monitor; whoever there is one of is on the first."""
     role, _, number = process.rpartition("-")
-    return hosts[int(number) % len(hosts)] if role in (Role.MODEL, Role.ROLLOUT) else hosts[0]
+    return hosts[int(number) % len(hosts)] if role in GO_ROUND else hosts[0]
 
 
 def write_hosts(run_dir: Path, hosts: Sequence[HostPlace]) -> None:

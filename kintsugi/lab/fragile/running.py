@@ -22,7 +22,7 @@ class FragileRun(MarkedRun):
     `algorithm.name: sft` is plain fine-tuning.
 
     Its processes are `master-0` (the controller), `scheduler-0`, `model-N` and `rollout-N`. Hosts are gone round by
-    their numbers.
+    their numbers. On each `monitor-N` measures what our agents measure.
     """
 
     def __init__(

@@ -8,44 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from kintsugi.lab.baselines import LAST_ERROR
-from kintsugi.lab.campaign_records import METHODS, CampaignFile
+from kintsugi.lab.campaign_records import METHODS
 from kintsugi.lab.campaign_records import OURS as OUR_METHOD
 from kintsugi.lab.fragile.scale import HOUR_S, STOP_JOB_S, Scale
-from kintsugi.lab.kit import Attempt
-from kintsugi.lab.records import RunRecord, RunsFile
+from kintsugi.lab.records import RunRecord
 from kintsugi.lab.report import campaign as campaigns
 from kintsugi.lab.report import figures, measures, tables
-from kintsugi.lab.report.document import MISSING, Block, Bullets, Document, Paragraph, Picture, Section
-from kintsugi.lab.report.figures import Drawn
-from kintsugi.lab.report.measures import Share, seconds
+from kintsugi.lab.report.abstract import abstract_of
+from kintsugi.lab.report.contrast import contrast_table, coupling_points_table
+from kintsugi.lab.report.document import Block, Bullets, Document, Paragraph, Picture, Section, listed
+from kintsugi.lab.report.drawing import Drawn
+from kintsugi.lab.report.measures import seconds
 from kintsugi.lab.report.people import people_table
 from kintsugi.lab.report.plan import CHALLENGES, SCENARIOS, scenario_of, title_of
+from kintsugi.lab.report.propagation import propagation
+from kintsugi.lab.report.results import Results
 from kintsugi.lab.report.tables import FRAGILE, OURS, SFT
 
 TITLE = "Faults in distributed RL training: where they are, where they show, and how fast they are named"
-
-
-class Results(msgspec.Struct, frozen=True):
-    """All that a report is made of."""
-
-    runs: RunsFile | None
-    campaign: CampaignFile | None
-    attempts: tuple[Attempt, ...] = ()
-    """Of people who were timed on the kit."""
-
-    @property
-    def valid(self) -> list[RunRecord]:
-        return tables.said_something(self.runs.runs) if self.runs else []
-
-    @property
-    def scale(self) -> float:
-        return self.runs.scale if self.runs else 1.0
-
-    def of(self, profile: str) -> list[RunRecord]:
-        return [run for run in self.valid if run.profile == profile]
 
 
 def document_of(results: Results) -> tuple[Document, list[Drawn]]:
@@ -68,7 +49,7 @@ def document_of(results: Results) -> tuple[Document, list[Drawn]]:
         Section("7 Raw data", _raw()),
     ]
     document = Document(
-        title=TITLE, subtitle=_subtitle(results), abstract=_abstract(results), sections=tuple(sections)
+        title=TITLE, subtitle=_subtitle(results), abstract=abstract_of(results), sections=tuple(sections)
     )
     return document, drawn
 
@@ -87,68 +68,6 @@ def _subtitle(results: Results) -> str:
     return " · ".join([source.date.replace("T", " ").replace("+00:00", " UTC"), ", ".join(told)])
 
 
-def _abstract(results: Results) -> tuple[Block, ...]:
-    items = []
-    fragile, ours = results.of(FRAGILE), results.of(OURS)
-    if fragile:
-        misled = sum(not run.correct for run in fragile)
-        items.append(
-            f"A fragile system, built as such systems are usually built, was broken in {len(fragile)} "
-            "scenarios. The last error in its controller's log blamed something that was not broken in "
-            f"**{misled} of {len(fragile)}**."
-        )
-    if ours:
-        right = [run for run in ours if run.correct]
-        times = [run.diagnosed_after_s for run in right if run.diagnosed_after_s is not None]
-        slowest = f", at the latest {seconds(max(times))} after the first effect" if times else ""
-        items.append(
-            f"On Kintsugi{_with_what(results)} the true cause was named in "
-            f"**{len(right)} of {len(ours)}**{slowest}; {sum(run.recovered for run in ours)} of {len(ours)} "
-            f"runs completed, and {sum(run.steps_lost for run in ours)} committed steps were lost."
-        )
-    if results.campaign is not None and campaigns.faulty(results.campaign):
-        items.append(_campaign_sentence(results.campaign))
-    contrast = tables.contrast_table(results.valid)
-    amplified = [row for row in contrast.rows if row[-1] != tables.OTHER_FAULT] if contrast else []
-    if amplified:
-        factors = ", ".join(f"{row[0]} {row[-1]}" for row in amplified)
-        items.append(f"Amplification of the same fault by RL against SFT: {factors}.")
-    return (Bullets(tuple(items)),) if items else (Paragraph("No experiment came to a result."),)
-
-
-def _with_what(results: Results) -> str:
-    """How the faults of the two systems compare, where both were broken."""
-    fragile = {run.scenario: run for run in results.of(FRAGILE)}
-    other = [
-        run.scenario
-        for run in results.of(OURS)
-        if run.scenario in fragile and not measures.same_faults(run, fragile[run.scenario])
-    ]
-    if not fragile:
-        return ""
-    return f", with the same faults{f' except in {_listed(other)}' if other else ''},"
-
-
-def _campaign_sentence(campaign: CampaignFile) -> str:
-    others = " and ".join(
-        f"{_percent(campaigns.top1(campaign, method))} for the {METHODS[method]}"
-        for method in campaigns.methods_of(campaign)
-        if method != OUR_METHOD
-    )
-    silent = campaigns.abstained(campaign, OUR_METHOD)
-    at_rest = f"; it said nothing in {_percent(silent)} of {silent.whole} cases in which nothing was wrong"
-    right = campaigns.top1(campaign, OUR_METHOD)
-    return (
-        f"In a blind campaign of {len(campaign.cases)} random cases, the first answer was right in "
-        f"**{_percent(right)}** of {right.whole} "
-        f"faults{', against ' + others if others else ''}{at_rest if silent.whole else ''}."
-    )
-
-
-def _percent(counted: Share) -> str:
-    return MISSING if counted.value is None else f"{counted.value:.0%}"
-
-
 # 1 Motivation.
 
 
@@ -165,7 +84,7 @@ def _motivation(results: Results) -> tuple[Block, ...]:
         blocks.append(
             Paragraph(
                 f"**Challenge {challenge}. {meaning}.** Shown by "
-                f"{_listed(names)}.{_evidence(results, challenge)}"
+                f"{listed(names)}.{_evidence(results, challenge)}"
             )
         )
     if results.of(FRAGILE) or results.of(OURS):
@@ -179,7 +98,7 @@ def _evidence(results: Results, challenge: str) -> str:
         run
         for run in results.of(FRAGILE)
         if challenge
-        in (SCENARIOS[name].proves if (name := scenario_of(run.scenario)) in SCENARIOS else run.challenges)
+        in (SCENARIOS[name].proves if (name := scenario_of(run)) in SCENARIOS else run.challenges)
     ]
     seen = [run for run in runs if run.surfaced is not None and run.injected]
     if not runs:
@@ -187,21 +106,23 @@ def _evidence(results: Results, challenge: str) -> str:
     if not seen:
         return f" Measured: none of {len(runs)} runs of the fragile system shows an error."
     if challenge == "A":
-        away = [
-            run
-            for run in seen
-            if measures.stage_of(run.injected[0].target) != measures.stage_of(_surface(run))
-        ]
+        away = [run for run in seen if measures.stage_of(_hit(run)) != measures.stage_of(_surface(run))]
         return f" Measured: in {len(away)} of {len(seen)} the error shows in another part than the fault."
     if challenge == "B":
         delays = [delay for run in seen if (delay := measures.masking_s(run)) is not None]
         longest = f", {seconds(max(delays))} after the first effect (time-outs scaled)" if delays else ""
         wrong = sum(not measures.says_right(run, run.readings.get(LAST_ERROR)) for run in seen)
         return f" Measured: the last error blames the wrong cause in {wrong} of {len(seen)}{longest}."
-    contrasts = {scenario_of(run.scenario) for run in results.of(SFT)}
-    both = sum(scenario_of(run.scenario) in contrasts for run in seen)
+    contrasts = {scenario_of(run) for run in results.of(SFT)}
+    both = sum(scenario_of(run) in contrasts for run in seen)
     tried = f"{both} of them were also tried on SFT"
     return f" Measured: {len(seen)} of these couplings broke the fragile system; {tried}."
+
+
+def _hit(run: RunRecord) -> str:
+    culprit = measures.culprit_of(run)
+    assert culprit is not None
+    return culprit.target
 
 
 def _surface(run: RunRecord) -> str:
@@ -218,7 +139,7 @@ def _setup(results: Results) -> tuple[Block, ...]:
     workloads = sorted({run.workload for run in results.runs.runs})
     blocks: list[Block] = [
         Paragraph(
-            f"Two systems run the same workload ({_listed([f'`{name}`' for name in workloads])}) as real "
+            f"Two systems run the same workload ({listed([f'`{name}`' for name in workloads])}) as real "
             "processes with real sockets and files: Kintsugi, and a fragile system of the usual make (one "
             "controller, remote calls over HTTP, long time-outs, clean-up after any error, weights by way of a "
             "meta-server or the disk, devices handed over by notification). Faults of the same kinds and strengths "
@@ -226,8 +147,10 @@ def _setup(results: Results) -> tuple[Block, ...]:
         ),
         Paragraph(
             "Each run begins with steps that nothing happens to; they give the mean ± 2σ of every figure. "
-            "Then the fault is injected at its trigger and undone after its time. The first effect is the "
-            "first figure outside that band, step overdue, or error told. The diagnosis runs in a process "
+            "Then the fault is injected at its trigger and undone after its time. Where there are several, times are "
+            "counted from the one that is to be named. The first effect is the "
+            "first figure outside that band, step overdue, or error told. On both systems the same program looks at "
+            "processes, hosts and links once a second. The diagnosis runs in a process "
             "that is given the run folder and nothing else; it sees no marker of the injection."
         ),
     ]
@@ -249,12 +172,12 @@ def _setup(results: Results) -> tuple[Block, ...]:
 
 
 def _scenarios(results: Results, picture: Place) -> list[Section]:
-    names = list(dict.fromkeys(scenario_of(run.scenario) for run in results.valid))
+    names = list(dict.fromkeys(scenario_of(run) for run in results.valid))
     if not names:
         return [Section("3 Results", (Paragraph("No scenario came to a result."),))]
     sections = [Section("3 Results of the scenarios", (tables.outcome_table(results.valid),))]
     for name in names:
-        runs = [run for run in results.valid if scenario_of(run.scenario) == name]
+        runs = [run for run in results.valid if scenario_of(run) == name]
         sections.append(Section(title_of(name), _scenario(name, runs, results.scale, picture), level=3))
     return sections
 
@@ -265,7 +188,7 @@ def _scenario(name: str, runs: Sequence[RunRecord], scale: float, picture: Place
     if scenario is not None:
         blocks.append(
             Paragraph(
-                f"Evidence for {_listed([f'challenge {each}' for each in scenario.proves])}. The plan "
+                f"Evidence for {listed([f'challenge {each}' for each in scenario.proves])}. The plan "
                 f"expects: {scenario.path}. Coupling point: "
                 f"{scenario.coupling[0].lower()}{scenario.coupling[1:]}; in SFT {scenario.absent_in_sft}."
             )
@@ -274,11 +197,11 @@ def _scenario(name: str, runs: Sequence[RunRecord], scale: float, picture: Place
     shown = [run for run in runs if run.injected and run.profile != SFT] or list(runs)
     blocks.append(
         picture(
-            figures.propagation(shown, name=f"propagation_{name}"),
+            propagation(shown, name=f"propagation_{name}"),
             f"{name}: how the fault travelled. Bar: the fault, while it lasted. Numbers: stations in order. "
             "Cross: the error that a person sees. Dashed line: the moment a cause was named (blue: right, "
-            "orange: wrong). Stations at almost the same moment are drawn beside each other; their times "
-            "are in the key.",
+            "orange: wrong). Every mark stands at its time; stations of one process at almost the same moment share "
+            "one.",
             f"Time by component for {name}: " + " ".join(_told(run, scale=scale) for run in shown),
         )
     )
@@ -287,8 +210,8 @@ def _scenario(name: str, runs: Sequence[RunRecord], scale: float, picture: Place
         blocks.append(
             picture(
                 figures.anomalies(measured, name=f"anomaly_{name}"),
-                f"{name}: the figure of the fault that it moved the furthest from its fault-free band, and "
-                "the part of a step that it held up the most, with the instants of injection, error and "
+                f"{name}: of the figures in which a fault of this kind shows, the first that left its fault-free "
+                "band, and the part of a step that was held up the most, with the instants of injection, error and "
                 "verdict.",
                 f"Series over time for {name}, with the injection, the error and the verdict marked.",
             )
@@ -299,7 +222,7 @@ def _scenario(name: str, runs: Sequence[RunRecord], scale: float, picture: Place
 def _told(run: RunRecord, *, scale: float) -> str:
     """One run in a few sentences."""
     who = {FRAGILE: "Fragile", OURS: "Kintsugi", SFT: "SFT"}.get(run.profile, run.profile)
-    done = _listed([f"{tables.words(fault.kind)} at `{fault.target}`" for fault in run.injected])
+    done = listed([f"{tables.words(fault.kind)} at `{fault.target}`" for fault in run.injected])
     parts = [f"**{who}.** Injected: {done}."]
     if run.surfaced is not None:
         after = measures.with_unscaled(measures.error_delay_s(run), run, scale=scale)
@@ -361,9 +284,9 @@ def _analysis(results: Results, picture: Place) -> tuple[Block, ...]:
             else [Paragraph("The diagnosis made no mistake in this campaign.")]
         )
     if runs:
-        contrast = tables.contrast_table(runs)
+        contrast = contrast_table(runs, scale=results.scale)
         blocks += [contrast] if contrast is not None else []
-        blocks.append(tables.coupling_points_table(runs))
+        blocks.append(coupling_points_table(runs))
     return tuple(blocks)
 
 
@@ -415,7 +338,7 @@ def _why_not_logs(results: Results) -> str:
         "reason, and who cleans up after an error writes the last line."
     )
     if fragile:
-        elsewhere = sum(run.injected[0].target != _surface(run) for run in fragile)
+        elsewhere = sum(_hit(run) != _surface(run) for run in fragile)
         sentences.append(
             f"Here the error was in the log of another process than the fault in {elsewhere} of "
             f"{len(fragile)} fragile runs."
@@ -458,10 +381,10 @@ def _why_figures(results: Results) -> str:
 def _missing(results: Results) -> tuple[Block, ...]:
     items = []
     for name in SCENARIOS:
-        have = {run.profile for run in results.valid if scenario_of(run.scenario) == name}
+        have = {run.profile for run in results.valid if scenario_of(run) == name}
         lacking = [profile for profile in (FRAGILE, OURS, SFT) if profile not in have]
         if lacking:
-            items.append(f"{name}: no result for {_listed(lacking)}.")
+            items.append(f"{name}: no result for {listed(lacking)}.")
     every = results.runs.runs if results.runs else ()
     items += [f"{tables.label(run)} says nothing: {run.problem}" for run in every if run.problem]
     if results.campaign is None:
@@ -482,11 +405,3 @@ def _raw() -> tuple[Block, ...]:
             "`figures/*.svg` and `figures/*.png`; the same text as `report.md`."
         ),
     )
-
-
-def _listed(items: Sequence[str]) -> str:
-    """
-    >>> _listed(["A", "B", "C"])
-    'A, B and C'
-    """
-    return " and ".join(filter(None, [", ".join(items[:-1]), *items[-1:]]))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,14 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def pictures(self) -> list[Picture]:
         return [block for block in self.blocks if isinstance(block, Picture)]
+
+
+def listed(items: Sequence[str]) -> str:
+    """
+    >>> listed(["A", "B", "C"])
+    'A, B and C'
+    """
+    return " and ".join(filter(None, [", ".join(items[:-1]), *items[-1:]]))
 
 
 def to_html(document: Document) -> str:

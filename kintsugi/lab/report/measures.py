@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import msgspec
 
+from kintsugi.diagnosis.verdict import FaultKind
 from kintsugi.lab.fragile.scale import Scale
 from kintsugi.lab.injection import Ability
-from kintsugi.lab.records import Diagnosed, Moment, RunRecord
+from kintsugi.lab.records import Diagnosed, InjectedRecord, Moment, RunRecord
 from kintsugi.lab.report.document import MISSING
 from kintsugi.lab.report.plan import SCENARIOS, scenario_of
-from kintsugi.lab.scoring import culprit, is_right
+from kintsugi.lab.scoring import KINDS, culprit, is_right
 
 STAGES = {
     "master": "controller",
@@ -29,6 +31,9 @@ STAGES = {
 }
 """Which stage a process works in, by its role."""
 MOST_STATIONS = 8
+STEP_SERIES = "timing/step"
+SECONDS_AFTER = 8.0
+"""So long what was measured is looked at after the last instant of a run."""
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -96,9 +101,77 @@ def seconds(value: float | None) -> str:
     return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
 
 
+def culprit_of(run: RunRecord) -> InjectedRecord | None:
+    """The fault that is to be named; of a record that does not say which, the first."""
+    return next((fault for fault in run.injected if fault.culprit), next(iter(run.injected), None))
+
+
+def strength(name: str, value: float) -> str:
+    """How strong a fault was, with its unit.
+
+    >>> strength("rate", 1e9), strength("block_size", 4 << 20), strength("delay_s", 1.0), strength("share", 0.95)
+    ('rate 1 GB/s', 'block size 4 MiB', 'delay 1 s', 'share 95 %')
+    """
+    words = name.removesuffix("_s").replace("_", " ")
+    if name == "rate":
+        return f"{words} {_scaled(value, 1000, ('B/s', 'kB/s', 'MB/s', 'GB/s'))}"
+    if name in ("limit", "block_size"):
+        return f"{words} {_scaled(value, 1024, ('B', 'KiB', 'MiB', 'GiB'))}"
+    if name == "share":
+        return f"{words} {100 * value:g} %"
+    return f"{words} {value:g} s" if name.endswith("_s") else f"{words} {value:g}"
+
+
+def _scaled(value: float, base: int, units: Sequence[str]) -> str:
+    place = min(len(units) - 1, int(math.log(value, base) + 1e-9)) if value >= 1 else 0
+    return f"{value / base**place:.4g} {units[place]}"
+
+
 def start_of(run: RunRecord) -> float | None:
-    """The first injection; everything in a figure is counted from it."""
-    return min((fault.start for fault in run.injected), default=None)
+    """Of the fault that is to be named; every time is counted from it."""
+    culprit = culprit_of(run)
+    return None if culprit is None else culprit.start
+
+
+def end_of(run: RunRecord) -> float | None:
+    """When it was known that the run would not go on: by its error, else by its end."""
+    if run.surfaced is not None:
+        return run.surfaced.t
+    return run.ended or max((fault.end for fault in run.injected if fault.end), default=None)
+
+
+def last_instant(run: RunRecord) -> float:
+    """Of what a figure shows of a run: its fault, its error, its verdict, its end where it did not complete."""
+    instants = [each.t for each in (run.surfaced, run.diagnosed) if each is not None]
+    instants += [fault.end or fault.start for fault in run.injected]
+    if unfinished_since(run) is not None:
+        instants += [end] if (end := end_of(run)) is not None else []
+    return max(instants, default=0.0)
+
+
+def unfinished_since(run: RunRecord) -> float | None:
+    """When the step began in which the run ended; None where it went on to its last step."""
+    ends = [t for t, _ in run.series.get(STEP_SERIES, [])]
+    return max(ends) if ends and not run.recovered else None
+
+
+def stalled_s(run: RunRecord) -> float | None:
+    """The longest time without a committed step since the injection; where none came any more, until the run's end."""
+    start, ends = start_of(run), sorted(t for t, _ in run.series.get(STEP_SERIES, []))
+    if start is None or not ends:
+        return None
+    moments = [max((t for t in ends if t <= start), default=start), *(t for t in ends if t > start)]
+    if not run.recovered:
+        moments.append(max(moments[-1], end_of(run) or moments[-1]))
+    return max((after - before for before, after in pairwise(moments)), default=None)
+
+
+def steps_late(run: RunRecord) -> int | None:
+    """From the step that was hit to the step in which the error showed; None where that was not recorded."""
+    culprit, seen = culprit_of(run), run.surfaced
+    if culprit is None or seen is None or seen.step is None:
+        return None
+    return seen.step - culprit.step
 
 
 def same_faults(run: RunRecord, other: RunRecord) -> bool:
@@ -122,8 +195,7 @@ def masking_s(run: RunRecord) -> float | None:
 
 
 def diagnosis_s(run: RunRecord) -> float | None:
-    """From the injection to the first verdict, right or wrong. Systems that record nothing have no first effect but
-    their first error, so that only the injection is an origin for all of them."""
+    """From the injection to the first verdict, right or wrong."""
     start = start_of(run)
     return None if run.diagnosed is None or start is None else run.diagnosed.t - start
 
@@ -133,20 +205,28 @@ def stations_of(run: RunRecord) -> list[Moment]:
     start = start_of(run) or 0.0
     if run.diagnosed is not None and run.correct and run.diagnosed.path:
         return list(run.diagnosed.path)[:MOST_STATIONS]
+    seen = run.surfaced
+
+    def is_last(moment: Moment) -> bool:
+        """Of what logs tell of one millisecond, the error that a person sees is what the others led to."""
+        return seen is not None and (moment.process, moment.what) == (seen.process, seen.message)
+
     told: list[Moment] = []
-    for moment in sorted(run.timeline, key=lambda each: each.t):
+    for moment in sorted(run.timeline, key=lambda each: (each.t, is_last(each))):
         is_ours = moment.what.startswith(("injected:", "undone:", "diagnosed:"))
-        if moment.t >= start and not is_ours and (not told or told[-1].process != moment.process):
+        in_time = moment.t >= start and (seen is None or moment.t <= seen.t)
+        if in_time and not is_ours and (not told or told[-1].process != moment.process):
             told.append(moment)
     return told if len(told) <= MOST_STATIONS else [*told[: MOST_STATIONS - 1], told[-1]]
 
 
-def path_of(run: RunRecord) -> tuple[str, ...]:
-    """The processes that the fault went through, the cause first, each once."""
-    named = [fault.target for fault in run.injected[:1]] + [moment.process for moment in stations_of(run)]
-    if run.surfaced is not None:
-        named.append(run.surfaced.process)
-    return tuple(dict.fromkeys(named))
+def way_of(run: RunRecord) -> tuple[str, ...]:
+    """The processes that the fault went through, as many and one as there were hops; empty where they are not known."""
+    if run.way:
+        return run.way
+    path = [moment.process for moment in run.diagnosed.path] if run.diagnosed is not None else []
+    way = (*path[:1], *(after for before, after in pairwise(path) if before != after))
+    return way if len(way) == run.hops + 1 else ()
 
 
 def reached(run: RunRecord) -> int:
@@ -155,19 +235,26 @@ def reached(run: RunRecord) -> int:
 
 
 def says_right(run: RunRecord, said: Diagnosed | None) -> bool:
-    """Whether somebody who believed this would have looked at what was broken first: what is injected elsewhere later
-    only hides it."""
+    """Whether somebody who believed this would have looked at what was broken: what is injected elsewhere only hides
+    it."""
     if said is None or not run.injected:
         return False
     judged = run.diagnosed
     if judged is not None and (judged.process, judged.kind) == (said.process, said.kind):
         return run.correct
-    first = run.injected[0].target
+    culprit_record = culprit_of(run)
+    assert culprit_record is not None, "something was injected"
     culprits = [
         # All use the disk of the run folder, and any of them may speak for it.
-        culprit(Ability(fault.kind), target=fault.target, start=fault.start, host_of={said.process: ""})
+        culprit(
+            Ability(fault.kind),
+            target=fault.target,
+            start=fault.start,
+            host_of={said.process: ""},
+            kinds={*KINDS[Ability(fault.kind)], *map(FaultKind, run.kinds)},
+        )
         for fault in run.injected
-        if fault.target == first
+        if fault.target == culprit_record.target
     ]
     return is_right(said.process, said.kind, culprits)
 
@@ -175,7 +262,7 @@ def says_right(run: RunRecord, said: Diagnosed | None) -> bool:
 def unscaled(value: float | None, run: RunRecord, *, scale: float) -> float | None:
     """What a time of the fragile system is with the plan's time-out in the place of the shortened one that passed in
     it; None where none did. At least: where several passed, one is lengthened."""
-    scenario = SCENARIOS.get(scenario_of(run.scenario))
+    scenario = SCENARIOS.get(scenario_of(run))
     if value is None or run.profile != "fragile" or scenario is None or scenario.wait_s is None:
         return None
     here_s = Scale.by(scale).of(scenario.wait_s)
@@ -210,18 +297,23 @@ def quantile(values: Sequence[float], fraction: float) -> float | None:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
+def is_of_a_limit(name: str) -> bool:
+    """A connection may be new for reasons of its own; what a process newly has was given to it."""
+    return " " in name and ">" not in name
+
+
 def anomaly(run: RunRecord, name: str) -> float:
-    """How far a series leaves its band after the first injection, in σ of the fault-free steps."""
+    """How far a series leaves its band from the injection on, in σ of the fault-free steps."""
     start, values = start_of(run), run.series[name]
     if start is None:
         return 0.0
     before = [value for t, value in values if t < start]
-    after = [value for t, value in values if t >= start]
+    after = [value for t, value in values if start <= t <= last_instant(run) + SECONDS_AFTER]
     band = run.baseline.get(name)
-    mean = band.mean if band else quantile(before, 0.5)
-    if mean is None or not after:
+    if not after or not (before or band or is_of_a_limit(name)):
         return 0.0
-    sigma = band.sigma if band else (max(before) - min(before)) / 4
+    mean = band.mean if band else quantile(before, 0.5) or 0.0
+    sigma = band.sigma if band else (max(before) - min(before)) / 4 if before else 0.0
     worst = max(abs(value - mean) for value in after)
     # A figure that never moved before leaves its band by any change; a floor keeps it comparable with the others.
     return worst / max(sigma, 0.02 * abs(mean), 1e-9)

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from kintsugi.lab.kit import Attempt
 from kintsugi.lab.report.document import MISSING, Table
 from kintsugi.lab.report.measures import seconds, share
-from kintsugi.lab.report.plan import scenario_of
+from kintsugi.lab.report.plan import scenario_named
 
 
 def people_table(attempts: Sequence[Attempt]) -> Table:
     """By run, and in all."""
-    runs = sorted({(scenario_of(each.scenario), each.profile) for each in attempts})
+    runs = sorted({(scenario_named(each.scenario), each.profile) for each in attempts})
     groups = [
         (
             f"{name} {profile}",
-            [a for a in attempts if (scenario_of(a.scenario), a.profile) == (name, profile)],
+            [a for a in attempts if (scenario_named(a.scenario), a.profile) == (name, profile)],
         )
         for name, profile in runs
     ]

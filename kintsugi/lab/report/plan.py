@@ -7,6 +7,7 @@ import re
 import msgspec
 
 from kintsugi.lab.fragile.scale import NOTIFY_S, STOP_JOB_S, TRANSFER_S
+from kintsugi.lab.records import RunRecord
 
 CHALLENGES = {
     "A": "Fault coupling: a fault in one stage shows as an error in another",
@@ -155,14 +156,18 @@ EXPECTATIONS: tuple[Expectation, ...] = (
 )
 
 
-def scenario_of(name: str) -> str:
-    """The scenario that an experiment belongs to: its own name, or that of which it is the contrast.
+def scenario_of(run: RunRecord) -> str:
+    """The scenario that a run belongs to: its own, or that of which it is the contrast."""
+    return run.contrast_of or scenario_named(run.scenario)
 
-    >>> scenario_of("sft_S3")
-    'S3'
+
+def scenario_named(name: str) -> str:
     """
-    match = re.search(r"[sS]([1-9])(?!\d)", name)
-    return f"S{match[1]}" if match else name
+    >>> scenario_named("sft_S3"), scenario_named("loss1")
+    ('S3', 'loss1')
+    """
+    match = re.fullmatch(r"sft_(S[1-9])", name)
+    return match[1] if match else name
 
 
 def title_of(name: str) -> str:

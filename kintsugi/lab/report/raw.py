@@ -28,7 +28,7 @@ OF_A_CASE = (
 def runs_table(runs: Sequence[RunRecord]) -> Table:
     rows = []
     for run in runs:
-        first, seen, said = next(iter(run.injected), None), run.surfaced, run.diagnosed
+        first, seen, said = measures.culprit_of(run), run.surfaced, run.diagnosed
         rows.append(
             (
                 *(run.scenario, run.profile, run.workload),

@@ -15,7 +15,6 @@ from kintsugi.lab.report.plan import CHALLENGES, EXPECTATIONS, SCENARIOS, Expect
 
 FRAGILE, OURS, SFT = "fragile", "ours", "sft"
 PROFILE_ORDER = (FRAGILE, OURS, SFT)
-MOST_CHARACTERS = 110
 STAGES = {
     "collecting": "rollout",
     "training": "train",
@@ -26,8 +25,6 @@ STAGES = {
     "recovering": "recovery",
 }
 """The master's phases in the words of the user's plan."""
-STEP_SERIES = "timing/step"
-OTHER_FAULT = "not the same fault"
 
 
 def ordered(runs: Iterable[RunRecord]) -> list[RunRecord]:
@@ -35,7 +32,7 @@ def ordered(runs: Iterable[RunRecord]) -> list[RunRecord]:
 
     def place(run: RunRecord) -> tuple[str, int]:
         known = PROFILE_ORDER.index(run.profile) if run.profile in PROFILE_ORDER else len(PROFILE_ORDER)
-        return (scenario_of(run.scenario), known)
+        return (scenario_of(run), known)
 
     return sorted(runs, key=place)
 
@@ -54,17 +51,18 @@ class Measured(msgspec.Struct, frozen=True):
     """The counterpart on fine-tuning."""
 
     def hops(self) -> str:
-        return f"{self.run.hops} ({' → '.join(dict.fromkeys(map(stage_of, measures.path_of(self.run))))})"
+        way = " → ".join(map(stage_of, measures.way_of(self.run)))
+        return f"{self.run.hops} ({way})" if way else str(self.run.hops)
 
     def stages(self) -> str:
-        surfaced = self.run.surfaced
-        if not self.run.injected:
+        surfaced, culprit = self.run.surfaced, measures.culprit_of(self.run)
+        if culprit is None:
             return MISSING
-        fault = stage_of(self.run.injected[0].target)
+        fault = stage_of(culprit.target)
         return f"{fault} → {stage_word(surfaced.stage)}" if surfaced else f"{fault} → no error"
 
     def steps_late(self) -> str:
-        late = steps_late(self.run)
+        late = measures.steps_late(self.run)
         if late is None:
             return MISSING if self.run.surfaced else "no error"
         return f"{late} step{'' if late == 1 else 's'}"
@@ -75,10 +73,10 @@ class Measured(msgspec.Struct, frozen=True):
         return measures.with_unscaled(measures.masking_s(self.run), self.run, scale=self.scale)
 
     def files(self) -> str:
-        return str(self.run.log_files)
+        return count(self.run.log_files)
 
     def lines(self) -> str:
-        return f"{self.run.log_lines:,}"
+        return count(self.run.log_lines)
 
     def time_to_diagnose(self) -> str:
         took = measures.with_unscaled(measures.diagnosis_s(self.run), self.run, scale=self.scale)
@@ -87,7 +85,9 @@ class Measured(msgspec.Struct, frozen=True):
     def contrasted(self) -> str:
         if self.contrast is None:
             return MISSING
-        return f"{self.contrast.hops} hops, {'recovered' if self.contrast.recovered else 'did not recover'}"
+        hops = self.contrast.hops
+        ended = "completed" if self.contrast.recovered else "did not complete"
+        return f"{hops} hop{'' if hops == 1 else 's'}, {ended}"
 
     def value_of(self, expectation: Expectation) -> str:
         return str(
@@ -99,21 +99,13 @@ def stage_word(phase: str) -> str:
     return STAGES.get(phase, phase)
 
 
-def steps_late(run: RunRecord) -> int | None:
-    """Steps that were completed between the injection and the error."""
-    start, ends = measures.start_of(run), [t for t, _ in run.series.get(STEP_SERIES, [])]
-    if run.surfaced is None or start is None or not ends:
-        return None
-    return sum(start < end <= run.surfaced.t for end in ends)
-
-
 def words(name: str) -> str:
     """A kind of fault for people: `network_delay` → network delay."""
     return name.replace("_", " ")
 
 
 def label(run: RunRecord) -> str:
-    return f"{scenario_of(run.scenario)} {run.profile}"
+    return f"{scenario_of(run)} {run.profile}"
 
 
 def injections_table(runs: Sequence[RunRecord]) -> Table:
@@ -124,7 +116,7 @@ def injections_table(runs: Sequence[RunRecord]) -> Table:
             rows.append(
                 (
                     label(run),
-                    f"`{fault.target}`" + (f" → `{fault.peer}`" if fault.peer else ""),
+                    _target(fault),
                     words(fault.kind),
                     _amount(fault),
                     fault.mechanism,
@@ -143,8 +135,8 @@ def injections_table(runs: Sequence[RunRecord]) -> Table:
 def coupling_table(runs: Sequence[RunRecord]) -> Table:
     rows = []
     for run in said_something(runs):
-        fault = next(iter(run.injected), None)
-        late = steps_late(run)
+        fault = measures.culprit_of(run)
+        late = measures.steps_late(run)
         rows.append(
             (
                 label(run),
@@ -153,8 +145,8 @@ def coupling_table(runs: Sequence[RunRecord]) -> Table:
                 "–" if run.surfaced is None or fault is None else _differs(fault, run),
                 str(run.hops),
                 "–" if late is None else str(late),
-                str(run.log_files),
-                f"{run.log_lines:,}",
+                count(run.log_files),
+                count(run.log_lines),
             )
         )
     return Table(
@@ -164,7 +156,8 @@ def coupling_table(runs: Sequence[RunRecord]) -> Table:
         head=("run", "fault in", "error shows in", "elsewhere?", "hops", "steps late", "files", "lines"),
         rows=tuple(rows),
         note="Files and lines: the controller's log and those of every process of the culprit's role, "
-        "between the fault and the error. Stages are those of the controller at that moment.",
+        "between the fault and the error; without an error nobody would have begun to read. Stages are those of "
+        "the controller at that moment. Steps late: the step in which the error shows less the step that was hit.",
     )
 
 
@@ -177,7 +170,7 @@ def diagnosis_table(runs: Sequence[RunRecord], *, scale: float) -> Table:
             _blame(run, run.readings.get(FIRST_ERROR)),
             _verdict(run) if run.profile == OURS else "–",
             seconds(measures.diagnosis_s(run)) if run.profile == OURS else "–",
-            seconds(run.diagnosed_after_s) if run.profile == OURS else "–",
+            after_effect(run) if run.profile == OURS else "–",
         )
         for run in said_something(runs)
     ]
@@ -195,7 +188,8 @@ def diagnosis_table(runs: Sequence[RunRecord], *, scale: float) -> Table:
             "after first effect",
         ),
         rows=tuple(rows),
-        note="Times are from the injection, the last ones from the first effect. ✓ the process and kind "
+        note="Times are from the injection, the last ones from the first effect, which is measured once a second: "
+        "a verdict may come before it. ✓ the process and kind "
         "that were injected, ✗ something else. The fragile system and its fine-tuning have no diagnosis.",
     )
 
@@ -256,101 +250,24 @@ def _challenge_row(runs: Sequence[RunRecord], *, scale: float) -> tuple[str, ...
         return " · ".join(map(str, values))
 
     return (
-        listed(scenario_of(run.scenario) for run in runs),
+        listed(scenario_of(run) for run in runs),
         listed(
-            _differs(run.injected[0], run) if run.surfaced and run.injected else "no error" for run in runs
+            _differs(fault, run) if run.surfaced and (fault := measures.culprit_of(run)) else "no error"
+            for run in runs
         ),
         listed(run.hops for run in runs),
-        listed(run.log_files for run in runs),
-        listed(f"{run.log_lines:,}" for run in runs),
+        listed(count(run.log_files) for run in runs),
+        listed(count(run.log_lines) for run in runs),
         listed(seconds(measures.diagnosis_s(run)) for run in runs),
         _fraction(not run.correct for run in runs),
-    )
-
-
-def contrast_table(runs: Sequence[RunRecord]) -> Table | None:
-    """None where nothing was run on fine-tuning."""
-    rows = []
-    for contrast in said_something(runs):
-        if contrast.profile != SFT:
-            continue
-        for profile in (FRAGILE, OURS):
-            run = _find(runs, scenario_of(contrast.scenario), profile)
-            if run is None:
-                continue
-            factors = _factors(run, contrast)
-            mean = measures.geometric_mean([value for value in factors.values() if value is not None])
-            is_same = measures.same_faults(run, contrast)
-            rows.append(
-                (
-                    label(run),
-                    *(
-                        f"{getattr(run, name):,} / {getattr(contrast, name):,}"
-                        for name in ("hops", "log_files", "log_lines")
-                    ),
-                    f"{run.steps_lost} / {contrast.steps_lost}",
-                    *(_times(value) for value in factors.values()),
-                    _times(mean) if is_same else OTHER_FAULT,
-                )
-            )
-    if not rows:
-        return None
-    return Table(
-        name="contrast",
-        caption="A fault in reinforcement learning and in fine-tuning (RL / SFT), and how much larger it is in RL.",
-        head=(
-            "run",
-            "hops",
-            "files",
-            "lines",
-            "steps lost",
-            "× processes reached",
-            "× files",
-            "× lines",
-            "amplification",
-        ),
-        rows=tuple(rows),
-        note="Processes reached: hops and one. Amplification: the geometric mean of the three factors, where what "
-        "struck both was the same in kind and strength. SFT is the fragile system's; the row of ours therefore "
-        "also contains what separates the two systems.",
-    )
-
-
-def _factors(run: RunRecord, contrast: RunRecord) -> dict[str, float | None]:
-    return {
-        "reached": measures.factor(measures.reached(run), measures.reached(contrast)),
-        "files": measures.factor(run.log_files, contrast.log_files),
-        "lines": measures.factor(run.log_lines, contrast.log_lines),
-    }
-
-
-def coupling_points_table(runs: Sequence[RunRecord]) -> Table:
-    """The parts that fine-tuning does not have, each with what was measured about it."""
-    rows = []
-    for name, scenario in SCENARIOS.items():
-        fragile, contrast = _find(runs, name, FRAGILE), _find(runs, name, SFT)
-        rows.append(
-            (
-                name,
-                scenario.coupling,
-                scenario.absent_in_sft,
-                _shown(fragile) if fragile else MISSING,
-                _shown(contrast) if contrast else MISSING,
-            )
-        )
-    return Table(
-        name="coupling_points",
-        caption="Points at which an RL system couples what fine-tuning keeps apart.",
-        head=("scenario", "coupling point", "in SFT", "seen in RL (fragile)", "seen in SFT"),
-        rows=tuple(rows),
     )
 
 
 def expectations_table(file: RunsFile) -> Table:
     rows = []
     for expectation in EXPECTATIONS:
-        found = {profile: _find(file.runs, expectation.scenario, profile) for profile in (FRAGILE, OURS)}
-        contrast = _find(file.runs, expectation.scenario, SFT)
+        found = {profile: find(file.runs, expectation.scenario, profile) for profile in (FRAGILE, OURS)}
+        contrast = find(file.runs, expectation.scenario, SFT)
         if expectation.measure == "contrast":
             run = found[FRAGILE] or found[OURS]
             values = [Measured(run, file.scale, contrast).value_of(expectation) if run else MISSING, "–"]
@@ -405,13 +322,13 @@ def baseline_table(runs: Sequence[RunRecord]) -> Table | None:
 # Cells.
 
 
-def _find(runs: Iterable[RunRecord], scenario: str, profile: str) -> RunRecord | None:
-    found = (run for run in runs if scenario_of(run.scenario) == scenario and run.profile == profile)
+def find(runs: Iterable[RunRecord], scenario: str, profile: str) -> RunRecord | None:
+    found = (run for run in runs if scenario_of(run) == scenario and run.profile == profile)
     return next((run for run in found if not run.problem), None)
 
 
 def _proves(run: RunRecord) -> tuple[str, ...]:
-    scenario = SCENARIOS.get(scenario_of(run.scenario))
+    scenario = SCENARIOS.get(scenario_of(run))
     return scenario.proves if scenario else run.challenges
 
 
@@ -445,16 +362,20 @@ def _error_after(run: RunRecord, *, scale: float) -> str:
     return measures.with_unscaled(measures.error_delay_s(run), run, scale=scale)
 
 
-def _shown(run: RunRecord) -> str:
-    if run.surfaced is None:
-        return f"no error; {run.hops} hops"
-    message = measures.message_of(run.surfaced.message)
-    short = message if len(message) <= MOST_CHARACTERS else f"{message[:MOST_CHARACTERS]}…"
-    return f"`{run.surfaced.process}`: {short}"
+def after_effect(run: RunRecord) -> str:
+    """A verdict before the first effect that was measured is said as such."""
+    after_s = run.diagnosed_after_s
+    return f"{seconds(-after_s)} before" if after_s is not None and after_s < 0 else seconds(after_s)
+
+
+def _target(fault: InjectedRecord) -> str:
+    aimed_at = [f"`{fault.peer}`"] if fault.peer else []
+    aimed_at += [f"port {fault.port}"] if fault.port is not None else []
+    return " → ".join([f"`{fault.target}`", *([", ".join(aimed_at)] if aimed_at else [])])
 
 
 def _amount(fault: InjectedRecord) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in fault.amount.items()) or "–"
+    return ", ".join(measures.strength(name, value) for name, value in fault.amount.items()) or "–"
 
 
 def _moment(fault: InjectedRecord) -> str:
@@ -466,9 +387,10 @@ def _fraction(values: Iterable[bool]) -> str:
     return f"{counted.part} of {counted.whole}"
 
 
+def count(value: int | None) -> str:
+    """Of files or lines that a person would have read."""
+    return "–" if value is None else f"{value:,}"
+
+
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2g}"
-
-
-def _times(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f}×"

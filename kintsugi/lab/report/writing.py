@@ -8,9 +8,10 @@ from kintsugi.errors import StorageError, UserError
 from kintsugi.lab.kit import attempts_in
 from kintsugi.lab.records import CAMPAIGN_FILE, RUNS_FILE, read_runs
 from kintsugi.lab.report import campaign as campaigns
-from kintsugi.lab.report import figures, raw
-from kintsugi.lab.report.contents import Results, document_of
+from kintsugi.lab.report import drawing, raw
+from kintsugi.lab.report.contents import document_of
 from kintsugi.lab.report.document import to_html, to_markdown, write_tables
+from kintsugi.lab.report.results import Results
 
 PAGE_FILE = "report.html"
 MARKDOWN_FILE = "report.md"
@@ -20,7 +21,7 @@ DATA_FOLDER = "data"
 
 def write_report(folder: Path) -> Path:
     """Writes beside the results and gives back the page; what an earlier report left there is replaced."""
-    figures.require_matplotlib()
+    drawing.require_matplotlib()
     results = read_results(folder)
     document, drawn = document_of(results)
     every = [*document.tables]

@@ -82,9 +82,28 @@ def test_what_the_diagnosis_says_is_not_compared_with_itself(logs: Logs) -> None
     assert baselines.errors_in(logs.run_dir) == []
 
 
+def test_what_recovery_quotes_of_the_diagnosis_is_the_diagnosis_too(logs: Logs) -> None:
+    verdict = "model-1: network_delay: its link is slow"
+    told = Fault(id="d", kind="Diagnosed", process="model-1", message=verdict, time=0.0)
+    end = Fault(
+        id="f", kind="ProcessDied", process="model-1", message="model-1 was lost", time=0.0, cause=told
+    )
+    logs.event("master-0", FaultSeen(end), at=1.0)
+    logs.event("master-0", Alert(f"{verdict}. model: training stops until it is replaced"), at=1.1)
+    logs.event("master-0", Alert(f"mended by recover: {verdict}"), at=2.0)
+    logs.event("master-0", fault("model-0", "ProcessDied", "model-0 was lost"), at=0.5)
+    errors = baselines.errors_in(logs.run_dir)
+    assert [error.message for error in errors] == ["ProcessDied: model-0: model-0 was lost"]
+
+
 @pytest.mark.parametrize(
     ("message", "kind"),
     [
+        ("recovered from network_loss of model-1: timed out", FaultKind.NETWORK_LOSS),
+        ("the cause is: disk full", FaultKind.DISK_FULL),
+        ("server-0 has not answered LeaseGranted for 1.1 s", FaultKind.HANDOVER),
+        ("the link from model-1 to agent-0 is slow", FaultKind.NETWORK_DELAY),
+        ("its numeric result differs", FaultKind.NUMERIC),
         ("StorageFull: model-0: No space left on device", FaultKind.DISK_FULL),
         ("Checkpoint corrupted: EOFError at position 12", FaultKind.CORRUPTION),
         ("rollout-1 was killed by SIGKILL", FaultKind.KILLED),

@@ -8,8 +8,13 @@ from typer.testing import CliRunner
 
 from kintsugi.cli_lab import app
 from kintsugi.errors import UserError
-from kintsugi.lab import commands, hosts
-from kintsugi.lab.experiments import Profile
+from kintsugi.lab import commands, hosts, probing, tools
+from kintsugi.lab.abilities import network
+from kintsugi.lab.abilities.catalogue import MECHANISMS
+from kintsugi.lab.experiments import Places, Profile, experiments_folder
+from kintsugi.lab.injection import Ability
+
+DELAYS = [mechanism.name for mechanism in MECHANISMS[Ability.NETWORK_DELAY]]
 
 
 def names_of(*arguments: str, profile: str = "both") -> list[tuple[str, Profile]]:
@@ -51,6 +56,47 @@ def test_without_root_an_experiment_says_what_it_needs_and_starts_nothing(
     with pytest.raises(UserError, match="root"):
         commands.run_experiments(["S4"], profile="ours", folder=folder, json=None, say=lambda line: None)
     assert not folder.exists()
+
+
+def test_without_root_a_campaign_says_what_it_needs_and_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    folder = tmp_path / "campaign"
+    with pytest.raises(UserError, match="campaign: hosts of their own can not be made here: expected root"):
+        commands.run_campaign(3, seed=0, folder=folder, json=None, say=lambda line: None)
+    assert not folder.exists()
+
+
+def test_a_program_that_is_missing_and_a_disk_that_does_not_fit_are_found_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with pytest.raises(UserError, match=r"expected at most what is free in .*, got 1000000000"):
+        commands.check_places(Places(disk_mib=10**9), name="mine", folder=tmp_path / "new" / "lab")
+    monkeypatch.setattr(tools, "has", lambda program: program != "mount")
+    with pytest.raises(
+        UserError, match="mine: a disk of its own can not be mounted here: mount not installed"
+    ):
+        commands.check_places(Places(disk_mib=64), name="mine", folder=None)
+
+
+def test_a_fault_of_packets_without_hosts_of_their_own_is_refused_where_the_mechanism_needs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(probing, "_found", dict.fromkeys(DELAYS))
+    monkeypatch.setattr(network, "queue_rule", lambda: "iptables")
+    text = Path(experiments_folder(), "S1.yaml").read_text()
+    text = text.replace("isolated_hosts: true", "isolated_hosts: false").replace("name: S1", "name: mine")
+    text = text.replace("workloads/grpo.yaml", str(experiments_folder() / "workloads" / "grpo.yaml"))
+    (tmp_path / "mine.yaml").write_text(text)
+    names = [str(tmp_path / "mine.yaml")]
+    with pytest.raises(UserError, match="only on hosts of their own"):
+        commands.run_experiments(
+            names, profile="ours", folder=tmp_path / "lab", json=None, say=lambda line: None
+        )
+    assert not (tmp_path / "lab").exists()
 
 
 def test_a_folder_that_is_there_is_not_written_into(tmp_path: Path) -> None:

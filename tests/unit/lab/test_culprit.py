@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -51,3 +53,20 @@ def test_a_fault_does_not_begin_when_its_target_has_ended(tmp_path: Path) -> Non
     assert [word.what for word in said] == ["ready", "failed"]
     assert "ended before the fault could begin" in said[-1].why
     assert not any(checkpoint.read_bytes())
+
+
+def test_one_that_fails_in_a_way_that_nobody_foresaw_says_so_and_writes_nothing_to_the_terminal() -> None:
+    orders, words = os.pipe(), os.pipe()
+    os.write(orders[1], b"no scene\n")
+    result = subprocess.run(
+        [sys.executable, "-m", "kintsugi.lab.culprit", str(orders[0]), str(words[1])],
+        pass_fds=(orders[0], words[1]),
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
+    said = msgspec.json.decode(os.read(words[0], 4096), type=Word)
+    for descriptor in (*orders, *words):
+        os.close(descriptor)
+    assert (result.returncode, result.stderr) == (1, b"")
+    assert said.what == "failed" and said.why.startswith("the injector failed: DecodeError")

@@ -41,6 +41,15 @@ def fault(**changes: Any) -> dict[str, Any]:
     return {"ability": "cpu", "target": "rollout-1", **changes}
 
 
+def link(**changes: Any) -> dict[str, Any]:
+    return fault(ability="network_delay", **changes)
+
+
+INFINITE, NAN = float("inf"), float("nan")
+SURFACE = {"stage": "training", "message": "x"}
+SFT = {"recipe": "recipe.yaml", "set": {"algorithm.name": "sft"}}
+
+
 @pytest.mark.parametrize("name", experiments.names())
 def test_every_experiment_of_the_project_is_valid_and_its_workload_too(name: str) -> None:
     loaded = experiments.find(name)
@@ -58,7 +67,7 @@ def test_an_experiment_of_ones_own_is_found_by_its_path(tmp_path: Path) -> None:
 
 
 def test_an_unknown_experiment_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(UserError, match="unknown experiment 'S9'; there are S1, S2"):
+    with pytest.raises(UserError, match="unknown experiment 'S9'; there are S1, S1_loss, S2"):
         experiments.find("S9")
 
 
@@ -70,16 +79,86 @@ def test_an_unknown_experiment_is_refused_with_those_that_there_are() -> None:
         ({"faults": [fault(ability="gremlin")]}, "Invalid enum value 'gremlin'"),
         ({"faults": [fault(amount={"percent": 90})]}, "cpu knows share, got percent"),
         ({"faults": [fault(amount={"share": 95})]}, "amount.share: expected a number from 0 to 1, got 95"),
-        ({"faults": [fault(duration_s=0)]}, "expected seconds above 0, got 0"),
-        ({"faults": [fault(peer="model-0")]}, "cpu is done to a process, not to a link"),
-        ({"faults": [fault(ramp_s=-1)]}, "ramp_s: expected seconds not below 0, got -1"),
+        ({"faults": [fault(duration_s=0)]}, "duration_s: expected seconds above 0, at most 3600, got 0"),
+        ({"faults": [fault(peer="model-0")]}, "peer: cpu is done to a process, not to a link"),
+        ({"faults": [fault(duration_s=INFINITE)]}, r"duration_s: expected a finite number, got inf"),
+        ({"faults": [fault(amount={"share": NAN})]}, r"amount.share: expected a finite number, got nan"),
+        ({"workload": {"recipe": "recipe.yaml", "set": {"seed": INFINITE}}}, "expected a finite number"),
+        ({"faults": [fault(duration_s=1e5)]}, "at most 3600, got 100000"),
+        ({"faults": [fault(ramp_s=20)]}, "ramp_s: expected at most duration_s, which is 10, got 20"),
+        ({"faults": [link(port=0)]}, "port: expected 1 to 65535, got 0"),
+        ({"faults": [link(port=65536)]}, "port: expected 1 to 65535, got 65536"),
+        (
+            {"faults": [link(peer="rollout-1")]},
+            "peer: expected another process than the target, got 'rollout-1'",
+        ),
+        (
+            {"faults": [link(interface="nosuch0")]},
+            "`interface`: expected a network device of the target's host",
+        ),
+        (
+            {"faults": [link(interface="wlan0")], "places": {"isolated_hosts": True}},
+            "network device of the target's host (lo, eth0), got 'wlan0'",
+        ),
+        (
+            {"faults": [link(amount={"delay_s": 0.1, "jitter_s": 0.2})]},
+            "amount.jitter_s: expected at most delay_s, which is 0.1, got 0.2",
+        ),
+        (
+            {"faults": [fault(ability="memory", amount={"limit": 0})]},
+            "amount.limit: expected at least 4194304 bytes, got 0",
+        ),
+        (
+            {"faults": [fault(ability="device_slow", amount={"factor": 0})]},
+            "amount.factor: expected a number from 1 to 1000, got 0",
+        ),
+        ({"places": {"disk_mib": -5}}, "`places.disk_mib`: expected 32 .* to 1048576, got -5"),
+        ({"places": {"disk_mib": 8}}, "`places.disk_mib`: expected 32 .* to 1048576, got 8"),
+        ({"places": {"disk_mib": 10**9}}, "`places.disk_mib`: expected 32 .* got 1000000000"),
+        ({"faults": [fault(trigger={"after_s": 1e4})]}, "after_s: expected seconds not below 0, at most 60"),
+        (
+            {"cause": {"process": "rolout-1", "kinds": ["cpu"]}},
+            "`cause.process`: .* 'rolout-1'; did you mean",
+        ),
+        ({"cause": {"process": "rollout-1", "kinds": []}}, "`cause.kinds`: expected at least one, got none"),
+        ({"challenges": []}, "`challenges`: expected at least one, got none"),
+        ({"faults": [fault(expected_phase="trainin")]}, "expected_phase: expected one of .*, got 'trainin'"),
+        (
+            {"fragile": {"stage": "trainin", "message": "x"}},
+            "`fragile.stage`: expected one of .*, got 'trainin'",
+        ),
+        ({"fragile_faults": [fault()]}, "`fragile_faults`: expected `fragile` with it"),
+        (
+            {"fragile": SURFACE, "fragile_faults": [fault(target="server-0")]},
+            "`fragile_faults`.0..target: the workload has no process 'server-0'",
+        ),
+        (
+            {"fragile": SURFACE, "faults": [fault(target="manager-0")]},
+            "`faults`.0..target: the workload has no process 'manager-0'",
+        ),
+        ({"contrast_of": "S77"}, "`contrast_of`: expected an experiment .*, got 'S77'"),
+        (
+            {"contrast_of": "S2", "workload": SFT},
+            "`faults`.0..target: the workload has no process 'rollout-1'",
+        ),
+        (
+            {"faults": [fault(trigger={"phase": "recovering"})]},
+            "trigger.phase: expected another fault that brings a recovery about .* alone: impossible",
+        ),
+        ({"faults": [fault(ramp_s=-1)]}, "ramp_s: expected seconds not below 0, at most 3600, got -1"),
         ({"faults": [fault(port=80)]}, "port: cpu is done to a process, not to a link"),
         (
             {"faults": [fault(ability="corrupt", peer="model-0")]},
             "corrupt is done to a process, not to a link",
         ),
-        ({"faults": [fault(trigger={"after_s": -1})]}, "after_s: expected seconds not below 0, got -1"),
-        ({"faults": [fault(trigger={"timeout_s": 0})]}, "timeout_s: expected seconds above 0, got 0"),
+        (
+            {"faults": [fault(trigger={"after_s": -1})]},
+            "after_s: expected seconds not below 0, at most 60, got -1",
+        ),
+        (
+            {"faults": [fault(trigger={"timeout_s": 0})]},
+            "timeout_s: expected seconds above 0, at most 3600, got 0",
+        ),
         ({"faults": [fault(ability="dns")]}, "dns needs `places.named_hosts`"),
         ({"faults": [fault(ability="disk_fill")]}, "disk_fill needs `places.disk_mib`"),
         ({"places": {"named_hosts": True}}, "expected `isolated_hosts: true` with it"),
@@ -99,7 +178,7 @@ def test_an_unknown_experiment_is_refused_with_those_that_there_are() -> None:
 def test_what_can_not_be_carried_out_is_refused_and_named(
     tmp_path: Path, changes: dict[str, Any], says: str
 ) -> None:
-    with pytest.raises(UserError, match=says.replace("(", r"\(")):
+    with pytest.raises(UserError, match=says.replace("(", r"\(").replace(")", r"\)")):
         experiments.read(written(tmp_path, **changes))
 
 
@@ -112,6 +191,28 @@ def test_a_fragile_system_may_have_processes_of_its_own(tmp_path: Path) -> None:
     experiment = experiments.read(path).experiment
     assert experiment.faults_in(Profile.FRAGILE)[0].peer == "scheduler-0"
     assert experiment.faults_in(Profile.OURS)[0].target == "rollout-1"
+
+
+def test_a_recovery_that_another_fault_brings_about_may_be_waited_for(tmp_path: Path) -> None:
+    faults = [fault(ability="kill"), fault(target="model-0", trigger={"phase": "recovering"})]
+    assert len(experiments.read(written(tmp_path, faults=faults)).experiment.faults) == 2
+
+
+def test_a_contrast_is_judged_by_the_same_kinds_as_what_it_is_the_contrast_of() -> None:
+    for name in experiments.names():
+        contrast = experiments.find(name).experiment
+        if contrast.contrast_of:
+            original = experiments.find(contrast.contrast_of).experiment
+            assert contrast.cause.kinds == original.cause.kinds, name
+            abilities = [{each.ability for each in one.faults} for one in (contrast, original)]
+            assert abilities[0] <= abilities[1], name
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    path.write_bytes(path.read_bytes() + b"# \xff\n")
+    with pytest.raises(UserError, match=r"mine\.yaml: expected a text file in UTF-8"):
+        experiments.read(path)
 
 
 def test_a_file_that_is_no_yaml_is_named(tmp_path: Path) -> None:

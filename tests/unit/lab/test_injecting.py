@@ -92,8 +92,16 @@ def test_an_event_can_begin_a_fault(bench: Bench) -> None:
             Injection(ability=Ability.KILL, target="model-9"),
             "no process 'model-9'; it has specimen-0, specimen-1",
         ),
-        (Injection(ability=Ability.STOP, target=TARGET, peer="model-9"), "no process 'model-9'"),
-        (Injection(ability=Ability.STOP, target=TARGET, duration_s=0.0), "duration_s > 0"),
+        (Injection(ability=Ability.STOP, target=TARGET, peer="model-9"), "not to a link of it"),
+        (
+            Injection(ability=Ability.STOP, target=TARGET, duration_s=0.0),
+            "duration_s: expected seconds above 0",
+        ),
+        (
+            Injection(ability=Ability.STOP, target=TARGET, duration_s=float("inf")),
+            "stop on specimen-1: duration_s: expected seconds above 0, at most 3600, got inf",
+        ),
+        (Injection(ability=Ability.STOP, target=TARGET, ramp_s=1.0), "SIGSTOP: does not know ramp_s"),
         (Injection(ability=Ability.STOP, target=TARGET, trigger=Trigger(phase="x")), r"trigger\.phase"),
     ],
 )

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.errors import UserError
-from kintsugi.lab.kit import ANSWERS_FILE, write_kit
+from kintsugi.errors import Fault, UserError
+from kintsugi.lab.kit import ANSWERS_FILE, master_log, write_kit
 from kintsugi.lab.outcomes import Happened, record_of
 from kintsugi.lab.records import RUNS_FILE, RunsFile, write_json
-from kintsugi.observe.events import Alert, EventLog, Transition, events_path
+from kintsugi.observe.events import Alert, EventLog, FaultSeen, Transition, events_path
 from tests.unit.lab.test_outcomes import happened
 
 __all__ = ["happened"]
@@ -37,6 +37,36 @@ def test_a_kit_has_the_masters_log_and_neither_answers_nor_names(happened: Happe
     assert "server-0 is late" in log.read_text() and "S1" not in log.read_text()
     (answer,) = json.loads((tmp_path / ANSWERS_FILE).read_text())["answers"]
     assert (answer["scenario"], answer["target"]) == ("S1", "model-1")
+
+
+def test_a_kit_is_made_of_a_folder_that_was_moved(happened: Happened, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    made.mkdir()
+    assert happened.run_dir is not None
+    happened.folder = made / "S1-ours"
+    happened.folder.mkdir()
+    happened.run_dir.rename(happened.folder / "run")
+    happened.run_dir = happened.folder / "run"
+    record = record_of(happened)
+    write_json(RunsFile(host={}, date="", scale=1.0, runs=(record,)), made / RUNS_FILE)
+    moved = made.rename(tmp_path / "moved")
+    assert list(write_kit(moved).rglob("master.log"))
+
+
+def test_the_masters_log_has_nothing_of_what_the_diagnosis_said(happened: Happened, tmp_path: Path) -> None:
+    verdict = "model-1: network_delay: its link is slow"
+    told = Fault(id="d", kind="Diagnosed", process="model-1", message=verdict, time=0.0)
+    end = Fault(id="f", kind="ProcessDied", process="model-1", message="it was lost", time=0.0, cause=told)
+    log = EventLog(events_path(tmp_path / "run", "master-0"), process="master-0")
+    for event in (
+        FaultSeen(end),
+        Alert(f"mended by recover: {verdict}"),
+        Transition("master", "run", "collecting", "recovering", "it was lost"),
+        Alert("something else"),
+    ):
+        log.emit(event)
+    log.close()
+    assert [line.split(" ", 2)[2] for line in master_log(tmp_path / "run")] == ["WARNING something else"]
 
 
 def test_a_kit_is_not_made_twice(happened: Happened, tmp_path: Path) -> None:

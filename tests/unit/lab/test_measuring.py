@@ -6,7 +6,9 @@ import msgspec
 
 from kintsugi.lab import measuring
 from kintsugi.lab.records import Spread
-from kintsugi.observe.figures import HostSample, LinkSample, ProcessSample, Sample
+from kintsugi.observe.events import EventLog, Span, events_path
+from kintsugi.observe.figures import HostSample, LinkSample, ProcessSample, Sample, figures_in
+from kintsugi.runtime import VirtualClock
 
 STEADY = Spread(1.0, 0.1)
 
@@ -48,8 +50,36 @@ def test_the_first_effect_is_the_earliest_of_figures_steps_and_errors() -> None:
     assert effect == 11.2
 
 
+def test_a_step_that_never_ended_was_overdue_when_it_should_have_ended() -> None:
+    steps = [(9.0, 1.0), (10.0, 1.0)]
+    assert measuring.first_overdue(steps, STEADY, since=9.5, until=30.0) == 11.2
+    assert measuring.first_overdue(steps, STEADY, since=9.5, until=11.0) is None
+    assert measuring.first_overdue(steps, STEADY, since=9.5) is None, "it came to its end"
+
+
+def test_a_figure_that_was_not_there_before_counts_if_it_is_of_the_fault() -> None:
+    def effect(figures: measuring.Series) -> float | None:
+        return measuring.first_effect(
+            steps={}, figures=figures, baseline={}, since=10.0, errors=[], least={"throttled_s": 0.2}
+        )
+
+    assert effect({"model-1 throttled_s": [(9.0, 0.5), (11.0, 0.1), (12.0, 0.4)]}) == 12.0
+    assert effect({"model-1>agent-0 rtt_s": [(11.0, 0.4), (12.0, 0.4)]}) is None
+
+
 def test_without_any_effect_there_is_no_moment_of_it() -> None:
     assert measuring.first_effect(steps={}, figures={}, baseline={}, since=0.0, errors=[]) is None
+
+
+def record(run_dir: Path, recorder: str, *samples: tuple[float, Sample]) -> None:
+    folder = run_dir / "figures"
+    folder.mkdir(exist_ok=True)
+    lines = [
+        b'{"time":%f,"monotonic":0.0,"process":"%s",' % (t, recorder.encode())
+        + msgspec.json.encode(sample)[1:]
+        for t, sample in samples
+    ]
+    (folder / f"{recorder}.jsonl").write_bytes(b"\n".join(lines) + b'\n{"torn')
 
 
 def test_figures_are_those_of_the_process_its_host_and_its_links(tmp_path: Path) -> None:
@@ -61,16 +91,13 @@ def test_figures_are_those_of_the_process_its_host_and_its_links(tmp_path: Path)
             (t, HostSample("host-1", {"fsync_s": 0.01})),
             (t, LinkSample("model-1", "agent-0", 99, "ESTABLISHED", {"rtt_s": 0.002})),
         ]
-    folder = tmp_path / "figures"
-    folder.mkdir()
-    lines = [
-        b'{"time":%f,"monotonic":0.0,"process":"agent-1",' % t + msgspec.json.encode(sample)[1:]
-        for t, sample in samples
-    ]
-    (folder / "agent-1.jsonl").write_bytes(b"\n".join(lines) + b'\n{"torn')
-    read = measuring.samples_in(tmp_path)
-    assert len(read) == len(samples)
-    assert measuring.figures_of(read, process="model-1", host="host-1") == {
+    record(tmp_path, "agent-1", *samples)
+    record(tmp_path, "agent-0", (1.0, HostSample("host-0", {"fsync_s": 9.0})))
+    read = figures_in(tmp_path)
+    assert len(read) == len(samples) + 1
+    assert measuring.hosts_of(read, "model-1") == ["host-1"]
+    assert measuring.hosts_of(read, "model-7") == []
+    assert measuring.figures_of(read, process="model-1") == {
         "model-1 cpu_s": [(2.0, 0.5)],
         "model-1 rss_bytes": [(1.0, 5.0), (2.0, 5.0)],
         "host-1 fsync_s": [(1.0, 0.01), (2.0, 0.01)],
@@ -78,5 +105,39 @@ def test_figures_are_those_of_the_process_its_host_and_its_links(tmp_path: Path)
     }
 
 
+def test_of_several_connections_of_a_link_the_worst_counts_at_each_moment(tmp_path: Path) -> None:
+    links = [
+        (t, LinkSample("model-1", "agent-0", port, "ESTABLISHED", {"rtt_s": rtt_s, "retransmits": total}))
+        for t, port, rtt_s, total in [
+            (1.0, 80, 0.1, 10),
+            (1.0, 81, 0.9, 500),
+            (2.0, 80, 0.3, 14),
+            (2.0, 81, 0.2, 501),
+        ]
+    ]
+    record(tmp_path, "agent-1", *links)
+    assert measuring.figures_of(figures_in(tmp_path), process="model-1") == {
+        "model-1>agent-0 rtt_s": [(1.0, 0.9), (2.0, 0.3)],
+        "model-1>agent-0 retransmits": [(2.0, 4.0)],
+    }
+
+
+def test_a_step_whose_metrics_could_not_be_written_is_known_by_its_event(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "time": 101.0, "timing/step": 1.0, "timing/train": 0.5}\n'
+    )
+    for step, wall in ((1, 101.0), (2, 103.5)):
+        log = EventLog(
+            events_path(tmp_path, "master-0"), process="master-0", clock=VirtualClock(start=0.0, wall=wall)
+        )
+        log.emit(Span("step", 0.0, 2.5, {"step": str(step)}))
+        log.close()
+    assert measuring.steps_of(tmp_path) == {
+        "timing/step": [(101.0, 1.0), (103.5, 2.5)],
+        "timing/train": [(101.0, 0.5)],
+    }
+
+
 def test_a_run_without_figures_or_metrics_has_no_series(tmp_path: Path) -> None:
-    assert measuring.samples_in(tmp_path) == [] and measuring.steps_of(tmp_path) == {}
+    assert measuring.figures_of(figures_in(tmp_path), process="model-1") == {}
+    assert measuring.steps_of(tmp_path) == {}

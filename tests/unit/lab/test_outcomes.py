@@ -162,7 +162,71 @@ def test_fine_tuning_shows_a_fault_where_it_was_done_or_not_at_all(happened: Hap
     assert not record_of(happened).as_expected
 
 
+def test_a_contrast_is_judged_by_what_it_is_the_contrast_of(happened: Happened) -> None:
+    own = happened.loaded.experiment
+    contrast = msgspec.structs.replace(
+        own, contrast_of="S5", cause=msgspec.structs.replace(own.cause, kinds=(FaultKind.CPU,))
+    )
+    happened.loaded = msgspec.structs.replace(happened.loaded, experiment=contrast)
+    assert happened.truth.kinds == (FaultKind.DISK_FULL,)
+    assert record_of(happened).contrast_of == "S5"
+
+
+def test_a_verdict_before_the_first_effect_is_said_as_such(happened: Happened) -> None:
+    happened.looks = [look("model-1", FaultKind.NETWORK_DELAY, after_s=0.5)]
+    record = record_of(happened)
+    assert record.diagnosed_after_s == -0.5 and record.as_expected
+    assert "0.5 s before the first effect" in told(record)
+
+
+def test_where_no_error_was_seen_nobody_would_have_read_anything(happened: Happened) -> None:
+    assert record_of(happened).log_files is not None
+    happened.logs, happened.injected = {}, [injected(start=START + 5.0)]
+    record = record_of(happened)
+    assert (record.surfaced, record.log_files, record.log_lines) == (None, None, None)
+
+
+def test_the_start_of_the_fault_that_is_to_be_named_is_marked(happened: Happened) -> None:
+    cpu = injected(Ability.CPU, target="rollout-0", start=START - 3.0)
+    happened.injected = [cpu, *happened.injected]
+    assert [(fault.kind, fault.culprit) for fault in record_of(happened).injected] == [
+        ("cpu", False),
+        ("network_delay", True),
+    ]
+
+
+def test_a_save_belongs_to_the_step_that_was_committed_and_the_next_update_to_the_next(
+    happened: Happened,
+) -> None:
+    happened.commits = [(START - 2.0, 13), (START - 1.0, 14)]
+    happened.phases = [(START - 3.0, "training"), (START - 0.5, "saving"), (START + 0.5, "publishing")]
+    assert happened.step_at(START, "saving") == 14
+    record = record_of(happened)
+    assert record.surfaced is not None
+    assert (record.surfaced.stage, record.surfaced.step) == ("publishing", 15)
+    happened.injected = [msgspec.structs.replace(injected(), phase="saving", step=15)]
+    assert record_of(happened).injected[0].step == 14
+    happened.commits = []
+    assert record_of(happened).injected[0].step == 15, "as the injector counted"
+
+
+def test_there_are_as_many_names_on_the_way_as_hops_and_one(happened: Happened) -> None:
+    record = record_of(happened)
+    assert (record.hops, record.way) == (2, ("model-1", "server-0", "master-0"))
+    assert happened.run_dir is not None
+    tell(happened.run_dir, "master-0", "Weight update failed", after_s=6.0)
+    happened.profile = Profile.FRAGILE
+    happened.injected = [injected(target="master-0")]
+    assert record_of(happened).way == ("master-0", "server-0", "master-0")
+
+
+def test_what_our_master_says_right_after_it_moved_on_is_of_the_phase_before(happened: Happened) -> None:
+    happened.phases = [(10.0, "saving"), (20.0, "collecting")]
+    assert (happened.phase_at(20.0004), happened.phase_at(20.1)) == ("saving", "collecting")
+
+
 def test_an_error_at_the_border_of_two_phases_belongs_to_the_one_that_failed(happened: Happened) -> None:
+    happened.profile = Profile.FRAGILE
     happened.phases = [(10.0, "publishing"), (20.0003, "training"), (20.0006, "ending")]
     assert happened.phase_at(20.0) == "training"
     assert happened.phase_at(19.0) == "publishing"

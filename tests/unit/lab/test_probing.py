@@ -31,6 +31,23 @@ def test_without_what_it_needs_an_ability_is_refused_with_what_is_missing(
     assert "expected root" in str(missing["growing neighbour in a memory control group"])
 
 
+def test_a_mechanism_that_does_all_that_is_asked_is_preferred() -> None:
+    plain = probing.choose(Injection(ability=Ability.DISK_LOAD, target="model-0"))
+    limited = Injection(ability=Ability.DISK_LOAD, target="model-0", amount={"limit": 1e6})
+    with_room = Injection(ability=Ability.MEMORY, target="model-0", amount={"room": 1e6})
+    assert plain.name == "competing writes, synced"
+    assert MECHANISMS[Ability.DISK_LOAD][1].ignored(limited) == ()
+    assert probing.choose(with_room).name == "limit of its data"
+
+
+def test_what_no_mechanism_would_do_is_refused_by_its_word() -> None:
+    both = {"limit": 1e8, "room": 1e6}
+    with pytest.raises(UserError, match=r"limit of its data: does not know amount\.limit; expected .* room"):
+        probing.choose(Injection(ability=Ability.MEMORY, target="model-0", amount=both))
+    with pytest.raises(UserError, match=r"SIGKILL: does not know ramp_s"):
+        probing.choose(Injection(ability=Ability.KILL, target="model-0", ramp_s=1.0))
+
+
 def test_a_mechanism_that_does_not_exist_is_refused_with_those_that_do() -> None:
     with pytest.raises(UserError, match="none named 'magic'; expected 'SIGKILL'"):
         probing.choose(Injection(ability=Ability.KILL, target="model-0", mechanism="magic"))

@@ -138,6 +138,34 @@ def test_a_journal_that_others_may_write_is_not_carried_out(tmp_path: Path) -> N
     assert made.exists()
 
 
+GUARDED = """
+import os, signal, sys, time
+from pathlib import Path
+from kintsugi.lab.reaper import Guard
+from kintsugi.lab.undo import Remove
+folder = Path(sys.argv[1])
+guard = Guard(folder / "undo.jsonl")
+guard.before(Remove(str(folder / "made")), lease_s=60.0)
+(folder / "made").touch()
+(folder / "first").touch()
+guard.before(Remove(str(folder / "first")), lease_s=-2.0)
+while (folder / "first").exists():  # Then the reaper is there.
+    time.sleep(0.005)
+if sys.argv[2] == "gone":
+    (folder / "undo.jsonl").unlink()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("journal", ["there", "gone"])
+def test_a_killed_laboratory_is_not_listed_any_more_when_its_reaper_has_undone_everything(
+    tmp_path: Path, journal: str
+) -> None:
+    subprocess.run([sys.executable, "-c", GUARDED, str(tmp_path), journal], check=False, timeout=30)
+    until_gone(tmp_path / "made")
+    until_gone(reaper.lists_folder())
+
+
 class ReapersThatGiveUp:
     """Instead of a reaper, one that ends with nothing undone."""
 

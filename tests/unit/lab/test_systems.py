@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,3 +68,11 @@ def test_an_injector_that_can_not_be_closed_keeps_neither_the_others_nor_the_run
     with pytest.raises(ProcessDied, match="second"):
         system.close()
     assert closed == ["second", "first", "run"]
+
+
+def test_a_run_that_the_laboratory_ended_though_it_went_on_has_lost_nothing_by_that(tmp_path: Path) -> None:
+    run: Any = SimpleNamespace(run_dir=tmp_path, running=False, exit_code=lambda: -9)
+    system = System(run, folder=tmp_path)
+    assert system.steps_lost(reached=58) == 58
+    system.interrupted = True
+    assert system.steps_lost(reached=58) == 0

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from kintsugi.errors import UserError
+from kintsugi.lab.fault_checks import check_trigger
 from kintsugi.lab.injection import Trigger
-from kintsugi.lab.triggers import LineWatch, TriggerWatch, check
+from kintsugi.lab.triggers import LineWatch, TriggerWatch
 from kintsugi.lab.watching import Watch
 from kintsugi.observe.events import EventLog, Span, Transition, events_path
 
@@ -73,13 +74,13 @@ def test_what_does_not_come_is_refused_with_where_the_run_is(life: Life) -> None
     [
         (Trigger(phase="sleeping"), "expected one of collecting"),
         (Trigger(step=0), "counted from 1"),
-        (Trigger(after_s=-1.0), "after_s >= 0"),
-        (Trigger(event="("), "no regular expression"),
+        (Trigger(after_s=-1.0), "after_s: expected seconds not below 0"),
+        (Trigger(event="("), "expected a regular expression"),
     ],
 )
 def test_what_no_run_can_fulfil_is_refused_beforehand(trigger: Trigger, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        check(trigger)
+        check_trigger(trigger)
 
 
 def test_only_lines_that_came_later_are_looked_at(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kintsugi.lab.abilities.fault import Scene
-from kintsugi.lab.abilities.storage import NUM_WRITERS, Filler, Writers
+from kintsugi.lab.abilities.storage import NUM_WRITERS, Crumbs, Filler, Writers
 from kintsugi.lab.injection import Ability, Injection
 from kintsugi.lab.undo import UndoJournal, Who
 
@@ -50,6 +53,21 @@ def test_a_disk_fills_as_the_ramp_says(small_disk: Any, tmp_path: Path) -> None:
     fault.tick(1.0)
     assert free_share(small_disk.folder) == 0.0
     fault.end()
+
+
+def test_a_disk_without_inodes_has_room_and_takes_no_file(small_disk: Any, tmp_path: Path) -> None:
+    remount = ["mount", "-o", "remount,nr_inodes=500", str(small_disk.folder)]
+    subprocess.run(remount, check=True)
+    before = os.statvfs(small_disk.folder)
+    fault = Crumbs(*scene(small_disk.folder, Ability.DISK_FILL, tmp_path, amount={"share": 1.0}))
+    fault.prepare()
+    fault.begin()
+    assert os.statvfs(small_disk.folder).f_favail == 0
+    assert free_share(small_disk.folder) > 0.5
+    with pytest.raises(OSError, match="No space left"):
+        (small_disk.folder / "one more").touch()
+    fault.end()
+    assert os.statvfs(small_disk.folder).f_favail == before.f_favail
 
 
 class PausingWriters(Writers):

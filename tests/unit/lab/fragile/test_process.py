@@ -9,6 +9,7 @@ from kintsugi.config import ActorSection, AlgorithmSection, ClusterSection, Conf
 from kintsugi.lab.fragile.process import Process, place_of, read_hosts, write_hosts
 from kintsugi.lab.fragile.scale import Scale
 
+WHO = ("master-0", "scheduler-0", "model-1", "rollout-2", "monitor-1")
 HOSTS = (HostPlace("host-0", address="10.0.0.1", namespaces=("/proc/1/ns/net",)), HostPlace("host-1"))
 
 
@@ -19,12 +20,13 @@ def process(name: str, config: Config, *, place: HostPlace = HOSTS[1]) -> Proces
 def test_workers_go_round_the_hosts_and_the_others_are_on_the_first(tmp_path: Path) -> None:
     write_hosts(tmp_path, HOSTS)
     hosts = read_hosts(tmp_path)
-    found = {name: place_of(name, hosts).name for name in ("master-0", "scheduler-0", "model-1", "rollout-2")}
+    found = {name: place_of(name, hosts).name for name in WHO}
     assert found == {
         "master-0": "host-0",
         "scheduler-0": "host-0",
         "model-1": "host-1",
         "rollout-2": "host-0",
+        "monitor-1": "host-1",
     }
 
 

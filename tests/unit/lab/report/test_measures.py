@@ -55,6 +55,31 @@ def test_what_was_injected_elsewhere_to_hide_the_cause_is_not_the_cause(runs: Ru
     assert measures.says_right(both, msgspec.structs.replace(run.diagnosed, process="model-1"))
 
 
+def test_every_time_is_counted_from_the_fault_that_is_to_be_named(runs: RunsFile) -> None:
+    run = next(run for run in runs.runs if run.scenario == "S5" and run.profile == "fragile")
+    first = run.injected[0]
+    culprit = msgspec.structs.replace(first, start=first.start + 1.0, culprit=True)
+    both = msgspec.structs.replace(run, injected=(first, culprit))
+    assert run.surfaced is not None
+
+    assert measures.start_of(run) == first.start, "an older record does not say which"
+    assert measures.start_of(both) == first.start + 1.0
+    assert measures.error_delay_s(both) == run.surfaced.t - first.start - 1.0
+
+
+def test_a_run_that_did_not_go_on_was_without_a_step_until_its_error(runs: RunsFile) -> None:
+    run = next(run for run in runs.runs if run.scenario == "S1" and run.profile == "fragile")
+    start = run.injected[0].start
+    assert run.surfaced is not None
+    steps = {"timing/step": [(start - 2.0, 1.0), (start - 1.0, 1.0)]}
+    stuck = msgspec.structs.replace(run, series=steps)
+    slow = {"timing/step": [(start - 1.0, 1.0), (start + 3.0, 4.0), (start + 4.0, 1.0)]}
+
+    assert measures.stalled_s(stuck) == run.surfaced.t - start + 1.0
+    assert measures.stalled_s(msgspec.structs.replace(run, series=slow, recovered=True)) == 4.0
+    assert measures.stalled_s(msgspec.structs.replace(run, series={})) is None
+
+
 def test_the_series_that_the_fault_moved_is_the_most_anomalous(runs: RunsFile) -> None:
     run = runs.runs[0]
 

@@ -31,47 +31,18 @@ def test_who_believes_the_last_error_is_told_from_the_diagnosis(runs: RunsFile) 
     assert row(table, "S1 ours")["after first effect"] == "2.7 s"
 
 
-def test_amplification_is_the_mean_factor_against_fine_tuning(runs: RunsFile) -> None:
-    table = tables.contrast_table(runs.runs)
-
-    assert table is not None
-    found = row(table, "S1 ours")
-    assert (found["× processes reached"], found["× files"], found["× lines"]) == ("4.0×", "1.7×", "35.8×")
-    assert found["amplification"] == "6.2×"
-
-
-def test_where_not_the_same_struck_there_is_no_amplification(runs: RunsFile) -> None:
-    weaker = [
-        msgspec.structs.replace(
-            run,
-            injected=tuple(msgspec.structs.replace(each, amount={"delay_s": 0.2}) for each in run.injected),
-        )
-        if run.profile == "sft"
-        else run
-        for run in runs.runs
-    ]
-    table = tables.contrast_table(weaker)
-
-    assert table is not None
-    assert row(table, "S1 ours")["amplification"] == tables.OTHER_FAULT
-
-
 def test_only_ours_has_a_diagnosis(runs: RunsFile) -> None:
     table = tables.diagnosis_table(runs.runs, scale=600.0)
 
     assert {row(table, name)["diagnosis says"] for name in ("S1 sft", "S1 fragile")} == {"–"}
 
 
-def test_without_fine_tuning_there_is_no_contrast(runs: RunsFile) -> None:
-    assert tables.contrast_table([run for run in runs.runs if run.profile != "sft"]) is None
-
-
 def test_what_the_plan_expects_stands_beside_what_was_measured(runs: RunsFile) -> None:
     measured = {(each[0], each[1]): each[2:] for each in tables.expectations_table(runs).rows}
 
-    assert measured["A, S1", "Hops of propagation"][:2] == (
+    assert measured["A, S1", "Hops of propagation"][::2] == (
         "2 (train → meta-server → rollout)",
-        "3 (train → controller → rollout)",
+        "3 (train → host → rollout → controller)",
     )
     assert measured["B, S3", "Masking: from the first effect to the last error"][:2] == (
         "30 s",
@@ -92,13 +63,36 @@ def test_a_value_that_was_not_measured_is_never_made_up(runs: RunsFile) -> None:
     assert measured["A, S5", "Delay until the error shows"][1] == MISSING
 
 
-def test_steps_that_were_completed_before_the_error_are_how_late_it_is(runs: RunsFile) -> None:
+def test_how_late_an_error_is_is_counted_in_steps_from_the_one_that_was_hit(runs: RunsFile) -> None:
     run = next(run for run in runs.runs if run.scenario == "S5" and run.profile == "fragile")
     assert run.surfaced is not None
-    start = run.injected[0].start
-    steps = {"timing/step": [(start - 1.0, 1.0), (start + 2.0, 3.0), (run.surfaced.t + 1.0, 3.0)]}
+    late = msgspec.structs.replace(run, surfaced=msgspec.structs.replace(run.surfaced, step=14))
 
-    assert tables.steps_late(msgspec.structs.replace(run, series=steps)) == 1
+    assert row(tables.coupling_table([late]), "S5 fragile")["steps late"] == "1"
+    assert row(tables.coupling_table([run]), "S5 fragile")["steps late"] == "–", "it was not recorded"
+
+
+def test_a_strength_has_its_unit_and_a_port_is_named(runs: RunsFile) -> None:
+    fault = msgspec.structs.replace(runs.runs[0].injected[0], port=8080, amount={"rate": 1e9})
+    found = row(
+        tables.injections_table([msgspec.structs.replace(runs.runs[0], injected=(fault,))]), "S1 ours"
+    )
+
+    assert (found["target"], found["strength"]) == ("`model-1` → port 8080", "rate 1 GB/s")
+
+
+def test_where_no_error_was_seen_there_is_nothing_to_read(runs: RunsFile) -> None:
+    silent = msgspec.structs.replace(runs.runs[0], surfaced=None, log_files=None, log_lines=None)
+    found = row(tables.coupling_table([silent]), "S1 ours")
+
+    assert (found["files"], found["lines"]) == ("–", "–")
+
+
+def test_a_verdict_before_the_first_effect_is_told_as_such(runs: RunsFile) -> None:
+    early = msgspec.structs.replace(runs.runs[0], diagnosed_after_s=-0.4)
+    found = row(tables.diagnosis_table([early], scale=600.0), "S1 ours")
+
+    assert found["after first effect"] == "0.4 s before"
 
 
 def test_challenges_are_counted_over_the_scenarios_that_prove_them(runs: RunsFile) -> None:
