@@ -5,8 +5,9 @@
 It is the parent of all that it starts (also of forked ones and of their orphans, as a subreaper), so an exit reaches
 it from the kernel, through a pidfd, with its status. It decides nothing about the run: the master orders, it reports.
 
-An agent that dies leaves its children alive. The launcher starts a successor, which finds them in the table, holds
-them by pidfd and lists them when it registers; only their status is not to be had: the launcher is their parent now.
+An agent that dies, be it of its own error, leaves its children alive. The launcher starts a successor, which finds them
+in the table, holds them by pidfd and lists them when it registers; only their status is not to be had: the launcher is
+their parent now.
 The agent in turn restarts a master that was killed, with the same keys on the same socket.
 """
 
@@ -23,6 +24,7 @@ import msgspec
 from kintsugi.bootstrap import Bootstrap
 from kintsugi.cluster.children import (
     TEMPLATE,
+    ChildRecord,
     Kept,
     Successor,
     find_alive,
@@ -34,6 +36,7 @@ from kintsugi.cluster.children import (
 from kintsugi.cluster.handover import (
     AgentHandover,
     AgentReport,
+    Ending,
     MasterDied,
     NotStarted,
     Ready,
@@ -309,7 +312,9 @@ class Agent:
         self._endpoint.watch(kept.child.pidfd, lambda: self._ended(kept))
 
     def _write_table(self) -> bool:
-        records = [self._nursery.template_record(), *(kept.record() for kept in self._kept.values())]
+        def records() -> list[ChildRecord | None]:
+            return [self._nursery.template_record(), *(kept.record() for kept in self._kept.values())]
+
         leases, broken = self._leases.users, self._chips.broken
         return write_table(self._table, records, job=self._own.job, leases=leases, broken_chips=broken)
 
@@ -389,6 +394,8 @@ class Agent:
 
     def _end(self, *, grace_s: float, keep_master: bool = False) -> None:
         """Begin to end, or hurry up. Children that the master has told to end get a moment to do so by themselves."""
+        if not self._ending:
+            self._report(Ending())
         self._ending = True
         self._nursery.close()
         patience_s = PATIENCE_S if self._membership.shutdown_reason is not None and grace_s > 0 else 0.0
@@ -438,20 +445,25 @@ class Agent:
         if now < self._tick_at:
             return
         self._tick_at = now + HEARTBEAT_S / 2
+        self._oversight.try_to(
+            self._look_at_children, self._look_at_chips, self._oversight.tick, self._leases.tick, now=now
+        )
+
+    def _look_at_children(self, now: float) -> None:
         for kept in [kept for kept in self._kept.values() if kept.stopping or kept is self._master]:
             # The kernel tells of an end by itself, unless a debugger holds the remains.
             if kept.child is not None and kept.child.is_held():
                 self._ended(kept)
-        self._membership.load = os.getloadavg()[0]
         self._nursery.look_after(self._oversight.stopped(self.known_pids(), now), now)
-        if self._oversight.chips_broke():
-            # Accelerators that broke are left alone: by spares, and by whoever is started.
-            self._nursery.avoid(tuple(self._chips.broken))
-            self._write_table()
-        self._oversight.tick(now)
-        self._leases.tick(now)
+        self._membership.load = os.getloadavg()[0]
         if not self._nursery.is_forking:
             reap_orphans(but=self.known_pids())
+
+    def _look_at_chips(self, now: float) -> None:
+        """Accelerators that broke are left alone: by spares, and by whoever is started."""
+        if self._oversight.chips_broke():
+            self._nursery.avoid(tuple(self._chips.broken))
+            self._write_table()
 
     def _report(self, report: AgentReport) -> None:
         """Tell the launcher, if it is still there."""
@@ -459,14 +471,17 @@ class Agent:
             os.write(self._handover.report, msgspec.json.encode(report) + b"\n")
 
     def _close(self) -> None:
+        """An agent that broke in the middle of the run has a successor, who needs children and table as they are."""
         self._oversight.close()
-        kill_children(self._processes, but=(), timeout_s=END_GRACE_S, clock=self._clock)
+        if self._ending:
+            with contextlib.suppress(OSError):  # Whom it can not find is the launcher's to end.
+                kill_children(self._processes, but=(), timeout_s=END_GRACE_S, clock=self._clock)
+                self._table.unlink(missing_ok=True)
         for child in self._left_behind:
             child.send_signal(signal.SIGKILL)
         self._segments.close()
         self._signals.close()
         self._endpoint.close(flush_s=0.0 if self._master else FLUSH_S)
-        self._table.unlink(missing_ok=True)
 
 
 def main(arguments: list[str]) -> int:

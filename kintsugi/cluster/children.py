@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -179,13 +179,13 @@ def look_at(kept: Kept | None, *, incarnation: str) -> Inspected:
 
 
 def tail(log: Path, *, offset: int = 0) -> str:
-    """The last characters of a log, none of them before `offset`."""
+    """The last characters of a log, none of them before `offset`; none at all where it can not be read."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(offset, size - 4 * _LAST_OUTPUT_CHARACTERS))
             return file.read().decode(errors="replace")[-_LAST_OUTPUT_CHARACTERS:]
-    except FileNotFoundError:
+    except OSError:
         return ""
 
 
@@ -201,7 +201,7 @@ class ProcessStat(msgspec.Struct, frozen=True):
 
 
 def process_stat(pid: int) -> ProcessStat | None:
-    """None when there is no process with this number.
+    """None when there is no process with this number. Any other OSError says nothing about it, and is the caller's.
 
     The command name, which may contain anything, stands in the last pair of parentheses.
     """
@@ -240,20 +240,20 @@ def record_of(child: Child | None, *, process: str, incarnation: str = "") -> Ch
 
 def write_table(
     path: Path,
-    records: Iterable[ChildRecord | None],
+    records: Callable[[], Iterable[ChildRecord | None]],
     *,
     job: str,
     leases: tuple[LeaseUser, ...] = (),
     broken_chips: Mapping[str, ChipFault] | None = None,
 ) -> bool:
-    """Replace the table as a whole; a reader sees the old one or the new one. False if the disk did not take it.
+    """Replace the table as a whole; a reader sees the old one or the new one. False if that was not possible.
 
-    It is for who comes after a killed agent; a full disk must not be what kills one.
+    It is for who comes after an agent that died; a full disk, or a want of descriptors, must not be what kills one.
     """
-    living = tuple(record for record in records if record is not None)
     new = path.with_suffix(".new")
-    table = ChildrenTable(boot_id(), living, job, leases, dict(broken_chips or {}))
     try:
+        living = tuple(record for record in records() if record is not None)
+        table = ChildrenTable(boot_id(), living, job, leases, dict(broken_chips or {}))
         path.parent.mkdir(parents=True, exist_ok=True)
         new.write_bytes(msgspec.json.encode(table))
         new.replace(path)

@@ -130,4 +130,9 @@ class MasterDied(msgspec.Struct, frozen=True, tag=True):
     last_output: str
 
 
-AgentReport = Ready | NotStarted | MasterDied
+class Ending(msgspec.Struct, frozen=True, tag=True):
+    """The agent begins to end because it is to: with its master, or told by it or the launcher. One that ends without
+    having said so has failed, whatever its exit code."""
+
+
+AgentReport = Ready | NotStarted | MasterDied | Ending

@@ -5,8 +5,9 @@
 What keeps a killed launcher from leaving anything: each agent reads a pipe that only the launcher can write, and each
 other process one that only its agent and the launcher can write. Nobody ever writes; the kernel closes them.
 
-An agent that was killed, or that is stopped, is started again with all that its predecessor had: keys, pipes, the
-master's socket. Its processes do not notice: their parent is the launcher from then on, which takes their remains away.
+An agent that was killed, that is stopped, or that ends without having to, is started again with all that its
+predecessor had: keys, pipes, the master's socket. Its processes do not notice: their parent is the launcher from then
+on, which takes their remains away.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from kintsugi.cluster.handover import (
     PROGRAMS,
     AgentHandover,
     AgentReport,
+    Ending,
     MasterDied,
     NotStarted,
     Programs,
@@ -43,7 +45,7 @@ from kintsugi.cluster.placement import execute, in_memory, log_path
 from kintsugi.cluster.restarts import MOST_RESTARTS, STOPPED_S, WITHIN_S, RestartLimit, StoppedWatch
 from kintsugi.cluster.watcher import WatcherHandle
 from kintsugi.config import Config
-from kintsugi.errors import ConfigError, Fault, KintsugiError, ProcessDied, StartFailed, UserError
+from kintsugi.errors import ConfigError, Fault, KintsugiError, ProcessDied, StartFailed, UserError, fault_of
 from kintsugi.observe.events import EventLog, FaultSeen, ProcessGone, events_path
 from kintsugi.runs import JOURNAL_FILE, LAUNCHER_FILE, living_launcher, write_launcher
 from kintsugi.runtime import SYSTEM_CLOCK, Child, Clock, Processes, SystemProcesses, describe_status, wait
@@ -124,7 +126,11 @@ class _AgentHandle:
         self._child: Child | None = None
         self.report = -1
         self.ready = False
+        self.is_ending = False
+        """It has said that it ends because it is to."""
         self.start_deadline = math.inf
+        self.was_ready = False
+        """At least one incarnation came up: what it is started with is good."""
         self.status: int | None = None
         self.ended = True
         self._unread = b""
@@ -159,7 +165,7 @@ class _AgentHandle:
             os.close(handed_over)
             os.close(report_write)
         self._num_starts += 1
-        self.ready = self.ended = False
+        self.ready = self.ended = self.is_ending = False
         self.start_deadline = deadline
 
     def obituary(self) -> ProcessGone:
@@ -225,6 +231,7 @@ class _Launcher:
         self._kill_at: float | None = None
         """When agents that were let go and have not ended are killed."""
         self._failure: KintsugiError | None = None
+        self._is_blind = False
 
     def start(
         self, config: Config, *, listener: socket.socket, programs: Programs, hosts: Sequence[HostPlace]
@@ -288,7 +295,10 @@ class _Launcher:
         """Wait for the end of the run; the exit code is that of agent 0, which is the master's."""
         while any(not agent.ended for agent in self._agents):
             self._turn(TICK_S)
-            self._look_after(self._clock.monotonic())
+            try:
+                self._look_after(self._clock.monotonic())
+            except OSError as error:
+                self._could_not_look(error)
             on_tick()
         if self._failure is not None and self._num_signals == 0:
             raise self._failure
@@ -335,6 +345,13 @@ class _Launcher:
             self._watcher.keep(now)
         reap_orphans(but=self._others | living.keys() | self._watcher.pids)
 
+    def _could_not_look(self, error: OSError) -> None:
+        """For want of descriptors or memory, which says nothing about the run: told once; it looks again next time."""
+        if not self._is_blind:
+            self._is_blind = True
+            own = process_id(Role.LAUNCHER, 0)
+            self._log.emit(FaultSeen(fault_of(error, process=own, time=self._clock.wall())))
+
     def _signalled(self) -> None:
         """The first one asks for a stop after this step; the second one ends everything at once."""
         self._num_signals += 1
@@ -348,7 +365,9 @@ class _Launcher:
         for report in agent.reports():
             match report:
                 case Ready():
-                    agent.ready = True
+                    agent.ready = agent.was_ready = True
+                case Ending():
+                    agent.is_ending = True
                 case NotStarted(process=process, phase=phase, why=why):
                     self._fail(StartFailed(process=process, phase=phase, why=why))
                 case MasterDied(how=how, last_output=last_output):
@@ -356,22 +375,25 @@ class _Launcher:
                     self._fail(ProcessDied(f"{master} was {how}; its log ends: {last_output or '(empty)'}"))
 
     def _agent_ended(self, agent: _AgentHandle) -> None:
-        """Agent 0 ends with the master's exit code, another one with 0 when the master said `Shutdown`.
+        """Agent 0 ends with the master's exit code, another one when the master said `Shutdown`; both say so before.
 
-        One that was killed has decided nothing: it is started again, but not for ever.
+        One that was killed, or broke, has decided nothing: it is started again, but not for ever. One that broke before
+        it ever came up would not come up again either.
         """
         agent.status = agent.child.status()
         agent.ended = True
+        if agent.report >= 0:
+            self._take_reports(agent)  # Its last words may have come after we had listened.
         by_itself = agent.status is not None and agent.status >= 0
-        if self._kill_at is None and not by_itself:
+        failed = not by_itself or (agent.was_ready and not agent.is_ending)
+        if self._kill_at is None and failed:
             self._log.emit(agent.obituary())
-        if self._kill_at is None and not by_itself and agent.limit.allows(self._clock.monotonic()):
+        if self._kill_at is None and failed and agent.limit.allows(self._clock.monotonic()):
             self._restart(agent)
             return
-        expected = agent.ready and by_itself and (agent is self._agents[0] or agent.status == 0)
-        if self._kill_at is None and not expected:
+        if self._kill_at is None and (failed or not agent.ready):
             how = describe_status(agent.status)
-            often = "" if by_itself else f", more than {MOST_RESTARTS} times in {WITHIN_S:g} s"
+            often = f", more than {MOST_RESTARTS} times in {WITHIN_S:g} s" if failed else ""
             log = tail(log_path(self._run_dir, agent.process))
             self._fail(ProcessDied(f"{agent.process} {how}{often}; its log ends: {log or '(empty)'}"))
         if agent is self._agents[0]:

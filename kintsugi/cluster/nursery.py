@@ -139,6 +139,8 @@ class Nursery:
     def bring_up(self, kept: Kept) -> None:
         """Begin a birth. The child tells how its start went on a pipe of its own."""
         start = self._with_report(kept)
+        if start is None:
+            return
         if self._take_spare(kept):
             self._answers_for(kept).born(kept)
         elif self._is_forked(kept) and self._template is not None and self._template.request(start):
@@ -166,9 +168,15 @@ class Nursery:
         """No spare may hold any of these accelerators."""
         self._spares.avoid(broken_chips)
 
-    def _with_report(self, kept: Kept) -> Start:
+    def _with_report(self, kept: Kept) -> Start | None:
+        """How to start it, with a new pipe for what it reports; None if there is none, which ends the birth."""
         assert kept.start is not None
-        kept.report, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            kept.report, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            failed = StartFailed(process=kept.process, phase="opening a pipe for its report", why=str(error))
+            self._answers_for(kept).start_failed(kept, failed)
+            return None
         kept.start = msgspec.structs.replace(kept.start, report=writer)
         self._loop.watch(kept.report, lambda: self.take_report(kept))
         return kept.start
@@ -263,8 +271,9 @@ class Nursery:
             self._answers_for(kept).start_failed(kept, error)
             return
         start = self._with_report(kept)
-        self._execute(kept)
-        os.close(start.report)
+        if start is not None:
+            self._execute(kept)
+            os.close(start.report)
 
     def look_after(self, stopped: Collection[int], now: float) -> None:
         """Replace a template or spare that stands still, and a spare that is missing. Several times a second."""

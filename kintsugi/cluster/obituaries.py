@@ -20,7 +20,7 @@ from kintsugi.runtime import SYSTEM_CLOCK, Clock, describe_status
 WINDOW_S = 5.0
 """A large process takes a while to be gone after the kernel has decided; what moved before that is another's."""
 HOST = "host"
-"""Counts all of them; for processes that were put into a group which nobody had seen yet."""
+"""Counts all of them; for processes whose group was never seen, or counts nothing."""
 HOST_WINDOW_S = 2.0
 """It moves for processes that are none of ours, too."""
 
@@ -41,6 +41,16 @@ class OomLedger:
             with suppress(OSError):
                 groups[pid] = self._control_groups.of(pid)
         self._groups = groups
+
+    def look_again(self, pid: int) -> None:
+        """Before the remains of a process are taken away: it may have died in a group that it had just been put into.
+
+        Of remains, only the second version says which.
+        """
+        with suppress(OSError):
+            groups = self._control_groups.of(pid)
+            if groups.unified:
+                self._groups = {**self._groups, pid: groups}
 
     def count(self, now: float) -> None:
         """Note what the kernel has counted, about once a second."""
@@ -85,11 +95,11 @@ class OomLedger:
         )
 
     def explains(self, pid: int, now: float) -> bool:
-        """Whether a process that was killed died of memory."""
+        """Whether a process that was killed died of memory. What its own group counted says it, where that is known."""
         groups = self._groups.get(pid, Groups())
         count = self._control_groups.oom_kills(groups)
-        if count is not None and self.claim(str(groups.memory), count, now):
-            return True
+        if count is not None:
+            return self.claim(str(groups.memory), count, now)
         try:
             count = oom_kills() - self._elsewhere(pid, now)
             return HOST in self._seen and self.claim(HOST, count, now, window_s=HOST_WINDOW_S)
@@ -106,7 +116,9 @@ class Obituaries:
     def take_status(self, kept: Kept, *, memory_bytes: float) -> int | None:
         """As of `Child.status`."""
         assert kept.child is not None
-        pid, status = kept.child.pid, kept.child.status()
+        pid = kept.child.pid
+        self._ooms.look_again(pid)
+        status = kept.child.status()
         was_killed = status in (None, -signal.SIGKILL) and not kept.stopping
         oom = was_killed and self._ooms.explains(pid, self._clock.monotonic())
         how = describe_status(status) + (" for want of memory" if oom else "")

@@ -6,7 +6,7 @@ Nothing here decides about the run. What the master has to know is told; everyth
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from kintsugi.bootstrap import Bootstrap
@@ -15,8 +15,9 @@ from kintsugi.cluster.chips import ChipWatch, open_probe
 from kintsugi.cluster.obituaries import Obituaries, OomLedger
 from kintsugi.cluster.restarts import STOPPED_S, StoppedWatch
 from kintsugi.cluster.sampling import Sampling, Scene
+from kintsugi.errors import fault_of
 from kintsugi.observe.clocks import ClockEstimate, reading
-from kintsugi.observe.events import EventLog, Note, events_path
+from kintsugi.observe.events import EventLog, FaultSeen, Note, events_path
 from kintsugi.observe.figures import ClockSample, FiguresLog
 from kintsugi.observe.links import address_in
 from kintsugi.runtime import Clock
@@ -42,6 +43,9 @@ class Oversight:
     ) -> None:
         """`probe`: who reads the accelerators, as of `Programs`."""
         self._kept, self._endpoint, self._membership, self._own = kept, endpoint, membership, own
+        self._clock = clock
+        self._is_blind = False
+        """It was told that looks fail."""
         self.chips = ChipWatch(partial(open_probe, probe), host=own.host, clock=clock)
         self._stopped = StoppedWatch()
         self._ooms = ooms = OomLedger()
@@ -53,6 +57,8 @@ class Oversight:
         self._times = TimeKeeping(endpoint, membership.figures, own=own, clock=clock)
 
     def begin(self) -> None:
+        # The log is open from here on: it must not need a descriptor to say that there is none.
+        self._log.emit(Note(f"{self._own.process} looks after the processes of {self._own.host}"))
         self.chips.begin()
         self._sampling.begin()
 
@@ -81,6 +87,22 @@ class Oversight:
                 evidence = f"process {kept.child.pid} is stopped (state T), for {STOPPED_S:g} s or more"
                 self._membership.tell(ProcessSuspected(kept.process, kept.incarnation, evidence))
         return stopped
+
+    def try_to(self, *looks: Callable[[float], None], now: float) -> None:
+        """Take each of these periodic looks. The kernel may refuse one for want of descriptors or memory, which says
+        nothing about who was to be looked at: that is told once, and looked again next time."""
+        refused: OSError | None = None
+        for look in looks:
+            try:
+                look(now)
+            except OSError as error:
+                refused = refused or error
+        if refused is not None and not self._is_blind:
+            fault = fault_of(refused, process=self._own.process, time=self._clock.wall())
+            self._is_blind = self._log.try_emit(FaultSeen(fault))
+        elif refused is None and self._is_blind:
+            self._is_blind = False
+            self._log.emit(Note(f"{self._own.process} can look at its processes again"))
 
     def chips_broke(self) -> bool:
         """Tell of what is new with the accelerators; whether one of them is to be left alone from now on."""

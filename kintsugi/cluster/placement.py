@@ -121,19 +121,20 @@ def execute(
 
 def spawn(processes: Processes, start: Start) -> Child:
     """Start a child by executing a new interpreter: the slow way, and the one that always works."""
-    handed_over = in_memory(msgspec.msgpack.encode(start))
+    process, handed_over = start.bootstrap.process, -1
     try:
+        handed_over = in_memory(msgspec.msgpack.encode(start))
         return execute(
             processes,
-            ["kintsugi.cluster.placement", start.bootstrap.process, str(handed_over)],
+            ["kintsugi.cluster.placement", process, str(handed_over)],
             placement=start.placement,
             pass_fds=(handed_over, *start.descriptors),
         )
     except OSError as error:
-        process = start.bootstrap.process
         raise StartFailed(process=process, phase="executing the interpreter", why=str(error)) from error
     finally:
-        os.close(handed_over)
+        if handed_over >= 0:
+            os.close(handed_over)
 
 
 def in_memory(content: bytes) -> int:

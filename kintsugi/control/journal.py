@@ -190,6 +190,11 @@ class Journal:
                 self._capacity = needed
 
 
+def is_of_the_disk(error: StorageError) -> bool:
+    """Whether the kernel refused or failed (full, read-only, broken, not permitted): the same may work again later."""
+    return isinstance(error.__cause__, OSError)
+
+
 def read_facts(path: Path, *, disk: Disk = SYSTEM_DISK) -> tuple[Fact, ...]:
     """The facts of a journal that may be in use or abandoned; changes nothing. Damage raises StorageError."""
     with storage_errors(f"could not read {path}"):

@@ -19,7 +19,7 @@ import msgspec
 from kintsugi.bootstrap import Bootstrap
 from kintsugi.checkpoint.store import latest
 from kintsugi.config import COMPARE_SAMPLES, LEARN_PAIRS, Config
-from kintsugi.control.journal import Journal, read_facts
+from kintsugi.control.journal import Journal, is_of_the_disk, read_facts
 from kintsugi.control.layout import plan_layout
 from kintsugi.control.lookout import Lookout, told_by
 from kintsugi.control.master import Master
@@ -56,7 +56,6 @@ from kintsugi.errors import (
     ProcessDied,
     RefusedError,
     StorageError,
-    StorageFull,
     UserError,
     WorldError,
     fault_of,
@@ -87,7 +86,7 @@ LONGEST_TURN_S = 1.0
 """Longer than this behind its tick, the master did not run, and nobody could reach it."""
 PAUSE_S = 0.5
 LONGEST_PAUSE_S = 7 * 24 * 3600.0
-"""For a full disk: people may be asleep."""
+"""For a disk that does not take the journal: people may be asleep."""
 REPORT_S = 0.5
 GOODBYE_S = 1.0
 DURABLE = (EpochStarted, StepCommitted, CheckpointSaved, RunEnded)
@@ -98,8 +97,8 @@ CHECKPOINTS = "checkpoints"
 class MasterShell:
     """Everything of the master that touches the world.
 
-    The journal is the run: when it can not be written, the run ends. Everything else it writes is for people: when that
-    fails, people are told once and the run goes on.
+    The journal is the run: while the disk does not take it, the run pauses; when it is damaged, the run ends.
+    Everything else it writes is for people: when that fails, people are told once and the run goes on.
     """
 
     def __init__(self, bootstrap: Bootstrap, config: Config, *, disk: Disk = SYSTEM_DISK) -> None:
@@ -191,7 +190,7 @@ class MasterShell:
         for request in self._requests.waiting():
             self._feed(request)
             if request.request in self._master.state.answered:
-                self._with_space(self._journal.sync)
+                self._with_patience(self._journal.sync)
                 self._requests.take_away(request.request)
                 self._log.emit(Note(f"answered request {request.request} for {request.servers} servers"))
 
@@ -289,26 +288,29 @@ class MasterShell:
             self._act(effect)
 
     def _append(self, facts: Sequence[Fact]) -> None:
-        """Journal facts. When even the space kept for that is used up, the run pauses until there is some again."""
-        self._with_space(lambda: self._journal.append(facts))
+        """Journal facts. While the disk does not take them, be it full or broken, the run pauses."""
+        self._with_patience(lambda: self._journal.append(facts))
         if any(isinstance(fact, DURABLE) for fact in facts):
-            self._with_space(self._journal.sync)
+            self._with_patience(self._journal.sync)
 
-    def _with_space(self, write: Callable[[], None]) -> None:
+    def _with_patience(self, write: Callable[[], None]) -> None:
+        """Write, or wait until the disk takes it. A journal that is damaged, or another's, no patience would mend."""
         try:
             write()
-        except StorageFull as error:
-            alert = Alert(f"paused, cause disk: {error}; the run goes on by itself when there is space")
+        except StorageError as error:
+            if not is_of_the_disk(error):
+                raise
+            alert = Alert(f"paused, cause disk: {error}; the run goes on by itself when the disk takes it")
             self._log.emit(alert)
             since = self._clock.monotonic()
             wait(
                 lambda remaining_s: self._try_again(write, remaining_s),
                 whom="the disk",
-                what="space for the journal",
+                what="the journal to be written",
                 timeout_s=LONGEST_PAUSE_S,
             )
             self._clock.skip(self._clock.monotonic() - since)
-            self._log.emit(Note("the journal has space again, the run goes on"))
+            self._log.emit(Note("the journal can be written again, the run goes on"))
 
     def _try_again(self, write: Callable[[], None], remaining_s: float) -> bool | None:
         """What arrives meanwhile stays in its queue, so that nothing is decided on what is not yet a fact.
@@ -317,11 +319,13 @@ class MasterShell:
         """
         self._endpoint.turn(min(PAUSE_S, remaining_s))
         if self._exit_code is not None:
-            raise WorldError("agent and launcher are gone while the disk is full")
+            raise WorldError("agent and launcher are gone while the journal can not be written")
         try:
             write()
-        except StorageFull:
-            return None
+        except StorageError as error:
+            if is_of_the_disk(error):
+                return None
+            raise
         return True
 
     def _act(self, effect: Effect) -> None:

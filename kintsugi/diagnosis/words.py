@@ -44,9 +44,9 @@ _BY_WORDS: tuple[tuple[str, FaultKind], ...] = (
     (r"cuda out of memory|device.{0,30}out of memory|out of memory on device", _K.DEVICE_MEMORY),
     (r"cannot allocate memory|out of memory|oom[- ]kill|\bMemoryError\b", _K.MEMORY),
     (r"too many open files|no descriptor is left", _K.DESCRIPTORS),
-    (r"no space left|disk (?:is )?full|disk quota exceeded|cause disk", _K.DISK_FULL),
+    (r"no space left|disk (?:is )?full|disk quota exceeded", _K.DISK_FULL),
     (
-        r"input/output error|read-only file system|stale file handle|structure needs cleaning|file too large",
+        r"input/output error|read-only file system|stale file handle|structure needs cleaning|file too large|cause disk",
         _K.DISK_ERROR,
     ),
     (r"name or service not known|name resolution|resolve (?:host|name)|no address associated", _K.DNS),

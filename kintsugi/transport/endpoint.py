@@ -43,14 +43,13 @@ from kintsugi.transport.exchange import (
     SavedReplies,
     bulk_size,
 )
+from kintsugi.transport.links import Link, Links
 from kintsugi.transport.sockets import (
     NOBLOCK,
     QUEUED_MESSAGES,
-    Link,
     comes_at_once,
     is_readable,
     milliseconds,
-    open_dealer,
     open_router,
     open_zap,
     receive_blobs,
@@ -97,9 +96,6 @@ class Endpoint:
         self._public_key = public_key
         self._secret_key = secret_key
         self._directory = Directory(job=job, process=process)
-        self._links: dict[str, Link] = {}
-        self._by_socket: dict[object, Link] = {}
-        self._sequences: dict[str, int] = {}
         self._saved = SavedReplies()
         self._timers: list[tuple[float, int, PendingReply]] = []
         self._num_timers = 0
@@ -107,6 +103,9 @@ class Endpoint:
         self._watched: dict[object, Callable[[], None]] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
+        self._links = Links(
+            self._context, self._poller, public_key=public_key, secret_key=secret_key, clock=clock
+        )
         self._zap = open_zap(self._context)
         self._poller.register(self._zap, zmq.POLLIN)
         self._router = open_router(
@@ -170,13 +169,8 @@ class Endpoint:
         self._close_link(process, fault)
 
     def _close_link(self, process: str, fault: Fault) -> None:
-        if (link := self._links.pop(process, None)) is None:
+        if (link := self._links.close(process)) is None:
             return
-        # The numbers go on where they stopped: the peer may still hold replies to the earlier ones.
-        self._sequences[process] = link.sequence
-        del self._by_socket[link.socket]
-        self._poller.unregister(link.socket)
-        link.socket.close(0)
         for pending in list(link.pending.values()):
             pending.settle(None, ProcessDied(f"{process}: {fault.message}", cause=fault))
 
@@ -249,15 +243,7 @@ class Endpoint:
 
     def _connect(self, process: str) -> Link | None:
         peer = self._directory.peers.get(process)
-        if peer is None or not peer.address:
-            return None
-        socket = open_dealer(
-            self._context, peer=peer, public_key=self._public_key, secret_key=self._secret_key
-        )
-        link = Link(process, socket, self._sequences.get(process, 0))
-        self._links[process] = self._by_socket[socket] = link
-        self._poller.register(socket, zmq.POLLIN)
-        return link
+        return self._links.open(peer) if peer is not None and peer.address else None
 
     def _transmit(
         self,
@@ -273,8 +259,16 @@ class Endpoint:
             send_frames(link.socket, wire.encode(envelope, body), blobs)
         except zmq.Again:
             COUNTERS.add("transport.queue_full")
-            return False
+            if not self._links.reopen_if_stuck(link, self._directory.peers[link.process]):
+                return False
+            for pending in link.pending.values():  # This one among them, if it is a request.
+                self._transmit_request(link, pending)
+            return kind is _REQUEST or self._transmit(link, sequence, kind, body, blobs, cause_id)
+        link.blocked_since = None
         return True
+
+    def _transmit_request(self, link: Link, pending: PendingReply) -> bool:
+        return self._transmit(link, pending.sequence, _REQUEST, pending.body, pending.blobs, pending.cause_id)
 
     def _transmit_reply(self, route: bytes, sequence: int, body: Body, blobs: Sequence[Blob] = ()) -> bytes:
         envelope = Envelope(self.job, self.epoch, self.process, self.incarnation, sequence, _REPLY)
@@ -308,7 +302,7 @@ class Endpoint:
                 self._drain_router()
             elif socket is self._zap:
                 self._answer_zap()
-            elif (link := self._by_socket.get(socket)) is not None:
+            elif (link := self._links.by_socket.get(socket)) is not None:
                 self._drain_link(link)
             elif (callback := self._watched.get(socket)) is not None:
                 callback()
@@ -373,7 +367,7 @@ class Endpoint:
             pending.settle(None, DeadlineExceeded(whom=pending.process, what=pending.what, waited_s=waited_s))
             return True
         COUNTERS.add("transport.resent")
-        self._transmit(link, pending.sequence, _REQUEST, pending.body, pending.blobs, pending.cause_id)
+        self._transmit_request(link, pending)
         pending.interval_s = max(pending.interval_s, min(2 * pending.interval_s, LONGEST_RESEND_S))
         self._set_timer(min(now + pending.interval_s, pending.deadline), pending)
         return False

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import zmq
 
 from kintsugi.runtime import Clock
-from kintsugi.transport.exchange import Blob, PendingReply
+from kintsugi.transport.exchange import Blob
 from kintsugi.types import Peer
 
 QUEUED_MESSAGES = 4096
@@ -17,6 +17,11 @@ QUEUED_MESSAGES = 4096
 LARGEST_FRAME_BYTES = 1 << 30
 AT_ONCE_S = 3e-4
 """How long `comes_at_once` looks; a call that takes longer sleeps."""
+UNACKNOWLEDGED_S = 12.0
+"""A connection on which the other host's kernel has acknowledged nothing for so long is made anew: by then its pauses
+between two tries have grown longer than that takes. For a process that is stopped, its kernel answers."""
+CONNECT_S = 3.0
+"""A connection that is not made by then is tried again, for the same reason."""
 NOBLOCK = int(zmq.NOBLOCK)
 MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
@@ -25,18 +30,6 @@ _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 def new_key_pair() -> tuple[bytes, bytes]:
     """A CURVE key pair, (public, secret), both in Z85."""
     return zmq.curve_keypair()
-
-
-class Link:
-    """Our connection to one process, and our requests on it that are not answered yet."""
-
-    __slots__ = ("pending", "process", "sequence", "socket")
-
-    def __init__(self, process: str, socket: zmq.Socket[bytes], sequence: int) -> None:
-        self.process = process
-        self.socket = socket
-        self.sequence = sequence
-        self.pending: dict[int, PendingReply] = {}
 
 
 def open_zap(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
@@ -87,6 +80,8 @@ def _configure(handle: zmq.Socket[bytes]) -> None:
     handle.setsockopt(zmq.RECONNECT_IVL, 20)
     handle.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     handle.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
+    handle.setsockopt(zmq.TCP_MAXRT, milliseconds(UNACKNOWLEDGED_S))
+    handle.setsockopt(zmq.CONNECT_TIMEOUT, milliseconds(CONNECT_S))
 
 
 def send_frames(

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 
 from kintsugi.cluster.children import process_start_time
+from kintsugi.observe.events import ProcessGone, read_events
 from kintsugi.types import Role
 from tests.cluster.tiny_runs import TinyRun, start_of, until
 
 pytestmark = pytest.mark.cluster
 
+FEW_DESCRIPTORS = 16
+"""Fewer than an agent has open, and more than it polls: the kernel polls no more than may be open."""
 KILLED_OR_STOPPED = pytest.mark.parametrize(
     "number",
     [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)],
@@ -45,6 +50,44 @@ def test_an_agent_comes_back_and_its_processes_keep_their_pids(run: TinyRun, num
     until(lambda: ["exited", "model-0", None] in run.happened(), "the end of an adopted process to be told")
     remains = Path(f"/proc/{started['model-0']}")
     until(lambda: not remains.exists(), "the launcher to take its remains away")
+    end(run)
+
+
+def take_descriptors(pid: int) -> None:
+    """Let a process open nothing any more."""
+    _, most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (FEW_DESCRIPTORS, most))
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_an_agent_that_fails_comes_back_and_its_processes_keep_their_pids(run: TinyRun, index: int) -> None:
+    run.start_and_wait(start_of("model-0"), start_of("model-1"), hosts=2)
+    run.note_sockets()
+    agent, started, master = f"agent-{index}", run.started(), run.master()
+    first = run.agent_pid(agent)
+    take_descriptors(first)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        # It can not take the connection, which it has no answer to but to fail.
+        client.connect(f"\0kintsugi-{run.job()}-host-{index}")
+        until(lambda: len(run.registrations(agent)) == 2, "the second agent")
+    assert run.agent_pid(agent) != first
+    assert run.registrations(agent)[1][1] == [started[f"model-{index}"]]
+    assert run.master() == master, "it does not notice"
+    assert all(process_start_time(pid) for pid in started.values())
+    gone = [record.event for record in read_events(run.run_dir, process="launcher-0")]
+    assert [(each.of, each.status) for each in gone if isinstance(each, ProcessGone)] == [(agent, 1)]
+    end(run)
+
+
+def test_a_run_goes_on_with_an_agent_that_has_no_descriptor_left(run: TinyRun) -> None:
+    run.start_and_wait(start_of("model-0"), start_of("model-1"), hosts=2)
+    agent, started = run.agent_pid("agent-1"), run.started()
+    take_descriptors(agent)
+    log = run.run_dir / "events" / "agent-1.jsonl"
+    until(lambda: "Too many open files" in log.read_text(), "the agent to say what is wrong")
+    os.kill(started["model-1"], signal.SIGKILL)
+    until(lambda: ["exited", "model-1", -signal.SIGKILL] in run.happened(), "the end of its process")
+    assert run.agent_pid("agent-1") == agent
     end(run)
 
 

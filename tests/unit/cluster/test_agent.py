@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from kintsugi.cluster.children import ChildrenTable, process_start_time
 from kintsugi.cluster.segments import SegmentClient
 from kintsugi.errors import RefusedError, RemoteError
 from kintsugi.messages import AddressBook, Body, Shutdown
+from kintsugi.observe.events import FaultSeen, read_events
 from kintsugi.supervision import StartProcess, StopProcess
 from kintsugi.types import Placement, Role
 from tests.unit.cluster.conftest import until
@@ -21,6 +23,8 @@ from tests.unit.transport.harness import make_endpoint
 
 MakeHost = Callable[..., Any]
 
+FEW_DESCRIPTORS = 16
+"""Fewer than an agent has open, and more than it polls: the kernel polls no more than may be open."""
 FORKED = pytest.mark.parametrize("preload", [(), ("json",)], ids=["executed", "forked"])
 
 
@@ -237,3 +241,32 @@ def test_a_shutdown_ends_the_agent_and_its_children(make_host: MakeHost) -> None
     assert host.agent.wait_ended(whom="agent", timeout_s=5.0) == 0
     assert [process_start_time(pid) for pid in [*(one.pid for one in started), *sleepers]] == [None] * 4
     assert not (host.run_dir / "agents" / "agent-0.json").exists()
+
+
+def faults_of(host: Any) -> list[str]:
+    """What the agent has told of its own errors."""
+    records = read_events(host.run_dir, process=host.name)
+    return [record.event.fault.message for record in records if isinstance(record.event, FaultSeen)]
+
+
+def test_an_agent_without_a_descriptor_left_says_so_once_goes_on_and_looks_again_when_it_can(
+    make_host: MakeHost,
+) -> None:
+    host = make_host(model="idle")
+    killed, stopped = host.start("model-0"), host.start("model-1")
+    limits = resource.prlimit(host.agent.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(host.agent.pid, resource.RLIMIT_NOFILE, (FEW_DESCRIPTORS, limits[1]))
+    until(lambda: host.turn() and bool(faults_of(host)), "the agent to say what is wrong")
+    os.kill(killed.pid, signal.SIGKILL)
+    assert host.exit_of("model-0").status == -signal.SIGKILL
+    os.kill(stopped.pid, signal.SIGSTOP)
+    with pytest.raises(RemoteError, match="Too many open files"):
+        host.start("model-2")
+    assert not host.agent.ended()
+    assert not host.suspicions
+    resource.prlimit(host.agent.pid, resource.RLIMIT_NOFILE, limits)
+    until(lambda: host.turn() and bool(host.suspicions), "the agent to look again")
+    assert [suspicion.process for suspicion in host.suspicions] == ["model-1"]
+    (told,) = faults_of(host)
+    assert "Too many open files" in told
+    host.start("model-2")

@@ -57,9 +57,13 @@ class Kernel(ControlGroups):
         return None if groups.memory is None else self.counts[groups.memory]
 
 
-@pytest.mark.parametrize(("where", "of_memory"), [("/a", True), ("/b", False), ("/unseen", True)])
-def test_a_death_in_a_group_of_others_is_another_death(
-    monkeypatch: pytest.MonkeyPatch, where: str, of_memory: bool
+@pytest.mark.parametrize(
+    ("pid", "where", "of_memory"),
+    [(1, "/a", True), (1, "/b", False), (1, "/unseen", False), (3, "/unseen", True)],
+    ids=["its own", "another's", "a stranger's", "one that was never seen"],
+)
+def test_a_process_died_of_memory_if_its_own_group_says_so_and_the_host_speaks_for_unknown_ones_only(
+    monkeypatch: pytest.MonkeyPatch, pid: int, where: str, of_memory: bool
 ) -> None:
     kernel = Kernel()
     monkeypatch.setattr(obituaries, "oom_kills", lambda: sum(kernel.counts.values()))
@@ -67,7 +71,22 @@ def test_a_death_in_a_group_of_others_is_another_death(
     ledger.look_at([1, 2])
     ledger.count(10.0)
     kernel.counts[Path(where)] = 1
-    assert ledger.explains(1, 11.0) is of_memory
+    assert ledger.explains(pid, 11.0) is of_memory
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_a_process_that_was_moved_just_before_it_died_is_found_by_its_remains(
+    monkeypatch: pytest.MonkeyPatch, unified: bool
+) -> None:
+    kernel = Kernel()
+    monkeypatch.setattr(obituaries, "oom_kills", lambda: sum(kernel.counts.values()))
+    ledger = OomLedger(kernel)
+    ledger.look_at([1, 2])
+    ledger.count(10.0)
+    kernel.counts[Path("/new")] = 1
+    monkeypatch.setattr(kernel, "of", lambda pid: Groups(memory=Path("/new"), unified=unified))
+    ledger.look_again(1)
+    assert ledger.explains(1, 11.0) is unified, "remains say nothing in the first version"
 
 
 class Moved(OomLedger):

@@ -229,33 +229,70 @@ def test_a_death_is_the_agents_to_tell(begun: Run) -> None:
     worker.close()
 
 
-def test_a_journal_on_a_broken_disk_ends_the_run_with_a_summary_that_names_it(run: Run) -> None:
-    run.disk.fail(code=errno.EIO)
+def test_a_damaged_journal_ends_the_run_with_a_summary_that_names_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(facts: object) -> None:
+        raise StorageError("journal is damaged at offset 128")
+
+    monkeypatch.setattr(run.shell._journal, "append", damaged)
     assert run.shell.run() == 1
     summary = read_summary(run.run_dir)
     assert summary is not None and summary.outcome == "failed"
     assert [(fault.process, fault.kind) for fault in summary.faults] == [("master-0", "StorageError")]
-    assert "journal on disk" in summary.faults[0].message and "error" in summary.faults[0].message
+    assert "journal is damaged" in summary.faults[0].message
 
 
-def test_a_full_disk_pauses_the_run_with_one_alert_and_it_goes_on_by_itself(
-    begun: Run, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (errno.ENOSPC, "No space left on device"),
+        (errno.EFBIG, "File too large"),
+        (errno.EIO, "Input/output error"),
+        (errno.EPERM, "Operation not permitted"),
+        (errno.EROFS, "Read-only file system"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else errno.errorcode[value],
+)
+def test_a_disk_that_does_not_take_the_journal_pauses_the_run_with_one_alert_and_it_goes_on_by_itself(
+    begun: Run, monkeypatch: pytest.MonkeyPatch, code: int, words: str
 ) -> None:
     monkeypatch.setattr("kintsugi.control.shell.PAUSE_S", 0.01)
-    begun.disk.fail(code=errno.ENOSPC, times=7)
+    begun.disk.fail(code=code, times=7)
     assert begun.ask(begun.register()).error is None
     assert begun.disk.num_failures == 0
     assert begun.joined() == ["agent-0"]
     (alert,) = begun.events(Alert)
-    assert alert.startswith("paused, cause disk:") and "No space left" in alert
-    assert begun.events(Note) == ["the journal has space again, the run goes on"]
+    assert alert.startswith("paused, cause disk:") and words in alert
+    assert begun.events(Note) == ["the journal can be written again, the run goes on"]
 
 
-def test_a_paused_run_ends_when_nobody_is_left_who_could_end_it(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("code", [errno.EIO, errno.EPERM])
+def test_a_step_whose_sync_fails_is_committed_once_the_disk_takes_it(
+    begun: Run, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     monkeypatch.setattr("kintsugi.control.shell.PAUSE_S", 0.01)
-    run.disk.fail(code=errno.ENOSPC)
+    before, committed = read_facts(begun.run_dir / "journal"), (StepCommitted(1, "state 1"),)
+    append = begun.shell._journal.append
+
+    def append_and_break(facts: tuple[StepCommitted, ...]) -> None:
+        append(facts)
+        begun.disk.fail(code=code, times=3)
+
+    with monkeypatch.context() as breaking:
+        breaking.setattr(begun.shell._journal, "append", append_and_break)
+        begun.shell._append(committed)
+    assert read_facts(begun.run_dir / "journal") == before + committed
+    assert begun.disk.num_failures == 0
+    assert len(begun.events(Alert)) == 1
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EPERM])
+def test_a_paused_run_ends_when_nobody_is_left_who_could_end_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr("kintsugi.control.shell.PAUSE_S", 0.01)
+    run.disk.fail(code=code)
     run.end()
     assert run.shell.run() == 1
 
