@@ -46,7 +46,8 @@ _BY_WORDS: tuple[tuple[str, FaultKind], ...] = (
     (r"too many open files|no descriptor is left", _K.DESCRIPTORS),
     (r"no space left|disk (?:is )?full|disk quota exceeded", _K.DISK_FULL),
     (
-        r"input/output error|read-only file system|stale file handle|structure needs cleaning|file too large|cause disk",
+        r"input/output error|read-only file system|stale file handle|structure needs cleaning|file too large"
+        r"|cause disk",
         _K.DISK_ERROR,
     ),
     (r"name or service not known|name resolution|resolve (?:host|name)|no address associated", _K.DNS),
