@@ -45,11 +45,8 @@ _BY_WORDS: tuple[tuple[str, FaultKind], ...] = (
     (r"cannot allocate memory|out of memory|oom[- ]kill|\bMemoryError\b", _K.MEMORY),
     (r"too many open files|no descriptor is left", _K.DESCRIPTORS),
     (r"no space left|disk (?:is )?full|disk quota exceeded", _K.DISK_FULL),
-    (
-        r"input/output error|read-only file system|stale file handle|structure needs cleaning|file too large"
-        r"|cause disk",
-        _K.DISK_ERROR,
-    ),
+    (r"input/output error|read-only file system|stale file handle|structure needs cleaning", _K.DISK_ERROR),
+    (r"file too large|cause disk", _K.DISK_ERROR),
     (r"name or service not known|name resolution|resolve (?:host|name)|no address associated", _K.DNS),
     (r"\bdifferent states after\b|digests? (?:differ|disagree)|states? differ", _K.NUMERIC),
     (r"\bnan\b|\binf\b|not finite|non-finite|does not compute any more what it did", _K.NUMERIC),
