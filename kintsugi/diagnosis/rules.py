@@ -31,6 +31,8 @@ LEAST_SLOWDOWN = 4.0
 LEAST_RAN = 0.01
 LEAST_DELAY = 0.3
 """Seconds per second that it waits for a processor."""
+MOST_WAKING = 0.7
+"""The same of one who only wakes up now and then, on a busy host."""
 GROWTH_BYTES = 128e6
 """More memory than this …"""
 GROWTH_RATE = 8e6
@@ -110,9 +112,10 @@ class _Look:
                 bad.append((time, slowdown))
                 said[time] = others
         for group in intervals(bad, gap_s=_gap_s(tracks["run_delay"])):
-            # Of who hardly runs, little is known in a second.
+            # Of who hardly runs, little is known in a second; and who often wakes for a moment often waits for one.
             hardly_runs = max(_mean(tracks["cpu"], time) for time, _ in group) < 3 * LEAST_RAN
-            if len(group) < (4 if hardly_runs else 2):
+            waited = max(_mean(tracks["run_delay"], time) for time, _ in group)
+            if len(group) < (4 if hardly_runs else 2) or (hardly_runs and waited < MOST_WAKING):
                 continue
             slowdown = max(value for _, value in group)
             others = said[next(time for time, value in group if value == slowdown)]

@@ -231,3 +231,13 @@ def test_a_reward_that_always_takes_long_is_as_usual() -> None:
             super()._one_second()
 
     assert named(Slow().play(90)) == []
+
+
+def test_one_that_only_wakes_now_and_then_waits_for_its_turns_on_a_busy_host() -> None:
+    run = HealthyRun().play(40)
+    for process in PROCESSES:
+        run.changes[process] = lambda now, rates: rates.update(cpu_s=0.3, run_delay_s=0.2)
+    run.changes["agent-0"] = lambda now, rates: rates.update(cpu_s=0.01, run_delay_s=0.4)
+    assert named(run.play(8)) == []
+    run.changes["agent-0"] = lambda now, rates: rates.update(cpu_s=0.01, run_delay_s=0.9)
+    assert named(run.play(8)) == [("agent-0", "cpu")]
