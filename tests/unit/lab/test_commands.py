@@ -101,9 +101,17 @@ def test_a_fault_of_packets_without_hosts_of_their_own_is_refused_where_the_mech
 
 def test_a_folder_that_is_there_is_not_written_into(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist yet"):
-        commands.new_folder(tmp_path, name="lab")
+        commands.new_folder(tmp_path, name="lab", json=None)
 
 
 def test_the_list_names_every_experiment_with_its_faults() -> None:
     shown = CliRunner().invoke(app, ["lab", "list"]).output
     assert "S1" in shown and "network_delay on model-1" in shown and "sft_S5" in shown
+
+
+def test_where_a_result_can_not_be_written_is_told_before_anything_is_made(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("no folder")
+    with pytest.raises(UserError, match="can not be written"):
+        new_folder(tmp_path / "new", name="lab", json=blocked / "result.json")
+    assert not (tmp_path / "new").exists()
