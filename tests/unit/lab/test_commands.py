@@ -113,5 +113,5 @@ def test_where_a_result_can_not_be_written_is_told_before_anything_is_made(tmp_p
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
     with pytest.raises(UserError, match="can not be written"):
-        new_folder(tmp_path / "new", name="lab", json=blocked / "result.json")
+        commands.new_folder(tmp_path / "new", name="lab", json=blocked / "result.json")
     assert not (tmp_path / "new").exists()
