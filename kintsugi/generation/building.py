@@ -128,9 +128,11 @@ def open_backend(bootstrap: Bootstrap, config: Config, *, device: torch.device) 
     architecture, tokenizer = plan_model(config)
     dtype = getattr(torch, config.actor.dtype)
     native = None
-    if device.type == "cpu" and config.deterministic:
-        reason = why_not_native(architecture, dtype=dtype)
-        native = agreed_steps(Path(bootstrap.run_dir), reason=reason, process=bootstrap.process)
+    if device.type == "cpu":
+        reason = why_not_trained_from(architecture, dtype=dtype)
+        native = not reason
+        if config.deterministic:
+            native = agreed_steps(Path(bootstrap.run_dir), reason=reason, process=bootstrap.process)
     return build_engine(
         architecture,
         tokenizer,
@@ -151,6 +153,18 @@ def why_not_native(architecture: ModelConfig, *, dtype: torch.dtype) -> str:
     if torch.get_num_threads() != 1:
         return f"compiled steps use one thread, not {torch.get_num_threads()}"
     return why_not(head_shape(architecture, dtype=dtype))
+
+
+def why_not_trained_from(architecture: ModelConfig, *, dtype: torch.dtype) -> str:
+    """The same where somebody trains on what is sampled: its log-probabilities have to be the trainer's."""
+    if dtype is torch.bfloat16 and not rounds_like_the_trainer():
+        return "in bfloat16 compiled steps round like the trainer on processors with AVX512-BF16 only"
+    return why_not_native(architecture, dtype=dtype)
+
+
+def rounds_like_the_trainer() -> bool:
+    """Whether this is a processor of the kind on which the order of the trainer's sums is known."""
+    return bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def agreed_steps(folder: Path, *, reason: str, process: str) -> bool:
@@ -181,7 +195,7 @@ def note_of(backend: Backend) -> str:
     if not isinstance(backend, Engine) or not isinstance(backend.runner, CpuRunner):
         return ""
     model = backend.runner.model
-    reason = why_not_native(model.config, dtype=model.dtype)
+    reason = why_not_trained_from(model.config, dtype=model.dtype)
     reason = reason or "the first server of the run could not"
     return f"steps are not compiled, and slower: {reason}"
 

@@ -81,6 +81,18 @@ def test_where_steps_can_not_be_compiled_others_are_used_and_it_is_said_why(
     assert "steps are not compiled, and slower" in note_of(engine) and reason in note_of(engine)
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_is_trained_on_is_sampled_as_the_trainer_rounds(
+    monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(building, "why_not", lambda _: "")
+    monkeypatch.setattr(building, "rounds_like_the_trainer", lambda: is_known)
+    assert not building.why_not_trained_from(CONFIG, dtype=torch.float32)
+    reason = building.why_not_trained_from(CONFIG, dtype=torch.bfloat16)
+    assert ("AVX512-BF16" in reason) is not is_known
+
+
 def test_the_first_server_of_a_deterministic_run_decides_for_all(tmp_path: Path) -> None:
     assert agreed_steps(tmp_path, reason="", process="server-0")
     assert agreed_steps(tmp_path, reason="", process="server-1")
