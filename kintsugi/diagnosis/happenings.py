@@ -54,6 +54,8 @@ REPEATED = 60
 """Characters by which a message is known again."""
 LINK = "the link from "
 """How an alert begins that somebody raises about its own uploads."""
+TOLD_LATE, TOLD_AFTER_S = frozenset({FaultKind.HANDOVER, FaultKind.NETWORK_DELAY}), 1.0
+"""Somebody waits so long before it tells that an answer, or an upload, does not come."""
 NAMED_BY_ALERTS = frozenset({FaultKind.HANDOVER, FaultKind.SLOW, FaultKind.NUMERIC, FaultKind.NETWORK_DELAY})
 """Of these, an alert tells who broke; of the others, who raises it."""
 
@@ -351,7 +353,7 @@ def _alerts(bundle: Bundle, *, since: float, until: float) -> Iterator[Finding]:
         yield Finding(
             process=process,
             kind=kind,
-            onset=alert.time - (1.0 if kind is FaultKind.HANDOVER else 0.0),
+            onset=alert.time - (TOLD_AFTER_S if kind in TOLD_LATE else 0.0),
             until=alert.time,
             strength=0.55 if is_hint else 0.8,
             what=shortened(alert.message.removeprefix(f"{process} ")),

@@ -64,6 +64,8 @@ def sinks(edges: list[Edge]) -> dict[str, float]:
 def path_from(bundle: Bundle, finding: Finding, *, symptom: Hop, at: float) -> tuple[Hop, ...]:
     """From the cause to what people see: along declared waits as far as there are any, else along the work's way."""
     first = Hop(finding.process, finding.what, finding.onset)
+    # Figures come once a second: what follows is never told as earlier.
+    symptom = Hop(symptom.process, symptom.what, max(symptom.time, finding.onset))
     if finding.process == MASTER:
         return (first, symptom) if symptom.what != first.what else (first,)
     until = min(at, finding.until + AFTER_S)
