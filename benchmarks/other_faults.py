@@ -137,10 +137,69 @@ def without_descriptors(process: str) -> Begin:
     return begin
 
 
-def immutable(cluster: Cluster) -> Undo:
-    folder = cluster.run_dir / "checkpoints"
-    run("chattr", "+i", folder)
-    return lambda: run("chattr", "-i", folder)
+def immutable(name: str) -> Begin:
+    """A file or folder of the run folder."""
+
+    def begin(cluster: Cluster) -> Undo:
+        path = cluster.run_dir / name
+        run("chattr", "+i", path)
+        return lambda: run("chattr", "-i", path)
+
+    return begin
+
+
+def without_files(process: str) -> Begin:
+    """None may become longer."""
+
+    def begin(cluster: Cluster) -> Undo:
+        pid = pid_of(cluster, process)
+        run("prlimit", "--pid", pid, "--fsize=0:")
+        return lambda: run("prlimit", "--pid", pid, "--fsize=unlimited:")
+
+    return begin
+
+
+def stopped_beside(process: str) -> Begin:
+    """The process that it has started: the user's code."""
+
+    def begin(cluster: Cluster) -> Undo:
+        pid = pid_of(cluster, process)
+        child = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        os.kill(child, signal.SIGSTOP)
+        return lambda: run("kill", "-CONT", child)
+
+    return begin
+
+
+def narrow(cluster: Cluster) -> Undo:
+    """The far host's interface takes no more than 68 bytes at once."""
+    device = interface(cluster)
+    on_host(cluster, "ip", "link", "set", device, "mtu", "68")
+    return lambda: on_host(cluster, "ip", "link", "set", device, "mtu", "1500")
+
+
+def disconnected(process: str) -> Begin:
+    """All of its connections are ended by the kernel, once a second."""
+
+    def begin(cluster: Cluster) -> Undo:
+        pid = pid_of(cluster, process)
+        each = "while read -r _ _ _ here there _; do ss -K src $here dst $there; done"
+        again = f"while :; do ss -tnpH | grep pid={pid}, | {each}; sleep 1; done"
+        quiet = subprocess.DEVNULL
+        program = subprocess.Popen(
+            ["nsenter", "-t", str(pid), "-n", "sh", "-c", again],
+            stdout=quiet,
+            stderr=quiet,
+            start_new_session=True,
+        )
+
+        def undo() -> None:
+            os.killpg(program.pid, signal.SIGKILL)
+            program.wait()
+
+        return undo
+
+    return begin
 
 
 def replaced_by_a_file(cluster: Cluster) -> Undo:
@@ -216,7 +275,18 @@ FAULTS: dict[str, Fault] = {
     ),
     "no descriptors, a rank": _of(without_descriptors("model-0"), "model-0", "descriptors"),
     "no descriptors, a worker": _of(without_descriptors("rollout-0"), "rollout-0", "descriptors"),
-    "checkpoints immutable": _of(immutable, "model-0 model-1 master-0", "disk_error"),
+    "no descriptors, an agent": _of(without_descriptors("agent-1"), "agent-1", "descriptors"),
+    "no file may grow, the master's": _of(without_files("master-0"), "master-0", "disk_error hung"),
+    "reward process stopped": _of(stopped_beside("rollout-1"), "rollout-1", "user_code"),
+    "host: packets of 68 bytes": _of(narrow, "agent-1", "network_cut network_delay network_loss"),
+    "host: 3 % of bytes damaged": _of(
+        filtered("o meta l4proto tcp meta length > 200 numgen random mod 100 < 3 @th,256,32 set 0xdeadbeef"),
+        f"agent-0 master-0 manager-0 model-0 rollout-0 server-0 {HOST_1}",
+        "corruption network_cut network_loss slow",
+    ),
+    "connections ended again and again": _of(disconnected("model-1"), "model-1", "network_cut crashed"),
+    "journal immutable": _of(immutable("journal"), "master-0", "disk_error"),
+    "checkpoints immutable": _of(immutable("checkpoints"), "model-0 model-1 master-0", "disk_error"),
     "checkpoints no folder": _of(replaced_by_a_file, "model-0 model-1 master-0", "disk_error"),
     "disk in use by others": _of(disk_in_use, f"agent-0 master-0 {HOST_1}", "disk_slow"),
 }
