@@ -10,11 +10,14 @@ PEER_TRL := .venv-trl/.setup
 PEER_VLLM := .venv-vllm/.setup
 PEER_LLAMA := .venv-llama/.setup
 CHECKED := kintsugi tests $(wildcard benchmarks)
-# Real clusters want the machine to themselves: they count processes and descriptors, and have deadlines.
-# What makes the suite long is said each time.
+# The slowest tests are listed each time.
 SLOWEST := --durations 15 --durations-min 5
-PARALLEL := --numprocesses auto --dist loadfile tests/unit tests/simulation tests/docs
-ALONE := tests/cluster
+# Clusters of tiny programs, which mostly wait.
+TINY := tests/cluster/test_cleanup.py tests/cluster/test_restarts.py
+# A worker per core; one that has finished takes tests from the others. The longest, the pages of docs/, come first.
+PARALLEL := --numprocesses auto --dist worksteal tests/docs $(TINY) tests/unit tests/simulation
+# Real clusters want the machine to themselves: they count processes and descriptors, and have deadlines.
+ALONE := tests/cluster $(TINY:%=--ignore %)
 # Programs of the system that the fault laboratory calls; what is missing is said, and its tests are skipped.
 SYSTEM_TOOLS := ip tc nft iptables strace mkfs.ext4 mount unshare nsenter
 SYSTEM_PACKAGES := iproute2 nftables iptables strace e2fsprogs mount util-linux
@@ -22,12 +25,14 @@ SYSTEM_PACKAGES := iproute2 nftables iptables strace e2fsprogs mount util-linux
 unexport PYTHONDONTWRITEBYTECODE
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq
 
-.PHONY: help setup setup-test system-packages demo test test-fast lint bench trl-losses clean
+.PHONY: help setup setup-test system-packages demo test test-fast lint docs wheel bench trl-losses clean
 
 help:
 	@echo "make demo       set up, then train a small model by GRPO and show what it learned"
-	@echo "make test       set up, then linters, type checker and the whole test suite"
-	@echo "make test-fast  the tests without the slow ones (real weights)"
+	@echo "make test       set up, then linters, type checker and the whole test suite, 15 minutes"
+	@echo "make test-fast  the tests without the slow ones, 3 minutes"
+	@echo "make docs       the documentation site, into site/"
+	@echo "make wheel      the wheel, into dist/"
 	@echo "make bench      benchmarks, ours and the peers' in one run"
 	@echo "make trl-losses TRL's losses and gradients again, for the tests that compare ours"
 	@echo "make setup      only the environment in .venv"
@@ -54,7 +59,7 @@ $(SETUP_TEST): $(SETUP)
 	@touch $@
 
 demo: $(SETUP)
-	$(BIN)/kintsugi train recipes/grpo_arithmetic.yaml
+	$(BIN)/kintsugi train grpo_arithmetic
 
 # Installed only where they are missing, and only by root.
 system-packages:
@@ -82,6 +87,14 @@ lint: $(SETUP_TEST)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(CHECKED)
+
+# Broken links and pages that the navigation leaves out are errors.
+docs: $(SETUP_TEST)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
+	@echo "site/index.html"
+
+wheel: $(SETUP)
+	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
 
 bench: $(SETUP_TEST) $(PEER_RAY) $(PEER_TRL) $(PEER_VLLM) $(PEER_LLAMA)
 	$(BIN)/python benchmarks/control_plane.py
@@ -120,5 +133,5 @@ trl-losses: $(PEER_TRL)
 	.venv-trl/bin/python benchmarks/trl_losses.py
 
 clean:
-	rm -rf .venv .venv-ray .venv-trl .venv-vllm .venv-llama build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-ray .venv-trl .venv-vllm .venv-llama build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kintsugi tests -name __pycache__ -type d -prune -exec rm -rf {} +

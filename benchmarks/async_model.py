@@ -37,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs 
 
 from benchmarks.async_simulation import Cluster, Costs, Groups, Outcome, Run, Span, simulate
 from benchmarks.async_vs_sync import stage, step_lines
-from kintsugi.config import Config
-from kintsugi.recipe import load_config
+from kintsugi.config.recipe import load_config
+from kintsugi.config.schema import Config
 
 DEVICES = (2, 16, 64, 512)
 GROUPS_PER_DEVICE = 16

@@ -47,7 +47,7 @@ class Cluster:
     ranks: int
     slots: int
     cores: int | None = None
-    """Cores that servers and ranks share as an operating system does; None: everybody has a device, or they take
+    """Cores that servers and ranks share as an operating system does; None: each has a device, or they take
     turns."""
     most_groups: int = 1 << 30
     """In flight between ticket and reward."""
@@ -138,7 +138,7 @@ class _Simulation:
         """Seconds on unshared devices; None while the ranks wait."""
         self._training_at, self._training_plan = 0.0, 0
         self._speed = 1.0
-        """Of everybody, against having a device alone."""
+        """Speed of each process, relative to one with a device of its own."""
         self._jobs: deque[tuple[float, _Kind, int]] = deque()
         """What control has to do: (seconds, what follows, of which group or step)."""
         self._job_at, self._job_plan = 0.0, 0
@@ -175,7 +175,7 @@ class _Simulation:
         heapq.heappush(self._events, (self._now + delay_s, next(self._count), kind, who, plan))
 
     def _issue(self) -> None:
-        """The admission rule of `kintsugi/buffer/admission.py`; nothing is issued for steps that will not be."""
+        """The admission rule of `kintsugi/samples/batch_selection.py`; nothing is issued for steps that will not be."""
         run = self._run
         last = min(self._version + run.max_staleness + 1, run.steps)
         room = self._cluster.most_groups - self._in_flight
@@ -265,7 +265,7 @@ class _Simulation:
         self._keep_pace()
         self._train()
 
-    # How fast everybody is: where cores are shared, who begins or stops changes the speed of all others.
+    # Speed of each process: where cores are shared, one that begins or stops changes the speed of all others.
 
     def _changed(self, index: int) -> None:
         """A server has other rows than before."""
@@ -274,7 +274,7 @@ class _Simulation:
             self._plan_end(index)
 
     def _keep_pace(self) -> bool:
-        """If the speed is another now: bring everybody up to now at the old one, and plan anew."""
+        """If the speed is another now: bring all processes up to now at the old one, and plan again."""
         if self._cluster.cores is None:
             return False
         runnable = sum(bool(server.rows) for server in self._servers)

@@ -47,7 +47,7 @@ from benchmarks.async_workloads import (
     write_recipe,
     write_rows,
 )
-from kintsugi.observe.events import Transition, read_events
+from kintsugi.telemetry.events import Transition, read_events
 
 PARTS = ("learning", "tail", "latency")
 LAYOUTS = (Layout(2, 2, 128), Layout(1, 1, 256), Layout(2, 1, 128))
@@ -116,7 +116,7 @@ def stage(step: dict[str, Any], *names: str) -> float:
 
 
 def ideal_step_s(layout: Layout, *, generate_s: float, train_s: float, cores: int) -> float:
-    """Seconds of a step in which nobody waits for anybody.
+    """Seconds of a step in which no process waits for another.
 
     >>> ideal_step_s(Layout(2, 2, 64), generate_s=1.0, train_s=0.5, cores=2)
     1.5
@@ -235,7 +235,7 @@ def speed_row(part: str, layout: Layout, pairs: Sequence[tuple[Measured, Measure
 
 def learning(bench: Bench) -> dict[str, Any]:
     model = addition_model(bench.folder, num_eval=LEARNING_PROBLEMS)
-    path = ROOT / "recipes" / "grpo_arithmetic.yaml"
+    path = ROOT / "kintsugi" / "recipes" / "grpo_arithmetic.yaml"
     found: dict[str, list[dict[str, Any]]] = {"sync": [], "async": []}
     for seed in range(bench.seeds):
         sides = {"sync": 0, "async": bench.max_staleness}

@@ -84,7 +84,7 @@ def write_rows(path: Path, content: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def exact(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """The share of right numbers from the beginning on, so that groups differ even where nobody is all right."""
+    """The share of right numbers from the beginning on, so that groups differ even where no answer is all right."""
     return [
         _right_share(text.split(), truth.split()) for text, truth in zip(completions, answer, strict=True)
     ]
@@ -192,7 +192,7 @@ def addition_model(folder: Path, *, num_eval: int) -> Path:
     model = folder / "addition-model"
     if not model.exists():
         kintsugi(
-            "train", ROOT / "recipes" / "sft_arithmetic.yaml", "seed=1", "model.new.seed=1",
+            "train", ROOT / "kintsugi" / "recipes" / "sft_arithmetic.yaml", "seed=1", "model.new.seed=1",
             "algorithm.steps=155", "actor.learning_rate=2.0e-3", "actor.schedule=constant", "actor.warmup_steps=0",
             "eval.every=0", "eval.num_samples=0", f"data.num_eval={num_eval}", f"run_dir={folder / 'addition-sft'}",
         )  # fmt: skip

@@ -28,11 +28,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kintsugi import messages, wire
-from kintsugi.messages import Body, FetchSamples, Ok, Ping, SamplesFetched
-from kintsugi.runtime import SystemProcesses
+from kintsugi.protocol import membership, wire
+from kintsugi.protocol.membership import Ok, Ping
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.rollout import FetchSamples, SamplesFetched
+from kintsugi.runtime.processes import SystemProcesses
 from kintsugi.transport import Endpoint, PendingReply, new_key_pair
-from kintsugi.types import Finish, Peer, Role, Trajectory
+from kintsugi.types import FinishReason, Peer, Role, Trajectory
 
 HERE = Path(__file__).parent
 OUTSTANDING = 64
@@ -61,7 +63,7 @@ def serve(descriptor: int) -> None:
     endpoint.admit(meeting.caller)
     endpoint.send(
         meeting.caller.process,
-        messages.Register(endpoint.peer(host="here"), Role.SERVER, os.getpid()),
+        membership.Register(endpoint.peer(host="here"), Role.SERVER, os.getpid()),
     )
     while True:
         for delivery in endpoint.poll(1.0):
@@ -79,7 +81,7 @@ def our_server() -> Iterator[Endpoint]:
     try:
         while "server-0" not in caller.peers or not caller.peers["server-0"].address:
             for delivery in caller.poll(1.0):
-                assert isinstance(delivery.body, messages.Register)
+                assert isinstance(delivery.body, membership.Register)
                 caller.admit(delivery.body.peer)
         yield caller
     finally:
@@ -120,7 +122,7 @@ def trajectory() -> Trajectory:
         loss_mask=np.ones(NUM_TOKENS, dtype="u1").tobytes(),
         logprobs=np.linspace(-3, 0, NUM_TOKENS, dtype="<f4").tobytes(),
         versions=np.full(NUM_TOKENS, 7, dtype="<i4").tobytes(),
-        finish=Finish.EOS,
+        finish=FinishReason.EOS,
     )
 
 

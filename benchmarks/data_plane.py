@@ -3,12 +3,11 @@
     python benchmarks/data_plane.py [--steps 24] [--json FILE]
 
 Four ranks and two holders, half of them on each of two hosts, all of them processes of this machine: real endpoints
-(ZeroMQ, CURVE, loopback), real memory of a host's agent, the code that ranks run (`training/samples.py`). What is not
-real is the link between the hosts: a shim in front of the holders' answers to the other host lets one answer through at
-a time, takes so long for each request and for each byte, and keeps everything back for the latency. The planner is told
-nothing of it. Rows are medians over the last half of the steps, the three ways taking turns; `expected` is what the
-planner's estimate said before each of its steps.
-"""
+(ZeroMQ, CURVE, loopback), real memory of a host's agent, the code that ranks run (`training/sample_fetch.py`). What
+is not real is the link between the hosts: a shim in front of the holders' answers to the other host lets one answer
+through at a time, takes so long for each request and for each byte, and keeps everything back for the latency. The
+planner is told nothing of it. Rows are medians over the last half of the steps, the three ways taking turns;
+`expected` is what the planner's estimate said before each of its steps."""
 
 from __future__ import annotations
 
@@ -30,15 +29,15 @@ import msgspec
 import numpy as np
 import xxhash
 
-from kintsugi.buffer.packing import logical_shards, shards_of_rank
-from kintsugi.cluster.segments import SegmentClient, SegmentServer
-from kintsugi.dataplane.plan import Plan, candidates, made
-from kintsugi.dataplane.plane import DataPlane
-from kintsugi.messages import FetchSamples, SamplesFetched
-from kintsugi.training.samples import StepSamples
-from kintsugi.transfers import FetchRelayed, Routes, Transfer
+from kintsugi.cluster.shared_memory import SegmentClient, SegmentServer
+from kintsugi.dataplane.plan import TransferPlan, candidates, made
+from kintsugi.dataplane.planner import TransferPlanner
+from kintsugi.protocol.rollout import FetchSamples, SamplesFetched
+from kintsugi.protocol.sample_transfer import FetchRelayed, Routes, Transfer
+from kintsugi.samples.sharding import logical_shards, shards_of_rank
+from kintsugi.training.sample_fetch import StepSamples
 from kintsugi.transport import Delivery, Endpoint, new_key_pair
-from kintsugi.types import Finish, LogicalShard, Peer, ShardItem, Trajectory
+from kintsugi.types import FinishReason, LogicalShard, Peer, ShardItem, Trajectory
 
 RANKS = ("model-0", "model-1", "model-2", "model-3")
 HOLDERS = ("rollout-0", "rollout-1")
@@ -86,7 +85,7 @@ def trajectory(key: str, num_tokens: int) -> Trajectory:
         loss_mask=(np.arange(num_tokens) > 0).astype("u1").tobytes(),
         logprobs=numbers.astype("<f4").tobytes(),
         versions=np.zeros(num_tokens, dtype="<i4").tobytes(),
-        finish=Finish.EOS,
+        finish=FinishReason.EOS,
     )
 
 
@@ -211,7 +210,7 @@ class Cluster:
             self._pipes[name].send_bytes(b"the memory is there")
 
     def step(
-        self, number: int, shards: Sequence[LogicalShard], plan: Plan
+        self, number: int, shards: Sequence[LogicalShard], plan: TransferPlan
     ) -> tuple[float, dict[str, list[Transfer]]]:
         """Seconds until every rank has its samples, and what they measured."""
         start = time.perf_counter()
@@ -238,7 +237,7 @@ class Cluster:
 
 def measure(link: Link, *, steps: int) -> dict[str, Any]:
     """One link: direct, relay and planner in turn, step by step."""
-    shards, plane = batch(link), DataPlane()
+    shards, plane = batch(link), TransferPlanner()
     seconds: dict[str, list[float]] = {"direct": [], "relay": [], "planner": []}
     expected: list[float] = []
     with closing(Cluster(link)) as cluster:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs as a script.
 
-from kintsugi.observe.events import Alert, Span, read_events
+from kintsugi.telemetry.events import Alert, Span, read_events
 
 ROOT = Path(__file__).resolve().parents[1]
 PROCESSES = ("model-0", "server-0")
@@ -77,7 +77,7 @@ def overrides(policy: str, *, steps: int, layers: int) -> list[str]:
 def run(policy: str, folder: Path, *, steps: int, layers: int) -> dict[str, Any]:
     """One run to its end, and what its turns say."""
     run_dir = folder / policy
-    recipe = ROOT / "recipes" / "grpo_arithmetic.yaml"
+    recipe = ROOT / "kintsugi" / "recipes" / "grpo_arithmetic.yaml"
     settings = overrides(policy, steps=steps, layers=layers)
     since = time.monotonic()
     finished = subprocess.run(

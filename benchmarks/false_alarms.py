@@ -28,20 +28,19 @@ from typing import Any
 
 import msgspec
 
-from kintsugi.bootstrap import Bootstrap
 from kintsugi.cluster.handover import PROGRAMS
-from kintsugi.control.inputs import read_inputs
-from kintsugi.control.journal import read_facts
+from kintsugi.config.recipe import load
 from kintsugi.control.protocol import Suspected
-from kintsugi.facts import CheckpointSaved, IncidentOpened, ProcessLost, StepCommitted
-from kintsugi.lab.running import MarkedRun, launch_for_a_lab
-from kintsugi.lab.soak import with_steps
-from kintsugi.lab.watching import Watch
-from kintsugi.recipe import load
-from kintsugi.worker import MAINS
+from kintsugi.journal.facts import CheckpointSaved, IncidentOpened, ProcessLost, StepCommitted
+from kintsugi.journal.inputs import read_inputs
+from kintsugi.journal.journal import read_facts
+from kintsugi.lab.soak.soak import with_steps
+from kintsugi.lab.testbed.run import MarkedRun, launch_for_a_lab
+from kintsugi.lab.testbed.watch import RunWatch
+from kintsugi.protocol.bootstrap import Bootstrap
 
 HERE = Path(__file__).parent
-RECIPE = HERE.parent / "recipes" / "soak.yaml"
+RECIPE = HERE.parent / "kintsugi" / "recipes" / "soak.yaml"
 STEPS = 2000
 STEP_TIMEOUT_S = 10.0
 PAUSE_EVERY_S = (5.0, 20.0)
@@ -54,7 +53,7 @@ def pausing_main(bootstrap: Bootstrap) -> int:
     """Body of every process but the agents: its usual program, beside a thread that sometimes stops all others."""
     seed = int(hashlib.sha256(f"{bootstrap.process} {bootstrap.incarnation}".encode()).hexdigest(), 16)
     threading.Thread(target=pause_now_and_then, args=(random.Random(seed),), daemon=True).start()
-    module, _, function = MAINS[bootstrap.role].partition(":")
+    module, _, function = PROGRAMS.entries[bootstrap.role].partition(":")
     program: Callable[[Bootstrap], int] = getattr(importlib.import_module(module), function)
     return program(bootstrap)
 
@@ -106,7 +105,7 @@ def measure(folder: Path, *, steps: int) -> dict[str, int]:
     ]  # fmt: skip
     config = with_steps(load(RECIPE, overrides).config, steps=steps)
     run = MarkedRun(config, run_dir=folder / "run", command=(sys.executable, __file__, "--launch"))
-    watch = Watch(run.run_dir)
+    watch = RunWatch(run.run_dir)
     try:
         run.start()
         watch.until(
@@ -116,7 +115,7 @@ def measure(folder: Path, *, steps: int) -> dict[str, int]:
             pause_s=0.5,
         )
         if run.exit_code() != 0:
-            raise RuntimeError(f"the run failed: {run.last_words()}")
+            raise RuntimeError(f"the run failed: {run.output()}")
     finally:
         watch.close()
         run.close()

@@ -4,7 +4,8 @@
 
 Random weights of the model's shape (the same for all sides), random prompts (new ones each round), end tokens ignored,
 nothing cut off the distribution, every side warm. Prefill and sampling are counted. Ours also computes the
-log-probability of every token, which nobody asks of the others. A ratio above 1 means that ours is faster.
+log-probability of every token, which of the others only `vllm` is asked for. A ratio above 1 means that ours is faster.
+A peer whose environment is missing is skipped, and the report says why.
 
 On a CPU every side has one thread:
     generate   the whole batch at once (tiny 64, 135m 32), 32 + 128 tokens: `transformers.generate` in fp32 and bf16,
@@ -13,6 +14,7 @@ On a CPU every side has one thread:
     growth     our tokens per second by batch and context
 On an accelerator, in bf16:
     generate   128 + 512 tokens at 64 and 256 sequences: `transformers.generate`
+    vllm       the same, and the mixed workload: vLLM with the log-probability of every sampled token
     workload   256 sequences, prompts and completions of 100 to 1024 tokens, temperature 0.6 (nano-vLLM's benchmark)
     roofline   decoding at a context of 384 against the time to read weights and keys and values once
     samples    prefill and pages of 16 samples of a prompt against 1
@@ -39,12 +41,25 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs as a script.
 
 from benchmarks.generation_rounds import Order
-from benchmarks.generation_sides import MODELS, Case, SideProcess, alternate, running, write_model
+from benchmarks.generation_sides import (
+    MODELS,
+    Case,
+    MixedCase,
+    SideProcess,
+    alternate,
+    present,
+    running,
+    write_model,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU_PARTS = ("generate", "batches", "growth")
-CUDA_PARTS = ("generate", "workload", "roofline", "samples", "logprobs", "swap", "growth")
+CUDA_PARTS = ("generate", "vllm", "workload", "roofline", "samples", "logprobs", "swap", "growth")
 GENERATE_BATCH = {"tiny": 64, "135m": 32}
+PEERS_NEED_WEIGHTS = ("generate", "vllm")
+"""Parts on an accelerator whose sides read the model from a folder."""
+VLLM_MEMORY_SHARE = 0.4
+"""Ours and vLLM are on the card together; each has room for all sequences."""
 
 
 def cpu_sides(part: str, *, model: str) -> dict[str, tuple[str, str, bool]]:
@@ -74,15 +89,19 @@ def cpu_part(part: str, *, arguments: argparse.Namespace, folder: Path) -> list[
     model: str = arguments.model
     chosen = cpu_sides(part, model=model)
     batches = (1, 16, 64) if part == "batches" else (GENERATE_BATCH[model],)
-    sides = {
-        name: SideProcess(
-            program,
-            pythons(arguments)[program],
-            Order(str(folder), dtype, "cpu", max(batches), 32 + 128, deterministic),
-            folder / f"{name.replace(' ', '-')}.log",
-        )
-        for name, (program, dtype, deterministic) in chosen.items()
-    }
+    sides = present(
+        {
+            name: SideProcess(
+                program,
+                pythons(arguments)[program],
+                Order(str(folder), dtype, "cpu", max(batches), 32 + 128, deterministic),
+                folder / f"{name.replace(' ', '-')}.log",
+            )
+            for name, (program, dtype, deterministic) in chosen.items()
+        },
+        skipped=arguments.skipped,
+    )
+    chosen = {name: chosen[name] for name in sides}
     cases = [Case(batch, 32, 128, list(chosen)) for batch in batches]
     with running(sides):
         figures = alternate(
@@ -109,39 +128,68 @@ def comparable(ours: str, *, peer: str) -> bool:
     return peer in {"llama.cpp", "vllm"} or peer.split()[1] == ours.split()[1]
 
 
-def cuda_generate(*, arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Whole batches against `transformers.generate`, whose shapes have to be warm."""
+def cuda_sides(
+    programs: dict[str, str], order: Order, *, arguments: argparse.Namespace, folder: Path
+) -> dict[str, SideProcess]:
+    """Sides on an accelerator, without those that are not installed."""
     sides = {
         name: SideProcess(
             program,
             pythons(arguments)[program],
-            Order(str(folder), "bfloat16", "cuda", 256, 128 + 512),
+            order,
             folder / f"{name}.log",
+            path=arguments.vllm_path if program == "generation_vllm" else "",
         )
-        for name, program in {
-            "ours": "generation_ours",
-            "transformers": "generation_transformers",
-        }.items()
+        for name, program in programs.items()
     }
+    return present(sides, skipped=arguments.skipped)
+
+
+def cuda_generate(*, arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Whole batches against `transformers.generate`, whose shapes have to be warm."""
+    order = Order(str(folder), "bfloat16", "cuda", 256, 128 + 512)
+    programs = {"ours": "generation_ours", "transformers": "generation_transformers"}
+    sides = cuda_sides(programs, order, arguments=arguments, folder=folder)
+    cases = [Case(batch, 128, 512, list(sides)) for batch in (64, 256)]
+    return cuda_rows("generate", cases, sides=sides, arguments=arguments)
+
+
+def cuda_vllm(*, arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Whole batches and the mixed workload against vLLM; both compute the log-probability of every sampled token."""
+    order = Order(str(folder), "bfloat16", "cuda", 256, 2048, logprobs=True, memory_share=VLLM_MEMORY_SHARE)
+    programs = {"ours": "generation_ours", "vllm": "generation_vllm"}
+    sides = cuda_sides(programs, order, arguments=arguments, folder=folder)
+    cases = [*(Case(batch, 128, 512, list(sides)) for batch in (64, 256)), MixedCase(sides=list(sides))]
+    return cuda_rows("vllm", cases, sides=sides, arguments=arguments)
+
+
+def cuda_rows(
+    part: str, cases: Sequence[Case], *, sides: dict[str, SideProcess], arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
     with running(sides):
         figures = alternate(
-            [Case(batch, 128, 512, list(sides)) for batch in (64, 256)],
+            cases,
             sides=sides,
             rounds=arguments.rounds,
             vocab_size=MODELS[arguments.model].vocab_size,
             whole_warm_up=True,
         )
-    return [each.row(part="generate", model=arguments.model, dtype="bfloat16") for each in figures]
+    versions = {name: side.version for name, side in sides.items()}
+    return [
+        {**each.row(part=part, model=arguments.model, dtype="bfloat16"), "versions": versions}
+        for each in figures
+    ]
 
 
 def pythons(arguments: argparse.Namespace) -> dict[str, Path]:
-    """Who runs which side. On an accelerator's host one environment has all there is."""
+    """Interpreter of each side. On an accelerator's host one environment has all there is."""
     own = Path(sys.executable)
+    vllm = own if arguments.vllm_python is None and arguments.device == "cuda" else arguments.vllm_python
     return {
         "generation_ours": own,
         "generation_transformers": own,
         "generation_llama": arguments.llama_python,
-        "generation_vllm": arguments.vllm_python,
+        "generation_vllm": vllm or ROOT / ".venv-vllm/bin/python",
     }
 
 
@@ -176,6 +224,8 @@ def measured(part: str, *, arguments: argparse.Namespace, folder: Path) -> list[
         return cpu_part(part, arguments=arguments, folder=folder)
     if part == "generate":
         return cuda_generate(arguments=arguments, folder=folder)
+    if part == "vllm":
+        return cuda_vllm(arguments=arguments, folder=folder)
     return generation_parts.PARTS[part](arguments.model, rounds=arguments.rounds)
 
 
@@ -188,10 +238,11 @@ def main() -> None:
         "date": datetime.now(UTC).date().isoformat(),
         "command": " ".join(["benchmarks/generation.py", *sys.argv[1:]]),
         "rows": [],
+        "skipped": arguments.skipped,
     }
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        if arguments.device == "cpu" or "generate" in arguments.part:
+        if arguments.device == "cpu" or not set(PEERS_NEED_WEIGHTS).isdisjoint(arguments.part):
             dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
             write_model(MODELS[arguments.model], folder=folder, dtype=dtype, device=arguments.device)
         for part in arguments.part:
@@ -212,8 +263,10 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--llama-python", type=Path, default=ROOT / ".venv-llama/bin/python")
-    parser.add_argument("--vllm-python", type=Path, default=ROOT / ".venv-vllm/bin/python")
+    parser.add_argument("--vllm-python", type=Path, help="on a CPU .venv-vllm, else this interpreter")
+    parser.add_argument("--vllm-path", default="", help="folder of unpacked wheels with vLLM")
     arguments = parser.parse_args(words)
+    arguments.skipped = {}
     if arguments.model is None:
         arguments.model = "tiny" if arguments.device == "cpu" else "0.6b"
     known = CPU_PARTS if arguments.device == "cpu" else CUDA_PARTS

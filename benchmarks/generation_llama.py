@@ -87,7 +87,7 @@ class LlamaCpp:
             for index, number in enumerate(numbers):
                 place = index * length + length - 1
                 sampled[number].append(llama_cpp.llama_sampler_sample(samplers[number], context, place))
-        for step in range(work.new_tokens - 1):
+        for step in range(max(work.new_tokens) - 1):
             position = length + step
             fed = [(tokens[-1], position, number) for number, tokens in enumerate(sampled)]
             self._decode(context, fed, last=position)

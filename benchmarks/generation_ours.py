@@ -15,14 +15,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs 
 
 import kintsugi
 from benchmarks.generation_rounds import Order, Round, answer_rounds
-from kintsugi.generation.building import build_engine
-from kintsugi.generation.engine import Engine
-from kintsugi.generation.noise import stream_key
-from kintsugi.generation.requests import Output, Request
+from kintsugi.generation.engine.engine import Engine
+from kintsugi.generation.engine.factory import build_engine
+from kintsugi.generation.engine.requests import GenerationOutput, GenerationRequest
+from kintsugi.generation.engine.rng import stream_key
 from kintsugi.model import huggingface
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.tokenizer import character_tokenizer
-from kintsugi.types import Sampling
+from kintsugi.types import SamplingParams
 
 
 def new_engine(
@@ -59,15 +59,15 @@ def new_requests(
     num_samples: int = 1,
     seed: int = 0,
     top_logprobs: int = 0,
-) -> list[Request]:
+) -> list[GenerationRequest]:
     """`num_samples` for each prompt, side by side; end tokens mean nothing. Numbered from `first` on."""
     budgets = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
     return [
-        Request(
+        GenerationRequest(
             (first + number, sample),
             prompt=np.asarray(prompt, np.int32),
-            noise_key=stream_key(f"{first + number}", seed=seed, sample=sample, turn=0),
-            sampling=Sampling(
+            rng_key=stream_key(f"{first + number}", seed=seed, sample=sample, turn=0),
+            sampling=SamplingParams(
                 temperature=temperature, max_new_tokens=budget, ignore_end=True, top_logprobs=top_logprobs
             ),
         )
@@ -76,14 +76,14 @@ def new_requests(
     ]
 
 
-def outputs_of(engine: Engine, requests: Sequence[Request]) -> list[Output]:
+def outputs_of(engine: Engine, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
     """In the requests' order."""
     engine.submit(requests)
     found = {output.request.id: output for output in finished(engine, while_true=lambda: not engine.idle)}
     return [found[request.id] for request in requests]
 
 
-def finished(engine: Engine, *, while_true: Callable[[], bool]) -> Iterator[Output]:
+def finished(engine: Engine, *, while_true: Callable[[], bool]) -> Iterator[GenerationOutput]:
     while while_true():
         yield from engine.step()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,9 +14,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.generation_ours import new_engine, new_requests, outputs_of
-from benchmarks.generation_sides import MODELS, random_prompts
-from kintsugi.generation.engine import Engine
-from kintsugi.generation.requests import Request
+from benchmarks.generation_sides import MODELS, MixedCase, random_prompts
+from kintsugi.generation.engine.engine import Engine
+from kintsugi.generation.engine.requests import GenerationRequest
 from kintsugi.model.architecture import ModelConfig, num_parameters
 from kintsugi.model.transformer import Transformer
 
@@ -75,7 +74,7 @@ def engine_of(
 
 def requests_of(
     model: str, batch: int, *, prompt_tokens: int, new_tokens: int, **further: Any
-) -> list[Request]:
+) -> list[GenerationRequest]:
     """With prompts that no earlier request had."""
     first = next(NUMBERS)
     prompts = random_prompts(batch, length=prompt_tokens, vocab_size=MODELS[model].vocab_size, seed=first)
@@ -87,15 +86,16 @@ def a_row(part: str, case: dict[str, Any], *, unit: str, ours: float, **further:
 
 
 def workload(model: str, *, rounds: int) -> list[Row]:
-    """nano-vLLM's: lengths exactly as its `bench.py` draws them. Each round has other tokens, of the same lengths."""
-    stream = random.Random(0)
-    prompts = [[stream.randint(0, 10000) for _ in range(stream.randint(100, 1024))] for _ in range(256)]
-    budgets = [stream.randint(100, 1024) for _ in range(256)]
+    """The mixed workload, ours alone."""
+    mixed = MixedCase()
+    prompts, budgets = mixed.drawn()
     engine = engine_of(model)
     speeds = []
     for number in range(rounds + 1):
-        shifted = [[(token + 7919 * number) % 10001 for token in prompt] for prompt in prompts]
-        requests = new_requests(shifted, new_tokens=budgets, first=next(NUMBERS), temperature=0.6)
+        work = mixed.work(seed=number, vocab_size=MODELS[model].vocab_size)
+        requests = new_requests(
+            work.prompts, new_tokens=budgets, first=next(NUMBERS), temperature=work.temperature
+        )
         start = time.perf_counter()
         outputs = outputs_of(engine, requests)
         seconds = time.perf_counter() - start
@@ -112,7 +112,7 @@ def workload(model: str, *, rounds: int) -> list[Row]:
 def decode_seconds(engine: Engine, prompts: Sequence[Sequence[int]], **further: Any) -> tuple[float, float]:
     """Of one decode step while all of these decode, and the mean context meanwhile.
 
-    Their prompts are prefilled beforehand, so that all begin together; nobody ends before the time has been taken.
+    Their prompts are prefilled beforehand, so that all begin together; none ends before the time has been taken.
     """
     outputs_of(engine, new_requests(prompts, new_tokens=1, first=next(NUMBERS)))
     requests = new_requests(prompts, new_tokens=4 * STEPS, first=next(NUMBERS), **further)
@@ -131,7 +131,7 @@ def decode_seconds(engine: Engine, prompts: Sequence[Sequence[int]], **further: 
     return seconds / steps, len(prompts[0]) + (before + after) / 2 / len(requests)
 
 
-def num_produced(engine: Engine, requests: Sequence[Request]) -> int:
+def num_produced(engine: Engine, requests: Sequence[GenerationRequest]) -> int:
     """Tokens that the host has seen so far."""
     found = [engine.produced(request.id) for request in requests]
     return sum(len(tokens.ids) for tokens in found if tokens is not None)
@@ -318,7 +318,7 @@ def swap(model: str, *, rounds: int) -> list[Row]:
     ]
 
 
-def has_version(engine: Engine, requests: Sequence[Request], *, version: int) -> bool:
+def has_version(engine: Engine, requests: Sequence[GenerationRequest], *, version: int) -> bool:
     found = engine.produced(requests[0].id)
     return found is not None and int(found.versions[-1]) == version
 

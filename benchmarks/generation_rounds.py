@@ -28,6 +28,10 @@ class Order:
     max_batch: int
     max_length: int
     deterministic: bool = False
+    logprobs: bool = False
+    """Peers compute the log-probability of every sampled token too, as ours always does."""
+    memory_share: float = 0.0
+    """Share of the accelerator's memory for a peer that takes all it can get; 0: its default."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -35,10 +39,11 @@ class Order:
 
 @dataclass(frozen=True)
 class Round:
-    """What to generate: a sequence for each prompt, all of one length, `new_tokens` each, end tokens or not."""
+    """What to generate: a sequence for each prompt, end tokens or not."""
 
     prompts: list[list[int]]
-    new_tokens: int
+    new_tokens: list[int]
+    """By prompt. Sides that take whole batches want prompts of one length, and the same number for all."""
     temperature: float
     seed: int
 

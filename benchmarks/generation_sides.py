@@ -27,6 +27,13 @@ READY_TIMEOUT_S = 240
 """vLLM compiles its kernels first."""
 ROUND_TIMEOUT_S = 600
 CHECK_TOKENS = 8
+PROBE_TIMEOUT_S = 60
+MODULES = {
+    "generation_llama": "llama_cpp",
+    "generation_transformers": "transformers",
+    "generation_vllm": "vllm",
+}
+"""Library that a side needs in its environment."""
 
 MODELS = {
     # 1.32 M parameters.
@@ -111,7 +118,7 @@ def write_model(config: ModelConfig, *, folder: Path, dtype: torch.dtype, device
 
 
 def random_prompts(count: int, *, length: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """New ones each round: whoever keeps computed prefixes gains nothing by it."""
+    """New ones each round: a side that keeps computed prefixes gains nothing by it."""
     stream = random.Random(seed)
     return [[stream.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 
@@ -131,11 +138,39 @@ class SideProcess:
     python: Path
     order: Order
     log: Path
+    path: str = ""
+    """Further folders for its modules, of this side alone."""
     version: str = ""
-    _process: subprocess.Popen[str] = field(init=False)
+    _process: subprocess.Popen[str] | None = field(init=False, default=None)
+
+    def why_missing(self) -> str:
+        """Why this side can not run here; empty if it can. Only looks for its environment and library."""
+        module = MODULES.get(self.program)
+        if module is None:
+            return ""
+        if not self.python.exists():
+            return f"there is no {self.python}"
+        probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+        found = subprocess.run(
+            [str(self.python), "-c", probe],
+            check=False,
+            capture_output=True,
+            timeout=PROBE_TIMEOUT_S,
+            env=self._environment(),
+        )
+        return "" if found.returncode == 0 else f"{self.python} has no module {module}"
+
+    def _environment(self) -> dict[str, str]:
+        threads = "1" if self.order.device == "cpu" else "8"
+        path = os.pathsep.join(filter(None, (self.path, os.environ.get("PYTHONPATH", ""))))
+        return {
+            **os.environ,
+            "OMP_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+            **({"PYTHONPATH": path} if path else {}),
+        }
 
     def start(self) -> None:
-        threads = "1" if self.order.device == "cpu" else "8"
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
                 [str(self.python), str(HERE / f"{self.program}.py")],
@@ -143,7 +178,7 @@ class SideProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**os.environ, "OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"},
+                env=self._environment(),
             )
         self._say(self.order.to_json())
         self.version = self._answer(timeout_s=READY_TIMEOUT_S)["version"]
@@ -151,22 +186,22 @@ class SideProcess:
     def play(self, work: Round) -> Played:
         self._say(work.to_json())
         answer = self._answer(timeout_s=ROUND_TIMEOUT_S)
-        assert all(len(tokens) == work.new_tokens for tokens in answer["tokens"]), (
-            f"{self.program} stopped early"
-        )
+        assert list(map(len, answer["tokens"])) == work.new_tokens, f"{self.program} stopped early"
         return Played(answer["seconds"], answer["cpu_seconds"], answer["tokens"])
 
     def stop(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        """End it, if it was started."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
 
     def _say(self, line: str) -> None:
-        assert self._process.stdin is not None
+        assert self._process is not None and self._process.stdin is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
 
     def _answer(self, *, timeout_s: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
+        assert self._process is not None and self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)
         line = self._process.stdout.readline() if ready else ""
         if not line:
@@ -179,6 +214,19 @@ class SideProcess:
 
 def _tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-12:])
+
+
+def present(sides: Mapping[str, SideProcess], *, skipped: dict[str, str]) -> dict[str, SideProcess]:
+    """Sides whose environment is here; the others are added to `skipped` with the reason."""
+    found = {}
+    for name, side in sides.items():
+        why = side.why_missing()
+        if not why:
+            found[name] = side
+        elif name not in skipped:
+            skipped[name] = why
+            print(f"skipped: {name}: {why}", file=sys.stderr, flush=True)
+    return found
 
 
 @contextmanager
@@ -202,6 +250,54 @@ class Case:
     """The first is compared with the others."""
     temperature: float = 1.0
 
+    def work(self, *, seed: int, vocab_size: int) -> Round:
+        """Prompts that no other seed has."""
+        prompts = random_prompts(self.batch, length=self.prompt_tokens, vocab_size=vocab_size, seed=seed)
+        return Round(prompts, [self.new_tokens] * self.batch, self.temperature, seed=seed)
+
+    def check(self, *, vocab_size: int) -> Round:
+        """The first tokens of greedy answers, which show whether all sides compute the same model."""
+        work = self.work(seed=1, vocab_size=vocab_size)
+        return Round(work.prompts, [CHECK_TOKENS] * self.batch, 0.0, seed=0)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch * self.new_tokens
+
+    def described(self) -> dict[str, Any]:
+        return {"batch": self.batch, "prompt": self.prompt_tokens, "new": self.new_tokens}
+
+
+@dataclass(frozen=True)
+class MixedCase(Case):
+    """nano-vLLM's: lengths exactly as its `bench.py` draws them. Each round has other tokens, of the same lengths."""
+
+    batch: int = 256
+    prompt_tokens: int = 1024
+    new_tokens: int = 1024
+    sides: Sequence[str] = ()
+    temperature: float = 0.6
+
+    def work(self, *, seed: int, vocab_size: int) -> Round:
+        prompts, budgets = self.drawn()
+        shifted = [[(token + 7919 * seed) % 10001 for token in prompt] for prompt in prompts]
+        return Round(shifted, budgets, self.temperature, seed=seed)
+
+    def drawn(self) -> tuple[list[list[int]], list[int]]:
+        """Prompts, and the number of new tokens of each."""
+        stream = random.Random(0)
+        prompts = [
+            [stream.randint(0, 10000) for _ in range(stream.randint(100, 1024))] for _ in range(self.batch)
+        ]
+        return prompts, [stream.randint(100, 1024) for _ in range(self.batch)]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.drawn()[1])
+
+    def described(self) -> dict[str, Any]:
+        return {"batch": self.batch, "prompt": "100-1024", "new": "100-1024"}
+
 
 @dataclass
 class Figures:
@@ -224,9 +320,7 @@ class Figures:
             "case": {
                 "model": model,
                 "dtype": dtype,
-                "batch": self.case.batch,
-                "prompt": self.case.prompt_tokens,
-                "new": self.case.new_tokens,
+                **self.case.described(),
             },
             "unit": "tokens/s",
             "ours": round(statistics.median(speeds[ours]), 1),
@@ -239,7 +333,7 @@ class Figures:
 
     @property
     def num_tokens(self) -> int:
-        return self.case.batch * self.case.new_tokens
+        return self.case.num_tokens
 
     def ratio(self, peer: str, *, what: str = "seconds") -> float:
         pairs = zip(self.played[self.case.sides[0]], self.played[peer], strict=True)
@@ -258,10 +352,7 @@ def alternate(
     figures = [warmed_up(case, sides=sides, vocab_size=vocab_size, whole=whole_warm_up) for case in cases]
     for number in range(rounds):
         for each in figures:
-            prompts = random_prompts(
-                each.case.batch, length=each.case.prompt_tokens, vocab_size=vocab_size, seed=number + 2
-            )
-            work = Round(prompts, each.case.new_tokens, each.case.temperature, seed=number)
+            work = each.case.work(seed=number + 2, vocab_size=vocab_size)
             for name in each.case.sides if number % 2 == 0 else reversed(each.case.sides):
                 played = sides[name].play(work)
                 each.played[name].append(played)
@@ -276,13 +367,12 @@ def alternate(
 
 def warmed_up(case: Case, *, sides: Mapping[str, SideProcess], vocab_size: int, whole: bool) -> Figures:
     """What comes cold is not counted. It also shows that all sides compute the same model."""
-    prompts = random_prompts(case.batch, length=case.prompt_tokens, vocab_size=vocab_size, seed=1)
-    greedy = Round(prompts, CHECK_TOKENS, 0.0, seed=0)
+    greedy = case.check(vocab_size=vocab_size)
     tokens = {name: sides[name].play(greedy).tokens for name in case.sides}
     if whole:
-        again = random_prompts(case.batch, length=case.prompt_tokens, vocab_size=vocab_size, seed=0)
+        again = case.work(seed=0, vocab_size=vocab_size)
         for name in case.sides:
-            sides[name].play(Round(again, case.new_tokens, case.temperature, seed=0))
+            sides[name].play(again)
     alike = {
         (one, other): sum(ours == theirs for ours, theirs in zip(tokens[one], tokens[other], strict=True))
         for one in case.sides

@@ -39,7 +39,7 @@ class Transformers:
         tokens = self._model.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
-            max_new_tokens=work.new_tokens,
+            max_new_tokens=max(work.new_tokens),
             min_new_tokens=None,
             eos_token_id=None,
             pad_token_id=0,

@@ -1,4 +1,7 @@
-"""vLLM as a side of `generation.py`; on a CPU with one thread, as every side there."""
+"""vLLM as a side of `generation.py`; on a CPU with one thread, as every side there.
+
+On an accelerator it may be a folder of unpacked wheels (`--vllm-path`), which only this process has on its path.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,9 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault(
+    "VLLM_USE_FLASHINFER_SAMPLER", "0"
+)  # It would compile kernels with tools that hosts lack.
 
 import vllm
 
@@ -23,6 +29,8 @@ from benchmarks.generation_rounds import Order, Round, answer_rounds
 class Vllm:
     def __init__(self, order: Order) -> None:
         self.version = f"vllm {vllm.__version__}"
+        self._logprobs = 0 if order.logprobs else None  # 0: of the sampled token only.
+        further = {"gpu_memory_utilization": order.memory_share} if order.memory_share else {}
         self._engine = vllm.LLM(
             model=order.folder,
             dtype=order.dtype,
@@ -31,18 +39,24 @@ class Vllm:
             max_num_seqs=order.max_batch,
             enable_prefix_caching=False,
             disable_log_stats=True,
+            **further,
         )
 
     def play(self, work: Round) -> list[list[int]]:
-        how = vllm.SamplingParams(
-            temperature=work.temperature,
-            max_tokens=work.new_tokens,
-            ignore_eos=True,
-            detokenize=False,
-        )
+        how = [
+            vllm.SamplingParams(
+                temperature=work.temperature,
+                max_tokens=count,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=self._logprobs,
+            )
+            for count in work.new_tokens
+        ]
         outputs = self._engine.generate(
             [{"prompt_token_ids": prompt} for prompt in work.prompts], how, use_tqdm=False
         )
+        assert self._logprobs is None or all(output.outputs[0].logprobs for output in outputs)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
 

@@ -18,17 +18,17 @@ import torch.nn.functional as functional
 from torch import Tensor
 from triton.errors import TritonError
 
-from kintsugi.generation.cuda import PAGE_SIZE
-from kintsugi.generation.kernels import bending, layers, products, sampling
-from kintsugi.generation.kernels.attention import PagedAttention
-from kintsugi.generation.kernels.state import NOISE_KEY, packed_rows
-from kintsugi.generation.noise import stream_key, uniforms
-from kintsugi.generation.requests import Request
-from kintsugi.generation.runner import Row
-from kintsugi.generation.sampler import Bending, sample
+from kintsugi.generation.cuda import layers, logits_processors, matmul, sampling
+from kintsugi.generation.cuda.attention import PagedAttention
+from kintsugi.generation.cuda.runner import PAGE_SIZE
+from kintsugi.generation.cuda.slot_state import RNG_KEY, packed_rows
+from kintsugi.generation.engine.requests import GenerationRequest
+from kintsugi.generation.engine.rng import stream_key, uniforms
+from kintsugi.generation.engine.runner import DecodeRow
+from kintsugi.generation.engine.sampler import LogitsEditing, sample
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.rotary import inverse_frequencies, rotate, rotation_at
-from kintsugi.types import Sampling
+from kintsugi.types import SamplingParams
 
 QWEN3_06B = ModelConfig(
     family="qwen3",
@@ -218,7 +218,7 @@ def check_layers(config: ModelConfig, dtype: torch.dtype, *, limit: float) -> No
     ]
     layers.rotate_and_store(
         qkv,
-        places=layers.Places(positions, positions, places),
+        cache_positions=layers.CachePositions(positions, positions, places),
         rotary=rotary,
         query_weight=weights[0],
         key_weight=weights[1],
@@ -241,17 +241,17 @@ def check_products(dtype: torch.dtype, *, num_columns: int, depth: int, limit: f
     new: Any = {"dtype": dtype, "device": DEVICE}
     count, name = 70, f"{num_columns} × {depth} {dtype}"
     rows, weight = torch.randn(count, depth, **new), torch.randn(num_columns, depth, **new) / depth**0.5
-    tiling = products.split_tiling(1, num_columns=num_columns, depth=depth, dtype=dtype)
+    tiling = matmul.split_tiling(1, num_columns=num_columns, depth=depth, dtype=dtype)
     assert tiling is not None
     parts = torch.full((tiling.num_splits, count, num_columns), POISON, device=DEVICE)
-    products.multiply_in_parts(rows, weight, parts=parts, tiling=tiling)
+    matmul.multiply_in_parts(rows, weight, parts=parts, tiling=tiling)
     # Tensor cores take 16 values at a time and cut off what their running sum in fp32 has no place for, instead of
     # rounding it: half a unit in the last place on average, always towards zero, so that errors grow with the depth.
     truncated = tiling.split_depth(depth) / 16 * torch.finfo(torch.float32).eps / 2
     expected = rows.double() @ weight.double().t()
     check(f"product in parts {name}", relative(parts.double().sum(0), expected), limit=truncated)
     alone = torch.full_like(parts[:, :1], POISON)
-    products.multiply_in_parts(rows[66:67], weight, parts=alone, tiling=tiling)
+    matmul.multiply_in_parts(rows[66:67], weight, parts=alone, tiling=tiling)
     check(f"product in parts alone {name}", relative(alone, parts[:, 66:67]), limit=0)
 
     residual, update = torch.randn(count, num_columns, **new), torch.zeros(count, num_columns, device=DEVICE)
@@ -265,12 +265,12 @@ def check_products(dtype: torch.dtype, *, num_columns: int, depth: int, limit: f
     check(f"norm in parts {name}", relative(output, norm), limit=limit)
 
 
-def rows_of(samplings: Sequence[Sampling], *, length: int = 1) -> list[Row]:
+def rows_of(samplings: Sequence[SamplingParams], *, length: int = 1) -> list[DecodeRow]:
     prompt = np.zeros(length, np.int32)
     return [
-        Row(
+        DecodeRow(
             i,
-            Request((i, 0), prompt, stream_key("k", seed=0, sample=i, turn=0), each),
+            GenerationRequest((i, 0), prompt, stream_key("k", seed=0, sample=i, turn=0), each),
             length - 1,
             prompt,
             (),
@@ -282,42 +282,42 @@ def rows_of(samplings: Sequence[Sampling], *, length: int = 1) -> list[Row]:
 def check_sampling(vocab_size: int, *, count: int = 512) -> None:
     """Against the CPU's sampler, with and without rows that are bent."""
     kinds = (
-        Sampling(temperature=0.0),
-        Sampling(temperature=0.6),
-        Sampling(),
-        Sampling(temperature=1.7),
-        Sampling(temperature=0.8, top_k=20),
-        Sampling(top_p=0.7),
-        Sampling(min_p=0.05),
-        Sampling(
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.6),
+        SamplingParams(),
+        SamplingParams(temperature=1.7),
+        SamplingParams(temperature=0.8, top_k=20),
+        SamplingParams(top_p=0.7),
+        SamplingParams(min_p=0.05),
+        SamplingParams(
             temperature=1.2, top_k=50, top_p=0.9, repetition_penalty=1.5, logit_bias=((3, 9.0), (4, -9.0))
         ),
-        Sampling(temperature=0.0, repetition_penalty=1.5),
+        SamplingParams(temperature=0.0, repetition_penalty=1.5),
     )
-    for is_bent in (False, True):
-        samplings = [each for each in kinds if is_bent or not bending.is_bent(each)]
+    for is_processed in (False, True):
+        samplings = [each for each in kinds if is_processed or not logits_processors.is_processed(each)]
         samplings = [samplings[i % len(samplings)] for i in range(count)]
-        _check_draw(samplings, vocab_size=vocab_size, is_bent=is_bent)
+        _check_draw(samplings, vocab_size=vocab_size, is_processed=is_processed)
 
 
-def _check_draw(samplings: Sequence[Sampling], *, vocab_size: int, is_bent: bool) -> None:
+def _check_draw(samplings: Sequence[SamplingParams], *, vocab_size: int, is_processed: bool) -> None:
     count = len(samplings)
     state = torch.from_numpy(packed_rows(rows_of(samplings))).to(DEVICE)
     slots = torch.arange(count, dtype=torch.int32, device=DEVICE)
     logits = torch.randn(count, vocab_size, device=DEVICE) * 4
-    summary = sampling.Summary.empty(count, vocab_size=vocab_size, device=DEVICE)
+    summary = sampling.SamplingSummary.empty(count, vocab_size=vocab_size, device=DEVICE)
     tokens = torch.full((1, count), -1, dtype=torch.int32, device=DEVICE)
     logprobs = torch.full((1, count), POISON, device=DEVICE)
-    keys = state[:, NOISE_KEY].clone()
+    keys = state[:, RNG_KEY].clone()
     cursors = torch.zeros(count, dtype=torch.int32, device=DEVICE)
-    edits = bending.Edits.none(count, vocab_size=vocab_size, device=DEVICE)
+    edits = logits_processors.LogitsEdits.none(count, vocab_size=vocab_size, device=DEVICE)
     for each, biases in zip(samplings, edits.biases, strict=True):
         for token, bias in each.logit_bias:
             biases[token] = bias
     sampling.summarize(logits, slots=slots, state=state, is_scaled=False, summary=summary)
     top = torch.full((2, 1, count, 3), -1, dtype=torch.int32, device=DEVICE)
     top_logprobs = top[1].view(torch.float32)
-    bending.report_top(
+    logits_processors.report_top(
         logits,
         summary,
         slots=slots,
@@ -326,17 +326,22 @@ def _check_draw(samplings: Sequence[Sampling], *, vocab_size: int, is_bent: bool
         result_tokens=top[0],
         result_logprobs=top_logprobs,
     )
-    bent = None
-    if is_bent:
-        bent_logits = torch.full_like(logits, POISON)
-        cuts = torch.from_numpy(bending.packed_cuts(samplings)).to(DEVICE)
-        bending.bend(logits, slots=slots, state=state, cuts=cuts, edits=edits, output=bent_logits)
-        bent = (bent_logits, sampling.Summary.empty(count, vocab_size=vocab_size, device=DEVICE))
-        sampling.summarize(bent_logits, slots=slots, state=state, is_scaled=True, summary=bent[1])
+    processed = None
+    if is_processed:
+        processed_logits = torch.full_like(logits, POISON)
+        cuts = torch.from_numpy(logits_processors.packed_cuts(samplings)).to(DEVICE)
+        logits_processors.process_logits(
+            logits, slots=slots, state=state, cuts=cuts, edits=edits, output=processed_logits
+        )
+        processed = (
+            processed_logits,
+            sampling.SamplingSummary.empty(count, vocab_size=vocab_size, device=DEVICE),
+        )
+        sampling.summarize(processed_logits, slots=slots, state=state, is_scaled=True, summary=processed[1])
     sampling.draw(
         logits,
         summary,
-        bent=bent,
+        processed=processed,
         slots=slots,
         state=state,
         known=torch.zeros(count, 8, dtype=torch.int32, device=DEVICE),
@@ -348,10 +353,10 @@ def _check_draw(samplings: Sequence[Sampling], *, vocab_size: int, is_bent: bool
         logits.clone(),
         temperatures=torch.tensor([each.temperature for each in samplings], device=DEVICE),
         uniforms=uniforms(keys, counters=torch.ones_like(keys)),
-        bending=_bending_of(samplings, edits) if is_bent else None,
+        logits_processors=_bending_of(samplings, edits) if is_processed else None,
         num_top=3,
     )
-    name = f"of {vocab_size}" + " bent" * is_bent
+    name = f"of {vocab_size}" + " bent" * is_processed
     same = tokens[0] == expected.tokens
     # Of 150,000 steps of a cumulative sum, a uniform number is within rounding of one now and then.
     check(f"tokens {name}", int((~same).sum()), limit=0.03 * count)
@@ -360,13 +365,13 @@ def _check_draw(samplings: Sequence[Sampling], *, vocab_size: int, is_bent: bool
     check(f"cursors {name}", int((cursors != 1).sum()), limit=0)
 
 
-def _bending_of(samplings: Sequence[Sampling], edits: bending.Edits) -> Bending:
+def _bending_of(samplings: Sequence[SamplingParams], edits: logits_processors.LogitsEdits) -> LogitsEditing:
     """In the CPU sampler's words; every row has seen the one token that was fed."""
     seen = torch.zeros_like(edits.seen, dtype=torch.bool)
     seen[:, 0] = True
-    cuts = torch.from_numpy(bending.packed_cuts(samplings)).to(DEVICE)
+    cuts = torch.from_numpy(logits_processors.packed_cuts(samplings)).to(DEVICE)
     penalties, top_ks, top_ps, min_ps = cuts.T
-    return Bending(penalties, seen, edits.biases, top_ks.long(), top_ps, min_ps)
+    return LogitsEditing(penalties, seen, edits.biases, top_ks.long(), top_ps, min_ps)
 
 
 def check_everything() -> None:

@@ -36,14 +36,14 @@ from benchmarks.gpu_checks import (
     rows_of,
     run_part,
 )
-from kintsugi.generation.cuda import PAGE_SIZE, CudaRunner
-from kintsugi.generation.kernels import products
-from kintsugi.generation.kernels.attention import DecodeTiling
-from kintsugi.generation.kernels.products import ProductTiling, multiply_in_parts
-from kintsugi.generation.runner import Chunk
+from kintsugi.generation.cuda import matmul
+from kintsugi.generation.cuda.attention import DecodeTiling
+from kintsugi.generation.cuda.matmul import ProductTiling, multiply_in_parts
+from kintsugi.generation.cuda.runner import PAGE_SIZE, CudaRunner
+from kintsugi.generation.engine.runner import PrefillChunk
 from kintsugi.model.architecture import ModelConfig, num_parameters
 from kintsugi.model.transformer import Transformer
-from kintsugi.types import Sampling
+from kintsugi.types import SamplingParams
 
 QWEN2_15B = ModelConfig(
     family="qwen2",
@@ -220,7 +220,7 @@ def new_runner(model: Transformer, *, num_slots: int, max_length: int, **options
 
 def visit_ms(runner: CudaRunner, count: int, *, length: int, num_steps: int) -> float:
     """Milliseconds per step of one visit, from the host's call to the host's result."""
-    runner.start(rows_of([Sampling(max_new_tokens=num_steps + 8)] * count, length=length))
+    runner.start(rows_of([SamplingParams(max_new_tokens=num_steps + 8)] * count, length=length))
     torch.cuda.synchronize()
     start = time.perf_counter()
     runner.decode(range(count), num_steps=num_steps).result()
@@ -269,8 +269,8 @@ def compare_steps(model: Transformer) -> None:
     """Whole steps at context 384, with no products in parts, and with those of twice as many rows."""
     counts = (1, 8, 16, 32, 64, 96, 128)
     print(f"{'whole step, ms, by rows':34}" + "".join(f"{each:>8}" for each in counts))
-    for most in (0, 2 * products.MAX_SPLIT_ROWS):
-        with changed(products, MAX_SPLIT_ROWS=most):
+    for most in (0, 2 * matmul.MAX_SPLIT_ROWS):
+        with changed(matmul, MAX_SPLIT_ROWS=most):
             runner = new_runner(model, num_slots=129, max_length=448)
             taken = [step_ms(runner, count, length=368, num_steps=32) for count in counts]
         report.setdefault("step_by_split_rows", {})[most] = dict(zip(counts, taken, strict=True))
@@ -283,7 +283,7 @@ def time_prefill(model: Transformer) -> None:
         runner = new_runner(model, num_slots=512, max_length=448, uses_graphs=uses_graphs)
         sizes = [(1, 60), (1, 256), (2, 256), (4, 256), (8, 256), (16, 256), (64, 60), (64, 256)]
         for count, size in sizes if uses_graphs else sizes[1::3]:
-            chunks = [Chunk(np.arange(size, dtype=np.int32), 0, list(range(-(-size // 16))))] * count
+            chunks = [PrefillChunk(np.arange(size, dtype=np.int32), 0, list(range(-(-size // 16))))] * count
             for _ in range(2):
                 runner.prefill(chunks)
             torch.cuda.synchronize()
@@ -304,8 +304,8 @@ def time_prefill(model: Transformer) -> None:
             print(f"visit of 8 steps of 64 rows: {plain:.2f} ms; beginning with 1 × 256: {admitting:.2f} ms")
 
 
-def _admitting_ms(runner: CudaRunner, chunks: Sequence[Chunk]) -> float:
-    runner.start(rows_of([Sampling(max_new_tokens=16)] * 64, length=368))
+def _admitting_ms(runner: CudaRunner, chunks: Sequence[PrefillChunk]) -> float:
+    runner.start(rows_of([SamplingParams(max_new_tokens=16)] * 64, length=368))
     torch.cuda.synchronize()
     start = time.perf_counter()
     runner.prefill(chunks)
@@ -315,7 +315,7 @@ def _admitting_ms(runner: CudaRunner, chunks: Sequence[Chunk]) -> float:
 
 def profile_step(runner: CudaRunner, count: int, *, length: int) -> None:
     """Where a step's time goes, by kernel."""
-    runner.start(rows_of([Sampling(max_new_tokens=64)] * count, length=length))
+    runner.start(rows_of([SamplingParams(max_new_tokens=64)] * count, length=length))
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         runner.decode(range(count), num_steps=4).result()

@@ -25,15 +25,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs as a script.
 
 from benchmarks.overhead import stop_snapshots, upper_bound
-from kintsugi.config import ActorSection, AlgorithmSection, resolved
-from kintsugi.messages import RunCall
+from kintsugi.config.schema import ActorSection, AlgorithmSection, resolved
+from kintsugi.config.stages import Stage
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.transformer import Transformer, initialize
-from kintsugi.stages import Stage
-from kintsugi.training.batch import Sample
-from kintsugi.training.copies import Counters, digest_of
-from kintsugi.training.group import join_group
-from kintsugi.training.interfaces import ModelCalls
+from kintsugi.protocol.training import RunCall
+from kintsugi.training.batch import BatchSample
+from kintsugi.training.model_calls import ModelCalls
+from kintsugi.training.process_group import join_group
+from kintsugi.training.snapshots import CopyCounters, digest_of
 from kintsugi.training.state import TrainingState
 
 PAIRS = 12
@@ -62,12 +62,12 @@ def is_on(step: int) -> bool:
     return ((step - 1) // STEPS_PER_BLOCK) % 4 in (0, 3)
 
 
-def new_samples(config: ModelConfig, *, count: int) -> list[Sample]:
+def new_samples(config: ModelConfig, *, count: int) -> list[BatchSample]:
     random = np.random.default_rng(0)
     places = np.arange(PROMPT_TOKENS, PROMPT_TOKENS + NEW_TOKENS)
     guess = np.full(NEW_TOKENS, -np.log(config.vocab_size), dtype=np.float32)
     return [
-        Sample(
+        BatchSample(
             f"grpo:0:{index // 8}:0/{index % 8}",
             random.integers(0, config.vocab_size, PROMPT_TOKENS + NEW_TOKENS).astype(np.int32),
             places,
@@ -92,7 +92,7 @@ class Trainer:
         self._calls = ModelCalls(self.state, deterministic=False)
         self._samples = new_samples(config, count=num_samples)
         self._group = join_group(
-            generation=1, ranks=["model-0"], me="model-0", store_address="", device=device, timeout_s=1.0
+            group_id=1, ranks=["model-0"], me="model-0", store_address="", device=device, timeout_s=1.0
         )
 
     def step(self, number: int) -> dict[str, float]:
@@ -128,7 +128,7 @@ def blocks_of_steps(trainer: Trainer, *, num_blocks: int) -> list[float]:
 
 def parts(trainer: Trainer) -> dict[str, float]:
     """What a snapshot is made of, each by itself; medians of seconds."""
-    copies, counters = trainer.state._copies, Counters(1, "grpo")  # A step with protection.
+    copies, counters = trainer.state._copies, CopyCounters(1, "grpo")  # A step with protection.
     live = copies._live
     host = live.cpu()
 

@@ -1,8 +1,9 @@
 """A whole GRPO step on CPU against TRL's GRPOTrainer, interleaved in one run, with a floor beside them.
 
-    python benchmarks/grpo_step.py [--device cpu|cuda] [--json FILE] [--trl-python .venv-trl/bin/python] [--rounds 3]
+    python benchmarks/grpo_step.py [--json FILE] [--trl-python .venv-trl/bin/python] [--rounds 3]
+    python benchmarks/grpo_step.py --device cuda [--model 0.6b,135m,1.5b] [--deterministic] [--trl-path FOLDER] …
 
-On an accelerator (`grpo_step_cuda.py`) there is no TRL; its steps were recorded there before.
+On an accelerator see `grpo_step_cuda.py`. Where TRL is not installed it is skipped, and the report says why.
 
 The same work for both: 8 prompts × 8 samples, prompts of 16 tokens, completions of up to 32, no reference model, one
 update, float32, a reward that costs nothing, random weights of the same shape. Ours is a real run: two model workers,
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,7 @@ def floor_seconds(shape: Shape, *, threads: int) -> float:
 def measure_floor(shape: Shape) -> float:
     import torch
 
-    from kintsugi.config import NewModel
+    from kintsugi.config.schema import NewModel
     from kintsugi.model.attention import PackedLayout
     from kintsugi.model.plan import new_model_config
     from kintsugi.model.tokenizer import character_tokenizer
@@ -224,13 +225,17 @@ def measure_floor(shape: Shape) -> float:
 
 
 def row(shape: Shape, *, ours: Steps, trl: dict[int, Steps], floor: float) -> dict[str, Any]:
-    threads, best = min(trl.items(), key=lambda item: item[1].seconds)
+    peer: dict[str, Any] = {}
+    ratio: dict[str, float] = {}
+    if trl:
+        threads, best = min(trl.items(), key=lambda item: item[1].seconds)
+        peer = {"trl_threads": threads, "trl_completion_tokens": round(best.completion_tokens, 1)}
+        ratio = {"trl": round(best.seconds / ours.seconds, 2)}
     return {
         "case": {
             **msgspec.to_builtins(shape),
-            "trl_threads": threads,
             "ours_completion_tokens": round(ours.completion_tokens, 1),
-            "trl_completion_tokens": round(best.completion_tokens, 1),
+            **peer,
         },
         "unit": "ms per step",
         "ours": round(1e3 * ours.seconds, 1),
@@ -238,21 +243,24 @@ def row(shape: Shape, *, ours: Steps, trl: dict[int, Steps], floor: float) -> di
             **{f"trl, {count} thread(s)": round(1e3 * each.seconds, 1) for count, each in trl.items()},
             "floor": round(1e3 * floor, 1),
         },
-        "ratio": {"trl": round(best.seconds / ours.seconds, 2), "floor": round(floor / ours.seconds, 2)},
+        "ratio": {**ratio, "floor": round(floor / ours.seconds, 2)},
     }
 
 
-def measured(shape: Shape, *, rounds: int, trl_python: Path, folder: Path) -> tuple[dict[str, Any], str]:
+def measured(
+    shape: Shape, *, rounds: int, trl_python: Path | None, folder: Path
+) -> tuple[dict[str, Any], str]:
     """Medians over the rounds; each round runs ours, then the peer with one thread and two, then the floor."""
     ours: list[Steps] = []
-    trl: dict[int, list[Steps]] = {threads: [] for threads in THREADS}
+    trl: dict[int, list[Steps]] = {threads: [] for threads in THREADS if trl_python is not None}
     floors: dict[int, list[float]] = {threads: [] for threads in THREADS}
     version = ""
     for number in range(rounds):
         ours.append(our_steps(shape, folder, number=number))
         for threads in THREADS:
-            steps, version = trl_steps(shape, trl_python, threads=threads)
-            trl[threads].append(steps)
+            if trl_python is not None:
+                steps, version = trl_steps(shape, trl_python, threads=threads)
+                trl[threads].append(steps)
             floors[threads].append(floor_seconds(shape, threads=threads))
     return row(
         shape,
@@ -269,41 +277,68 @@ def median_of(runs: Sequence[Steps]) -> Steps:
     )
 
 
+def cpu_rows(
+    arguments: argparse.Namespace, *, folder: Path, skipped: dict[str, str]
+) -> Iterator[dict[str, Any]]:
+    trl_python: Path | None = arguments.trl_python or HERE.parent / ".venv-trl/bin/python"
+    if trl_python is not None and not trl_python.exists():
+        skipped["trl"] = f"there is no {trl_python}"
+        print(f"skipped: trl: {skipped['trl']}", file=sys.stderr, flush=True)
+        trl_python = None
+    for shape in SHAPES:
+        line, version = measured(shape, rounds=arguments.rounds, trl_python=trl_python, folder=folder)
+        print(
+            f"{shape.name:<8} ours {line['ours']:>8} ms   {line['peers']}   ratio {line['ratio']}   {line['case']}"
+        )
+        yield {**line, "trl_version": version}
+
+
+def cuda_rows(
+    arguments: argparse.Namespace, *, folder: Path, skipped: dict[str, str]
+) -> Iterator[dict[str, Any]]:
+    from benchmarks import grpo_step_cuda
+
+    trl = grpo_step_cuda.Trl(arguments.trl_python or Path(sys.executable), arguments.trl_path)
+    models = arguments.model.split(",") if arguments.model else grpo_step_cuda.MODELS_HERE
+    for line in grpo_step_cuda.rows(
+        folder, models=models, trl=trl, deterministic=arguments.deterministic, skipped=skipped
+    ):
+        grpo_step_cuda.show(line)
+        yield line
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--trl-python", type=Path, default=HERE.parent / ".venv-trl/bin/python")
+    parser.add_argument("--trl-python", type=Path, help="on a CPU .venv-trl, else this interpreter")
+    parser.add_argument(
+        "--trl-path", default="", help="on an accelerator: folder of wheels with TRL and vLLM"
+    )
+    parser.add_argument("--model", help="on an accelerator: some of 0.6b, 135m, 1.5b, with commas between")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="on an accelerator: equal bits, as by default"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--floor", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.floor is not None:
         print(measure_floor(msgspec.json.decode(arguments.floor, type=Shape)))
         return
-    rows, version = [], "recorded"
-    with tempfile.TemporaryDirectory() as folder:
-        if arguments.device == "cuda":
-            from benchmarks import grpo_step_cuda
-
-            rows = grpo_step_cuda.rows(Path(folder))
-            print(*(json.dumps(row) for row in rows), sep="\n")
-        for shape in SHAPES if arguments.device == "cpu" else ():
-            line, version = measured(
-                shape, rounds=arguments.rounds, trl_python=arguments.trl_python, folder=Path(folder)
-            )
-            rows.append(line)
-            print(
-                f"{shape.name:<8} ours {line['ours']:>8} ms   {line['peers']}   ratio {line['ratio']}   {line['case']}"
-            )
-    report = {
-        "host": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, TRL {version}",
+    report: dict[str, Any] = {
+        "host": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
         "date": datetime.now(UTC).date().isoformat(),
-        "rows": rows,
+        "rows": [],
+        "skipped": {},
     }
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    make = cuda_rows if arguments.device == "cuda" else cpu_rows
+    with tempfile.TemporaryDirectory() as folder:
+        for line in make(arguments, folder=Path(folder), skipped=report["skipped"]):
+            report["rows"].append(line)
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

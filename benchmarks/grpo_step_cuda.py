@@ -1,8 +1,9 @@
-"""The part of `grpo_step.py` on an accelerator: whole GRPO steps of our runs, against what TRL took on the same card.
+"""The part of `grpo_step.py` on an accelerator: whole GRPO steps of our runs and of TRL on the same card.
 
-The work is that of TRL's recorded steps (`TRL_SECONDS`): 32 prompts × 8 samples, prompts of 64 tokens, completions of
-up to 256, no reference model, one update, bfloat16, a reward that costs nothing, random weights of the model's shape.
-Ours is a real run of one rank and one generation server, which share the card.
+32 prompts × 8 samples, prompts of 64 tokens, completions of up to 256, no reference model, one update, bfloat16, a
+cheap reward, random weights of the model's shape. Ours is a real run of one rank and one generation server, which share
+the card. TRL runs after it where it is installed, once with its own generation and once with vLLM in its process; what
+is missing is skipped with the reason, and the ratio is then to steps that were recorded before (`TRL_SECONDS`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 import torch
@@ -28,12 +29,19 @@ from benchmarks.generation_sides import MODELS, write_model
 from kintsugi.model.architecture import ModelConfig
 
 HERE = Path(__file__).parent
+MODELS_HERE = ("0.6b", "135m", "1.5b")
 TRL_SECONDS = {"0.6b": 8.3, "135m": 6.4}
-"""A step of TRL 1.16 on one H200, by model; it is not installed there, so these were measured once."""
+"""Steps of TRL 1.16 on one H200 (2026-11-16), by model."""
+TRL_STEPS, TRL_SKIPPED = 6, 2
+SEQUENCES_AT_ONCE = {"0.6b": 256, "135m": 256, "1.5b": 64}
+"""Sequences of TRL's backward pass; more of the larger model do not fit beside its optimizer."""
+VLLM_MEMORY_SHARE = 0.3
+TRL_TIMEOUT_S = 420
 PROMPTS, SAMPLES, PROMPT_TOKENS, COMPLETION_TOKENS = 32, 8, 64, 256
 STEPS, SKIPPED = 12, 4
 MICRO_BATCH_TOKENS = 16384
 RUN_TIMEOUT_S = 240
+PROBE_TIMEOUT_S = 60
 PARTS = ("generate", "reward", "train", "commit", "weights")
 
 
@@ -62,11 +70,13 @@ def write_prompts(path: Path, *, count: int, vocab_size: int) -> None:
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
 
 
-def recipe(folder: Path, *, run_dir: Path, prompts: int = PROMPTS) -> dict[str, Any]:
+def recipe(
+    folder: Path, *, run_dir: Path, prompts: int = PROMPTS, deterministic: bool = False
+) -> dict[str, Any]:
     return {
         "name": "grpo_step",
         "run_dir": str(run_dir),
-        "deterministic": False,
+        "deterministic": deterministic,
         "model": {"path": str(folder)},
         "data": {"source": str(folder / "prompts.jsonl"), "num_eval": 1},
         "sampling": {"max_new_tokens": COMPLETION_TOKENS},
@@ -96,7 +106,7 @@ def recipe(folder: Path, *, run_dir: Path, prompts: int = PROMPTS) -> dict[str, 
 
 
 def step_metrics(
-    config: ModelConfig, *, folder: Path, device: str, prompts: int = PROMPTS
+    config: ModelConfig, *, folder: Path, device: str, prompts: int = PROMPTS, deterministic: bool = False
 ) -> list[dict[str, Any]]:
     """What a run noted of each of its steps."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +115,8 @@ def step_metrics(
     write_prompts(folder / "prompts.jsonl", count=prompts * (STEPS + 1), vocab_size=config.vocab_size)
     run_dir = folder / "run"
     path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe(folder, run_dir=run_dir, prompts=prompts)), encoding="utf-8")
+    contents = recipe(folder, run_dir=run_dir, prompts=prompts, deterministic=deterministic)
+    path.write_text(yaml.safe_dump(contents), encoding="utf-8")
     further = [str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]
     subprocess.run(
         [sys.executable, "-m", "kintsugi", "train", str(path)],
@@ -118,7 +129,85 @@ def step_metrics(
     return [line for line in map(json.loads, lines) if "timing/step" in line]
 
 
-def row(model: str, metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
+class Trl(NamedTuple):
+    """Where TRL is to be found."""
+
+    python: Path
+    path: str = ""
+    """Further folders for its modules: unpacked wheels of TRL, datasets, vLLM."""
+
+    def why_missing(self, *modules: str) -> str:
+        """Why it can not run; empty if it can."""
+        if not self.python.exists():
+            return f"there is no {self.python}"
+        probe = (
+            "import importlib.util as u; "
+            f"print(', '.join(name for name in {modules!r} if u.find_spec(name) is None))"
+        )
+        found = subprocess.run(
+            [str(self.python), "-c", probe],
+            check=False,
+            capture_output=True,
+            text=True,
+            env=self.environment(),
+            timeout=PROBE_TIMEOUT_S,
+        )
+        missing = found.stdout.strip() or found.stderr.strip()
+        return f"{self.python} has no {missing}" if missing else ""
+
+    def environment(self) -> dict[str, str]:
+        path = os.pathsep.join(filter(None, (self.path, os.environ.get("PYTHONPATH", ""))))
+        return {**os.environ, "PYTHONPATH": path, "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+
+
+def trl_steps(
+    model: str, *, folder: Path, trl: Trl, with_vllm: bool, prompts: int = PROMPTS
+) -> tuple[dict[str, Any], str]:
+    """Typical step of a TRL run and its generation, and why there is none."""
+    why = trl.why_missing("trl", "datasets", *(["vllm"] if with_vllm else []))
+    if why:
+        return {}, why
+    rows = (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    order = {
+        "folder": str(folder),
+        "prompts": [json.loads(row)["prompt"] for row in rows],
+        "num_prompts": prompts,
+        "num_samples": SAMPLES,
+        "prompt_tokens": PROMPT_TOKENS,
+        "completion_tokens": COMPLETION_TOKENS,
+        "steps": TRL_STEPS,
+        "sequences_at_once": SEQUENCES_AT_ONCE.get(model, 256),
+        "vllm": with_vllm,
+        "vllm_memory_share": VLLM_MEMORY_SHARE,
+    }
+    try:
+        done = subprocess.run(
+            [str(trl.python), str(HERE / "grpo_step_trl.py")],
+            input=json.dumps(order),
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=TRL_TIMEOUT_S,
+            env=trl.environment(),
+        )
+    except subprocess.TimeoutExpired:
+        return {}, f"it took more than {TRL_TIMEOUT_S} s"
+    if done.returncode != 0:
+        return {}, f"it ended with code {done.returncode}: {done.stderr[-2000:]}"
+    answer = json.loads(done.stdout.splitlines()[-1])
+    times = answer["times"][TRL_SKIPPED:]
+    seconds = statistics.median(after - before for before, after in pairwise(times))
+    return {
+        "seconds": round(seconds, 3),
+        "generate_s": round(statistics.median(answer["generate_s"][TRL_SKIPPED:]), 3),
+        "completion_tokens": round(answer["completion_tokens"], 1),
+        "version": answer["version"],
+    }, ""
+
+
+def row(
+    model: str, metrics: Sequence[dict[str, Any]], *, peers: dict[str, dict[str, Any]], deterministic: bool
+) -> dict[str, Any]:
     warm = metrics[SKIPPED:]
     times = [line["time"] for line in warm]
     seconds = [after - before for before, after in pairwise(times)]
@@ -127,9 +216,13 @@ def row(model: str, metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
     def median(name: str) -> float:
         return round(statistics.median(line.get(name, 0.0) for line in warm), 3)
 
+    found = {name: peer["seconds"] for name, peer in peers.items()}
+    if model in TRL_SECONDS and "trl" not in found:
+        found["trl, recorded"] = TRL_SECONDS[model]
     return {
         "case": {
             "model": model,
+            "deterministic": deterministic,
             "prompts": PROMPTS,
             "samples": SAMPLES,
             "prompt_tokens": PROMPT_TOKENS,
@@ -138,14 +231,35 @@ def row(model: str, metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "unit": "s per step",
         "ours": round(typical, 3),
         "parts_s": {part: median(f"timing/{part}") for part in PARTS},
-        "peers": {"trl, recorded": TRL_SECONDS[model]},
-        "ratio": {"trl": round(TRL_SECONDS[model] / typical, 2)},
+        "peers": found,
+        "peers_in_detail": peers,
+        "ratio": {name: round(each / typical, 2) for name, each in found.items()},
         "rounds_s": [round(each, 3) for each in seconds],
     }
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
+def rows(
+    folder: Path, *, models: Sequence[str], trl: Trl, deterministic: bool, skipped: dict[str, str]
+) -> Iterator[dict[str, Any]]:
     assert torch.cuda.is_available(), "`--device cuda` needs an accelerator"
-    return [
-        row(model, step_metrics(MODELS[model], folder=folder / model, device="cuda")) for model in TRL_SECONDS
-    ]
+    for model in models:
+        place = folder / model
+        metrics = step_metrics(MODELS[model], folder=place, device="cuda", deterministic=deterministic)
+        peers = {}
+        for name, with_vllm in (("trl", False), ("trl with vllm", True)):
+            steps, why = trl_steps(model, folder=place, trl=trl, with_vllm=with_vllm)
+            if steps:
+                peers[name] = steps
+            else:
+                skipped[f"{name}, {model}"] = why
+                print(f"skipped: {name}, {model}: {why}", file=sys.stderr, flush=True)
+        yield row(model, metrics, peers=peers, deterministic=deterministic)
+
+
+def show(line: dict[str, Any]) -> None:
+    """A row for people: the step, its parts, and the peers."""
+    parts = "  ".join(f"{name} {seconds}" for name, seconds in line["parts_s"].items())
+    others = "  ".join(
+        f"{name} {seconds} ({line['ratio'][name]}×)" for name, seconds in line["peers"].items()
+    )
+    print(f"{line['case']['model']:<6} ours {line['ours']} s: {parts}   {others}", flush=True)

@@ -6,7 +6,7 @@ assignment to an attribute or element, raise, return without value, continue, br
 None or the empty value of its annotation (a negated truth value); a container is empty.
 
 Not eligible: texts for people (f-strings and the choice between two of them, docstrings, errors that are raised,
-arguments of `because` and `Raise` and those named `reason` or `evidence`, `__str__` and `__repr__`); annotations and
+arguments of `explain` and `Raise` and those named `reason` or `evidence`, `__str__` and `__repr__`); annotations and
 imports; assertions; values that are a choice (named limits and times of a module, floats); what the interpreter itself
 refuses (a local name or an initial attribute that is never assigned); and what compiles to the same code as the
 original or an earlier mutant.
@@ -23,13 +23,13 @@ from typing import Any
 
 TARGETS = {
     "control": (
-        "agenda draft episodes evaluation master membership mending publication saving scheduler staff state "
-        "suspicion takeover training"
+        "decision dispatch due evaluation master membership pending processes state step_metrics suspicion task_queue "
+        "phases/evaluate phases/publish phases/recover phases/save phases/train"
     ),
-    "buffer": "admission ledger lifecycle",
-    "recovery": "controller detection incidents policy processor states",
+    "samples": "admission batch_selection ledger lifecycle",
+    "recovery": "incident_log liveness rank rank_protocol states strategy",
 }
-"""The shipped decision code. There is no lease code yet."""
+"""The shipped decision code."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ EMPTY_OF_NODE: dict[type[ast.expr], str] = {
     ast.Set: "set()",
     ast.SetComp: "set()",
 }
-TEXT_CALLS = frozenset({"because", "Raise"})
+TEXT_CALLS = frozenset({"explain", "Raise"})
 TEXT_KEYWORDS = frozenset({"reason", "evidence"})
 
 
@@ -277,7 +277,7 @@ class Finder(ast.NodeVisitor):
 
 
 def _name(node: ast.expr) -> str:
-    """`because` of `self._draft.because`."""
+    """`explain` of `self._decision.explain`."""
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 

@@ -34,12 +34,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.mutants import Mutant, draw, target_files
 
 ROOT = Path(__file__).resolve().parent.parent
-CHECKS = ("tests/unit/control", "tests/unit/buffer", "tests/unit/recovery", "tests/simulation")
+CHECKS = ("tests/unit/control", "tests/unit/samples", "tests/unit/recovery", "tests/simulation")
 COPIED = (
     "kintsugi",
     "tests",
     "docs",
-    "recipes",
     "benchmarks",
     "pyproject.toml",
     "README.md",

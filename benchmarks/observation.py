@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs 
 
 from benchmarks import overhead
 from benchmarks.overhead import SWITCH, Switch, switched_off
-from kintsugi.bootstrap import Bootstrap
+from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.types import Role
 
 GOAL = 1.02
@@ -31,20 +31,19 @@ def switched_main(bootstrap: Bootstrap) -> int:
 
 
 def install(role: Role) -> None:
-    from kintsugi.cluster.obituaries import OomLedger
-    from kintsugi.cluster.oversight import TimeKeeping
-    from kintsugi.cluster.sampling import Sampling
-    from kintsugi.observe.figures import FiguresLog
-    from kintsugi.observe.probes import Probe
-    from kintsugi.runtime import Spans
+    from kintsugi.cluster.exit_recorder import OomAttribution
+    from kintsugi.cluster.host_monitor import ClockSync, HostSampler
+    from kintsugi.runtime.spans import Spans
+    from kintsugi.telemetry.collect.probes import Probe
+    from kintsugi.telemetry.readings import ReadingsLog
 
     switch = Switch(Path(os.environ[SWITCH]))
     recorders: tuple[tuple[Any, str, object], ...] = (
-        (FiguresLog, "write", None),
-        (Sampling, "samples", []),
+        (ReadingsLog, "write", None),
+        (HostSampler, "samples", []),
         (Probe, "_try", None),
-        (TimeKeeping, "tick", None),
-        (OomLedger, "look_at", None),
+        (ClockSync, "tick", None),
+        (OomAttribution, "look_at", None),
         (Spans, "add", None),
     )
     for owner, name, instead in recorders:
@@ -52,11 +51,11 @@ def install(role: Role) -> None:
 
 
 def install_in_watcher() -> None:
-    from kintsugi.diagnosis.watcher import Watcher
+    from kintsugi.diagnosis.watcher import DiagnosisWatcher
 
     look = "look"
     switch = Switch(Path(os.environ[SWITCH]))
-    setattr(Watcher, look, switched_off(getattr(Watcher, look), switch, instead=None))
+    setattr(DiagnosisWatcher, look, switched_off(getattr(DiagnosisWatcher, look), switch, instead=None))
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kintsugi.config.recipe import load
 from kintsugi.diagnosis.verdict import Cause
-from kintsugi.lab import experiments
-from kintsugi.lab.campaign import Cluster
+from kintsugi.lab.campaign.campaign import CampaignCluster
 from kintsugi.lab.commands import CAMPAIGN, CAMPAIGN_PLACES
-from kintsugi.recipe import load
+from kintsugi.lab.scenarios import experiments
 
 WINDOW_S = 12.0
 FAR = "agent-1"
@@ -37,7 +37,7 @@ HELD_S = 30
 TABLE = "inet other"
 
 Undo = Callable[[], object]
-Begin = Callable[[Cluster], Undo]
+Begin = Callable[[CampaignCluster], Undo]
 
 
 class Fault(NamedTuple):
@@ -47,8 +47,8 @@ class Fault(NamedTuple):
     kinds: frozenset[str]
 
 
-def pid_of(cluster: Cluster, process: str) -> int:
-    return cluster.watch.staff[process].pid
+def pid_of(cluster: CampaignCluster, process: str) -> int:
+    return cluster.watch.processes[process].pid
 
 
 def run(*command: object) -> str:
@@ -58,12 +58,12 @@ def run(*command: object) -> str:
     return done.stdout
 
 
-def on_host(cluster: Cluster, *command: str) -> str:
+def on_host(cluster: CampaignCluster, *command: str) -> str:
     return run("nsenter", "-t", pid_of(cluster, FAR), "-n", *command)
 
 
 def sends(number: signal.Signals, *processes: str) -> Begin:
-    def begin(cluster: Cluster) -> Undo:
+    def begin(cluster: CampaignCluster) -> Undo:
         pids = [pid_of(cluster, process) for process in processes]
         for pid in pids:
             os.kill(pid, number)
@@ -75,7 +75,7 @@ def sends(number: signal.Signals, *processes: str) -> Begin:
 def filtered(*rules: str) -> Begin:
     """By the far host's own filter; `i` is what comes in, `o` what goes out."""
 
-    def begin(cluster: Cluster) -> Undo:
+    def begin(cluster: CampaignCluster) -> Undo:
         on_host(cluster, "nft", f"add table {TABLE}")
         for chain, hook in (("i", "input"), ("o", "output")):
             on_host(cluster, "nft", f"add chain {TABLE} {chain} {{ type filter hook {hook} priority 0; }}")
@@ -86,13 +86,13 @@ def filtered(*rules: str) -> Begin:
     return begin
 
 
-def interface(cluster: Cluster) -> str:
+def interface(cluster: CampaignCluster) -> str:
     lines = on_host(cluster, "ip", "-o", "link", "show", "up").splitlines()
     return next(line.split(": ")[1].partition("@")[0] for line in lines if ": lo" not in line)
 
 
 def shaped(rate: str) -> Begin:
-    def begin(cluster: Cluster) -> Undo:
+    def begin(cluster: CampaignCluster) -> Undo:
         device = interface(cluster)
         limits = f"root tbf rate {rate} burst 3000 latency 2s".split()
         on_host(cluster, "tc", "qdisc", "add", "dev", device, *limits)
@@ -101,7 +101,7 @@ def shaped(rate: str) -> Begin:
     return begin
 
 
-def down(cluster: Cluster) -> Undo:
+def down(cluster: CampaignCluster) -> Undo:
     device = interface(cluster)
     on_host(cluster, "ip", "link", "set", device, "down")
     return lambda: on_host(cluster, "ip", "link", "set", device, "up")
@@ -110,8 +110,8 @@ def down(cluster: Cluster) -> Undo:
 def beside(*command: str) -> Begin:
     """A program that is attached to a process, `{PROCESS}` in its arguments, until it is ended."""
 
-    def begin(cluster: Cluster) -> Undo:
-        pids = {process: str(presence.pid) for process, presence in cluster.watch.staff.items()}
+    def begin(cluster: CampaignCluster) -> Undo:
+        pids = {process: str(presence.pid) for process, presence in cluster.watch.processes.items()}
         argv = [pids.get(part.strip("{}"), part) for part in command]
         quiet = subprocess.DEVNULL
         program = subprocess.Popen(argv, stdin=quiet, stdout=quiet, stderr=quiet)
@@ -128,7 +128,7 @@ def beside(*command: str) -> Begin:
 def without_descriptors(process: str) -> Begin:
     """Half as many as it has open already."""
 
-    def begin(cluster: Cluster) -> Undo:
+    def begin(cluster: CampaignCluster) -> Undo:
         pid = pid_of(cluster, process)
         before = run("prlimit", "--pid", pid, "--nofile", "--noheadings", "--raw", "--output", "SOFT").strip()
         run("prlimit", "--pid", pid, f"--nofile={len(os.listdir(f'/proc/{pid}/fd')) // 2}:")
@@ -140,7 +140,7 @@ def without_descriptors(process: str) -> Begin:
 def immutable(name: str) -> Begin:
     """A file or folder of the run folder."""
 
-    def begin(cluster: Cluster) -> Undo:
+    def begin(cluster: CampaignCluster) -> Undo:
         path = cluster.run_dir / name
         run("chattr", "+i", path)
         return lambda: run("chattr", "-i", path)
@@ -151,7 +151,7 @@ def immutable(name: str) -> Begin:
 def without_files(process: str) -> Begin:
     """None may become longer."""
 
-    def begin(cluster: Cluster) -> Undo:
+    def begin(cluster: CampaignCluster) -> Undo:
         pid = pid_of(cluster, process)
         run("prlimit", "--pid", pid, "--fsize=0:")
         return lambda: run("prlimit", "--pid", pid, "--fsize=unlimited:")
@@ -162,7 +162,7 @@ def without_files(process: str) -> Begin:
 def stopped_beside(process: str) -> Begin:
     """The process that it has started: the user's code."""
 
-    def begin(cluster: Cluster) -> Undo:
+    def begin(cluster: CampaignCluster) -> Undo:
         pid = pid_of(cluster, process)
         child = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
         os.kill(child, signal.SIGSTOP)
@@ -171,7 +171,7 @@ def stopped_beside(process: str) -> Begin:
     return begin
 
 
-def narrow(cluster: Cluster) -> Undo:
+def narrow(cluster: CampaignCluster) -> Undo:
     """The far host's interface takes no more than 68 bytes at once."""
     device = interface(cluster)
     on_host(cluster, "ip", "link", "set", device, "mtu", "68")
@@ -181,7 +181,7 @@ def narrow(cluster: Cluster) -> Undo:
 def disconnected(process: str) -> Begin:
     """All of its connections are ended by the kernel, once a second."""
 
-    def begin(cluster: Cluster) -> Undo:
+    def begin(cluster: CampaignCluster) -> Undo:
         pid = pid_of(cluster, process)
         each = "while read -r _ _ _ here there _; do ss -K src $here dst $there; done"
         again = f"while :; do ss -tnpH | grep pid={pid}, | {each}; sleep 1; done"
@@ -202,7 +202,7 @@ def disconnected(process: str) -> Begin:
     return begin
 
 
-def replaced_by_a_file(cluster: Cluster) -> Undo:
+def replaced_by_a_file(cluster: CampaignCluster) -> Undo:
     folder, aside = cluster.run_dir / "checkpoints", cluster.run_dir / "aside"
     folder.rename(aside)
     folder.write_text("no folder")
@@ -214,7 +214,7 @@ def replaced_by_a_file(cluster: Cluster) -> Undo:
     return undo
 
 
-def disk_in_use(cluster: Cluster) -> Undo:
+def disk_in_use(cluster: CampaignCluster) -> Undo:
     ballast = cluster.run_dir / "ballast"
     write = f"while :; do dd if=/dev/zero of={ballast} bs=1M count=64 oflag=dsync; done"
     quiet = subprocess.DEVNULL
@@ -292,7 +292,7 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def first_answer(cluster: Cluster, since: float) -> tuple[float, tuple[Cause, ...]] | None:
+def first_answer(cluster: CampaignCluster, since: float) -> tuple[float, tuple[Cause, ...]] | None:
     """When a cause was first named, and which; the run is watched for the whole time."""
     found: list[tuple[float, tuple[Cause, ...]]] = []
 
@@ -308,7 +308,7 @@ def first_answer(cluster: Cluster, since: float) -> tuple[float, tuple[Cause, ..
     return found[0] if found else None
 
 
-def one(cluster: Cluster, name: str, fault: Fault) -> dict[str, Any]:
+def one(cluster: CampaignCluster, name: str, fault: Fault) -> dict[str, Any]:
     cluster.looks()
     before, since = cluster.watch.step, time.time()
     undo = fault.begin(cluster)
@@ -344,11 +344,11 @@ def main() -> None:
     }
     rows: list[dict[str, Any]] = []
     clusters = 0
-    cluster: Cluster | None = None
+    cluster: CampaignCluster | None = None
     with tempfile.TemporaryDirectory(prefix="other-faults-") as folder:
         try:
             for name, fault in wanted.items():
-                if cluster is not None and cluster.until_well() is not None:
+                if cluster is not None and cluster.until_healthy() is not None:
                     rows[-1]["well_again"] = False
                     cluster.close()
                     cluster = None
@@ -356,15 +356,17 @@ def main() -> None:
                     rows[-1]["well_again"] = True
                 if cluster is None:
                     clusters += 1
-                    cluster = Cluster(config, places=CAMPAIGN_PLACES, folder=Path(folder, str(clusters)))
-                    cluster.until_well()
+                    cluster = CampaignCluster(
+                        config, places=CAMPAIGN_PLACES, folder=Path(folder, str(clusters))
+                    )
+                    cluster.until_healthy()
                 rows.append(one(cluster, name, fault))
                 print(
                     "{fault:26} said {said:24} after {after_s} s, right: {right}".format(**rows[-1]),
                     flush=True,
                 )
             if cluster is not None:
-                rows[-1]["well_again"] = cluster.until_well() is None
+                rows[-1]["well_again"] = cluster.until_healthy() is None
         finally:
             if cluster is not None:
                 cluster.close()

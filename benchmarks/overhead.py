@@ -3,7 +3,7 @@
     python benchmarks/overhead.py [--json FILE] [--pairs 30] [--recipe FILE] [field=value …]
 
 Two runs of the same steps, whose protection is switched off and on while they run. Off, nothing is journaled, no state
-is copied or hashed, nobody sends heartbeats and nobody watches for those who do not; everything else is the same code
+is copied or hashed, no heartbeats are sent and none are watched for; everything else is the same code
 in the same processes. Blocks of ten steps are on, off, off, on, … in the first run, and off, on, on, off, … in the
 second: equal seeds give equal samples, so both have the same work to do in a block. A pair is two neighbouring blocks
 of both runs, of which two are on and two off, so that neither the work nor the run nor the moment makes a difference.
@@ -34,22 +34,21 @@ from typing import Any
 
 import msgspec
 
-from kintsugi.bootstrap import Bootstrap
 from kintsugi.cluster import agent
 from kintsugi.cluster.handover import PROGRAMS
-from kintsugi.config import Config
+from kintsugi.config.recipe import load
+from kintsugi.config.schema import Config
 from kintsugi.diagnosis import watcher
-from kintsugi.lab.running import MarkedRun, launch_for_a_lab
-from kintsugi.lab.soak import with_steps
-from kintsugi.lab.watching import Watch
-from kintsugi.recipe import load
-from kintsugi.runs import read_faults
-from kintsugi.runtime import Child, SystemProcesses
+from kintsugi.lab.soak.soak import with_steps
+from kintsugi.lab.testbed.run import MarkedRun, launch_for_a_lab
+from kintsugi.lab.testbed.watch import RunWatch
+from kintsugi.protocol.bootstrap import Bootstrap
+from kintsugi.run_folder.reader import read_faults
+from kintsugi.runtime.processes import Child, SystemProcesses
 from kintsugi.types import Role
-from kintsugi.worker import MAINS
 
 HERE = Path(__file__).parent
-RECIPE = HERE.parent / "recipes" / "grpo_arithmetic.yaml"
+RECIPE = HERE.parent / "kintsugi" / "recipes" / "grpo_arithmetic.yaml"
 OVERRIDES = ("warmup=null", "eval.every=0", "checkpoint.every=0", "data.num_eval=10")
 PAIRS = 30
 WARM_BLOCKS = 4
@@ -92,7 +91,7 @@ def switched_main(bootstrap: Bootstrap) -> int:
 
 
 def usual_main(bootstrap: Bootstrap) -> int:
-    module, _, function = MAINS[bootstrap.role].partition(":")
+    module, _, function = PROGRAMS.entries[bootstrap.role].partition(":")
     program: Callable[[Bootstrap], int] = getattr(importlib.import_module(module), function)
     return program(bootstrap)
 
@@ -109,7 +108,7 @@ def install(role: Role) -> None:
 
 
 def silence_heartbeats(switch: Switch) -> None:
-    from kintsugi.worker import Membership
+    from kintsugi.process.membership import Membership
 
     tick = Membership.tick
 
@@ -121,21 +120,24 @@ def silence_heartbeats(switch: Switch) -> None:
 
 
 def stop_journal_and_watch(switch: Switch) -> None:
-    from kintsugi.control.inputs import InputRecorder
-    from kintsugi.control.journal import Journal
-    from kintsugi.recovery.detection import Watch
+    from kintsugi.journal.inputs import InputRecorder
+    from kintsugi.journal.journal import Journal
+    from kintsugi.recovery.liveness import LivenessMonitor
 
     for owner, name, instead in (
-        (Journal, "append", None), (Journal, "sync", None), (InputRecorder, "write", None), (Watch, "check", []),
-    ):  # fmt: skip
+        (Journal, "append", None),
+        (Journal, "sync", None),
+        (InputRecorder, "write", None),
+        (LivenessMonitor, "check", []),
+    ):
         setattr(owner, name, switched_off(getattr(owner, name), switch, instead=instead))
 
 
 def stop_looking_after_children(switch: Switch) -> None:
-    from kintsugi.cluster.oversight import Oversight
+    from kintsugi.cluster.host_monitor import HostMonitor
 
     look_after = "stopped"
-    setattr(Oversight, look_after, switched_off(getattr(Oversight, look_after), switch, instead=[]))
+    setattr(HostMonitor, look_after, switched_off(getattr(HostMonitor, look_after), switch, instead=[]))
 
 
 def switched_off(method: Callable[..., Any], switch: Switch, *, instead: object) -> Callable[..., Any]:
@@ -146,31 +148,35 @@ def stop_snapshots(on: Callable[[int], bool] = is_on) -> None:
     """Without a copy the live state is the committed one, which is right as long as nothing is rolled back."""
     from torch import Tensor
 
-    from kintsugi.training.copies import Counters, StateCopies
+    from kintsugi.training.snapshots import CopyCounters, StateSnapshots
 
-    prepare, commit, committed = StateCopies.prepare, StateCopies.commit, vars(StateCopies)["committed"]
-    uncopied: set[StateCopies] = set()
+    prepare, commit, committed = (
+        StateSnapshots.prepare,
+        StateSnapshots.commit,
+        vars(StateSnapshots)["committed"],
+    )
+    uncopied: set[StateSnapshots] = set()
 
-    def switched_prepare(self: StateCopies, counters: Counters) -> str:
+    def switched_prepare(self: StateSnapshots, counters: CopyCounters) -> str:
         if on(counters.step):
             return prepare(self, counters)
         self.settle()
         return f"step {counters.step}"
 
-    def switched_commit(self: StateCopies) -> None:
+    def switched_commit(self: StateSnapshots) -> None:
         if self._prepared is None:
             uncopied.add(self)
         else:
             commit(self)
             uncopied.discard(self)
 
-    def switched_committed(self: StateCopies) -> Tensor | None:
+    def switched_committed(self: StateSnapshots) -> Tensor | None:
         held: Tensor | None = committed.fget(self)
         return self._live if self in uncopied else held
 
-    StateCopies.prepare = switched_prepare  # type: ignore[method-assign]
-    StateCopies.commit = switched_commit  # type: ignore[method-assign]
-    setattr(StateCopies, "committed", property(switched_committed))  # noqa: B010 - a property has no type to assign to
+    StateSnapshots.prepare = switched_prepare  # type: ignore[method-assign]
+    StateSnapshots.commit = switched_commit  # type: ignore[method-assign]
+    setattr(StateSnapshots, "committed", property(switched_committed))  # noqa: B010 - a property has no type to assign to
 
 
 SWITCHED = {"kintsugi.cluster.agent": "--agent", "kintsugi.diagnosis.watcher": "--watcher"}
@@ -231,7 +237,7 @@ def measure(
         run_dir=folder / "run",
         command=(sys.executable, program, "--launch"),
     )
-    watch = Watch(run.run_dir)
+    watch = RunWatch(run.run_dir)
     blocks: list[Block] = []
     try:
         run.start()
@@ -244,7 +250,7 @@ def measure(
             )
             if not run.running:
                 why = "; ".join(fault.message for fault in read_faults(run.run_dir, since=0.0))
-                raise RuntimeError(f"the run ended: {why or run.last_words()}")
+                raise RuntimeError(f"the run ended: {why or run.output()}")
             switch.set(is_on(step + 1))
             now = (watch.commits[-1].at, cpu_seconds(run.pids()))
             if before is not None:

@@ -28,21 +28,22 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-import xxhash
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs as a script.
 
 from benchmarks.weight_sync_sides import HOST, Asked, CopyBaseline, Order, Setup, Side, Told, endpoint_of
-from kintsugi.cluster.segments import SegmentClient
-from kintsugi.messages import AddressBook, FetchWeights, Publish
+from kintsugi.cluster.shared_memory import SegmentClient
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.transformer import Transformer
+from kintsugi.process.shell import ReplyHandle
+from kintsugi.protocol.membership import AddressBook
+from kintsugi.protocol.weights import FetchWeights, Publish
+from kintsugi.runtime.digests import piece_digest
 from kintsugi.transport import Endpoint, new_key_pair
 from kintsugi.types import StreamSource, WeightSource
-from kintsugi.weights.collective import receive
-from kintsugi.weights.fetch import Card, Fetched, Fetcher
-from kintsugi.weights.stream import Answer
+from kintsugi.weights.fetch import DeviceFetch, Fetched, Fetcher
+from kintsugi.weights.transports.collective import receive
 
 MEGABYTES, ROUNDS, WARM_ROUNDS = 256, 9, 3
 TRANSPORTS = ("shared_memory", "collective", "stream", "disk")
@@ -81,7 +82,7 @@ class Meeting:
         *,
         device: str = "cpu",
         dtype: str = "float32",
-        card: Card | None = None,
+        card: DeviceFetch | None = None,
         folder: Path,
     ) -> None:
         self._resources = ExitStack()
@@ -101,7 +102,9 @@ class Meeting:
         agent.ask(Order(peers=peers))
         self.rank.ask(Order(peers=peers))
         self.segments = self._resources.enter_context(closing(SegmentClient(f"kintsugi-{self.job}-{HOST}")))
-        self.fetcher = Fetcher(process="server-0", host=HOST, ask=self._ask, card=card, join=receive)
+        self.fetcher = Fetcher(
+            process="server-0", host=HOST, send_request=self._ask, device=card, join=receive
+        )
         self.version = 0
 
     def _start(self, process: str) -> Side:
@@ -109,7 +112,7 @@ class Meeting:
         self._resources.callback(side.close)
         return side
 
-    def _ask(self, process: str, request: FetchWeights, deadline_s: float) -> Answer:
+    def _ask(self, process: str, request: FetchWeights, deadline_s: float) -> ReplyHandle:
         return Asked(self.endpoint, process, request, deadline_s=deadline_s)
 
     def publish(self, transport: str) -> Told:
@@ -210,7 +213,7 @@ class CpuBench:
         assert told.published is not None
         for piece in told.published.manifest.pieces:
             data = self._parameters[piece.name].detach().numpy().reshape(-1).view("u1").data
-            assert xxhash.xxh3_64_hexdigest(data) == piece.digest, f"{piece.name} is not what was published"
+            assert piece_digest(data) == piece.digest, f"{piece.name} is not what was published"
 
 
 def summary(rounds: Sequence[Mapping[str, float]], *, size: int) -> dict[str, Any]:

@@ -32,15 +32,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs 
 from benchmarks.generation_ours import new_requests
 from benchmarks.weight_sync import Meeting, came_by
 from benchmarks.weight_sync_sides import Told
-from kintsugi.generation.building import build_engine
-from kintsugi.generation.engine import Engine
-from kintsugi.generation.staging import Load, Stager, in_thread
-from kintsugi.messages import LoadWeights
+from kintsugi.generation.engine.engine import Engine
+from kintsugi.generation.engine.factory import build_engine
+from kintsugi.generation.weight_loading import WeightLoad, WeightLoader, in_thread
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.tokenizer import character_tokenizer
-from kintsugi.runtime import SYSTEM_CLOCK
+from kintsugi.protocol.weights import LoadWeights
+from kintsugi.runtime.clock import SYSTEM_CLOCK
 from kintsugi.transport import Delivery
-from kintsugi.weights.device import MappedSlots, digest_of_device
+from kintsugi.weights.device_digests import piece_digests
+from kintsugi.weights.transports.device import MappedSlots
 
 LIMIT_S = 220.0
 """Of all of it; what has been measured by then is written."""
@@ -151,7 +152,7 @@ class Decoding:
 class Round:
     """One version: published by the other process, staged beside the decoding, swapped in."""
 
-    def __init__(self, decoding: Decoding, meeting: Meeting, stager: Stager, transport: str) -> None:
+    def __init__(self, decoding: Decoding, meeting: Meeting, stager: WeightLoader, transport: str) -> None:
         self._decoding, self._meeting, self._stager = decoding, meeting, stager
         self._transport = transport
         self._told: Told | None = None
@@ -182,7 +183,7 @@ class Round:
         except RuntimeError as error:
             self._failure = error
 
-    def _staged(self, begun: float) -> Load:
+    def _staged(self, begun: float) -> WeightLoad:
         asked = False
         while time.perf_counter() < begun + ROUND_TIMEOUT_S:
             if self._failure is not None:
@@ -191,7 +192,7 @@ class Round:
                 published = self._told.published
                 assert published is not None
                 # Nobody has to be answered.
-                self._stager.ask(cast(Delivery, None), LoadWeights(published.manifest, published.sources))
+                self._stager.request(cast(Delivery, None), LoadWeights(published.manifest, published.sources))
                 asked = True
             self._decoding.step()
             if (load := self._stager.take()) is not None:
@@ -200,7 +201,7 @@ class Round:
                 return load
         raise TimeoutError(f"{self._transport}: nothing was staged in {ROUND_TIMEOUT_S} s")
 
-    def _swap(self, load: Load, *, step_ms: float) -> dict[str, Any]:
+    def _swap(self, load: WeightLoad, *, step_ms: float) -> dict[str, Any]:
         engine, visits = self._decoding.engine, self._decoding.visits
         assert load.fetched is not None and came_by(load.fetched.source, self._transport)
         version = load.order.manifest.version
@@ -217,6 +218,7 @@ class Round:
         copy_ms = pause()
         begin, end, steps = visits.first()
         torch.cuda.synchronize()
+        load.check()
         self._check(load)
         load.release()
         return {
@@ -227,12 +229,13 @@ class Round:
             "request_to_first_token_ms": (first_token - requested) * 1e3,
         }
 
-    def _check(self, load: Load) -> None:
+    def _check(self, load: WeightLoad) -> None:
         """What the runner computes with is what was published."""
         runner: Any = self._decoding.engine.runner
-        for piece in load.order.manifest.pieces:
-            found = digest_of_device(runner._parameters[piece.name])
-            assert found == piece.digest, f"{piece.name} is not what was published"
+        pieces = load.order.manifest.pieces
+        found = piece_digests([runner._parameters[piece.name] for piece in pieces])
+        for piece, digest in zip(pieces, found, strict=True):
+            assert digest == piece.digest, f"{piece.name} is not what was published"
 
 
 def baselines(size: int) -> dict[str, float]:
@@ -282,11 +285,11 @@ def measure(found: dict[str, Any], *, model: Mapping[str, Any], json_path: Path 
         folder = Path(name)
         with closing(Meeting(model, device="cuda:0", dtype="bfloat16", card=card, folder=folder)) as meeting:
             first = meeting.publish("shared_memory")
-            stager = Stager(
+            stager = WeightLoader(
                 lambda manifest, sources: meeting.fetcher.fetch(manifest, sources, segments=meeting.segments),
                 engine.stage,
                 wake=lambda: None,
-                beside=in_thread,
+                background=in_thread,
                 clock=SYSTEM_CLOCK,
             )
             fetched = meeting.fetch(first)

@@ -21,19 +21,22 @@ import msgspec
 import torch
 from torch import Tensor
 
-from kintsugi.cluster.metaserver import MetaServer
-from kintsugi.cluster.segments import SegmentClient, SegmentServer
-from kintsugi.messages import AddressBook, Body, FetchWeights, Publish, Published, UploadWeights
+from kintsugi.cluster.shared_memory import SegmentClient, SegmentServer
+from kintsugi.cluster.weight_relay import WeightRelay
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.transformer import Transformer
-from kintsugi.training.group import StoreServer
+from kintsugi.process.shell import ReplyHandle
+from kintsugi.protocol.membership import AddressBook
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.weights import FetchWeights, Publish, Published, UploadWeights
+from kintsugi.telemetry.events import Alert, Note
+from kintsugi.training.process_group import StoreServer
 from kintsugi.transport import Blob, Endpoint, Reply, new_key_pair
 from kintsugi.types import Peer
-from kintsugi.weights.collective import CollectiveOutlet
-from kintsugi.weights.device import DeviceSlots
 from kintsugi.weights.publish import Publisher
-from kintsugi.weights.stream import Answer
-from kintsugi.weights.upload import UploadOutlet
+from kintsugi.weights.transports.collective import CollectiveTransport
+from kintsugi.weights.transports.device import DeviceSlots
+from kintsugi.weights.transports.relay import RelayTransport
 
 JOB, HOST = "weightsync", "host-0"
 ROOT = Path(__file__).resolve().parents[1]
@@ -167,10 +170,10 @@ class PublishingRank:
                 host=HOST,
                 segments=segments,
                 folder=Path(self._setup.folder),
-                card=DeviceSlots(self._device, host=HOST) if self._device.type == "cuda" else None,
-                outlets=(
-                    CollectiveOutlet(process=self._setup.process, store=self._store.address, say=_say),
-                    UploadOutlet(self._uploading.submit, process=self._setup.process, say=_say),
+                device=DeviceSlots(self._device, host=HOST) if self._device.type == "cuda" else None,
+                transports=(
+                    CollectiveTransport(process=self._setup.process, store=self._store.address, emit=_print),
+                    RelayTransport(self._uploading.submit, process=self._setup.process, emit=_print),
                 ),
             )
             return Told()
@@ -212,13 +215,13 @@ class _Uploading:
     def set_peers(self, peers: Sequence[Peer]) -> None:
         self.endpoint.set_book(AddressBook(1, tuple(peers)))
 
-    def submit(self, process: str, body: Body, blobs: Sequence[Blob], deadline_s: float) -> Answer:
+    def submit(self, process: str, body: Body, blobs: Sequence[Blob], deadline_s: float) -> ReplyHandle:
         with self._lock:
             return Asked(self.endpoint, process, body, deadline_s=deadline_s, blobs=blobs)
 
 
 class Asked:
-    """An answer that comes when somebody looks."""
+    """An answer that comes when it is asked for."""
 
     def __init__(
         self, endpoint: Endpoint, process: str, body: Body, *, deadline_s: float, blobs: Sequence[Blob] = ()
@@ -243,7 +246,7 @@ class AgentSide:
     def __init__(self, setup: Setup) -> None:
         self.endpoint = endpoint_of(setup)
         self._segments = SegmentServer(self.endpoint, job=setup.job, host=HOST, capacity=CAPACITY)
-        self._meta_server = MetaServer(self.endpoint, capacity=CAPACITY)
+        self._meta_server = WeightRelay(self.endpoint, capacity=CAPACITY)
 
     def carry_out(self, order: Order) -> Told:
         self.endpoint.set_book(AddressBook(1, order.peers))
@@ -259,8 +262,8 @@ class AgentSide:
                 self._meta_server.handle(delivery)
 
 
-def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+def _print(event: Alert | Note) -> None:
+    print(event.message, file=sys.stderr, flush=True)
 
 
 def _tell(told: Told) -> None:

@@ -1,9 +1,9 @@
-"""Kintsugi: distributed RL post-training that mends itself.
+"""Kintsugi: fault-tolerant, distributed RL post-training of language models.
 
     from kintsugi import Config, train
     result = train(Config(name="mine", …), reward=my_reward)
 
-What is named here is imported when it is first asked for, so that `import kintsugi` costs nothing.
+Names are imported on first access, so that `import kintsugi` is fast.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kintsugi.api import RunResult, read_run, train
-    from kintsugi.config import (
+    from kintsugi.config.custom_algorithm import CustomAlgorithm
+    from kintsugi.config.schema import (
         ActorSection,
         AlgorithmSection,
         AsynchronySection,
@@ -45,6 +46,7 @@ __all__ = [
     "ClusterSection",
     "Config",
     "CriticSection",
+    "CustomAlgorithm",
     "DataSection",
     "EvaluationSection",
     "GenerationSection",
@@ -63,16 +65,18 @@ __all__ = [
     "train",
 ]
 
-_OF_THE_API = frozenset({"RunResult", "read_run", "train"})
+_API = frozenset({"RunResult", "read_run", "train"})
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in _OF_THE_API:
+    if name in _API:
         from kintsugi import api as home
+    elif name == "CustomAlgorithm":
+        from kintsugi.config import custom_algorithm as home  # type: ignore[no-redef]
     else:
-        from kintsugi import config as home  # type: ignore[no-redef]
+        from kintsugi.config import schema as home  # type: ignore[no-redef]
     value = getattr(home, name)
     globals()[name] = value
     return value

@@ -1,5 +1,5 @@
 """`python -m kintsugi` is the command `kintsugi`."""
 
-from kintsugi.cli import main
+from kintsugi.cli.main import main
 
 main()

@@ -1,7 +1,7 @@
-"""Kintsugi from Python: `train(Config(…), reward=my_reward)`, in a script, a notebook or any thread of a program.
+"""Python API: `train(Config(…), reward=my_reward)`, from a script, a notebook or any thread of a program.
 
-The run is a process of its own (`session.py`) with all its workers below it, so that nothing of the caller's process is
-touched: no signal handler, no child, no event loop. It ends with the caller. What it says appears as it is said.
+A run is a separate process (`cli/session.py`) with all workers below it. It does not affect the calling process: no
+signal handlers, no event loop. It ends when the calling process ends. Its output is relayed to `sys.stdout`.
 """
 
 from __future__ import annotations
@@ -18,51 +18,56 @@ from typing import IO, Any
 
 import msgspec
 
-from kintsugi import runs
-from kintsugi.config import Config
+from kintsugi.cli.session import NOTE
+from kintsugi.config.recipe import PYTHON, Resolved, given, load, load_config
+from kintsugi.config.schema import Config
+from kintsugi.config.validation import validate
 from kintsugi.errors import KintsugiError, RunFailed, UserError
-from kintsugi.recipe import PYTHON, Resolved, given, load, load_config
-from kintsugi.rollout.importing import scratch_folder
-from kintsugi.runtime import Child, SystemProcesses, wait
-from kintsugi.session import NOTE, make_run_folder
-from kintsugi.standalone import import_path, standalone_source
-from kintsugi.summaries import Summary
-from kintsugi.validation import validate
-from kintsugi.worker import EXIT_USER_ERROR
+from kintsugi.process.exit_codes import EXIT_USER_ERROR
+from kintsugi.run_folder import reader
+from kintsugi.run_folder.creation import make_run_folder, remove_unused
+from kintsugi.run_folder.layout import RELATIVE, RunFolder
+from kintsugi.run_folder.summary import Summary
+from kintsugi.runtime.processes import Child, SystemProcesses
+from kintsugi.runtime.user_modules import scratch_folder
+from kintsugi.runtime.waits import wait
+from kintsugi.source_capture import import_path, standalone_source
 
 Reward = str | Callable[..., Any]
 Rewards = Reward | Sequence[Reward] | Mapping[Reward, float]
 
 TURN_S = 0.5
+"""Polling interval of a running session."""
 END_DEADLINE_S = 30.0
-"""For a session that was told to end at once."""
+"""Deadline of a session that is aborted."""
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What came out of a run; everything else is in its folder."""
+    """Result of a run. All details are in its folder."""
 
     folder: Path
     config: Config
     summary: Summary
     metrics: dict[str, list[float | None]]
-    """Every figure of every step as columns of equal length: `metrics["step"]`, `metrics["reward/mean"]`, …"""
+    """Metrics of every step as columns of equal length: `metrics["step"]`, `metrics["reward/mean"]`, …"""
     evaluations: list[dict[str, float | None]]
-    """Figures of the held-out evaluations, in order, each with its `step`."""
+    """Metrics of the held-out evaluations, in order, each with its `step`."""
     weights: Path | None
-    """Folder of the last checkpoint, in Hugging Face's format; None if none was saved."""
+    """Folder of the last checkpoint, in Hugging Face format; None if none was saved."""
 
     @property
     def outcome(self) -> str:
-        """`finished`, or `stopped` by request with a checkpoint."""
+        """`finished`, or `stopped` on request with a checkpoint."""
         return self.summary.outcome
 
     @property
     def accuracy(self) -> float | None:
-        """Share of the held-out problems that the trained model answers right, greedily."""
+        """Share of held-out problems that the trained model answers correctly with greedy decoding."""
         return self.summary.eval_accuracy_after
 
     @property
     def accuracy_before(self) -> float | None:
+        """The same for the model before training."""
         return self.summary.eval_accuracy_before
 
     def __repr__(self) -> str:
@@ -76,14 +81,16 @@ def train(
     reward: Rewards | None = None,
     run_dir: str | os.PathLike[str] | None = None,
 ) -> RunResult:
-    """Train to the end and give the result; the first interrupt stops after the step, with a checkpoint.
+    """Train to the end and return the result. The first Ctrl-C stops after the current step, with a checkpoint.
 
-    `config` is a `Config` or the path of a recipe; overrides like "actor.learning_rate=3e-4" have the last word.
-    `reward` is a function `f(completions, **columns) -> list[float]`, its dotted path, several of them, or a mapping to
-    weights. Workers import it: a function of a module by its path; one of a script or notebook is written into the run
-    folder with what it uses, or refused with the reason.
+    `config` is a `Config` or the path of a recipe; overrides like "actor.learning_rate=3e-4" take precedence.
+    `reward` is a function `f(completions, **columns) -> list[float]`, its dotted path, a sequence of these, or a
+    mapping of these to weights. Workers import reward functions by their path. The source of a function defined in a
+    script or notebook is written into the run folder with everything it uses; UserError says why if that
+    is not possible.
 
-    Raises UserError for a mistake, before anything starts where it can be seen then, and RunFailed for a failed run.
+    Raises UserError for an invalid configuration, if possible before any process is started, and RunFailed if the run
+    fails.
     """
     if not isinstance(config, Config | str | os.PathLike):
         raise UserError(f"config: expected a `Config` or the path of a recipe, got {type(config).__name__}")
@@ -91,31 +98,32 @@ def train(
     if run_dir is not None:
         resolved = _with_value(resolved, "run_dir", os.fspath(run_dir))
     with scratch_folder() as scratch:
-        written = scratch / runs.REWARDS_FILE
+        written = RunFolder(scratch).rewards_file
         if reward is not None:
             resolved = _with_rewards(resolved, reward, file=written)
         validate(resolved.config, origins=resolved.origins)
-        folder = _make_folder(resolved, rewards=written)
+        made, _ = make_run_folder(resolved, rewards=written)
+    folder = Path(made.run_dir or "")
     _run(folder)
     return read_run(folder)
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunResult:
-    """The result of a run that has ended, from its folder."""
-    found = runs.find_run(os.fspath(folder)).resolve()
-    summary = runs.read_summary(found)
+    """Read the result of a run that has ended from its folder."""
+    found = reader.find_run(os.fspath(folder)).resolve()
+    summary = reader.read_summary(found)
     if summary is None:
-        raise UserError(f"{found}: expected a run that has ended, it has no {runs.SUMMARY_FILE} yet")
-    lines, _ = runs.read_metrics(found)
-    steps = [line for line in lines if not runs.is_evaluation(line)]
+        raise UserError(f"{found}: expected a run that has ended, it has no {RELATIVE.summary_file} yet")
+    lines, _ = reader.read_metrics(found)
+    steps = [line for line in lines if not reader.is_evaluation(line)]
     names = dict.fromkeys(name for line in steps for name in line)
-    checkpoints = runs.checkpoint_folders(found)
+    checkpoints = reader.checkpoint_folders(found)
     return RunResult(
         folder=found,
-        config=load_config(found / runs.CONFIG_FILE),
+        config=load_config(RunFolder(found).config_file),
         summary=summary,
         metrics={name: [line.get(name) for line in steps] for name in names},
-        evaluations=[line for line in lines if runs.is_evaluation(line)],
+        evaluations=[line for line in lines if reader.is_evaluation(line)],
         weights=checkpoints[max(checkpoints)] if checkpoints else None,
     )
 
@@ -130,7 +138,7 @@ def _with_value(resolved: Resolved, field: str, value: str) -> Resolved:
 
 
 def _with_rewards(resolved: Resolved, reward: Rewards, *, file: Path) -> Resolved:
-    """The configuration with the rewards as paths; functions without one go into `file`."""
+    """Set the rewards of a configuration by path; functions without an import path are written to `file`."""
     weights = _weighted(reward)
     local = [each for each in weights if not isinstance(each, str) and import_path(each) is None]
     if local:
@@ -158,29 +166,14 @@ def _path_of(reward: Reward, *, file: Path) -> str:
     return import_path(reward) or f"{file}:{reward.__name__}"
 
 
-def _make_folder(resolved: Resolved, *, rewards: Path) -> Path:
-    """The run folder; rewards that were written down move into it."""
-    algorithm = resolved.config.algorithm
-    run_dir = resolved.config.run_dir or runs.next_run_dir(resolved.config.name)
-    folder = Path(run_dir).resolve()
-    moved = tuple(path.replace(str(rewards), str(folder / runs.REWARDS_FILE), 1) for path in algorithm.reward)
-    config = msgspec.structs.replace(
-        resolved.config, run_dir=str(folder), algorithm=msgspec.structs.replace(algorithm, reward=moved)
-    )
-    make_run_folder(Resolved(config, resolved.origins))
-    if rewards.exists():
-        (folder / runs.REWARDS_FILE).write_bytes(rewards.read_bytes())
-    return folder
-
-
 def _run(folder: Path) -> None:
-    """Run a folder to its end in a session of its own; raises what it ended with."""
+    """Run a folder to its end in a separate session; raise the error of a failed run."""
     lifeline_read, lifeline_write = os.pipe2(os.O_CLOEXEC)
     relay = _Relay()
     with tempfile.TemporaryFile() as errors:
         try:
             session = SystemProcesses().spawn(
-                [sys.executable, "-m", "kintsugi.session", str(folder), str(lifeline_read)],
+                [sys.executable, "-m", "kintsugi.cli.session", str(folder), str(lifeline_read)],
                 pass_fds=(lifeline_read,),
                 environment={**os.environ, "PYTHONPATH": _search_path()},
                 stdout=relay.target,
@@ -197,20 +190,20 @@ def _run(folder: Path) -> None:
             os.close(lifeline_read)
             os.close(lifeline_write)
         code = session.status()
-        said = _pass_notes_on(errors)
+        message = _relay_notes(errors)
         if interrupted:
             raise KeyboardInterrupt
         if code != 0:
-            raise _failure(code, said, folder=folder)
+            raise _failure(code, message, folder=folder)
 
 
 def _search_path() -> str:
-    """Workers find modules where this process does: beside the script, in the notebook's folder, wherever else."""
+    """PYTHONPATH for the workers: the module search path of this process."""
     return os.pathsep.join(dict.fromkeys(str(Path(entry).resolve()) for entry in sys.path))
 
 
 class _Relay:
-    """What the session says: a terminal shows it directly; anything else, such as a notebook, gets it as text."""
+    """Relay of the session's output: a terminal is passed on directly, otherwise text is copied to `sys.stdout`."""
 
     def __init__(self) -> None:
         self.reader, self._writer = -1, -1
@@ -223,13 +216,13 @@ class _Relay:
             self.target = self._writer
 
     def started(self) -> None:
-        """The session has its own copy of the writing end."""
+        """Close the write end, of which the session has a copy."""
         if self._writer >= 0:
             os.close(self._writer)
             self._writer = -1
 
     def attempt(self) -> None:
-        """Pass on what is there."""
+        """Copy available output."""
         while self.reader >= 0:
             try:
                 content = os.read(self.reader, 65536)
@@ -248,12 +241,12 @@ class _Relay:
 
 
 def _follow(session: Child, relay: _Relay) -> int:
-    """Wait for the end; gives how often the user interrupted. The first time asks it to stop, the second ends it."""
+    """Wait for the end; return the number of interrupts. The first requests a stop, the second aborts the run."""
     interrupts = 0
     try:
         while not session.ended():
             try:
-                _turn(session, relay)
+                _wait_and_relay(session, relay)
             except KeyboardInterrupt:
                 interrupts += 1
                 session.send_signal(signal.SIGTERM)
@@ -266,7 +259,7 @@ def _follow(session: Child, relay: _Relay) -> int:
     return interrupts
 
 
-def _turn(session: Child, relay: _Relay) -> None:
+def _wait_and_relay(session: Child, relay: _Relay) -> None:
     poller = select.poll()
     poller.register(session.pidfd, select.POLLIN)
     if relay.reader >= 0:
@@ -280,8 +273,8 @@ def _turn(session: Child, relay: _Relay) -> None:
     relay.attempt()
 
 
-def _pass_notes_on(errors: IO[bytes]) -> str:
-    """Show what the session noted by the way; what is left is how it ended badly, if it did."""
+def _relay_notes(errors: IO[bytes]) -> str:
+    """Print the notes of the session and return the rest of its error output."""
     errors.seek(0)
     lines = errors.read().decode(errors="replace").splitlines()
     notes = [line for line in lines if line.startswith(NOTE)]
@@ -289,10 +282,10 @@ def _pass_notes_on(errors: IO[bytes]) -> str:
     return "\n".join(line for line in lines if line not in notes).strip().removeprefix("error: ")
 
 
-def _failure(code: int | None, said: str, *, folder: Path) -> KintsugiError:
-    """What the session said of its end; a folder that never became a run is taken away."""
-    if not (folder / runs.JOURNAL_FILE).exists():
-        runs.remove_unused(folder)
+def _failure(code: int | None, message: str, *, folder: Path) -> KintsugiError:
+    """Error of a failed session. A folder in which nothing was started is removed."""
+    if not RunFolder(folder).journal_file.exists():
+        remove_unused(folder)
     if code == EXIT_USER_ERROR:
-        return UserError(said)
-    return RunFailed(said or f"the session of {folder} ended with {code} and said nothing")
+        return UserError(message)
+    return RunFailed(message or f"the session of {folder} ended with exit code {code} and no message")

@@ -1,69 +1,141 @@
-"""Every error of the system, and the record of one that crosses process borders.
+"""All error types, and `Fault`, the record of an error that crosses process boundaries.
 
-The type says which boundary was crossed; our own mistakes are `assert`s and have no type here.
+The type names the boundary that was crossed. Bugs are `assert`s and have no type here.
 
     KintsugiError
-    ├── UserError (also a ValueError)      the user's mistake: exit code 2, one sentence, no traceback
+    ├── UserError (also a ValueError)      user error: exit code 2, one sentence, no traceback
     │   ├── ConfigError                    a field of the configuration
     │   ├── DataError                      a data set, a row, a column
     │   └── ModelError                     a model folder, a tokenizer
-    └── WorldError                         the world's: something outside this process broke
+    └── WorldError                         failure outside this process
         ├── DeadlineExceeded               a declared wait reached its deadline
-        ├── RunFailed                      a run that Python started ended badly: what it said, the cause first
-        ├── ProcessDied                    a process of ours ended when it should not have
-        ├── StartFailed                    a process did not come up: which, in which phase, why
-        │   └── StartKilled                it was killed from outside before it was up
-        ├── CompileFailed                  a compiler of this host is missing, or could not do its work
+        ├── RunFailed                      a run that `kintsugi.train` started failed; first cause first
+        ├── ProcessDied                    a process of the run ended unexpectedly
+        ├── StartFailed                    a process failed to start: which, in which phase, why
+        │   └── StartKilled                it was killed from outside during its start
+        ├── CompileFailed                  no working compiler on this host
         ├── StorageError                   I/O error, damaged file
-        │   └── StorageFull                no space left: the same works again once there is room
-        ├── DeviceOutOfMemory              the accelerator has no memory left; its process is replaced
-        ├── Unfit                          this process can not do its work any more: it ends, and is replaced
-        │   └── DeviceError                the accelerator failed, or computes something else
-        ├── GroupBroken                    a collective failed: a rank is gone or the generation is over
-        ├── IntegrityError                 bytes arrived that are not the bytes that were sent
+        │   └── StorageFull                no space left: a retry succeeds once there is space
+        ├── DeviceOutOfMemory              out of accelerator memory; the process is replaced
+        ├── Unfit                          this process can not continue: it exits and is replaced
+        │   └── DeviceError                the accelerator failed or computes wrong results
+        ├── GroupBroken                    a collective failed: a rank is lost or the group was replaced
+        ├── IntegrityError                 received bytes differ from the sent bytes
         ├── RefusedError                   the peer refused: unknown sender, wrong state
-        │   ├── EpochOver                  only because a new epoch has begun: to be said again in that one
-        │   └── FencedError                a successor has taken over what this process owned
-        └── RemoteError                    a peer answered with a fault of its own, which is the cause
+        │   ├── EpochOver                  message of an earlier term of the master; to be sent again
+        │   └── FencedError                a successor has taken over from this process
+        └── RemoteError                    a peer replied with a fault, which is the cause
 
-A `Fault` is how an error is written down and sent. It names the fault that caused it, so that the first failure
-stays the cause however many follow (`root_first` orders a set of faults by that chain).
+A `Fault` records an error for the journal and for messages. It refers to the fault that caused it, so the first failure
+remains the cause when others follow (`root_first` orders a set of faults by these links).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from typing import ClassVar, TypeVar
 from uuid import uuid4
 
 import msgspec
 
 LONGEST_MESSAGE = 16 << 10
-"""Of a fault: user code may raise with all of its data, and a fault goes to many places."""
+"""Maximum length of a fault's message: user code may raise errors with large data, and faults are copied often."""
+
+
+class FaultClass(StrEnum):
+    """Where a fault lies; decides whether repeating, replacing or neither can help."""
+
+    USER = "user"
+    """The user's mistake: it would be made again."""
+    SOFTWARE = "software"
+    DEVICE = "device"
+    NODE = "node"
+    LINK = "link"
+    STORAGE = "storage"
+    CONSEQUENCE = "consequence"
+    """Another process failed, and this one noticed."""
+
+
+class StatesDiverged(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Detail of an `IntegrityError`: ranks computed different states from the same samples."""
+
+    call: str
+    states: dict[str, str]
+    """Rank → digest of its state."""
+    expected: str = ""
+    """Digest of the state that all should have, where it is known."""
+
+
+class GroupFailed(msgspec.Struct, frozen=True, tag=True):
+    """Detail of a `GroupBroken`: a collective of a process group failed."""
+
+    group: int
+    """Generation of the process group."""
+    peers: tuple[str, ...]
+    """The other ranks of the group."""
+    reason: str
+    """Text of the library's error."""
+
+
+class DataDamaged(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Detail of an `IntegrityError` or a `StorageError`: bytes are not those that were sent or written."""
+
+    origin: str = ""
+    """Process that the bytes came from, where it is known."""
+    path: str = ""
+    """File that the bytes were read from."""
+
+
+class Miscomputed(msgspec.Struct, frozen=True, tag=True):
+    """Detail of an error about a computation whose result is wrong: not finite, or not the known answer."""
+
+    what: str
+    """The result: `logits`, `known answer`."""
+
+
+class EndedByError(msgspec.Struct, frozen=True, tag=True):
+    """Detail of a `ProcessDied`: the process itself recorded an error before it ended."""
+
+    kind: str
+    """Class name of that error."""
+
+
+FaultDetail = StatesDiverged | GroupFailed | DataDamaged | Miscomputed | EndedByError
 
 
 class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One failure as a value: `Fault(id="f3a…", kind="StorageError", process="model-0", message="disk full …")`."""
+    """Record of one failure: `Fault(id="f3a…", kind="StorageError", process="model-0", message="disk full …")`."""
 
     id: str
     kind: str
     process: str
     message: str
     time: float
-    """Wall clock of the process that saw it, for people; ordering uses `cause`, never this."""
+    """Wall clock of the process that saw it, for display only; ordering uses `cause`."""
     cause: Fault | None = None
-    """The fault that led to this one, possibly of another process, with its own; None where it began."""
+    """Fault that led to this one, possibly in another process; None for the first of a chain."""
+    detail: FaultDetail | None = None
+    """Typed content of the message, for the parts of the program that decide by it; the message is for people."""
 
 
 class KintsugiError(Exception):
-    """The root of the tree. `cause` is the fault this error follows from, if it follows from one."""
+    """Base class of all errors. `cause` is the fault that led to this error, if any."""
 
-    def __init__(self, message: str, *, cause: Fault | None = None) -> None:
+    fault_class: ClassVar[FaultClass] = FaultClass.SOFTWARE
+
+    def __init__(
+        self, message: str, *, cause: Fault | None = None, detail: FaultDetail | None = None
+    ) -> None:
         super().__init__(message)
         self.cause = cause
+        self.detail = detail
 
 
 class UserError(KintsugiError, ValueError):
-    """The user's mistake: the message names the field or file, what was found and what is expected."""
+    """User error. The message names the field or file, what was found and what is expected."""
+
+    fault_class = FaultClass.USER
 
 
 class ConfigError(UserError):
@@ -79,27 +151,29 @@ class ModelError(UserError):
 
 
 class WorldError(KintsugiError):
-    """Something outside this process broke."""
+    """Failure outside this process."""
 
 
 class DeadlineExceeded(WorldError):
-    """A declared wait reached its deadline; says for whom and what it waited, and how long."""
+    """A declared wait reached its deadline; the message says for which peer and event, and how long."""
+
+    fault_class = FaultClass.LINK
 
     def __init__(self, *, whom: str, what: str, waited_s: float, cause: Fault | None = None) -> None:
-        super().__init__(f"waited {waited_s:.1f} s for {whom}: {what}", cause=cause)
+        super().__init__(f"waited {waited_s:.1f} s for " + whom + f": {what}", cause=cause)
         self.whom, self.what, self.waited_s = whom, what, waited_s
 
 
 class RunFailed(WorldError):
-    """A run that `kintsugi.train` started ended badly; the message is what the command would have printed."""
+    """A run that `kintsugi.train` started has failed; the message is what `kintsugi train` would have printed."""
 
 
 class ProcessDied(WorldError):
-    """A process of ours ended when it should not have."""
+    """A process of the run ended unexpectedly."""
 
 
 class StartFailed(WorldError):
-    """A process did not come up."""
+    """A process failed to start."""
 
     def __init__(self, *, process: str, phase: str, why: str, cause: Fault | None = None) -> None:
         super().__init__(f"{process} failed to start while {phase}: {why}", cause=cause)
@@ -107,40 +181,48 @@ class StartFailed(WorldError):
 
 
 class StartKilled(StartFailed):
-    """A process was killed before it was up: tried again, it may come up."""
+    """A process was killed during its start; a retry may succeed."""
 
 
 class CompileFailed(WorldError):
-    """Code that is compiled where it runs could not be: no compiler, its complaints, or nowhere to put the result."""
+    """Native code could not be compiled: no compiler, a compiler error, or no place for the result."""
 
 
 class StorageError(WorldError):
-    """The disk failed, or a file is not what was written."""
+    """A disk failed, or a file is damaged."""
+
+    fault_class = FaultClass.STORAGE
 
 
 class StorageFull(StorageError):
-    """The disk is full. Nothing was changed, and the same operation works again once there is room."""
+    """The disk is full. Nothing was changed; the operation can be retried once there is space."""
 
 
 class DeviceOutOfMemory(WorldError):
-    """The accelerator has no memory left for what was asked; what ran was given up, and its memory returned."""
+    """The accelerator is out of memory. The computation was aborted and its memory released."""
+
+    fault_class = FaultClass.DEVICE
 
 
 class Unfit(WorldError):
-    """This process can not do its work any more, and no other try would end otherwise: it has to be replaced."""
+    """This process can not continue, and a retry would not help: it must be replaced."""
 
 
 class DeviceError(Unfit):
-    """The accelerator failed (an illegal access, a lost device). Its context is lost with all that was in it, so the
-    process has to be replaced."""
+    """The accelerator failed (an illegal access, a lost device). Its context and all data in it are lost, so the
+    process must be replaced."""
+
+    fault_class = FaultClass.DEVICE
 
 
 class GroupBroken(WorldError):
-    """A collective failed: a rank is gone, or the group's generation is over."""
+    """A collective failed: a rank is lost, or the process group was replaced."""
+
+    fault_class = FaultClass.CONSEQUENCE
 
 
 class IntegrityError(WorldError):
-    """Bytes arrived that are not the bytes that were sent."""
+    """Received bytes differ from the sent bytes."""
 
 
 class RefusedError(WorldError):
@@ -148,27 +230,77 @@ class RefusedError(WorldError):
 
 
 class EpochOver(RefusedError):
-    """A peer refused what was said in an epoch that is over."""
+    """A peer refused a message of an earlier term of the master."""
 
 
 class FencedError(RefusedError):
-    """A successor has taken over what this process owned: it must end at once and touch nothing any more."""
+    """A successor has taken over from this process, which must exit immediately without further writes."""
 
 
 class RemoteError(WorldError):
-    """A peer answered with a fault; `cause` is that fault."""
+    """A peer replied with a fault; `cause` is that fault."""
+
+    fault_class = FaultClass.CONSEQUENCE
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(f"{fault.process}: {fault.kind}: {fault.message}", cause=fault)
 
 
+_E = TypeVar("_E", bound=KintsugiError)
+
+
+def _by_name(root: type[_E]) -> dict[str, type[_E]]:
+    """Return an error class and all classes below it, by name."""
+    found = {root.__name__: root}
+    for child in root.__subclasses__():
+        found |= _by_name(child)
+    return found
+
+
+USER_ERRORS: dict[str, type[UserError]] = _by_name(UserError)
+"""Kinds of faults that are the user's mistake, with their classes."""
+_CLASSES: dict[str, FaultClass] = {
+    **{name: error.fault_class for name, error in _by_name(KintsugiError).items()},
+    # Kinds that the master gives to faults it infers; no error of these names is ever raised.
+    "Unreachable": FaultClass.LINK,
+    "HostLost": FaultClass.NODE,
+    "ChipFault": FaultClass.DEVICE,
+}
+
+
+def classify(fault: Fault) -> FaultClass:
+    """Return the class of a fault's kind; of a kind that is not known, SOFTWARE.
+
+    >>> classify(Fault("f", "GroupBroken", "model-0", "a rank is gone", 0.0)).value
+    'consequence'
+    """
+    return _CLASSES.get(fault.kind, FaultClass.SOFTWARE)
+
+
+def chain(fault: Fault) -> Iterator[Fault]:
+    """Yield a fault and the faults that led to it, the latest first."""
+    link: Fault | None = fault
+    while link is not None:
+        yield link
+        link = link.cause
+
+
+def damage_of(error: BaseException) -> DataDamaged | None:
+    """Return where the damaged bytes came from, of an error that is about such bytes or follows from one."""
+    if not isinstance(error, KintsugiError):
+        return None
+    details = [error.detail, *(fault.detail for fault in (chain(error.cause) if error.cause else ()))]
+    return next((detail for detail in reversed(details) if isinstance(detail, DataDamaged)), None)
+
+
 def fault_of(error: BaseException, *, process: str, time: float) -> Fault:
-    """Write an error down as a fault of `process`, linked to the fault it follows from.
+    """Record an error as a fault of `process`, linked to the fault that caused it.
 
     >>> fault_of(StorageError("disk full"), process="model-0", time=0.0).kind
     'StorageError'
     """
     cause = error.cause if isinstance(error, KintsugiError) else None
+    detail = error.detail if isinstance(error, KintsugiError) else None
     return Fault(
         id=uuid4().hex[:12],
         kind=type(error).__name__,
@@ -176,6 +308,7 @@ def fault_of(error: BaseException, *, process: str, time: float) -> Fault:
         message=_shortened(str(error) or type(error).__name__),
         time=time,
         cause=cause,
+        detail=detail,
     )
 
 
@@ -184,13 +317,13 @@ def _shortened(message: str) -> str:
 
 
 def root_first(faults: Iterable[Fault]) -> list[Fault]:
-    """Order faults so that every cause stands before its consequences; the first one is the cause to report.
+    """Order faults so that every cause comes before its consequences; the first one is the cause to report.
 
-    A broken group is never where it began: some rank is gone, and who waits for it may see that before we know why.
-    Nor is a fault of which anybody knows the cause, though others noted it before.
+    `GroupBroken` is never first: it follows from the loss of a rank, which may be reported later. If a fault was
+    recorded both with and without its cause, the record with the cause is used.
     """
     by_id: dict[str, Fault] = {}
-    for each in (each for fault in faults for each in _chain(fault)):
+    for each in (each for fault in faults for each in chain(fault)):
         if each.id not in by_id or each.cause is not None:
             by_id[each.id] = each
     ordered: dict[str, Fault] = {}
@@ -209,11 +342,3 @@ def root_first(faults: Iterable[Fault]) -> list[Fault]:
     for fault in by_id.values():
         place(fault)
     return list(ordered.values())
-
-
-def _chain(fault: Fault) -> Iterator[Fault]:
-    """A fault and what led to it, the latest first."""
-    link: Fault | None = fault
-    while link is not None:
-        yield link
-        link = link.cause

@@ -1,7 +1,7 @@
-"""The nouns that flow through the system. All frozen; arrays travel as little-endian bytes, never as lists.
+"""Types that all parts of the system share. All are frozen; arrays are little-endian bytes, never lists.
 
-A prompt's way: `Row` (data) → `Ticket` (one issuing of it) → `Trajectory` × n (tokens, scored) → `SampleMeta` (what
-the control plane knows of each) → a training batch → a `WeightManifest` of the next version.
+Path of a prompt: `Row` (data set) → `Ticket` (one issue of the row) → `Trajectory` × n (tokens and reward) →
+`SampleMeta` (metadata for the control plane) → training batch → `WeightManifest` of the next version.
 """
 
 from __future__ import annotations
@@ -12,8 +12,18 @@ from typing import Any
 import msgspec
 
 
+def kind_of(struct: msgspec.Struct | type[msgspec.Struct]) -> str:
+    """Name under which a message, fact, event or reading is stored and searched: its tag, else the name of its class.
+
+    The tag stays when a class is renamed, so recorded runs stay readable.
+    """
+    kind = struct if isinstance(struct, type) else type(struct)
+    tag = kind.__struct_config__.tag
+    return tag if isinstance(tag, str) else kind.__name__
+
+
 class Role(StrEnum):
-    """What a process is for. Process ids are `<role>-<index>`: `model-0`, `server-1`, `master-0`."""
+    """Role of a process. Process ids are `<role>-<index>`: `model-0`, `server-1`, `master-0`."""
 
     LAUNCHER = "launcher"
     AGENT = "agent"
@@ -23,7 +33,7 @@ class Role(StrEnum):
     MANAGER = "manager"
     SERVER = "server"
     SPARE = "spare"
-    """None yet: started, prepared, and waiting to be told. The master knows nothing of it."""
+    """Process without a role yet: started, initialised, and waiting to be assigned one. Unknown to the master."""
 
 
 def process_id(role: Role, index: int) -> str:
@@ -37,20 +47,20 @@ def role_of(process: str) -> Role:
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """How to reach and recognise one process: `Peer("server-0", "a1b2", "host-0", "tcp://127.0.0.1:4001", b"…")`."""
+    """Address and identity of one process: `Peer("server-0", "a1b2", "host-0", "tcp://127.0.0.1:4001", b"…")`."""
 
     process: str
     incarnation: str
-    """Changes whenever the process is replaced; messages of an older one are refused."""
+    """Changes whenever the process is replaced; messages of an older incarnation are refused."""
     host: str
     address: str
-    """Where its requests are received; empty until it has registered."""
+    """Address at which it receives requests; empty until it has registered."""
     public_key: bytes
-    """CURVE public key (Z85). Only this key may speak as `process`."""
+    """CURVE public key (Z85). Only the owner of this key may send as `process`."""
 
 
 class ChildReport(msgspec.Struct, frozen=True):
-    """A living process as its agent knows it: `ChildReport("model-0", "1.4", 4711, b"…")`."""
+    """A running process, as reported by its agent: `ChildReport("model-0", "1.4", 4711, b"…")`."""
 
     process: str
     incarnation: str
@@ -59,7 +69,7 @@ class ChildReport(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where and how a process runs, so that exactly this one can be aimed at. Empty: like its agent."""
+    """Operating-system context of one process, so that faults can be injected into it alone. Default: as its agent."""
 
     cgroup: str | None = None
     """Folder of an existing control group to join before exec."""
@@ -75,16 +85,16 @@ class Row(msgspec.Struct, frozen=True):
     """One record of a data set: `Row(prompt="12+34=", columns={"answer": "46"})`."""
 
     prompt: str
-    """As text, for rewards and for people."""
+    """Prompt as text, for reward functions and for display."""
     columns: dict[str, Any] = {}
-    """What the reward function gets by name; for SFT, `completion` is what to learn; a pair has `chosen` and
+    """Columns that reward functions receive by name. For SFT, `completion` is the target; a pair has `chosen` and
     `rejected`."""
     messages: tuple[dict[str, Any], ...] = ()
-    """The prompt as a conversation, `{"role": "user", "content": "…"}` each, where the data has one."""
+    """Prompt as a conversation, `{"role": "user", "content": "…"}` each, if the data has one."""
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """One issuing of one prompt; its group of `num_samples` answers is complete or not at all.
+    """One issue of one prompt. Its group of `num_samples` completions is trained as a whole or not at all.
 
     `Ticket(id="grpo:0:17:0", stage="grpo", epoch=0, position=17, round=0, num_samples=8)`
     """
@@ -96,7 +106,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     position: int
     """Index in the stage's shuffled order of that epoch."""
     round: int
-    """Counts resamplings of the same position within one epoch."""
+    """Number of earlier samplings of the same position in this epoch."""
     num_samples: int
 
 
@@ -106,17 +116,17 @@ def ticket_id(stage: str, *, epoch: int, position: int, round: int = 0) -> str:
 
 
 def sample_key(ticket: str, index: int) -> str:
-    """The name of one sample: `sample_key("grpo:0:17:0", 3) == "grpo:0:17:0/3"`."""
+    """Name of one sample: `sample_key("grpo:0:17:0", 3) == "grpo:0:17:0/3"`."""
     return f"{ticket}/{index}"
 
 
 def ticket_of(key: str) -> str:
-    """Whose sample it is: `ticket_of("grpo:0:17:0/3") == "grpo:0:17:0"`."""
+    """Ticket of a sample: `ticket_of("grpo:0:17:0/3") == "grpo:0:17:0"`."""
     return key.rpartition("/")[0]
 
 
-class Finish(StrEnum):
-    """Why a completion ended: its own end token, a stop text, or the length limit (a truncation, not an end)."""
+class FinishReason(StrEnum):
+    """Reason for the end of a completion: end token, stop text, or length limit (a truncation)."""
 
     EOS = "eos"
     STOP = "stop"
@@ -124,11 +134,11 @@ class Finish(StrEnum):
 
 
 class Trajectory(msgspec.Struct, frozen=True):
-    """One sample's tokens as they were fed and sampled; never re-encoded from text.
+    """Tokens of one sample, as the engine read and sampled them; never re-encoded from text.
 
-    Arrays have one entry per token of prompt + completion: `tokens` int32, `loss_mask` uint8 (1 where the policy
-    chose the token), `logprobs` float32 (of the policy that sampled, 0 where the mask is 0), `versions` int32 (the
-    weight version that produced the token, -1 where the mask is 0).
+    Arrays have one entry per token of prompt + completion: `tokens` int32, `loss_mask` uint8 (1 for tokens that the
+    policy sampled), `logprobs` float32 (of the policy that sampled; 0 where the mask is 0), `versions` int32 (weight
+    version that sampled the token; -1 where the mask is 0).
     """
 
     key: str
@@ -136,7 +146,7 @@ class Trajectory(msgspec.Struct, frozen=True):
     loss_mask: bytes
     logprobs: bytes
     versions: bytes
-    finish: Finish
+    finish: FinishReason
 
     @property
     def num_tokens(self) -> int:
@@ -144,14 +154,14 @@ class Trajectory(msgspec.Struct, frozen=True):
 
 
 class SampleText(msgspec.Struct, frozen=True, array_like=True):
-    """A sample as people read it; for `samples.jsonl` only, no decision looks at it."""
+    """Text of a sample, for `samples.jsonl` only. No decision depends on it."""
 
     prompt: str
     completion: str
 
 
 class SampleMeta(msgspec.Struct, frozen=True, array_like=True):
-    """What the control plane knows of a scored sample; the trajectory itself stays with `holder`."""
+    """Metadata of a scored sample for the control plane. The trajectory stays in the process `holder`."""
 
     key: str
     ticket: str
@@ -159,21 +169,21 @@ class SampleMeta(msgspec.Struct, frozen=True, array_like=True):
     num_loss_tokens: int
     reward: float
     reward_components: dict[str, float]
-    finish: Finish
+    finish: FinishReason
     version: int
     """Oldest weight version among its sampled tokens."""
     holder: str
-    """Process that keeps the trajectory."""
+    """Process that stores the trajectory."""
     digest: str
-    """xxh3-64 of the encoded trajectory, checked by who fetches it."""
+    """xxh3-64 of the encoded trajectory, verified when it is fetched."""
     repetition: float = 0.0
     """Share of repeated 4-grams among the completion's tokens (0 when it is shorter)."""
 
 
 def staleness(version: int, *, step: int) -> int:
-    """Steps from the weights that sampled something to those with which the step that trains it begins.
+    """Number of steps between the weights that sampled a token and the weights at the start of the step that trains it.
 
-    0 for what no weights of this run sampled (version -1), and where a rollback took back the weights that did.
+    0 for tokens that were not sampled in this run (version -1), and if a rollback discarded the weights that sampled.
 
     >>> staleness(3, step=6), staleness(5, step=6), staleness(-1, step=6)
     (2, 0, 0)
@@ -182,23 +192,25 @@ def staleness(version: int, *, step: int) -> int:
 
 
 class Completion(msgspec.Struct, frozen=True):
+    """Sampled tokens of one completion, with one entry per token in each array."""
+
     sample: int
     tokens: bytes
-    """int32, the end token included when it was sampled."""
+    """int32; includes the end token if it was sampled."""
     logprobs: bytes
     """float32, at the sampling temperature (at temperature 1 when greedy)."""
     versions: bytes
     """int32."""
-    finish: Finish | None
-    """None where it was interrupted; it can be resumed from what it has."""
+    finish: FinishReason | None
+    """None if it was interrupted; it can be resumed from these tokens."""
     top_tokens: bytes = b""
-    """int32, `Sampling.top_logprobs` per token: the most likely ones, most likely first."""
+    """int32, the `SamplingParams.top_logprobs` most likely tokens per position, most likely first."""
     top_logprobs: bytes = b""
-    """float32, of `top_tokens`."""
+    """float32, log-probabilities of `top_tokens`."""
 
 
 class Fragment(msgspec.Struct, frozen=True, array_like=True):
-    """More of a completion: its tokens from the one numbered `offset` on, with the arrays of `Completion`."""
+    """Part of a streamed completion: its tokens from index `offset` on, with the arrays of `Completion`."""
 
     sample: int
     offset: int
@@ -207,12 +219,12 @@ class Fragment(msgspec.Struct, frozen=True, array_like=True):
     versions: bytes
     top_tokens: bytes = b""
     top_logprobs: bytes = b""
-    finish: Finish | None = None
-    """Set where these are its last tokens."""
+    finish: FinishReason | None = None
+    """Set on the last fragment."""
 
 
 class ShardItem(msgspec.Struct, frozen=True, array_like=True):
-    """One sample of a shard, who holds it, and the scalars that the master computed for it."""
+    """One sample of a shard, the process that stores it, and the scalars that the master computed for it."""
 
     key: str
     holder: str
@@ -224,14 +236,14 @@ class ShardItem(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LogicalShard(msgspec.Struct, frozen=True):
-    """A fixed part of the optimizer batch; gradients are summed over these in a fixed order, whoever computes them."""
+    """A fixed part of the optimizer batch. Gradients are summed over the shards in a fixed order, on any rank."""
 
     index: int
     items: tuple[ShardItem, ...]
 
 
 class PieceKind(StrEnum):
-    """What a piece's bytes are: the values, a difference to add, or an adapter's factors."""
+    """Content of a piece: the values, a difference to add, or the factors of an adapter."""
 
     FULL = "full"
     DELTA = "delta"
@@ -239,7 +251,7 @@ class PieceKind(StrEnum):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """A slice of one named tensor. Every slice is whole today; the format already names slices and mesh places.
+    """A slice of one named tensor. Slices are whole tensors today; the format supports parts and mesh coordinates.
 
     `Piece("lm_head.weight", "float32", (16, 96), ((0, 16), (0, 96)), {"dp": 0}, PieceKind.FULL, 0, 6144, "9f…")`
     """
@@ -247,9 +259,9 @@ class Piece(msgspec.Struct, frozen=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     slice: tuple[tuple[int, int], ...]
-    """[start, stop) per dimension of what these bytes hold."""
+    """[start, stop) of the slice, per dimension."""
     mesh: dict[str, int]
     """Coordinates of the rank that owns the piece: {"dp": 0, "tp": 0, "pp": 0}."""
     kind: PieceKind
@@ -257,45 +269,45 @@ class Piece(msgspec.Struct, frozen=True):
     """Byte offset in the stream, segment or file that carries the pieces."""
     size: int
     digest: str
-    """xxh3-64 of the bytes."""
+    """`runtime.digests.piece_digest` of the bytes."""
 
 
 class WeightManifest(msgspec.Struct, frozen=True):
-    """One published version: what it consists of and how to recognise it."""
+    """Contents and digest of one published weight version."""
 
     version: int
     step: int
     pieces: tuple[Piece, ...]
     size: int
-    """Bytes in all."""
+    """Total size in bytes."""
     digest: str
     """xxh3-64 over all pieces' names and digests in order."""
 
 
 class SegmentSource(msgspec.Struct, frozen=True, tag="segment"):
-    """The pieces lie in shared memory of one host, held by its agent under this name."""
+    """The pieces are in a shared-memory segment of one host, held by its agent under this name."""
 
     host: str
     name: str
 
 
 class StreamSource(msgspec.Struct, frozen=True, tag="stream"):
-    """The pieces can be fetched from a process by bulk stream."""
+    """The pieces can be fetched from a process over a bulk stream."""
 
     process: str
     owners: tuple[str, ...] = ()
-    """Of a meta-server: the ranks that upload to it, by their share (`Piece.mesh["dp"]`). What does not come through it
-    can be asked of them."""
+    """If the process is a weight relay: the ranks that upload to it, by their share (`Piece.mesh["dp"]`). Missing
+    pieces can be fetched from them."""
 
 
 class FolderSource(msgspec.Struct, frozen=True, tag="folder"):
-    """The pieces lie in a Hugging Face folder that every server can read."""
+    """The pieces are in a Hugging Face folder that every server can read."""
 
     path: str
 
 
 class DeviceSource(msgspec.Struct, frozen=True, tag="device"):
-    """The pieces lie in memory of an accelerator, which other processes on the same one can map (CUDA IPC)."""
+    """The pieces are in device memory, which other processes on the same accelerator can map (CUDA IPC)."""
 
     host: str
     chip: str
@@ -310,11 +322,11 @@ class DeviceSource(msgspec.Struct, frozen=True, tag="device"):
 
 
 class CollectiveSource(msgspec.Struct, frozen=True, tag="collective"):
-    """The pieces are broadcast, once, by a process to these servers, who all have to come."""
+    """The pieces are broadcast once by a process to these servers, all of which must take part."""
 
     process: str
     store: str
-    """host:port at which they meet."""
+    """host:port of the rendezvous store."""
     key: str
     servers: tuple[str, ...]
 
@@ -323,52 +335,55 @@ WeightSource = SegmentSource | StreamSource | FolderSource | DeviceSource | Coll
 
 
 MIN_TEMPERATURE = 0.01
-"""Below, logits divided by the temperature may leave float32; greedy is temperature 0."""
+"""Smallest temperature: below it, logits / temperature may overflow float32. Greedy is temperature 0."""
 
 
-class Sampling(msgspec.Struct, frozen=True):
-    """How completions are drawn. Training refuses anything that cuts or bends the distribution (top-p, …).
+class SamplingParams(msgspec.Struct, frozen=True):
+    """Decoding parameters of one request. Training refuses those that change the distribution (top-p, …).
 
-    In this order: `repetition_penalty` and `logit_bias` change the logits, `temperature` divides them, then `top_k`,
-    `top_p` and `min_p` each leave out what they leave out of the distribution so far. Log-probabilities are always
-    those that the trainer would compute: at the temperature (1 where it is 0), before anything was changed or left out.
+    Order of application: `repetition_penalty` and `logit_bias` change the logits, `temperature` divides them, then
+    `top_k`, `top_p` and `min_p` each truncate the remaining distribution. Reported log-probabilities are always those
+    that the trainer would compute: at the temperature (1 if greedy), without penalty, bias and truncation.
     """
 
     temperature: float = 1.0
-    """0 is greedy."""
+    """0: greedy."""
     max_new_tokens: int = 16
     num_samples: int = 1
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    """Beside the model's own end tokens."""
+    """Stop tokens in addition to the end tokens of the model."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion; the token that completes one is its last."""
+    """Texts that end a completion; the token that completes one of them is the last token."""
     top_k: int = 0
-    """Only the k most likely tokens; 0 means all."""
+    """Sample from the k most likely tokens; 0: from all."""
     top_p: float = 1.0
-    """Only the fewest tokens that together have this probability."""
+    """Sample from the smallest set of most likely tokens with at least this total probability."""
     min_p: float = 0.0
-    """Only tokens at least this probable, relative to the most likely one."""
+    """Sample from tokens with at least this probability relative to the most likely token."""
     repetition_penalty: float = 1.0
-    """Positive logits of tokens that stand in prompt or completion are divided by it, negative ones multiplied."""
+    """Divisor of positive logits, and factor of negative ones, of tokens that occur in prompt or completion."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, what is added to its logit)."""
+    """Pairs of token id and the value that is added to its logit."""
     ignore_end: bool = False
-    """Go on over end tokens; stop tokens and texts still count."""
+    """Continue after end tokens; stop tokens and stop texts still apply."""
     top_logprobs: int = 0
-    """How many of the most likely tokens are reported at each position."""
+    """Number of most likely tokens to report per position."""
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """Counters that only grow; which of them moved tells slow from stuck: {"steps": 12, "tokens": 40960}."""
+    """Monotonic counters of a process; they distinguish slow from stuck: {"steps": 12, "tokens": 40960}."""
 
     counters: dict[str, int]
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """A declared wait: for whom, for what, since and until when (monotonic seconds of the waiting process)."""
+    """A declared wait; times are monotonic seconds of the waiting process."""
 
     whom: str
+    """Process or resource that is waited for."""
     what: str
+    """Expected event: "an answer to RunCall"."""
     since: float
     until: float
+    """Deadline."""

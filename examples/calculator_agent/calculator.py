@@ -1,9 +1,9 @@
-"""A program that answers sums with the help of a calculator. It knows the OpenAI API, and nothing of training.
+"""Agent that answers arithmetic problems with a calculator tool. It uses the OpenAI API only.
 
     OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=… python calculator.py MODEL "12*34="
 
-The model asks for a calculation by writing it in brackets, is shown its result, and goes on; what it writes without
-brackets is its answer.
+The model requests a calculation by writing it in brackets, receives the result, and continues. Text without brackets is
+its answer.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ OPERATORS = {"+": operator.add, "*": operator.mul}
 
 
 async def answer(client: AsyncOpenAI, model: str, question: str) -> str:
-    """What the model says to the question in the end; nothing if it does not stop calculating."""
+    """Return the answer of the model; empty if it requests too many calculations."""
     text = question
     for _ in range(MOST_CALCULATIONS + 1):
         completion = await client.completions.create(
             model=model, prompt=text, stop=["]"], max_tokens=16, temperature=0.2
         )
-        said = completion.choices[0].text
-        _, bracket, sum_ = said.partition("[")
+        text_out = completion.choices[0].text
+        _, bracket, sum_ = text_out.partition("[")
         if not bracket:
-            return said
-        text += f"{said}]{calculated(sum_)};"
+            return text_out
+        text += f"{text_out}]{calculated(sum_)};"
     return ""
 
 
 def calculated(sum_: str) -> str:
-    """`calculated("12*34") == "408"`; what is no sum gives a question mark, which the model may learn from."""
+    """`calculated("12*34") == "408"`; invalid input gives a question mark."""
     found = re.fullmatch(r"(\d{1,6})([+*])(\d{1,6})", sum_)
     return "?" if found is None else str(OPERATORS[found[2]](int(found[1]), int(found[3])))
 

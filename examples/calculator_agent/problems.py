@@ -1,4 +1,4 @@
-"""Writes the problems, with demonstrations: what the model says to each request of the program.
+"""Write the problems, with a demonstration of each reply of the model.
 
 python examples/calculator_agent/problems.py > examples/calculator_agent/problems.jsonl
 """

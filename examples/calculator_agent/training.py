@@ -1,4 +1,4 @@
-"""What Kintsugi runs: the unchanged program, asked a row's question, and what its answer is worth."""
+"""Agent function for Kintsugi: run the unchanged program on the prompt of a row and score its answer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ async def solve(row: Any, *, base_url: str, api_key: str, model: str) -> float:
     except openai.BadRequestError as error:
         if error.code != "context_length_exceeded":
             raise
-        return 0.0  # It wrote until there was no room left.
+        return 0.0  # The conversation became too long.
 
 
 @functools.cache
 def shared_client() -> openai.AsyncOpenAI:
-    """One for all episodes: making a client takes longer than a short answer."""
-    return openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="of each episode", max_retries=0)
+    """Client that all episodes share: creating one takes longer than a short episode."""
+    return openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="set per episode", max_retries=0)

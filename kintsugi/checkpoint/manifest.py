@@ -1,36 +1,21 @@
-"""`manifest.json`: every file of a checkpoint with size and digest, every tensor with its place in the whole model."""
+"""`manifest.json`: every file of a checkpoint with size and digest, and every tensor with its slice of the model."""
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import xxhash
 
-from kintsugi.errors import StorageError
+from kintsugi.errors import DataDamaged, StorageError
+from kintsugi.model.tensor_file import DTYPES, TensorPlace
 from kintsugi.types import Piece, PieceKind
 
 MANIFEST_FILE = "manifest.json"
 
-_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
-"""Names that safetensors files use → ours (torch's)."""
-
 
 class StoredFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One file: its size, its xxh3-64, and the tensors in it."""
+    """One file: its size, its xxh3-64 digest, and the tensors in it."""
 
     size: int
     digest: str
@@ -38,7 +23,7 @@ class StoredFile(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Contents(msgspec.Struct, frozen=True):
-    """What a checkpoint consists of."""
+    """Contents of a checkpoint."""
 
     step: int
     stage: str
@@ -47,53 +32,45 @@ class Contents(msgspec.Struct, frozen=True):
 
 class _Manifest(msgspec.Struct, frozen=True):
     digest: str
-    """xxh3-64 of `contents` as it stands in the file."""
+    """xxh3-64 of the bytes of `contents` in the file."""
     contents: msgspec.Raw
 
 
 def encode_manifest(contents: Contents) -> bytes:
-    """The same bytes for the same contents."""
+    """Encode a manifest; equal contents give equal bytes."""
     raw = msgspec.json.encode(contents, order="deterministic")
     return msgspec.json.encode(_Manifest(xxhash.xxh3_64_hexdigest(raw), msgspec.Raw(raw)))
 
 
 def decode_manifest(data: bytes, *, path: Path) -> tuple[Contents, str]:
-    """The contents and their digest; StorageError if it is not what was written."""
+    """Return the contents and their digest; StorageError if the manifest is damaged."""
     try:
         manifest = msgspec.json.decode(data, type=_Manifest)
         found = xxhash.xxh3_64_hexdigest(bytes(manifest.contents))
         if found != manifest.digest:
-            raise StorageError(f"{path} is damaged on disk: expected xxh3 {manifest.digest}, got {found}")
+            raise StorageError(
+                f"{path} is damaged on disk: expected xxh3 {manifest.digest}, got {found}",
+                detail=DataDamaged(path=str(path)),
+            )
         return msgspec.json.decode(manifest.contents, type=Contents), manifest.digest
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise StorageError(f"{path} is damaged on disk: {error}") from error
+        damage = DataDamaged(path=str(path))
+        raise StorageError(f"{path} is damaged on disk: {error}", detail=damage) from error
 
 
-def tensor_pieces(data: bytes) -> tuple[Piece, ...]:
-    """The tensors of a safetensors file: a length, a JSON header with types, shapes and offsets, then the bytes.
+def describe_tensor(place: TensorPlace, *, digest: str) -> Piece:
+    """Entry of a tensor in the manifest.
 
-    Every tensor is whole today; slice and mesh are there for those that will be spread over ranks.
+    Every tensor is complete today; the format has fields (slice, mesh) for tensors sharded over ranks.
     """
-    (length,) = struct.unpack_from("<Q", data)
-    start = 8 + length
-    header: dict[str, dict[str, Any]] = msgspec.json.decode(data[8:start])
-    view = memoryview(data)
-    pieces = []
-    for name, about in sorted(header.items()):
-        if name == "__metadata__":
-            continue
-        first, last = about["data_offsets"]
-        shape = tuple(about["shape"])
-        piece = Piece(
-            name=name,
-            dtype=_DTYPES.get(about["dtype"], about["dtype"]),
-            shape=shape,
-            slice=tuple((0, extent) for extent in shape),
-            mesh={"dp": 0, "tp": 0, "pp": 0},
-            kind=PieceKind.FULL,
-            offset=start + first,
-            size=last - first,
-            digest=xxhash.xxh3_64_hexdigest(view[start + first : start + last]),
-        )
-        pieces.append(piece)
-    return tuple(pieces)
+    return Piece(
+        name=place.name,
+        dtype=DTYPES.get(place.dtype, place.dtype),
+        shape=place.shape,
+        slice=tuple((0, extent) for extent in place.shape),
+        mesh={"dp": 0, "tp": 0, "pp": 0},
+        kind=PieceKind.FULL,
+        offset=place.offset,
+        size=place.size,
+        digest=digest,
+    )

@@ -1,18 +1,18 @@
-"""A rank's latest steps in memory that outlives it: two slots, held by the node agent where there is one.
+"""Snapshots of a rank's latest steps in memory that outlives the process: two slots, held by the host's agent.
 
     snapshot/model-0/0            | status | header | weights, moments, … |
     snapshot/model-0/1            | status | header | weights, moments, … |
     snapshot/model-0/reference-S  | status | header | the reference weights of stage S |
 
-One slot holds the committed step; the next step is prepared in the other, and committing it is one byte. So whenever
-the process is killed, the committed step is there, possibly the prepared next one as well, and a slot that was being
-written says so:
+One slot holds the committed step. The next step is prepared in the other slot, and a write of one byte commits it. At
+whatever point the process is killed, the committed step is there, perhaps the prepared next one as well, and a slot
+that was being written is marked as such:
 
     EMPTY ──► WRITING ──► PREPARED ──► COMMITTED ──► WRITING (the step after the next)
 
-The status is a single byte, because a longer one could be found half written. Everything else is written while the
-status says WRITING, and the header is checksummed. Without an agent (or when it has no room) the slots are private
-memory, with the same code; they then end with the process.
+The status is a single byte, because a longer one could be half written. Everything else is written while the status is
+WRITING, and the header has a checksum. Without an agent, or if the agent has no memory left, the slots are private
+memory and end with the process.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ import xxhash
 from kintsugi.errors import RefusedError, WorldError
 
 HEADER_BYTES = 4096
-"""Before the payload, which therefore begins with a page."""
+"""Size of the header; the payload therefore begins on a page boundary."""
 NUM_SLOTS = 2
 _LENGTH_AT, _CHECKSUM_AT, _HEADER_AT = 4, 8, 16
 
 
-class Segments(Protocol):
-    """Shared memory of this host (`cluster.segments.SegmentClient`)."""
+class SnapshotSegments(Protocol):
+    """Shared memory of this host (`cluster.shared_memory.SegmentClient`)."""
 
     def create(self, name: str, size: int) -> int: ...
 
@@ -43,8 +43,8 @@ class Segments(Protocol):
     def remove(self, name: str) -> None: ...
 
 
-class Status(IntEnum):
-    """What a slot's payload is worth."""
+class SlotStatus(IntEnum):
+    """State of a slot's payload."""
 
     EMPTY = 0
     WRITING = 1
@@ -52,8 +52,8 @@ class Status(IntEnum):
     COMMITTED = 3
 
 
-class Header(msgspec.Struct, frozen=True):
-    """What a slot holds: the counters of `training.state.Counters`, and how to recognise the bytes."""
+class SlotHeader(msgspec.Struct, frozen=True):
+    """Description of a slot's payload: the counters of `training.snapshots.CopyCounters`, and its digest."""
 
     step: int
     stage: str
@@ -61,13 +61,13 @@ class Header(msgspec.Struct, frozen=True):
     skipped: int
     digest: str
     serial: int
-    """Grows with every write of either slot: a stage that begins changes the state, but not the step."""
+    """Write counter of both slots. It orders two states of one step: starting a stage changes the state only."""
     reference: str = ""
     critic_updates: int = 0
     critic_skipped: int = 0
 
 
-class Slot:
+class SnapshotSlot:
     """One snapshot in memory: `begin`, write `payload`, `prepare`, `commit`."""
 
     def __init__(self, memory: memoryview) -> None:
@@ -75,54 +75,54 @@ class Slot:
         self.payload = memory[HEADER_BYTES:]
 
     @property
-    def status(self) -> Status:
+    def status(self) -> SlotStatus:
         found = self._memory[0]
-        return Status(found) if found <= Status.COMMITTED else Status.EMPTY
+        return SlotStatus(found) if found <= SlotStatus.COMMITTED else SlotStatus.EMPTY
 
     @property
-    def header(self) -> Header | None:
-        """Of what is whole; None while there is nothing, or what is there was cut short."""
-        if self.status not in (Status.PREPARED, Status.COMMITTED):
+    def header(self) -> SlotHeader | None:
+        """Header of a complete payload; None if the slot is empty or was only partly written."""
+        if self.status not in (SlotStatus.PREPARED, SlotStatus.COMMITTED):
             return None
         length = int.from_bytes(self._memory[_LENGTH_AT:_CHECKSUM_AT], "little")
         content = bytes(self._memory[_HEADER_AT : _HEADER_AT + min(length, HEADER_BYTES - _HEADER_AT)])
         if xxhash.xxh3_64_digest(content) != bytes(self._memory[_CHECKSUM_AT:_HEADER_AT]):
             return None
-        return msgspec.msgpack.decode(content, type=Header)
+        return msgspec.msgpack.decode(content, type=SlotHeader)
 
     def begin(self) -> None:
-        """The payload is about to change; until `prepare` nobody may use it."""
-        self._memory[0] = Status.WRITING
+        """Mark the payload as invalid before it changes, until `prepare`."""
+        self._memory[0] = SlotStatus.WRITING
 
-    def prepare(self, header: Header) -> None:
-        """The payload is whole."""
-        assert self.status is Status.WRITING
+    def prepare(self, header: SlotHeader) -> None:
+        """Mark the payload as complete."""
+        assert self.status is SlotStatus.WRITING
         content = msgspec.msgpack.encode(header)
         assert len(content) <= HEADER_BYTES - _HEADER_AT
         self._memory[_HEADER_AT : _HEADER_AT + len(content)] = content
         self._memory[_LENGTH_AT:_CHECKSUM_AT] = len(content).to_bytes(4, "little")
         self._memory[_CHECKSUM_AT:_HEADER_AT] = xxhash.xxh3_64_digest(content)
-        self._memory[0] = Status.PREPARED
+        self._memory[0] = SlotStatus.PREPARED
 
     def commit(self) -> None:
-        """The prepared step is in the journal."""
-        assert self.status in (Status.PREPARED, Status.COMMITTED)
-        self._memory[0] = Status.COMMITTED
+        """Mark the step as committed, once it is in the journal."""
+        assert self.status in (SlotStatus.PREPARED, SlotStatus.COMMITTED)
+        self._memory[0] = SlotStatus.COMMITTED
 
     def clear(self) -> None:
-        self._memory[0] = Status.EMPTY
+        self._memory[0] = SlotStatus.EMPTY
 
 
 class Snapshots:
-    """The slots of one process, as its present incarnation uses them; it may find what the last one left."""
+    """Slots of one process; a new incarnation finds the contents that its predecessor left."""
 
-    def __init__(self, process: str, *, size: int, segments: Segments | None) -> None:
-        """`size` is that of the payload. What the last incarnation left is there if it had the same size."""
+    def __init__(self, process: str, *, size: int, segments: SnapshotSegments | None) -> None:
+        """`size` is that of the payload. Contents of the previous incarnation are kept if they have the same size."""
         self._process = process
         self._segments = segments
-        self._references: dict[str, Slot] = {}
+        self._references: dict[str, SnapshotSlot] = {}
         self.why_private = "" if segments is not None else "this host has no segment service"
-        """Why the slots end with the process; empty where an agent holds them."""
+        """Why the slots end with the process; empty if an agent holds them."""
         names = [f"{_folder(process)}/{index}" for index in range(NUM_SLOTS)]
         self.slots = tuple(self._slot(name, size=size) for name in names)
 
@@ -130,64 +130,70 @@ class Snapshots:
     def next_serial(self) -> int:
         return 1 + max((header.serial for slot in self.slots if (header := slot.header)), default=0)
 
-    def expect(self, step: int, *, digest: str = "") -> Header:
-        """What the slot of a step holds (see `find_slot`)."""
+    def expect(self, step: int, *, digest: str = "") -> SlotHeader:
+        """Return the header of the slot that holds a step (see `find_slot`)."""
         return find_slot(self.slots, step, digest=digest)[1]
 
-    def reference(self, stage: str, *, size: int) -> Slot:
-        """Where the reference weights of a stage lie."""
+    def reference(self, stage: str, *, size: int) -> SnapshotSlot:
+        """Slot of the reference weights of a stage."""
         if stage not in self._references:
             self._references[stage] = self._slot(_reference_name(self._process, stage), size=size)
         return self._references[stage]
 
+    def has_references_besides(self, stages: set[str]) -> bool:
+        """Whether `keep_references` would drop any."""
+        return bool(self._references.keys() - stages)
+
     def keep_references(self, stages: set[str]) -> None:
-        """Forget those of all other stages."""
+        """Drop the reference weights of all other stages."""
         for stage in self._references.keys() - stages:
             del self._references[stage]
             if self._segments is not None:
                 self._segments.remove(_reference_name(self._process, stage))
 
-    def _slot(self, name: str, *, size: int) -> Slot:
+    def _slot(self, name: str, *, size: int) -> SnapshotSlot:
         size += HEADER_BYTES
         if self._segments is not None and not self.why_private:
             try:
-                return Slot(_map(self._segments.create(name, size), size=size))
+                return SnapshotSlot(_map(self._segments.create(name, size), size=size))
             except WorldError as error:
                 self.why_private = str(error)
-        return Slot(memoryview(mmap.mmap(-1, size)))
+        return SnapshotSlot(memoryview(mmap.mmap(-1, size)))
 
 
 class HeldSnapshots:
-    """Those of any process of this host, living or dead, for reading; RefusedError where there are none.
+    """Snapshots of any process of this host, alive or dead, for reading; RefusedError if there are none.
 
-    Their owner may be writing: what is read here has to be copied first and its digest compared then.
+    Their owner may be writing: a reader copies the payload first and then compares the digest of the copy.
     """
 
-    def __init__(self, process: str, *, segments: Segments) -> None:
+    def __init__(self, process: str, *, segments: SnapshotSegments) -> None:
         self._process = process
         self._segments = segments
         self.slots = tuple(self._open(f"{_folder(process)}/{index}") for index in range(NUM_SLOTS))
 
-    def expect(self, step: int, *, digest: str = "") -> Header:
-        """What the slot of a step holds (see `find_slot`)."""
+    def expect(self, step: int, *, digest: str = "") -> SlotHeader:
+        """Return the header of the slot that holds a step (see `find_slot`)."""
         return find_slot(self.slots, step, digest=digest)[1]
 
-    def reference(self, stage: str) -> Slot:
+    def reference(self, stage: str) -> SnapshotSlot:
         return self._open(_reference_name(self._process, stage))
 
-    def _open(self, name: str) -> Slot:
+    def _open(self, name: str) -> SnapshotSlot:
         descriptor = self._segments.open(name)
         size = os.fstat(descriptor).st_size
         if size < HEADER_BYTES:
             os.close(descriptor)
             raise RefusedError(f"segment {name} of {size} bytes is no snapshot")
-        return Slot(_map(descriptor, size=size))
+        return SnapshotSlot(_map(descriptor, size=size))
 
 
-def find_slot(slots: tuple[Slot, ...], step: int, *, digest: str = "") -> tuple[Slot, Header]:
-    """The slot that holds a step, the later one if both do; with a digest only the one that is said to hash to it.
+def find_slot(
+    slots: tuple[SnapshotSlot, ...], step: int, *, digest: str = ""
+) -> tuple[SnapshotSlot, SlotHeader]:
+    """Find the slot that holds a step, the later one if both do; with a digest only a slot with this digest.
 
-    A prepared step counts as well: whoever asks knows that it was committed. RefusedError if there is none.
+    A prepared step is found as well: the caller knows that it was committed. RefusedError if there is none.
     """
     held = [(slot, header) for slot in slots if (header := slot.header)]
     found = [pair for pair in held if pair[1].step == step and digest in ("", pair[1].digest)]
@@ -198,7 +204,7 @@ def find_slot(slots: tuple[Slot, ...], step: int, *, digest: str = "") -> tuple[
 
 
 def _map(descriptor: int, *, size: int) -> memoryview:
-    """Map shared memory and let go of the descriptor."""
+    """Map shared memory and close the descriptor."""
     try:
         return memoryview(mmap.mmap(descriptor, size))
     finally:

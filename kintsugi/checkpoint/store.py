@@ -1,23 +1,30 @@
-"""Durable checkpoints: folders that are either whole and verified, or not there.
+"""Durable checkpoints: folders that are either complete and verified, or do not exist.
 
     checkpoints/step-000123/
         config.json model.safetensors tokenizer.json …   a Hugging Face folder, usable as it is
         trainer.safetensors                              optimizer moments and master weights
         trainer.json                                     step, stage, schedule, random state, …
-        manifest.json                                    size and digest of all of the above, and each tensor's place
+        manifest.json                                    size and digest of all of the above, and each tensor's slice
 
 A save writes into a hidden folder, syncs it, reads it back, and renames it: a crash at any point leaves the previous
-checkpoints as they were. Older ones go only after the new one has its name. What a killed save or removal left behind
-begins with a dot and is cleared away by the next save; a lock that ends with its process keeps two savers apart, so
-nothing of a living one is ever touched. Every byte goes through `Disk`, so the tests may fail any write of a save.
-Nothing here needs torch until tensors are saved or loaded.
+checkpoints as they were. Older ones are removed only after the new one has its name. Leftovers of a killed save or
+removal begin with a dot and are removed by the next save. A file lock, which the kernel releases when its process ends,
+excludes a second saver. All I/O goes through `Disk`, so that tests can fail any write of a save. torch is imported only
+when tensors are saved or loaded.
+
+Files are written, digested, read back and loaded in pieces of `PIECE_BYTES`, none of which holds the interpreter's
+lock: no file is ever a whole in memory, and the other threads of the process keep running. While a file is written, the
+device writes the pieces before: at most `FLUSH_BYTES` are not there yet, so that the sync at the end is short and the
+page cache holds no second copy of the state. Files are read back from the device, not from that cache.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,11 +37,19 @@ from kintsugi.checkpoint.manifest import (
     Contents,
     StoredFile,
     decode_manifest,
+    describe_tensor,
     encode_manifest,
-    tensor_pieces,
 )
-from kintsugi.disk import SYSTEM_DISK, Disk, storage_errors
-from kintsugi.errors import RefusedError, StorageError
+from kintsugi.errors import DataDamaged, RefusedError, StorageError
+from kintsugi.model.tensor_file import (
+    PIECE_BYTES,
+    FileContent,
+    TensorFile,
+    TensorPlace,
+    head_size,
+    places_of,
+)
+from kintsugi.runtime.disk import SYSTEM_DISK, Disk, File, storage_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,23 +57,26 @@ if TYPE_CHECKING:
 STATE_FILE = "trainer.safetensors"
 EXTRA_FILE = "trainer.json"
 _LOCK_FILE = ".lock"
-_CHUNK_SIZE = 16 << 20
+FLUSH_BYTES = 128 << 20
+"""Bytes of a file that may be on their way to the device: enough to keep it busy, little beside the state."""
+SMALL_BYTES = 1 << 20
+"""Smaller pieces (norms, biases) are written together."""
 
 log = logging.getLogger(__name__)
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """One that was verified: `Checkpoint(Path("…/step-000123"), step=123, stage="grpo", digest="9f…")`."""
+    """A verified checkpoint: `Checkpoint(Path("…/step-000123"), step=123, stage="grpo", digest="9f…")`."""
 
     path: Path
     step: int
     stage: str
     digest: str
-    """Of everything in it; equal for equal contents."""
+    """Digest of all files; equal for equal contents."""
 
 
 class _Extra(msgspec.Struct, frozen=True):
-    """`trainer.json`."""
+    """Contents of `trainer.json`."""
 
     step: int
     stage: str
@@ -66,6 +84,12 @@ class _Extra(msgspec.Struct, frozen=True):
 
 
 Report = Callable[[Path, str], None]
+OnBytes = Callable[[int], object]
+"""Called with the size of every piece that was written or read; what it raises ends the save or the load."""
+
+
+def _ignore(size: int) -> None:
+    """Default of `OnBytes`."""
 
 
 def _log_damage(path: Path, reason: str) -> None:
@@ -79,15 +103,19 @@ def save_checkpoint(
     stage: str,
     state: Mapping[str, Tensor],
     extra: Mapping[str, Any],
-    model_files: Iterable[tuple[str, bytes]],
+    model_files: Iterable[tuple[str, FileContent]],
     keep: int,
     disk: Disk = SYSTEM_DISK,
+    on_bytes: OnBytes = _ignore,
+    on_read: Callable[[], object] = lambda: None,
 ) -> Checkpoint:
-    """Write, verify, and only then retire older ones. `model_files`: name and contents of the Hugging Face files.
+    """Write and verify a checkpoint, then remove old ones. `model_files`: name and contents of the Hugging Face files.
 
-    Anything the disk does wrong raises StorageError with the file's name, and leaves the previous checkpoints as they
-    were. Saving a step again replaces it if the contents differ. Checkpoints of later steps belong to a history that
-    was rolled back, and go with the older ones. While another process saves into the folder, RefusedError is raised.
+    `on_read` is called as soon as all tensors have been read: they may change while the files are synced and verified.
+
+    A disk error raises StorageError with the file's name and leaves the previous checkpoints as they were. Saving a
+    step again replaces it if the contents differ. Checkpoints of later steps belong to a history that was rolled back
+    and are removed with the old ones. RefusedError is raised while another process saves into the folder.
     """
     assert keep >= 1, f"a save that keeps {keep} checkpoints would remove itself"
     with storage_errors(str(folder)):
@@ -97,8 +125,9 @@ def save_checkpoint(
         unfinished = folder / f".saving-step-{step:06d}"
         files = chain(model_files, _trainer_files(step=step, stage=stage, state=state, extra=extra))
         try:
-            _write(unfinished, files, step=step, stage=stage, disk=disk)
-            checkpoint = _put_in_place(verify(unfinished, disk=disk), folder=folder, disk=disk)
+            _write(unfinished, files, step=step, stage=stage, disk=disk, on_bytes=on_bytes, on_read=on_read)
+            written = verify(unfinished, disk=disk, on_bytes=on_bytes, uncached=True)
+            checkpoint = _put_in_place(written, folder=folder, disk=disk)
         finally:
             with suppress(OSError):
                 if disk.exists(unfinished):
@@ -107,21 +136,59 @@ def save_checkpoint(
     return checkpoint
 
 
-def load_checkpoint(path: Path, *, disk: Disk = SYSTEM_DISK) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The trainer's state and extra, as they were given to `save_checkpoint`; StorageError if they are damaged."""
-    from safetensors.torch import load
+class CheckpointState:
+    """State of a checkpoint. Names, dtypes and shapes are known; the bytes are read straight into their place."""
 
+    def __init__(self, path: Path, *, contents: Contents, disk: Disk, on_bytes: OnBytes = _ignore) -> None:
+        self._path, self._contents, self._disk, self._on_bytes = path, contents, disk, on_bytes
+        self.places: Mapping[str, TensorPlace] = {
+            place.name: place for place in _tensor_places(path, contents=contents, disk=disk)
+        }
+
+    def read(self, into: Mapping[str, Tensor]) -> None:
+        """Fill contiguous tensors of the same names, dtypes and shapes; StorageError if the file is damaged, after
+        which their contents are undefined."""
+        import torch
+
+        assert into.keys() == self.places.keys(), "the caller has compared the names"
+        ahead = deque(sorted(self.places.values(), key=lambda place: place.offset))
+        targets = {name: tensor.detach().view(-1).view(torch.uint8) for name, tensor in into.items()}
+        pieces = _read_verified(
+            self._path, STATE_FILE, contents=self._contents, disk=self._disk, on_bytes=self._on_bytes
+        )
+        for offset, piece in pieces:
+            source, end = torch.frombuffer(piece, dtype=torch.uint8), offset + len(piece)
+            while ahead and ahead[0].offset < end:
+                place = ahead[0]
+                start, stop = max(place.offset, offset), min(place.offset + place.size, end)
+                target = targets[place.name][start - place.offset : stop - place.offset]
+                target.copy_(source[start - offset : stop - offset])
+                if stop < place.offset + place.size:
+                    break
+                ahead.popleft()
+
+
+def load_checkpoint(
+    path: Path, *, disk: Disk = SYSTEM_DISK, on_bytes: OnBytes = _ignore
+) -> tuple[CheckpointState, dict[str, Any]]:
+    """Open the state and load the extra that were given to `save_checkpoint`; StorageError if they are damaged."""
     contents, _ = _read_manifest(path, disk=disk)
-    state = load(_read_file(path, STATE_FILE, contents=contents, disk=disk))
-    extra = msgspec.json.decode(_read_file(path, EXTRA_FILE, contents=contents, disk=disk), type=_Extra)
-    return state, extra.extra
+    parts = [bytes(piece) for _, piece in _read_verified(path, EXTRA_FILE, contents=contents, disk=disk)]
+    extra = msgspec.json.decode(b"".join(parts), type=_Extra)
+    return CheckpointState(path, contents=contents, disk=disk, on_bytes=on_bytes), extra.extra
 
 
-def verify(path: Path, *, disk: Disk = SYSTEM_DISK) -> Checkpoint:
-    """Read everything back; StorageError names the first file that is missing or not what was written."""
+def verify(
+    path: Path, *, disk: Disk = SYSTEM_DISK, on_bytes: OnBytes = _ignore, uncached: bool = False
+) -> Checkpoint:
+    """Read all files and compare digests; StorageError names the first file that is missing or damaged. `uncached`:
+    read from the device what the page cache may hold."""
     contents, digest = _read_manifest(path, disk=disk)
     for name in contents.files:
-        _read_file(path, name, contents=contents, disk=disk)
+        pieces = _read_verified(
+            path, name, contents=contents, disk=disk, on_bytes=on_bytes, uncached=uncached
+        )
+        deque(pieces, maxlen=0)
     return Checkpoint(path, contents.step, contents.stage, digest)
 
 
@@ -132,10 +199,10 @@ def latest(
     disk: Disk = SYSTEM_DISK,
     report: Report = _log_damage,
 ) -> Checkpoint | None:
-    """The newest checkpoint that verifies, of no later step than `at_most`; None when none was ever saved.
+    """Find the newest intact checkpoint, of no later step than `at_most`; None if there are no checkpoints.
 
-    Damaged ones on the way are reported with the reason, never chosen. If all are damaged, that is an error: starting
-    from scratch would silently throw the run away.
+    Damaged ones are reported with the reason and skipped. If all are damaged, StorageError is raised: starting from
+    scratch would silently discard the run.
     """
     if not disk.exists(folder):
         return None
@@ -148,13 +215,16 @@ def latest(
             report(path, str(error))
             damaged.append(f"{path.name}: {error}")
     if damaged:
-        raise StorageError(f"no checkpoint in {folder} can be read: {'; '.join(damaged)}")
+        raise StorageError(
+            f"no checkpoint in {folder} can be read: {'; '.join(damaged)}",
+            detail=DataDamaged(path=str(folder)),
+        )
     return None
 
 
 @contextmanager
 def _alone(folder: Path, *, disk: Disk) -> Iterator[None]:
-    """Hold the folder against other savers; one that is killed lets go of it."""
+    """Lock the folder against other savers; the kernel releases the lock of a killed process."""
     with storage_errors(str(folder / _LOCK_FILE)):
         lock = disk.open(folder / _LOCK_FILE, create=True)
     try:
@@ -170,29 +240,95 @@ def _alone(folder: Path, *, disk: Disk) -> Iterator[None]:
 
 def _trainer_files(
     *, step: int, stage: str, state: Mapping[str, Tensor], extra: Mapping[str, Any]
-) -> Iterator[tuple[str, bytes]]:
-    from safetensors.torch import save
-
-    yield STATE_FILE, save({name: tensor.detach().contiguous() for name, tensor in state.items()})
+) -> Iterator[tuple[str, FileContent]]:
+    yield STATE_FILE, TensorFile(state)
     yield EXTRA_FILE, msgspec.json.format(msgspec.json.encode(_Extra(step, stage, dict(extra))))
 
 
-def _write(folder: Path, files: Iterable[tuple[str, bytes]], *, step: int, stage: str, disk: Disk) -> None:
-    """Fill the folder and make all of it durable, the manifest last."""
+def _write(
+    folder: Path,
+    files: Iterable[tuple[str, FileContent]],
+    *,
+    step: int,
+    stage: str,
+    disk: Disk,
+    on_bytes: OnBytes,
+    on_read: Callable[[], object],
+) -> None:
+    """Write all files and make them durable, the manifest last."""
     with storage_errors(str(folder)):
         disk.mkdir(folder)
-        stored: dict[str, StoredFile] = {}
-        for name, data in files:
-            assert name not in stored, f"two files named {name}"
-            pieces = tensor_pieces(data) if name.endswith(".safetensors") else ()
-            stored[name] = StoredFile(len(data), xxhash.xxh3_64_hexdigest(data), pieces)
-            _write_file(folder / name, data, disk=disk)
-        _write_file(folder / MANIFEST_FILE, encode_manifest(Contents(step, stage, stored)), disk=disk)
+    stored: dict[str, StoredFile] = {}
+    for name, content in files:
+        assert name not in stored, f"two files named {name}"
+        stored[name] = _write_file(folder / name, content, disk=disk, on_bytes=on_bytes)
+    on_read()
+    manifest = encode_manifest(Contents(step, stage, stored))
+    _write_file(folder / MANIFEST_FILE, manifest, disk=disk, on_bytes=on_bytes)
+    with storage_errors(str(folder)):
         disk.sync_folder(folder)
 
 
+def _write_file(path: Path, content: FileContent, *, disk: Disk, on_bytes: OnBytes) -> StoredFile:
+    """Write a file in pieces and make it durable; its digests are computed on the way."""
+    whole = xxhash.xxh3_64()
+    digests: dict[str, Any] = {}
+    with storage_errors(str(path)), closing(disk.open(path, create=True)) as file:
+        writer = _PieceWriter(file, on_bytes=on_bytes)
+        if isinstance(content, bytes):
+            whole.update(content)
+            writer.write(memoryview(content))
+        else:
+            digests = {place.name: xxhash.xxh3_64() for place in content.places}
+            for place, piece in content.pieces():
+                whole.update(piece)
+                if place is not None:
+                    digests[place.name].update(piece)
+                writer.write(piece)
+        writer.finish()
+        file.sync()
+    places = () if isinstance(content, bytes) else sorted(content.places, key=lambda place: place.name)
+    pieces = tuple(describe_tensor(place, digest=digests[place.name].hexdigest()) for place in places)
+    return StoredFile(writer.end, whole.hexdigest(), pieces)
+
+
+class _PieceWriter:
+    """Writes the pieces of one file, while the device writes those before."""
+
+    def __init__(self, file: File, *, on_bytes: OnBytes) -> None:
+        self._file, self._on_bytes = file, on_bytes
+        self._small = bytearray()
+        self._flushing: deque[tuple[int, int]] = deque()
+        self.end = 0
+        """Size of the file so far."""
+
+    def write(self, piece: memoryview) -> None:
+        if len(self._small) + len(piece) <= SMALL_BYTES:
+            self._small += piece
+            return
+        self.finish()
+        for start in range(0, len(piece), PIECE_BYTES):
+            self._write(piece[start : start + PIECE_BYTES])
+
+    def finish(self) -> None:
+        """Write the small pieces that wait for company."""
+        if self._small:
+            small, self._small = self._small, bytearray()
+            self._write(memoryview(small))
+
+    def _write(self, piece: memoryview) -> None:
+        start, self.end = self.end, self.end + len(piece)
+        self._file.pwrite(piece, offset=start)
+        self._file.start_flush(offset=start, size=len(piece))
+        self._flushing.append((start, len(piece)))
+        while self._flushing[0][0] + FLUSH_BYTES <= self.end:
+            offset, size = self._flushing.popleft()
+            self._file.finish_flush(offset=offset, size=size)
+        self._on_bytes(len(piece))
+
+
 def _put_in_place(unfinished: Checkpoint, *, folder: Path, disk: Disk) -> Checkpoint:
-    """Give the folder its name. One that has it already and is good stays until this one is there too."""
+    """Rename the folder to its final name. An intact checkpoint of the same step stays until this one is in place."""
     path = folder / f"step-{unfinished.step:06d}"
     number = 0
     while disk.exists(path):
@@ -221,7 +357,7 @@ def _retire_others(newest: Checkpoint, *, folder: Path, keep: int, disk: Disk) -
 
 
 def _retire(path: Path, *, disk: Disk) -> None:
-    """Take the name away first, so that a removal that is cut short does not look like a damaged checkpoint."""
+    """Remove a checkpoint. It is renamed first, so that an interrupted removal does not look like a damaged one."""
     hidden = path.with_name(f".removed-{path.name}")
     with storage_errors(str(path)):
         if disk.exists(hidden):
@@ -245,7 +381,7 @@ def _remove_folder(folder: Path, *, disk: Disk) -> None:
 
 
 def _checkpoint_folders(folder: Path, *, disk: Disk) -> list[Path]:
-    """Oldest first."""
+    """Folders of all checkpoints, oldest first."""
     names = [name for name in _list(folder, disk=disk) if name.startswith("step-")]
     return sorted((folder / name for name in names), key=_place)
 
@@ -262,32 +398,60 @@ def _read_manifest(path: Path, *, disk: Disk) -> tuple[Contents, str]:
     return decode_manifest(data, path=path / MANIFEST_FILE)
 
 
-def _read_file(path: Path, name: str, *, contents: Contents, disk: Disk) -> bytes:
+def _read_verified(
+    path: Path,
+    name: str,
+    *,
+    contents: Contents,
+    disk: Disk,
+    on_bytes: OnBytes = _ignore,
+    uncached: bool = False,
+) -> Iterator[tuple[int, memoryview]]:
+    """Offset and bytes of every piece of a file; a piece is valid until the next one is taken. StorageError at the end
+    if the file as a whole is not the one that was saved."""
     expected = contents.files.get(name)
     if expected is None:
         raise StorageError(f"{path} has no {name}")
+    digest, offset = xxhash.xxh3_64(), 0
     with storage_errors(str(path / name)):
-        data = disk.read(path / name)
-    if len(data) != expected.size:
+        file = disk.open_to_read(path / name, uncached=uncached)
+    buffer = memoryview(mmap.mmap(-1, _buffer_size(expected.size)))
+    with closing(file):
+        while True:
+            with storage_errors(str(path / name)):
+                count = file.pread_into(buffer, offset=offset)
+            digest.update(buffer[:count])
+            on_bytes(count)
+            yield offset, buffer[:count]
+            offset += count
+            if count < len(buffer):
+                break
+    found = digest.hexdigest()
+    if (offset, found) != (expected.size, expected.digest):
         raise StorageError(
-            f"{path / name} is damaged on disk: expected {expected.size} bytes, got {len(data)}"
+            f"{path / name} is damaged on disk: expected {expected.size} bytes with xxh3 {expected.digest}, "
+            f"got {offset} with {found}",
+            detail=DataDamaged(path=str(path / name)),
         )
-    found = xxhash.xxh3_64_hexdigest(data)
-    if found != expected.digest:
-        raise StorageError(f"{path / name} is damaged on disk: expected xxh3 {expected.digest}, got {found}")
-    return data
 
 
-def _write_file(path: Path, data: bytes, *, disk: Disk) -> None:
-    with storage_errors(str(path)):
-        file = disk.open(path, create=True)
+def _buffer_size(size: int) -> int:
+    """Whole pages, as reads past the page cache need them, and room for one byte too many."""
+    return min(PIECE_BYTES, mmap.PAGESIZE * (size // mmap.PAGESIZE + 1))
+
+
+def _tensor_places(path: Path, *, contents: Contents, disk: Disk) -> list[TensorPlace]:
+    """Tensors of the state's file, by its header; its digest is compared when it is read."""
+    if STATE_FILE not in contents.files:
+        raise StorageError(f"{path} has no {STATE_FILE}")
+    with storage_errors(str(path / STATE_FILE)), closing(disk.open_to_read(path / STATE_FILE)) as file:
         try:
-            view = memoryview(data)
-            for start in range(0, len(data), _CHUNK_SIZE):
-                file.pwrite(view[start : start + _CHUNK_SIZE], offset=start)
-            file.sync()
-        finally:
-            file.close()
+            return places_of(file.pread(head_size(file.pread(8, offset=0)), offset=0))
+        except (ValueError, KeyError, TypeError) as error:
+            raise StorageError(
+                f"{path / STATE_FILE} is damaged on disk: {error}",
+                detail=DataDamaged(path=str(path / STATE_FILE)),
+            ) from error
 
 
 def _list(folder: Path, *, disk: Disk) -> list[str]:

@@ -2,12 +2,14 @@
 
     python -m kintsugi.cluster.agent PROCESS DESCRIPTOR
 
-It is the parent of all that it starts (also of forked ones and of their orphans, as a subreaper), so an exit reaches
-it from the kernel, through a pidfd, with its status. It decides nothing about the run: the master orders, it reports.
+It is the parent of every process that it starts, and as a subreaper also of forked processes and of orphans, so the
+kernel reports each exit to it through a pidfd, with the status. It makes no decision about the run: it carries out the
+master's requests and reports.
 
-An agent that dies, be it of its own error, leaves its children alive. The launcher starts a successor, which finds them
-in the table, holds them by pidfd and lists them when it registers; only their status is not to be had: the launcher is
-their parent now.
+An agent that dies, also of an error of its own, leaves its children alive. The launcher starts a successor, which finds
+them in the table on disk, holds them by pidfd and lists them when it registers. Their exit status is not available to
+it: their parent is the launcher now.
+
 The agent in turn restarts a master that was killed, with the same keys on the same socket.
 """
 
@@ -21,66 +23,66 @@ from uuid import uuid4
 
 import msgspec
 
-from kintsugi.bootstrap import Bootstrap
-from kintsugi.cluster.children import (
-    TEMPLATE,
+from kintsugi.cluster.child import (
+    FORK_SERVER,
+    STACK_DUMP_S,
+    ChildProcess,
     ChildRecord,
-    Kept,
     Successor,
     find_alive,
-    look_at,
     read_table,
-    table_path,
     write_table,
 )
+from kintsugi.cluster.device_arbiter import DeviceArbiter
 from kintsugi.cluster.handover import (
+    AgentEnding,
     AgentHandover,
+    AgentNotStarted,
+    AgentReady,
     AgentReport,
-    Ending,
     MasterDied,
-    NotStarted,
-    Ready,
     child_bootstrap,
 )
-from kintsugi.cluster.keeper import NUM_STEPS, Keeper
-from kintsugi.cluster.metaserver import MetaServer
-from kintsugi.cluster.nursery import Nursery
+from kintsugi.cluster.host_monitor import HostMonitor
 from kintsugi.cluster.orphans import hold_descendants, kill_children, kill_group, reap_orphans, subreaper
-from kintsugi.cluster.oversight import Oversight
-from kintsugi.cluster.placement import Start, log_path, own_session_and_log
-from kintsugi.cluster.restarts import RestartLimit
-from kintsugi.cluster.segments import SegmentServer
-from kintsugi.cluster.sharing import Sharing
-from kintsugi.cluster.stopping import OwedStop
+from kintsugi.cluster.peer_snapshots import NUM_STEPS, PeerSnapshotStore
+from kintsugi.cluster.process_factory import ProcessFactory
+from kintsugi.cluster.restart_policy import RestartLimit
+from kintsugi.cluster.shared_memory import SegmentServer
+from kintsugi.cluster.spawn import StartOrder, own_session_and_log
+from kintsugi.cluster.weight_relay import WeightRelay
 from kintsugi.errors import RefusedError, StartFailed
-from kintsugi.messages import FetchWeights, Ok, UploadWeights
-from kintsugi.operations import FetchState, KeepState
-from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, Child, Clock, Processes, SystemProcesses, describe_status
-from kintsugi.signals import Signals
-from kintsugi.supervision import (
-    Inspect,
-    ProcessExited,
-    ProcessStarted,
-    StartProcess,
-    StopProcess,
-)
+from kintsugi.process.main import run_process
+from kintsugi.process.membership import HEARTBEAT_S, Membership, open_endpoint
+from kintsugi.protocol.agents import Inspect, ProcessExited, ProcessStarted, StartProcess, StopProcess
+from kintsugi.protocol.bootstrap import Bootstrap
+from kintsugi.protocol.membership import Ok
+from kintsugi.protocol.recovery import FetchState, KeepState
+from kintsugi.protocol.weights import FetchWeights, UploadWeights
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
+from kintsugi.runtime.counters import COUNTERS
+from kintsugi.runtime.processes import Child, Processes, SystemProcesses, describe_status
+from kintsugi.runtime.signals import Signals
+from kintsugi.telemetry.events import fault_at_end
 from kintsugi.transport import Delivery
 from kintsugi.types import ChildReport, Placement
-from kintsugi.worker import HEARTBEAT_S, Membership, open_endpoint, run_process
 
 END_GRACE_S = 2.0
 PATIENCE_S = 1.5
-"""For children to end by themselves after the master has said `Shutdown` to everybody."""
-LAST_WORDS_S = 0.1
-FLUSH_S = 0.2  # For the last messages to a master that may be gone.
+"""Time for children to end on their own after the master has sent `Shutdown` to all processes."""
+LAST_MESSAGES_S = 0.1
+"""Time to receive the last messages of an adopted master that has ended."""
+FLUSH_S = 0.2
+"""Time for the last messages to a master that may have ended."""
 
 
 class Agent:
-    """One loop over the endpoint, the children's pidfds and reports, the template, the launcher's pipe and signals.
+    """One loop over the endpoint, the children's pidfds and reports, the fork server, the launcher's pipe and signals.
 
-    It ends when it is `ending` and the last child is gone. Ending begins with the end of its master (unless that was
-    killed), with `Shutdown`, with the launcher's end of its pipe, or with a second signal. Children get SIGTERM, and
-    SIGKILL after a grace. A master that said `Shutdown` is left to finish: its exit code is the agent's.
+    It returns when it is ending and the last child has ended. Ending begins with the end of its master (unless that
+    was killed), with `Shutdown`, with the end of the launcher, or with a second signal. Children get SIGTERM, and
+    SIGKILL after a grace. A master that sent `Shutdown` may finish: its exit code is the agent's.
     """
 
     def __init__(self, handover: AgentHandover, *, processes: Processes, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -88,51 +90,62 @@ class Agent:
         self._own = own = handover.bootstrap
         self._processes = processes
         self._clock = clock
-        self._table = table_path(own.run_dir, own.process)
-        self._kept: dict[str, Kept] = {}
-        self._master: Kept | None = None
+        self._table = RunFolder(own.run_dir).agent_file(own.process)
+        self._children: dict[str, ChildProcess] = {}
+        self._master: ChildProcess | None = None
         self._master_limit = RestartLimit()
-        self._owed_stop = OwedStop(requested=handover.stop_requested)
-        self._left_behind: list[Child] = []
+        self._pending_stop = PendingStop(requested=handover.stop_requested)
+        self._descendants: list[Child] = []
         self._ending = False
         self._exit_code = 0
         self._tick_at = 0.0
         self._endpoint = open_endpoint(own, clock=clock)
-        self._membership = Membership(self._endpoint, own, capabilities={}, children=self._children)
-        self._oversight = Oversight(
-            self._kept, self._endpoint, self._membership, own=own, probe=handover.programs.probe, clock=clock
+        self._membership = Membership(self._endpoint, own, capabilities={}, children=self._child_reports)
+        self._monitor = HostMonitor(
+            self._children,
+            self._endpoint,
+            self._membership,
+            own=own,
+            probe=handover.programs.probe,
+            clock=clock,
         )
-        self._chips = self._oversight.chips
-        self._leases = Sharing(
-            self._kept, self._endpoint, self._membership, own=own, remember=self._write_table, clock=clock
+        self._accelerators = self._monitor.accelerators
+        self._arbiter = DeviceArbiter(
+            self._children,
+            self._endpoint,
+            self._membership,
+            own=own,
+            remember=self._write_table,
+            inspect=self._monitor.inspect,
+            clock=clock,
         )
         self._signals = Signals(signal.SIGTERM, signal.SIGINT)
         capacity = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
         self._segments = SegmentServer(self._endpoint, job=own.job, host=own.host, capacity=capacity)
-        self._keeper = Keeper(capacity=capacity // NUM_STEPS)
-        self._meta_server = MetaServer(self._endpoint, capacity=capacity)
-        self._nursery = Nursery(
+        self._peer_snapshots = PeerSnapshotStore(capacity=capacity // NUM_STEPS)
+        self._weight_relay = WeightRelay(self._endpoint, capacity=capacity)
+        self._factory = ProcessFactory(
             self._endpoint,
             parent=self,
             programs=handover.programs,
             processes=processes,
             own=own,
             num_spares=handover.spares,
-            template_name=f"{self._segments.name}-template",
+            fork_server_name=f"{self._segments.name}-template",
             lifeline=handover.children_lifeline_read,
             clock=clock,
         )
 
     def run(self) -> int:
-        """Until everything this agent answers for has ended; the exit code is the master's, where it has one."""
-        self._endpoint.watch(self._signals.fileno(), self._signalled)
-        self._endpoint.watch(self._own.lifeline, self._let_go_by_launcher)
+        """Run until all children have ended; return the exit code, which is the master's where there is one."""
+        self._endpoint.watch(self._signals.fileno(), self._on_signal)
+        self._endpoint.watch(self._own.lifeline, self._on_launcher_ended)
         try:
             has_predecessor = self._adopt()
-            self._oversight.begin()
-            self._nursery.start_template()
+            self._monitor.begin()
+            self._factory.start_fork_server()
             self._begin_master(has_predecessor=has_predecessor)
-            while not self._ending or self._kept:
+            while not self._ending or self._children:
                 for delivery in self._endpoint.poll(self._until_next_timer_s()):
                     self._handle(delivery)
                 self._run_timers()
@@ -140,42 +153,42 @@ class Agent:
             self._close()
         return self._exit_code
 
-    # What a predecessor left.
+    # Children of a predecessor.
 
     def _adopt(self) -> bool:
-        """Hold the living children of the agent whose place this one takes; False if there was none."""
+        """Adopt the living children of this agent's predecessor; False if there was none."""
         table = read_table(self._table)
         if table is None or table.job != self._own.job:
             return False
-        self._chips.adopt(table.broken_chips)
-        for record, child in find_alive(self._table, processes=self._processes):
-            if record.process == TEMPLATE:
-                self._nursery.adopt_template(child)
+        self._accelerators.adopt(table.broken_chips)
+        for record, handle in find_alive(self._table, processes=self._processes):
+            if record.process == FORK_SERVER:
+                self._factory.adopt_fork_server(handle)
             else:
-                log = log_path(self._own.run_dir, record.process)
-                kept = self._kept[record.process] = Kept.adopted(record, child, log=log)
-                self._watch_end(kept)
-        self._leases.succeed(table.leases)
+                log = RunFolder(self._own.run_dir).log_file(record.process)
+                child = self._children[record.process] = ChildProcess.adopted(record, handle, log=log)
+                self._watch_end(child)
+        self._arbiter.succeed(table.leases)
         return True
 
     def _begin_master(self, *, has_predecessor: bool) -> None:
         if self._handover.master is None:
-            self._report(Ready())
+            self._report(AgentReady())
             return
-        self._master = self._kept.get(self._handover.master.process)
+        self._master = self._children.get(self._handover.master.process)
         if has_predecessor:
-            self._owed_stop.expect_master(after_epoch=self._endpoint.epoch)
+            self._pending_stop.expect_master(after_term=self._endpoint.term)
         if self._master is not None:
-            self._report(Ready())
+            self._report(AgentReady())
         else:
             self._start_master(adopting=has_predecessor)
 
-    def _children(self) -> tuple[ChildReport, ...]:
-        """The living, as a master that takes over is told of them."""
-        reports = (kept.report_to_master() for kept in self._kept.values() if kept is not self._master)
+    def _child_reports(self) -> tuple[ChildReport, ...]:
+        """Living children, for the registration with a master that takes over."""
+        reports = (child.report_to_master() for child in self._children.values() if child is not self._master)
         return tuple(report for report in reports if report is not None)
 
-    # What the master orders.
+    # Requests of the master.
 
     def _handle(self, delivery: Delivery) -> None:
         match delivery.body:
@@ -183,72 +196,80 @@ class Agent:
                 if self._membership.shutdown_reason is not None:
                     self._end(grace_s=END_GRACE_S, keep_master=True)
             case StartProcess() as order:
-                self._start_for(delivery, order)
+                self._handle_start(delivery, order)
             case StopProcess() as order:
-                self._stop_for(delivery, order)
+                self._handle_stop(delivery, order)
             case Inspect(process=process, incarnation=incarnation):
-                self._endpoint.reply(delivery, look_at(self._kept.get(process), incarnation=incarnation))
-            case _ if self._leases.handle(delivery):
+                self._endpoint.reply(delivery, self._monitor.inspect(process, incarnation))
+            case _ if self._arbiter.handle(delivery):
                 pass
             case KeepState() | FetchState():
-                self._keeper.handle(delivery, endpoint=self._endpoint)
+                self._peer_snapshots.handle(delivery, endpoint=self._endpoint)
             case UploadWeights() | FetchWeights():
-                self._meta_server.handle(delivery)
+                self._weight_relay.handle(delivery)
             case body if delivery.wants_reply:
                 self._endpoint.fail(delivery, RefusedError(f"an agent does not do {type(body).__name__}"))
             case _:
                 pass
 
-    def _start_for(self, delivery: Delivery, order: StartProcess) -> None:
-        """Answered when it runs. One that runs already is answered for; an earlier incarnation has to end first."""
-        kept = self._kept.get(order.process)
+    def _handle_start(self, delivery: Delivery, order: StartProcess) -> None:
+        """Start a process and answer when it runs. For one that runs already the answer is repeated; an earlier
+        incarnation has to end first."""
+        child = self._children.get(order.process)
         if self._ending or order.role not in self._handover.programs.entries:
             why = "it is ending" if self._ending else f"it has no program for role {order.role.value}"
             self._refuse_start(delivery, order, why)
-        elif kept is None and self._chips.num_healthy == 0 and order.role in self._handover.programs.forked:
-            why = "; ".join(fault.summary for fault in self._chips.broken.values())
+        elif (
+            child is None
+            and self._accelerators.num_healthy == 0
+            and order.role in self._handover.programs.forked
+        ):
+            why = "; ".join(fault.summary for fault in self._accelerators.broken.values())
             error = StartFailed(process=order.process, phase="choosing an accelerator", why=why)
             self._endpoint.fail(delivery, error)
-        elif kept is None:
+        elif child is None:
             bootstrap = child_bootstrap(
                 order,
                 agent=self._own,
-                # As it is known now: who ordered this may be a successor of the master this agent began with.
+                # The current one, which may be a successor of the master that this agent started with.
                 master=self._endpoint.peers[self._own.master.process],
                 lifeline=self._handover.children_lifeline_read,
                 segments=self._segments.name,
-                broken_chips=tuple(self._chips.broken),
-                epoch=self._endpoint.epoch,
+                broken_chips=tuple(self._accelerators.broken),
+                term=self._endpoint.term,
             )
             self._start(bootstrap, placement=order.placement, request=delivery)
-        elif kept.incarnation != order.incarnation:
-            if kept.successor is not None:
-                self._refuse_start(kept.successor.delivery, kept.successor.order, "a later one was ordered")
-            kept.successor = Successor(delivery, order)
-            self._stop(kept, grace_s=0.0)
-        elif kept.stopping:
+        elif child.incarnation != order.incarnation:
+            if child.successor is not None:
+                self._refuse_start(child.successor.delivery, child.successor.order, "a later one was ordered")
+            child.successor = Successor(delivery, order)
+            self._stop(child, grace_s=0.0)
+        elif child.stopping:
             self._refuse_start(delivery, order, "it is being stopped")
         else:
-            if kept.start_request is not None:
-                self._refuse_start(kept.start_request, order, "it was ordered again")
-            kept.start_request = delivery
-            if kept.started:
-                self.started(kept)
+            if child.start_request is not None:
+                self._refuse_start(child.start_request, order, "it was ordered again")
+            child.start_request = delivery
+            if child.started:
+                self.on_started(child)
 
     def _refuse_start(self, delivery: Delivery, order: StartProcess, why: str) -> None:
         error = RefusedError(f"{self._own.process} starts no {order.process} {order.incarnation}: {why}")
         self._endpoint.fail(delivery, error)
 
-    def _stop_for(self, delivery: Delivery, order: StopProcess) -> None:
-        """Answered when the process has ended; one that is not here, or another incarnation, has ended."""
-        kept = self._kept.get(order.process)
-        if kept is None or kept.incarnation != order.incarnation:
+    def _handle_stop(self, delivery: Delivery, order: StopProcess) -> None:
+        """Stop a process and answer when it has ended; an unknown process or incarnation has ended."""
+        child = self._children.get(order.process)
+        if child is None or child.incarnation != order.incarnation:
             self._endpoint.reply(delivery, Ok())
             return
-        kept.stop_requests.append(delivery)
-        self._stop(kept, grace_s=order.grace_s)
+        child.stop_requests.append(delivery)
+        # Without grace the master ends a process that hangs or must not continue: its stacks show what it was doing.
+        is_first = order.grace_s <= 0 and not child.stopping
+        has_dump = is_first and child.request_stack_dump(time=self._clock.wall())
+        self._stop(child, grace_s=order.grace_s, patience_s=STACK_DUMP_S if has_dump else 0.0)
 
-    # Births.
+    # Starts.
 
     def _start_master(self, *, adopting: bool) -> None:
         bootstrap = self._handover.master
@@ -262,236 +283,301 @@ class Agent:
         )
         self._master = self._start(bootstrap, placement=Placement(), request=None)
 
-    def _start(self, bootstrap: Bootstrap, *, placement: Placement, request: Delivery | None) -> Kept:
+    def _start(self, bootstrap: Bootstrap, *, placement: Placement, request: Delivery | None) -> ChildProcess:
         program = self._handover.programs.entries[bootstrap.role]
-        start = Start(program=program, placement=placement, bootstrap=bootstrap, report=-1)
-        kept = self._kept[bootstrap.process] = Kept.ordered(start, request=request)
-        self._nursery.bring_up(kept)
-        return kept
+        start = StartOrder(program=program, placement=placement, bootstrap=bootstrap, report=-1)
+        child = self._children[bootstrap.process] = ChildProcess.ordered(start, request=request)
+        self._factory.start_child(child)
+        return child
 
     def known_pids(self) -> set[int]:
-        return self._nursery.pids | {kept.child.pid for kept in self._kept.values() if kept.child is not None}
+        return self._factory.pids | {
+            child.handle.pid for child in self._children.values() if child.handle is not None
+        }
 
-    def template_changed(self) -> None:
+    def fork_server_changed(self) -> None:
         self._write_table()
 
-    def born(self, kept: Kept) -> None:
-        self._watch_end(kept)
+    def on_spawned(self, child: ChildProcess) -> None:
+        self._watch_end(child)
         self._write_table()
-        kept.send_due_signals(self._clock.monotonic())
+        child.send_due_signals(self._clock.monotonic())
 
-    def started(self, kept: Kept) -> None:
-        """Tell who ordered it. A failure is told when the process has ended, so that nothing is left by then."""
-        if kept is self._master:
-            self._report(Ready())
-        elif kept.start_request is not None and kept.child is not None:
+    def on_started(self, child: ChildProcess) -> None:
+        """Answer the start request. A failure is answered when the process has ended and nothing of it is left."""
+        if child is self._master:
+            self._report(AgentReady())
+        elif child.start_request is not None and child.handle is not None:
             body = ProcessStarted(
-                process=kept.process,
-                incarnation=kept.incarnation,
-                pid=kept.child.pid,
-                public_key=kept.public_key,
+                process=child.process,
+                incarnation=child.incarnation,
+                pid=child.handle.pid,
+                public_key=child.public_key,
             )
-            self._endpoint.reply(kept.start_request, body)
-            kept.start_request = None
+            self._endpoint.reply(child.start_request, body)
+            child.start_request = None
 
-    def start_failed(self, kept: Kept, error: StartFailed) -> None:
-        """It was not born."""
-        self._let_go(kept)
-        self._tell_start_failed(kept, error)
-        self._answer_stops(kept)
+    def on_start_failed(self, child: ChildProcess, error: StartFailed) -> None:
+        """Answer the start request of a process that could not be spawned."""
+        self._remove(child)
+        self._report_start_failure(child, error)
+        self._answer_stops(child)
 
-    def _tell_start_failed(self, kept: Kept, error: StartFailed) -> None:
-        if kept.process == self._own.master.process:
-            self._report(NotStarted(error.process, error.phase, error.why))
-        elif kept.start_request is not None:
-            self._endpoint.fail(kept.start_request, error)
-            kept.start_request = None
+    def _report_start_failure(self, child: ChildProcess, error: StartFailed) -> None:
+        if child.process == self._own.master.process:
+            self._report(AgentNotStarted(error.process, error.phase, error.why))
+        elif child.start_request is not None:
+            self._endpoint.fail(child.start_request, error)
+            child.start_request = None
 
-    def _watch_end(self, kept: Kept) -> None:
-        assert kept.child is not None
-        self._endpoint.watch(kept.child.pidfd, lambda: self._ended(kept))
+    def _watch_end(self, child: ChildProcess) -> None:
+        assert child.handle is not None
+        self._endpoint.watch(child.handle.pidfd, lambda: self._on_ended(child))
 
     def _write_table(self) -> bool:
         def records() -> list[ChildRecord | None]:
-            return [self._nursery.template_record(), *(kept.record() for kept in self._kept.values())]
+            return [
+                self._factory.fork_server_record(),
+                *(child.record() for child in self._children.values()),
+            ]
 
-        leases, broken = self._leases.users, self._chips.broken
+        leases, broken = self._arbiter.users, self._accelerators.broken
         return write_table(self._table, records, job=self._own.job, leases=leases, broken_chips=broken)
 
-    # Deaths.
+    # Ends.
 
-    def _stop(self, kept: Kept, *, grace_s: float, patience_s: float = 0.0) -> None:
-        """SIGTERM after `patience_s`, SIGKILL `grace_s` later; without grace SIGKILL alone."""
-        now = self._clock.monotonic()
-        kept.stop(terminate_at=now + patience_s, kill_at=now + patience_s + grace_s)
-        kept.send_due_signals(now)
+    def _stop(self, child: ChildProcess, *, grace_s: float, patience_s: float = 0.0) -> None:
+        """Send SIGTERM after `patience_s` and SIGKILL `grace_s` later; without grace SIGKILL alone.
 
-    def _ended(self, kept: Kept) -> None:
-        """The kernel says that a child has ended: take its status and tell everybody who asked."""
-        assert kept.child is not None
-        if not kept.child.ended():
+        A process that is ending anyway is left alone: its end was not ordered, and is recorded with its own cause.
+        """
+        if child.ending_status() is not None:
             return
-        if kept.child.is_ours():
-            kill_group(kept.child.pid)
-        status = self._oversight.take_status(kept)
-        self._nursery.take_report(kept)
-        self._let_go(kept)
-        if kept is self._master:
-            self._master_ended(kept, status)
-        elif not kept.started:
-            self._tell_start_failed(kept, kept.start_error(status))
-        else:
-            exited = ProcessExited(
-                process=kept.process,
-                incarnation=kept.incarnation,
-                status=status,
-                last_output=kept.last_output(),
-            )
-            self._membership.tell(exited)
-        self._answer_stops(kept)
+        now = self._clock.monotonic()
+        child.stop(terminate_at=now + patience_s, kill_at=now + patience_s + grace_s)
+        child.send_due_signals(now)
 
-    def _let_go(self, kept: Kept) -> None:
-        self._nursery.let_go(kept)
-        if kept.child is not None:
-            self._endpoint.unwatch(kept.child.pidfd)
-            kept.child.close()
-            kept.child = None
-        del self._kept[kept.process]
-        self._leases.ended(kept)
+    def _on_ended(self, child: ChildProcess) -> None:
+        """Reap a child that has ended, report its exit, and answer the requests that wait for it."""
+        assert child.handle is not None
+        if not child.handle.ended():
+            return
+        if child.handle.is_ours():
+            kill_group(child.handle.pid)
+        status = self._monitor.take_status(child)
+        self._factory.take_report(child)
+        self._remove(child)
+        if child is self._master:
+            self._on_master_ended(child, status)
+        elif not child.started:
+            self._report_start_failure(child, child.start_error(status))
+        elif not child.exit_reported:
+            self._report_exit(child, status)
+        self._answer_stops(child)
+
+    def _report_exit(self, child: ChildProcess, status: int | None) -> None:
+        fault = fault_at_end(self._own.run_dir, child.process) if status else None
+        exited = ProcessExited(
+            process=child.process,
+            incarnation=child.incarnation,
+            status=status,
+            last_output=child.last_output(),
+            error=fault.kind if fault is not None else "",
+        )
+        child.exit_reported = True
+        self._membership.send_to_master(exited)
+
+    def _report_ending(self) -> None:
+        """Report exits whose pidfd is not readable yet, because the kernel frees the memory of the process first. The
+        successor of such a process is started after its end, so that it finds the memory free."""
+        for child in self._children.values():
+            if child is self._master or child.stopping or child.exit_reported or not child.started:
+                continue
+            status = child.ending_status()
+            if status is not None:
+                self._report_exit(child, status)
+
+    def _remove(self, child: ChildProcess) -> None:
+        self._factory.close_report(child)
+        if child.handle is not None:
+            self._endpoint.unwatch(child.handle.pidfd)
+            child.handle.close()
+            child.handle = None
+        del self._children[child.process]
+        self._arbiter.ended(child)
         self._write_table()
 
-    def _answer_stops(self, kept: Kept) -> None:
-        """Somebody may have waited for this end: who asked for it, and who ordered another in its place."""
-        for delivery in kept.stop_requests:
+    def _answer_stops(self, child: ChildProcess) -> None:
+        """Answer the requests that wait for this end: to stop it, or to start another incarnation."""
+        for delivery in child.stop_requests:
             self._endpoint.reply(delivery, Ok())
-        kept.stop_requests.clear()
-        if kept.successor is not None:
-            self._start_for(kept.successor.delivery, kept.successor.order)
+        child.stop_requests.clear()
+        if child.successor is not None:
+            self._handle_start(child.successor.delivery, child.successor.order)
 
-    def _master_ended(self, kept: Kept, status: int | None) -> None:
-        """Restarted if somebody killed it in the middle of the run; otherwise its end is that of the run."""
-        by_itself = status is not None and status >= 0
+    def _on_master_ended(self, child: ChildProcess, status: int | None) -> None:
+        """Restart a master that was killed in the middle of the run; otherwise its end is the end of the run."""
+        has_exited = status is not None and status >= 0
         if status is None and self._membership.shutdown_reason is None:
-            # The last words of an adopted one may lie there unread.
-            for delivery in self._endpoint.poll(LAST_WORDS_S):
+            # An adopted master may have sent `Shutdown` that is not read yet.
+            for delivery in self._endpoint.poll(LAST_MESSAGES_S):
                 self._handle(delivery)
-        said_so = self._membership.shutdown_reason is not None
-        stopped_by_us = kept.stopping or (self._owed_stop.was_requested and status == -signal.SIGTERM)
-        if not (by_itself or said_so or stopped_by_us or self._ending):
+        announced = self._membership.shutdown_reason is not None
+        stopped_by_us = child.stopping or (self._pending_stop.was_requested and status == -signal.SIGTERM)
+        if not (has_exited or announced or stopped_by_us or self._ending):
             if self._master_limit.allows(self._clock.monotonic()):
                 COUNTERS.add("agent.master_restarts")
-                # What is told from now on is for the successor, who knows nobody until they have registered.
+                # Messages from now on are for the successor, which accepts them only after registration.
                 self._membership.registered = False
-                self._owed_stop.expect_master(after_epoch=self._endpoint.epoch)
+                self._pending_stop.expect_master(after_term=self._endpoint.term)
                 self._start_master(adopting=True)
                 return
-            self._report(MasterDied(describe_status(status), kept.last_output()))
-        elif not kept.started:
-            self._tell_start_failed(kept, kept.start_error(status))
-        unknown = self._membership.shutdown_exit_code if said_so else 1
+            self._report(MasterDied(describe_status(status), child.last_output()))
+        elif not child.started:
+            self._report_start_failure(child, child.start_error(status))
+        unknown = self._membership.shutdown_exit_code if announced else 1
         self._exit_code = status if status is not None and status >= 0 else unknown
         self._end(grace_s=END_GRACE_S)
 
     def _end(self, *, grace_s: float, keep_master: bool = False) -> None:
-        """Begin to end, or hurry up. Children that the master has told to end get a moment to do so by themselves."""
+        """Begin to end, or end sooner. Children that the master has asked to end get a moment to do so."""
         if not self._ending:
-            self._report(Ending())
+            self._report(AgentEnding())
         self._ending = True
-        self._nursery.close()
+        self._factory.close()
         patience_s = PATIENCE_S if self._membership.shutdown_reason is not None and grace_s > 0 else 0.0
-        for kept in tuple(self._kept.values()):
-            if not (keep_master and kept is self._master):
-                self._stop(kept, grace_s=grace_s, patience_s=patience_s)
+        for child in tuple(self._children.values()):
+            if not (keep_master and child is self._master):
+                self._stop(child, grace_s=grace_s, patience_s=patience_s)
 
-    # Signals, the launcher, the master's epoch, time.
+    # Signals, the launcher, timers.
 
-    def _signalled(self) -> None:
+    def _on_signal(self) -> None:
         for number in self._signals.received():
-            if self._owed_stop.signalled(number):
+            if self._pending_stop.signalled(number):
                 self._end(grace_s=0.0)
             else:
-                self._pass_stop_on()
+                self._forward_stop()
 
-    def _pass_stop_on(self) -> None:
-        """Ask the master to end after its step, with a checkpoint, as soon as it can be asked."""
-        if self._master is None or self._master.child is None:
+    def _forward_stop(self) -> None:
+        """Send SIGTERM to the master, once it can receive it, so that it ends after its step with a checkpoint."""
+        if self._master is None or self._master.handle is None:
             return
-        if self._owed_stop.is_due(epoch=self._endpoint.epoch, registered=self._membership.registered):
-            self._master.child.send_signal(signal.SIGTERM)
+        if self._pending_stop.is_due(term=self._endpoint.term, registered=self._membership.registered):
+            self._master.handle.send_signal(signal.SIGTERM)
 
-    def _let_go_by_launcher(self) -> None:
-        """Everything ends. The master ends first: it would take the deaths of its workers for the cause."""
+    def _on_launcher_ended(self) -> None:
+        """End everything. The master ends first: it would take the ends of its workers for faults."""
         self._endpoint.unwatch(self._own.lifeline)
         self._exit_code = 1
-        for kept in self._kept.values():
-            if kept.child is not None:
-                # What those leave behind that are not our children came to the launcher, which is no more.
-                self._left_behind += hold_descendants(kept.child.pid, processes=self._processes)
+        for child in self._children.values():
+            if child.handle is not None:
+                # Orphans of adopted children belong to the launcher, which has ended: they are held here.
+                self._descendants += hold_descendants(child.handle.pid, processes=self._processes)
         if self._master is not None:
             self._stop(self._master, grace_s=0.0)
         self._end(grace_s=END_GRACE_S)
 
     def _until_next_timer_s(self) -> float:
-        due = min([self._tick_at, *(kept.signal_at for kept in self._kept.values())])
+        due = min([self._tick_at, *(child.signal_at for child in self._children.values())])
         return max(0.0, due - self._clock.monotonic())
 
     def _run_timers(self) -> None:
         now = self._clock.monotonic()
-        for kept in self._kept.values():
-            kept.send_due_signals(now)
+        for child in self._children.values():
+            child.send_due_signals(now)
         if not self._ending:
             self._membership.tick(now)
-            self._pass_stop_on()
+            self._forward_stop()
         if now < self._tick_at:
             return
         self._tick_at = now + HEARTBEAT_S / 2
-        self._oversight.try_to(
-            self._look_at_children, self._look_at_chips, self._oversight.tick, self._leases.tick, now=now
+        self._monitor.run_checks(
+            self._check_children, self._check_accelerators, self._monitor.tick, self._arbiter.tick, now=now
         )
 
-    def _look_at_children(self, now: float) -> None:
-        for kept in [kept for kept in self._kept.values() if kept.stopping or kept is self._master]:
-            # The kernel tells of an end by itself, unless a debugger holds the remains.
-            if kept.child is not None and kept.child.is_held():
-                self._ended(kept)
-        self._nursery.look_after(self._oversight.stopped(self.known_pids(), now), now)
+    def _check_children(self, now: float) -> None:
+        self._report_ending()
+        for child in tuple(self._children.values()):
+            # A pidfd shows every end, except of a process that a debugger holds.
+            is_to_end = child.stopping or child.exit_reported or child is self._master
+            if is_to_end and child.handle is not None and child.handle.is_held():
+                self._on_ended(child)
+        self._factory.maintain(self._monitor.report_stopped(self.known_pids(), now), now)
         self._membership.load = os.getloadavg()[0]
-        if not self._nursery.is_forking:
+        if not self._factory.is_forking:
             reap_orphans(but=self.known_pids())
 
-    def _look_at_chips(self, now: float) -> None:
-        """Accelerators that broke are left alone: by spares, and by whoever is started."""
-        if self._oversight.chips_broke():
-            self._nursery.avoid(tuple(self._chips.broken))
+    def _check_accelerators(self, now: float) -> None:
+        """Keep spares and new processes off accelerators that broke."""
+        if self._monitor.report_accelerator_faults():
+            self._factory.avoid(tuple(self._accelerators.broken))
             self._write_table()
 
     def _report(self, report: AgentReport) -> None:
-        """Tell the launcher, if it is still there."""
+        """Send a report to the launcher, if it still runs."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self._handover.report, msgspec.json.encode(report) + b"\n")
 
     def _close(self) -> None:
-        """An agent that broke in the middle of the run has a successor, who needs children and table as they are."""
-        self._oversight.close()
+        """Release everything. Children and table stay as they are unless the run ends: a successor needs them."""
+        self._monitor.close()
         if self._ending:
-            with contextlib.suppress(OSError):  # Whom it can not find is the launcher's to end.
+            with contextlib.suppress(OSError):  # The launcher ends what this agent can not.
                 kill_children(self._processes, but=(), timeout_s=END_GRACE_S, clock=self._clock)
                 self._table.unlink(missing_ok=True)
-        for child in self._left_behind:
-            child.send_signal(signal.SIGKILL)
+        for handle in self._descendants:
+            handle.send_signal(signal.SIGKILL)
         self._segments.close()
         self._signals.close()
         self._endpoint.close(flush_s=0.0 if self._master else FLUSH_S)
 
 
+class PendingStop:
+    """Stop requests on their way to the master: the first is forwarded once the master can receive it, the second ends
+    the run immediately.
+
+    A master that was adopted or restarted receives signals from the moment at which it uses a term of its own.
+    """
+
+    def __init__(self, *, requested: bool) -> None:
+        """`requested`: an earlier agent of this host has received a request."""
+        self._is_pending = requested
+        self._num_requests = int(requested)
+        self._after_term: int | None = None
+
+    @property
+    def was_requested(self) -> bool:
+        return self._num_requests > 0
+
+    def signalled(self, number: signal.Signals) -> bool:
+        """Count a signal; True if it asks for an immediate end."""
+        self._num_requests += 1
+        is_immediate = number == signal.SIGINT or self._num_requests > 1
+        self._is_pending = self._is_pending or not is_immediate
+        return is_immediate
+
+    def expect_master(self, *, after_term: int) -> None:
+        """The master was restarted, or started by another agent: it is ready in a later term than this."""
+        self._after_term = after_term
+        self._is_pending = self._is_pending or self.was_requested
+
+    def is_due(self, *, term: int, registered: bool) -> bool:
+        """Whether to forward the request now; it counts as forwarded then."""
+        can_receive = self._after_term is None or (registered and term > self._after_term)
+        is_due = self._is_pending and can_receive
+        self._is_pending = self._is_pending and not can_receive
+        return is_due
+
+
 def main(arguments: list[str]) -> int:
-    """Body of the agent's process; everything it knows comes through the descriptor."""
+    """Body of the agent's process; its handover is read from the descriptor."""
     process, descriptor = arguments
     with os.fdopen(int(descriptor), "rb") as handed_over:
         handover = msgspec.msgpack.decode(handed_over.read(), type=AgentHandover)
     for inherited in handover.descriptors:
         os.set_inheritable(inherited, False)
-    own_session_and_log(process, log_path(handover.bootstrap.run_dir, process))
+    own_session_and_log(process, RunFolder(handover.bootstrap.run_dir).log_file(process))
     with subreaper():
         return run_process(handover.bootstrap, lambda _: Agent(handover, processes=SystemProcesses()).run())
 

@@ -1,56 +1,56 @@
-"""What the launcher hands to a node agent, what the agent tells it back, and what the agent hands to its children.
+"""Handover from the launcher to a node agent, reports of the agent to it, and the bootstrap of an agent's children.
 
-All of it through inherited descriptors.
+All of it is passed through inherited descriptors.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from kintsugi.bootstrap import Bootstrap
-from kintsugi.supervision import StartProcess
+from kintsugi.protocol.agents import StartProcess
+from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.transport import new_key_pair
 from kintsugi.types import Peer, Role
-from kintsugi.worker import MAINS
 
 
 class Programs(msgspec.Struct, frozen=True):
-    """What a process of each role runs. A value, so that a test can start a run of tiny programs."""
+    """Programs of the processes of a run. A value, so that a test can start a run of tiny programs."""
 
     entries: dict[Role, str]
     """Role → `module:function`, called with the process's `Bootstrap`; its result is the exit code."""
     preload: tuple[str, ...] = ()
-    """Modules that the template imports before it forks; empty means no template: every process is executed."""
+    """Modules that the fork server imports; empty means no fork server: every process is executed."""
     forked: tuple[Role, ...] = ()
-    """Roles that wait for a template that is still importing, as they would have to import the same, and that spares
-    can take on. Once the template is ready, processes of every role are forked from it."""
-    prepare: str = "kintsugi.cluster.placement:unprepared"
-    """What a spare does before it waits: it gets ready what the template must not have, its device."""
+    """Roles that wait for a fork server that is still importing, because they need the same imports; spares can become
+    one of these. Once the fork server is ready, processes of every role are forked from it."""
+    prepare: str = "kintsugi.cluster.spawn:unprepared"
+    """Program that prepares a spare: it initialises the device, which the fork server must not do."""
     probe: str = ""
-    """`module:function` that gives a `chips.Probe` of the host's accelerators, or None; empty: nobody looks at them."""
+    """`module:function` that returns an `AcceleratorProbe`, or None; empty: accelerators are not monitored."""
 
+
+_ENTRIES: dict[Role, str] = {
+    Role.MASTER: "kintsugi.control.process:main",
+    Role.MODEL: "kintsugi.training.worker:main",
+    Role.ROLLOUT: "kintsugi.rollout.worker:main",
+    Role.MANAGER: "kintsugi.generation.manager:main",
+    Role.SERVER: "kintsugi.generation.server:main",
+}
 
 PROGRAMS = Programs(
-    entries=MAINS,
-    preload=(
-        "torch",
-        "kintsugi.training.worker",
-        "kintsugi.generation.server",
-        "kintsugi.generation.manager",
-        "kintsugi.rollout.worker",
-        "kintsugi.control.shell",
-    ),
+    entries=_ENTRIES,
+    preload=("torch", *(entry.partition(":")[0] for entry in _ENTRIES.values())),
     forked=(Role.MODEL, Role.SERVER),
     prepare="kintsugi.model.device:prepare",
-    probe="kintsugi.cluster.chips:nvml_probe",
+    probe="kintsugi.cluster.accelerators:nvml_probe",
 )
 
 
 class AgentHandover(msgspec.Struct, frozen=True):
-    """Everything an agent starts with, and every successor of it; holds secret keys.
+    """Everything that an agent and its successors start with; holds secret keys.
 
-    The agent's own `bootstrap.lifeline` ends when the launcher is gone. Its children get another pipe, which ends only
-    when launcher *and* agent are gone: the launcher and this agent hold its write end, nobody else.
+    The agent's own `bootstrap.lifeline` ends with the launcher. Its children get another pipe, which ends only when
+    launcher *and* agent have ended: only these two hold its write end.
     """
 
     bootstrap: Bootstrap
@@ -60,15 +60,15 @@ class AgentHandover(msgspec.Struct, frozen=True):
     """Write end of the pipe to the launcher, for `AgentReport`s."""
     programs: Programs
     spares: int = 0
-    """How many processes wait for a part."""
+    """Number of spare processes."""
     master: Bootstrap | None = None
-    """The master's own bootstrap, where this agent is the one that starts it. Its `lifeline` is filled in here."""
+    """Bootstrap of the master, for the agent that starts it, which fills in `lifeline`."""
     stop_requested: bool = False
-    """Somebody asked for a stop after this step while the agent's predecessor was there, or nobody was."""
+    """A stop after this step was requested before this agent started."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """What an agent inherits."""
+        """Descriptors that an agent inherits."""
         given = (
             self.bootstrap.lifeline,
             self.children_lifeline_read,
@@ -87,9 +87,9 @@ def child_bootstrap(
     lifeline: int,
     segments: str,
     broken_chips: tuple[str, ...],
-    epoch: int,
+    term: int,
 ) -> Bootstrap:
-    """What a new process of an agent's host begins with: a key pair of its own, and the master of this epoch."""
+    """Build the bootstrap of a new process of an agent's host, with a key pair of its own."""
     public_key, secret_key = new_key_pair()
     return Bootstrap(
         job=agent.job,
@@ -107,16 +107,16 @@ def child_bootstrap(
         agent=agent.process,
         segments=segments,
         broken_chips=broken_chips,
-        epoch=epoch,
+        term=term,
     )
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The agent runs, and so does the master where it is this agent's."""
+class AgentReady(msgspec.Struct, frozen=True, tag="Ready"):
+    """The agent runs, and so does the master where this agent starts it."""
 
 
-class NotStarted(msgspec.Struct, frozen=True, tag=True):
-    """The agent, or its master, did not come up; the agent ends."""
+class AgentNotStarted(msgspec.Struct, frozen=True, tag="NotStarted"):
+    """The agent or its master could not be started; the agent ends."""
 
     process: str
     phase: str
@@ -124,15 +124,15 @@ class NotStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class MasterDied(msgspec.Struct, frozen=True, tag=True):
-    """The master ended by a signal instead of an exit code, once too often."""
+    """The master was killed by a signal more often than it may be restarted."""
 
     how: str
     last_output: str
 
 
-class Ending(msgspec.Struct, frozen=True, tag=True):
-    """The agent begins to end because it is to: with its master, or told by it or the launcher. One that ends without
-    having said so has failed, whatever its exit code."""
+class AgentEnding(msgspec.Struct, frozen=True, tag="Ending"):
+    """The agent begins an orderly end: after its master, or requested by the master or the launcher. An agent that ends
+    without this report has failed, whatever its exit code."""
 
 
-AgentReport = Ready | NotStarted | MasterDied | Ending
+AgentReport = AgentReady | AgentNotStarted | MasterDied | AgentEnding

@@ -1,13 +1,12 @@
-"""The launcher: `kintsugi train` itself. Starts one node agent per host, passes signals on, and outlives them all.
+"""The launcher, `kintsugi train` itself: starts one node agent per host, forwards signals, and outlives all of them.
 
-    port and folder checked ─► keys, pipes ─► agents ─► (the run) ─► agents end ─► nothing of ours is left
+    port and folder checked ─► keys, pipes ─► agents ─► (the run) ─► agents end ─► no process of the run is left
 
-What keeps a killed launcher from leaving anything: each agent reads a pipe that only the launcher can write, and each
-other process one that only its agent and the launcher can write. Nobody ever writes; the kernel closes them.
+A killed launcher leaves nothing behind: only the launcher holds the write end of each agent's lifeline pipe, and only
+the launcher and the agent those of the agent's children. No data is ever written; the kernel closes them.
 
-An agent that was killed, that is stopped, or that ends without having to, is started again with all that its
-predecessor had: keys, pipes, the master's socket. Its processes do not notice: their parent is the launcher from then
-on, which takes their remains away.
+An agent that was killed, is stopped, or ends without announcing it is restarted with everything its predecessor had:
+keys, pipes, the master's socket. Its processes continue; their parent is the launcher from then on, which reaps them.
 """
 
 from __future__ import annotations
@@ -27,35 +26,44 @@ from uuid import uuid4
 
 import msgspec
 
-from kintsugi.bootstrap import Bootstrap
-from kintsugi.cluster.children import end_orphans, read_table, table_path, tail
+from kintsugi.cluster.child import end_orphans, read_table, tail
+from kintsugi.cluster.diagnosis_process import DiagnosisProcess
 from kintsugi.cluster.handover import (
     PROGRAMS,
+    AgentEnding,
     AgentHandover,
+    AgentNotStarted,
+    AgentReady,
     AgentReport,
-    Ending,
     MasterDied,
-    NotStarted,
     Programs,
-    Ready,
 )
-from kintsugi.cluster.hosts import HostPlace, enter, listening_socket
+from kintsugi.cluster.namespaces import HostNamespaces, enter, listening_socket
 from kintsugi.cluster.orphans import children_of, kill_children, reap_orphans, subreaper
-from kintsugi.cluster.placement import execute, in_memory, log_path
-from kintsugi.cluster.restarts import MOST_RESTARTS, STOPPED_S, WITHIN_S, RestartLimit, StoppedWatch
-from kintsugi.cluster.watcher import WatcherHandle
-from kintsugi.config import Config
+from kintsugi.cluster.restart_policy import (
+    MOST_RESTARTS,
+    STOPPED_S,
+    WITHIN_S,
+    RestartLimit,
+    StoppedProcessDetector,
+)
+from kintsugi.cluster.spawn import execute, in_memory
+from kintsugi.config.schema import Config
 from kintsugi.errors import ConfigError, Fault, KintsugiError, ProcessDied, StartFailed, UserError, fault_of
-from kintsugi.observe.events import EventLog, FaultSeen, ProcessGone, events_path
-from kintsugi.runs import JOURNAL_FILE, LAUNCHER_FILE, living_launcher, write_launcher
-from kintsugi.runtime import SYSTEM_CLOCK, Child, Clock, Processes, SystemProcesses, describe_status, wait
-from kintsugi.signals import Signals
+from kintsugi.protocol.bootstrap import Bootstrap
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.run_folder.reader import living_launcher, write_launcher
+from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
+from kintsugi.runtime.processes import Child, Processes, SystemProcesses, describe_status
+from kintsugi.runtime.signals import Signals
+from kintsugi.runtime.waits import wait
+from kintsugi.telemetry.events import EventLog, FaultSeen, ProcessGone
 from kintsugi.transport import new_key_pair
 from kintsugi.types import Peer, Placement, Role, process_id
 
 TICK_S = 0.2
 END_DEADLINE_S = 5.0
-"""For an agent to stop its children, which takes two graces of two seconds at worst."""
+"""Time for an agent to stop its children, which takes two graces of two seconds at worst."""
 
 
 def launch(
@@ -66,27 +74,29 @@ def launch(
     resume: bool = False,
     programs: Programs = PROGRAMS,
     processes: Processes | None = None,
-    hosts: Sequence[HostPlace] = (),
+    hosts: Sequence[HostNamespaces] = (),
 ) -> int:
-    """Run `config` in the existing folder `run_dir` to its end; gives the master's exit code. Main thread only.
+    """Run `config` in the existing folder `run_dir` to its end; return the master's exit code. Main thread only.
 
-    The master continues from what the folder holds, which only a run that is to `resume` may find there.
-    `hosts` are the places of the agents, one each; none: all of them are on this machine as it is.
-    `on_tick` is called about five times a second. SIGINT or SIGTERM stops the run after its step, a second one at once.
-    Raises UserError (port taken, run folder in use), StartFailed and ProcessDied; nothing is left in any case.
+    With `resume` the master continues from the journal of the folder; without it there must be none.
+    `hosts` are the namespaces of the agents, one each; empty: all agents run on this machine without namespaces.
+    `on_tick` is called about five times a second. SIGINT or SIGTERM stops the run after its step, a second one
+    immediately. Raises UserError (port taken, run folder in use), StartFailed and ProcessDied; no process is left.
     """
     processes = processes or SystemProcesses()
-    assert resume or not (run_dir / JOURNAL_FILE).exists(), f"{run_dir} holds a run; it can only be resumed"
+    assert resume or not RunFolder(run_dir).journal_file.exists(), (
+        f"{run_dir} holds a run; it can only be resumed"
+    )
     if (owner := living_launcher(run_dir)) is not None:
         raise UserError(f"run_dir {run_dir} is in use: process {owner.pid} runs it; stop that one first")
-    hosts = hosts or [HostPlace(f"host-{index}") for index in range(config.cluster.hosts)]
+    hosts = hosts or [HostNamespaces(f"host-{index}") for index in range(config.cluster.hosts)]
     assert len(hosts) == config.cluster.hosts, (hosts, config.cluster.hosts)
     with ExitStack() as stack:
         signals = Signals(signal.SIGINT, signal.SIGTERM)
         stack.callback(signals.close)
         listener = stack.enter_context(_listen(hosts[0], port=config.cluster.port))
         write_launcher(run_dir, pid=os.getpid())
-        stack.callback((run_dir / LAUNCHER_FILE).unlink, missing_ok=True)
+        stack.callback(RunFolder(run_dir).launcher_file.unlink, missing_ok=True)
         stack.enter_context(subreaper())
         start_timeout_s = config.cluster.start_timeout_s
         launcher = _Launcher(
@@ -97,8 +107,8 @@ def launch(
         return launcher.run(on_tick)
 
 
-def _listen(host: HostPlace, *, port: int) -> socket.socket:
-    """The master's socket, opened before anything starts and kept when a master dies."""
+def _listen(host: HostNamespaces, *, port: int) -> socket.socket:
+    """Open the master's socket, before any process starts; it stays open when a master dies."""
     try:
         return listening_socket(host, port=port)
     except OSError as error:
@@ -109,15 +119,15 @@ def _listen(host: HostPlace, *, port: int) -> socket.socket:
 
 
 def stopped(process: str, pid: int, *, time: float) -> Fault:
-    """An agent that stands still, and is about to be ended for it."""
+    """Fault of an agent that is stopped and will be killed for it."""
     message = f"{process}: process {pid} is stopped (state T), for {STOPPED_S:g} s or more"
     return Fault(f"{process}@{pid}.Stopped", "Stopped", process, message, time)
 
 
 class _AgentHandle:
-    """One agent as the launcher sees it, over all its incarnations: process, reports, and what a new one is handed."""
+    """One agent in the launcher, over all its incarnations: process, reports, and the handover of the next one."""
 
-    def __init__(self, handover: AgentHandover, *, place: HostPlace) -> None:
+    def __init__(self, handover: AgentHandover, *, place: HostNamespaces) -> None:
         self._handover = handover
         self._place = place
         self.process = handover.bootstrap.process
@@ -127,10 +137,10 @@ class _AgentHandle:
         self.report = -1
         self.ready = False
         self.is_ending = False
-        """It has said that it ends because it is to."""
+        """It has announced an orderly end."""
         self.start_deadline = math.inf
         self.was_ready = False
-        """At least one incarnation came up: what it is started with is good."""
+        """At least one incarnation has started: its handover works."""
         self.status: int | None = None
         self.ended = True
         self._unread = b""
@@ -141,7 +151,7 @@ class _AgentHandle:
         return self._child
 
     def start(self, processes: Processes, *, stop_requested: bool, deadline: float) -> None:
-        """Start the first incarnation, or the next; they are counted: everybody knows which one is the later."""
+        """Start the first or the next incarnation. They are numbered, so that peers know which one is later."""
         number = int(self._handover.bootstrap.incarnation) + self._num_starts
         own = msgspec.structs.replace(self._handover.bootstrap, incarnation=str(number))
         self.close()
@@ -168,14 +178,14 @@ class _AgentHandle:
         self.ready = self.ended = self.is_ending = False
         self.start_deadline = deadline
 
-    def obituary(self) -> ProcessGone:
-        """How the present incarnation ended: nobody else sees the end of an agent."""
+    def exit_event(self) -> ProcessGone:
+        """Event for the end of the current incarnation, which only the launcher observes."""
         incarnation = str(int(self._handover.bootstrap.incarnation) + self._num_starts - 1)
         how = describe_status(self.status)
         return ProcessGone(self.process, incarnation, self.child.pid, self.status, how)
 
     def reports(self) -> list[AgentReport]:
-        """What it has said since the last call; empty, and the pipe closed, once it has ended."""
+        """Return the reports since the last call; closes the pipe at end of file."""
         try:
             content = os.read(self.report, 65536)
         except BlockingIOError:
@@ -187,7 +197,7 @@ class _AgentHandle:
         return [msgspec.json.decode(line, type=AgentReport) for line in lines]
 
     def close(self) -> None:
-        """Let go of the present incarnation, which has ended."""
+        """Release the current incarnation, which has ended."""
         if self._child is not None:
             self._child.close()
             self._child = None
@@ -197,13 +207,13 @@ class _AgentHandle:
         self._unread = b""
 
     def close_lifeline(self) -> None:
-        """Let go of what its children live by."""
+        """Close the lifeline of its children."""
         os.close(self._handover.children_lifeline_read)
         os.close(self._handover.children_lifeline_write)
 
 
 class _Launcher:
-    """The loop: waits for agents' ends, their reports and signals; ends when the last agent is gone."""
+    """The loop: waits for the ends of agents, their reports and signals; returns when the last agent has ended."""
 
     def __init__(
         self,
@@ -221,26 +231,26 @@ class _Launcher:
         self._clock = clock
         self._agents: list[_AgentHandle] = []
         self._others = frozenset(children_of(os.getpid()))
-        """Children that this process had before; they are none of our business."""
-        self._stopped = StoppedWatch()
-        self._watcher = WatcherHandle(run_dir, processes)
+        """Children that this process had before the run; they are left alone."""
+        self._stopped = StoppedProcessDetector()
+        self._diagnosis = DiagnosisProcess(run_dir, processes)
         own = process_id(Role.LAUNCHER, 0)
-        self._log = EventLog(events_path(run_dir, own), process=own)
+        self._log = EventLog(RunFolder(run_dir).events_file(own), process=own)
         self._lifeline_read, self._lifeline_write = os.pipe2(os.O_CLOEXEC)
         self._num_signals = 0
         self._kill_at: float | None = None
-        """When agents that were let go and have not ended are killed."""
+        """When agents are killed that have not ended after their lifeline was closed."""
         self._failure: KintsugiError | None = None
-        self._is_blind = False
+        self._checks_fail = False
 
     def start(
-        self, config: Config, *, listener: socket.socket, programs: Programs, hosts: Sequence[HostPlace]
+        self, config: Config, *, listener: socket.socket, programs: Programs, hosts: Sequence[HostNamespaces]
     ) -> None:
-        """Make everybody's keys and start the agents; agent 0 also gets what the master needs."""
+        """Create all keys and start the agents; agent 0 also gets the master's bootstrap."""
         job = uuid4().hex[:12]
         host, port = listener.getsockname()
         keys = [new_key_pair() for _ in hosts]
-        # Counted from the time of day: an agent of an earlier session of this run is not mistaken for one of this.
+        # Numbered from the time of day, so that an agent of an earlier session of this run has a smaller number.
         first = str(int(self._clock.wall()))
         peers = tuple(
             Peer(process_id(Role.AGENT, index), first, place.name, "", keys[index][0])
@@ -292,13 +302,13 @@ class _Launcher:
         agent.start(self._processes, stop_requested=self._num_signals > 0, deadline=deadline)
 
     def run(self, on_tick: Callable[[], None]) -> int:
-        """Wait for the end of the run; the exit code is that of agent 0, which is the master's."""
+        """Wait for the end of the run; return the exit code of agent 0, which is the master's."""
         while any(not agent.ended for agent in self._agents):
             self._turn(TICK_S)
             try:
-                self._look_after(self._clock.monotonic())
+                self._check_agents(self._clock.monotonic())
             except OSError as error:
-                self._could_not_look(error)
+                self._check_failed(error)
             on_tick()
         if self._failure is not None and self._num_signals == 0:
             raise self._failure
@@ -306,7 +316,7 @@ class _Launcher:
         return status if status is not None and status >= 0 else 1
 
     def _turn(self, timeout_s: float) -> None:
-        """One round: wait for at most so long, then take in whatever happened."""
+        """Run one round of the loop: wait for at most this long, then handle the events."""
         poller = select.poll()
         poller.register(self._signals, select.POLLIN)
         for agent in self._agents:
@@ -321,17 +331,17 @@ class _Launcher:
             timeout_s=timeout_s,
         )
         for _ in self._signals.received():
-            self._signalled()
+            self._on_signal()
         for agent in self._agents:
             if agent.report >= 0:
                 self._take_reports(agent)
             if not agent.ended and agent.child.ended():
-                self._agent_ended(agent)
+                self._on_agent_ended(agent)
         if self._kill_at is not None and self._clock.monotonic() >= self._kill_at:
             self._signal_agents(signal.SIGKILL)
 
-    def _look_after(self, now: float) -> None:
-        """What no descriptor tells: agents that are late or stopped, and the remains of a dead agent's processes."""
+    def _check_agents(self, now: float) -> None:
+        """Check what no descriptor shows: agents that are late or stopped, and zombies of a dead agent's processes."""
         living = {agent.child.pid: agent for agent in self._agents if not agent.ended}
         late = [agent.process for agent in living.values() if not agent.ready and now > agent.start_deadline]
         if late and self._kill_at is None:
@@ -342,69 +352,69 @@ class _Launcher:
             self._log.emit(FaultSeen(stopped(living[pid].process, pid, time=self._clock.wall())))
             living[pid].child.send_signal(signal.SIGKILL)
         if self._agents[0].ready and self._kill_at is None:
-            self._watcher.keep(now)
-        reap_orphans(but=self._others | living.keys() | self._watcher.pids)
+            self._diagnosis.ensure_running(now)
+        reap_orphans(but=self._others | living.keys() | self._diagnosis.pids)
 
-    def _could_not_look(self, error: OSError) -> None:
-        """For want of descriptors or memory, which says nothing about the run: told once; it looks again next time."""
-        if not self._is_blind:
-            self._is_blind = True
+    def _check_failed(self, error: OSError) -> None:
+        """Record once that checks fail, for lack of descriptors or memory; they are repeated."""
+        if not self._checks_fail:
+            self._checks_fail = True
             own = process_id(Role.LAUNCHER, 0)
             self._log.emit(FaultSeen(fault_of(error, process=own, time=self._clock.wall())))
 
-    def _signalled(self) -> None:
-        """The first one asks for a stop after this step; the second one ends everything at once."""
+    def _on_signal(self) -> None:
+        """The first signal requests a stop after this step; the second one ends everything immediately."""
         self._num_signals += 1
         if self._num_signals == 1:
             self._signal_agents(signal.SIGTERM)
         else:
             self._signal_agents(signal.SIGINT)
-            self._let_go()
+            self._close_agents()
 
     def _take_reports(self, agent: _AgentHandle) -> None:
         for report in agent.reports():
             match report:
-                case Ready():
+                case AgentReady():
                     agent.ready = agent.was_ready = True
-                case Ending():
+                case AgentEnding():
                     agent.is_ending = True
-                case NotStarted(process=process, phase=phase, why=why):
+                case AgentNotStarted(process=process, phase=phase, why=why):
                     self._fail(StartFailed(process=process, phase=phase, why=why))
                 case MasterDied(how=how, last_output=last_output):
                     master = process_id(Role.MASTER, 0)
                     self._fail(ProcessDied(f"{master} was {how}; its log ends: {last_output or '(empty)'}"))
 
-    def _agent_ended(self, agent: _AgentHandle) -> None:
-        """Agent 0 ends with the master's exit code, another one when the master said `Shutdown`; both say so before.
+    def _on_agent_ended(self, agent: _AgentHandle) -> None:
+        """Handle the end of an agent. Agent 0 ends with the master's exit code, others after `Shutdown`, as announced.
 
-        One that was killed, or broke, has decided nothing: it is started again, but not for ever. One that broke before
-        it ever came up would not come up again either.
+        An agent that was killed or failed is restarted, within limits. One that failed before it had ever started would
+        fail again, and is not.
         """
         agent.status = agent.child.status()
         agent.ended = True
         if agent.report >= 0:
-            self._take_reports(agent)  # Its last words may have come after we had listened.
-        by_itself = agent.status is not None and agent.status >= 0
-        failed = not by_itself or (agent.was_ready and not agent.is_ending)
+            self._take_reports(agent)  # Reports that arrived since the last round.
+        has_exited = agent.status is not None and agent.status >= 0
+        failed = not has_exited or (agent.was_ready and not agent.is_ending)
         if self._kill_at is None and failed:
-            self._log.emit(agent.obituary())
+            self._log.emit(agent.exit_event())
         if self._kill_at is None and failed and agent.limit.allows(self._clock.monotonic()):
             self._restart(agent)
             return
         if self._kill_at is None and (failed or not agent.ready):
             how = describe_status(agent.status)
             often = f", more than {MOST_RESTARTS} times in {WITHIN_S:g} s" if failed else ""
-            log = tail(log_path(self._run_dir, agent.process))
+            log = tail(RunFolder(self._run_dir).log_file(agent.process))
             self._fail(ProcessDied(f"{agent.process} {how}{often}; its log ends: {log or '(empty)'}"))
         if agent is self._agents[0]:
-            self._let_go()
+            self._close_agents()
 
     def _restart(self, agent: _AgentHandle) -> None:
-        """Start an agent again, once all is gone that it can not adopt: who was born without being told of."""
-        tables = [read_table(table_path(self._run_dir, each.process)) for each in self._agents]
+        """Restart an agent after killing the processes that it can not adopt, because its table does not list them."""
+        tables = [read_table(RunFolder(self._run_dir).agent_file(each.process)) for each in self._agents]
         recorded = {record.pid for table in tables if table is not None for record in table.children}
         agents = {each.child.pid for each in self._agents if not each.ended}
-        others = self._others | agents | recorded | self._watcher.pids
+        others = self._others | agents | recorded | self._diagnosis.pids
         kill_children(self._processes, but=others, timeout_s=END_DEADLINE_S, clock=self._clock)
         try:
             self._start_agent(agent)
@@ -412,12 +422,12 @@ class _Launcher:
             self._fail(error)
 
     def _fail(self, error: KintsugiError) -> None:
-        """The first failure is the cause; what follows from it does not replace it."""
+        """Record a failure and end the run. The first failure is kept; later ones follow from it."""
         self._failure = self._failure or error
-        self._let_go()
+        self._close_agents()
 
-    def _let_go(self) -> None:
-        """Close the agents' pipe: they stop their children, with a grace, and end. One that does not is killed."""
+    def _close_agents(self) -> None:
+        """Close the agents' lifeline: they stop their children, with a grace, and end. One that does not is killed."""
         if self._lifeline_write >= 0:
             os.close(self._lifeline_write)
             self._lifeline_write = -1
@@ -430,18 +440,18 @@ class _Launcher:
                 agent.child.send_signal(number)
 
     def clean_up(self) -> None:
-        """Whatever happened: no agent, no process of an agent, no pipe is left after this."""
+        """Clean up after any outcome: no agent, no process of an agent and no pipe is left."""
         self._signal_agents(signal.SIGKILL)
         os.close(self._lifeline_read)
-        self._let_go()
+        self._close_agents()
         for agent in self._agents:
             if not agent.ended:
                 agent.child.wait_ended(whom=agent.process, timeout_s=END_DEADLINE_S)
             agent.close()
-            # Before their lifeline ends: a child that ends by itself leaves what it started.
-            table = table_path(self._run_dir, agent.process)
+            # Before their lifeline ends: a child that ends on its own leaves the processes that it started.
+            table = RunFolder(self._run_dir).agent_file(agent.process)
             end_orphans(table, processes=self._processes, timeout_s=END_DEADLINE_S)
-        self._watcher.close()
+        self._diagnosis.close()
         self._log.close()
         kill_children(self._processes, but=self._others, timeout_s=END_DEADLINE_S, clock=self._clock)
         for agent in self._agents:

@@ -1,7 +1,7 @@
-"""Orphans: processes that live on when their parent has died. A *subreaper* among their ancestors becomes their parent.
+"""Orphans: processes that outlive their parent. A *subreaper* among their ancestors becomes their parent.
 
-Every agent is one, and so is the launcher: an agent's children are its own, those of a dead agent are the launcher's.
-A parent must take the remains of its children away, also of those that it did not start.
+Every agent is a subreaper, and so is the launcher: children of an agent's children become the agent's, those of a dead
+agent the launcher's. A parent must reap all its children, also those that it did not start.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ import signal
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from kintsugi.runtime import SYSTEM_CLOCK, Child, Clock, Processes
+from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
+from kintsugi.runtime.proc import has_ended
+from kintsugi.runtime.processes import Child, Processes
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
-LOOKS = 100
-"""At the threads of a process that come and go; a process that is gone fails as often in a few milliseconds."""
+SHARED_MEMORY = Path("/dev/shm")
+MAX_ATTEMPTS = 100
+"""Attempts to read the threads of a process while threads start and end; takes milliseconds for an ended process."""
 
 
 @contextlib.contextmanager
 def subreaper() -> Iterator[None]:
-    """Be the parent of orphaned descendants, and afterwards whatever this process was before."""
+    """Make this process the parent of its orphaned descendants; the former setting is restored afterwards."""
     library = ctypes.CDLL(None, use_errno=True)
     before = ctypes.c_int()
     _control(library, _PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
@@ -41,11 +44,12 @@ def _control(library: ctypes.CDLL, option: int, argument: object) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Numbers of the direct children of a process, adopted orphans among them.
+    """Return pids of the direct children of a process, including adopted orphans.
 
-    A thread that ends meanwhile leaves its children to another, which may have been looked at before: then look again.
+    A thread that ends meanwhile passes its children to another one, which may have been read before: then all are read
+    again.
     """
-    for _ in range(LOOKS):
+    for _ in range(MAX_ATTEMPTS):
         children: set[int] = set()
         try:
             for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -53,29 +57,46 @@ def children_of(pid: int) -> list[int]:
         except (FileNotFoundError, ProcessLookupError):
             continue
         return sorted(children)
-    raise ProcessLookupError(errno.ESRCH, f"process {pid} is gone, or its threads do not stand still")
+    raise ProcessLookupError(errno.ESRCH, f"process {pid} has ended, or its threads change too often")
 
 
 def reap_orphans(*, but: Collection[int]) -> None:
-    """Take away the remains of children of ours that nobody holds, and what they have left in their groups."""
+    """Reap zombies among this process's children except these, and kill their process groups."""
     for pid in children_of(os.getpid()):
         if pid in but or os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             continue
         kill_group(pid)
+        remove_counter_files(pid)
         os.waitpid(pid, 0)
 
 
 def kill_group(pid: int) -> None:
-    """Kill what a process that has just ended left in the group it led.
+    """Kill the process group of a process that has just ended.
 
-    For its parent alone: the number is still taken by its remains, until the parent takes them away.
+    Only its parent may do so: the pid can not be reused until the parent reaps the zombie.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
+def remove_counter_files(pid: int) -> None:
+    """Remove what torch and the CUDA driver leave in shared memory of a process that has ended.
+
+    A process that shares GPU memory counts its readers in a file `torch_<pid>_…`. torch removes it when the last reader
+    has released the memory, which at the end of the process is too late if the process was killed, or while a reader
+    lives. Readers do without the file. The driver's own file is `cuda.shm.<user>.<pid, hexadecimal>.<number>`.
+    """
+    # A file of another user, or no descriptor left to look: whatever stays is small and harms nothing.
+    with contextlib.suppress(OSError):
+        if not has_ended(pid) and Path(f"/proc/{pid}").exists():
+            return  # Another process with the same pid.
+        for pattern in (f"torch_{pid}_*", f"cuda.shm.*.{pid:x}.*"):
+            for path in SHARED_MEMORY.glob(pattern):
+                path.unlink(missing_ok=True)
+
+
 def hold_descendants(pid: int, *, processes: Processes) -> list[Child]:
-    """Everybody who descends from a process, held by pidfd: for who is not told when they become orphans."""
+    """Hold all descendants of a process by pidfd: for an agent that would not become the parent of orphans."""
     try:
         children = children_of(pid)
         return [
@@ -90,11 +111,12 @@ def hold_descendants(pid: int, *, processes: Processes) -> list[Child]:
 def kill_children(
     processes: Processes, *, but: Collection[int], timeout_s: float, clock: Clock = SYSTEM_CLOCK
 ) -> None:
-    """Kill every child of this process except these, and every orphan that this leaves, until none is there."""
+    """Kill every child of this process except these, and every orphan that results, until there is none."""
     deadline = clock.monotonic() + timeout_s
-    while strangers := [pid for pid in children_of(os.getpid()) if pid not in but]:
-        for pid in strangers:
-            stranger = processes.adopt(pid)
-            stranger.send_signal(signal.SIGKILL)
-            stranger.wait_ended(whom=f"orphan {pid}", timeout_s=deadline - clock.monotonic())
-            stranger.close()
+    while others := [pid for pid in children_of(os.getpid()) if pid not in but]:
+        for pid in others:
+            other = processes.adopt(pid)
+            other.send_signal(signal.SIGKILL)
+            other.wait_ended(whom=f"orphan {pid}", timeout_s=deadline - clock.monotonic())
+            remove_counter_files(pid)
+            other.close()

@@ -1,37 +1,43 @@
-"""The master's decisions: what the run does next. Pure; the shell around it journals facts and carries out effects.
+"""The master's decisions: the next phase of the run, and every reaction to an event. Pure: the process around it
+(`process.py`) journals the facts of a decision and carries out its effects.
 
-A step goes through these phases:
-
-    COLLECTING   tickets are issued, rollout workers generate and score   → the oldest groups fill a batch
-    TRAINING     the batch walks the graph's model calls on every rank    → every rank is prepared, states agree
-    COMMITTING   the step is journaled, the ranks adopt it                → every rank acknowledged
-    PUBLISHING   the new weights are laid out                             → they are; servers load beside what follows
-    EVALUATING   held-out problems at this version, when due              → every answer is in
-    SAVING       a durable checkpoint, when due                           → saved, or failed loudly
-
-Rollout goes on beside all of it, as far ahead as the staleness bound lets it. With a bound of 0 nothing can be sampled
-until the version is current, and PUBLISHING lasts so long.
-
-Before: STARTING (processes join), PREPARING (ranks form a group). After: ENDING (one last number to compare), ENDED.
-A rank that is lost or fails, and a master that takes over, lead to RECOVERING from anywhere, and from there to
-PUBLISHING; every other process is replaced beside the loop.
+Phases and transitions are a table (`phases/table.py`, printed in `docs/master.md`). Each phase that takes more than one
+request has a class in `phases/`. It reports a result to the master, which looks up the next phase in the table. Parts
+that work in every phase (processes, suspicions, scaling, dispatch of episodes) return what they found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import math
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
-from kintsugi.config import Config
-from kintsugi.control import agenda
-from kintsugi.control.collecting import Collecting
-from kintsugi.control.draft import Conversation, Draft
-from kintsugi.control.episodes import Episodes, episode_of
-from kintsugi.control.evaluating import Evaluating
-from kintsugi.control.failure import Failure
-from kintsugi.control.layout import ProcessPlan
-from kintsugi.control.mending import DUMP, OPERATION, Mending
-from kintsugi.control.phases import ROLLING, Phase
+from kintsugi.config.schema import Config
+from kintsugi.config.stages import Stage, next_stage
+from kintsugi.control import due
+from kintsugi.control.decision import DecisionBuilder
+from kintsugi.control.dispatch import EpisodeDispatch
+from kintsugi.control.pending import PendingRequests, Purpose
+from kintsugi.control.phases.adopt import AdoptPhase
+from kintsugi.control.phases.collect import CollectPhase
+from kintsugi.control.phases.evaluate import EvaluatePhase
+from kintsugi.control.phases.publish import PublishPhase
+from kintsugi.control.phases.recover import RecoveryCoordinator
+from kintsugi.control.phases.save import SavePhase
+from kintsugi.control.phases.table import (
+    AFTER_STEP,
+    DONE,
+    ROLLOUT_PHASES,
+    TRANSITIONS,
+    Due,
+    Next,
+    Phase,
+    PhaseReport,
+    PhaseResult,
+)
+from kintsugi.control.phases.train import TrainPhase
+from kintsugi.control.placement import ProcessPlan
+from kintsugi.control.processes import Arrival, ProcessManager
 from kintsugi.control.protocol import (
     Began,
     Decision,
@@ -46,34 +52,32 @@ from kintsugi.control.protocol import (
     Suspected,
     Tick,
 )
-from kintsugi.control.publication import AGAIN, LOAD, Publication
-from kintsugi.control.saving import Failed, Saving
 from kintsugi.control.scaling import Scaling
-from kintsugi.control.staff import RETIRE, START, STOP, Arrival, Staff
 from kintsugi.control.state import MasterState
-from kintsugi.control.suspicion import INSPECT, Suspicions
-from kintsugi.control.takeover import begin_epoch, clear_the_past, greet_the_living, predecessor_lost
-from kintsugi.control.training import CALL, Training
-from kintsugi.errors import Fault, StartKilled
-from kintsugi.facts import RunEnded, StageStarted, StopAccepted
-from kintsugi.messages import (
-    CallDone,
-    CommitStep,
-    EpisodesDone,
-    HashWeights,
-    Ok,
-    StartStage,
-    WeightsHashed,
-    WeightsLoaded,
+from kintsugi.control.suspicion import Suspicions
+from kintsugi.errors import Fault, StartKilled, root_first
+from kintsugi.journal.facts import (
+    RolledBack,
+    RunEnded,
+    RunStarted,
+    StageStarted,
+    StopAccepted,
+    TermStarted,
 )
+from kintsugi.protocol.agents import Inspected, ProcessStarted
+from kintsugi.protocol.membership import Ok
+from kintsugi.protocol.rollout import EpisodesDone
+from kintsugi.protocol.training import CallDone, CommitStep, HashWeights, StartStage, WeightsHashed
+from kintsugi.protocol.weights import WeightsLoaded
 from kintsugi.recovery.states import RecoveryState
-from kintsugi.stages import Stage, next_stage
-from kintsugi.supervision import Inspected, ProcessStarted
 from kintsugi.types import Role
+
+FAULT_GRACE_S = 1.0
+"""Time between an unrecoverable fault and the end of the run, in which its root cause may still be reported."""
 
 
 class Master:
-    """`decide(event, now)` is the only entry; it never blocks, reads no clock and touches nothing outside itself."""
+    """`decide(event, now)` is the only entry. It never blocks, reads no clock and touches nothing outside itself."""
 
     def __init__(
         self,
@@ -85,56 +89,51 @@ class Master:
         num_eval_rows: int,
         checkpoint_folder: str,
     ) -> None:
-        self.config, self.state, self.phase = config, state, Phase.STARTING
-        self._num_eval_rows = num_eval_rows
-        draft = self._draft = Draft(state)
-        self._failure = failure = Failure(state)
-        self._fail, self._fault = failure.begin, failure.new_fault
+        self.config, self.state = config, state
+        self.phase = Phase.STARTING
+        self._evaluates = num_eval_rows > 0
+        self._failure = Failure()
+        decision = self._decision = DecisionBuilder(state)
         limit_s = config.cluster.start_timeout_s
-        talk = self.talk = Conversation(draft, first_s=limit_s)
-        talk.num_tokens = agenda.most_tokens(config, num_eval_rows=num_eval_rows)
-        self._staff = staff = Staff(layout, draft=draft, talk=talk, start_timeout_s=limit_s)
-        self._episodes = episodes = Episodes(config, draft=draft, talk=talk, num_rows=num_rows)
-        disagree, go_on, evaluates = self._disagree, self._continue, num_eval_rows > 0
-        self._publication = Publication(
-            config,
-            draft=draft,
-            talk=talk,
-            staff=staff,
-            needs=lambda version: agenda.needs_version(config, state, version=version, evaluates=evaluates),
-            go_on=go_on,
-            roll=self._roll,
-            wrong=disagree,
+        pending = self.pending = PendingRequests(decision, first_s=limit_s)
+        pending.num_tokens = due.most_tokens(config, num_eval_rows=num_eval_rows)
+        processes = self._processes = ProcessManager(
+            layout, decision=decision, pending=pending, start_timeout_s=limit_s
         )
-        self._training = Training(
-            config, draft=draft, talk=talk, episodes=episodes, prepared=self._commit, wrong=disagree
+        dispatch = self._dispatch = EpisodeDispatch(
+            config, decision=decision, pending=pending, num_rows=num_rows
         )
-        self._mending = Mending(
+        self._takeover = AdoptPhase(config, decision=decision, pending=pending, processes=processes)
+        self._scaling = Scaling(config, decision=decision, processes=processes)
+        self._suspicions = Suspicions(decision=decision, pending=pending, processes=processes)
+        self._collect = CollectPhase(config, decision=decision, dispatch=dispatch)
+        self._train = TrainPhase(config, decision=decision, pending=pending, dispatch=dispatch)
+        self._publish = PublishPhase(
+            config, decision=decision, pending=pending, processes=processes, evaluates=self._evaluates
+        )
+        self._evaluate = EvaluatePhase(
+            config, num_eval_rows, decision=decision, pending=pending, dispatch=dispatch
+        )
+        self._save = SavePhase(config, checkpoint_folder, decision=decision, pending=pending)
+        self._recovery = RecoveryCoordinator(
             config,
-            draft=draft,
-            talk=talk,
-            staff=staff,
+            decision=decision,
+            pending=pending,
+            processes=processes,
+            dispatch=dispatch,
             checkpoint_folder=checkpoint_folder,
-            mended=self._begin_publishing,
-            give_up=self._fail,
-            rolled_back=episodes.void,
         )
-        self._evaluating = Evaluating(
-            config, num_eval_rows, draft=draft, talk=talk, episodes=episodes, done=go_on, wrong=disagree
-        )
-        self._collecting = Collecting(
-            config, draft=draft, episodes=episodes, failure=failure, complete=self._begin_training
-        )
-        self._saving = Saving(config, checkpoint_folder, draft=draft, talk=talk, done=go_on)
-        mending = self._mending
-        self._scaling = Scaling(config, draft=draft, staff=staff, staffed=mending.joined)
-        self._suspicions = Suspicions(draft=draft, talk=talk, staff=staff, explain=mending.explain)
         self._ready_stage = ""
+        """Stage that the ranks have started."""
+        self._has_committed = False
+        """Whether this master has committed a step."""
         self._timing: dict[str, float] = {}
-        self._since = self._began = 0.0
+        self._began = 0.0
+        self._since = 0.0
+        """When the current phase began."""
 
     def decide(self, event: Event, now: float) -> Decision:
-        """Take one event; the facts of the decision are already in `state`, its effects have not happened yet."""
+        """Take one event. The facts of the decision are already in `state`; its effects have not happened yet."""
         if self.phase is Phase.ENDED:
             return Decision((), (), "the run has ended")
         match event:
@@ -149,19 +148,32 @@ class Master:
             case RequestFailed():
                 self._on_request_failed(event, now)
             case Suspected():
-                for process, fault in self._suspicions.suspected(event, now):
-                    self._lost(process, fault, now)
+                self._on_suspected(event, now)
             case StopRequested():
                 self._on_stop_requested(event, now)
             case ScaleRequested():
-                self._scaling.requested(event, now, phase=self.phase, failed=self._failure.begun)
+                self._on_scale_requested(event, now)
             case Began():
                 self._on_began(event, now)
-        return self._draft.take()
+        return self._decision.take()
+
+    def _advance(self, report: PhaseReport, now: float) -> None:
+        """Enter the phase that follows from a report, by the table."""
+        if report.result is PhaseResult.RUNNING:
+            return
+        if report.result is PhaseResult.UNRECOVERABLE:
+            assert report.fault is not None
+            self._fail(report.fault, now)
+            return
+        following = TRANSITIONS[self.phase, report.result]
+        if following is Next.DUE:
+            following = AFTER_STEP[self._next_due()]
+        assert isinstance(following, Phase)
+        self._entries[following](self, report, now)
 
     @property
     def stage(self) -> Stage:
-        """The stage that the next step belongs to (the last stage when all steps are done)."""
+        """Stage that the next step belongs to (the last stage when all steps are done)."""
         return next_stage(self.config, step=self.state.step)
 
     @property
@@ -171,330 +183,455 @@ class Master:
 
     @property
     def recovery_state(self) -> RecoveryState:
-        return self._mending.controller.state
+        return self._recovery.protocol.state
 
     @property
-    def _begins(self) -> bool:  # What does not start now would not start again, if nothing else has broken.
+    def is_saving(self) -> bool:
+        """Whether a rank writes a checkpoint, in whatever phase the run is."""
+        return self._save.is_under_way
+
+    @property
+    def _is_first_start(self) -> bool:
+        """Whether the run starts for the first time and nothing has failed: a process that cannot start now never
+        will."""
         return self.phase is Phase.STARTING and self.state.step == 0 and not self.state.open_incident
 
-    # The phases, in their order.
+    def _next_due(self) -> Due:
+        return due.next_due(
+            self.config,
+            self.state,
+            evaluates=self._evaluates,
+            can_grow=self._recovery.can_grow,
+            carried=self._ready_stage,
+            is_saving=self.is_saving,
+        )
 
-    def _begin_preparing(self, now: float) -> None:
-        """The ranks form a group, take over a checkpoint if there is one, and begin the stage that it belongs to."""
-        self._mending.started_in(now - self._since)
-        self._enter(Phase.PREPARING, now, f"{len(self._staff.plans)} processes are there")
-        self._mending.begin(now)
+    # One method per phase to enter it, in the order of a step.
 
-    def _begin_publishing(self, now: float) -> None:
-        """After a step, and whenever the ranks have come together."""
-        if self.phase is Phase.COMMITTING:
-            self._episodes.let_go()
+    def _enter_adopting(self, report: PhaseReport, now: float) -> None:
+        """Ask the ranks of the last master where they stand, before anything is interrupted."""
+        assert report.fault is not None
+        self._enter(Phase.ADOPTING, now, report.fault.message)
+        hopeless = self._recovery.unrecoverable()  # The last master was about to end the run.
+        if hopeless:
+            self._advance(PhaseReport(PhaseResult.BROKEN, problem=hopeless), now)
         else:
-            self._ready_stage = agenda.carried_stage(self.config, step=self.state.step).name
-        self._enter(Phase.PUBLISHING, now, f"{len(self._mending.ranks)} ranks hold version {self.state.step}")
-        self._publication.begin(self._mending.ranks, now)
+            self._advance(self._takeover.begin(now), now)
 
-    def _continue(self, now: float) -> None:
-        """The version is current: evaluate and save if due, then end, stop, change the stage, or take the next step."""
-        stopping = self.state.stop_reason is not None
-        if self._num_eval_rows and agenda.evaluation_is_due(self.config, self.state):
-            self._begin_evaluating(now)
-        elif agenda.save_is_due(self.config, self.state, stopping=stopping):
-            self._begin_saving(now)
-        elif agenda.is_last(self.config, step=self.state.step):
-            self._begin_ending("finished", now)
-        elif stopping:
-            self._begin_ending("stopped", now)
-        elif self._mending.can_grow:
-            self._recover(now, "the group can grow back")
-        elif self._ready_stage != self.stage.name:
-            self._begin_stage(now)
+    def _enter_preparing(self, report: PhaseReport, now: float) -> None:
+        """Form the first group, restoring a checkpoint if there is one, or start the next stage."""
+        if self.phase is Phase.PREPARING:
+            self._enter_recovering(report, now)
+        elif self.phase is Phase.STARTING:
+            self._recovery.observe_start(now - self._since)
+            self._enter(Phase.PREPARING, now, f"{len(self._processes.plans)} processes are there")
+            self._advance(self._recovery.begin(now), now)
         else:
-            self._begin_collecting(now)
+            body = StartStage(self.stage.name, self.state.step)
+            self._ready_stage = body.stage
+            self._enter(Phase.PREPARING, now, f"stage {body.stage} begins after step {body.step}")
+            self.pending.ask_all(dict.fromkeys(self._recovery.ranks, body), now)
 
-    def _begin_stage(self, now: float) -> None:
-        body = StartStage(self.stage.name, self.state.step)
-        self._ready_stage = body.stage
-        self._enter(Phase.PREPARING, now, f"stage {body.stage} begins after step {body.step}")
-        self.talk.ask_all(dict.fromkeys(self._mending.ranks, body), now, then=self._begin_collecting)
-
-    def _begin_collecting(self, now: float) -> None:
+    def _enter_collecting(self, report: PhaseReport, now: float) -> None:
         if self.state.stage != self.stage.name:
-            self._draft.fact(StageStarted(self.stage.name, self.state.step + 1))
+            self._decision.add_fact(StageStarted(self.stage.name, self.state.step + 1))
         self._enter(Phase.COLLECTING, now, f"collecting for step {self.state.step + 1}")
-        self._collecting.begin(self.stage, now)
+        self._collect.begin(self.stage)
+        self._continue_collecting(now)
 
-    def _begin_training(self, batch: tuple[str, ...], now: float) -> None:
-        ranks, generation = self._mending.ranks, self._mending.controller.generation
+    def _enter_training(self, report: PhaseReport, now: float) -> None:
+        if self.phase is Phase.ADOPTING:
+            self._take_group()
+        ranks, generation = self._recovery.ranks, self._recovery.protocol.generation
         self._enter(Phase.TRAINING, now, f"step {self.state.step + 1} on {len(ranks)} ranks")
-        self._training.begin(batch, now, stage=self.stage, ranks=ranks, generation=generation)
+        self._train.begin(
+            report.batch, now, stage=self.stage, ranks=ranks, generation=generation, blocks=report.blocks
+        )
 
-    def _commit(self, now: float) -> None:
-        """Every rank is prepared and stands at the same state: the step becomes a fact, then the ranks adopt it."""
+    def _take_group(self) -> None:
+        """Take over the process group that the ranks are in."""
+        group = self._takeover.group
+        assert group is not None, "the ranks have said that they are one group"
+        self._ready_stage = group.stage
+        self._recovery.continue_group(group.ranks, generation=group.generation)
+
+    def _enter_committing(self, report: PhaseReport, now: float) -> None:
+        """Journal the step, which every rank has prepared with the same state; then the ranks adopt it."""
         self._enter(Phase.COMMITTING, now, "every rank is prepared")
-        self._training.commit(self._timing)
-        self._collecting.committed(self.stage, self._timing)
+        self._train.commit(self._timing)
+        self._has_committed = True
+        self._collect.committed(self.stage, self._timing)
         training_s, step_s = self._timing.get(Phase.TRAINING, 0.0), sum(self._timing.values())
         self._timing = {}
-        self._mending.committed(now, training_s=training_s, step_s=step_s)
-        body = CommitStep(self.state.step)
-        self.talk.ask_all(dict.fromkeys(self._mending.ranks, body), now, then=self._begin_publishing)
+        self._recovery.committed(now, training_s=training_s, step_s=step_s)
+        self.pending.ask_all(dict.fromkeys(self._recovery.ranks, CommitStep(self.state.step)), now)
 
-    def _begin_evaluating(self, now: float) -> None:
-        self._enter(Phase.EVALUATING, now, f"evaluating version {self.state.version}")
-        self._evaluating.begin(now, ranks=self._mending.ranks)
-
-    def _begin_saving(self, now: float) -> None:
-        self._enter(Phase.SAVING, now, f"saving step {self.state.step}")
-        self._saving.begin(self._mending.ranks[0], now, stage=self._ready_stage)
-
-    def _begin_ending(self, outcome: str, now: float) -> None:
-        self._enter(Phase.ENDING, now, f"{outcome} after step {self.state.step}")
-        self.talk.ask_all({self._mending.ranks[0]: HashWeights()}, now, then=partial(self._end, outcome))
-
-    def _end(self, outcome: str, now: float) -> None:
-        faults = self._failure.causes
-        outcome = "failed" if faults else outcome
-        hashes = (a.sha256 for a in self.talk.answers.values() if isinstance(a, WeightsHashed))
-        self._mending.close(now)
-        self._draft.fact(RunEnded(outcome, next(iter(faults), None), next(hashes, ""), now - self._began))
-        self._enter(Phase.ENDED, now, f"{outcome} at step {self.state.step}")
-        self._draft.do(Finish(outcome, faults))
-
-    # When something breaks.
-
-    def _recover(self, now: float, why: str) -> None:
-        self._give_up_step(now, why)
-        self._mending.begin(now)
-
-    def _give_up_step(self, now: float, why: str) -> None:
-        """What the ranks were doing ends; groups that run elsewhere go on. A step that is a fact stays one."""
+    def _enter_publishing(self, report: PhaseReport, now: float) -> None:
+        """After a step, and whenever the ranks have formed a group."""
         if self.phase is Phase.COMMITTING:
-            self._episodes.let_go()
-        self.talk.abandon_round()
-        for part in (self._training, self._publication, self._saving):
-            part.abandon()
-        if self.phase is not Phase.PREPARING:
-            self._enter(Phase.RECOVERING, now, why)
+            self._dispatch.release_trained()
+        elif self.phase is Phase.ADOPTING:
+            self._take_group()
+        else:
+            self._ready_stage = due.carried_stage(self.config, step=self.state.step).name
+        ranks = self._recovery.ranks
+        self._enter(Phase.PUBLISHING, now, f"{len(ranks)} ranks hold version {self.state.step}")
+        self._advance(self._publish.begin(ranks, now), now)
 
-    def _rank_failed(self, process: str, fault: Fault, now: float) -> None:
-        """A rank that lives could not do what was asked of it."""
-        if self._failure.begun:
+    def _enter_evaluating(self, report: PhaseReport, now: float) -> None:
+        self._enter(Phase.EVALUATING, now, f"evaluating version {self.state.version}")
+        self._advance(self._evaluate.begin(now, ranks=self._recovery.ranks), now)
+
+    def _enter_saving(self, report: PhaseReport, now: float) -> None:
+        self._enter(Phase.SAVING, now, f"saving step {self.state.step}")
+        self._advance(self._save.begin(self._recovery.ranks[0], now, stage=self._ready_stage), now)
+
+    def _enter_recovering(self, report: PhaseReport, now: float) -> None:
+        """Interrupt the ranks and bring them back to the last committed step. Groups that are running continue, and a
+        step that is journaled stays committed."""
+        interrupted, fault = self.phase, report.fault
+        if report.result is PhaseResult.DIVERGED:
+            fault = self._decision.new_fault(
+                "IntegrityError", report.problem, process=report.process, detail=report.divergence
+            )
+        is_live = report.result in (PhaseResult.DIVERGED, PhaseResult.RANK_FAILED)
+        if is_live and self._failure.begun:
+            assert fault is not None
             self._failure.note(fault)
             return
-        phase = self.phase
-        self._give_up_step(now, f"{process}: {fault.message}")
-        self._mending.failed(process, fault, now, phase=phase)
-
-    def _lost(self, process: str, fault: Fault, now: float) -> None:
-        """A process that was there is gone: note it, order it anew, and mend what it was part of."""
-        role, phase = self._staff.plans[process].role, self.phase
-        self._mending.note(fault, now, phase=phase, lost=process)
-        if role is Role.ROLLOUT:
-            self._episodes.worker_lost(process)
-        if self._failure.begun or (role is not Role.MODEL and self._mending.beyond_help()):
-            if self.recovery_state is not RecoveryState.DUMPING:  # Which ends by itself, with its own cause.
-                self._fail(fault, now)
-            return
-        self._staff.order(process, now)
-        if role is Role.MODEL and phase is not Phase.STARTING:
-            self._recover(now, fault.message)
+        if interrupted is Phase.COMMITTING:
+            self._dispatch.release_trained()
+        self.pending.abandon_round()
+        for part in (self._train, self._publish, self._save):
+            part.abandon()
+        if interrupted is not Phase.PREPARING:
+            reason = fault.message if fault is not None else report.problem or "the group can grow back"
+            self._enter(Phase.RECOVERING, now, f"{report.process}: {reason}" if report.process else reason)
+        if is_live:
+            assert fault is not None
+            self._advance(self._recovery.failed(report.process, fault, now, phase=interrupted), now)
         else:
-            self._after_episodes(now)
+            self._advance(self._recovery.begin(now), now)
 
-    def _disagree(self, process: str, problem: str, now: float) -> None:
-        """What should be equal is not: the ranks have to agree again before anything goes on."""
-        self._rank_failed(process, self._fault("IntegrityError", problem, process=process), now)
+    def _enter_ending(self, report: PhaseReport, now: float) -> None:
+        self._enter(Phase.ENDING, now, f"{self._outcome()} after step {self.state.step}")
+        self.pending.ask_all({self._recovery.ranks[0]: HashWeights()}, now)
 
-    # The events.
+    def _enter_ended(self, report: PhaseReport, now: float) -> None:
+        faults = self._failure.causes
+        outcome = (
+            "failed" if faults else "stopped" if report.result is PhaseResult.STOPPED else self._outcome()
+        )
+        hashes = (a.sha256 for a in self.pending.answers.values() if isinstance(a, WeightsHashed))
+        self._recovery.close(now)
+        self._decision.add_fact(
+            RunEnded(outcome, next(iter(faults), None), next(hashes, ""), now - self._began)
+        )
+        self._enter(Phase.ENDED, now, f"{outcome} at step {self.state.step}")
+        self._decision.add_effect(Finish(outcome, faults))
 
-    def _on_began(self, event: Began, now: float) -> None:
-        """Take the run over: nobody of an earlier session lives, unless the last master died in the middle of it."""
-        self._since = self._began = now
-        if event.adopting and self.state.outcome is not None:  # It died when the run had ended.
-            greet_the_living(self._draft)
-            self.phase = Phase.ENDED
-            self._draft.do(Finish(self.state.outcome, self.state.faults))
-            return
-        begin_epoch(event, self._draft)
-        if event.restore_path is not None:
-            self._mending.restore_paths[event.restore_step] = event.restore_path
-        if event.adopting:
-            self._adopt(event, now)
-        else:
-            clear_the_past(event, self._draft)
-
-    def _adopt(self, event: Began, now: float) -> None:
-        """Whoever the journal says is there is believed to be, until its agent or its silence says otherwise; the
-        ranks come together at the last committed step, and the run goes on."""
-        fault = predecessor_lost(self.state.epoch - 1, time=event.time)
-        self._mending.adopt(now)
-        self._mending.note(fault, now, phase=Phase.RECOVERING, lost=fault.process)
-        greet_the_living(self._draft)
-        self._staff.adjust(now, first=self.state.step == 0)
-        self._episodes.adopt(now)
-        if self.state.step == 0 and self._staff.missing():
-            return  # As at the start: the ranks come together when everybody is there.
-        self._recover(now, fault.message)
-
-    def _on_joined(self, event: Joined, now: float) -> None:
-        arrival = self._staff.joined(event)
-        if arrival is Arrival.REFUSED:
-            return
-        self._suspicions.joined(event, now)
-        if event.role is Role.AGENT:
-            for process in self._staff.reconcile(event, now):
-                self._suspicions.missed(process, now, time=event.time)
-            self._staff.adjust(now, first=self.phase is Phase.STARTING and self.state.step == 0)
-        if arrival is Arrival.AGAIN:
-            return
-        if event.role is Role.MANAGER:
-            self._publication.manager_joined(now)
-        self._mending.joined(now)
-        if self.phase is Phase.STARTING and not self._staff.missing():
-            self._begin_preparing(now)
-        elif self.phase in ROLLING and event.role is Role.ROLLOUT:
-            self._episodes.rebalance(now)
-
-    def _on_exited(self, event: Exited, now: float) -> None:
-        """What a process says with its exit code before the run begins, it would say again: that ends the run."""
-        was_live = self.state.members.is_live(event.process)
-        fault = self._staff.exited(event)
-        if fault is None:
-            return
-        by_itself = event.status is not None and event.status > 0
-        if was_live:
-            self._lost(event.process, fault, now)
-        elif by_itself and self._begins:
-            self._fail(fault, now)
-        else:
-            self._start_failed(event.process, fault, now)
-
-    def _start_failed(self, process: str, fault: Fault, now: float) -> None:
-        if self.state.open_incident:
-            self._mending.note(fault, now, phase=self.phase)
-        self._staff.order_later(process, now)
-        role = self._staff.plans[process].role
-        if (
-            (self._begins or role is not Role.MODEL)
-            and not self.state.members.live(role)
-            and self._staff.do_not_come(role)
-        ):
-            self._fail(fault, now)
-
-    def _on_replied(self, event: Replied, now: float) -> None:
-        asked = self.talk.close(event.token, event.sender)
-        if asked is None:
-            return
-        self.talk.observed(asked[0], now - asked[1])
-        if self.talk.in_round(event.token):
-            self.talk.answered(event.token, event.sender, event.body, now)
-            return
-        match event.body:
-            case EpisodesDone():
-                problem = self._episodes.done(event.body, event.sender)
-                if problem is not None:
-                    self._fail(self._fault("EpisodesFailed", problem), now)
-                self._after_episodes(now)
-            case CallDone():
-                self._training.answered(event.token, event.sender, event.body, now)
-            case WeightsLoaded() if event.token.startswith(f"{LOAD}:"):
-                self._publication.loaded(event.body, now)
-            case ProcessStarted():
-                self._staff.started(event.body)
-            case Inspected():
-                for process, fault in self._suspicions.inspected(event.token, event.body, now):
-                    self._lost(process, fault, now)
-            case body if event.token.startswith(f"{OPERATION}:"):
-                self._mending.answered(event.sender, body, now)
-            case Ok() if event.token.startswith(f"{STOP}:"):
-                for process, fault, was_live in self._staff.stopped(event.token):
-                    (self._lost if was_live else self._start_failed)(process, fault, now)
-            case Ok() if event.token.startswith(f"{RETIRE}:"):
-                self._staff.given_back(event.token, now)
-            case body if event.token.startswith(f"{DUMP}:"):
-                self._saving.note(body)
-                self._mending.dumped(now)
-
-    def _on_request_failed(self, event: RequestFailed, now: float) -> None:
-        if self.talk.close(event.token, event.sender) is None:
-            return
-        fault, purpose = event.fault, event.token.partition(":")[0]
-        self._draft.because(f"{event.token} failed at {event.sender}: {fault.message}")
-        episode = episode_of(event.token)
-        if episode is not None:
-            fatal = self._episodes.failed(episode, fault, worker=event.sender)
-            if fatal is not None:
-                self._fail(fatal, now)
-            self._after_episodes(now)
-        elif purpose == START:
-            process = self._staff.start_failed(event.token, fault, now)
-            if process is not None and self._begins and fault.kind != StartKilled.__name__:
-                self._fail(fault, now)
-            elif process is not None:
-                self._start_failed(process, fault, now)
-        elif purpose == DUMP:
-            self._mending.dumped(now)
-        elif purpose == INSPECT:
-            self._suspicions.not_inspected(event.token)
-        elif purpose == STOP:
-            self._staff.stop_failed(event.token, now)
-        elif purpose == RETIRE:
-            self._staff.given_back(event.token, now)
-        elif purpose in (AGAIN, LOAD):
-            if not self._publication.failed(fault, now):
-                self._fail(fault, now)
-        elif purpose in (OPERATION, CALL):
-            self._rank_failed(event.sender, fault, now)
-        elif self.talk.in_round(event.token):
-            self._round_failed(event, now)
-
-    def _round_failed(self, event: RequestFailed, now: float) -> None:
-        """A failed save is told and survived, except where no later one would come."""
-        failed = self._saving.failed(event.fault, now) if self.phase is Phase.SAVING else Failed.OTHERWISE
-        if failed is Failed.OTHERWISE:
-            self._rank_failed(event.sender, event.fault, now)
-        elif failed is Failed.FOR_GOOD:
-            self._fail(event.fault, now)
-        elif failed is Failed.THIS_TIME:
-            self._continue(now)
-
-    def _after_episodes(self, now: float) -> None:
-        if self.phase is Phase.COLLECTING:
-            self._collecting.go_on(self.stage, now)
-            return
-        if self.phase is Phase.EVALUATING:
-            self._evaluating.go_on(now)
-        self._roll(now)
-
-    def _roll(self, now: float) -> None:
-        if self.phase in ROLLING:
-            self._collecting.roll(self.stage, now)
-
-    def _on_stop_requested(self, event: StopRequested, now: float) -> None:
-        self._draft.because(f"stop requested: {event.reason}")
-        if self.state.version < 0 and not self.state.open_incident:  # Nothing of this session is trained.
-            self._end("stopped", now)
-        elif self.state.stop_reason is None:
-            self._draft.fact(StopAccepted(event.reason))
-
-    def _on_tick(self, event: Tick, now: float) -> None:
-        if self._failure.begun:
-            if self._failure.is_due(now):
-                self._end("failed", now)
-            return
-        for part in (self._staff, self._mending, self._publication, self._saving):
-            part.tick(now)
-        self._collecting.tick(self.stage, queue=event.queue)
-        self._episodes.tick(now, rolling=self.phase in ROLLING)
-        if self.phase is Phase.STARTING:
-            overdue = self._staff.overdue(now - self._since, retries=not self._begins)
-            if overdue is not None:
-                self._fail(self._fault("StartFailed", overdue), now)
-
-    # What the phases have in common.
+    _entries: ClassVar[dict[Phase, Callable[[Master, PhaseReport, float], None]]] = {
+        Phase.ADOPTING: _enter_adopting,
+        Phase.PREPARING: _enter_preparing,
+        Phase.COLLECTING: _enter_collecting,
+        Phase.TRAINING: _enter_training,
+        Phase.COMMITTING: _enter_committing,
+        Phase.PUBLISHING: _enter_publishing,
+        Phase.EVALUATING: _enter_evaluating,
+        Phase.SAVING: _enter_saving,
+        Phase.RECOVERING: _enter_recovering,
+        Phase.ENDING: _enter_ending,
+        Phase.ENDED: _enter_ended,
+    }
 
     def _enter(self, phase: Phase, now: float, reason: str) -> None:
         self._timing[self.phase.value] = self._timing.get(self.phase.value, 0.0) + now - self._since
         self.phase, self._since = phase, now
-        self._draft.because(reason)
+        self._decision.explain(reason)
+
+    def _outcome(self) -> str:
+        return "finished" if due.is_last(self.config, step=self.state.step) else "stopped"
+
+    # Rollout, which continues in most phases.
+
+    def _continue_collecting(self, now: float) -> None:
+        """Look for a complete batch, unless the run is about to end with a fault."""
+        if not self._failure.begun:
+            self._advance(self._collect.advance(self.stage, now), now)
+
+    def _after_episodes(self, now: float) -> None:
+        """A group was scored, or its worker was lost."""
+        if self.phase is Phase.COLLECTING:
+            self._continue_collecting(now)
+            return
+        if self.phase is Phase.EVALUATING:
+            self._advance(self._evaluate.advance(now), now)
+        self._roll(now)
+
+    def _roll(self, now: float) -> None:
+        if self.phase in ROLLOUT_PHASES and not self._failure.begun:
+            self._collect.roll(self.stage, now)
+
+    # Faults.
+
+    def _fail(self, fault: Fault, now: float) -> None:
+        self._failure.begin(fault, now)
+
+    def _lost(self, process: str, fault: Fault, now: float) -> None:
+        """Order a lost process again, and recover the ranks if it was one of them."""
+        role, phase = self._processes.plans[process].role, self.phase
+        self._recovery.note(fault, now, phase=phase, lost=process)
+        if role is Role.ROLLOUT:
+            self._dispatch.worker_lost(process)
+        if self._failure.begun or (role is not Role.MODEL and self._recovery.unrecoverable()):
+            if self.recovery_state is not RecoveryState.DUMPING:  # The dump ends the run with its own cause.
+                self._fail(fault, now)
+            return
+        self._processes.order(process, now)
+        if role is Role.MODEL and phase is not Phase.STARTING:
+            self._advance(PhaseReport(PhaseResult.RANK_LOST, fault=fault), now)
+        else:
+            self._after_episodes(now)
+
+    def _start_failed(self, process: str, fault: Fault, now: float) -> None:
+        """Order a process again that did not start; the run ends if its role cannot be started at all."""
+        if self.state.open_incident:
+            self._recovery.note(fault, now, phase=self.phase)
+        self._processes.order_later(process, now)
+        role = self._processes.plans[process].role
+        if (
+            (self._is_first_start or role is not Role.MODEL)
+            and not self.state.members.live(role)
+            and self._processes.cannot_start(role)
+        ):
+            self._fail(fault, now)
+
+    # Events.
+
+    def _on_began(self, event: Began, now: float) -> None:
+        """Take the run over. No process of an earlier session is live, unless the last master died in mid-run."""
+        self._since = self._began = now
+        if event.adopting and self.state.outcome is not None:  # It died when the run had ended.
+            self._processes.readmit()
+            self.phase = Phase.ENDED
+            self._decision.add_effect(Finish(self.state.outcome, self.state.faults))
+            return
+        if not self.state.job:
+            self._decision.add_fact(RunStarted(event.job, event.config_digest))
+        self._decision.add_fact(TermStarted(self.state.term + 1, event.incarnation, event.adopting))
+        self._decision.explain(f"term {self.state.term} begins at step {self.state.step}")
+        if event.restore_path is not None:
+            self._recovery.restore_paths[event.restore_step] = event.restore_path
+        if event.adopting:
+            self._adopt(event, now)
+            return
+        self._processes.lose_all()
+        if event.resumed:
+            reason = f"resumed from {event.restore_path or 'the beginning'}"
+            self._decision.add_fact(RolledBack(event.restore_step, reason))
+
+    def _adopt(self, event: Began, now: float) -> None:
+        """Continue the run of a master that died. A process that the journal lists counts as live until its agent or
+        its silence proves otherwise; the ranks go on with the step that they are in, or return to the last committed
+        one."""
+        term = self.state.term - 1
+        message = f"the master of term {term} is gone, its agent started another"
+        fault = Fault(f"master-0@{term}", "ProcessDied", "master-0", message, event.time)
+        self._recovery.adopt(now)
+        self._recovery.note(fault, now, phase=Phase.RECOVERING, lost=fault.process)
+        self._processes.readmit()
+        self._processes.adjust(now, first=self.state.step == 0)
+        self._dispatch.adopt(now)
+        if self.state.step == 0 and self._processes.missing():
+            return  # As at the start: the ranks form a group when every process is there.
+        self._advance(PhaseReport(PhaseResult.ADOPTED, fault=fault), now)
+
+    def _on_joined(self, event: Joined, now: float) -> None:
+        arrival = self._processes.joined(event)
+        if arrival is Arrival.REFUSED:
+            return
+        self._suspicions.joined(event, now)
+        if event.role is Role.AGENT:
+            for process in self._processes.reconcile(event, now):
+                self._suspicions.missed(process, now, time=event.time)
+            self._processes.adjust(now, first=self.phase is Phase.STARTING and self.state.step == 0)
+        if arrival is Arrival.AGAIN:
+            return
+        if event.role is Role.MANAGER:
+            self._publish.manager_joined(now)
+        self._advance(self._recovery.joined(now), now)
+        if self.phase is Phase.STARTING and not self._processes.missing():
+            self._advance(DONE, now)
+        elif self.phase in ROLLOUT_PHASES and event.role is Role.ROLLOUT:
+            self._dispatch.rebalance(now)
+
+    def _on_exited(self, event: Exited, now: float) -> None:
+        """An exit with an error code at the first start would repeat itself, so it ends the run."""
+        was_live = self.state.members.is_live(event.process)
+        fault = self._processes.exited(event)
+        if fault is None:
+            return
+        has_error_code = event.status is not None and event.status > 0
+        if was_live:
+            self._lost(event.process, fault, now)
+        elif has_error_code and self._is_first_start:
+            self._fail(fault, now)
+        else:
+            self._start_failed(event.process, fault, now)
+
+    def _on_replied(self, event: Replied, now: float) -> None:
+        request = self.pending.close(event.token, event.sender)
+        if request is None:
+            return
+        self.pending.observed(request.kind, now - request.since, now)
+        subject = request.id.subject
+        match request.id.purpose, event.body:
+            case Purpose.ROUND, body:
+                if self.pending.answered(event.token, event.sender, body):
+                    self._advance(self._round_done(now), now)
+            case Purpose.EPISODE, EpisodesDone() as done:
+                self._on_episodes_done(done, event.sender, now)
+            case Purpose.CALL, CallDone() as done:
+                self._advance(self._train.answered(subject, event.sender, done, now), now)
+            case Purpose.LOAD, WeightsLoaded() as loaded:
+                self._on_weights_loaded(loaded, now)
+            case Purpose.OPERATION, body:
+                self._advance(self._recovery.answered(event.sender, body, now), now)
+            case Purpose.SAVE | Purpose.DUMP as purpose, body:
+                report = self._save.saved(body)
+                self._advance(report if purpose is Purpose.SAVE else self._recovery.dumped(now), now)
+            case Purpose.START, ProcessStarted() as started:
+                self._processes.started(started)
+            case Purpose.INSPECT, Inspected() as inspected:
+                for process, fault in self._suspicions.inspected(subject, inspected, now):
+                    self._lost(process, fault, now)
+            case Purpose.STOP, Ok():
+                for process, fault, was_live in self._processes.stopped(subject):
+                    (self._lost if was_live else self._start_failed)(process, fault, now)
+            case Purpose.RETIRE, Ok():
+                self._processes.requests_moved(subject, now)
+
+    def _on_episodes_done(self, done: EpisodesDone, worker: str, now: float) -> None:
+        problem = self._dispatch.done(done, worker)
+        if problem is not None:
+            self._fail(self._decision.new_fault("EpisodesFailed", problem), now)
+        self._after_episodes(now)
+
+    def _round_done(self, now: float) -> PhaseReport:
+        """Every process has answered the round that the current phase began."""
+        match self.phase:
+            case Phase.ADOPTING:
+                return self._takeover.answered(now)
+            case Phase.PUBLISHING:
+                return self._publish.laid_out(now)
+            case Phase.EVALUATING:
+                return self._evaluate.ranked()
+            case _:
+                return DONE
+
+    def _on_weights_loaded(self, loaded: WeightsLoaded, now: float) -> None:
+        """The version is current. If no phase waits for it, only more groups may be sampled."""
+        was_awaited = self._publish.is_awaited
+        report = self._publish.loaded(loaded, now)
+        self._advance(report, now)
+        if report.result is PhaseResult.RUNNING and not was_awaited:
+            self._roll(now)
+
+    def _on_request_failed(self, event: RequestFailed, now: float) -> None:
+        request = self.pending.close(event.token, event.sender)
+        if request is None:
+            return
+        fault, subject = event.fault, request.id.subject
+        self._decision.explain(f"{event.token} failed at {event.sender}: {fault.message}")
+        match request.id.purpose:
+            case Purpose.EPISODE:
+                fatal = self._dispatch.failed(subject, fault, worker=event.sender)
+                if fatal is not None:
+                    self._fail(fatal, now)
+                self._after_episodes(now)
+            case Purpose.START:
+                process = self._processes.start_failed(subject, fault, now)
+                if process is not None and self._is_first_start and fault.kind != StartKilled.__name__:
+                    self._fail(fault, now)
+                elif process is not None:
+                    self._start_failed(process, fault, now)
+            case Purpose.DUMP:
+                self._advance(self._recovery.dumped(now), now)
+            case Purpose.INSPECT:
+                self._suspicions.not_inspected(subject)
+            case Purpose.STOP:
+                self._processes.stop_failed(subject, now)
+            case Purpose.RETIRE:
+                self._processes.requests_moved(subject, now)
+            case Purpose.LOAD | Purpose.RELOAD:
+                self._advance(self._publish.failed(fault, now), now)
+            case Purpose.SAVE:
+                self._advance(self._save.failed(event.sender, fault, now), now)
+            case Purpose.ROUND | Purpose.OPERATION | Purpose.CALL:
+                report = PhaseReport(PhaseResult.RANK_FAILED, process=event.sender, fault=fault)
+                self._advance(report, now)
+
+    def _on_suspected(self, event: Suspected, now: float) -> None:
+        if event.chip is not None:
+            cause = self._suspicions.accelerator_reported(event, event.chip, now)
+            if cause is not None:
+                self._recovery.attribute_device_errors(cause, host=event.chip.host)
+            return
+        for process, fault in self._suspicions.suspected(event, now):
+            self._lost(process, fault, now)
+
+    def _on_scale_requested(self, event: ScaleRequested, now: float) -> None:
+        if self._scaling.requested(event, now, phase=self.phase, failed=self._failure.begun):
+            self._advance(self._recovery.joined(now), now)
+
+    def _on_stop_requested(self, event: StopRequested, now: float) -> None:
+        self._decision.explain(f"stop requested: {event.reason}")
+        has_trained = self.state.version >= 0 or self.state.open_incident or self._has_committed
+        if not has_trained:
+            self._advance(PhaseReport(PhaseResult.STOPPED), now)
+        elif self.state.stop_reason is None:
+            self._decision.add_fact(StopAccepted(event.reason))
+
+    def _on_tick(self, event: Tick, now: float) -> None:
+        if self._failure.begun:
+            if self._failure.is_due(now):
+                self._advance(PhaseReport(PhaseResult.FAILED), now)
+            return
+        self._processes.tick(now)
+        self._advance(self._recovery.tick(now), now)
+        self._publish.tick(now)
+        self._save.tick(now)
+        self._collect.tick(self.stage, queue=event.queue)
+        self._dispatch.tick(now, rolling=self.phase in ROLLOUT_PHASES)
+        if self.phase is Phase.STARTING:
+            overdue = self._processes.overdue(now - self._since, retries=not self._is_first_start)
+            if overdue is not None:
+                self._fail(self._decision.new_fault("StartFailed", overdue), now)
+
+
+class Failure:
+    """Unrecoverable faults, and the grace period that begins with the first of them."""
+
+    def __init__(self) -> None:
+        self._faults: dict[str, Fault] = {}
+        self._end_at = math.inf
+
+    @property
+    def begun(self) -> bool:
+        """Whether the run is about to end, so that nothing is recovered any more."""
+        return self._end_at < math.inf
+
+    @property
+    def causes(self) -> tuple[Fault, ...]:
+        """All faults, the root cause first."""
+        return tuple(root_first(self._faults.values()))
+
+    def begin(self, fault: Fault, now: float) -> None:
+        self.note(fault)
+        self._end_at = min(self._end_at, now + FAULT_GRACE_S)
+
+    def note(self, fault: Fault) -> None:
+        self._faults[fault.id] = fault
+
+    def is_due(self, now: float) -> bool:
+        return now >= self._end_at

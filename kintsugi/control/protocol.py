@@ -1,4 +1,4 @@
-"""What enters the master's decisions and what leaves them, as values.
+"""Events that enter the master, and the decisions (facts, effects, reasons) that leave it.
 
 Events are recorded as they come (`<run>/inputs`), so a run can be replayed through the same code.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import msgspec
 
 from kintsugi.errors import Fault
-from kintsugi.facts import Fact
 from kintsugi.graph.executor import CallSpan
-from kintsugi.messages import Body
-from kintsugi.supervision import ChipFault, Verdict
+from kintsugi.journal.facts import Fact
+from kintsugi.protocol.agents import ChipFault, DiagnosisVerdict
+from kintsugi.protocol.messages import Body
+from kintsugi.telemetry.events import AlertEvent
 from kintsugi.types import ChildReport, Peer, Role, SampleMeta, SampleText
 
 
@@ -20,17 +21,17 @@ class _Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Began(_Event, frozen=True):
-    """A master takes the run over; `restore_step` is where it continues, with the checkpoint to restore from."""
+    """A master takes the run over and continues at `restore_step`, from a checkpoint if there is one."""
 
     job: str
     config_digest: str
     incarnation: str
     resumed: bool = False
-    """Nobody of the earlier session lives."""
+    """No process of the earlier session is live."""
     restore_step: int = 0
     restore_path: str | None = None
     adopting: bool = False
-    """The last master died in mid-run; its workers live and report to this one."""
+    """The last master died in mid-run; its processes are live and report to this one."""
     time: float = 0.0
 
 
@@ -43,17 +44,19 @@ class Joined(_Event, frozen=True):
     capabilities: dict[str, str] = {}
     children: tuple[ChildReport, ...] = ()
     time: float = 0.0
-    """Wall clock, for people: what the event tells of is stamped with it."""
+    """Wall-clock time of the event, for users."""
 
 
 class Exited(_Event, frozen=True):
-    """An agent saw one of its processes end."""
+    """An agent reported the end of one of its processes."""
 
     process: str
     incarnation: str
     status: int | None
     last_output: str = ""
     time: float = 0.0
+    error: str = ""
+    """Kind of the error that the process recorded at its end."""
 
 
 class Replied(_Event, frozen=True):
@@ -73,7 +76,7 @@ class RequestFailed(_Event, frozen=True):
 
 
 class Suspected(_Event, frozen=True):
-    """A process seems to stand still, or can not be reached; `certain` when its agent saw it with its own eyes."""
+    """A process seems stuck or unreachable; `certain` if its agent has seen the cause."""
 
     process: str
     incarnation: str
@@ -83,19 +86,19 @@ class Suspected(_Event, frozen=True):
     certain: bool = False
     time: float = 0.0
     chip: ChipFault | None = None
-    """What the agent named here has seen of an accelerator of its host."""
-    verdict: Verdict | None = None
-    """What the watcher has found, and handed over."""
+    """Report of an agent about an accelerator of its host."""
+    verdict: DiagnosisVerdict | None = None
+    """Verdict of the diagnosis process."""
 
 
 class StopRequested(_Event, frozen=True):
-    """Someone asked for a clean stop."""
+    """A user requested a clean stop."""
 
     reason: str
 
 
 class ScaleRequested(_Event, frozen=True):
-    """Someone asked for a number of generation servers; it comes again until it is answered."""
+    """A user requested a number of generation servers; repeated until it is answered."""
 
     request: str
     servers: int
@@ -112,7 +115,7 @@ Event = Began | Joined | Exited | Replied | RequestFailed | Suspected | StopRequ
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Ask a process; the answer comes back as `Replied` or `RequestFailed` with the same token."""
+    """Send a request; the answer comes back as `Replied` or `RequestFailed` with the same token."""
 
     token: str
     to: str
@@ -128,24 +131,24 @@ class Tell(msgspec.Struct, frozen=True):
 
 
 class Admit(msgspec.Struct, frozen=True):
-    """Let this key speak as this process from now on."""
+    """Accept messages of this process under this key."""
 
     peer: Peer
 
 
 class Forget(msgspec.Struct, frozen=True):
-    """A process is gone: refuse its key, and fail what is still asked of it with this cause."""
+    """Refuse the key of a lost process, and fail the requests to it with this cause."""
 
     process: str
     fault: Fault
 
 
 class ShareBook(msgspec.Struct, frozen=True):
-    """Send everyone the current address book."""
+    """Send the current address book to all processes."""
 
 
 class RecordStep(msgspec.Struct, frozen=True):
-    """A committed step for metrics and samples."""
+    """Write metrics and samples of a committed step."""
 
     step: int
     stage: str
@@ -161,14 +164,21 @@ class RecordEvaluation(msgspec.Struct, frozen=True):
     step: int
     metrics: dict[str, float]
     verdicts: tuple[bool, ...] = ()
-    """Of the greedy answers, problem by problem."""
+    """Whether each greedy answer is correct, problem by problem."""
 
 
 class Raise(msgspec.Struct, frozen=True):
-    """Tell people that something looks wrong though the run goes on."""
+    """Alert the operator to a problem that does not stop the run."""
 
     message: str
     values: dict[str, float] = {}
+    event: AlertEvent | None = None
+    """The event to emit; a plain `Alert` of message and values where there is none."""
+
+    @classmethod
+    def of(cls, event: AlertEvent) -> Raise:
+        """Raise an alert that a diagnosis decides by."""
+        return cls(event.message, event.values, event)
 
 
 class Finish(msgspec.Struct, frozen=True):
@@ -182,7 +192,7 @@ Effect = Request | Tell | Admit | Forget | ShareBook | RecordStep | RecordEvalua
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Facts to journal, then effects to carry out, and why."""
+    """Facts to journal, then effects to carry out, and the reason."""
 
     facts: tuple[Fact, ...]
     effects: tuple[Effect, ...]

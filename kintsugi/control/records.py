@@ -1,6 +1,6 @@
-"""What the master writes for people beside its journal: metrics, samples, inputs, process reports, the summary.
+"""Files that the master writes for users: metrics, samples, inputs, process reports, the summary.
 
-The run does not depend on any of it: that a file can not be written is told once, and so is its return.
+The run does not depend on them: a file that cannot be written is reported once, and so is its return.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from kintsugi.bootstrap import Bootstrap
-from kintsugi.config import Config
-from kintsugi.control.inputs import InputRecorder
-from kintsugi.control.membership import Member, MemberStatus
+from kintsugi.config.schema import Config
+from kintsugi.control.membership import WorkerRecord, WorkerStatus
+from kintsugi.control.processes import RETIRED
 from kintsugi.control.protocol import Event, RecordEvaluation, RecordStep
-from kintsugi.control.staff import RETIRED
 from kintsugi.control.summary import stage_seconds
-from kintsugi.data.source import open_data
-from kintsugi.errors import Fault, StorageError
-from kintsugi.facts import (
+from kintsugi.data.dataset import open_data
+from kintsugi.errors import Fault, StatesDiverged, StorageError
+from kintsugi.journal.facts import (
     CheckpointFailed,
     Fact,
     FaultNoted,
@@ -28,56 +26,59 @@ from kintsugi.facts import (
     RolledBack,
     StepCommitted,
 )
-from kintsugi.observe.evaluation import problems_digest
-from kintsugi.observe.events import Alert, EventLog, FaultSeen, Note, Span
-from kintsugi.observe.figures import Beat, FiguresLog
-from kintsugi.observe.metrics import (
+from kintsugi.journal.inputs import InputRecorder
+from kintsugi.protocol.bootstrap import Bootstrap
+from kintsugi.run_folder.layout import RELATIVE, RunFolder
+from kintsugi.runtime.counters import COUNTERS
+from kintsugi.runtime.disk import write_atomically
+from kintsugi.runtime.waits import WAITS
+from kintsugi.telemetry.eval_stats import problems_digest
+from kintsugi.telemetry.events import EventLog, FaultSeen, Note, OperationFailed, Span, StateCommitted
+from kintsugi.telemetry.process_reports import ProcessReport, ProcessReports, write_processes
+from kintsugi.telemetry.readings import HeartbeatReading, ReadingsLog
+from kintsugi.telemetry.step_metrics import (
+    EvalAnswerRecord,
+    EvalAnswersWriter,
     MetricsWriter,
     SamplesWriter,
-    VerdictRecord,
-    VerdictsWriter,
     step_metrics,
 )
-from kintsugi.observe.processes import ProcessReport, ProcessReports, write_processes
-from kintsugi.runs import SUMMARY_FILE
-from kintsugi.runtime import COUNTERS, WAITS
 from kintsugi.types import Role, Wait, process_id
 
 MASTER = process_id(Role.MASTER, 0)
 MOST_TOLD = 256
-DIFFERENT = "different states after"
-"""How a disagreement of the ranks is told (`graph/executor.py`)."""
 STEP_PARTS = ("data", "generate", "reward", "train", "commit", "weights")
-"""What a step's time consists of; evaluations and saves come beside it."""
+"""Parts of the time of a step; evaluations and saves are not included."""
 
 
 class Records:
-    """The files of the run folder that nothing is decided by."""
+    """Files of the run folder that no decision depends on."""
 
     def __init__(self, run_dir: Path, log: EventLog, *, config: Config, job: str) -> None:
         self._run_dir, self._log, self._config = run_dir, log, config
-        self._figures = FiguresLog(run_dir, process=MASTER)
-        self._inputs = InputRecorder(run_dir / "inputs")
+        self._figures = ReadingsLog(run_dir, process=MASTER)
+        self._inputs = InputRecorder(RunFolder(run_dir).inputs_file)
         self._metrics = MetricsWriter(run_dir, wandb_id=job if config.logging.wandb else None)
         self._samples = SamplesWriter(run_dir)
-        self._verdicts = VerdictsWriter(run_dir)
+        self._verdicts = EvalAnswersWriter(run_dir)
         self._problems = ""
-        """Which held-out problems these are; computed when it is first needed."""
+        """Digest of the held-out problems; computed when it is first needed."""
         self._told: dict[str, None] = {}
-        """Faults that were told, by id, the latest first."""
+        """Faults that were reported, by id, the latest first."""
         self._differed = False
         """Ranks came to different states, and no step was committed since."""
         self._unwritable: dict[str, str] = {}
-        """Files that the disk does not take, and why."""
+        """File that cannot be written → reason."""
 
     def truncate_after(self, step: int) -> None:
-        """Later steps are undone, or were written down by a master that died before they were facts."""
+        """Remove records of later steps: they were undone, or written by a master that died before the steps were
+        facts."""
         self.attempt("metrics", lambda: self._metrics.truncate_after(step))
-        self.attempt("samples.jsonl", lambda: self._samples.truncate_after(step))
-        self.attempt("verdicts.jsonl", lambda: self._verdicts.truncate_after(step))
+        self.attempt(str(RELATIVE.samples_file), lambda: self._samples.truncate_after(step))
+        self.attempt(str(RELATIVE.eval_answers_file), lambda: self._verdicts.truncate_after(step))
 
     def fact(self, fact: Fact) -> None:
-        """What people, and a diagnosis, should know of what was just journaled."""
+        """Report a fact that was just journaled to users and to the diagnosis."""
         match fact:
             case RolledBack(step=step):
                 self.truncate_after(step)
@@ -85,58 +86,63 @@ class Records:
                 pace = f"rollout runs {fact.ahead} steps ahead, {fact.groups} groups at once"
                 self._log.emit(Note(f"{pace}: {fact.reason}"))
             case StepCommitted(step=step, state_digest=digest) if self._differed:
-                # Who had come to another state is known now.
+                # The committed state shows which rank had diverged.
                 self._differed = False
-                self._log.emit(Note(f"step {step} was committed with state {digest}"))
+                message = f"step {step} was committed with state {digest}"
+                self._log.emit(StateCommitted(message, step=step, state=digest))
             case IncidentOpened(fault=fault) | FaultNoted(fault=fault) | CheckpointFailed(fault=fault):
                 self.fault(fault)
             case _:
                 pass
 
     def lost(self, fault: Fault) -> None:
-        """A process is gone, because of this fault or because it was not needed any more."""
+        """Report the end of a process: its fault, or its retirement."""
         if fault.kind == RETIRED:
             self._log.emit(Note(fault.message))
         else:
             self.fault(fault)
 
     def fault(self, fault: Fault) -> None:
-        """Each once, though it is noted in several places."""
-        self._differed = self._differed or DIFFERENT in fault.message
+        """Report a fault once, though several facts mention it."""
+        self._differed = self._differed or isinstance(fault.detail, StatesDiverged)
         if fault.id not in self._told:
             self._told = {fault.id: None, **dict(list(self._told.items())[:MOST_TOLD])}
             self._log.emit(FaultSeen(fault))
 
     def input(self, event: Event, now: float, *, wall: float, after: int) -> None:
-        self.attempt("inputs", lambda: self._inputs.write(event, now, wall=wall, after=after))
+        self.attempt(
+            str(RELATIVE.inputs_file), lambda: self._inputs.write(event, now, wall=wall, after=after)
+        )
 
     def processes(self, reports: ProcessReports) -> None:
-        """What every process said last. The others record their heartbeats themselves; the master has none."""
-        self.attempt("processes.json", lambda: write_processes(self._run_dir, reports))
+        """Write the latest report of every process, and the heartbeat of the master; other processes write their
+        own."""
+        self.attempt(str(RELATIVE.processes_file), lambda: write_processes(self._run_dir, reports))
         own = next(report for report in reports.processes if report.process == MASTER)
-        self._figures.write(Beat(own.incarnation, own.counters, own.load, own.waits, own.gauges))
+        self._figures.write(HeartbeatReading(own.incarnation, own.counters, own.load, own.waits, own.gauges))
 
     def evaluation(self, record: RecordEvaluation) -> None:
-        """Its figures, and which problems were answered right, so that runs can be compared problem by problem."""
+        """Write the metrics of an evaluation, and which problems were answered correctly, so that runs can be
+        compared."""
         self.attempt("metrics", lambda: self._metrics.write(record.step, record.metrics))
-        self.attempt("verdicts.jsonl", lambda: self._verdicts.write(self._verdict(record)))
+        self.attempt(str(RELATIVE.eval_answers_file), lambda: self._verdicts.write(self._verdict(record)))
 
-    def _verdict(self, record: RecordEvaluation) -> VerdictRecord:
+    def _verdict(self, record: RecordEvaluation) -> EvalAnswerRecord:
         if not self._problems:
             data = open_data(self._config, run_dir=self._run_dir)
             self._problems = problems_digest(map(data.held_out_row, range(data.num_held_out)))
-        return VerdictRecord(record.step, self._problems, record.verdicts)
+        return EvalAnswerRecord(record.step, self._problems, record.verdicts)
 
     def summary(self, summary: object) -> None:
-        text = json.dumps(summary, indent=2) + "\n"
-        self.attempt("summary.json", lambda: _write_atomically(self._run_dir / SUMMARY_FILE, text))
+        path, data = RunFolder(self._run_dir).summary_file, json.dumps(summary, indent=2).encode() + b"\n"
+        self.attempt(path.name, lambda: write_atomically(path, data, durable=False))
 
     def step(self, record: RecordStep, now: float) -> None:
-        """A step's metrics, samples and spans."""
+        """Write metrics, samples and spans of a step."""
         advantages = {
             key: values[name]
             for key, values in record.values.items()
-            for name in ("advantage", "mean_advantage")  # One for the whole sample, or of its tokens.
+            for name in ("advantage", "mean_advantage")  # Of the whole sample, or the mean over its tokens.
             if name in values
         }
         timing = stage_seconds(record.timing)
@@ -146,7 +152,7 @@ class Records:
         )
         self.attempt("metrics", lambda: self._metrics.write(record.step, values))
         self.attempt(
-            "samples.jsonl",
+            str(RELATIVE.samples_file),
             lambda: self._samples.write(record.step, record.metas, texts=record.texts, advantages=advantages),
         )
         attributes = {"step": str(record.step), "stage": record.stage}
@@ -157,12 +163,16 @@ class Records:
         COUNTERS.add("steps")
 
     def attempt(self, what: str, write: Callable[[], None]) -> None:
-        """The run does not depend on it: that it fails, or fails differently, is told once, and so is its return."""
+        """Write a file that the run does not depend on. A failure is reported once, and so is its end."""
         try:
             write()
         except (StorageError, OSError) as error:
             message = str(error)
-            alert = Alert(f"{what} can not be written, the run goes on without it: {message}")
+            alert = OperationFailed(
+                f"{what} can not be written, the run goes on without it: {message}",
+                operation=what,
+                error=message,
+            )
             if self._unwritable.get(what) != message and self._log.try_emit(alert):
                 self._unwritable[what] = message
         else:
@@ -171,14 +181,14 @@ class Records:
 
     def close(self) -> None:
         self.attempt("the end of metrics", self._metrics.close)
-        self.attempt("the end of samples.jsonl", self._samples.close)
-        self.attempt("the end of verdicts.jsonl", self._verdicts.close)
+        self.attempt(f"the end of {RELATIVE.samples_file}", self._samples.close)
+        self.attempt(f"the end of {RELATIVE.eval_answers_file}", self._verdicts.close)
         self.attempt("the end of inputs", self._inputs.close)
         self._figures.close()
 
 
-def report_of(member: Member, now: float) -> ProcessReport:
-    """What a process said last."""
+def report_of(member: WorkerRecord, now: float) -> ProcessReport:
+    """Return the latest report of a process."""
     return ProcessReport(
         process=member.process,
         role=member.role.value,
@@ -195,21 +205,15 @@ def report_of(member: Member, now: float) -> ProcessReport:
 
 
 def own_report(bootstrap: Bootstrap, *, waits: tuple[Wait, ...]) -> ProcessReport:
-    """What the process says of itself that nobody else would hear: the master, which waits for its requests."""
+    """Return the report of the master itself, including its pending requests."""
     return ProcessReport(
         process=bootstrap.process,
         role=bootstrap.role.value,
         host=bootstrap.host,
         pid=os.getpid(),
         incarnation=bootstrap.incarnation,
-        status=MemberStatus.LIVE,
+        status=WorkerStatus.LIVE,
         silent_s=0.0,
         counters=COUNTERS.snapshot().counters,
         waits=(*WAITS.declared(), *waits),
     )
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)

@@ -1,59 +1,56 @@
-"""How many generation servers a run has: people may ask for another number while it goes on.
+"""Scaling of the generation servers while the run continues. Results are unaffected.
 
-More are ordered as at the start, spread over the hosts; they load the current weights and are admitted by the manager.
-Surplus ones, the last first, end as soon as the manager lets their requests go on elsewhere. Which server draws a
-sample never shows in the sample, so the run ends in the same bits.
+Additional servers start as at the beginning, spread over the hosts; they load the current weights, and the manager
+admits them. Surplus ones end, the last first, once the manager has moved their requests to other servers. A sample does
+not depend on the server that draws it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from kintsugi.config import Config
-from kintsugi.control.draft import Draft
-from kintsugi.control.layout import most_servers, plan_servers
-from kintsugi.control.phases import Phase
+from kintsugi.config.schema import Config
+from kintsugi.config.stages import has_servers
+from kintsugi.control.decision import DecisionBuilder
+from kintsugi.control.phases.table import Phase
+from kintsugi.control.placement import most_servers, plan_servers
+from kintsugi.control.processes import ProcessManager
 from kintsugi.control.protocol import ScaleRequested
-from kintsugi.control.staff import Staff
-from kintsugi.facts import ScaleRefused, ServersScaled
-from kintsugi.stages import has_servers
+from kintsugi.journal.facts import ScaleRefused, ServersScaled
 from kintsugi.types import Role
 
 
 class Scaling:
-    """Answers each request once. The number is a fact, so a master that takes over goes on with it."""
+    """Answers each request once. The number of servers is a fact, so a new master keeps it."""
 
-    def __init__(
-        self, config: Config, *, draft: Draft, staff: Staff, staffed: Callable[[float], None]
-    ) -> None:
-        """`staffed`: perhaps nobody is missing any more, though nobody came."""
-        self._config, self._draft, self._staff, self._staffed = config, draft, staff, staffed
+    def __init__(self, config: Config, *, decision: DecisionBuilder, processes: ProcessManager) -> None:
+        self._config, self._decision, self._processes = config, decision, processes
         self._plan()
 
-    def requested(self, event: ScaleRequested, now: float, *, phase: Phase, failed: bool) -> None:
-        """While the processes of the run start, the request waits: who does not come then ends the run."""
-        if event.request in self._draft.state.answered:
-            self._draft.because(f"request {event.request} was answered")
-            return
+    def requested(self, event: ScaleRequested, now: float, *, phase: Phase, failed: bool) -> bool:
+        """Carry a request out, refuse it, or leave it for later; return whether processes were missing before.
+
+        The request waits while the run starts: a process that is missing then would end the run.
+        """
+        if event.request in self._decision.state.answered:
+            self._decision.explain(f"request {event.request} was answered")
+            return False
         if phase is Phase.STARTING and not failed:
-            self._draft.because(f"scaled to {event.servers} servers once everybody is there")
-            return
+            self._decision.explain(f"scaled to {event.servers} servers once every process is there")
+            return False
         ending = failed or phase is Phase.ENDING
         problem = "the run is about to end" if ending else self._problem(event.servers)
         if problem:
-            self._draft.fact(ScaleRefused(event.request, problem))
-            self._draft.because(f"not scaled to {event.servers} servers: {problem}")
-            return
-        self._draft.fact(ServersScaled(event.request, event.servers))
-        self._draft.because(f"scaled to {event.servers} servers")
-        was_missing = bool(self._staff.missing())
+            self._decision.add_fact(ScaleRefused(event.request, problem))
+            self._decision.explain(f"not scaled to {event.servers} servers: {problem}")
+            return False
+        self._decision.add_fact(ServersScaled(event.request, event.servers))
+        self._decision.explain(f"scaled to {event.servers} servers")
+        was_missing = bool(self._processes.missing())
         self._plan()
-        self._staff.adjust(now, first=False)
-        if was_missing:
-            self._staffed(now)
+        self._processes.adjust(now, first=False)
+        return was_missing
 
     def _problem(self, servers: int) -> str:
-        """Why the run can not have so many servers; empty if it can."""
+        """Return why the run cannot have so many servers; empty if it can."""
         if not has_servers(self._config):
             return "this run samples nothing and has no servers"
         if servers < 1:
@@ -66,6 +63,6 @@ class Scaling:
         return ""
 
     def _plan(self) -> None:
-        number = self._draft.state.num_servers
+        number = self._decision.state.num_servers
         if number is not None:
-            self._staff.plan(Role.SERVER, plan_servers(self._config, number))
+            self._processes.plan(Role.SERVER, plan_servers(self._config, number))

@@ -1,17 +1,15 @@
-"""The master's durable state: a fold over the journal's facts and nothing else."""
+"""Durable state of the master: a fold over the facts of the journal and nothing else."""
 
 from __future__ import annotations
 
 from collections import deque
 
-from kintsugi.buffer.ledger import Ledger
-from kintsugi.control.membership import Membership
+from kintsugi.control.membership import WorkerRegistry
 from kintsugi.errors import Fault
-from kintsugi.facts import (
+from kintsugi.journal.facts import (
     CauseDiagnosed,
     CheckpointFailed,
     CheckpointSaved,
-    EpochStarted,
     EvaluationDone,
     Fact,
     FaultNoted,
@@ -32,15 +30,17 @@ from kintsugi.facts import (
     StepCommitted,
     StopAccepted,
     StrategyChosen,
+    TermStarted,
     VersionCurrent,
 )
-from kintsugi.incidents import IncidentBook
+from kintsugi.run_folder.incidents import IncidentIndex
+from kintsugi.samples.ledger import Ledger
 
 PAUSES_KEPT = 10_000
 
 
 class Tally:
-    """A stage's committed steps, added up. Steps that a rollback can still reach are kept one by one."""
+    """Sums over the committed steps of a stage. Steps that a rollback can still reach are kept one by one."""
 
     def __init__(self) -> None:
         self.reachable: dict[int, dict[str, float]] = {}
@@ -61,18 +61,18 @@ class Tally:
                 self.first = None
 
     def settle(self, step: int) -> None:
-        """No rollback reaches `step` or anything before it any more."""
+        """Add the steps up to `step` to the totals: no rollback reaches them any more."""
         for other in sorted(other for other in self.reachable if other <= step):
             self._settled = self.reachable.pop(other)
             _add_up(self._settled, self._sums, self._counts)
 
     @property
     def last(self) -> dict[str, float] | None:
-        """Metrics of the latest step that stands."""
+        """Return the metrics of the latest step."""
         return self.reachable[max(self.reachable)] if self.reachable else self._settled
 
     def totals(self) -> tuple[dict[str, float], dict[str, int]]:
-        """Sum of every metric over the steps, and in how many steps it occurred."""
+        """Return the sum of every metric over the steps, and in how many steps it occurred."""
         sums, counts = dict(self._sums), dict(self._counts)
         for metrics in self.reachable.values():
             _add_up(metrics, sums, counts)
@@ -86,50 +86,50 @@ def _add_up(metrics: dict[str, float], sums: dict[str, float], counts: dict[str,
 
 
 class MasterState:
-    """Where the run stands. Two facts per step: `step` is committed, `version` is what all servers have."""
+    """State of the run. `step` is the last one committed, `version` the one that all servers have."""
 
     def __init__(self, *, min_valid: int, keep_checkpoints: int) -> None:
         self._keep_checkpoints = keep_checkpoints
         self.job = ""
-        self.epoch = 0
+        self.term = 0
         self.outcome: str | None = None
         self.faults: tuple[Fault, ...] = ()
-        """That the run ended with."""
+        """Faults that the run ended with."""
         self.weights_sha256 = ""
         self.wall_s = 0.0
-        """Of all sessions that ended by themselves."""
+        """Duration of all sessions that ended regularly."""
         self.stage = ""
         self.step = 0
         self.version = -1
-        """-1 while nobody can say: a master has just begun, or steps were undone."""
+        """-1 while no version is known to be current: a master has just begun, or steps were undone."""
         self.pace: PaceChanged | None = None
-        """As the master last set it."""
+        """Pace that the master set last."""
         self.pauses_ms: deque[float] = deque(maxlen=PAUSES_KEPT)
-        """Of servers at their last changes of weights."""
+        """Pauses of servers at their last changes of weights."""
         self.lineage = 0
-        """How often steps were undone."""
+        """Number of rollbacks."""
         self.num_incarnations = 0
-        self.members = Membership()
+        self.members = WorkerRegistry()
         self.num_servers: int | None = None
-        """Generation servers that were asked for while the run went on; None: as configured."""
+        """Generation servers that were requested while the run continued; None: as configured."""
         self.answered: set[str] = set()
-        """Requests that people were given an answer to."""
+        """Requests of users that were answered."""
         self.ledger = Ledger(min_valid=min_valid)
         self.tallies: dict[str, Tally] = {}
-        """By stage."""
+        """Sums over committed steps, by stage."""
         self.evaluations: list[EvaluationDone] = []
         self.saved_steps: list[int] = []
-        """Of durable checkpoints, oldest first."""
+        """Steps of durable checkpoints, oldest first."""
         self.checkpoint_paths: dict[int, str] = {}
         self.failed_save_step = -1
         self.digests: dict[int, str] = {}
-        """Of the trainers' state, by step that a rollback can reach."""
+        """Digest of the trainers' state, by step that a rollback can reach."""
         self.stop_reason: str | None = None
-        """Someone asked for a stop."""
-        self.incidents = IncidentBook()
+        """Reason of a stop that was requested."""
+        self.incidents = IncidentIndex()
         self.num_incidents = 0
         self.open_incident = 0
-        """Number of the incident that is not over; 0 for none."""
+        """Number of the open incident; 0 for none."""
 
     def apply(self, fact: Fact) -> None:
         self.incidents.take(fact)
@@ -165,13 +165,13 @@ class MasterState:
             case _ if not isinstance(fact, LedgerFact | FaultNoted | StrategyChosen | CauseDiagnosed):
                 self._apply_to_run(fact)
 
-    def _apply_to_run(self, fact: RunStarted | EpochStarted | StageStarted | StopAccepted | RunEnded) -> None:
+    def _apply_to_run(self, fact: RunStarted | TermStarted | StageStarted | StopAccepted | RunEnded) -> None:
         match fact:
             case RunStarted():
                 self.job = fact.job
-            case EpochStarted():
-                self.epoch, self.outcome, self.version = fact.epoch, None, -1
-                self.members.begin_epoch(fact.epoch)
+            case TermStarted():
+                self.term, self.outcome, self.version = fact.term, None, -1
+                self.members.begin_term(fact.term)
                 if not fact.adopting:
                     self.stop_reason, self.open_incident = None, 0
             case StageStarted():
@@ -202,12 +202,12 @@ class MasterState:
             self.failed_save_step = -1
 
     def _save(self, fact: CheckpointSaved) -> None:
-        """A checkpoint more than are kept: what lies before the oldest kept one can not come back."""
+        """Add a checkpoint. With more than are kept, nothing before the oldest kept one can return."""
         self.saved_steps = [*self.saved_steps, fact.step][-self._keep_checkpoints :]
         paths = {**self.checkpoint_paths, fact.step: fact.path}
         self.checkpoint_paths = {step: paths[step] for step in self.saved_steps}
         if len(self.saved_steps) == self._keep_checkpoints:
-            # What the last step trained may still have to be told to its rollout workers, by the next master.
+            # The next master may still have to send the rollout workers the groups that the last step trained.
             self.ledger.forget_before(min(self.saved_steps[0] + 1, self.step))
             self.digests = {s: digest for s, digest in self.digests.items() if s >= self.saved_steps[0]}
             for tally in self.tallies.values():

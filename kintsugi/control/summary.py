@@ -1,4 +1,4 @@
-"""`summary.json`: what a run came to, computed from the master's state."""
+"""`summary.json`: the results of a run, computed from the state of the master."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kintsugi.buffer.lifecycle import LIVE, SampleState
-from kintsugi.config import Config
-from kintsugi.control.agenda import STALENESS
-from kintsugi.control.membership import Member
+from kintsugi.config.schema import Config
+from kintsugi.config.stages import stages
+from kintsugi.control.membership import WorkerRecord
 from kintsugi.control.state import MasterState
+from kintsugi.control.step_metrics import STALENESS
 from kintsugi.errors import Fault
-from kintsugi.incidents import Incident, headline
-from kintsugi.stages import stages
+from kintsugi.run_folder.incidents import IncidentHistory, headline
+from kintsugi.runtime.peak_memory import PARAMETERS, PEAK_ALLOCATED, PEAK_RESERVED, PEAK_RSS, PEAK_UPDATE
+from kintsugi.samples.lifecycle import LIVE, SampleState
 from kintsugi.types import Role
 
 TIMING_NAMES = {
@@ -26,19 +27,26 @@ TIMING_NAMES = {
     "saving": "save",
     "recovering": "recover",
 }
-"""Phase → stage of the step, as people call it; COLLECTING is divided by what the workers did in it."""
+"""Phase → stage of the step, under the name that users see; COLLECTING is divided by the calls of the workers."""
 EPISODE_NAMES = {"demonstrate": "data", "actor_generate": "generate", "reward": "reward"}
 """Call of a rollout worker → stage of the step."""
+PEAK_NAMES = {
+    PEAK_RSS: "host_bytes",
+    PEAK_ALLOCATED: "device_allocated_bytes",
+    PEAK_RESERVED: "device_reserved_bytes",
+    PEAK_UPDATE: "device_update_bytes",
+}
+"""Gauge of a process → name of its peak in the summary."""
 QUANTILES = {"p50": 0.5, "p99": 0.99}
 REASONS_SHOWN = 20
-"""The commonest; messages of a user's own code may all differ."""
+"""Number of the most common reasons that are shown; messages of user code may all differ."""
 OTHER_REASONS = "other reasons"
 
 
 def stage_seconds(timing: dict[str, float]) -> dict[str, float]:
-    """Seconds per stage from a step's recorded phase times.
+    """Return seconds per stage from the recorded phase times of a step.
 
-    The calls of rollout workers overlap across groups, so the collecting time is divided in proportion to what the
+    The calls of rollout workers overlap across groups, so the time of COLLECTING is divided in proportion to what the
     workers spent on each.
     """
     seconds: dict[str, float] = {}
@@ -60,7 +68,7 @@ def summarize_run(
     rest: dict[str, float],
     faults: tuple[Fault, ...],
 ) -> dict[str, Any]:
-    """`rest` are the phase times since the last committed step."""
+    """Return the summary. `rest`: phase times since the last committed step."""
     main = stages(config)[-1]
     totals = [tally.totals() for tally in state.tallies.values()]
     timing: dict[str, float] = {}
@@ -75,7 +83,7 @@ def summarize_run(
     incidents = state.incidents.report().incidents
     return {
         "name": config.name,
-        "algorithm": main.algorithm.name,
+        "algorithm": main.algorithm.custom or main.algorithm.name,
         "seed": config.seed,
         "outcome": state.outcome,
         "run_dir": run_dir,
@@ -102,6 +110,7 @@ def summarize_run(
         "weight_version": state.version,
         "weight_update_pause_ms": _quantiles(state.pauses_ms),
         "idle_share": _idle_share(state.members.members.values()),
+        "memory": _memory(state.members.peaks),
         "processes": processes,
         "timing": timing,
         "logprob_abs_diff_mean": sums[agreement] / counts[agreement] if agreement in counts else None,
@@ -112,9 +121,10 @@ def summarize_run(
 
 
 def _sample_counts(state: MasterState, *, trained: int) -> dict[str, int]:
-    """What became of the samples. `trained` counts those of all committed steps; the ledger knows each sample once.
+    """Return the number of samples by outcome. `trained` counts those of all committed steps; the ledger knows each
+    sample once.
 
-    When a run has finished, every sample that was ever issued has ended somehow: what has not is lost.
+    In a finished run every issued sample has an outcome; any other is lost.
     """
     counts = state.ledger.counts()
     ended = {each.value: counts[each] for each in SampleState if each not in LIVE}
@@ -129,7 +139,7 @@ def _sample_counts(state: MasterState, *, trained: int) -> dict[str, int]:
 
 
 def _staleness(sums: Mapping[str, float]) -> dict[str, Any]:
-    """Of the samples that the main stage trained: how many were how many steps old."""
+    """Return the staleness of the samples that the main stage trained, as counts by age in steps."""
     ages = {
         int(name.removeprefix(STALENESS)): int(n) for name, n in sums.items() if name.startswith(STALENESS)
     }
@@ -142,14 +152,14 @@ def _staleness(sums: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _quantiles(values: Iterable[float]) -> dict[str, float | int]:
-    """Median and 99th percentile: the smallest value that so many do not exceed."""
+    """Return median and 99th percentile (nearest rank)."""
     ordered = sorted(values)
     at = {name: ordered[math.ceil(share * len(ordered)) - 1] for name, share in QUANTILES.items() if ordered}
     return {**at, "count": len(ordered)}
 
 
-def _idle_share(members: Iterable[Member]) -> dict[str, float]:
-    """Role → share of their lives in which its processes, those that were there at the end, had nothing to do."""
+def _idle_share(members: Iterable[WorkerRecord]) -> dict[str, float]:
+    """Return role → share of their lifetime in which its processes, those live at the end, were idle."""
     seconds: dict[str, tuple[float, float]] = {}
     for member in members:
         if member.role in (Role.MODEL, Role.SERVER, Role.ROLLOUT) and "alive_s" in member.gauges:
@@ -159,8 +169,25 @@ def _idle_share(members: Iterable[Member]) -> dict[str, float]:
     return {role: idle_s / alive_s for role, (idle_s, alive_s) in sorted(seconds.items()) if alive_s > 0}
 
 
+def _memory(peaks: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Return the peaks of memory by process, and of a rank per trained parameter: of the whole step, and of the update
+    alone, when there are no activations."""
+    found: dict[str, dict[str, float]] = {}
+    for process, reported in sorted(peaks.items()):
+        named = {name: int(reported[gauge]) for gauge, name in PEAK_NAMES.items() if gauge in reported}
+        each: dict[str, float] = {**named}
+        if parameters := reported.get(PARAMETERS, 0.0):
+            per = {"bytes_per_parameter": PEAK_ALLOCATED, "update_bytes_per_parameter": PEAK_UPDATE}
+            each |= {
+                n: round(reported[gauge] / parameters, 2) for n, gauge in per.items() if gauge in reported
+            }
+        if each:
+            found[process] = each
+    return found
+
+
 def _commonest(reasons: dict[str, int]) -> dict[str, int]:
-    """Reason → samples, the commonest first."""
+    """Return reason → number of samples, the most common first."""
     lines: dict[str, int] = {}
     for reason, count in reasons.items():
         line = headline(reason)
@@ -169,7 +196,7 @@ def _commonest(reasons: dict[str, int]) -> dict[str, int]:
     return lines
 
 
-def _incident_line(incident: Incident) -> dict[str, Any]:
+def _incident_line(incident: IncidentHistory) -> dict[str, Any]:
     return {
         "incident": incident.incident,
         "cause": headline(incident.cause.message),

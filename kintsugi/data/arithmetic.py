@@ -1,29 +1,31 @@
-"""Generated tasks: additions, as signs with a reversed answer for small models, or in words for real ones; and products
-of sums, which small models can not do in their head.
+"""Generated tasks: additions with a reversed answer for small models (`12+39=` → `15`), additions as questions, and
+products of sums, which small models cannot solve without a tool.
 
-Reversed, because a model that writes from left to right then meets each carry when it knows it. `12+39=` → `15`.
+Answers are reversed so that a model that writes from left to right knows each carry when it needs it.
 """
 
 from __future__ import annotations
 
 from kintsugi.data.order import scattered
-from kintsugi.runtime import random_stream
+from kintsugi.runtime.clock import random_stream
 from kintsugi.types import Row
 
 _SPLIT_SEED = 20_240_117
-"""One fixed shuffle decides what is held out, so that runs with different seeds are judged on the same problems."""
+"""Seed of the split: fixed, so that runs with different seeds are evaluated on the same problems."""
 
 
-class Arithmetic:
+class ArithmeticTasks:
     """All additions of two numbers with exactly `num_digits` digits; `num_eval` of them are held out.
 
-    >>> Arithmetic(num_digits=2, split="eval", num_eval=500).row(0).columns.keys()
+    >>> ArithmeticTasks(num_digits=2, split="eval", num_eval=500).row(0).columns.keys()
     dict_keys(['answer', 'completion', 'chosen', 'rejected'])
     """
 
     def __init__(self, *, num_digits: int, split: str, num_eval: int, in_words: bool = False) -> None:
         low, high = 10 ** (num_digits - 1), 10**num_digits
-        self._low, self._span, self._in_words = low, high - low, in_words
+        self._low = low
+        self._span = high - low
+        self._in_words = in_words
         order = list(range(self._span**2))
         random_stream(_SPLIT_SEED, "arithmetic", num_digits).shuffle(order)
         self._order = order[:num_eval] if split == "eval" else order[num_eval:]
@@ -43,11 +45,11 @@ class Arithmetic:
         return Row(prompt=prompt, columns=columns)
 
 
-class Products:
+class MultiplicationTasks:
     """`(a+b)*c=` → its value, for all a and b with exactly `num_digits` digits and c from 2 to 9; `num_eval` problems
     are held out.
 
-    >>> Products(num_digits=1, split="eval", num_eval=10).row(0).columns.keys()
+    >>> MultiplicationTasks(num_digits=1, split="eval", num_eval=10).row(0).columns.keys()
     dict_keys(['answer', 'completion'])
     """
 
@@ -69,10 +71,10 @@ class Products:
 
 
 def _slip(first: int, second: int) -> int:
-    """A wrong sum, the same every time: a lost carry, one digit that is off, or the answer to some other sum.
+    """Return a reproducible wrong sum: a lost carry, one wrong digit, or the answer to another sum.
 
-    The last kind teaches a reward model to look at the question; one that has never seen it takes any number of the
-    right length for an answer, and a policy finds that number.
+    The last kind teaches a reward model to use the question. Without it, the model accepts any number of the right
+    length, and a policy exploits that.
     """
     random = random_stream(_SPLIT_SEED, "slip", first, second)
     total, lowest_term = first + second, int(10 ** (len(str(first)) - 1))

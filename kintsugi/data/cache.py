@@ -1,22 +1,23 @@
-"""Files derived from data, keyed by what they were derived from: found again, checked, rebuilt if damaged.
+"""Cache of files derived from data: keyed by their inputs, verified when read, rebuilt if damaged.
 
     file = magic · length of the header · header (JSON) · body · xxh3-128 of everything before
 
-A key is a digest of content and settings, so that what is found under it can not be out of date; the checksum at the
-end tells a damaged or half-written file, which is as good as none.
+A key is a digest of content and settings, so that a file found under it is never out of date. The checksum at the end
+detects a damaged or half-written file, which counts as missing.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import xxhash
 
 from kintsugi.errors import StorageError
+from kintsugi.runtime.disk import write_atomically
 
 _MAGIC = b"kintsugi"
 _CHUNK = 1 << 20
@@ -34,7 +35,7 @@ def content_digest(paths: Sequence[Path]) -> str:
 
 
 def key_of(*parts: object) -> str:
-    """A name for what follows from these values, and from nothing else."""
+    """Key of a result that depends on these values only."""
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(parts))
 
 
@@ -42,31 +43,32 @@ def cache_path(cache_dir: str, kind: str, key: str) -> Path:
     return Path(cache_dir).expanduser() / kind / key
 
 
-def new_file(path: Path) -> Path:
-    """Where to write what shall appear under `path` by a rename; its folder is made."""
+def make_folder_of(path: Path) -> None:
+    """Create the folder of a cache file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(
             f"`data.cache_dir`: expected a folder that can be written, {path.parent}: {error.strerror}"
         ) from error
-    return path.with_name(f"{path.name}.{os.getpid()}.new")
 
 
 def write(path: Path, *, header: bytes, body: Sequence[bytes | memoryview]) -> None:
-    """Write a cache file; it is there whole or not at all."""
-    temporary = new_file(path)
-    digest = xxhash.xxh3_128()
+    """Write a cache file atomically."""
+    make_folder_of(path)
     try:
-        with temporary.open("wb") as file:
-            for part in (_MAGIC, len(header).to_bytes(8, "little"), header, *body):
-                digest.update(part)
-                file.write(part)
-            file.write(digest.digest())
-        temporary.rename(path)
+        write_atomically(path, _with_digest(header, body), durable=False)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise StorageError(f"`data.cache_dir`: could not write {path}: {error.strerror}") from error
+
+
+def _with_digest(header: bytes, body: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """Parts of a cache file, in order; the last one is the digest of the others."""
+    digest = xxhash.xxh3_128()
+    for part in (_MAGIC, len(header).to_bytes(8, "little"), header, *body):
+        digest.update(part)
+        yield part
+    yield digest.digest()
 
 
 def read(path: Path) -> tuple[bytes, memoryview] | None:

@@ -1,4 +1,4 @@
-"""From a record of a data set to a `Row`, or to the reason why it is none. Pure."""
+"""Conversion of a data record into a `Row`, or into the reason why it cannot be used. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,48 +7,48 @@ from typing import Any
 
 import msgspec
 
-from kintsugi.config import LEARN_PAIRS, Config, SourceSection
-from kintsugi.stages import has_servers, stages
+from kintsugi.config.schema import LEARN_PAIRS, Config, SourceSection
+from kintsugi.config.stages import has_servers, stages
 from kintsugi.types import Row
 
 COMPLETION, CHOSEN, REJECTED = "completion", "chosen", "rejected"
 _ARGUMENTS = frozenset({"completions", "prompts"})
-"""What a reward function is given besides the columns."""
+"""Arguments of reward functions besides the columns."""
 
 Message = dict[str, Any]
 
 
-class Unusable(Exception):
-    """A record is no row; says what was expected and what was there."""
+class UnusableRow(Exception):
+    """A record cannot be used; the message says what was expected and found."""
 
 
-class Needs(msgspec.Struct, frozen=True):
-    """What the run's stages read of a row besides its prompt."""
+class RequiredColumns(msgspec.Struct, frozen=True):
+    """Columns that the stages of a run read besides the prompt."""
 
     completion: bool = False
     pair: bool = False
 
 
-def needs_of(config: Config) -> Needs:
-    """SFT learns a completion; a reward model and DPO compare two."""
+def needs_of(config: Config) -> RequiredColumns:
+    """Required columns of training rows: SFT needs a completion; a reward model and DPO need a pair."""
     names = {stage.algorithm.name for stage in stages(config)}
-    return Needs(completion="sft" in names, pair=bool(names & LEARN_PAIRS))
+    return RequiredColumns(completion="sft" in names, pair=bool(names & LEARN_PAIRS))
 
 
-def held_out_needs_of(config: Config) -> Needs:
-    """Held-out rows are answered; only a reward model, which answers nothing, ranks pairs instead."""
-    return Needs(pair=not has_servers(config))
+def held_out_needs_of(config: Config) -> RequiredColumns:
+    """Required columns of held-out rows: a pair for a reward model, which generates nothing; otherwise none."""
+    return RequiredColumns(pair=not has_servers(config))
 
 
-def row_of(record: Mapping[str, Any], section: SourceSection, *, needs: Needs) -> Row:
-    """The row that a record holds; `Unusable` says why it holds none.
+def row_of(record: Mapping[str, Any], section: SourceSection, *, needs: RequiredColumns) -> Row:
+    """Convert a record into a row; `UnusableRow` says why it cannot be.
 
-    >>> row_of({"q": "1+1=", "answer": "2"}, SourceSection(prompt_column="q"), needs=Needs())
+    >>> row_of({"q": "1+1=", "answer": "2"}, SourceSection(prompt_column="q"), needs=RequiredColumns())
     Row(prompt='1+1=', columns={'answer': '2'}, messages=())
     """
     columns = {name: value for name, value in record.items() if name != section.prompt_column}
     if taken := sorted(_ARGUMENTS & columns.keys()):
-        raise Unusable(f"column '{taken[0]}' has the name of an argument of reward functions: rename it")
+        raise UnusableRow(f"column '{taken[0]}' has the name of an argument of reward functions: rename it")
     asked = record.get(section.prompt_column)
     messages: list[Message] = []
     if needs.pair:
@@ -63,9 +63,9 @@ def row_of(record: Mapping[str, Any], section: SourceSection, *, needs: Needs) -
     else:
         have = ", ".join(sorted(record)) or "none"
         found = "" if asked is None else f" (which has {_kind(asked)})"
-        raise Unusable(f"expected text in column '{section.prompt_column}'{found}, columns there: {have}")
+        raise UnusableRow(f"expected text in column '{section.prompt_column}'{found}, columns there: {have}")
     if not prompt:
-        raise Unusable("expected a prompt of at least one token, got an empty text")
+        raise UnusableRow("expected a prompt of at least one token, got an empty text")
     _take_completion(columns, record, section, answer=answer, needed=needs.completion)
     return Row(prompt=prompt, columns=columns, messages=tuple(messages))
 
@@ -84,14 +84,14 @@ def _take_completion(
     elif answer is not None:
         columns[COMPLETION] = answer
     elif needed:
-        raise Unusable(
+        raise UnusableRow(
             "expected something to learn: text in the column that `data.completion_column` names, "
             "or a conversation that ends with an assistant's turn"
         )
 
 
 def _take_pair(columns: dict[str, Any]) -> list[Message] | None:
-    """Turn both answers into text, in place; gives the conversation before them where they carry it themselves."""
+    """Convert both answers into text, in place; return the conversation before them if they contain it."""
     before: list[list[Message]] = []
     for name in (CHOSEN, REJECTED):
         value = columns.get(name)
@@ -99,35 +99,37 @@ def _take_pair(columns: dict[str, Any]) -> list[Message] | None:
             before.append(_checked(value, column=name)[:-1])
         columns[name] = _answer(value, column=name)
     if columns[CHOSEN] == columns[REJECTED]:
-        raise Unusable("expected two different answers in the columns 'chosen' and 'rejected', got the same")
+        raise UnusableRow(
+            "expected two different answers in the columns 'chosen' and 'rejected', got the same"
+        )
     if len(before) == 2 and before[0] != before[1]:
-        raise Unusable("expected 'chosen' and 'rejected' to answer the same conversation")
+        raise UnusableRow("expected 'chosen' and 'rejected' to answer the same conversation")
     return before[0] if before else None
 
 
 def _answer(value: Any, *, column: str) -> str:
-    """An answer as text: given as such, or as the last turn of a conversation."""
+    """Text of an answer, which is given as text or as the last turn of a conversation."""
     if isinstance(value, list) and value:
         last = _checked(value, column=column)[-1]
         if last["role"] != "assistant":
-            raise Unusable(
+            raise UnusableRow(
                 f"expected an assistant's turn at the end of column '{column}', got '{last['role']}'"
             )
         value = last["content"]
     if not isinstance(value, str):
-        raise Unusable(f"expected text in column '{column}', got {_kind(value)}")
+        raise UnusableRow(f"expected text in column '{column}', got {_kind(value)}")
     return value
 
 
 def _split(messages: Sequence[Any], *, column: str) -> tuple[list[Message], str | None]:
-    """A conversation as what is asked and, if it ends with an assistant's turn, what was answered."""
+    """Split a conversation into its prompt and, if it ends with an assistant's turn, its answer."""
     checked = _checked(messages, column=column)
     if checked and checked[-1]["role"] == "assistant":
         checked, answer = checked[:-1], str(checked[-1]["content"])
     else:
         answer = None
     if not checked:
-        raise Unusable(f"expected a turn to answer in the conversation of column '{column}', found none")
+        raise UnusableRow(f"expected a turn to answer in the conversation of column '{column}', found none")
     return checked, answer
 
 
@@ -136,21 +138,21 @@ def _checked(messages: Sequence[Any], *, column: str) -> list[Message]:
         if not isinstance(message, dict) or not all(
             isinstance(message.get(field), str) for field in ("role", "content")
         ):
-            raise Unusable(
+            raise UnusableRow(
                 f"expected text as `role` and `content` of turn {number} in column '{column}', got {_cut(message)}"
             )
     return list(messages)
 
 
 def _shown(messages: Sequence[Message]) -> str:
-    """A conversation as people read it; a single turn is just its text."""
+    """Format a conversation for display; a single turn is just its text."""
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
 def _kind(value: Any) -> str:
-    """What a value is, in the words of JSON."""
+    """Describe the JSON type of a value, for messages."""
     match value:
         case None:
             return "nothing"

@@ -1,8 +1,8 @@
-"""Which files a source means, each as JSON lines: what is none yet is converted once and kept in the cache.
+"""Files of a source, each as JSON lines; other formats are converted once into the cache.
 
-One form behind all of them means one index, one way to find a row, and one way to name it. Row n of a Parquet file or
-of a saved data set is line n of what it was converted to. Values that JSON does not have are written as it can: bytes
-in base 64, times as ISO text, not-a-number as null.
+With one format there is one index and one way to find and name a row. Row n of a Parquet file or of a saved data set is
+line n of the converted file. Values that JSON does not have are converted: bytes to base 64, times to ISO text, NaN to
+null.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 
 import msgspec
 
-from kintsugi.data.cache import cache_path, content_digest, key_of, new_file
+from kintsugi.data.cache import cache_path, content_digest, key_of, make_folder_of
 from kintsugi.errors import DataError, StorageError
+from kintsugi.runtime.disk import write_atomically
 
 _FORMAT = 1
-"""Changes with what conversion writes, so that nothing is found that an older version left."""
+"""Version of the conversion; part of the cache key, so that files of an older version are not used."""
 _LARGEST_ARRAY = 2 << 30
 _BATCH = 1024
 _SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -32,14 +33,14 @@ class LinesFile(msgspec.Struct, frozen=True):
     """`LinesFile("train.parquet", "/cache/lines/3f….jsonl", "row")`."""
 
     shown: str
-    """What its rows are named after: the user's file."""
+    """File name in messages: the user's file."""
     path: str
-    """The JSON lines."""
+    """Path of the JSON lines."""
     unit: str = "line"
 
 
 def files_of(source: str, *, cache_dir: str) -> list[LinesFile]:
-    """The files of a source in the order of their names; `DataError` where there is nothing, or nothing readable."""
+    """Return the files of a source, sorted by name; `DataError` if there are none, or one is not readable."""
     if source.startswith(HUB):
         return [_from_hub(source, cache_dir=cache_dir)]
     saved = _saved_data_set(source)
@@ -66,7 +67,7 @@ def _paths(source: str) -> list[Path]:
             f"expected 'arithmetic', 'reasoning_gym:TASK', 'hf:NAME:CONFIG:SPLIT', 'stream:PATH', or a file, folder "
             f"or pattern, found nothing at '{source}'"
         )
-    if not path.is_file():  # Opening a pipe would wait for somebody who writes.
+    if not path.is_file():  # Opening a pipe would block until it has a writer.
         raise DataError(
             f"expected a file, '{source}' is none; rows that come out of a pipe are named 'stream:{source}'"
         )
@@ -96,29 +97,21 @@ def _converted(path: Path, read: Callable[[Path], Records], *, cache_dir: str) -
 
 
 def _kept(key: str, read: Callable[[], Records], *, shown: str, cache_dir: str) -> LinesFile:
-    """The converted records, from the cache if they are there as they were written."""
+    """Return the converted records, from the cache if it has an intact copy."""
     lines = cache_path(cache_dir, "lines", f"{key}.jsonl")
     seal = lines.with_suffix(".digest")
     if not (lines.exists() and seal.exists() and seal.read_text() == content_digest([lines])):
-        temporary = new_file(lines)
+        make_folder_of(lines)
         try:
-            with temporary.open("wb") as file:
-                for record in read():
-                    file.write(record)
-                    file.write(b"\n")
-            sealed = new_file(seal)
-            sealed.write_text(content_digest([temporary]))
-            temporary.rename(lines)
-            sealed.rename(seal)
+            write_atomically(lines, (part for record in read() for part in (record, b"\n")), durable=False)
+            write_atomically(seal, content_digest([lines]).encode(), durable=False)
         except OSError as error:
             raise StorageError(f"`data.cache_dir`: could not write {lines}: {error.strerror}") from error
-        finally:
-            temporary.unlink(missing_ok=True)
     return LinesFile(shown, str(lines), "row")
 
 
 def _array_records(path: Path) -> Records:
-    """Elements as they stand. A line break in JSON is white space, never part of a text, so it can be replaced."""
+    """Elements of a JSON array, unparsed. A line break in JSON is white space, never part of a string."""
     if path.stat().st_size > _LARGEST_ARRAY:
         raise DataError(
             f"{path}: expected at most 2 GiB in one JSON array; write one object per line instead"
@@ -146,7 +139,7 @@ def _parquet_records(path: Path) -> Records:
 
 
 def _saved_data_set(source: str) -> tuple[Path, str | None] | None:
-    """Folder and split, if this is what the library datasets saved."""
+    """Folder and split, if the source is a data set saved by the library `datasets`."""
     folder, _, split = source.rpartition(":")
     for path, name in ((Path(source), None), (Path(folder), split)):
         if path.is_dir() and any((path / mark).exists() for mark in ("state.json", "dataset_dict.json")):
@@ -172,7 +165,7 @@ def _from_folder(folder: Path, *, split: str | None, shown: str, cache_dir: str)
 
 
 def _from_hub(source: str, *, cache_dir: str) -> LinesFile:
-    """A data set by name. It may change there, so a run records which lines it read and goes on with those."""
+    """Load a data set of the hub by name. It may change there, so a run records the converted file and keeps it."""
     name, _, rest = source.removeprefix(HUB).partition(":")
     config, _, split = rest.rpartition(":")
     datasets = _datasets(source)
@@ -223,5 +216,5 @@ def _datasets(shown: str) -> Any:
     datasets.disable_progress_bars()
     logging.getLogger("huggingface_hub").setLevel(
         logging.ERROR
-    )  # It tells of every try; the last one is enough.
+    )  # It logs every attempt; the last error is enough.
     return datasets

@@ -1,5 +1,4 @@
-"""Which row stands at a position. Pure functions of seed, stage, epoch and position: a place in the data is a
-number."""
+"""Order of rows: pure functions of seed, stage, epoch and position, so that a position in the data is one number."""
 
 from __future__ import annotations
 
@@ -8,20 +7,23 @@ from array import array
 from collections.abc import Sequence
 from math import ceil
 
-from kintsugi.runtime import random_stream
+from kintsugi.runtime.clock import random_stream
 
 _LARGEST_TABLE = 1 << 20
-"""Rows up to which an epoch's order is a shuffled table; beyond, each position is computed by itself."""
+"""Up to this number of rows, the order of an epoch is a shuffled table; beyond, each position is computed."""
 _WEIGHT_STEPS = 1000
 SMALLEST_SHARE = 1 / _WEIGHT_STEPS
-"""Of all prompts that a source may have: a smaller one would make the period of the mixture too long to be kept."""
+"""Smallest share of a source in a mixture; a smaller one would need a longer table of the mixture's period."""
 
 
-class Order:
+class RowOrder:
     """The rows of one source in the order of an epoch."""
 
     def __init__(self, *, num_rows: int, seed: int, stage: str, shuffle: bool) -> None:
-        self._num_rows, self._seed, self._stage, self._shuffle = num_rows, seed, stage, shuffle
+        self._num_rows = num_rows
+        self._seed = seed
+        self._stage = stage
+        self._shuffle = shuffle
         self._epoch = -1
         self._indices: array[int] = array("Q")
 
@@ -39,9 +41,9 @@ class Order:
 
 
 def scattered(position: int, *, num_rows: int, key: bytes) -> int:
-    """Where a keyed permutation of the numbers below `num_rows` puts one of them, without a table.
+    """Apply a keyed permutation of the numbers below `num_rows` to one of them, without a table.
 
-    A Feistel network permutes the next power of four; what falls outside is sent through again until it is inside.
+    A Feistel network permutes the numbers below the next power of four; it is repeated until the result is in range.
     """
     half = max(1, ((num_rows - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -56,12 +58,12 @@ def scattered(position: int, *, num_rows: int, key: bytes) -> int:
             return position
 
 
-class Mixing:
-    """Weighted interleaving: which source is met at the n-th place, and how often it was met before.
+class SourceMixing:
+    """Weighted interleaving: the source at the n-th place, and how often it occurred before.
 
-    Whole numbers in the proportion of the weights make a period; within it, sources are spread as evenly as can be.
+    Integers in the proportion of the weights form a period; within it, sources are spread as evenly as possible.
 
-    >>> mixing = Mixing([2.0, 1.0])
+    >>> mixing = SourceMixing([2.0, 1.0])
     >>> [mixing.place(number) for number in range(6)]
     [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (0, 3)]
     """
@@ -85,12 +87,12 @@ class Mixing:
             met[source] += 1
 
     def place(self, number: int) -> tuple[int, int]:
-        """Source at this place, and how many of its rows came before."""
+        """Source at this place, and the number of its rows before."""
         period, offset = divmod(number, self.period)
         source, before = self._pattern[offset]
         return source, period * self._quotas[source] + before
 
     def epoch_length(self, num_rows: Sequence[int]) -> int:
-        """Places after which every row of every source was met at least once."""
+        """Number of places after which every row of every source has occurred at least once."""
         periods = max(ceil(count / quota) for count, quota in zip(num_rows, self._quotas, strict=True))
         return periods * self.period

@@ -1,11 +1,10 @@
-"""Rows that are still being written. A pipe is spooled into the run folder, where they can be read again.
+"""Streams: sources that are still being written. A pipe is spooled into the run folder, so that it can be read again.
 
-    pipe ─► spool, by the launcher (`Spool`) ─► JSON lines that grow ─► rows by index, in the workers (`Stream`)
+    pipe ─► spool, by the launcher (`Spool`) ─► growing file of JSON lines ─► rows by index, in workers (`RowStream`)
 
-What a stream guarantees: rows are met in the order in which they came, each once; a group that is run again after a
-fault, and a run that is resumed, get the same rows, because everything that was taken from the pipe lies in the spool.
-A stream that has ended begins again from its first row. It is not shuffled: what has not come can not be.
-A growing file needs no spool and is read where it is.
+Guarantees: rows are used in the order of arrival, each once. A group that is run again after a fault, and a resumed
+run, get the same rows, because everything read from the pipe is in the spool. A stream that has ended is repeated from
+its first row. A stream is not shuffled. A growing file needs no spool and is read in place.
 """
 
 from __future__ import annotations
@@ -21,22 +20,23 @@ from pathlib import Path
 
 import xxhash
 
-from kintsugi.config import DataSection, SourceSection
-from kintsugi.data.columns import Needs, Unusable, row_of
-from kintsugi.data.lines import LONGEST_ROW, record_of
+from kintsugi.config.schema import DataSection, SourceSection
+from kintsugi.data.columns import RequiredColumns, UnusableRow, row_of
+from kintsugi.data.jsonl_rows import LONGEST_ROW, record_of
 from kintsugi.errors import DataError, StorageError, UserError, WorldError
+from kintsugi.run_folder.layout import RunFolder
 from kintsugi.types import Row
 
 STREAM = "stream:"
 STANDARD_INPUT = "-"
 UNKNOWN_LENGTH = 1 << 40
-"""Rows of a stream, as far as anybody counts them beforehand."""
+"""Assumed number of rows of a stream."""
 _AHEAD = 64 << 20
-"""Bytes that are taken from a pipe before anybody has read them; then whoever writes has to wait."""
+"""Limit of spooled bytes that no worker has read yet; beyond it the pipe is not read, and its writer blocks."""
 _MARK_EVERY = 1 << 20
 _AT_ONCE = 1 << 20
 _FEW = 100
-"""Lines of which any number may be bad before their share is looked at."""
+"""Number of lines from which on the share of bad lines is checked."""
 
 
 class RowNotYet(WorldError):
@@ -53,14 +53,16 @@ def spool_path(run_dir: Path, source: str) -> Path:
     if name != STANDARD_INPUT and Path(name).is_file():
         return Path(name)
     if name == STANDARD_INPUT:
-        return run_dir / "streams" / "standard-input.jsonl"
+        return RunFolder(run_dir).streams_folder / "standard-input.jsonl"
     # Two pipes may have the same name in different folders.
-    return run_dir / "streams" / f"{Path(name).name}-{xxhash.xxh3_64_hexdigest(name.encode())}.jsonl"
+    return (
+        RunFolder(run_dir).streams_folder
+        / f"{Path(name).name}-{xxhash.xxh3_64_hexdigest(name.encode())}.jsonl"
+    )
 
 
 def check_stream(source: str, *, run_dir: Path | None) -> None:
-    """That there is something to read from; nothing is taken from it. A run that goes on needs nothing more of a stream
-    that has ended."""
+    """Check that a stream can be read, without reading from it. A resumed run does not need a stream that has ended."""
     if run_dir is not None and end_of(spool_path(run_dir, source)).exists():
         return
     name = source.removeprefix(STREAM)
@@ -77,7 +79,7 @@ def check_stream(source: str, *, run_dir: Path | None) -> None:
 
 @contextmanager
 def spools(data: DataSection, run_dir: Path) -> Iterator[Callable[[], None]]:
-    """A function that moves on whatever has come out of the pipes among the sources; to be called again and again."""
+    """Open the spools of all pipes among the sources; yield a function that moves their data, to be called often."""
     named = [data.source, *(each.source for each in data.sources)]
     opened = [Spool(each, run_dir=run_dir) for each in named if is_stream(each)]
 
@@ -93,7 +95,7 @@ def spools(data: DataSection, run_dir: Path) -> Iterator[Callable[[], None]]:
 
 
 class Spool:
-    """Takes what a pipe has and appends it to a file. `pump` never blocks; the launcher calls it at every tick."""
+    """Appends the data of a pipe to a file. `pump` never blocks; the launcher calls it at every tick."""
 
     def __init__(self, source: str, *, run_dir: Path) -> None:
         name = source.removeprefix(STREAM)
@@ -114,7 +116,7 @@ class Spool:
         self._poller.register(self._input, select.POLLIN)
 
     def pump(self) -> None:
-        """Move what is there, at most as far ahead of the readers as allowed; a full disk is tried again next time."""
+        """Move the available data, at most `_AHEAD` bytes ahead of the readers; after ENOSPC the next call retries."""
         while self._input >= 0 and self._offset < self._furthest_read() + _AHEAD:
             events = dict(self._poller.poll(0)).get(self._input, 0)
             if not events:
@@ -130,7 +132,7 @@ class Spool:
                 self.close()
 
     def _move(self) -> int:
-        """By `splice`, so that no byte is ever in this process alone: what left the pipe is in the file."""
+        """Move data by `splice`, so that no byte is only in this process: what left the pipe is in the file."""
         if self._is_pipe:
             moved = os.splice(self._input, self._output, _AT_ONCE, offset_dst=self._offset)
         else:
@@ -151,17 +153,26 @@ class Spool:
 
 
 def end_of(path: Path) -> Path:
-    """The file that says that nothing more will come."""
+    """Path of the marker file of a stream that has ended."""
     return path.with_name(f"{path.name}.end")
 
 
-class Stream:
-    """Rows of a file that grows, by index. Lines that are none are left out; `UserError` when they are too many."""
+class RowStream:
+    """Rows of a growing file by index. Bad lines are left out; `UserError` if there are too many."""
 
     def __init__(
-        self, path: Path, section: SourceSection, *, needs: Needs, max_bad_share: float, spooled: bool
+        self,
+        path: Path,
+        section: SourceSection,
+        *,
+        needs: RequiredColumns,
+        max_bad_share: float,
+        spooled: bool,
     ) -> None:
-        self._path, self._section, self._needs, self._max_bad_share = path, section, needs, max_bad_share
+        self._path = path
+        self._section = section
+        self._needs = needs
+        self._max_bad_share = max_bad_share
         self._spooled = spooled
         self._offsets: array[int] = array("Q")
         self._next = self._number = self._num_bad = self._marked = 0
@@ -171,7 +182,7 @@ class Stream:
         return UNKNOWN_LENGTH
 
     def row(self, index: int) -> Row:
-        """`RowNotYet` while it has not come; after the stream's end, rows come again from the first one on."""
+        """Return a row; `RowNotYet` if it has not arrived. After the end of the stream, rows repeat from the first."""
         ended = end_of(self._path).exists()
         self._read_on(until=index, ended=ended)
         count = len(self._offsets) // 2
@@ -200,7 +211,7 @@ class Stream:
                 rest = line
                 while rest and not rest.endswith(b"\n"):
                     rest = file.readline(1 << 20)
-                if not line or not (rest or ended):  # The rest of its line has not come.
+                if not line or not (rest or ended):  # The rest of the line has not arrived.
                     break
                 self._take(line, start=self._next)
                 self._next = file.tell()
@@ -212,7 +223,7 @@ class Stream:
             return
         try:
             row_of(record_of(line), self._section, needs=self._needs)
-        except Unusable as error:
+        except UnusableRow as error:
             self._num_bad += 1
             self._first_bad = self._first_bad or f"line {self._number}: {error}"
             if self._number >= _FEW and self._num_bad > self._max_bad_share * self._number:
@@ -224,7 +235,7 @@ class Stream:
         self._offsets.extend((start, start + len(line)))
 
     def _mark(self) -> None:
-        """Say how far was read, so that the spool goes on; a growing file has none, and nothing is put beside it."""
+        """Write how far this process has read, so that the spool continues; only for spooled streams."""
         if self._spooled and self._next - self._marked >= _MARK_EVERY:
             self._marked = self._next
             self._path.with_name(f"{self._path.name}.read-{os.getpid()}").write_text(str(self._marked))

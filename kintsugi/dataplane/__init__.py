@@ -1,7 +1,8 @@
-"""Which way trajectories take from who made them to who trains them. Pure: it is told who is where and what it took.
+"""Planning of the transfer of trajectories from rollout workers to ranks. Pure: measurements go in, plans come out.
 
-Trajectories stay with the rollout worker that made them until a rank fetches them; the master knows only who holds what
-and how large it is. Before a step it compares plans by what they would cost (`plan.py`), after the step it corrects
-its estimate by what the ranks measured (`cost.py`, `plane.py`). A plan decides who asks whom and which rank computes
-which shards, never what is computed: the bits of a step do not depend on it.
+Trajectories stay with the rollout worker that made them until a rank fetches them; the master knows only their holders
+and sizes. Before a step it compares plans by their estimated cost (`plan.py`). After the step it corrects the estimate
+by the measurements of the ranks (`link_cost.py`, `planner.py`). A plan decides which rank requests samples from which
+process, and which rank computes which shards. It does not change what is computed: the bits of a step do not depend on
+it.
 """

@@ -1,10 +1,10 @@
-"""Candidate plans for one batch, what each would cost, and the choice.
+"""Candidate plans for one batch, their estimated costs, and the choice.
 
-Two things can be chosen without touching what is computed. *Who asks whom*: every rank asks every holder itself
-(direct), or one rank of a host asks the holders of other hosts for all of its neighbours, who read it from the host's
-memory (relay): fewer requests between hosts, and one more hop. *Which rank computes which shards*: shards stay in
-their contiguous blocks, so that a rank brings as few subtrees to the gradient's sum as before, but blocks may change
-places among the ranks to lie nearer to their samples. The sum is over shards in a fixed tree, whoever computes them.
+Two things can be chosen without a change of what is computed. *Routes*: every rank requests its samples from every
+holder (direct), or one rank of a host requests those of all its neighbours from the holders of other hosts, and the
+neighbours read them from shared memory (relay), which means fewer requests between hosts and one more hop. *Placement*:
+shards stay in contiguous blocks, so that each rank has few subtrees of the gradient sum, but blocks may be assigned to
+ranks near their samples. The gradient sum is a fixed tree over shards, independent of the placement.
 """
 
 from __future__ import annotations
@@ -14,56 +14,56 @@ from typing import NamedTuple
 
 import msgspec
 
-from kintsugi.buffer.packing import shards_of_rank
-from kintsugi.dataplane.cost import Links
-from kintsugi.dataplane.needs import Needs, estimated_bytes
-from kintsugi.transfers import Routes
+from kintsugi.dataplane.demand import SampleDemand, estimated_bytes
+from kintsugi.dataplane.link_cost import LinkCosts
+from kintsugi.protocol.sample_transfer import Routes
+from kintsugi.samples.sharding import shards_of_rank
 from kintsugi.types import LogicalShard
 
 WORTH_CHANGING = 0.9
-"""Another kind of plan than the last must cost less than this share of it."""
+"""A plan of another kind replaces the last one only if it costs less than this fraction."""
 
 
-class Plan(msgspec.Struct, frozen=True):
-    """Who computes and fetches what in one step, and why."""
+class TransferPlan(msgspec.Struct, frozen=True):
+    """Assignment of shards and routes to the ranks for one step, and its reason."""
 
     name: str
-    """Of its kind, for people: "direct", "relay on host-1"."""
+    """Name of its kind: "direct", "relay on host-1"."""
     blocks: tuple[int, ...]
-    """By rank: which of the contiguous blocks of shards (`shards_of_rank`) is its own."""
+    """Index of the contiguous block of shards (`shards_of_rank`) of each rank."""
     routes: tuple[Routes, ...]
-    """By rank."""
+    """Routes by rank."""
     hosts: dict[str, str] = {}
-    """Of ranks and holders, as they were when the plan was made."""
+    """Hosts of ranks and holders when the plan was made."""
     estimated_s: float = 0.0
     reason: str = ""
 
 
-def in_order(num_ranks: int) -> Plan:
-    """Block by block in the order of the ranks, every rank for itself."""
-    return Plan("direct", tuple(range(num_ranks)), (Routes(),) * num_ranks)
+def in_order(num_ranks: int) -> TransferPlan:
+    """Default plan: block i belongs to rank i, and every rank fetches for itself."""
+    return TransferPlan("direct", tuple(range(num_ranks)), (Routes(),) * num_ranks)
 
 
-class Candidate(NamedTuple):
-    """A plan that could be made, and the seconds that it would take."""
+class CandidatePlan(NamedTuple):
+    """A possible plan and its estimated seconds."""
 
     name: str
-    needs: Needs
+    needs: SampleDemand
     relayed: tuple[str, ...]
-    """Hosts on which one rank fetches for all."""
+    """Hosts on which one rank relays for all."""
     seconds: float
 
 
 def candidates(
-    shards: Sequence[LogicalShard], *, ranks: Sequence[str], hosts: Mapping[str, str], links: Links
-) -> list[Candidate]:
-    """The simplest first. Where relaying helps some hosts, those relay; where it helps none, all, for comparison."""
+    shards: Sequence[LogicalShard], *, ranks: Sequence[str], hosts: Mapping[str, str], links: LinkCosts
+) -> list[CandidatePlan]:
+    """Candidates, the simplest first. If relaying helps some hosts, those relay; if none, all, for comparison."""
     straight = tuple(range(len(ranks)))
     near = local_blocks(shards, ranks=ranks, hosts=hosts)
     placements = {straight: "", near: "" if near == straight else ", shards near their samples"}
-    found: list[Candidate] = []
+    found: list[CandidatePlan] = []
     for blocks, suffix in placements.items():
-        needs = Needs(shards, blocks, ranks=ranks, hosts=hosts)
+        needs = SampleDemand(shards, blocks, ranks=ranks, hosts=hosts)
         able = needs.can_relay()
         helped = [
             host
@@ -73,7 +73,7 @@ def candidates(
         relayed = tuple(helped or able)
         kinds = {(): "direct", relayed: f"relay on {', '.join(relayed)}" if relayed else "direct"}
         found += [
-            Candidate(f"{name}{suffix}", needs, by, needs.estimate(relayed=by, links=links))
+            CandidatePlan(f"{name}{suffix}", needs, by, needs.estimate(relayed=by, links=links))
             for by, name in kinds.items()
         ]
     return found
@@ -117,12 +117,12 @@ def choose_plan(
     *,
     ranks: Sequence[str],
     hosts: Mapping[str, str],
-    links: Links,
+    links: LinkCosts,
     last: str = "",
     bytes_per_s: float | None = None,
-) -> Plan:
-    """The cheapest candidate, or one of the kind that was chosen `last` where another saves too little to change.
-    `bytes_per_s` is what one host may take from others at most."""
+) -> TransferPlan:
+    """Choose the cheapest candidate, or one of the kind chosen `last` if the others save too little. `bytes_per_s` is
+    the bandwidth limit of one host for samples from other hosts."""
     every = candidates(shards, ranks=ranks, hosts=hosts, links=links)
     best = min(every, key=lambda candidate: candidate.seconds)
     kept = next((candidate for candidate in every if candidate.name == last), best)
@@ -132,8 +132,10 @@ def choose_plan(
     return made(chosen, links=links, reason=reason, bytes_per_s=bytes_per_s)
 
 
-def made(candidate: Candidate, *, links: Links, reason: str = "", bytes_per_s: float | None = None) -> Plan:
-    """The plan with its routes."""
+def made(
+    candidate: CandidatePlan, *, links: LinkCosts, reason: str = "", bytes_per_s: float | None = None
+) -> TransferPlan:
+    """Build the plan of a candidate, with routes."""
     needs = candidate.needs
     routes: dict[int, Routes] = {}
     for host, members in needs.neighbours.items():
@@ -145,7 +147,7 @@ def made(candidate: Candidate, *, links: Links, reason: str = "", bytes_per_s: f
             relay = [
                 item for rank in others for item in needs.items[rank] if needs.is_remote(item.holder, host)
             ]
-            # Neighbours' scalars are no business of who only fetches for them.
+            # The relaying rank does not need the scalars of its neighbours' samples.
             plain = tuple(msgspec.structs.replace(item, values={}) for item in relay)
             routes[first] = Routes(relay=plain, batch_bytes=batch)
             for rank in others:
@@ -154,12 +156,14 @@ def made(candidate: Candidate, *, links: Links, reason: str = "", bytes_per_s: f
         if bytes_per_s is not None:
             routes |= _limited({rank: routes[rank] for rank in members}, needs, bytes_per_s=bytes_per_s)
     in_rank_order = tuple(routes[rank] for rank in range(len(needs.ranks)))
-    return Plan(candidate.name, needs.blocks, in_rank_order, dict(needs.hosts), candidate.seconds, reason)
+    return TransferPlan(
+        candidate.name, needs.blocks, in_rank_order, dict(needs.hosts), candidate.seconds, reason
+    )
 
 
-def _limited(routes: Mapping[int, Routes], needs: Needs, *, bytes_per_s: float) -> dict[int, Routes]:
-    """The ranks of one host, each with an equal share for every holder on another host that it asks itself. Who has to
-    ask one after all, because it was not relayed, keeps to that share too."""
+def _limited(routes: Mapping[int, Routes], needs: SampleDemand, *, bytes_per_s: float) -> dict[int, Routes]:
+    """Divide a host's bandwidth limit equally over its ranks' streams from holders on other hosts. A rank that has to
+    fetch a sample itself because the relay failed keeps to the same share."""
     asked = {
         rank: sorted(
             {holder for holder in needs.remote_of(rank) if holder not in route.via}

@@ -1,8 +1,8 @@
-"""Names the true cause of what goes wrong in a run, from what the run recorded and nothing else.
+"""Root-cause diagnosis of a run, from its records alone.
 
-files of the run ─► evidence ─► findings (facts, figures, connections) ─► what explains what ─► ranked causes
+files of the run ─► evidence ─► findings (events, readings, connections) ─► explanations ─► ranked causes
 """
 
-from kintsugi.diagnosis.diagnosing import Follower, diagnose
+from kintsugi.diagnosis.diagnose import Follower, diagnose
 
 __all__ = ["Follower", "diagnose"]

@@ -1,9 +1,9 @@
-"""What is usual: of a figure in its own past, and of the same figure elsewhere at the same time. Pure.
+"""Usual ranges of readings, from their own past. Pure.
 
-Trouble makes figures high. So what is usual is taken from the lower part of what was seen, and who follows a run takes
-the lowest of what was usual in the last hour (`Past`): what lasts does not become usual while it is looked at. What
-comes again and again, and is gone again each time, is usual too (`Usual.often`): the way to the servers is full while
-weights go out.
+Faults make readings high. So the usual range is computed from the lower part of the values, and a follower of a run
+takes the lowest range of the last hour (`PastReadings`): a lasting fault does not become usual while it is observed. A
+level that is reached regularly for a short time is usual too (`UsualRange.often`), as the load of links while weights
+are sent.
 """
 
 from __future__ import annotations
@@ -13,52 +13,55 @@ from statistics import median
 
 import msgspec
 
-from kintsugi.diagnosis.evidence import Bundle
-from kintsugi.diagnosis.tracks import Track, Tracks
+from kintsugi.diagnosis.evidence import EvidenceBundle
+from kintsugi.diagnosis.timeseries import TimeSeries, TimeSeriesSet
 
 KEPT = 0.7
-"""Share of the values, the lowest, that count as usual."""
+"""Share of the values, from the lowest, that define the usual range."""
 OFTEN = 0.08
-"""What has this share of the values, the highest, comes often …"""
+"""Share of the values, from the highest, that a regular level has …"""
 RECENT_S = 40.0
-"""… if it did before what is looked at now."""
+"""… among those before this time, which are not judged now."""
 LEAST = 5
-"""Fewer values say nothing."""
+"""Least number of values."""
 LEAST_FOR_OFTEN = 100
+RECENT_STEPS = 50
 MANY = 30
-"""From so many values on, a high middle is believed."""
+"""Number of values from which on a high median is accepted."""
 TO_DEVIATIONS = 1.4826
 WARM_STEPS = 2
-"""The first steps of a run fill caches and compile."""
-COLD_S = 60.0
-"""A run that has taken no steps for so long is as warm as it gets."""
-WARM_S = 4.0
-"""How long a process is new: it loads, connects, and is connected to."""
+"""First steps of a run, which fill caches and compile."""
+COLD_S = 180.0
+"""Time of work after which a run without steps counts as warm."""
+COMPARED_STEPS = 2
+"""Steps after which every phase has contributed to the usual ranges."""
+LONGEST_STEP_S = 60.0
+"""Bound of the step that is used as a measure of time."""
 SLOT_S, SLOTS = 600.0, 6
-"""The past is remembered in so many parts of this length."""
+"""Length and number of the parts in which the past is kept."""
 
 
-class Usual(msgspec.Struct, frozen=True):
-    """`Usual(0.12, 0.03)`: a middle and how far values are from it (robust deviations)."""
+class UsualRange(msgspec.Struct, frozen=True):
+    """`UsualRange(0.12, 0.03)`: a median and a robust standard deviation."""
 
     middle: float
     spread: float
     often: float | None = None
-    """What it reaches again and again; None where too little is known."""
+    """Level that is reached regularly; None where too few values are known."""
     count: int = 0
-    """Values from which it is known."""
+    """Number of values."""
 
     def is_as_often(self, value: float, *, factor: float) -> bool:
-        """Whether it is not so many times above what it reaches again and again."""
+        """Return whether a value is below `factor` times the regular level."""
         return self.often is not None and value < factor * self.often
 
     def is_far(self, value: float, *, factor: float, least: float) -> bool:
-        """Far above: by a factor, by an absolute step, and by more than the values usually differ."""
+        """Return whether a value is far above the median: by a factor, an absolute step and the usual deviation."""
         return value >= factor * self.middle and value - self.middle >= max(least, 4 * self.spread)
 
 
-def usual(values: list[float], *, before: list[float] | None = None) -> Usual | None:
-    """None where too little is known. `before` are those of them that are not looked at now."""
+def usual(values: list[float], *, before: list[float] | None = None) -> UsualRange | None:
+    """Return the usual range; None for too few values. `before` are those values that are not judged now."""
     if len(values) < LEAST:
         return None
     kept = sorted(values)[: max(LEAST, int(KEPT * len(values)))]
@@ -67,11 +70,11 @@ def usual(values: list[float], *, before: list[float] | None = None) -> Usual | 
     if before is not None and len(before) >= LEAST_FOR_OFTEN:
         often = sorted(before)[int((1 - OFTEN) * len(before))]
     spread = TO_DEVIATIONS * median(abs(value - middle) for value in kept)
-    return Usual(middle, spread, often, len(values))
+    return UsualRange(middle, spread, often, len(values))
 
 
-def lower(first: Usual | None, second: Usual | None) -> Usual | None:
-    """The one that expects less."""
+def lower(first: UsualRange | None, second: UsualRange | None) -> UsualRange | None:
+    """Return the lower one of two ranges."""
     if first is None or second is None:
         return first or second
     least = min(first, second, key=lambda each: each.middle)
@@ -79,25 +82,25 @@ def lower(first: Usual | None, second: Usual | None) -> Usual | None:
     return msgspec.structs.replace(least, often=often, count=max(first.count, second.count))
 
 
-class Past:
-    """What was usual in the last hour, in parts of ten minutes; nothing is forgotten while something is wrong."""
+class PastReadings:
+    """Usual ranges of the last hour, in parts of ten minutes; nothing is dropped while a fault lasts."""
 
     def __init__(self) -> None:
-        self._slots: dict[Track, dict[int, Usual]] = {}
+        self._slots: dict[TimeSeries, dict[int, UsualRange]] = {}
 
-    def add(self, track: Track, known: Usual, *, at: float) -> None:
+    def add(self, track: TimeSeries, known: UsualRange, *, at: float) -> None:
         slots = self._slots.setdefault(track, {})
         number = int(at // SLOT_S)
         slots[number] = lower(slots.get(number), known) or known
 
-    def lowest(self, track: Track) -> Usual | None:
-        found: Usual | None = None
+    def lowest(self, track: TimeSeries) -> UsualRange | None:
+        found: UsualRange | None = None
         for known in self._slots.get(track, {}).values():
             found = lower(found, known)
         return found
 
     def forget(self, *, at: float) -> None:
-        """What is older than an hour, and what is gone."""
+        """Drop parts older than an hour, and series without values."""
         first = int(at // SLOT_S) - SLOTS
         for track, slots in list(self._slots.items()):
             for number in [number for number in slots if number < first]:
@@ -107,19 +110,26 @@ class Past:
 
 
 class Baselines:
-    """What was usual up to a moment, computed when it is first asked for."""
+    """Usual ranges up to a moment, computed on first use."""
 
-    def __init__(self, bundle: Bundle, *, at: float, past: Past | None = None) -> None:
+    def __init__(self, bundle: EvidenceBundle, *, at: float, past: PastReadings | None = None) -> None:
         self._at, self._past = at, past
         self.settled = settled_at(bundle)
-        self._known: dict[Track, Usual | None] = {}
+        self.step_s = min(LONGEST_STEP_S, usual_step_s(bundle, since=self.settled))
+        """Usual duration of a step; 0 while it is not known."""
+        self._known: dict[TimeSeries, UsualRange | None] = {}
 
-    def of(self, track: Track) -> Usual | None:
+    @property
+    def compared_from(self) -> float:
+        """Time from which on readings are compared: the usual ranges then contain whole steps."""
+        return self.settled + COMPARED_STEPS * self.step_s
+
+    def of(self, track: TimeSeries) -> UsualRange | None:
         if track not in self._known:
-            self._known[track] = self._look(track)
+            self._known[track] = self._compute(track)
         return self._known[track]
 
-    def _look(self, track: Track) -> Usual | None:
+    def _compute(self, track: TimeSeries) -> UsualRange | None:
         before = track.between(self.settled, self._at - RECENT_S)
         known = usual(track.between(self.settled, self._at), before=before)
         if self._past is None:
@@ -128,13 +138,13 @@ class Baselines:
             self._past.add(track, known, at=self._at)
         return self._past.lowest(track)
 
-    def figure(self, tracks: Tracks, name: str) -> Usual | None:
+    def named(self, tracks: TimeSeriesSet, name: str) -> UsualRange | None:
         return self.of(tracks[name]) if name in tracks else None
 
 
-def past_of(bundle: Bundle, earlier: Iterable[Bundle]) -> Past:
-    """What was usual in parts of the same run that lie before, by figure."""
-    past = Past()
+def past_of(bundle: EvidenceBundle, earlier: Iterable[EvidenceBundle]) -> PastReadings:
+    """Return the usual ranges of earlier parts of the same run."""
+    past = PastReadings()
     for part in earlier:
         known = {
             key: found
@@ -147,10 +157,27 @@ def past_of(bundle: Bundle, earlier: Iterable[Bundle]) -> Past:
     return past
 
 
-def settled_at(bundle: Bundle) -> float:
-    """Since when the run is warm."""
-    if len(bundle.steps) > WARM_STEPS and bundle.steps[0].number <= 1:
-        return bundle.steps[WARM_STEPS].time
-    if bundle.steps and bundle.steps[0].number > 1:
+def settled_at(bundle: EvidenceBundle) -> float:
+    """Return the time since which the run is warm."""
+    if not bundle.steps:
+        return max(bundle.began, _first_work(bundle)) + COLD_S
+    if bundle.steps[0].number > 1:
         return bundle.began
-    return bundle.began + COLD_S
+    if len(bundle.steps) > WARM_STEPS:
+        return bundle.steps[WARM_STEPS].time
+    last = bundle.steps[-1]
+    return last.time + (1 + WARM_STEPS - len(bundle.steps)) * last.duration_s
+
+
+def _first_work(bundle: EvidenceBundle) -> float:
+    """Return when the first phase after the start began."""
+    return next((each.time for each in bundle.phases if each.name not in ("starting", "preparing")), 0.0)
+
+
+def usual_step_s(bundle: EvidenceBundle, *, since: float) -> float:
+    """Return the median duration of the last steps since a time, or of all where there is none since; 0 without
+    steps."""
+    durations = [step.duration_s for step in bundle.steps if step.time > since] or [
+        step.duration_s for step in bundle.steps
+    ]
+    return median(durations[-RECENT_STEPS:]) if durations else 0.0

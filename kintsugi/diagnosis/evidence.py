@@ -1,7 +1,7 @@
-"""What a run recorded, aligned to the master's clock and turned into figures that can be compared: the evidence.
+"""Evidence: the records of a run, aligned to the master's clock, as comparable time series and lists of events.
 
-Running totals become rates as they arrive, so that a figure of this second can be held against the same figure of other
-seconds and of other processes. Events are sorted into what they say: phases, steps, faults, ends, alerts.
+Running totals are turned into rates as they arrive, so that a reading can be compared with that of other seconds and
+other processes. Events are sorted by type: phases, steps, faults, ends, alerts, notes.
 """
 
 from __future__ import annotations
@@ -13,26 +13,44 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from kintsugi.diagnosis.tracks import Clocks, Track, Tracks
+from kintsugi.diagnosis.timeseries import HostClocks, TimeSeries, TimeSeriesSet
 from kintsugi.errors import Fault
-from kintsugi.observe.events import Event
-from kintsugi.observe.figures import Beat, ClockSample, HostSample, LinkSample, ProcessSample, Sample
+from kintsugi.run_folder.layout import RELATIVE
+from kintsugi.telemetry.events import (
+    AcceleratorWarning,
+    AlertEvent,
+    Event,
+    FaultHandled,
+    LeaseUnanswered,
+    NoteEvent,
+    ProcessBusy,
+    SlowLink,
+    SlowProcess,
+)
+from kintsugi.telemetry.readings import (
+    ClockOffsetReading,
+    HeartbeatReading,
+    HostReading,
+    LinkReading,
+    ProcessReading,
+    Sample,
+)
 from kintsugi.types import Role, Wait, process_id, role_of
 
 MASTER = process_id(Role.MASTER, 0)
 OVER = frozenset({"ending", "ended"})
-"""Phases after which everybody ends because it was told to."""
+"""Phases after which all processes end because the master requested it."""
 LEAST_STEPS, LEAST_PHASES = 50, 400
-"""So many of the last ones are remembered, whatever their age."""
+"""Steps and phases that are kept whatever their age."""
 USER_PROCESSES = frozenset({"reward process", "environment process"})
-"""As rollout workers call those beside them."""
+"""Names of user-code processes in the waits of rollout workers."""
 LEAST_WORK_S = 0.02
-"""A process that neither ran nor wanted to run for so long in a second can not be starved."""
+"""Least runnable time per second of a process that can be starved."""
 
 
 @dataclass(slots=True)
-class Looked:
-    """A beat: whom the process said it waits for, and since when (on the master's clock)."""
+class Observation:
+    """A heartbeat: declared waits, with times of the master's clock, and counters."""
 
     time: float
     waits: tuple[Wait, ...]
@@ -40,8 +58,8 @@ class Looked:
 
 
 @dataclass(slots=True)
-class End:
-    """How a process ended, as the one says who saw it."""
+class ProcessEnd:
+    """End of a process, as its parent recorded it."""
 
     time: float
     process: str
@@ -50,27 +68,46 @@ class End:
     how: str
     oom: bool
     ordered: bool
-    """Somebody of the run had asked for it."""
+    """A process of the run had requested it."""
     source: str
+    was_stalled: bool = False
+    """It had sent no heartbeat for a while before it was replaced."""
 
 
 @dataclass(slots=True)
-class Said:
-    """A fault or an alert, by whom, and where it stands."""
+class LoggedMessage:
+    """A fault, an alert or a note, with the process that recorded it."""
 
     time: float
     by: str
     message: str
     fault: Fault | None = None
+    event: AlertEvent | NoteEvent | None = None
 
     @property
     def source(self) -> str:
-        return f"events/{self.by}.jsonl"
+        return str(RELATIVE.events_file(self.by))
+
+    @property
+    def about(self) -> str:
+        """Process that a fault or an alert is about; empty where it names none."""
+        match self.event:
+            case (
+                FaultHandled()
+                | SlowLink()
+                | SlowProcess()
+                | ProcessBusy()
+                | LeaseUnanswered()
+                | AcceleratorWarning() as alert
+            ):
+                return alert.of
+            case _:
+                return self.fault.process if self.fault is not None else ""
 
 
 @dataclass(slots=True)
-class News:
-    """A fault, an alert or an end as its line says it, for who tells people of it."""
+class NewEvidence:
+    """A new fault, alert or end, for notifications."""
 
     time: float
     process: str
@@ -78,15 +115,15 @@ class News:
 
 
 @dataclass(slots=True)
-class Phase:
+class PhaseSpan:
     time: float
     name: str
     reason: str
 
 
 @dataclass(slots=True)
-class Step:
-    """A step that was committed."""
+class StepSpan:
+    """A committed step."""
 
     time: float
     number: int
@@ -98,89 +135,92 @@ LinkKey = tuple[str, str, int]
 
 
 @dataclass(slots=True)
-class Bundle:
-    """All that is known of a run up to a moment; times are wall clock seconds of the master."""
+class EvidenceBundle:
+    """All records of a run up to a moment; times are wall-clock seconds of the master."""
 
     run: str = ""
-    processes: dict[str, Tracks] = field(default_factory=lambda: defaultdict(Tracks))
-    hosts: dict[str, Tracks] = field(default_factory=lambda: defaultdict(Tracks))
-    links: dict[LinkKey, Tracks] = field(default_factory=lambda: defaultdict(Tracks))
+    processes: dict[str, TimeSeriesSet] = field(default_factory=lambda: defaultdict(TimeSeriesSet))
+    hosts: dict[str, TimeSeriesSet] = field(default_factory=lambda: defaultdict(TimeSeriesSet))
+    links: dict[LinkKey, TimeSeriesSet] = field(default_factory=lambda: defaultdict(TimeSeriesSet))
     states: dict[str, list[tuple[float, str, int]]] = field(default_factory=lambda: defaultdict(list))
-    """Process → (time, state as of /proc, pid)."""
-    beats: dict[str, list[Looked]] = field(default_factory=lambda: defaultdict(list))
+    """Process → (time, state in /proc, pid)."""
+    beats: dict[str, list[Observation]] = field(default_factory=lambda: defaultdict(list))
     incarnations: dict[str, str] = field(default_factory=dict)
-    """Process → the one that spoke last."""
+    """Process → its latest incarnation."""
     births: dict[str, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
-    """Process → (time, pid) of each of its beginnings."""
+    """Process → (time, pid) of each of its starts."""
     goodbyes: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Process → when it said that it ends."""
-    ends: list[End] = field(default_factory=list)
-    faults: list[Said] = field(default_factory=list)
-    alerts: list[Said] = field(default_factory=list)
-    notes: list[Said] = field(default_factory=list)
-    news: list[News] = field(default_factory=list)
-    """In the order of reading; who tells of them takes them away."""
-    phases: list[Phase] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    """Process → times at which it recorded its end."""
+    ends: list[ProcessEnd] = field(default_factory=list)
+    faults: list[LoggedMessage] = field(default_factory=list)
+    alerts: list[LoggedMessage] = field(default_factory=list)
+    notes: list[LoggedMessage] = field(default_factory=list)
+    news: list[NewEvidence] = field(default_factory=list)
+    """New events in the order of reading; the watcher removes them."""
+    phases: list[PhaseSpan] = field(default_factory=list)
+    steps: list[StepSpan] = field(default_factory=list)
     host_of: dict[str, str] = field(default_factory=dict)
     observer_of: dict[str, str] = field(default_factory=dict)
-    """Host → the agent that looks at it."""
-    looked_at: dict[str, float] = field(default_factory=dict)
-    """Host → when that was last."""
+    """Host → the agent that samples it."""
+    sampled_at: dict[str, float] = field(default_factory=dict)
+    """Host → time of its last sample."""
     listeners: dict[int, str] = field(default_factory=dict)
-    """Port → the process that others connect to there."""
-    clocks: dict[str, Clocks] = field(default_factory=lambda: defaultdict(Clocks))
-    """Host → how its clock stood to the master's."""
+    """Port → the process that listens there."""
+    clocks: dict[str, HostClocks] = field(default_factory=lambda: defaultdict(HostClocks))
+    """Host → offsets of its clock against the master's."""
     began: float = 0.0
     at: float = 0.0
-    """Time of the last thing that was recorded."""
+    """Time of the last record."""
     _totals: dict[object, tuple[float, int, dict[str, float]]] = field(default_factory=dict)
 
     # Time.
 
-    def take_clock(self, time: float, recorder: str, sample: ClockSample) -> None:
-        """`time` as the host's own clock says it."""
+    def take_clock(self, time: float, recorder: str, sample: ClockOffsetReading) -> None:
+        """Add an offset of a clock; `time` is of that clock."""
         self.host_of[recorder] = sample.host
         self.clocks[sample.host].add(time, offset_s=sample.offset_s, error_s=sample.error_s)
 
     def corrected(self, process: str, time: float) -> float:
-        """On the master's clock, what was stamped by the clock of a process's host."""
+        """Return a time of a process on the master's clock."""
         host = self.host_of.get(process, "")
         return time - self.clocks[host].correction_s(time) if host in self.clocks else time
 
-    def moment_of(self, fault: Fault, *, by: str, told: float) -> float:
-        """When a fault was seen: before it was told, by the clock of its process or of who told it. Nothing says which
-        of the two noted it down, so it is the later one of those that are possible."""
-        if not fault.time:
-            return told
-        possible = (self.corrected(process, fault.time) for process in (fault.process, by))
-        return max((time for time in possible if time <= told), default=told)
+    def moment_of(self, fault: Fault, *, by: str, recorded: float) -> float:
+        """Return when a fault was seen, on the master's clock.
 
-    # Samples.
+        The fault's own time is of the clock of its process or of the process that recorded it; nothing says which. The
+        later of those that are not after the recording is taken.
+        """
+        if not fault.time:
+            return recorded
+        possible = (self.corrected(process, fault.time) for process in (fault.process, by))
+        return max((time for time in possible if time <= recorded), default=recorded)
+
+    # Readings.
 
     def take(self, time: float, monotonic: float, recorder: str, sample: Sample) -> None:
-        """One line of a figures file, at a time of the master's clock."""
+        """Add a reading, at a time of the master's clock."""
         self.at = max(self.at, time)
         match sample:
-            case Beat():
+            case HeartbeatReading():
                 self._beat(time, monotonic, recorder, sample)
-            case ProcessSample():
+            case ProcessReading():
                 self._process(time, recorder, sample)
-            case HostSample():
+            case HostReading():
                 self._host(time, recorder, sample)
-            case LinkSample():
+            case LinkReading():
                 self._link(time, sample)
-            case ClockSample():
-                pass  # Was taken by `take_clock` before all that it corrects.
+            case ClockOffsetReading():
+                pass  # Added by `take_clock` before the readings that it corrects.
 
-    def _beat(self, time: float, monotonic: float, process: str, beat: Beat) -> None:
+    def _beat(self, time: float, monotonic: float, process: str, beat: HeartbeatReading) -> None:
         on_the_wall = time - monotonic
         waits = tuple(
             Wait(wait.whom, wait.what, wait.since + on_the_wall, wait.until + on_the_wall)
             for wait in beat.waits
         )
         self.incarnations[process] = beat.incarnation
-        self.processes.setdefault(process, Tracks())
+        self.processes.setdefault(process, TimeSeriesSet())
         beats = self.beats[process]
         if beats:
             self._effort(time, process, beat)
@@ -189,31 +229,39 @@ class Bundle:
         if known_role(process) is Role.ROLLOUT:
             waited = (time - wait.since for wait in waits if wait.whom in USER_PROCESSES)
             self.processes[process]["user_code_s"].add(time, max(waited, default=0.0))
-        beats.append(Looked(time, waits, beat.counters))
+        if (reserved := beat.gauges.get("device_reserved_bytes")) is not None:
+            self.processes[process]["device_reserved_bytes"].add(time, reserved)
+        beats.append(Observation(time, waits, beat.counters))
 
     def _awaited(self, time: float, process: str, wait: Wait) -> None:
-        """How long others stand still for a process; the master always waits for somebody."""
+        """Record how long others wait for a process; the waits of the master say nothing, since it always waits."""
         seconds = time - wait.since
-        if process != MASTER and seconds >= 0 and "-" in wait.whom:
-            for whom in wait.whom.split(", "):
-                if whom != process and known_role(whom) is not None:
+        if process != MASTER and seconds >= 0:
+            for whom in awaited_processes(wait):
+                if whom != process:
                     self.processes[whom]["awaited_s"].add(time, seconds)
 
-    def _effort(self, time: float, process: str, beat: Beat) -> None:
-        """Busy seconds per unit of progress: what tells a process that has become slow from one that has more to do."""
-        counter = _PROGRESS.get(known_role(process))
+    def _effort(self, time: float, process: str, beat: HeartbeatReading) -> None:
+        """Record busy seconds per unit of progress, which distinguish a slow process from one with more work. A unit
+        may take longer than the time between two heartbeats."""
+        counter = PROGRESS_COUNTERS.get(known_role(process))
         gauges = beat.gauges
         if counter is None or "idle_s" not in gauges:
             return
-        totals = {"busy": gauges["alive_s"] - gauges["idle_s"], "done": float(beat.counters.get(counter, 0))}
-        changed = self._changes(("effort", process), time, 0, totals)
-        if changed is not None and "busy" in changed and changed.get("done", 0.0) > 0:
-            self.processes[process]["effort_s"].add(time, changed["busy"] / changed["done"])
+        key = ("effort", process)
+        busy, done = gauges["alive_s"] - gauges["idle_s"], float(beat.counters.get(counter, 0))
+        before = self._totals.get(key)
+        if before is not None and done == before[2]["done"] and busy >= before[2]["busy"]:
+            return
+        self._totals[key] = (time, 0, {"busy": busy, "done": done})
+        if before is not None and done > before[2]["done"] and busy >= before[2]["busy"]:
+            effort_s = (busy - before[2]["busy"]) / (done - before[2]["done"])
+            self.processes[process]["effort_s"].add(time, effort_s)
 
-    def _process(self, time: float, recorder: str, sample: ProcessSample) -> None:
+    def _process(self, time: float, recorder: str, sample: ProcessReading) -> None:
         process, values = sample.of, sample.values
         if recorder in self.host_of:
-            # Where it is now: one that is replaced may be started elsewhere.
+            # Its current host: a replacement may be on another one.
             self.host_of[process] = self.host_of[recorder]
         self.states[process].append((time, sample.state, sample.pid))
         tracks = self.processes[process]
@@ -224,7 +272,7 @@ class Bundle:
         used = values.get("memory_used_bytes", 0.0)
         tracks["memory_bytes"].add(time, max(used, values.get("rss_bytes", 0.0)))
         if values.get("memory_limit_bytes"):
-            # Of a limit counts what is charged to it: who was put under one brings nothing along.
+            # Only memory that is charged to the limit counts: a process that is moved under one brings none along.
             tracks["memory_share"].add(time, used / values["memory_limit_bytes"])
         if values.get("descriptor_limit"):
             tracks["descriptor_share"].add(time, values.get("descriptors", 0.0) / values["descriptor_limit"])
@@ -236,15 +284,15 @@ class Bundle:
         tracks["run_delay"].add(time, delay)
         if cpu + delay > LEAST_WORK_S:
             tracks["slowdown"].add(time, (cpu + delay) / max(cpu, 0.01))
-        for name, figure in _PROCESS_RATES.items():
+        for name, series in _PROCESS_RATES.items():
             if name in rates:
-                tracks[figure].add(time, rates[name])
+                tracks[series].add(time, rates[name])
 
-    def _host(self, time: float, recorder: str, sample: HostSample) -> None:
+    def _host(self, time: float, recorder: str, sample: HostReading) -> None:
         host, values = sample.host, sample.values
         self.host_of[recorder] = host
         self.observer_of.setdefault(host, recorder)
-        self.looked_at[host] = max(time, self.looked_at.get(host, time))
+        self.sampled_at[host] = max(time, self.sampled_at.get(host, time))
         tracks = self.hosts[host]
         for name in _HOST_LEVELS:
             if name in values:
@@ -254,32 +302,38 @@ class Bundle:
         if values.get("memory_total_bytes"):
             available = values.get("memory_available_bytes", 0.0)
             tracks["memory_free"].add(time, available / values["memory_total_bytes"])
-        # No name that is being resolved is one that takes no time; a count that is not there yet is none.
+            tracks["memory_free_bytes"].add(time, available)
+        # No pending resolution counts as one that takes no time, and a missing counter as 0.
         tracks["resolve_pending_s"].add(time, values.get("resolve_pending_s", 0.0))
         self._devices(time, tracks, values)
         rates = self._changes(("host", host), time, 0, _NO_ERRORS | values)
         if rates is None:
             return
         count = max(1.0, values.get("cpu_count", 1.0))
-        for name, figure in _HOST_RATES.items():
+        for name, series in _HOST_RATES.items():
             if name in rates:
-                tracks[figure].add(time, rates[name] / (count if name.startswith("cpu_") else 1.0))
+                tracks[series].add(time, rates[name] / (count if name.startswith("cpu_") else 1.0))
 
-    def _devices(self, time: float, tracks: Tracks, values: dict[str, float]) -> None:
-        """Of the accelerators of a host, the fullest one's memory and each one's use."""
-        shares = []
+    def _devices(self, time: float, tracks: TimeSeriesSet, values: dict[str, float]) -> None:
+        """Record the memory of the fullest accelerator of a host, and the utilization of each."""
+        shares: list[tuple[float, float, float]] = []
         for name, value in values.items():
             if not name.startswith("device_"):
                 continue
             if name.endswith("_utilization"):
                 tracks[name].add(time, value)
             if name.endswith("_memory_total_bytes") and value:
-                shares.append(values.get(name.replace("_total_", "_"), 0.0) / value)
+                used = values.get(name.replace("_total_", "_"), 0.0)
+                shares.append((used / value, used, value))
         if shares:
-            tracks["device_memory_share"].add(time, max(shares))
+            share, used, total = max(shares)
+            tracks["device_memory_share"].add(time, share)
+            tracks["device_memory_free_bytes"].add(time, total - used)
+            tracks["device_memory_total_bytes"].add(time, total)
 
-    def _link(self, time: float, sample: LinkSample) -> None:
-        """Who connected from another host is known there only; where it connected to is known here."""
+    def _link(self, time: float, sample: LinkReading) -> None:
+        """Add a reading of a link. The connecting process on another host is known only there; the listening one is
+        known here."""
         peer = sample.peer
         if peer[0].isdigit() and ":" not in peer:
             self.listeners[sample.port] = sample.of
@@ -297,13 +351,13 @@ class Bundle:
             changes = {name: values.get(name, 0.0) - before[2].get(name, 0.0) for name in _LINK_TOTALS}
             if min(changes.values()) >= 0:
                 tracks["out"].add(time, changes["out_bytes"] / seconds)
-                # What had arrived was late, and not lost; the receiver may say so a while after.
+                # Segments that had arrived were late and not lost; the receiver may report it later.
                 tracks["lost"].add(time, (changes["retransmits"] - changes["needless"]) / seconds)
 
     def _changes(
         self, key: object, time: float, identity: int, values: dict[str, float]
     ) -> dict[str, float] | None:
-        """Change per second since the last sample of the same thing; None for its first, and after a new beginning."""
+        """Return the changes per second since the last reading; None for the first one, also of a new process."""
         before = self._totals.get(key)
         self._totals[key] = (time, identity, values)
         if before is None or before[1] != identity or time <= before[0]:
@@ -315,28 +369,28 @@ class Bundle:
             if name in before[2] and value >= before[2][name]
         }
 
-    # Asking.
+    # Queries.
 
-    def tracks(self) -> Iterator[tuple[object, Track]]:
-        """Every figure of every process, host and link, with what it is of."""
+    def tracks(self) -> Iterator[tuple[object, TimeSeries]]:
+        """Yield all time series of processes, hosts and links, with their keys."""
         for group in (self.processes, self.hosts, self.links):
             for of, tracks in group.items():
                 for name, track in tracks.items():
                     yield (of, name), track
 
     def role_peers(self, process: str) -> list[str]:
-        """Others of the same role."""
+        """Return the other processes of the same role."""
         role = known_role(process)
         return [other for other in self.processes if other != process and known_role(other) is role]
 
     def states_in(self, process: str, since: float, until: float) -> list[tuple[float, str, int]]:
-        """(time, state, pid) of [since, until]."""
+        """Return (time, state, pid) of [since, until]."""
         states = self.states.get(process, [])
         first = bisect_left(states, since, key=lambda state: state[0])
         return states[first : bisect_right(states, until, key=lambda state: state[0])]
 
     def beats_in(self, process: str, since: float, until: float) -> list[float]:
-        """When it spoke in [since, until]."""
+        """Return the times of its heartbeats in [since, until]."""
         beats = self.beats.get(process, [])
         first = bisect_left(beats, since, key=lambda beat: beat.time)
         return [beat.time for beat in beats[first : bisect_right(beats, until, key=lambda beat: beat.time)]]
@@ -345,21 +399,21 @@ class Bundle:
         return self.host_of.get(process, "")
 
     def age_s(self, process: str, time: float) -> float:
-        """How long it had been running then; a process whose beginning nobody noted is old."""
+        """Return the age of a process at a time; infinite if its start was not recorded."""
         births = [born for born, _ in self.births.get(process, ()) if born <= time]
         return time - births[-1] if births else float("inf")
 
-    def phase_at(self, time: float) -> Phase | None:
+    def phase_at(self, time: float) -> PhaseSpan | None:
         index = bisect_right(self.phases, time, key=lambda phase: phase.time)
         return self.phases[index - 1] if index else None
 
     def is_over(self, time: float) -> bool:
-        """Whether the run was ending or had ended then; one that is resumed goes on in the same folder."""
+        """Return whether the run was ending or had ended then; a resumed run continues in the same folder."""
         phase = self.phase_at(time)
         return phase is not None and phase.name in OVER
 
     def over_since(self) -> float:
-        """Since when it is over; infinity while it goes on."""
+        """Return since when the run is over; infinity while it is running."""
         since = math.inf
         for phase in reversed(self.phases):
             if phase.name not in OVER:
@@ -368,7 +422,7 @@ class Bundle:
         return since
 
     def forget_before(self, time: float) -> None:
-        """Keep a bounded past."""
+        """Drop older evidence."""
         for tracks in (*self.processes.values(), *self.hosts.values(), *self.links.values()):
             for track in tracks.values():
                 track.forget_before(time)
@@ -381,7 +435,7 @@ class Bundle:
         self.notes = [each for each in self.notes if each.time >= time]
         self.news = [each for each in self.news if each.time >= time]
         self.ends = [each for each in self.ends if each.time >= time]
-        # However long they take: from fewer nobody knows how long is usual.
+        # The last steps and phases are kept: fewer are not enough for a usual duration.
         self.steps = [each for each in self.steps[:-LEAST_STEPS] if each.time >= time] + self.steps[
             -LEAST_STEPS:
         ]
@@ -389,7 +443,7 @@ class Bundle:
             -LEAST_PHASES:
         ]
         for births in self.births.values():
-            # The last one before is that of who still runs, or of whom the next one follows.
+            # The last start before is that of the current process, or of the predecessor of the next one.
             del births[: max(0, bisect_left(births, time, key=lambda birth: birth[0]) - 1)]
         for process, goodbyes in self.goodbyes.items():
             self.goodbyes[process] = [each for each in goodbyes if each >= time]
@@ -400,7 +454,7 @@ class Bundle:
         self._totals = {key: total for key, total in self._totals.items() if total[0] >= time}
 
     def sort(self) -> None:
-        """What came from several files is in the order of its times again."""
+        """Sort evidence of several files by time."""
         self.faults.sort(key=lambda each: each.time)
         self.alerts.sort(key=lambda each: each.time)
         self.notes.sort(key=lambda each: each.time)
@@ -413,19 +467,28 @@ class Bundle:
 
 @lru_cache(maxsize=4096)
 def known_role(process: str) -> Role | None:
-    """None of who is no process of the run: the watcher, an address, nobody."""
+    """Return the role of a process; None for other names: the watcher, an address."""
     try:
         return role_of(process)
     except ValueError:
         return None
 
 
-_PROGRESS: dict[Role | None, str] = {
+def awaited_processes(wait: Wait) -> list[str]:
+    """Return the processes of the run that a wait names; it may be for a disk or a thread.
+
+    >>> awaited_processes(Wait("model-0, model-1", "all-reduce", 0.0, 1.0))
+    ['model-0', 'model-1']
+    """
+    return [name for name in wait.whom.split(", ") if known_role(name) is not None]
+
+
+PROGRESS_COUNTERS: dict[Role | None, str] = {
     Role.MODEL: "micro_batches",
     Role.SERVER: "steps",
     Role.ROLLOUT: "completions",
 }
-"""What a role's work is counted in."""
+"""Role → counter of its progress."""
 _PROCESS_RATES = {
     "throttled_s": "throttled",
     "io_delay_s": "io_delay",

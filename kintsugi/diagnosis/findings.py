@@ -1,4 +1,4 @@
-"""Something that is wrong with one process by itself, whatever followed from it; findings of one thing merge."""
+"""Findings: single faults of one process, before it is known what follows from what. Close findings are merged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from kintsugi.diagnosis.verdict import Evidence, FaultKind
 
 SAME_S = 6.0
-"""Two findings of the same thing so close to each other are one."""
+"""Findings of one process and kind this close to each other are merged."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,23 +17,29 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     kind: FaultKind
     onset: float
     until: float
-    """When it last showed."""
+    """Time of the last evidence."""
     strength: float
-    """0 to 1: how sure this piece of evidence is by itself."""
+    """0 to 1: confidence from this evidence alone."""
     what: str
-    """After the name of the process: `was killed by SIGKILL`."""
+    """Predicate of the process: `was killed by SIGKILL`."""
     evidence: tuple[Evidence, ...] = ()
     is_fact: bool = False
-    """Something that happened (an end, a stop, an error), not a comparison."""
+    """An event (an end, a stop, an error), not a comparison of readings."""
     rules_out: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
-    """Processes at the other end of what is wrong: a link's peer."""
+    """Other processes involved, as the peer of a link."""
     of_host: bool = False
-    """Of all of its host, for which the process only stands."""
+    """The whole host is affected, and the process represents it."""
+
+
+def shortened(message: str, *, max_length: int = 240) -> str:
+    """Return a message on one line, cut to a length that is quick to read."""
+    line = " ".join(message.split())
+    return line if len(line) <= max_length else f"{line[: max_length - 1]}…"
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings of the same process and kind that follow each other closely are one; the strongest words stay."""
+    """Merge findings of the same process and kind that follow each other closely; the strongest description is kept."""
     groups: dict[tuple[str, FaultKind], list[Finding]] = {}
     for finding in sorted(findings, key=lambda each: each.onset):
         row = groups.setdefault((finding.process, finding.kind), [])
@@ -51,7 +57,7 @@ def _both(first: Finding, second: Finding) -> Finding:
         best,
         onset=min(first.onset, second.onset),
         until=max(first.until, second.until),
-        # Two independent signs are more than one.
+        # Two independent pieces of evidence are stronger than one.
         strength=1 - (1 - first.strength) * (1 - 0.5 * second.strength),
         evidence=tuple(sorted(evidence.values(), key=lambda each: each.time)),
         is_fact=first.is_fact or second.is_fact,
@@ -61,7 +67,7 @@ def _both(first: Finding, second: Finding) -> Finding:
 
 
 def intervals(moments: Iterable[tuple[float, float]], *, gap_s: float) -> list[list[tuple[float, float]]]:
-    """(time, value) pairs in order, grouped where they follow each other closely."""
+    """Group sorted (time, value) pairs that follow each other closely."""
     groups: list[list[tuple[float, float]]] = []
     for moment in moments:
         if groups and moment[0] - groups[-1][-1][0] <= gap_s:

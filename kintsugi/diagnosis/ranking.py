@@ -1,45 +1,52 @@
-"""From findings to causes: what explains the others, how sure it is, and when to say nothing. Pure."""
+"""From findings to ranked causes: explanations between findings, confidence, and when to abstain. Pure."""
 
 from __future__ import annotations
 
 import msgspec
 
 from kintsugi.diagnosis.baseline import Baselines, usual
-from kintsugi.diagnosis.evidence import MASTER, Bundle, known_role
+from kintsugi.diagnosis.detectors.cross_process import common_silence, nothing_recorded
+from kintsugi.diagnosis.detectors.events import discrete_events
+from kintsugi.diagnosis.detectors.memory import MemoryDetector
+from kintsugi.diagnosis.detectors.network import network_troubles
+from kintsugi.diagnosis.detectors.thresholds import deviations
+from kintsugi.diagnosis.evidence import MASTER, EvidenceBundle, known_role
 from kintsugi.diagnosis.findings import Finding, merged
-from kintsugi.diagnosis.happenings import happenings
-from kintsugi.diagnosis.jointly import fallen_silent, unrecorded
-from kintsugi.diagnosis.network import network_troubles
-from kintsugi.diagnosis.rules import deviations
+from kintsugi.diagnosis.process_activity import ProcessActivities
 from kintsugi.diagnosis.symptoms import Symptom, symptom_of
 from kintsugi.diagnosis.verdict import Cause, Diagnosis, FaultKind
-from kintsugi.diagnosis.waiting import path_from, sinks, waits_in
+from kintsugi.diagnosis.wait_graph import path_from, sinks, waits_in
 from kintsugi.types import Role
 
 SURE = 0.5
-"""Below, nothing is said."""
+"""Least confidence of a cause that is named."""
 MOST_CAUSES = 5
 STALLED_S, STALLED_FACTOR = 20.0, 5.0
-"""A run is said to stand still after so long, and so many times the usual step."""
+"""Time, and factor of the usual step, after which a run counts as stalled."""
 FADING = 0.04
-"""What is over counts so much less per second."""
+"""Loss of priority per second since a finding ended."""
 AFTERMATH_S = 6.0
-"""How long after something broke others may look bad only because it is being mended."""
+"""Time after a fault in which findings at other processes may be effects of the recovery."""
+RECOVERY_STEPS = 8.0
+"""Steps after which a loss is over although no step was committed: a large replacement loads its state, and the step is
+computed again."""
 BEFORE_S = 1.2
-"""Clocks, and samples of a second, may put what follows a little before its cause."""
+"""Clock errors and sampling may place an effect this much before its cause."""
 _K = FaultKind
 _GONE = frozenset({_K.KILLED, _K.CRASHED, _K.STOPPED, _K.HUNG})
 _ENDS = frozenset({_K.KILLED, _K.CRASHED, _K.HUNG, _K.HANDOVER})
+_ENDED_OR_MISSED = frozenset({_K.KILLED, _K.HUNG, _K.NETWORK_CUT})
+"""A killed process, and what others take it for until its end is reported."""
 _NETWORK = frozenset({_K.NETWORK_CUT, _K.NETWORK_DELAY, _K.NETWORK_LOSS})
 _MOMENTARY = _NETWORK | {_K.CPU, _K.SLOW, _K.DEVICE, _K.DISK_SLOW}
-"""What a neighbour may show for a moment while somebody is replaced."""
+"""Kinds that a neighbour may show for a moment while a process is replaced."""
 _SLOW = frozenset({_K.SLOW, _K.DEVICE})
 PATIENCE_S = {_K.SLOW: 4.5, _K.DEVICE: 4.6, _K.NETWORK_LOSS: 2.8, _K.DNS: 4.8}
-"""Not said before what would explain it, or tell which end it is, had time to show: figures come once a second, and it
-takes three until nothing that was sent is surely acknowledged."""
+"""Time before a finding of these kinds is named, in which an explanation or the faulty end may still show: readings
+come once a second, and three are needed to know that nothing is acknowledged."""
 _DISK = frozenset({_K.DISK_FULL, _K.DISK_SLOW, _K.DISK_ERROR})
 
-EXPLAINS_AT_HOME: dict[FaultKind, frozenset[FaultKind]] = {
+EXPLAINS_LOCALLY: dict[FaultKind, frozenset[FaultKind]] = {
     _K.MEMORY: frozenset(
         {_K.KILLED, _K.CRASHED, _K.SLOW, _K.DEVICE, _K.DISK_SLOW, _K.CPU, _K.HUNG, _K.USER_CODE}
     ),
@@ -52,7 +59,9 @@ EXPLAINS_AT_HOME: dict[FaultKind, frozenset[FaultKind]] = {
     _K.STOPPED: frozenset(
         {_K.SLOW, _K.DEVICE, _K.HUNG, _K.KILLED, _K.HANDOVER, _K.CPU, _K.DISK_SLOW, _K.USER_CODE}
     ),
-    _K.KILLED: frozenset({_K.SLOW, _K.DEVICE, _K.CPU, _K.HANDOVER, _K.MEMORY}),
+    _K.KILLED: frozenset(
+        {_K.SLOW, _K.DEVICE, _K.CPU, _K.HANDOVER, _K.MEMORY, _K.DEVICE_MEMORY, _K.DISK_SLOW, _K.USER_CODE}
+    ),
     _K.CRASHED: frozenset({_K.SLOW, _K.DEVICE, _K.CPU, _K.HANDOVER}),
     _K.HUNG: frozenset({_K.SLOW, _K.DEVICE, _K.KILLED, _K.HANDOVER}),
     _K.NETWORK_CUT: frozenset(
@@ -72,41 +81,41 @@ EXPLAINS_AT_HOME: dict[FaultKind, frozenset[FaultKind]] = {
     _K.DNS: frozenset({_K.SLOW, _K.NETWORK_CUT}),
     _K.SLOW: frozenset(),
 }
-"""What a fault brings about in the process that has it."""
+"""Kind → kinds that it causes in the same process."""
 
 ADVICE: dict[FaultKind, str] = {
-    _K.KILLED: "It was replaced; if it comes again, ask who or what kills processes on that host.",
-    _K.CRASHED: "Read its log and the error quoted here; the same input may bring it about again.",
+    _K.KILLED: "It was replaced; if it happens again, find what kills processes on that host.",
+    _K.CRASHED: "Read its log and the error quoted here; the same input may cause it again.",
     _K.STOPPED: "Look for a debugger, job control or a freezer on that host; the process was replaced.",
-    _K.HUNG: "Take a stack of it (py-spy) if it still lives; it makes no progress and waits for nobody.",
-    _K.CPU: "Give it the processor back: lift its quota, move what competes with it, or start it elsewhere.",
+    _K.HUNG: "Read the stacks at the end of its log; while it runs, `kill -USR1 PID` writes them there.",
+    _K.CPU: "Give it CPU time: raise its quota, move what competes with it, or start it elsewhere.",
     _K.MEMORY: "Find what grows; raise its limit or give it less to do.",
     _K.DESCRIPTORS: "Find what it opens and does not close (ls -l /proc/PID/fd), or raise its limit (ulimit -n).",
-    _K.DEVICE_MEMORY: "Give the device less to hold (micro-batches, pages), or evict who else is on it.",
+    _K.DEVICE_MEMORY: "Give the device less to hold (micro-batches, KV blocks), or move other processes off it.",
     _K.DEVICE: "Look at the accelerator (clocks, heat, memory errors); start the process on another one.",
-    _K.DISK_FULL: "Free space on the disk of the run folder; what was refused is tried again by itself.",
-    _K.DISK_SLOW: "Find who else writes to that disk, or move the run folder to another one.",
+    _K.DISK_FULL: "Free space on the disk of the run folder; refused writes are repeated automatically.",
+    _K.DISK_SLOW: "Find what else writes to that disk, or move the run folder to another one.",
     _K.DISK_ERROR: "Look at the host's kernel log: the disk refuses writes for another reason than space.",
-    _K.NETWORK_DELAY: "Look at that process's way to its peers: queues, shaping, a bad route.",
+    _K.NETWORK_DELAY: "Look at the network path of that process to its peers: queues, shaping, a bad route.",
     _K.NETWORK_LOSS: "Look at that host's interface, cables and filters: packets do not arrive.",
-    _K.NETWORK_CUT: "Nothing comes through: look at filters and routes between that process and its peers.",
+    _K.NETWORK_CUT: "No data arrives: look at filters and routes between that process and its peers.",
     _K.DNS: "Look at the name service of that host; addresses instead of names do without it.",
     _K.CORRUPTION: "Check that host's memory and disk: bytes are not those that were sent or written.",
     _K.NUMERIC: "Take that process or its device out: it computes something else than its peers.",
-    _K.HANDOVER: "Look at who did not answer: the device was given on without it when its lease ended.",
+    _K.HANDOVER: "Look at the process that did not answer: the device was passed on when its lease ended.",
     _K.SLOW: "Nothing on its host explains it: compare its device and its input with its peers'.",
     _K.USER_CODE: "Read the reward, environment or agent program that is quoted here.",
 }
 
 
-class Candidate(msgspec.Struct, frozen=True):
+class CandidateCause(msgspec.Struct, frozen=True):
     finding: Finding
     symptom: Symptom
     confidence: float
 
 
 def judge(
-    bundle: Bundle,
+    bundle: EvidenceBundle,
     baselines: Baselines,
     *,
     begin: float,
@@ -115,22 +124,28 @@ def judge(
     is_over: bool = False,
     unrecorded_s: float = 0.0,
 ) -> Diagnosis:
-    """What was wrong in [since, at], the most likely first; what began before, from `begin` on, explains some of it.
-    `is_over`: nobody records anything any more; `unrecorded_s`: for so long nobody has, and somebody should."""
+    """Return the causes of [since, at], the most likely first; findings from `begin` on may explain some of them.
+
+    `is_over`: the run records nothing any more. `unrecorded_s`: a running job has recorded nothing for this long.
+    """
+    activities = ProcessActivities(bundle, at=at)
+    compared_from = max(begin, baselines.compared_from)
     findings = merged(
         [
-            *happenings(bundle, since=begin, at=at),
-            *(fallen_silent(bundle) if is_over else ()),
-            *([unrecorded(bundle, seconds=unrecorded_s)] if unrecorded_s else ()),
-            *deviations(bundle, baselines, since=begin, at=at),
+            *discrete_events(bundle, activities, since=begin, at=at),
+            *(common_silence(bundle) if is_over else ()),
+            *([nothing_recorded(bundle, seconds=unrecorded_s)] if unrecorded_s else ()),
+            *deviations(bundle, baselines, activities, since=begin, at=at),
+            *MemoryDetector(bundle, baselines, activities, since=compared_from, at=at).findings(),
             *network_troubles(bundle, baselines, since=begin, at=at),
         ]
     )
-    roots = [each for each in findings if not any(_explains(bundle, other, each) for other in findings)]
+    causal = _CausalOrder(bundle, baselines, at=at)
+    roots = [each for each in findings if not any(causal.explains(other, each) for other in findings)]
     candidates = [
         _weighed(bundle, baselines, each, at=at)
         for each in roots
-        if each.until >= since and not _is_early(each, at=at)
+        if causal.lasts_until(each) >= since and not _is_early(each, at=at)
     ]
     named = sorted(
         (each for each in candidates if each.confidence >= SURE),
@@ -145,31 +160,79 @@ def _is_early(finding: Finding, *, at: float) -> bool:
     return not finding.is_fact and at - finding.onset < PATIENCE_S.get(finding.kind, 0.0)
 
 
-def _explains(bundle: Bundle, cause: Finding, other: Finding) -> bool:
-    """Whether `other` is nothing but what follows from `cause`."""
-    if cause is other:
-        return False
-    starts_after = other.onset >= cause.onset - BEFORE_S
-    of_its_host = cause.of_host and bundle.host(cause.process) == bundle.host(other.process)
-    if cause.process == other.process or of_its_host:
-        closely = other.onset <= cause.until + AFTERMATH_S and cause.onset <= other.until + AFTERMATH_S
-        # A comparison explains an end, but no error that names what broke.
+class _CausalOrder:
+    """Explanations between findings: what is an effect of what, and for how long a loss has effects."""
+
+    def __init__(self, bundle: EvidenceBundle, baselines: Baselines, *, at: float) -> None:
+        self._bundle, self._baselines, self._at = bundle, baselines, at
+
+    def lasts_until(self, finding: Finding) -> float:
+        """Return until when a fault is current: a loss, until a step has been committed with the replacement."""
+        if not (finding.is_fact and finding.kind in _GONE):
+            return finding.until
+        births = (born for born, _ in self._bundle.births.get(finding.process, ()) if born > finding.onset)
+        replaced = next(births, finding.until)
+        steps = (step.time for step in self._bundle.steps if step.time > max(replaced, finding.until))
+        longest = finding.until + RECOVERY_STEPS * self._baselines.step_s
+        return max(finding.until, min(next(steps, self._at), longest))
+
+    def has_effects_until(self, finding: Finding) -> float:
+        """Return until when effects of a finding may begin."""
+        recovered = self.lasts_until(finding)
+        after_s = min(AFTERMATH_S, self._baselines.step_s) if recovered > finding.until else 0.0
+        return max(finding.until + AFTERMATH_S, recovered + after_s)
+
+    def explains(self, cause: Finding, other: Finding) -> bool:
+        """Return whether `other` is only an effect of `cause`."""
+        if cause is other:
+            return False
+        of_its_host = cause.of_host and self._bundle.host(cause.process) == self._bundle.host(other.process)
+        if cause.process == other.process or of_its_host:
+            return self._explains_locally(cause, other)
+        starts_after = other.onset >= cause.onset - BEFORE_S
+        return (
+            starts_after
+            and other.onset <= self.has_effects_until(cause)
+            and _explains_elsewhere(cause, other)
+        )
+
+    def _explains_locally(self, cause: Finding, other: Finding) -> bool:
+        """Return whether `other` is an effect of `cause` in the same process, or on the same host."""
+        if {cause.kind, other.kind} <= _ENDED_OR_MISSED and _K.KILLED in (cause.kind, other.kind):
+            return _is_earlier_loss(cause, other)
+        starts_after = other.onset >= cause.onset - BEFORE_S
+        closely = other.onset <= self.has_effects_until(cause) and cause.onset <= other.until + AFTERMATH_S
+        # A comparison of readings explains an end, but no error that names what broke.
         is_clearer = other.is_fact and not cause.is_fact and other.kind not in _ENDS
-        # All of a host is not cut off by what is wrong with one name or one process there.
+        # A fault of one process does not cut off its whole host.
         is_wider = other.of_host and not cause.of_host
-        explained = closely and other.kind in EXPLAINS_AT_HOME[cause.kind] and not (is_clearer or is_wider)
-        # Since when somebody hangs is only known from when it last moved, which may be long before.
+        explained = closely and other.kind in EXPLAINS_LOCALLY[cause.kind] and not (is_clearer or is_wider)
+        # The onset of a hang is the last progress, which may be long before.
         return explained and (starts_after or cause.is_fact or other.kind is _K.HUNG)
-    if not starts_after or other.onset > cause.until + AFTERMATH_S:
-        return False
+
+
+def _is_earlier_loss(cause: Finding, other: Finding) -> bool:
+    """Return whether a kill, a hang or a silence was recorded before the other: a process whose memory is being freed
+    is missed before its end is reported, and one that hung may have been killed for it."""
+    if cause.kind is _K.KILLED:
+        is_then = cause.onset - BEFORE_S <= other.until and other.onset <= cause.until + AFTERMATH_S
+        return other.kind is not _K.KILLED and not other.of_host and is_then
+    return cause.kind is _K.HUNG and BEFORE_S < other.onset - cause.until <= AFTERMATH_S
+
+
+def _explains_elsewhere(cause: Finding, other: Finding) -> bool:
+    """Return whether `other` is an effect of `cause` in another process, at a time at which it may be."""
     if cause.kind in _DISK and other.kind in _DISK:
-        # One disk, seen by several: who has the clearer evidence speaks for all.
+        # One disk, observed by several processes: the clearest evidence stands for all.
         return _order(cause) > _order(other)
+    if cause.kind is other.kind is _K.DEVICE_MEMORY:
+        # One accelerator: the process that grew leaves no memory to the others.
+        return other.process in cause.others and cause.process not in other.others
     if other.kind in _NETWORK and cause.kind in _GONE | {_K.MEMORY} and cause.is_fact:
-        # Who is gone leaves its peers with connections that do not answer.
+        # A lost process leaves its peers with dead connections.
         return cause.process in other.others or not other.is_fact
     if cause.is_fact and cause.kind in _GONE | {_K.MEMORY, _K.DEVICE, _K.DEVICE_MEMORY}:
-        # Replacing somebody costs its neighbours processor and disk for a moment, and others notice its absence.
+        # A replacement costs its neighbours CPU and disk for a moment, and others notice the absence.
         return not other.is_fact and other.strength < 0.9 and other.kind in _MOMENTARY
     if cause.kind in _NETWORK and other.kind in _NETWORK:
         return _order(cause) > _order(other) and cause.process in other.others
@@ -184,8 +247,8 @@ def _order(finding: Finding) -> tuple[bool, float, float, str]:
     return (finding.is_fact, round(finding.strength, 2), -finding.onset, finding.process)
 
 
-def _weighed(bundle: Bundle, baselines: Baselines, finding: Finding, *, at: float) -> Candidate:
-    """A comparison alone is worth less than one that goes with harm; who is waited for and waits for nobody, more."""
+def _weighed(bundle: EvidenceBundle, baselines: Baselines, finding: Finding, *, at: float) -> CandidateCause:
+    """Weigh a finding: a comparison without a symptom counts less, a process that others wait for counts more."""
     symptom = symptom_of(bundle, baselines, finding, at=at)
     confidence = finding.strength
     if not finding.is_fact:
@@ -196,15 +259,15 @@ def _weighed(bundle: Bundle, baselines: Baselines, finding: Finding, *, at: floa
             confidence *= 0.8
         else:
             confidence = 1 - (1 - confidence) * 0.75
-    return Candidate(finding, symptom, round(min(confidence, 0.99), 3))
+    return CandidateCause(finding, symptom, round(min(confidence, 0.99), 3))
 
 
-def _urgency(candidate: Candidate, at: float) -> float:
-    """What goes on comes before what is over."""
+def _urgency(candidate: CandidateCause, at: float) -> float:
+    """Return the sort key of a candidate: current faults come before past ones."""
     return candidate.confidence - FADING * min(max(0.0, at - candidate.finding.until), 20.0)
 
 
-def _cause(bundle: Bundle, candidate: Candidate, *, at: float) -> Cause:
+def _cause(bundle: EvidenceBundle, candidate: CandidateCause, *, at: float) -> Cause:
     finding = candidate.finding
     return Cause(
         process=finding.process,
@@ -220,7 +283,9 @@ def _cause(bundle: Bundle, candidate: Candidate, *, at: float) -> Cause:
     )
 
 
-def _why_not(bundle: Bundle, baselines: Baselines, candidates: list[Candidate], *, at: float) -> str:
+def _why_not(
+    bundle: EvidenceBundle, baselines: Baselines, candidates: list[CandidateCause], *, at: float
+) -> str:
     if not bundle.processes:
         return "nothing was recorded of its processes"
     if at < baselines.settled:
@@ -233,23 +298,23 @@ def _why_not(bundle: Bundle, baselines: Baselines, candidates: list[Candidate], 
             f"nothing stands out: the most unusual is that {best.finding.process} {best.finding.what} "
             f"(confidence {best.confidence:.2f})"
         )
-    return "no process failed, and no figure is far from its own past and from its peers"
+    return "no process failed, and no reading is far from its own past and from its peers"
 
 
-def _stalled(bundle: Bundle, *, at: float) -> str | None:
-    """That nothing was found does not mean that all is well."""
+def _stalled(bundle: EvidenceBundle, *, at: float) -> str | None:
+    """Return a remark if no step is committed although no cause was found."""
     before = usual([step.duration_s for step in bundle.steps])
     waited_s = at - bundle.steps[-1].time if bundle.steps else 0.0
     if before is None or bundle.is_over(at) or waited_s < max(STALLED_S, STALLED_FACTOR * before.middle):
         return None
     return (
         f"no step was committed for {waited_s:.0f} s, usually one in {before.middle:.1f} s, and nothing that was "
-        "recorded explains it: `kintsugi status` tells what everybody waits for"
+        "recorded explains it: `kintsugi status` shows what each process waits for"
     )
 
 
 def replaceable(cause: Cause) -> bool:
-    """Whether the process itself is what is slow or starved, so that another in its place may do better."""
+    """Return whether a replacement of the process may help: it is slow or starved itself."""
     if cause.process == MASTER or known_role(cause.process) is Role.AGENT:
         return False
     return cause.kind in (

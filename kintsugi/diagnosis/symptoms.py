@@ -1,4 +1,4 @@
-"""What people see of a trouble: a phase that does not end, a step that took long, a process that was replaced. Pure."""
+"""Visible symptoms of a fault: a phase that does not end, a slow step, a replaced process. Pure."""
 
 from __future__ import annotations
 
@@ -8,55 +8,54 @@ from statistics import median
 import msgspec
 
 from kintsugi.diagnosis.baseline import Baselines, usual
-from kintsugi.diagnosis.evidence import MASTER, Bundle
+from kintsugi.diagnosis.evidence import MASTER, EvidenceBundle
 from kintsugi.diagnosis.findings import Finding
 from kintsugi.diagnosis.verdict import Hop
+from kintsugi.telemetry.events import RunFinished
 
 LATE_FACTOR = 3.0
 LATE_S = 0.7
-"""A phase or step that takes so much longer than usual is seen by people."""
-LONGEST_LOOK_S = 6.0
+"""Factor and seconds above the usual duration from which on a phase or step is a symptom."""
+WINDOW_S = 6.0
 FAILED_AFTER_S = 20.0
-"""A run that fails so long after something was last seen has failed because of it: recovery takes its time."""
+"""Longest time from the end of a finding to the failure of the run that it caused, with recovery in between."""
 
 
 class Symptom(msgspec.Struct, frozen=True):
     hop: Hop
     seconds: float
-    """By how much something took longer than usual; 0 where nothing did."""
+    """Seconds above the usual duration; 0 where nothing took longer."""
     is_failure: bool = False
 
 
-def symptom_of(bundle: Bundle, baselines: Baselines, finding: Finding, *, at: float) -> Symptom:
-    """What showed between the onset of a finding and some seconds after its end."""
-    until = min(at, max(finding.until, finding.onset) + LONGEST_LOOK_S)
+def symptom_of(bundle: EvidenceBundle, baselines: Baselines, finding: Finding, *, at: float) -> Symptom:
+    """Return the symptom between the onset of a finding and some seconds after its end."""
+    until = min(at, max(finding.until, finding.onset) + WINDOW_S)
     failed = _failure(bundle, finding, at)
     if failed is not None:
         return failed
     late = _late_phase(bundle, baselines, since=finding.onset - 0.5, until=until, at=at)
-    noted = _noted(bundle, finding, until)
-    if late is not None and (noted is None or late.seconds > 2 * LATE_S):
+    recorded = _recorded(bundle, finding, until)
+    if late is not None and (recorded is None or late.seconds > 2 * LATE_S):
         return late
-    go_on = any(finding.onset < step.time <= at for step in bundle.steps)
-    words = "the steps go on as usual" if go_on else "no step has been committed since"
-    return noted or late or Symptom(Hop(MASTER, words, until), 0.0)
+    continues = any(finding.onset < step.time <= at for step in bundle.steps)
+    words = "steps continue as usual" if continues else "no step has been committed since"
+    return recorded or late or Symptom(Hop(MASTER, words, until), 0.0)
 
 
-def _failure(bundle: Bundle, finding: Finding, at: float) -> Symptom | None:
-    for phase in bundle.phases:
-        is_after = finding.onset <= phase.time <= min(at, finding.until + FAILED_AFTER_S)
-        if is_after and phase.name == "ended" and "failed" in phase.reason:
-            return Symptom(
-                Hop(MASTER, f"the run failed: {phase.reason[:160]}", phase.time), 0.0, is_failure=True
-            )
+def _failure(bundle: EvidenceBundle, finding: Finding, at: float) -> Symptom | None:
+    for note in bundle.notes:
+        is_after = finding.onset <= note.time <= min(at, finding.until + FAILED_AFTER_S)
+        if is_after and isinstance(note.event, RunFinished) and note.event.outcome == "failed":
+            return Symptom(Hop(MASTER, note.message, note.time), 0.0, is_failure=True)
     return None
 
 
 def _late_phase(
-    bundle: Bundle, baselines: Baselines, *, since: float, until: float, at: float
+    bundle: EvidenceBundle, baselines: Baselines, *, since: float, until: float, at: float
 ) -> Symptom | None:
-    """The phase that took most longer than it usually does, all others of its kind considered; one that was never seen
-    before is held against a whole step."""
+    """Return the phase with the largest excess over its usual duration; a phase that occurs for the first time is
+    compared with a whole step."""
     lengths: dict[str, list[float]] = {}
     spans: list[tuple[float, float, str]] = []
     for phase, following in zip_longest(bundle.phases, bundle.phases[1:]):
@@ -73,7 +72,7 @@ def _late_phase(
         if seconds in others:
             others.remove(seconds)
         if not others and (step is None or name == "evaluating"):
-            continue  # How long an evaluation takes has nothing to do with a step.
+            continue  # The duration of an evaluation is not related to that of a step.
         known = usual(others) or (step if not others else None)
         middle = known.middle if known else median(others or [0.0])
         extra = seconds - middle
@@ -85,25 +84,25 @@ def _late_phase(
     return worst
 
 
-def _noted(bundle: Bundle, finding: Finding, until: float) -> Symptom | None:
-    """What the master itself said about the process."""
-    for said in (*bundle.faults, *bundle.alerts):
-        about = said.fault.process if said.fault is not None else said.message
-        if said.by == MASTER and finding.onset - 0.5 <= said.time <= until + 2.0 and finding.process in about:
-            return Symptom(Hop(MASTER, said.message[:160], said.time), 0.0)
+def _recorded(bundle: EvidenceBundle, finding: Finding, until: float) -> Symptom | None:
+    """Return the first fault or alert about the process that the master recorded."""
+    for each in (*bundle.faults, *bundle.alerts):
+        is_close = finding.onset - 0.5 <= each.time <= until + 2.0
+        if each.by == MASTER and is_close and each.about == finding.process:
+            return Symptom(Hop(MASTER, each.message[:160], each.time), 0.0)
     return None
 
 
-HELD_UP_FACTOR = 2.5
-HELD_UP_S = 1.0
+DELAY_FACTOR = 2.5
+DELAY_S = 1.0
 
 
-def is_held_up(bundle: Bundle, baselines: Baselines, *, since: float, at: float) -> bool:
-    """Whether steps have taken far longer since a moment, or none has come at all."""
+def is_delayed(bundle: EvidenceBundle, baselines: Baselines, *, since: float, at: float) -> bool:
+    """Return whether steps have become far slower since a moment, or none was committed."""
     before = usual([step.duration_s for step in bundle.steps if baselines.settled <= step.time < since])
     if before is None:
         return False
     after = [step for step in bundle.steps if since <= step.time <= at]
     waiting_s = at - (after[-1].time if after else since)
     now_s = max(median([step.duration_s for step in after] or [0.0]), waiting_s)
-    return now_s >= HELD_UP_FACTOR * before.middle and now_s - before.middle >= HELD_UP_S
+    return now_s >= DELAY_FACTOR * before.middle and now_s - before.middle >= DELAY_S

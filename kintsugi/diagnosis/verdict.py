@@ -1,4 +1,4 @@
-"""What a diagnosis says: ranked causes, each with where, what, since when, how it travelled, and how we know."""
+"""Result of a diagnosis: ranked causes, each with process, kind, onset, path to the symptom and evidence."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import msgspec
 
 
 class FaultKind(StrEnum):
-    """What broke. One word per thing that a person would do something else about."""
+    """Kind of a fault. Kinds differ where the remedy differs."""
 
     KILLED = "killed"
     """Ended by a signal from outside."""
     CRASHED = "crashed"
     """Ended by an error of its own."""
     STOPPED = "stopped"
-    """Exists and is not run at all: stopped or frozen."""
+    """Exists and does not run at all: stopped or frozen."""
     HUNG = "hung"
-    """Is run, makes no progress, and waits for nobody."""
+    """Runs, makes no progress, and waits for no other process."""
     CPU = "cpu"
-    """Wants to run and is not given the processor."""
+    """Runnable without getting a CPU."""
     MEMORY = "memory"
     """The host's memory: growing to the limit, or killed for it."""
     DESCRIPTORS = "descriptors"
@@ -34,12 +34,12 @@ class FaultKind(StrEnum):
     NETWORK_DELAY = "network_delay"
     NETWORK_LOSS = "network_loss"
     NETWORK_CUT = "network_cut"
-    """Nothing comes through."""
+    """No data arrives."""
     DNS = "dns"
     CORRUPTION = "corruption"
     """Bytes that are not those that were sent or written."""
     NUMERIC = "numeric"
-    """Computes something else than its peers, or no numbers at all."""
+    """Computes other results than its peers, or results that are not finite."""
     HANDOVER = "handover"
     """A notification about a shared device did not arrive in time."""
     SLOW = "slow"
@@ -49,17 +49,17 @@ class FaultKind(StrEnum):
 
 
 class Hop(msgspec.Struct, frozen=True):
-    """One station of the way from the cause to what people saw, the cause first."""
+    """One step on the path from the cause to the visible symptom, the cause first."""
 
     process: str
     what: str
-    """For people: `its uploads to agent-0 take 1.4 s instead of 2 ms`."""
+    """Description: `its uploads to agent-0 take 1.4 s instead of 2 ms`."""
     time: float
     """Wall clock (the master's) at which it showed."""
 
 
 class Evidence(msgspec.Struct, frozen=True):
-    """Something that was recorded, quoted with where it stands."""
+    """A quoted record, with the file that contains it."""
 
     source: str
     """A file of the run folder: `events/model-1.jsonl`, `figures/agent-0.jsonl`, `logs/server-0.log`, `journal`."""
@@ -76,24 +76,24 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     confidence: float
     """0 to 1."""
     summary: str
-    """One sentence: who, what, since when."""
+    """One sentence: process, fault, time."""
     path: tuple[Hop, ...]
     """From the cause to the visible symptom."""
     evidence: tuple[Evidence, ...]
     rules_out: tuple[str, ...] = ()
-    """What it was not, and why not."""
+    """Excluded explanations, with the reason."""
     advice: str = ""
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     at: float
-    """Wall clock of the moment that was looked at: nothing later was."""
+    """Wall-clock time of the diagnosis; later records were not read."""
     since: float
-    """Nothing earlier was looked at, but for the baseline."""
+    """Begin of the diagnosed time; earlier records only contribute to the usual ranges."""
     causes: tuple[Cause, ...]
-    """The most likely first; empty: nothing is wrong, or nothing can be said."""
+    """Causes, the most likely first; empty: no fault, or none that can be named."""
     abstained: str = ""
     """Why no cause is named; empty where one is."""
     took_s: float = 0.0
-    """How long the diagnosis took to compute."""
+    """Time that the diagnosis took."""

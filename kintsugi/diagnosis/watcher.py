@@ -1,10 +1,10 @@
-"""The watcher: a process of the run that diagnoses it all the time, and tells people, alerts and the master.
+"""The watcher: a process of the run that diagnoses it continuously and reports to files, webhook and master.
 
     files that grow ─► evidence of the last minutes ─► diagnosis, once a second ─► <run>/diagnoses.jsonl, events,
                                                                                    webhook, the master's requests
 
-It consumes what the run records, waits for the next second, and ends when its lifeline does: with the launcher. Nobody
-depends on it, and it depends on nobody: it may be killed at any time, and is started again.
+It consumes the records of the run, waits for the next second, and ends with its lifeline, that is with the launcher. No
+process depends on it, and it depends on none: it may be killed at any time and is started again.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from pathlib import Path
 
 import msgspec
 
-from kintsugi.config import MonitoringSection
-from kintsugi.diagnosis.diagnosing import Follower
-from kintsugi.diagnosis.notifying import (
+from kintsugi.config.recipe import load_config
+from kintsugi.config.schema import MonitoringSection
+from kintsugi.diagnosis.diagnose import Follower
+from kintsugi.diagnosis.notifications import (
     CauseKey,
     cause_key,
     notification,
@@ -29,44 +30,44 @@ from kintsugi.diagnosis.notifying import (
     notification_of_end,
 )
 from kintsugi.diagnosis.ranking import replaceable
-from kintsugi.diagnosis.symptoms import is_held_up
+from kintsugi.diagnosis.symptoms import is_delayed
 from kintsugi.diagnosis.verdict import Cause, Diagnosis
 from kintsugi.errors import DeadlineExceeded, UserError
-from kintsugi.observe.alerts import Webhook
-from kintsugi.observe.events import (
+from kintsugi.protocol.agents import DiagnosisVerdict
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
+from kintsugi.runtime.stacks import enable_stack_dumps
+from kintsugi.runtime.waits import wait
+from kintsugi.telemetry.events import (
     Alert,
     EventLog,
     Note,
     ProcessBegan,
     ProcessEnded,
     ProcessGone,
-    events_path,
 )
-from kintsugi.observe.lines import LineFile, lines_in
-from kintsugi.observe.prometheus import FiguresServer
-from kintsugi.observe.verdicts import DIAGNOSES_FILE, WATCHER, hand_over
-from kintsugi.recipe import load_config
-from kintsugi.runtime import SYSTEM_CLOCK, Clock, wait
-from kintsugi.supervision import Verdict
+from kintsugi.telemetry.export.prometheus import MetricsServer
+from kintsugi.telemetry.export.webhooks import Webhook
+from kintsugi.telemetry.jsonl_log import LineFile, lines_in
+from kintsugi.telemetry.verdict_files import WATCHER, hand_over
 
 EVERY_S = 1.0
 SURE = 0.8
-"""A process is replaced only for a verdict that is surer than this, …"""
+"""Least confidence of a verdict for which a process is replaced, …"""
 LASTING_S = 5.0
-"""… and that has held for so long."""
+"""… and least time that it has lasted."""
 STILL_S = 2.5
-"""What last showed longer ago may be over."""
+"""Age of the evidence above which a fault may be over."""
 AGAIN_S = 60.0
-"""That a process is to be replaced is said again while it holds: the master may have been replaced itself."""
+"""Interval at which the request to replace a process is repeated: the master may have been replaced itself."""
 LARGEST_SIZE = 4 << 20
-"""Of the file of verdicts; the three before it are kept too."""
-STEPS_BACK = 10
-"""How nice it is to those that it watches: a look takes milliseconds, and may take them when a processor is free."""
-CONFIG_FILE = "config.yaml"
+"""Size of the file of diagnoses; three older files are kept."""
+NICENESS = 10
+"""Niceness of the watcher: a diagnosis takes milliseconds and can wait for a free CPU."""
 
 
-class Watcher:
-    """One look after the other; `look` is what happens in a second."""
+class DiagnosisWatcher:
+    """Diagnoses a run repeatedly; `look` is called once a second."""
 
     def __init__(
         self,
@@ -78,34 +79,34 @@ class Watcher:
     ) -> None:
         self._run_dir, self._log, self._webhook, self._clock = run_dir, log, webhook, clock
         self._follower = Follower(run_dir, clock=clock)
-        self._file = LineFile(run_dir / DIAGNOSES_FILE, largest_size=LARGEST_SIZE)
+        self._file = LineFile(RunFolder(run_dir).diagnoses_file, largest_size=LARGEST_SIZE)
         self._since: dict[CauseKey, float] = {}
-        """Verdicts that hold → since when they were told."""
+        """Current verdicts → time since when they were reported."""
         self._standing: dict[CauseKey, Cause] = {}
-        """The same, as they were last."""
+        """Current verdicts → their latest cause."""
         self._stale = bool((last := last_diagnosis(run_dir)) and last.causes)
-        """The watcher before said that something is wrong, and did not live to say that it is over."""
+        """The watcher before reported causes and ended before it could report their end."""
         self._handed: dict[tuple[CauseKey, bool], float] = {}
-        """A verdict, and whether to replace → when the master was told of it."""
-        self._told_before = clock.wall()
-        """What happened before the first look was told by the watcher before."""
+        """Verdict, and whether to replace → time at which it was sent to the master."""
+        self._reported_before = clock.wall()
+        """Events before this time were reported by the watcher before."""
 
     def look(self) -> Diagnosis:
-        """Diagnose this moment, and tell what is new."""
+        """Diagnose the present and report what is new."""
         diagnosis = self._follower.look()
-        self._tell(diagnosis)
+        self._report(diagnosis)
         self._hand_over(diagnosis)
         self._post_news()
         return diagnosis
 
-    def _tell(self, diagnosis: Diagnosis) -> None:
-        """The verdicts as a line whenever they change, and each new one as an alert."""
+    def _report(self, diagnosis: Diagnosis) -> None:
+        """Write a line whenever the verdicts change, and raise an alert for each new one."""
         causes = {cause_key(cause): cause for cause in diagnosis.causes}
         before, self._standing = self._standing, causes
         if causes.keys() == self._since.keys() and not self._stale:
             return
         self._stale = False
-        with suppress(OSError):  # A full disk costs this line, not the watch.
+        with suppress(OSError):  # On a full disk the line is lost and the watcher continues.
             self._file.append(msgspec.json.encode(diagnosis) + b"\n")
         for key, cause in causes.items():
             if key not in self._since:
@@ -121,14 +122,14 @@ class Watcher:
         self._handed = {each: at for each, at in self._handed.items() if each[0] in causes}
 
     def _hand_over(self, diagnosis: Diagnosis) -> None:
-        """Every verdict once; and again, while it is clear that the run would do better with another process."""
+        """Send every verdict to the master once; repeat it while a replacement would clearly help."""
         for cause in diagnosis.causes:
             key = cause_key(cause)
             replace = self._is_to_replace(cause, diagnosis)
             handed_at = self._handed.get((key, replace))
             if handed_at is not None and not (replace and diagnosis.at - handed_at >= AGAIN_S):
                 continue
-            verdict = Verdict(
+            verdict = DiagnosisVerdict(
                 process=cause.process,
                 incarnation=self._follower.bundle.incarnations.get(cause.process, ""),
                 kind=cause.kind.value,
@@ -138,27 +139,28 @@ class Watcher:
                 path=tuple(dict.fromkeys(hop.process for hop in cause.path)),
                 replace=replace,
             )
-            with suppress(OSError):  # It is tried again at the next look.
+            with suppress(OSError):  # Repeated at the next diagnosis.
                 hand_over(self._run_dir, verdict)
                 self._handed[key, replace] = diagnosis.at
 
     def _is_to_replace(self, cause: Cause, diagnosis: Diagnosis) -> bool:
-        """Only who is alone in it: where several suffer, another process would suffer too."""
+        """Return whether to replace a process: only if it is the only cause, since otherwise a replacement would
+        suffer too."""
         if len(diagnosis.causes) > 1 or cause.confidence < SURE or not replaceable(cause):
             return False
         shown = max(evidence.time for evidence in cause.evidence)
         if diagnosis.at - self._since[cause_key(cause)] < LASTING_S or diagnosis.at - shown > STILL_S:
             return False
         follower = self._follower
-        return is_held_up(follower.bundle, follower.baselines, since=cause.onset, at=diagnosis.at)
+        return is_delayed(follower.bundle, follower.baselines, since=cause.onset, at=diagnosis.at)
 
-    # To people who are elsewhere.
+    # Notifications.
 
     def _post_news(self) -> None:
-        """What the processes of the run said themselves, and was read since the last look, whenever it happened."""
+        """Post the faults, alerts and ends that were read since the last call, whenever they happened."""
         bundle = self._follower.bundle
         news, bundle.news = sorted(bundle.news, key=lambda each: each.time), []
-        before, self._told_before = self._told_before, -math.inf
+        before, self._reported_before = self._reported_before, -math.inf
         if self._webhook is None:
             return
         for each in news:
@@ -173,8 +175,8 @@ class Watcher:
 
 
 def last_diagnosis(run_dir: Path) -> Diagnosis | None:
-    """What the watcher before said last."""
-    path = run_dir / DIAGNOSES_FILE
+    """Return the last diagnosis in the file."""
+    path = RunFolder(run_dir).diagnoses_file
     lines = lines_in(path.read_bytes()) if path.exists() else []
     try:
         return msgspec.json.decode(lines[-1], type=Diagnosis) if lines else None
@@ -183,18 +185,18 @@ def last_diagnosis(run_dir: Path) -> Diagnosis | None:
 
 
 def run(run_dir: Path, section: MonitoringSection, *, lifeline: int, log: EventLog) -> None:
-    """Until the lifeline ends; then one last look, so that the end of the run is diagnosed too."""
+    """Watch until the lifeline ends; then diagnose once more, for the end of the run."""
     with ExitStack() as stack:
         if section.port:
             try:
-                stack.enter_context(FiguresServer(run_dir, host=section.host, port=section.port))
-            except UserError as error:  # The run goes on without it.
-                log.emit(Alert(f"no figures for Prometheus: {error}"))
+                stack.enter_context(MetricsServer(run_dir, host=section.host, port=section.port))
+            except UserError as error:  # The run continues without it.
+                log.emit(Alert(f"no metrics for Prometheus: {error}"))
         webhook = None
         if section.webhook is not None:
             webhook = Webhook(section.webhook, say=lambda text: log.emit(Note(text)))
             stack.callback(webhook.close)
-        watcher = Watcher(run_dir, log=log, webhook=webhook)
+        watcher = DiagnosisWatcher(run_dir, log=log, webhook=webhook)
         stack.callback(watcher.close)
         poller = select.poll()
         poller.register(lifeline, select.POLLIN | select.POLLHUP)
@@ -216,9 +218,10 @@ def main(arguments: list[str]) -> int:
     run_dir, lifeline = Path(arguments[0]), int(arguments[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.nice(STEPS_BACK)
-    log = EventLog(events_path(run_dir, WATCHER), process=WATCHER)
-    path = run_dir / CONFIG_FILE
+    os.nice(NICENESS)
+    enable_stack_dumps()
+    log = EventLog(RunFolder(run_dir).events_file(WATCHER), process=WATCHER)
+    path = RunFolder(run_dir).config_file
     log.emit(ProcessBegan("watcher", str(os.getpid()), os.getpid()))
     code, reason = 1, ""
     try:

@@ -1,6 +1,7 @@
-"""Tokens are sampled: a `Generate` comes in, `Completion`s go out.
+"""Token generation: a `Generate` request comes in, `Completion`s go out.
 
-`server` runs a `backend` (the `engine`, or one of `backends`) in one process. `manager` spreads requests over servers
-by the rule of `router`, keeps what each has produced in a `transcript`, so that another can go on, and lets
-`distribution` bring the weights to the `fleet`. All of the manager's side imports no torch.
+`server` runs a `backend` (the `engine`, or one of `backends`) in one process. `manager` distributes requests over the
+servers by the rule of `router` and keeps the tokens that each has produced in a `transcript`, so that another server
+can continue. `weight_distribution` sends new weights to the servers of `server_fleet`. No module of the manager imports
+torch.
 """

@@ -1,12 +1,13 @@
-"""The generation manager: one address for all servers. Sends requests where `router` says, on if a server dies.
+"""The generation manager: one address for all generation servers. Routes requests and moves them when a server dies.
 
-What a server says while it works is kept (`transcript`), so that another goes on from the last token when it dies or is
-retired: nothing is lost, nothing is sampled or told twice. In deterministic mode whoever goes on gives the same tokens,
-because a `Generate` names its own noise. New weights go to all servers at once, and to later ones when they appear
-(`distribution`); a server gets requests only while it holds the weights that were sent last.
+The manager keeps the tokens that a server reports while it works (`transcript`), so that another server continues after
+the last token when the first one dies or is retired: no token is lost, sampled twice or delivered twice. In
+deterministic mode the other server produces the same tokens, because a `Generate` determines its own random numbers.
+New weights go to all servers at the same time, and to later servers when they join (`weight_distribution`). A server
+gets requests only while it holds the current weights.
 
-What is known here is learned again after a restart: servers from the address book, weights from the master, requests
-from those who wait for an answer.
+After a restart the manager learns its state again: servers from the address book, weights from the master, requests
+from the processes that wait for a reply.
 """
 
 from __future__ import annotations
@@ -15,98 +16,98 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
 import xxhash
 
-from kintsugi.bootstrap import Bootstrap
-from kintsugi.config import Strategy
-from kintsugi.errors import DeadlineExceeded, KintsugiError, ProcessDied, RefusedError, RemoteError
-from kintsugi.generation.distribution import DEADLINE_S, Distribution, Loaded, ModelVersion
-from kintsugi.generation.fleet import Fleet, Member, identity
-from kintsugi.generation.router import Choice, ServerView, choose
-from kintsugi.generation.transcript import Transcript, verify_answer
-from kintsugi.messages import (
-    Cancel,
-    Failed,
-    Generate,
-    Generated,
-    Interrupt,
-    LoadWeights,
-    Ok,
-    Produced,
-    Retire,
-    WeightsLoaded,
+from kintsugi.config.recipe import load_config
+from kintsugi.config.schema import Strategy
+from kintsugi.errors import (
+    USER_ERRORS,
+    DeadlineExceeded,
+    KintsugiError,
+    ProcessDied,
+    RefusedError,
+    RemoteError,
 )
-from kintsugi.observe.events import EventLog, Note, events_path
-from kintsugi.recipe import load_config
-from kintsugi.runtime import COUNTERS, SPANS, SYSTEM_CLOCK, WAITS, Clock, WaitTable
+from kintsugi.generation.router import RoutingChoice, ServerView, choose
+from kintsugi.generation.server_fleet import ManagedServer, ServerFleet, identity
+from kintsugi.generation.transcript import Transcript, verify_answer
+from kintsugi.generation.weight_distribution import DEADLINE_S, Loaded, ModelVersion, WeightDistribution
+from kintsugi.process.membership import HEARTBEAT_S, Membership, open_endpoint
+from kintsugi.protocol.bootstrap import Bootstrap
+from kintsugi.protocol.generation import Cancel, Generate, Generated, Interrupt, Produced, Retire
+from kintsugi.protocol.membership import Failed, Ok
+from kintsugi.protocol.weights import LoadWeights, WeightsLoaded
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
+from kintsugi.runtime.counters import COUNTERS
+from kintsugi.runtime.spans import SPANS
+from kintsugi.runtime.waits import WAITS, WaitTable
+from kintsugi.telemetry.events import EventLog, Note, NoteEvent
 from kintsugi.transport import Delivery, Endpoint, PendingReply, subject
 from kintsugi.types import Fragment, Wait
-from kintsugi.worker import HEARTBEAT_S, Membership, open_endpoint
 
 MAX_REQUESTS = 4096
-"""Unanswered requests; a further one is refused."""
+"""Largest number of unanswered requests; further ones are refused."""
 MAX_ATTEMPTS = 5
-"""Faults that living servers may answer one request with. Deaths do not count: they are not the request's doing, and
-its deadline bounds them."""
+"""Largest number of faults that live servers may reply with to one request. Deaths of servers do not count: the request
+did not cause them, and its deadline bounds them."""
 INTERRUPT_TIMEOUT_S = 30.0
 FLUSH_S = 1.0
-"""Longest time that the last replies may take to leave."""
-
-_USER_ERRORS = {"UserError", "ConfigError", "DataError", "ModelError"}
+"""Longest time to send the last replies before the process exits."""
 
 
-class Asker(Protocol):
-    """Whoever waits for a `Generate`. It is told of the end once, by `done` or by `failed`, unless it cancels."""
+class Requester(Protocol):
+    """Receiver of the result of a `Generate`. Exactly one of `done` and `failed` is called, unless the request is
+    cancelled."""
 
     def produced(self, fragments: tuple[Fragment, ...]) -> None:
-        """New tokens of a request with `stream`: before `done`, every token comes here exactly once and in order, the
-        last ones of a sample with its `finish`."""
+        """Receive new tokens of a request with `stream`. Before `done`, every token arrives exactly once and in order,
+        the last ones of a sample with its `finish`."""
         ...
 
     def done(self, generated: Generated) -> None: ...
 
     def failed(self, error: KintsugiError) -> None:
-        """A `RemoteError` whose cause is a `UserError` is the asker's own mistake, as a server saw it."""
+        """A `RemoteError` caused by a `UserError` is the requester's own mistake, found by a server."""
         ...
 
     @property
     def is_gone(self) -> bool:
-        """Nobody would hear the answer; asked whenever the address book changes."""
+        """Whether the result can not be delivered any more; checked whenever the address book changes."""
         ...
 
 
-class Job:
-    """A `Generate` on its way to an answer: what `Manager.submit` gives and `Manager.cancel` takes."""
+class ManagerJob:
+    """An unanswered `Generate`: returned by `GenerationManager.submit`, taken by `GenerationManager.cancel`."""
 
-    def __init__(self, request: Generate, asker: Asker, *, now: float) -> None:
+    def __init__(self, request: Generate, requester: Requester, *, now: float) -> None:
         self.request = request
-        self.asker = asker
+        self.requester = requester
         self.transcript = Transcript(request)
         self.since = now
         self.deadline = now + request.timeout_s
         self.ended = False
         self.number = 0
-        """Under which it was sent last; 0 before."""
+        """Number that it was last sent with; 0 before."""
         self.num_faults = 0
         self.last_error: KintsugiError | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Most tokens that its unfinished samples take, prompts included."""
+        """Upper bound of the tokens of its unfinished samples, prompts included."""
         per_sample = len(self.request.prompt) // 4 + self.request.sampling.max_new_tokens
         return self.transcript.num_unfinished * per_sample
 
-    def begin_again(self) -> None:
-        """Forget what was produced, unless the asker has been told of it."""
+    def restart(self) -> None:
+        """Discard the produced tokens, unless the requester has received them."""
         if not self.request.stream:
             self.transcript = Transcript(self.request)
 
     def open_request(self) -> Generate:
-        """What is left to be done of it."""
+        """Request for the unfinished samples, with the tokens they have."""
         unfinished = self.transcript.unfinished
         return msgspec.structs.replace(
             self.request,
@@ -117,17 +118,17 @@ class Job:
 
 
 class _Sent(msgspec.Struct, frozen=True, eq=False):
-    """A job on its way through a server."""
+    """A job that was sent to a server."""
 
-    job: Job
-    member: Member
+    job: ManagerJob
+    member: ManagedServer
     request: Generate
 
 
 class _Remote:
-    """Another process that asked, and wants the whole answer only."""
+    """Requester in another process, which receives only the whole result."""
 
-    def __init__(self, endpoint: Endpoint, fleet: Fleet, delivery: Delivery) -> None:
+    def __init__(self, endpoint: Endpoint, fleet: ServerFleet, delivery: Delivery) -> None:
         self._endpoint = endpoint
         self._fleet = fleet
         self._delivery = delivery
@@ -139,7 +140,7 @@ class _Remote:
         self._endpoint.reply(self._delivery, generated)
 
     def failed(self, error: KintsugiError) -> None:
-        if isinstance(error, RemoteError) and error.cause is not None and error.cause.kind in _USER_ERRORS:
+        if isinstance(error, RemoteError) and error.cause is not None and error.cause.kind in USER_ERRORS:
             self._endpoint.reply(self._delivery, Failed(error.cause))
         else:
             self._endpoint.fail(self._delivery, error)
@@ -149,53 +150,53 @@ class _Remote:
         return not self._fleet.is_known(self._delivery.peer)
 
 
-class Manager:
-    """Consumes `Generate`, `LoadWeights`, `Retire` and `Produced`, or the calls that mean the same from within its
-    process, and produces answers. It never blocks: `turn` is called after every poll of the endpoint, and what it waits
-    for is unblocked by a reply, a new address book or a deadline. Everything belongs to the endpoint's thread."""
+class GenerationManager:
+    """Consumes `Generate`, `LoadWeights`, `Retire` and `Produced`, or the equivalent calls from its own process, and
+    produces replies. It never blocks: `turn` is called after every poll of the endpoint; a reply, a new address book or
+    a deadline unblocks what it waits for. All methods run in the endpoint's thread."""
 
     def __init__(
         self,
         endpoint: Endpoint,
         *,
-        note: Callable[[str], None],
+        emit: Callable[[NoteEvent], object],
         strategy: Strategy = "least_loaded",
         max_requests: int = MAX_REQUESTS,
         weights_deadline_s: float = DEADLINE_S,
         clock: Clock = SYSTEM_CLOCK,
         waits: WaitTable = WAITS,
     ) -> None:
-        """`note` records a change that is worth a line."""
+        """`emit` receives a note of every change of the servers."""
         self._endpoint = endpoint
-        self._note = note
+        self._emit = emit
         self._strategy = strategy
         self._max_requests = max_requests
         self._clock = clock
         self._waits = waits
         self._declared: dict[str, tuple[int, Wait]] = {}
-        self._fleet = Fleet(endpoint, note=note)
-        self._distribution = Distribution(
-            endpoint, self._fleet, note=note, clock=clock, deadline_s=weights_deadline_s
+        self._fleet = ServerFleet(endpoint, emit=emit)
+        self._distribution = WeightDistribution(
+            endpoint, self._fleet, emit=emit, clock=clock, deadline_s=weights_deadline_s
         )
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[ManagerJob] = deque()
         self._sent: dict[int, _Sent] = {}
-        # Numbers of another incarnation, which a server may still use, are not ours.
+        # Disjoint from the numbers of other incarnations, which a server may still use.
         self._num_sent = xxhash.xxh32_intdigest(endpoint.incarnation.encode()) << 31
-        self._retiring: list[tuple[Member, Callable[[], None]]] = []
+        self._retiring: list[tuple[ManagedServer, Callable[[], None]]] = []
 
-    # From within the process.
+    # Calls from this process.
 
-    def submit(self, request: Generate, asker: Asker) -> Job:
-        """Take a request in; RefusedError while too many are unanswered."""
+    def submit(self, request: Generate, requester: Requester) -> ManagerJob:
+        """Accept a request; RefusedError while too many are unanswered."""
         if self.num_unanswered >= self._max_requests:
             raise RefusedError(f"{self.num_unanswered} requests are unanswered; try again later")
         COUNTERS.add("requests")
-        job = Job(request, asker, now=self._clock.monotonic())
+        job = ManagerJob(request, requester, now=self._clock.monotonic())
         self._waiting.append(job)
         return job
 
-    def cancel(self, job: Job) -> None:
-        """Nobody wants the answer any more, and nobody is told of it: what the request holds is given back."""
+    def cancel(self, job: ManagerJob) -> None:
+        """Drop a request without a result and free what it holds."""
         if job.ended:
             return
         job.ended = True
@@ -203,15 +204,16 @@ class Manager:
         self._recall(job)
 
     def load_weights(self, weights: LoadWeights, then: Loaded) -> None:
-        """Let all servers load these weights, and later ones when they appear; `then` hears when all who live have."""
+        """Send these weights to all servers, and to later ones when they join; `then` is called when all live servers
+        have loaded them."""
         current, new = self._fleet.current, identity(weights.manifest)
         self._distribution.distribute(weights, then)
         if current is not None and new != current and new[0] <= current[0]:
-            self._begin_again()
+            self._restart_unfinished()
 
     def retire(self, process: str, then: Callable[[], None], *, incarnation: str = "") -> None:
-        """Send a server nothing more and let others go on with what it does; `then` is called when it has nothing left
-        to lose, or is gone. With an `incarnation`, only that one: the request may come late."""
+        """Send a server no further requests and move those it has; `then` is called when it has none left, or is gone.
+        With an `incarnation`, only that one is retired: the request may arrive late."""
         member = self._fleet.living(process)
         if member is None or incarnation not in ("", member.peer.incarnation):
             then()
@@ -219,16 +221,18 @@ class Manager:
         self._retiring.append((member, then))
         if not member.retired:
             member.retired = True
-            self._note(f"{process} {member.peer.incarnation} is retired, {len(member.sent)} requests move")
-            # What does not come by this comes when the server is gone.
+            self._emit(
+                Note(f"{process} {member.peer.incarnation} is retired, {len(member.sent)} requests move")
+            )
+            # Requests that this does not return are moved when the server is gone.
             self._endpoint.request(process, Interrupt(), deadline_s=INTERRUPT_TIMEOUT_S)
 
     def servers(self) -> list[ServerView]:
-        """Every server and its health; the dead are listed until they are replaced."""
+        """Every server and its health; dead servers are listed until they are replaced."""
         return self._fleet.views()
 
     def versions(self) -> tuple[ModelVersion, ...]:
-        """The versions that were given lately, the current one last, and who holds each."""
+        """The last versions, the current one last, and the servers that hold each."""
         return self._distribution.versions()
 
     @property
@@ -242,13 +246,13 @@ class Manager:
         return float(in_flight + sum(job.num_tokens for job in self._waiting))
 
     def gauges(self) -> dict[str, float]:
-        """What there is to say of it, as of now."""
+        """Current metrics for the heartbeat."""
         return {"waiting": len(self._waiting), "sent": len(self._sent), "servers": len(self._fleet.in_use())}
 
-    # From other processes.
+    # Messages from other processes.
 
     def handle(self, delivery: Delivery) -> None:
-        """Take one message in. Whoever the address book had before is known before."""
+        """Process one message, after the current address book."""
         self._follow_book()
         body = delivery.body
         try:
@@ -286,25 +290,26 @@ class Manager:
         if not self._fleet.follow_book():
             return
         for job in self._unanswered():
-            if job.asker.is_gone:
+            if job.requester.is_gone:
                 self.cancel(job)
 
-    def _begin_again(self) -> None:
-        """The run went back: what was drawn with weights that are no part of it any more does not count, nor would what
-        servers add to it with older ones. Who streams has been told of it, and goes on."""
+    def _restart_unfinished(self) -> None:
+        """Restart all unfinished requests after a rollback of the run: tokens of withdrawn weights do not count, nor
+        would the tokens that servers add with older ones. Streams continue, because their tokens have been
+        delivered."""
         taken_back = [sent.job for sent in self._sent.values() if not sent.job.request.stream]
         for job in taken_back:
             self._recall(job)
         self._waiting.extendleft(reversed(taken_back))
         for job in self._waiting:
-            job.begin_again()
+            job.restart()
 
-    def _recall(self, job: Job) -> None:
-        """From the server that has it, if one has."""
+    def _recall(self, job: ManagerJob) -> None:
+        """Take a job back from the server that has it, if any."""
         if (sent := self._take_back(job.number)) is not None:
             self._endpoint.send(sent.member.process, Cancel(job.number))
 
-    def _unanswered(self) -> list[Job]:
+    def _unanswered(self) -> list[ManagerJob]:
         return [*self._waiting, *(sent.job for sent in self._sent.values())]
 
     def _answer_retiring(self) -> None:
@@ -318,8 +323,8 @@ class Manager:
     # Requests.
 
     def _dispatch(self) -> str:
-        """Send on what can be sent; gives the reason why the rest, if any, waits."""
-        unservable: dict[int, Choice] = {}
+        """Send the requests that can be sent; return the reason why the others, if any, wait."""
+        unservable: dict[int, RoutingChoice] = {}
         now = self._clock.monotonic()
         jobs, self._waiting = self._waiting, deque()
         for job in jobs:
@@ -336,7 +341,7 @@ class Manager:
                 self._waiting.append(job)
         return "; ".join(choice.reason for choice in unservable.values())
 
-    def _choose(self, job: Job) -> Choice:
+    def _choose(self, job: ManagerJob) -> RoutingChoice:
         return choose(
             self._fleet.views(),
             version=job.request.version,
@@ -346,7 +351,7 @@ class Manager:
             turn=self._num_sent,
         )
 
-    def _send(self, job: Job, process: str, *, timeout_s: float) -> None:
+    def _send(self, job: ManagerJob, process: str, *, timeout_s: float) -> None:
         member = self._fleet.living(process)
         assert member is not None, f"{process} was chosen and is dead"
         if job.number:
@@ -367,8 +372,8 @@ class Manager:
         return sent
 
     def _produced(self, process: str, body: Produced) -> None:
-        """Keep what a server says of requests that it was sent, under the numbers that they were sent with: what comes
-        late, of an attempt that was given up, may be other tokens than those of the next one."""
+        """Store the tokens that a server reports, by the number that each request was sent with: late reports of an
+        abandoned attempt may have other tokens than the next attempt."""
         for number, fragments in body.fragments.items():
             sent = self._sent.get(number)
             if sent is None or sent.member.process != process:
@@ -378,14 +383,14 @@ class Manager:
             except KintsugiError as error:
                 self._distrust(sent.member, error)
 
-    def _take(self, job: Job, new: tuple[Fragment, ...]) -> None:
+    def _take(self, job: ManagerJob, new: tuple[Fragment, ...]) -> None:
         if new and job.request.stream and not job.ended:
-            job.asker.produced(new)
+            job.requester.produced(new)
 
     def _settled(self, number: int, pending: PendingReply) -> None:
         sent = self._take_back(number)
         if sent is None:
-            return  # It was cancelled.
+            return  # Cancelled meanwhile.
         job, member = sent.job, sent.member
         try:
             generated = pending.result().expect(Generated)
@@ -397,54 +402,55 @@ class Manager:
             return
         member.suspect = False
         if job.ended:
-            return  # By the asker, when it was told of the tokens.
-        self._go_on(job, member)
+            return  # Cancelled by the requester when it received the tokens.
+        self._continue(job, member)
 
-    def _go_on(self, job: Job, member: Member) -> None:
-        """With what is left to be done of it; nothing may be, though its server died before it could answer."""
+    def _continue(self, job: ManagerJob, member: ManagedServer) -> None:
+        """Continue with the unfinished samples; there may be none, if the server died before it could reply."""
         if job.transcript.num_unfinished:
             self._waiting.append(job)
             return
         job.ended = True
         request, completions = job.request, job.transcript.completions()
         SPANS.add("request", {**subject(request), "server": member.process}, since=job.since)
-        job.asker.done(Generated(request.ticket, request.turn, completions, member.process))
+        job.requester.done(Generated(request.ticket, request.turn, completions, member.process))
 
-    def _failed(self, job: Job, member: Member, error: KintsugiError) -> None:
-        """Tell the asker of its own mistakes; try everything else on another server, while that may help."""
+    def _failed(self, job: ManagerJob, member: ManagedServer, error: KintsugiError) -> None:
+        """Report the requester's own mistakes; retry everything else on another server while that may help."""
         if not isinstance(error, ProcessDied):
             job.num_faults += 1
         if isinstance(error, DeadlineExceeded):
             self._endpoint.send(member.process, Cancel(job.number))
         is_user_error = (
-            isinstance(error, RemoteError) and error.cause is not None and error.cause.kind in _USER_ERRORS
+            isinstance(error, RemoteError) and error.cause is not None and error.cause.kind in USER_ERRORS
         )
         if not is_user_error:
             self._distrust(member, error)
         if is_user_error or isinstance(error, DeadlineExceeded) or job.num_faults >= MAX_ATTEMPTS:
             job.ended = True
-            job.asker.failed(error)
+            job.requester.failed(error)
         else:
             job.last_error = error
-            self._go_on(job, member)
+            self._continue(job, member)
 
-    def _distrust(self, member: Member, error: KintsugiError) -> None:
+    def _distrust(self, member: ManagedServer, error: KintsugiError) -> None:
         if not member.suspect and not isinstance(error, ProcessDied):
-            self._note(f"{member.process} is suspect: {error}")
+            self._emit(Note(f"{member.process} is suspect: {error}"))
         member.doubt(self._clock.monotonic())
 
-    def _expire(self, job: Job, *, now: float, reason: str) -> None:
+    def _expire(self, job: ManagerJob, *, now: float, reason: str) -> None:
         cause = None if job.last_error is None else job.last_error.cause
         what = f"Generate {job.request.ticket}: {reason}"
         job.ended = True
-        job.asker.failed(
+        job.requester.failed(
             DeadlineExceeded(whom="a generation server", what=what, waited_s=now - job.since, cause=cause)
         )
 
     # Declared waits.
 
     def _declare(self, reason: str) -> None:
-        """Say for whom this process waits: a server that owes answers, weights that are being loaded, a queue."""
+        """Declare what this process waits for: a server with unanswered requests, weights that are being loaded, a
+        queue."""
         waits: dict[str, Wait] = {}
         for member in self._fleet:
             if member.sent:
@@ -464,22 +470,17 @@ class Manager:
 
 
 def main(bootstrap: Bootstrap) -> int:
-    """Run the manager's loop until the master, or the end of the lifeline, tells it to end."""
-    config = load_config(Path(bootstrap.run_dir) / "config.yaml")
+    """Run the manager's loop until the master, or the end of the lifeline, ends it."""
+    config = load_config(RunFolder(bootstrap.run_dir).config_file)
     endpoint = open_endpoint(bootstrap)
     membership = Membership(endpoint, bootstrap, capabilities={})
-
-    def lifeline_ended() -> None:
-        endpoint.unwatch(bootstrap.lifeline)
-        membership.shutdown_reason = "agent and launcher are gone"
-
-    endpoint.watch(bootstrap.lifeline, lifeline_ended)
+    membership.end_with_lifeline(bootstrap.lifeline)
     with closing(
-        EventLog(events_path(bootstrap.run_dir, bootstrap.process), process=bootstrap.process)
+        EventLog(RunFolder(bootstrap.run_dir).events_file(bootstrap.process), process=bootstrap.process)
     ) as events:
-        manager = Manager(
+        manager = GenerationManager(
             endpoint,
-            note=lambda message: events.emit(Note(message)),
+            emit=events.emit,
             strategy=config.generation.strategy,
             weights_deadline_s=config.weights.deadline_s,
         )

@@ -1,7 +1,7 @@
-"""What is known of the completions of one `Generate`, whoever produced them: every token once, in order. Pure.
+"""All known tokens of the completions of one `Generate`, from any server: every token once, in order. Pure.
 
-A server says what it produces while it works (`Fragment`), and all of it once more when it answers (`Completion`). If
-it dies in between, the next one goes on from what is known here; what it answers must begin with that.
+A server reports what it produces while it works (`Fragment`), and all of it again when it replies (`Completion`). If it
+dies in between, the next server continues from the tokens known here; its reply must begin with them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kintsugi.errors import IntegrityError
-from kintsugi.messages import Generate, Generated
-from kintsugi.types import Completion, Finish, Fragment
+from kintsugi.protocol.generation import Generate, Generated
+from kintsugi.types import Completion, FinishReason, Fragment
 
 _ITEM_BYTES = 4
 
@@ -21,7 +21,7 @@ class _Sample:
     def __init__(self, widths: Sequence[int]) -> None:
         self.widths = widths
         self.columns = tuple(bytearray() for _ in widths)
-        self.finish: Finish | None = None
+        self.finish: FinishReason | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -29,7 +29,7 @@ class _Sample:
 
 
 class Transcript:
-    """`Transcript(request)` begins with what the request brings along."""
+    """`Transcript(request)` begins with the tokens that the request brings along."""
 
     def __init__(self, request: Generate) -> None:
         self._name = f"{request.ticket} turn {request.turn}"
@@ -46,12 +46,13 @@ class Transcript:
         return tuple(number for number, sample in self._samples.items() if sample.finish is None)
 
     def add(self, fragments: Iterable[Fragment]) -> tuple[Fragment, ...]:
-        """Take what is new of them and give that. What does not follow on what is known is left out: something before
-        it was lost, and comes with the answer."""
+        """Add new tokens and return those that were new. A fragment that does not follow the known tokens is left out:
+        an earlier one was lost, and its tokens arrive with the reply."""
         return tuple(new for fragment in fragments if (new := self._add(fragment)) is not None)
 
     def settle(self, completion: Completion) -> tuple[Fragment, ...]:
-        """Take what a server answered; it must begin with what is known. Gives what is new of it."""
+        """Add the completion that a server replied with, which must begin with the known tokens. Return the new
+        tokens."""
         whole = Fragment(completion.sample, 0, *_columns(completion), completion.finish)
         known = self._samples.get(completion.sample)
         if known is not None and known.num_tokens > len(completion.tokens) // _ITEM_BYTES:
@@ -62,7 +63,7 @@ class Transcript:
         return self.add((whole,))
 
     def produced(self) -> tuple[Completion, ...]:
-        """What there is of unfinished samples: whoever goes on with them begins with it."""
+        """Tokens of the unfinished samples, with which another server continues."""
         return tuple(
             self._completion(number)
             for number, sample in self._samples.items()
@@ -70,7 +71,7 @@ class Transcript:
         )
 
     def completions(self) -> tuple[Completion, ...]:
-        """In the order in which they were wanted."""
+        """Completions in the order in which they were requested."""
         return tuple(self._completion(number) for number in self._samples)
 
     def _completion(self, number: int) -> Completion:
@@ -86,7 +87,7 @@ class Transcript:
         if overlap < 0:
             return None
         for column, more, width in zip(sample.columns, columns, sample.widths, strict=True):
-            # `more` may end before what is known does: it is an old one.
+            # `more` may end before the known tokens do: it is an old fragment.
             differs = not column.startswith(more[: overlap * width], fragment.offset * width)
             if differs or (sample.finish is not None and end > known):
                 raise IntegrityError(
@@ -103,7 +104,7 @@ class Transcript:
         return Fragment(fragment.sample, known, new[0], new[1], new[2], new[3], new[4], fragment.finish)
 
     def _verified(self, fragment: Fragment, columns: Sequence[bytes]) -> _Sample:
-        """Of a sample that is wanted, all columns as long as each other, not longer than was asked for."""
+        """Check that a fragment belongs to a requested sample, has columns of equal length and is not too long."""
         sample = self._samples.get(fragment.sample)
         where = self._where(fragment.sample)
         if sample is None:
@@ -127,7 +128,7 @@ def _columns(part: Fragment | Completion) -> tuple[bytes, bytes, bytes, bytes, b
 
 
 def verify_answer(generated: Generated, request: Generate, *, server: str) -> None:
-    """The answer must be to this request, and have all of its samples."""
+    """Check that a reply answers this request and has all of its samples."""
     found = tuple(sorted(completion.sample for completion in generated.completions))
     if (generated.ticket, generated.turn, found) != (
         request.ticket,

@@ -1,6 +1,6 @@
-"""What the master computes about the samples of a batch: rewards in their final form, advantages, denominators.
+"""Computations of the master on the samples of a batch: final rewards, advantages, denominators.
 
-Pure functions of scalars, without torch. Groups are told apart by ticket, never by text or position.
+Pure functions of scalars, without torch. Groups are identified by ticket, never by text or position.
 
 A sample is *valid* when it is in the batch (what was quarantined never gets there) and not masked. A masked sample
 (`mask_truncated`, and it ended by length) neither learns nor counts: not in its group's statistics, not in a
@@ -11,16 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from math import sqrt
+from math import isfinite, sqrt
 
-from kintsugi.stages import Stage
-from kintsugi.types import Finish, SampleMeta, ShardItem, staleness, ticket_of
+from kintsugi.config.custom_algorithm import FIELD, custom_algorithm
+from kintsugi.config.stages import Stage
+from kintsugi.errors import UserError
+from kintsugi.types import FinishReason, SampleMeta, ShardItem, staleness, ticket_of
 
 STD_EPSILON = 1e-4
 """Added to the group's standard deviation, as TRL does."""
 
 Scalars = dict[str, dict[str, float]]
-"""Values by name and sample key; each function says which of them comes first."""
+"""Values by name and sample key; each function documents which of them is the outer key."""
 
 
 def group_advantages(rewards: Sequence[float], *, scale_by_std: bool) -> list[float]:
@@ -37,7 +39,7 @@ def group_advantages(rewards: Sequence[float], *, scale_by_std: bool) -> list[fl
 
 
 def leave_one_out(rewards: Sequence[float], *, scale_by_std: bool) -> list[float]:
-    """Each reward less the mean of the others', which does not depend on the sample itself: an unbiased baseline.
+    """Each reward less the mean of the other rewards, which does not depend on the sample itself: an unbiased baseline.
 
     >>> leave_one_out([1.0, 0.0, 0.5], scale_by_std=False)
     [0.75, -0.75, 0.0]
@@ -50,13 +52,13 @@ def leave_one_out(rewards: Sequence[float], *, scale_by_std: bool) -> list[float
 
 
 def standard_deviation(values: Sequence[float]) -> float:
-    """With n − 1 in the denominator, of at least two values."""
+    """Standard deviation with n − 1 in the denominator, of at least two values."""
     mean = sum(values) / len(values)
     return sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
 def has_equal_rewards(rewards: Sequence[float]) -> bool:
-    """Whether a group's valid rewards can not tell its samples apart, also because there are fewer than two."""
+    """Whether all valid rewards of a group are equal, which includes groups with fewer than two."""
     return all(reward == rewards[0] for reward in rewards)
 
 
@@ -72,12 +74,12 @@ def overlong_cost(num_tokens: int, *, max_new_tokens: int, buffer: int, penalty:
 
 
 def is_masked(stage: Stage, meta: SampleMeta) -> bool:
-    """Whether nothing is learned from a sample."""
-    return stage.algorithm.mask_truncated and meta.finish is Finish.LENGTH
+    """Whether a sample is excluded from learning."""
+    return stage.algorithm.mask_truncated and meta.finish is FinishReason.LENGTH
 
 
 def shaped_reward(stage: Stage, meta: SampleMeta, *, max_new_tokens: int) -> float:
-    """The reward as far as the sample alone decides it: before a reward model's score and before any KL."""
+    """Reward that depends on the sample alone: before the score of a reward model and before any KL."""
     algorithm = stage.algorithm
     return meta.reward - overlong_cost(
         meta.num_loss_tokens,
@@ -90,8 +92,9 @@ def shaped_reward(stage: Stage, meta: SampleMeta, *, max_new_tokens: int) -> flo
 def is_uninformative(stage: Stage, group: Sequence[SampleMeta], *, max_new_tokens: int) -> bool:
     """Whether a group's valid samples all earned the same, or there are fewer than two: DAPO replaces such groups.
 
-    Decided on the shaped reward without KL, which moves no two samples apart that the task holds equal. A reward
-    model's score is known only in the batch and is hardly ever equal, so with one no group is uninformative beforehand.
+    Decided on the shaped reward without KL, because KL must not separate samples that the task scores equally. The
+    score of a reward model is known only in the batch and is hardly ever equal, so with one no group of two or more
+    valid samples is uninformative.
     """
     valid = [meta for meta in group if not is_masked(stage, meta)]
     if stage.reward_model is not None and len(valid) > 1:
@@ -102,14 +105,14 @@ def is_uninformative(stage: Stage, group: Sequence[SampleMeta], *, max_new_token
 def initial_values(
     stage: Stage, metas: Sequence[SampleMeta], *, max_new_tokens: int, version: int
 ) -> Scalars:
-    """Sample key → what its item carries before any call: `reward` (shaped), `truncated`, `mask` (0: learn nothing),
-    `staleness` against the weights `version` with which the step begins; where rollouts are only kept, the rewards by
-    function too."""
+    """Sample key → values before any call: `reward` (shaped), `truncated`, `mask` (0: excluded from learning),
+    `staleness` against the weights `version` with which the step begins; for runs that only keep rollouts, also the
+    rewards by function."""
     keeps = stage.algorithm.name == "rollout"
     return {
         meta.key: {
             "reward": shaped_reward(stage, meta, max_new_tokens=max_new_tokens),
-            "truncated": float(meta.finish is Finish.LENGTH),
+            "truncated": float(meta.finish is FinishReason.LENGTH),
             "mask": float(not is_masked(stage, meta)),
             "staleness": float(staleness(meta.version, step=version + 1)),
             **{f"reward/{name}": value for name, value in meta.reward_components.items() if keeps},
@@ -133,7 +136,7 @@ def batch_totals(stage: Stage, metas: Sequence[SampleMeta], *, max_new_tokens: i
 
 
 def final_reward(stage: Stage, item: ShardItem) -> float:
-    """What a group algorithm compares: reward and weighted score, less β × the sample's KL where that is a reward."""
+    """Reward that a group algorithm compares: reward plus weighted score, less β × KL where KL is part of it."""
     return stage.total_reward(item.values) - stage.algorithm.beta * item.values.get("reference_kl", 0.0)
 
 
@@ -161,3 +164,35 @@ MASTER_CALLS: Mapping[str, Callable[[Stage, Sequence[ShardItem]], Scalars]] = {
     "leave_one_out": partial(advantages, baseline=leave_one_out),
 }
 """The interfaces of calls that the master carries out: output key → sample key → value."""
+
+CUSTOM_ADVANTAGES = "custom_advantages"
+"""Interface of the master's call that runs `CustomAlgorithm.group_advantages`."""
+
+
+def master_call(stage: Stage, interface: str, items: Sequence[ShardItem]) -> Scalars:
+    """Carry out one call of the master: a built-in one, or the custom algorithm's advantages."""
+    if interface == CUSTOM_ADVANTAGES:
+        return advantages(stage, items, baseline=partial(_custom_advantages, stage))
+    return MASTER_CALLS[interface](stage, items)
+
+
+def _custom_advantages(stage: Stage, rewards: Sequence[float], *, scale_by_std: bool) -> list[float]:
+    """Call the user's function and check its result; a group of fewer than two valid samples has no baseline."""
+    custom = custom_algorithm(stage.algorithm)
+    assert custom is not None and custom.group_advantages is not None
+    if len(rewards) < 2:
+        return [0.0] * len(rewards)
+    try:
+        found = [float(each) for each in custom.group_advantages(list(rewards), scale_by_std=scale_by_std)]
+    except Exception as error:
+        raise _refusal(stage, rewards, f"{type(error).__name__}: {error}") from error
+    if len(found) != len(rewards) or not all(map(isfinite, found)):
+        raise _refusal(stage, rewards, str(found))
+    return found
+
+
+def _refusal(stage: Stage, rewards: Sequence[float], found: str) -> UserError:
+    return UserError(
+        f"`{FIELD}`: expected {len(rewards)} finite numbers from `group_advantages` of {stage.algorithm.custom} for "
+        f"rewards {list(rewards)}, got {found}"
+    )

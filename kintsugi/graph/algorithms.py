@@ -1,15 +1,17 @@
-"""The algorithms, one function each: a step as the list of its model calls, whose edges follow from their keys.
+"""The built-in algorithms, one function each: a step as a list of model calls, whose edges follow from their keys.
 
-A call reads and gives named values per sample; calls without an edge between them run at the same time. What one
-algorithm does otherwise than another within the same calls is said by values of `config.Algorithm`, of which each has
-its own (`config.ALGORITHM_DEFAULTS`); the docstrings here name them.
+A call reads and writes named values per sample; calls without an edge between them run at the same time. Algorithms
+that consist of the same calls differ by the values of `config.Algorithm`. `config.ALGORITHM_DEFAULTS` has each
+algorithm's own values; the docstrings here name them.
 
-To add one, write a function that returns a `Graph`, name it in `ALGORITHMS`, and give whatever interface it names that
-does not exist yet to the master (`graph/advantages.py`) or to the trainer (`training/interfaces.py`).
+An algorithm in the user's own code is a `CustomAlgorithm` (`config/custom_algorithm.py`): it builds its graph from the
+parts in this module, or takes the graph of its base. To add a built-in one, write a function that returns a `Graph`,
+name it in `ALGORITHMS`, and add an interface that does not exist yet to the master (`graph/advantages.py`) or to the
+trainer (`training/model_calls.py`).
 
 Notation: π the policy, μ the policy that sampled, A the advantage, ρ = π/prox per token, r the reward of a sample. The
 proximal policy prox is μ in a synchronous run. Where samples are older than the weights with which a step begins, it is
-that policy (`algorithm.proximal`), and prox/μ, capped, weighs the loss: PPO's objective decoupled from who sampled.
+that policy (`algorithm.proximal`), and prox/μ, capped, is a weight in the loss: PPO's objective, decoupled from μ.
 Hilton et al. 2021 (arXiv 2110.00641), Fu et al. 2025 (arXiv 2505.24298). This holds for all algorithms that sample.
 """
 
@@ -17,9 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from kintsugi.config.custom_algorithm import FIELD, CustomAlgorithm, custom_algorithm
+from kintsugi.config.schema import COMPARE_SAMPLES
+from kintsugi.config.stages import Stage
+from kintsugi.errors import ConfigError
+from kintsugi.graph.advantages import CUSTOM_ADVANTAGES, MASTER_CALLS
 from kintsugi.graph.dfg import Graph
 from kintsugi.graph.mfc import Call, Key, Per
-from kintsugi.stages import Stage
 from kintsugi.types import Role
 
 PROMPT = Key("prompt", "text")
@@ -29,20 +35,20 @@ LOSS_MASK = Key("loss_mask", "uint8", ("tokens",))
 LOGPROBS = Key("logprobs", "float32", ("tokens",))
 REFERENCE_LOGPROBS = Key("reference_logprobs", "float32", ("tokens",))
 PROXIMAL_LOGPROBS = Key("proximal_logprobs", "float32", ("tokens",))
-"""Of the policy with which the step begins."""
+"""Log-probabilities under the policy with which the step begins."""
 REFERENCE_KL = Key("reference_kl", "float32")
-"""The sample's estimated KL to the reference, summed over its tokens."""
+"""Estimated KL of the sample to the reference, summed over its tokens."""
 REWARD = Key("reward", "float32")
 SCORE = Key("score", "float32")
-"""Of the reward model."""
+"""Score of the reward model."""
 VALUES = Key("values", "float32", ("tokens",))
-"""Of the state before each token, and of the one after the last."""
+"""Value of the state before each token, and of the state after the last one."""
 ADVANTAGE = Key("advantage", "float32")
-"""One for all tokens of the sample."""
+"""Advantage of the sample, the same for all its tokens."""
 TOKEN_ADVANTAGES = Key("token_advantages", "float32", ("tokens",))
 RETURNS = Key("returns", "float32", ("tokens",))
 UPDATE = Key("update", "float32", ("state",))
-"""The new state itself; ranks vouch for it by its digest, which the executor compares."""
+"""The new state of the model. Ranks report its digest, and the executor compares the digests."""
 CRITIC_UPDATE = Key("critic_update", "float32", ("state",))
 
 FORWARD, FORWARD_BACKWARD = 2, 6
@@ -80,7 +86,7 @@ def dpo(stage: Stage) -> Graph:
 
 
 def ppo(stage: Stage) -> Graph:
-    """Proximal policy optimisation with a critic: every token has an advantage of its own.
+    """Proximal policy optimisation with a critic: every token has its own advantage.
 
     A token's reward is −β·KL estimate and, at the last token, r besides. A = Σ (γλ)^k δ over the tokens that the policy
     chose, δ = reward + γ V(next state) − V(state); V after the last token is 0 for a true end and the critic's value
@@ -173,7 +179,7 @@ def reinforce_pp(stage: Stage) -> Graph:
 
 
 def rollout(stage: Stage) -> Graph:
-    """No learning: completions are sampled, scored and kept in the run folder, to be trained on later."""
+    """Sampling without learning: completions are scored and kept in the run folder, as data for later training."""
     return graph(generate(), reward(), train("store_rollouts", LOGPROBS, REWARD, name="store_rollouts"))
 
 
@@ -183,13 +189,97 @@ ALGORITHMS: Mapping[str, Callable[[Stage], Graph]] = {
 }
 
 
+MODEL_INTERFACES = frozenset(
+    {"sft_train", "policy_train", "dpo_train", "reward_train", "critic_train", "store_rollouts"}
+    | {"reference_inference", "proximal_inference", "critic_inference", "reward_inference"}
+    | {"gae", "reward_to_go"}
+)
+"""Interfaces that the ranks can carry out; `training/model_calls.py` has the methods."""
+
+
 def build_graph(stage: Stage) -> Graph:
     """The graph of one stage of the run."""
-    return ALGORITHMS[stage.algorithm.name](stage)
+    custom = custom_algorithm(stage.algorithm)
+    if custom is None:
+        return ALGORITHMS[stage.algorithm.name](stage)
+    return _custom_graph(stage, custom)
+
+
+def _custom_graph(stage: Stage, custom: CustomAlgorithm) -> Graph:
+    """The graph of a custom algorithm. ConfigError names what no process of a run could carry out."""
+    name, base = stage.algorithm.name, ALGORITHMS[stage.algorithm.name](stage)
+    if custom.base != name:
+        raise _refusal(
+            stage, f"a custom algorithm with the base {name}, as `algorithm.name` says", custom.base
+        )
+    if custom.graph is not None:
+        built = _call_graph_function(stage, custom.graph)
+    elif custom.group_advantages is None:
+        built = base
+    elif name in COMPARE_SAMPLES:
+        built = group_policy_gradient(stage, baseline=CUSTOM_ADVANTAGES)
+    else:
+        usable = f"`group_advantages` with a base of {', '.join(sorted(COMPARE_SAMPLES))}, or with a `graph`"
+        raise _refusal(stage, usable, f"the base {name}, whose advantages are per token")
+    _check_custom_calls(stage, custom, built, base=base)
+    return built
+
+
+def _call_graph_function(stage: Stage, function: Callable[[Stage], Graph]) -> Graph:
+    try:
+        built: object = function(stage)
+    except ConfigError as error:
+        raise ConfigError(f"`{FIELD}` ({stage.algorithm.custom}): {error}") from error
+    except Exception as error:
+        raise _refusal(stage, "a Graph from `graph`", f"{type(error).__name__}: {error}") from error
+    if not isinstance(built, Graph):
+        raise _refusal(stage, "a Graph from `graph`", type(built).__name__)
+    return built
+
+
+def _check_custom_calls(stage: Stage, custom: CustomAlgorithm, built: Graph, *, base: Graph) -> None:
+    """Refuse calls that no process of the run knows, and functions that no call uses."""
+    known = {
+        Role.MASTER: {*MASTER_CALLS}
+        | ({CUSTOM_ADVANTAGES} if custom.group_advantages is not None else set()),
+        Role.MODEL: _usable_interfaces(stage),
+    }
+    for call in built.calls.values():
+        if call.per is Per.GROUP:
+            if base.calls.get(call.name) != call:
+                names = ", ".join(each.name for each in base.calls.values() if each.per is Per.GROUP)
+                raise _refusal(
+                    stage, f"the calls {names} of {custom.base}, unchanged, per group", f"{call.name!r}"
+                )
+        elif call.interface not in known.get(call.role, ()):
+            choices = ", ".join(sorted(known.get(call.role, ())))
+            raise _refusal(
+                stage, f"call {call.name!r} to name an interface of {choices}", f"{call.interface!r}"
+            )
+    used = {call.interface for call in built.calls.values()}
+    for field, interface in (("group_advantages", CUSTOM_ADVANTAGES), ("token_loss", "policy_train")):
+        if getattr(custom, field) is not None and interface not in used:
+            raise _refusal(
+                stage, f"a call with the interface {interface!r}, because `{field}` is given", "none"
+            )
+    if "update" not in built.wanted:
+        raise _refusal(stage, "a call that trains the actor (key `update`)", "none")
+
+
+def _usable_interfaces(stage: Stage) -> set[str]:
+    """Interfaces whose models a stage has."""
+    missing = set() if stage.has_critic else {"critic_train", "critic_inference", "gae"}
+    missing |= set() if stage.has_reference else {"reference_inference"}
+    missing |= set() if stage.reward_model is not None else {"reward_inference"}
+    return set(MODEL_INTERFACES) - missing
+
+
+def _refusal(stage: Stage, expected: str, found: str) -> ConfigError:
+    return ConfigError(f"`{FIELD}` ({stage.algorithm.custom}): expected {expected}, got {found}")
 
 
 def group_policy_gradient(stage: Stage, *, baseline: str) -> Graph:
-    """What the critic-free algorithms of groups share: one advantage per sample, from its group's rewards."""
+    """Graph of the critic-free algorithms: one advantage per sample, from the rewards of its group."""
     return graph(
         generate(),
         reward(),
@@ -225,13 +315,13 @@ def inference(name: str, *outputs: Key, interface: str = "") -> Call:
 
 
 def reward_inference(stage: Stage) -> list[Call]:
-    """The reward model's score, where there is one."""
+    """Scores of the reward model, if the stage has one."""
     return [inference("reward_inference", SCORE)] if stage.reward_model else []
 
 
 def reference_inference(stage: Stage, *, summed: bool = False) -> list[Call]:
-    """The reference's log-probabilities, where the KL weighs something; also the KL `summed` over each sample where it
-    is taken off the reward of the whole sample."""
+    """Log-probabilities under the reference model, unless the weight of the KL is 0; also the KL `summed` over each
+    sample where it is subtracted from the reward of the whole sample."""
     if not stage.has_reference:
         return []
     outputs = (REFERENCE_LOGPROBS, REFERENCE_KL) if summed else (REFERENCE_LOGPROBS,)
@@ -239,15 +329,15 @@ def reference_inference(stage: Stage, *, summed: bool = False) -> list[Call]:
 
 
 def proximal_inference(stage: Stage) -> list[Call]:
-    """The log-probabilities of the policy with which the step begins, where updates are to stay close to it and there
-    are several; a single one starts from them."""
+    """Log-probabilities under the policy with which the step begins, for stages with several updates that must stay
+    close to it; a single update starts from that policy."""
     if not stage.asks_proximal:
         return []
     return [inference("prox_inference", PROXIMAL_LOGPROBS, interface="proximal_inference")]
 
 
 def group_advantage(stage: Stage, interface: str) -> Call:
-    """Each sample against its group; the master has all rewards and needs no model for it."""
+    """Advantage of each sample within its group; the master has all rewards and needs no model for it."""
     inputs = [REWARD]
     if stage.reward_model:
         inputs.append(SCORE)
@@ -257,7 +347,7 @@ def group_advantage(stage: Stage, interface: str) -> Call:
 
 
 def token_advantage(stage: Stage, interface: str) -> Call:
-    """Advantages per token, whitened over the batch; returns and values stay where the critic learns from them."""
+    """Advantages per token, whitened over the batch; returns and values stay on the rank that trains the critic."""
     inputs, outputs = [LOGPROBS, REWARD], [TOKEN_ADVANTAGES]
     if stage.reward_model:
         inputs.append(SCORE)
@@ -276,14 +366,14 @@ def train(interface: str, *inputs: Key, name: str = "actor_train") -> Call:
 
 
 def policy_train(stage: Stage, advantages: Key) -> Call:
-    """The actor's update by policy gradient; where there is a reference, the distance to it is at least reported."""
+    """The actor's update by policy gradient; with a reference model, the distance to it is at least reported."""
     reference = (REFERENCE_LOGPROBS,) if stage.has_reference else ()
     proximal = (PROXIMAL_LOGPROBS,) if stage.asks_proximal else ()
     return train("policy_train", LOGPROBS, advantages, *reference, *proximal)
 
 
 def critic_train() -> Call:
-    """The critic's update, beside the actor's."""
+    """The critic's update, at the same time as the actor's."""
     reads = (TOKENS, LOSS_MASK, VALUES, RETURNS)
     return Call(
         "critic_train",

@@ -1,6 +1,6 @@
 """The dataflow graph: calls get their edges from the keys they read and write.
 
-Built once, before any process starts; whatever is wrong with it is refused with the names involved.
+Built once, before any process starts. A graph that can not be walked is refused with the names involved.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from kintsugi.graph.mfc import Call, Key
 class Graph:
     """Calls in an order that respects their edges.
 
-    `sources` are the keys that enter from data; `wanted` are the keys that leave the graph (an update is wanted, a
-    value nobody reads is a mistake).
+    `sources` are the keys that enter from data; `wanted` are the keys that leave the graph. A value that is neither
+    read nor wanted is a mistake.
     """
 
     def __init__(self, calls: Iterable[Call], *, sources: Iterable[Key], wanted: Iterable[str]) -> None:
@@ -124,5 +124,5 @@ class Graph:
             if not useful:
                 names = ", ".join(f"'{key.name}'" for key in call.outputs) or "nothing"
                 raise ConfigError(
-                    f"graph: call '{call.name}' gives {names}, which no call reads and nobody wants"
+                    f"graph: call '{call.name}' gives {names}, which no call reads and the graph does not want"
                 )

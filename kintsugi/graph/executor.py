@@ -1,14 +1,14 @@
-"""Walks one batch through the graph's batch calls. Pure: it is told what happened and says what to send.
+"""Execution of one batch by the batch calls of a graph. Pure: it receives answers and returns what to send.
 
 A call is ready when all its parents are done; ready calls are sent out at the same time, in the graph's order. Each is
-cut into logical shards, balanced by tokens, and the shards go to the workers of its role by plan (`dataplane/`); cut
-and plan are the same for all calls, so what a worker keeps of a sample it keeps for the calls that read it. A call is
-done when every worker answered and the answers were validated. What the master computes itself happens as soon as it
-is ready.
+cut into logical shards, balanced by tokens, and the shards go to the workers of its role by plan (`dataplane/`). Cut
+and plan are the same for all calls, so results that a worker keeps of a sample are there for the calls that read them.
+A call is done when every worker has answered and the answers were validated. Calls of the master are computed as soon
+as they are ready.
 
-A worker is never sent a call before one that precedes it in the graph's order, and is told what it has been sent
-already (`Dispatch.after`): ranks that work their calls off in this one order never meet in different collectives. The
-last training call of the order leaves every rank prepared, and only then do their states have to agree.
+A worker is never sent a call before one that precedes it in the graph's order, and each dispatch lists the calls that
+were sent before (`CallDispatch.after`): ranks that execute their calls in this one order never meet in different
+collectives. The last training call of the order leaves every rank prepared; only then their states have to agree.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from kintsugi.buffer.packing import logical_shards, shards_of_rank
-from kintsugi.dataplane.plan import Plan, in_order
+from kintsugi.dataplane.plan import TransferPlan, in_order
+from kintsugi.errors import StatesDiverged
 from kintsugi.graph.dfg import Graph
 from kintsugi.graph.mfc import Call, Per
-from kintsugi.messages import CallDone
-from kintsugi.transfers import Routes, Transfer
+from kintsugi.protocol.sample_transfer import Routes, Transfer
+from kintsugi.protocol.training import CallDone
+from kintsugi.samples.sharding import logical_shards, shards_of_rank
 from kintsugi.types import LogicalShard, Role, ShardItem
 
 Compute = Callable[[str, Sequence[ShardItem]], Mapping[str, Mapping[str, float]]]
-"""(interface, items of the batch) → output → sample → value: what the master computes itself, from scalars."""
-Planner = Callable[[Sequence[LogicalShard], Sequence[str]], Plan]
-"""(shards, ranks) → which rank computes which block of shards, and how it gets their samples."""
+"""(interface, items of the batch) → output → sample → value: a call of the master, from scalars."""
+Planner = Callable[[Sequence[LogicalShard], Sequence[str]], TransferPlan]
+"""(shards, ranks) → the block of shards of each rank, and the way of their samples to it."""
 
 
-class Dispatch(msgspec.Struct, frozen=True):
-    """Send this part of a call to this worker."""
+class CallDispatch(msgspec.Struct, frozen=True):
+    """Part of a call to be sent to one worker."""
 
     call: Call
     worker: str
@@ -42,13 +43,13 @@ class Dispatch(msgspec.Struct, frozen=True):
     after: tuple[str, ...] = ()
     """Calls that the worker was sent before this one."""
     prepares: bool = False
-    """No training call follows it."""
+    """Whether it is the last training call, after which every rank is prepared."""
     blocks: tuple[int, ...] = ()
     routes: Routes = Routes()
 
 
 class CallSpan(msgspec.Struct, frozen=True):
-    """When a call ran, for the record."""
+    """Time at which a call ran, for the record."""
 
     call: str
     start: float
@@ -56,11 +57,11 @@ class CallSpan(msgspec.Struct, frozen=True):
     workers: tuple[str, ...]
 
 
-class Walk:
-    """One batch on its way through the batch calls.
+class GraphExecution:
+    """Progress of one batch through the batch calls.
 
     >>> ranks = {Role.MODEL: ["model-0", "model-1"]}                                            # doctest: +SKIP
-    >>> walk = Walk(graph, items, workers=ranks, num_shards=4, compute=compute)                 # doctest: +SKIP
+    >>> walk = GraphExecution(graph, items, workers=ranks, num_shards=4, compute=compute)       # doctest: +SKIP
     >>> for dispatch in walk.ready(now=0.0): ...                                                # doctest: +SKIP
     >>> walk.answered("actor_train", "model-0", answer, now=1.0)                                # doctest: +SKIP
     """
@@ -90,24 +91,26 @@ class Walk:
         """Calls that were sent out, in their order."""
         self._last_training = [name for name in graph.order if graph.calls[name].trains][-1]
         self.answers: dict[str, dict[str, CallDone]] = {}
-        """Call → worker → its answer, of the calls that are done."""
+        """Call → worker → answer, for the calls that are done."""
         self.culprit = ""
-        """Who is to blame for the problem that `answered` gave; empty when nobody can be told."""
+        """Worker that caused the problem that `answered` returned; empty when that is unknown."""
+        self.divergence: StatesDiverged | None = None
+        """Ranks computed different states in the last training call."""
         self.spans: list[CallSpan] = []
 
     @property
     def finished(self) -> bool:
-        """Every call is done: every rank is prepared, and their states agree."""
+        """Whether every call is done: every rank is prepared, and their states agree."""
         return self._done >= set(self._graph.calls)
 
     @property
     def state_digest(self) -> str:
-        """Of the state that every rank has prepared."""
+        """Digest of the state that every rank has prepared."""
         return next(iter(self.answers[self._last_training].values())).state_digest
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of all calls together; every worker reports the same, under names that no other call uses."""
+        """Metrics of all calls together; all workers report the same values, and no two calls the same name."""
         merged: dict[str, float] = {}
         for name in self._sent:
             merged |= next(iter(self.answers[name].values())).metrics
@@ -115,7 +118,7 @@ class Walk:
 
     @property
     def transfers(self) -> dict[str, list[Transfer]]:
-        """Worker → what it fetched for the calls that are done."""
+        """Worker → its transfers for the calls that are done."""
         fetched: dict[str, list[Transfer]] = {}
         for answers in self.answers.values():
             for worker, answer in answers.items():
@@ -124,12 +127,12 @@ class Walk:
 
     @property
     def values(self) -> dict[str, dict[str, float]]:
-        """Sample → what is known of it by now, what calls gave included."""
+        """Sample → its values so far, including the outputs of calls."""
         return {key: item.values for key, item in self._items.items()}
 
-    def ready(self, *, now: float) -> list[Dispatch]:
-        """Start every call whose parents are done, in the graph's order, and give what is to be sent for it."""
-        dispatches: list[Dispatch] = []
+    def ready(self, *, now: float) -> list[CallDispatch]:
+        """Start every call whose parents are done, in the graph's order, and return the messages to send."""
+        dispatches: list[CallDispatch] = []
         blocked: set[Role] = set()
         for name in self._graph.order:
             call = self._graph.calls[name]
@@ -145,7 +148,7 @@ class Walk:
                 dispatches += self._send_out(call, now=now)
         return dispatches
 
-    def _send_out(self, call: Call, *, now: float) -> list[Dispatch]:
+    def _send_out(self, call: Call, *, now: float) -> list[CallDispatch]:
         workers = self._workers[call.role]
         assert len(workers) >= call.min_workers, f"{call.name}: {len(workers)} workers of {call.role}"
         self._open[call.name] = dict.fromkeys(workers)
@@ -161,12 +164,12 @@ class Walk:
             routes = Routes() if self._sent else self.plan.routes[rank]
             after = tuple(self._sent)
             blocks = () if list(self.plan.blocks) == list(range(len(workers))) else self.plan.blocks
-            dispatches.append(Dispatch(call, worker, rank, shards, after, prepares, blocks, routes))
+            dispatches.append(CallDispatch(call, worker, rank, shards, after, prepares, blocks, routes))
         self._sent.append(call.name)
         return dispatches
 
     def answered(self, call: str, worker: str, answer: CallDone, *, now: float) -> str | None:
-        """Take a worker's answer; returns what is wrong with it, or None. A repeated answer changes nothing."""
+        """Take a worker's answer; return the problem with it, or None. A repeated answer changes nothing."""
         waiting = self._open.get(call)
         if waiting is None or waiting.get(worker) is not None:
             return None
@@ -198,18 +201,20 @@ class Walk:
         return None
 
     def _disagreement(self, call: str, answers: Mapping[str, CallDone]) -> str | None:
-        """All workers must stand at the same state afterwards; whoever stands alone against the others is named."""
+        """Return the problem if workers ended in different states; a single deviating worker becomes the culprit."""
         counts = Counter(done.state_digest for done in answers.values())
         if len(counts) == 1:
             return None
         (right, most), (_, second), *_ = counts.most_common(2)
         if most > second:
             self.culprit = next(name for name, done in answers.items() if done.state_digest != right)
-        held = ", ".join(f"{name} {done.state_digest}" for name, done in answers.items())
+        states = {name: done.state_digest for name, done in answers.items()}
+        self.divergence = StatesDiverged(call, states)
+        held = ", ".join(f"{name} {state}" for name, state in states.items())
         return f"different states after {call}: {held}"
 
     def _merge(self, outputs: Mapping[str, Mapping[str, float]]) -> None:
-        """Per-sample scalars that a call gave travel with the samples to the calls that read them."""
+        """Add per-sample scalars of a call to the items, so that later calls receive them."""
         for name, values in outputs.items():
             for key, value in values.items():
                 item = self._items[key]

@@ -1,4 +1,4 @@
-"""A model function call (MFC): what it needs, what it gives, who carries it out, what it costs."""
+"""A model function call (MFC): inputs, outputs, role and cost."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kintsugi.types import Role
 
 
 class Per(StrEnum):
-    """What one execution of a call covers."""
+    """Extent of one execution of a call."""
 
     GROUP = "group"
-    """One ticket's samples, as soon as its inputs exist; a rollout worker carries it out where the samples lie."""
+    """The samples of one ticket, as soon as its inputs exist; executed by the rollout worker that holds them."""
     BATCH = "batch"
     """The whole optimizer batch, in shards over all workers of the role."""
 
@@ -37,24 +37,24 @@ class Call(msgspec.Struct, frozen=True):
 
     name: str
     role: Role
-    """Who carries it out; the master itself computes scalars from scalars."""
+    """Role of the processes that execute it; the master computes scalars from scalars."""
     per: Per
     interface: str
-    """Which function of the worker."""
+    """Name of the function that the role executes."""
     inputs: tuple[Key, ...]
     outputs: tuple[Key, ...]
     flops_per_token: float = 0.0
-    """Per model parameter and token: 2 for a forward pass, 6 with backward. 0 where no model runs."""
+    """Operations per model parameter and token: 2 for a forward pass, 6 with backward, 0 without a model."""
     min_workers: int = 1
 
     @property
     def trains(self) -> bool:
-        """Whether it changes the state of whoever carries it out, and does not only look at samples."""
+        """Whether it changes the state of the processes that execute it, and does not only read samples."""
         return any("state" in key.shape for key in self.outputs)
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """What one execution of a call takes."""
+    """Cost of one execution of a call."""
 
     tokens: int
     flops: float

@@ -1,4 +1,5 @@
-"""What the commands of `kintsugi lab` do: check what was asked for before anything starts, do it, write it down."""
+"""Implementation of the `kintsugi lab` commands: validate the request before anything starts, execute, write the
+result."""
 
 from __future__ import annotations
 
@@ -8,26 +9,31 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kintsugi.config.recipe import load
+from kintsugi.config.schema import Config
 from kintsugi.errors import UserError
-from kintsugi.lab import experiments
-from kintsugi.lab.experiments import Loaded, Places, Profile
-from kintsugi.lab.records import CAMPAIGN_FILE, check_writable, write_json
-from kintsugi.recipe import load
-from kintsugi.runs import create_run_dir, next_run_dir
+from kintsugi.lab.injector.injection import Ability
+from kintsugi.lab.scenarios import experiments
+from kintsugi.lab.scenarios.experiments import LoadedExperiment, Profile, TestbedSpec
+from kintsugi.lab.scenarios.records import CAMPAIGN_FILE, check_writable, write_json
+from kintsugi.run_folder.creation import create_run_dir, next_run_dir
 
 Say = Callable[[str], None]
 
 BOTH = "both"
 CAMPAIGN = "workloads/campaign.yaml"
-CAMPAIGN_PLACES = Places(isolated_hosts=True, named_hosts=True, disk_mib=2048)
+ENDLESS_STEPS = 100_000
+RIGHT_SHARE = 14 / 16
+"""Share of right answers that is expected where each fault is tried once."""
+CAMPAIGN_PLACES = TestbedSpec(isolated_hosts=True, named_hosts=True, disk_mib=2048)
 
 
-def chosen(names: Sequence[str], *, profile: str) -> list[tuple[Loaded, Profile]]:
-    """Which experiment on which system; UserError for names, profiles and files that make no sense."""
+def chosen(names: Sequence[str], *, profile: str) -> list[tuple[LoadedExperiment, Profile]]:
+    """Select experiments and systems; UserError for invalid names, profiles and files."""
     wanted = [BOTH, Profile.OURS.value, Profile.FRAGILE.value]
     if profile not in wanted:
         raise UserError(f"--profile: expected {', '.join(wanted)}, got {profile!r}")
-    found: list[tuple[Loaded, Profile]] = []
+    found: list[tuple[LoadedExperiment, Profile]] = []
     for name in names:
         loaded = experiments.find(name)
         if any(loaded.experiment.name == other.experiment.name for other, _ in found):
@@ -44,7 +50,7 @@ def chosen(names: Sequence[str], *, profile: str) -> list[tuple[Loaded, Profile]
 
 
 def new_folder(folder: Path | None, *, name: str, json: Path | None) -> Path:
-    """`json`: where the result is to go as well, which is better known before than after."""
+    """Create the folder of a command; `json` is checked to be writable before the work starts."""
     if json is not None:
         check_writable(json)
     folder = (folder or next_run_dir(name)).resolve()
@@ -55,8 +61,8 @@ def new_folder(folder: Path | None, *, name: str, json: Path | None) -> Path:
 def run_experiments(
     names: Sequence[str], *, profile: str, folder: Path | None, json: Path | None, say: Say
 ) -> bool:
-    """Whether all came out as their files expect."""
-    from kintsugi.lab.scenarios import run_all
+    """Run experiments; return whether all results are as their files expect."""
+    from kintsugi.lab.scenarios.runner import run_all
 
     pairs = chosen(names, profile=profile)
     _check_abilities(pairs)
@@ -74,26 +80,26 @@ def run_experiments(
     return not unexpected
 
 
-def _check_abilities(pairs: Sequence[tuple[Loaded, Profile]]) -> None:
-    """What this machine can not do is said before the first experiment, and not after an hour of them."""
-    from kintsugi.lab.fault_checks import NETWORK
+def _check_abilities(pairs: Sequence[tuple[LoadedExperiment, Profile]]) -> None:
+    """Raise UserError for faults that this machine can not inject, before the first experiment starts."""
+    from kintsugi.lab.injector.checks import NETWORK
     from kintsugi.lab.probing import choose
 
     for loaded, profile in pairs:
         name, places = loaded.experiment.name, loaded.experiment.places
         try:
             for fault in loaded.experiment.faults_in(profile):
-                # Without hosts of their own, the run is in the network that this process is in.
+                # Without isolated hosts, the run is in the network namespace of this process.
                 shared = fault.ability in NETWORK and not places.isolated_hosts
                 choose(fault, pid=os.getpid() if shared else None)
         except UserError as error:
             raise UserError(f"{name}: {error} (see `kintsugi lab abilities`)") from error
 
 
-def check_places(places: Places, *, name: str, folder: Path | None) -> None:
-    """UserError for hosts and disks that this machine can not have."""
-    from kintsugi.lab import hosts
-    from kintsugi.lab.places import missing_for_disk
+def check_places(places: TestbedSpec, *, name: str, folder: Path | None) -> None:
+    """Raise UserError for hosts and disks that this machine can not provide."""
+    from kintsugi.lab.testbed import hosts
+    from kintsugi.lab.testbed.testbed import missing_for_disk
 
     if places.isolated_hosts and (why := hosts.missing()) is not None:
         raise UserError(f"{name}: hosts of their own can not be made here: {why}")
@@ -109,43 +115,86 @@ def check_places(places: Places, *, name: str, folder: Path | None) -> None:
         )
 
 
-def run_campaign(count: int, *, seed: int, folder: Path | None, json: Path | None, say: Say) -> None:
-    from kintsugi.lab.campaign import Campaign
-    from kintsugi.lab.campaign_records import table_lines
-    from kintsugi.lab.cases import plan
-    from kintsugi.lab.probing import abilities
+def run_campaign(
+    count: int,
+    *,
+    seed: int,
+    folder: Path | None,
+    json: Path | None,
+    say: Say,
+    recipe: Path | None = None,
+    overrides: Sequence[str] = (),
+    each: bool = False,
+    disk_folder: Path | None = None,
+) -> bool:
+    """Run a campaign on its own workload or on any recipe, with random cases or `each` fault once; return whether the
+    diagnosis was right often enough for `each`."""
+    from kintsugi.lab.campaign.campaign import Campaign
+    from kintsugi.lab.campaign.cases import each_once, plan
+    from kintsugi.lab.campaign.records import num_right, table_lines
+    from kintsugi.lab.faults.cuda import FullGpuMemory
 
-    config = load(experiments.experiments_folder() / CAMPAIGN).config
-    able = {each.ability for each in abilities() if each.missing is None}
-    cases = plan(count, seed=seed, config=config, abilities=able)
-    check_places(CAMPAIGN_PLACES, name="campaign", folder=folder)
+    config, places = _campaign_workload(recipe, overrides, disk_folder=disk_folder)
+    able = _campaign_abilities(places)
+    if each:
+        cases = each_once(config=config, abilities=able, has_accelerator=FullGpuMemory.missing() is None)
+    else:
+        cases = plan(count, seed=seed, config=config, abilities=able)
+    check_places(places, name="campaign", folder=folder)
     folder = new_folder(folder, name="campaign", json=json)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    result = Campaign(config, places=CAMPAIGN_PLACES, folder=folder, seed=seed, say=say).run(cases)
+    result = Campaign(config, places=places, folder=folder, seed=seed, say=say).run(cases)
     if json is not None:
         write_json(result, json)
     for line in table_lines(result):
         say(line)
-    say(f"{folder / CAMPAIGN_FILE}: {result.seconds / 60:.0f} minutes, {result.clusters} clusters")
+    right, counted = num_right(result)
+    say(f"right at the first answer: {right} of {counted}")
+    say(f"{folder / CAMPAIGN_FILE}: {result.seconds / 60:.1f} minutes, {result.clusters} clusters")
+    return not each or right >= RIGHT_SHARE * counted
+
+
+def _campaign_workload(
+    recipe: Path | None, overrides: Sequence[str], *, disk_folder: Path | None
+) -> tuple[Config, TestbedSpec]:
+    """Return the configuration, without an end, and where it runs: a recipe of the user's on this machine as it is."""
+    if recipe is None:
+        config = load(experiments.experiments_folder() / CAMPAIGN, overrides).config
+        return config, CAMPAIGN_PLACES
+    config = load(recipe, [f"algorithm.steps={ENDLESS_STEPS}", *overrides]).config
+    return config, TestbedSpec(disk_folder=None if disk_folder is None else str(disk_folder))
+
+
+def _campaign_abilities(places: TestbedSpec) -> set[Ability]:
+    """Return the fault types that can be injected here: network faults need isolated hosts, disk faults a disk."""
+    from kintsugi.lab.injector.checks import NETWORK
+    from kintsugi.lab.probing import abilities
+
+    able = {each.ability for each in abilities() if each.missing is None}
+    if not places.isolated_hosts:
+        able -= {*NETWORK, Ability.DNS}
+    if places.disk_mib is None and places.disk_folder is None:
+        able -= experiments.OWN_DISK
+    return able
 
 
 def write_report(folder: Path, *, say: Say) -> None:
-    from kintsugi.lab.report.writing import write_report as write
+    from kintsugi.lab.report.write import write_report as write
 
     say(str(write(folder)))
 
 
-def tell_abilities(*, say: Say) -> None:
+def list_abilities(*, say: Say) -> None:
     from kintsugi.lab.probing import abilities
 
     for each in abilities():
-        acts = f" (stands for {each.stands_for})" if each.stands_for else ""
-        why = f": not here: {each.missing}" if each.missing is not None else ""
-        say(f"{each.ability:16} {each.mechanism}{acts}{why}")
+        imitates = f" (imitates {each.stands_for})" if each.stands_for else ""
+        why = f": not available: {each.missing}" if each.missing is not None else ""
+        say(f"{each.ability:16} {each.mechanism}{imitates}{why}")
 
 
 def run_residue(count: int, *, seed: int, folder: Path | None, json: Path | None, say: Say) -> bool:
-    from kintsugi.lab.residue import run_residue as run_it
+    from kintsugi.lab.residue.residue import run_residue as run_it
 
     folder = new_folder(folder, name="residue", json=json)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

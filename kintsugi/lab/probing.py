@@ -1,38 +1,38 @@
-"""What this machine and this user can do: every mechanism of every ability, and what keeps one from working."""
+"""Availability of every fault mechanism on this machine, for this user."""
 
 from __future__ import annotations
 
 import msgspec
 
 from kintsugi.errors import UserError
-from kintsugi.lab.abilities.catalogue import MECHANISMS
-from kintsugi.lab.abilities.fault import Fault
-from kintsugi.lab.injection import Ability, Injection
+from kintsugi.lab.faults.catalogue import MECHANISMS
+from kintsugi.lab.faults.mechanism import FaultMechanism
+from kintsugi.lab.injector.injection import Ability, Injection
 
 
 class Availability(msgspec.Struct, frozen=True):
-    """One mechanism, here."""
+    """One mechanism and whether it works here."""
 
     ability: Ability
     mechanism: str
     missing: str | None
-    """What it lacks; None: it works."""
+    """Reason why it does not work; None when it works."""
     stands_for: str = ""
-    """What it only acts like."""
+    """Fault that the mechanism only imitates."""
 
 
 _found: dict[str, str | None] = {}
 
 
-def _missing(mechanism: type[Fault]) -> str | None:
-    """Looked for once."""
+def _missing(mechanism: type[FaultMechanism]) -> str | None:
+    """Return the reason, determined once per process."""
     if mechanism.name not in _found:
         _found[mechanism.name] = mechanism.missing()
     return _found[mechanism.name]
 
 
 def abilities() -> tuple[Availability, ...]:
-    """All of them, the best mechanism of each ability first; takes a moment the first time."""
+    """Return all mechanisms, the best of each fault type first; the first call takes a moment."""
     return tuple(
         Availability(ability, mechanism.name, _missing(mechanism), mechanism.stands_for)
         for ability in Ability
@@ -40,11 +40,10 @@ def abilities() -> tuple[Availability, ...]:
     )
 
 
-def choose(injection: Injection, *, pid: int | None = None) -> type[Fault]:
-    """The mechanism that will be used, on a process if one is given: the first that works here and does all that is
-    asked.
+def choose(injection: Injection, *, pid: int | None = None) -> type[FaultMechanism]:
+    """Return the first mechanism that works here (on process `pid`, if given) and supports all of the injection.
 
-    UserError when there is none, with what each of them lacks.
+    Raises UserError with the reason of each mechanism when there is none.
     """
     candidates = MECHANISMS[injection.ability]
     if injection.mechanism is not None:
@@ -57,7 +56,7 @@ def choose(injection: Injection, *, pid: int | None = None) -> type[Fault]:
     lacking: dict[str, str] = {}
     for mechanism in candidates:
         lack = _missing(mechanism) or _ignored(mechanism, injection)
-        lack = lack or (mechanism.unsuited(pid) if pid is not None else None)
+        lack = lack or (mechanism.unsupported_for(pid) if pid is not None else None)
         if lack is None:
             return mechanism
         lacking[mechanism.name] = lack
@@ -65,10 +64,10 @@ def choose(injection: Injection, *, pid: int | None = None) -> type[Fault]:
     raise UserError(f"{injection.ability.value} can not be done on this machine: {lacks}")
 
 
-def _ignored(mechanism: type[Fault], injection: Injection) -> str | None:
-    """A fault that is weaker, or other, than it was asked for would be reported as what was asked."""
+def _ignored(mechanism: type[FaultMechanism], injection: Injection) -> str | None:
+    """Return the unsupported parameters, if any: a weaker or different fault would be reported as the requested one."""
     ignored = mechanism.ignored(injection)
     if not ignored:
         return None
-    known = ", ".join(sorted(mechanism.words)) or "none"
+    known = ", ".join(sorted(mechanism.supported_parameters)) or "none"
     return f"does not know {', '.join(ignored)}; expected of amount: {known}{', and ramp_s' if mechanism.ramps else ''}"

@@ -1,4 +1,4 @@
-"""Rewards for runs whose learning does not matter."""
+"""Rewards for workloads in which learning does not matter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def odd_digits(completions: list[str], **columns: Any) -> list[float]:
-    """The share of odd digits: a model that knows nothing already gets some, so that every step has a gradient.
+    """Return the share of odd digits: an untrained model gets some, so that every step has a gradient.
 
     >>> odd_digits(["13", "24", ""])
     [1.0, 0.0, 0.0]

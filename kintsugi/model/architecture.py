@@ -1,6 +1,6 @@
-"""What a model is made of: its sizes, its parameters' names and shapes, and its `config.json`.
+"""Architecture of a model: its sizes, its parameters' names and shapes, and its `config.json`.
 
-No torch here, so that `kintsugi check` and the master can reason about a model without loading one.
+Imports no torch, so that `kintsugi check` and the master can reason about a model without loading one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class YarnRope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     @property
     def attention_scale(self) -> float:
-        """What cosine and sine are multiplied with."""
+        """Factor of cosine and sine."""
         if self.attention_factor is not None:
             return self.attention_factor
         return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1.0 else 1.0
@@ -151,7 +151,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @classmethod
     def from_huggingface(cls, fields: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
-        """Read a `config.json`; what this package would compute differently from transformers is refused."""
+        """Read a `config.json`; a field that this package would compute differently from transformers is refused."""
         family = fields.get("model_type")
         if family not in SUPPORTED_FAMILIES:
             raise ModelError(
@@ -246,7 +246,7 @@ def parameter_shapes(config: ModelConfig, *, with_value_head: bool = False) -> d
 
 
 def value_config(config: ModelConfig) -> ModelConfig:
-    """The same model as a critic or reward model: it makes no logits, so it needs no output projection of its own."""
+    """The same model as a critic or reward model: it has no logits, and needs no output projection of its own."""
     return msgspec.structs.replace(config, tie_embeddings=True)
 
 

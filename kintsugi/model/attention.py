@@ -1,42 +1,46 @@
 """Attention over packed sequences.
 
-Linear layers never see padding. Attention does on the CPU, where sequences are laid out right-padded just for it:
-with a causal mask no real token looks at padding, so no mask is built.
+Linear layers never see padding. Attention does on the CPU, where sequences are right-padded for it: with a causal mask
+no real token attends to padding, so no mask is built.
 
-Bits: the result of attention depends on one query versus many and, but for bfloat16, on how many keys a row is padded
-to. A caller who needs equal bits fixes `padded_length`. Elsewhere rows of one product agree when it has at least four
-of them and `intermediate_size` is a multiple of 32, as in every published model: what does not fill a vector at the
-end of an activation is computed by other instructions, to other bits. Products of different numbers of rows agree on
-some processors only, so whoever promises equal bits keeps that number fixed too.
+Bits: the result of attention depends on one query versus many and, except for bfloat16, on how many keys a row is
+padded to. A caller that needs equal bits fixes `padded_length`. Elsewhere rows of one product agree when it has at
+least four of them and `intermediate_size` is a multiple of 32, as in every published model: the remainder of an
+activation that does not fill a vector is computed by other instructions, to other bits. Products of different numbers
+of rows agree only on some CPUs, so a caller that promises equal bits keeps that number fixed too.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kintsugi.model.torch_internals import flash_attention, flash_attention_gradient
 
 MIN_EQUAL_BITS_ROWS = 4
-"""A matrix product of fewer rows takes another kernel, whose bits differ."""
+"""A matrix product of fewer rows takes another kernel with different bits."""
 
 
 PADDED_MULTIPLE = 16
-"""Keys that do not fill a vector are added up in another order, which bf16 shows; the sampler has none such either."""
+"""Keys that do not fill a vector are summed in another order, which is visible in bf16; the sampler has none such
+either."""
 _SPAN = 512
-"""Keys that torch's attention on the CPU takes at once; their values are one product."""
+"""Keys that torch's attention on the CPU processes together; their values are one product."""
 _RUN = 192
-"""Values that such a product in bf16 (MKL's) adds up at once. One of less than two runs it halves instead."""
+"""Values that such a product in bf16 (MKL) sums together. A product of less than two runs is halved instead."""
 
 
 @dataclass(frozen=True, eq=False)
 class PackedLayout:
-    """Where each sequence lies among packed tokens; made once per micro-batch and used by every layer.
+    """Locations of the sequences among packed tokens; made once per micro-batch and used by every layer.
 
     Lengths (2, 3) give `cumulative_lengths` [0, 2, 5], `positions` [0, 1, 0, 1, 2] and, padded to 3,
     `padded_index` [0, 1, 3, 4, 5].
@@ -48,7 +52,7 @@ class PackedLayout:
     cumulative_lengths: Tensor
     positions: Tensor
     sequence_index: Tensor
-    """Which sequence each token belongs to."""
+    """Index of the sequence that each token belongs to."""
     padded_index: Tensor
     """Each token's row when sequences are laid out one after another at `padded_length`."""
 
@@ -66,17 +70,23 @@ class PackedLayout:
         longest = max(lengths)
         padded = -(-longest // PADDED_MULTIPLE) * PADDED_MULTIPLE if padded_length is None else padded_length
         assert padded >= longest, f"padded_length {padded} is shorter than the longest sequence {longest}"
-        per_sequence = torch.tensor(lengths, dtype=torch.int64)
-        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64)
-        sequence_index = torch.repeat_interleave(torch.arange(len(lengths)), per_sequence)
-        positions = torch.arange(int(starts[-1])) - starts[sequence_index]
+        device, num_tokens, starts = torch.device(device), sum(lengths), [0, *accumulate(lengths)]
+        # One copy to the device for all, and from pinned memory, so that the host does not wait for it.
+        rows = torch.empty(3 * num_tokens + len(starts), dtype=torch.int64, pin_memory=device.type == "cuda")
+        rows[3 * num_tokens :] = torch.tensor(starts)
+        positions, sequence_index, padded_index = rows[: 3 * num_tokens].view(3, num_tokens).unbind()
+        sequence_index[...] = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        torch.sub(torch.arange(num_tokens), rows[3 * num_tokens :][sequence_index], out=positions)
+        torch.add(positions, sequence_index, alpha=padded, out=padded_index)
+        rows = rows.to(device, non_blocking=True)
+        positions, sequence_index, padded_index = rows[: 3 * num_tokens].view(3, num_tokens).unbind()
         return cls(
             lengths=tuple(lengths),
             padded_length=padded,
-            cumulative_lengths=starts.to(device=device, dtype=torch.int32),
-            positions=positions.to(device),
-            sequence_index=sequence_index.to(device),
-            padded_index=(sequence_index * padded + positions).to(device),
+            cumulative_lengths=rows[3 * num_tokens :].to(torch.int32),
+            positions=positions,
+            sequence_index=sequence_index,
+            padded_index=padded_index,
         )
 
     @property
@@ -88,7 +98,7 @@ class PackedLayout:
         return sum(self.lengths)
 
     def pad(self, packed: Tensor) -> Tensor:
-        """[tokens, heads, head_dim] to [sequences, heads, padded_length, head_dim], zeros behind each sequence."""
+        """[tokens, heads, head_dim] to [sequences, heads, padded_length, head_dim], zeros after each sequence."""
         num_rows = self.num_sequences * self.padded_length
         if num_rows != packed.shape[0]:
             packed = packed.new_zeros(num_rows, *packed.shape[1:]).index_copy(0, self.padded_index, packed)
@@ -101,18 +111,29 @@ class PackedLayout:
 
 
 def with_whole_runs(heads: Tensor) -> Tensor:
-    """Keys or values [..., keys, head_dim] of attention on the CPU, with zeros behind them where their number would
-    otherwise decide where sums are cut: a trainer and a sampler do not know each other's."""
+    """Keys or values [..., keys, head_dim] of attention on the CPU, padded with zeros where their number would
+    otherwise decide how sums are split: it differs between trainer and sampler."""
     last_span = heads.shape[-2] % _SPAN
     if heads.dtype != torch.bfloat16 or not _RUN < last_span < 2 * _RUN:
         return heads
     return functional.pad(heads, (0, 0, 0, 2 * _RUN - last_span))
 
 
-def packed_attention(query: Tensor, *, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
-    """Causal attention within each sequence; all tensors are [tokens, heads, head_dim]."""
+def packed_attention(
+    query: Tensor, *, key: Tensor, value: Tensor, layout: PackedLayout, repeat_keys: bool = False
+) -> Tensor:
+    """Causal attention within each sequence; all tensors are [tokens, heads, head_dim].
+
+    With `repeat_keys` keys and values are repeated for each query head also where that is not needed, for comparison.
+    """
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _variable_length_attention(query, key=key, value=value, layout=layout)
+        group_size = query.shape[1] // key.shape[1]
+        if group_size > 1 and (repeat_keys or not _shares_keys(query.device, query.dtype, query.shape[2])):
+            key, value = key.repeat_interleave(group_size, dim=1), value.repeat_interleave(group_size, dim=1)
+        attended: Tensor = _FlashAttention.apply(
+            query, key, value, layout.cumulative_lengths, max(layout.lengths)
+        )
+        return attended
     keys, values = (with_whole_runs(layout.pad(each)) for each in (key, value))
     attended = functional.scaled_dot_product_attention(
         layout.pad(query),
@@ -124,20 +145,51 @@ def packed_attention(query: Tensor, *, key: Tensor, value: Tensor, layout: Packe
     return layout.unpad(attended)
 
 
-def _variable_length_attention(query: Tensor, *, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
-    """torch's flash kernel for packed sequences; torch 2.11 has it without grouped heads.
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int) -> Tensor:
+        output, normalizers = flash_attention(query, key=key, value=value, starts=starts, longest=longest)
+        ctx.save_for_backward(query, key, value, output, normalizers, starts)
+        ctx.longest = longest
+        return output
 
-    Imported only where it is used: it brings in torch's compiler, which takes seconds.
-    """
-    from torch.nn.attention.varlen import varlen_attn
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, output, normalizers, starts = ctx.saved_tensors
+        found = flash_attention_gradient(
+            gradient,
+            query=query,
+            key=key,
+            value=value,
+            output=output,
+            normalizers=normalizers,
+            starts=starts,
+            longest=ctx.longest,
+        )
+        return *found, None, None
 
-    options: dict[str, Any] = {"window_size": (-1, 0)}
-    group_size = query.shape[1] // key.shape[1]
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        options["enable_gqa"] = group_size > 1
-    elif group_size > 1:
-        key, value = key.repeat_interleave(group_size, dim=1), value.repeat_interleave(group_size, dim=1)
-    starts, longest = layout.cumulative_lengths, max(layout.lengths)
-    attended = varlen_attn(query, key, value, starts, starts, longest, longest, **options)
-    assert isinstance(attended, Tensor)
-    return attended
+
+@cache
+def _shares_keys(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether torch's kernel takes fewer key than query heads, also backward; decided by a first call."""
+    query = torch.zeros(1, 2, head_dim, dtype=dtype, device=device)
+    key, starts = query[:, :1], torch.arange(2, dtype=torch.int32, device=device)
+    try:
+        output, normalizers = flash_attention(query, key=key, value=key, starts=starts, longest=1)
+        _, found, _ = flash_attention_gradient(
+            output,
+            query=query,
+            key=key,
+            value=key,
+            output=output,
+            normalizers=normalizers,
+            starts=starts,
+            longest=1,
+        )
+    except RuntimeError as error:
+        # Refusals have this very type; running out of memory, and errors of the device, have types of their own.
+        if type(error) is not RuntimeError:
+            raise
+        return False
+    return found.shape == key.shape

@@ -1,6 +1,7 @@
-"""A model folder as it lies on disk: its `config.json` and what the headers of its weight files promise.
+"""A model folder on disk: its `config.json` and the headers of its weight files.
 
-No torch and no tensor is read, so `kintsugi check` refuses a cut or foreign file at once, before any worker starts.
+Imports no torch and reads no tensor, so that `kintsugi check` refuses a truncated or foreign file before any worker
+starts.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ INDEX_FILE = "model.safetensors.index.json"
 
 VALUE_HEAD = ("value_head.weight", "value_head.bias")
 SCORE_HEAD = "score.weight"
-"""What transformers' models for sequence classification call theirs; it has no bias."""
+"""Name of the head in transformers' models for sequence classification; it has no bias."""
 
 Head = Literal["refused", "optional", "required"]
-"""What is expected of a folder: weights that give text, that may give values too, or that must."""
+"""Whether a folder must not, may or must have a value head."""
 
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Stored types that can be trained from; anything else is quantised or no weight."""
+"""Stored types that can be trained from; anything else is quantised or not a weight."""
 _MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""Limit of the format."""
 _LENGTH_BYTES = 8
 _NAMES_SHOWN = 5
 
@@ -42,7 +43,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
-    """[start, stop) behind the header."""
+    """[start, stop) after the header."""
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -56,7 +57,8 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def check_weights(folder: Path, *, config: ModelConfig, head: Head = "refused") -> None:
-    """Refuse weights that could not be loaded: a file that is missing, cut or damaged, a tensor that does not fit."""
+    """Refuse weights that could not be loaded: a file that is missing, truncated or damaged, a tensor that does not
+    fit."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path, names in weight_files(folder):
         tensors = read_header(path)
@@ -68,9 +70,9 @@ def check_weights(folder: Path, *, config: ModelConfig, head: Head = "refused") 
 def stored_names(
     shapes: Mapping[str, tuple[int, ...]], *, config: ModelConfig, head: Head, where: str
 ) -> dict[str, str]:
-    """Each parameter of the model by the name under which a folder has it; ModelError where they do not fit.
+    """Each parameter of the model by its name in a folder; ModelError if they do not fit.
 
-    A head that may be missing, and is, has no entry; neither has the bias of a head that was stored without one.
+    An optional head that is missing has no entry; neither has the bias of a head that was stored without one.
     """
     names = {name: name for name in parameter_shapes(config, with_value_head=head != "refused")}
     if head != "refused" and SCORE_HEAD in shapes:
@@ -90,7 +92,7 @@ def stored_names(
 
 
 def weight_files(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
-    """The files that hold the weights, each with the names that the index places there; None without an index."""
+    """Files that hold the weights, each with the names that the index assigns to it; None without an index."""
     index_path = folder / INDEX_FILE
     if not index_path.is_file():
         path = folder / WEIGHTS_FILE
@@ -116,7 +118,7 @@ def weight_files(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name; every byte behind the header belongs to exactly one of them."""
+    """Tensors of a safetensors file by name; every byte after the header belongs to exactly one of them."""
     try:
         with path.open("rb") as file:
             file_bytes = path.stat().st_size
@@ -162,7 +164,7 @@ def _check_layout(tensors: Mapping[str, StoredTensor], *, data_bytes: int, path:
 
 
 def check_index(path: Path, *, present: AbstractSet[str], promised: list[str] | None) -> None:
-    """Refuse a file that lacks what the index places there."""
+    """Refuse a file that lacks tensors that the index assigns to it."""
     absent = sorted(set(promised or ()) - present)
     if absent:
         raise ModelError(f"{path} lacks {_some(absent)}, which {INDEX_FILE} places there")
@@ -175,7 +177,7 @@ def check_parameters(
     config: ModelConfig,
     where: str,
 ) -> None:
-    """Refuse a set of tensors that is not the model's, with everything that is wrong."""
+    """Refuse tensors that are not the model's, and name all differences."""
     missing = [name for name in wanted if name not in found]
     unexpected = [name for name in found if name not in wanted and not _is_redundant(name, config)]
     wrong = [
@@ -210,7 +212,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _some(names: list[str]) -> str:
-    """A list that stays readable however long it is."""
+    """A list that stays readable at any length."""
     if not names:
         return "nothing"
     shown = ", ".join(names[:_NAMES_SHOWN])

@@ -11,7 +11,6 @@ from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as serialize
 from torch import Tensor
 
 from kintsugi.errors import ModelError
@@ -28,6 +27,7 @@ from kintsugi.model.folder import (
     stored_names,
     weight_files,
 )
+from kintsugi.model.tensor_file import FileContent, TensorFile, content_pieces
 from kintsugi.model.tokenizer import TOKENIZER_FILES
 from kintsugi.model.transformer import Transformer
 
@@ -42,24 +42,33 @@ def load(
     head: Head = "refused",
     device: torch.device | str = "cpu",
 ) -> Transformer:
-    """The model in `folder`, in `dtype` or else as stored; `config` where it is not to be read as the folder says.
+    """Load the model in `folder`, in `dtype` or else as stored; `config` overrides the one of the folder.
 
-    A value head that may be missing, and is, starts at zero.
+    An optional value head that is missing starts at zero.
     """
     config = load_config(folder) if config is None else config
+    if dtype is None:
+        with WeightFiles(folder) as files:
+            stored_names(files.shapes, config=config, head=head, where=str(folder))
+            dtype = files.tensor("model.embed_tokens.weight").dtype
+    model = Transformer(config, with_value_head=head != "refused", dtype=dtype, device=device)
+    load_into(dict(model.named_parameters()), folder, config=config, head=head)
+    return model
+
+
+@torch.no_grad()
+def load_into(
+    parameters: Mapping[str, Tensor], folder: Path, *, config: ModelConfig, head: Head = "refused"
+) -> None:
+    """Fill the parameters of a model, by name, from a folder, one tensor at a time. An optional value head that is
+    missing becomes zero."""
     with WeightFiles(folder) as files:
         names = stored_names(files.shapes, config=config, head=head, where=str(folder))
-        stored_dtype = files.tensor("model.embed_tokens.weight").dtype
-        model = Transformer(
-            config, with_value_head=head != "refused", dtype=dtype or stored_dtype, device=device
-        )
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name in names:
-                    parameter.copy_(files.tensor(names[name]))
-                else:
-                    parameter.zero_()
-    return model
+        for name, parameter in parameters.items():
+            if name in names:  # Converted on the device: fewer bytes travel, and the CPU is slower.
+                parameter.copy_(files.tensor(names[name]).to(parameter.device))
+            else:
+                parameter.zero_()
 
 
 def save(
@@ -79,8 +88,9 @@ def save(
     )
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, data in contents:
-        (folder / name).write_bytes(data)
+    for name, content in contents:
+        with (folder / name).open("wb") as file:
+            file.writelines(content_pieces(content))
         written.append(folder / name)
     return written
 
@@ -91,22 +101,27 @@ def files(
     config: ModelConfig,
     tokenizer_folder: Path | None = None,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
-) -> Iterator[tuple[str, bytes]]:
-    """Name and contents of every file of a Hugging Face folder, one at a time; whoever takes them writes them."""
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[str, FileContent]]:
+    """Name and contents of every file of a Hugging Face folder, one at a time; the caller writes them.
+
+    With `dtype` the weights are converted as they are written, in pieces.
+    """
     with_value_head = bool(model_state.keys() & set(VALUE_HEAD))
     wanted = parameter_shapes(config, with_value_head=with_value_head)
     shapes = {name: tuple(tensor.shape) for name, tensor in model_state.items()}
     check_parameters(shapes, wanted=wanted, config=config, where="the state to save")
-    dtype = str(model_state["model.embed_tokens.weight"].dtype).removeprefix("torch.")
+    dtype = dtype or model_state["model.embed_tokens.weight"].dtype
+    stored = str(dtype).removeprefix("torch.")
     return chain(
-        [(CONFIG_FILE, _json({**config.to_huggingface(), "torch_dtype": dtype}))],
-        _weight_files({name: model_state[name] for name in wanted}, max_bytes=max_shard_bytes),
+        [(CONFIG_FILE, _json({**config.to_huggingface(), "torch_dtype": stored}))],
+        _weight_files({name: model_state[name] for name in wanted}, max_bytes=max_shard_bytes, dtype=dtype),
         _tokenizer_files(tokenizer_folder) if tokenizer_folder is not None else (),
     )
 
 
 def _tokenizer_files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Those that `folder` has."""
+    """Tokenizer files that `folder` has."""
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             yield name, (folder / name).read_bytes()
@@ -134,7 +149,7 @@ class WeightFiles:
         return tensor
 
     def _open(self, path: Path, *, names: list[str] | None, opened: ExitStack) -> None:
-        """Open one file; `names` are what the index promises of it, None when there is no index."""
+        """Open one file; `names` are those that the index assigns to it, None without an index."""
         try:
             file = opened.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as error:
@@ -146,35 +161,29 @@ class WeightFiles:
             self.shapes[name] = tuple(file.get_slice(name).get_shape())
 
 
-def _weight_files(state: Mapping[str, Tensor], *, max_bytes: int) -> Iterator[tuple[str, bytes]]:
-    """One file, or shards filled in order with an index; tensors are brought to the CPU one shard at a time."""
+def _weight_files(
+    state: Mapping[str, Tensor], *, max_bytes: int, dtype: torch.dtype
+) -> Iterator[tuple[str, FileContent]]:
+    """One file, or shards filled in order with an index."""
+    sizes = {name: tensor.numel() * dtype.itemsize for name, tensor in state.items()}
     shards: list[list[str]] = [[]]
     shard_bytes = 0
-    for name, tensor in state.items():
-        if shards[-1] and shard_bytes + tensor.nbytes > max_bytes:
+    for name, size in sizes.items():
+        if shards[-1] and shard_bytes + size > max_bytes:
             shards.append([])
             shard_bytes = 0
         shards[-1].append(name)
-        shard_bytes += tensor.nbytes
+        shard_bytes += size
     if len(shards) == 1:
         file_names = [WEIGHTS_FILE]
     else:
         file_names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     for file_name, names in zip(file_names, shards, strict=True):
-        yield (
-            file_name,
-            serialize({name: _own_memory(state[name]) for name in names}, metadata={"format": "pt"}),
-        )
+        tensors = {name: state[name] for name in names}
+        yield file_name, TensorFile(tensors, dtype=dtype, metadata={"format": "pt"})
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(file_names, shards, strict=True) for name in names}
-        total = sum(tensor.nbytes for tensor in state.values())
-        yield INDEX_FILE, _json({"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-def _own_memory(tensor: Tensor) -> Tensor:
-    """A contiguous CPU tensor that shares its storage with no other, as safetensors demands."""
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+        yield INDEX_FILE, _json({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
 
 
 def _json(contents: Mapping[str, Any]) -> bytes:

@@ -1,7 +1,7 @@
-"""A small computation whose result is known: whether a device still computes what it did.
+"""Known-answer test: a small computation that shows whether a device still computes correctly.
 
-Ranks that come to different states say that one of them is wrong, and of two nobody knows which. Each can tell of
-itself: it repeats, after every piece of work, what it computed when it began, and bits that have changed are its own.
+Diverging states of ranks show that one of them is wrong, but with two ranks not which one. Each rank can check itself:
+after every piece of work it repeats a computation of its start, and changed bits are its own error.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kintsugi.errors import DeviceError
+from kintsugi.errors import DeviceError, Miscomputed
 
 SIZE = 48
-"""Rows: enough for every lane of a vector unit to have its turn, and done in 30 microseconds."""
+"""Rows: enough to use every lane of a vector unit, and done in 30 microseconds."""
 
 
 class KnownAnswer:
-    """`KnownAnswer(device, dtype=dtype).check()` raises DeviceError once the device, or this thread's processor,
-    computes something else than when this was made."""
+    """`KnownAnswer(device, dtype=dtype).check()` raises DeviceError once the device, or this thread's CPU, computes
+    another result than when this was created."""
 
     def __init__(self, device: torch.device, *, dtype: torch.dtype) -> None:
-        # Fractions that no binary number holds, so that every product and every sum has to be rounded.
+        # Fractions without a finite binary representation, so that every product and every sum is rounded.
         numbers = torch.arange(1, SIZE * SIZE + 1, dtype=torch.float64).remainder(97).div(89.0)
         self._question = numbers.view(SIZE, SIZE).to(device=device, dtype=dtype)
         self._answer = self._compute()
 
     def _compute(self) -> Tensor:
-        """The operations that a model is made of: products, sums of them, exponentials, square roots."""
+        """The operations of a model: products, sums of them, exponentials, square roots."""
         with torch.inference_mode():
             products = (self._question @ self._question.T).float()
             return torch.softmax(products, dim=-1) @ products.rsqrt()
@@ -37,5 +37,6 @@ class KnownAnswer:
             wrong = int((found != self._answer).sum())
             raise DeviceError(
                 f"the {found.device.type} of this process does not compute any more what it did: {wrong} of "
-                f"{found.numel()} numbers of a known answer differ"
+                f"{found.numel()} numbers of a known answer differ",
+                detail=Miscomputed("known answer"),
             )

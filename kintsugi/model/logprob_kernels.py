@@ -1,10 +1,10 @@
-"""What `logprobs` needs of a chunk's logits on an accelerator, each in one pass over them.
+"""Triton kernels of `logprobs`, each one pass over a chunk's logits.
 
-Written with torch's operations it is ten passes forward and fifteen backward, which at a vocabulary of 150,000 takes
-longer than the products that make the logits.
+With torch's operations it would be ten passes forward and fifteen backward, which at a vocabulary of 150,000 takes
+longer than the products that compute the logits.
 """
 
-# What a kernel's arguments are, Triton finds out at each launch; it refuses annotations of them.
+# Triton infers the types of a kernel's arguments at each launch; it rejects annotations of them.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_SIZE = 4096
-"""Entries of a row at once."""
+"""Entries of a row that are processed together."""
 NUM_WARPS = 8
 
 
@@ -23,7 +23,7 @@ NUM_WARPS = 8
 def _forward(
     logits, targets, logprobs, entropy, normalizer, vocabulary, temperature, block_size: tl.constexpr
 ):
-    """A row per program. The sums follow the largest entry met so far, so that no exponential overflows."""
+    """One row per program. The sums are relative to the largest entry so far, so that no exponential overflows."""
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * vocabulary
     offsets = tl.arange(0, block_size)
@@ -87,7 +87,7 @@ def summarize(
     entropy: Tensor,
     normalizer: Tensor,
 ) -> None:
-    """Fill in the last three from logits [rows, vocabulary] in fp32."""
+    """Compute the last three arguments from logits [rows, vocabulary] in fp32."""
     rows, vocabulary = logits.shape
     with torch.cuda.device_of(logits):
         _forward[(rows,)](

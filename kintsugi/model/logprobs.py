@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies of chosen tokens, without logits of all tokens at once.
+"""Log-probabilities and entropies of chosen tokens, without the logits of all tokens together.
 
-[tokens, vocabulary] in fp32 is the largest tensor of training by far. Here it exists for one chunk of tokens at a
-time, forward and backward; the backward pass recomputes a chunk's logits and writes the gradient down directly.
+[tokens, vocabulary] in fp32 is by far the largest tensor of training. Here it exists for one chunk of tokens at a time,
+forward and backward; the backward pass recomputes a chunk's logits and computes the gradient directly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,17 @@ import torch.nn.functional as functional
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-DEFAULT_CHUNK_SIZE = 1024
+CHUNK_SIZE_ON_CPU = 1024
+CHUNK_BYTES = 5 << 28
+"""Memory for the logits of a chunk on an accelerator: 2,176 tokens of a vocabulary of 152,000. Each chunk reads the
+whole output weight three times and adds to its gradient in fp32; the smaller the chunk, the more that counts."""
+
+
+def chunk_size_of(weight: Tensor) -> int:
+    """Tokens of which the logits exist at the same time."""
+    if not weight.is_cuda:
+        return CHUNK_SIZE_ON_CPU
+    return max(128, CHUNK_BYTES // (4 * weight.shape[0]) // 128 * 128)
 
 
 def project_to_vocabulary(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -33,17 +43,19 @@ def token_logprobs(
     weight: Tensor,
     targets: Tensor,
     temperature: float = 1.0,
-    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution, both [tokens] in fp32 and differentiable.
 
-    `temperature` divides the logits before either is formed, as it did when the tokens were sampled.
+    `temperature` divides the logits before both are computed, as when the tokens were sampled.
     """
     assert temperature > 0, f"log-probabilities need a positive temperature, got {temperature}"
     assert hidden.shape[:1] == targets.shape, (
         f"{hidden.shape[0]} hidden states for {tuple(targets.shape)} targets"
     )
-    result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk_size)
+    result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(
+        hidden, weight, targets, temperature, chunk_size or chunk_size_of(weight)
+    )
     return result
 
 
@@ -85,9 +97,10 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        chunks = list(_chunks(hidden.shape[0], ctx.chunk_size))
+        weight_gradient = torch.zeros_like(weight) if wants_weight and not chunks else None
         gradient_of_logits = _gradient_on_device if hidden.is_cuda else _gradient_of_logits
-        for chunk in _chunks(hidden.shape[0], ctx.chunk_size):
+        for chunk in chunks:
             gradient = gradient_of_logits(
                 project_to_vocabulary(hidden[chunk], weight),
                 targets=targets[chunk],
@@ -99,9 +112,12 @@ class _TokenLogprobs(torch.autograd.Function):
                 dtype=hidden.dtype,
             )
             if hidden_gradient is not None:
-                hidden_gradient[chunk] = gradient @ weight
-            if weight_gradient is not None:
-                _add_product(weight_gradient, gradient.t(), hidden[chunk])
+                torch.mm(gradient, weight, out=hidden_gradient[chunk])
+            if wants_weight and len(chunks) == 1:
+                weight_gradient = torch.mm(gradient.t(), hidden)
+            elif wants_weight:
+                weight_gradient = _plus_product(weight_gradient, gradient.t(), hidden[chunk])
+            del gradient
         return (
             hidden_gradient,
             None if weight_gradient is None else weight_gradient.to(weight.dtype),
@@ -111,12 +127,14 @@ class _TokenLogprobs(torch.autograd.Function):
         )
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """`total`, in fp32, += left @ right; on an accelerator no product is rounded before it is added."""
-    if left.is_cuda and left.dtype != torch.float32:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        total += left @ right
+    is_wide = left.is_cuda and left.dtype != torch.float32
+    if total is None:
+        return torch.mm(left, right, out_dtype=torch.float32) if is_wide else torch.mm(left, right).float()
+    if is_wide:
+        return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    return total.add_(left @ right)
 
 
 def _summarize(
@@ -128,7 +146,7 @@ def _summarize(
     entropy: Tensor,
     normalizer: Tensor,
 ) -> None:
-    """Fill in the last three; the logits are used up."""
+    """Compute the last three arguments; the logits are overwritten."""
     normalizer[...] = logits.div_(temperature).logsumexp(dim=-1)
     log_distribution = logits.sub_(normalizer[:, None])
     logprobs[...] = log_distribution.gather(-1, targets[:, None]).squeeze(-1)
@@ -146,8 +164,8 @@ def _gradient_of_logits(
     entropy_gradient: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """With p the distribution, z the scaled logits and H the entropy: d logprob / dz = onehot - p, and
-    dH / dz = -p (log p + H). The logits are used up."""
+    """With p the distribution, z the scaled logits and H the entropy: d logprob / dz = onehot - p, and dH / dz = -p
+    (log p + H). The logits are overwritten."""
     log_distribution = logits.div_(temperature).sub_(normalizer[:, None])
     distribution = log_distribution.exp()
     gradient = torch.zeros_like(distribution)

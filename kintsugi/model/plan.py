@@ -1,28 +1,30 @@
-"""Which model a configuration means, without loading its weights. No torch: `kintsugi check` and every worker ask."""
+"""Models that a configuration describes, without loading their weights. Imports no torch: `kintsugi check` and every
+worker use it."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from kintsugi.config import Config, NewModel
+from kintsugi.config.schema import Config, NewModel
+from kintsugi.config.stages import stages
 from kintsugi.errors import ModelError
 from kintsugi.model.architecture import ModelConfig, value_config
 from kintsugi.model.folder import Head, check_weights, load_config
-from kintsugi.model.tokenizer import Tokenizer, character_tokenizer
-from kintsugi.stages import stages
+from kintsugi.model.tokenizer import TOKENIZER_FILES, Tokenizer, character_tokenizer
 
 
 class Companions(msgspec.Struct, frozen=True):
-    """The models beside the actor, where a stage of the run needs them; what nobody needs is not there."""
+    """Models of the run besides the actor, where a stage needs them."""
 
     value_head: bool = False
-    """The actor has one: it is to become a reward model."""
+    """Whether the actor has a value head: it is to become a reward model."""
     critic: ModelConfig | None = None
     reference: ModelConfig | None = None
-    """None where it has the actor's own architecture."""
+    """None if it has the actor's architecture."""
     moving_reference: bool = False
     reward_model: ModelConfig | None = None
 
@@ -34,9 +36,19 @@ def plan_model(config: Config) -> tuple[ModelConfig, Tokenizer]:
     """The model that the run will train and its tokenizer, without loading weights."""
     if config.model.path is not None:
         return _model_of_folder(Path(config.model.path), head=actor_head(config))
-    assert config.model.new is not None, "`kintsugi.validation` refuses a configuration with neither"
+    assert config.model.new is not None, "`kintsugi.config.validation` refuses a configuration with neither"
     tokenizer = character_tokenizer(config.model.new.alphabet)
     return new_model_config(config.model.new, tokenizer=tokenizer), tokenizer
+
+
+def plan_architecture(config: Config) -> ModelConfig:
+    """The model that the run will train, without its tokenizer, which takes seconds to load where it is large."""
+    if config.model.path is None:
+        return plan_model(config)[0]
+    folder = Path(config.model.path)
+    model = load_config(folder)
+    check_weights(folder, config=model, head=actor_head(config))
+    return model
 
 
 def new_model_config(new: NewModel, *, tokenizer: Tokenizer) -> ModelConfig:
@@ -60,17 +72,18 @@ def new_model_config(new: NewModel, *, tokenizer: Tokenizer) -> ModelConfig:
 
 
 def actor_head(config: Config) -> Head:
-    """What is expected of `model.path`: a reward model may go on from one that has a head already."""
+    """Whether `model.path` may have a value head: a reward model may continue from one that has a head already."""
     return "optional" if _trains_reward_model(config) else "refused"
 
 
 def plan_companions(config: Config) -> Companions:
-    """What else the ranks will hold, with every folder checked; ModelError names the setting that does not fit."""
-    actor, tokenizer = plan_model(config)
+    """The other models that the ranks will hold, with every folder checked; ModelError names the setting that does not
+    fit."""
+    actor = plan_architecture(config)
 
     def companion(field: str, path: str, *, head: Head = "refused") -> ModelConfig:
         try:
-            return _companion(Path(path), actor=actor, tokenizer=tokenizer, head=head)
+            return _companion(Path(path), actor=actor, tokenizer=plan_model(config)[1], head=head)
         except ModelError as error:
             raise ModelError(f"`{field}`: {error}") from error
 
@@ -103,7 +116,7 @@ def _trains_reward_model(config: Config) -> bool:
 
 
 def _companion(folder: Path, *, actor: ModelConfig, tokenizer: Tokenizer, head: Head) -> ModelConfig:
-    """The architecture in a folder, which must read the actor's tokens and mean the same by them."""
+    """The architecture in a folder, which must use the actor's vocabulary."""
     found = load_config(folder)
     if found.vocab_size != actor.vocab_size:
         raise ModelError(
@@ -119,7 +132,7 @@ def _companion(folder: Path, *, actor: ModelConfig, tokenizer: Tokenizer, head: 
 
 
 def _compute_alike(one: ModelConfig, other: ModelConfig) -> bool:
-    """Whether two models with the same weights are the same function, whatever their special tokens are."""
+    """Whether two models with the same weights compute the same function; special tokens may differ."""
     aside: dict[str, Any] = {
         "eos_token_ids": (),
         "bos_token_id": None,
@@ -131,7 +144,7 @@ def _compute_alike(one: ModelConfig, other: ModelConfig) -> bool:
 
 def _model_of_folder(folder: Path, *, head: Head) -> tuple[ModelConfig, Tokenizer]:
     model = load_config(folder)
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size > model.vocab_size:
         raise ModelError(
             f"expected a tokenizer of at most `vocab_size`={model.vocab_size} tokens in {folder}, "
@@ -139,3 +152,18 @@ def _model_of_folder(folder: Path, *, head: Head) -> tuple[ModelConfig, Tokenize
         )
     check_weights(folder, config=model, head=head)
     return model, tokenizer
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a folder; loaded once per process as long as its files do not change."""
+    files = [folder / name for name in TOKENIZER_FILES]
+    stats = tuple(
+        (path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in files if path.is_file()
+    )
+    return _load_tokenizer(folder, stats)
+
+
+@lru_cache(maxsize=2)
+def _load_tokenizer(folder: Path, stats: tuple[tuple[str, int, int], ...]) -> Tokenizer:
+    """`stats`: name, time of change and size of its files, which tell another version of the folder."""
+    return Tokenizer.load(folder)

@@ -12,7 +12,7 @@ from kintsugi.model.architecture import LinearRope, Llama3Rope, ModelConfig, Yar
 
 
 class Rotation(NamedTuple):
-    """Cosine and signed sine per token, shaped [tokens, 1, 2, head_dim / 2] to apply to every head at once."""
+    """Cosine and signed sine per token, shaped [tokens, 1, 2, head_dim / 2] to broadcast over heads."""
 
     cosine: Tensor
     signed_sine: Tensor
@@ -38,7 +38,8 @@ def inverse_frequencies(config: ModelConfig, *, device: torch.device) -> Tensor:
 def rotation_at(
     positions: Tensor, *, frequencies: Tensor, config: ModelConfig, dtype: torch.dtype
 ) -> Rotation:
-    """Angles are formed in fp32 whatever the model's type: bf16 cannot tell neighbouring positions apart."""
+    """Cosine and sine at these positions. Angles are computed in fp32 whatever the model's type: bf16 can not
+    distinguish adjacent positions."""
     angles = positions.float()[:, None] * frequencies
     cosine, sine = angles.cos(), angles.sin()
     if isinstance(config.rope_scaling, YarnRope):
@@ -72,7 +73,7 @@ def _llama3_frequencies(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
 
 def _yarn_frequencies(frequencies: Tensor, scaling: YarnRope, *, config: ModelConfig) -> Tensor:
     def pair_turning(rotations: float) -> float:
-        """Which pair turns `rotations` times within the original context."""
+        """Index of the pair that turns `rotations` times within the original context."""
         return (
             config.head_dim
             * math.log(scaling.original_max_positions / (rotations * 2 * math.pi))

@@ -30,12 +30,12 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
-"""What belongs to a tokenizer in a model folder, so that other tools find all of it beside our weights."""
+"""Files of a tokenizer in a model folder, which are copied so that other tools find all of them next to the weights."""
 
 LONG_TEXT = 1 << 14
-"""Characters that take milliseconds."""
+"""Number of characters that take milliseconds to encode."""
 _TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What a template, which is somebody else's code, may run into with messages that it does not expect."""
+"""Errors of a chat template, which is untrusted code, with messages that it does not expect."""
 _SPECIAL_FIELDS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -50,7 +50,7 @@ class Tokenizer:
         chat_template: str | None = None,
         where: str = TOKENIZER_CONFIG_FILE,
     ) -> None:
-        """`special_tokens` maps `eos_token`, `pad_token`, … to their text; `where` names them in errors."""
+        """`special_tokens` maps `eos_token`, `pad_token`, … to their text; `where` is named in errors."""
         self._backend = backend
         self._special_tokens = dict(special_tokens)
         self._where = where
@@ -83,7 +83,7 @@ class Tokenizer:
         )
 
     def save(self, folder: Path) -> list[Path]:
-        """Write files from which transformers' AutoTokenizer makes a tokenizer that gives the same ids."""
+        """Write files from which transformers' AutoTokenizer makes a tokenizer with the same ids."""
         folder.mkdir(parents=True, exist_ok=True)
         files = self.files()
         for name, data in files.items():
@@ -91,7 +91,7 @@ class Tokenizer:
         return [folder / name for name in files]
 
     def files(self) -> dict[str, bytes]:
-        """What `save` writes, by name."""
+        """Files that `save` writes, by name."""
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **self._special_tokens,
@@ -107,13 +107,14 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below this; added tokens included."""
+        """Upper bound of ids, added tokens included."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def departure(self, folder: Path) -> str:
-        """Where a folder's tokenizer gives an id another meaning; empty where it does not, or where there is none.
+        """First id with another meaning in a folder's tokenizer; empty if there is none, or if the folder has no
+        tokenizer.
 
-        Added tokens may be named otherwise: chat models rename what their base models reserve.
+        Names of added tokens may differ: chat models rename tokens that their base models reserve.
         """
         path = folder / TOKENIZER_FILE
         if not path.is_file():
@@ -124,10 +125,10 @@ class Tokenizer:
         return f"{len(odd)} tokens differ, the first is {odd[0][1]!r} at {odd[0][0]}" if odd else ""
 
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
-        """Ids of exactly this text; `add_special` lets the tokenizer put its own tokens around it (BOS)."""
+        """Ids of exactly this text; `add_special` lets the tokenizer add its own tokens (BOS)."""
         try:
             if len(text) > LONG_TEXT:
-                # Only batches are encoded without the interpreter's lock, which a process with other threads needs.
+                # Only batches are encoded without the interpreter's lock, which other threads of the process need.
                 (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
             else:
                 encoding = self._backend.encode(text, add_special_tokens=add_special)
@@ -142,14 +143,13 @@ class Tokenizer:
     def encode_conversation(
         self, messages: Sequence[Mapping[str, Any]], *, variables: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """Ids of a prompt in the model's chat template, up to where its answer begins."""
+        """Ids of a prompt in the model's chat template, up to the start of its answer."""
         return self.encode(self.apply_chat_template(messages, variables=variables))
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a prompt that is plain text.
 
-        It begins with BOS if the tokenizer itself would put it there, and never ends with EOS, which some tokenizers
-        add too.
+        It begins with BOS if the tokenizer itself would add it, and never ends with EOS, which some tokenizers add too.
         """
         plain = self.encode(text)
         begins = self.encode("", add_special=True)[:1]
@@ -159,7 +159,7 @@ class Tokenizer:
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
 
     def text_of_completion(self, ids: Sequence[int], *, ended: bool) -> str:
-        """What a model wrote, as rewards judge it. `ended`: its last token is the end token, which is left out.
+        """Text of a completion for rewards. `ended`: its last token is the end token, which is left out.
 
         Every other special token stays visible: `4<pad>6` is not the answer 46.
 
@@ -169,7 +169,7 @@ class Tokenizer:
         return self.decode(ids[:-1] if ended else ids, skip_special=False)
 
     def piece(self, token_id: int) -> str | None:
-        """What the vocabulary calls a token; byte-level ones spell its bytes so."""
+        """Spelling of a token in the vocabulary; byte-level vocabularies spell its bytes."""
         text = self._backend.id_to_token(token_id)
         return None if text is None else str(text)
 
@@ -182,7 +182,7 @@ class Tokenizer:
     ) -> str:
         """The conversation as one text, ready for `encode`; the template's own special tokens are in it.
 
-        `variables` are what templates may know beside it: `tools`, `tool_choice`.
+        `variables` are further variables of the template: `tools`, `tool_choice`.
         """
         if self.chat_template is None:
             raise ModelError(
@@ -275,12 +275,12 @@ def _read_optional_json(path: Path) -> dict[str, Any]:
 
 @cache
 def _compiled_template(text: str) -> jinja2.Template:
-    """Compiling takes a hundred times as long as filling in."""
+    """Compile a template, cached: compiling takes a hundred times as long as rendering."""
     return _template_environment().from_string(text)
 
 
 def _template_environment() -> jinja2.Environment:
-    """What templates on the hub expect to find, in a sandbox: a template is somebody else's code."""
+    """Environment that templates on the hub expect, sandboxed: a template is untrusted code."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

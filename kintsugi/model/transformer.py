@@ -1,14 +1,16 @@
-"""One transformer, from whose parameters training and generation both compute.
+"""The transformer of training and generation.
 
-`forward_packed` takes many tokens of many sequences. Generation runs the same layers without gradients, over keys and
-values that it keeps (`kintsugi.generation`). Parameter names are Hugging Face's.
+`forward_packed` takes many tokens of many sequences. Generation runs the same layers without gradients, over a KV cache
+(`kintsugi.generation`). Parameter names are Hugging Face's.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as functional
@@ -17,11 +19,27 @@ from torch import Tensor, nn
 from kintsugi.errors import ModelError
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.attention import PackedLayout, packed_attention
-from kintsugi.model.logprobs import DEFAULT_CHUNK_SIZE, project_to_vocabulary, token_logprobs
+from kintsugi.model.fused_layers import (
+    UNFUSED,
+    FeedForwardWeights,
+    FusedParts,
+    RotatedProjection,
+    add_and_normalize,
+    feed_forward,
+    has_kernels,
+    project_and_rotate,
+)
+from kintsugi.model.logprobs import project_to_vocabulary, token_logprobs
+from kintsugi.model.recompute import recomputed
 from kintsugi.model.rotary import Rotation, inverse_frequencies, rotate, rotation_at
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, query, key, value), each [tokens, heads, head_dim], to what each query attended to, of the same shape."""
+
+class PackedPass(NamedTuple):
+    """Everything that the layers of one forward pass share."""
+
+    rotation: Rotation
+    layout: PackedLayout
+    fused: FusedParts
 
 
 class RMSNorm(nn.Module):
@@ -30,13 +48,20 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
         self.epsilon = epsilon
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, residual: Tensor, update: Tensor | None, *, fused: bool) -> tuple[Tensor, Tensor]:
+        """The sum of both, or the residual alone, and its norm."""
+        if fused:
+            return add_and_normalize(residual, update, weight=self.weight, epsilon=self.epsilon)
+        hidden = residual if update is None else residual + update
+        return hidden, self.normalize(hidden)
+
+    def normalize(self, hidden: Tensor) -> Tensor:
         return functional.rms_norm(hidden, self.weight.shape, self.weight, self.epsilon)
 
 
 class Attention(nn.Module):
     qkv_weight: Tensor
-    """Of a packed model: the three projections in one matrix, of which their own weights are views."""
+    """In a packed model: the three projections in one matrix; their own weights are views of it."""
     qkv_bias: Tensor | None
 
     def __init__(self, config: ModelConfig, *, layer: int, dtype: torch.dtype) -> None:
@@ -56,20 +81,44 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(config.head_dim, epsilon=config.rms_norm_eps, dtype=dtype)
             self.k_norm = RMSNorm(config.head_dim, epsilon=config.rms_norm_eps, dtype=dtype)
 
-    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+    def forward(self, hidden: Tensor, shared: PackedPass) -> Tensor:
+        project = self._project_and_rotate if shared.fused.rotary else self._project
+        query, key, value = project(hidden, shared.rotation)
+        attended = packed_attention(
+            query, key=key, value=value, layout=shared.layout, repeat_keys=not shared.fused.attention
+        )
+        output: Tensor = self.o_proj(attended.flatten(-2))
+        return output
+
+    def _project(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         query = self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))
         key = self.k_proj(hidden).unflatten(-1, (-1, self.head_dim))
         value = self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        attended = attend(self.layer, rotate(query, rotation), rotate(key, rotation), value)
-        output: Tensor = self.o_proj(attended.flatten(-2))
-        return output
+            query, key = self.q_norm.normalize(query), self.k_norm.normalize(key)
+        return rotate(query, rotation), rotate(key, rotation), value
+
+    def _project_and_rotate(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """The same by one product and one kernel."""
+        query, key, value = self.q_proj, self.k_proj, self.v_proj
+        projection = RotatedProjection(
+            weights=(query.weight, key.weight, value.weight),
+            biases=(query.bias, key.bias, value.bias),
+            norms=(
+                None if self.q_norm is None else self.q_norm.weight,
+                None if self.k_norm is None else self.k_norm.weight,
+            ),
+            epsilon=0.0 if self.q_norm is None else self.q_norm.epsilon,
+            head_dim=self.head_dim,
+        )
+        return project_and_rotate(
+            hidden, projection, cosine=rotation.cosine[:, 0, 0], sine=rotation.signed_sine[:, 0, 1]
+        )
 
 
 class FeedForward(nn.Module):
     gate_up_weight: Tensor
-    """Of a packed model: both projections in one matrix, of which their own weights are views."""
+    """In a packed model: both projections in one matrix; their own weights are views of it."""
     gate_up_bias: Tensor | None
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
@@ -79,7 +128,11 @@ class FeedForward(nn.Module):
         self.up_proj = nn.Linear(hidden, inner, bias=bias, dtype=dtype)
         self.down_proj = nn.Linear(inner, hidden, bias=bias, dtype=dtype)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, *, fused: bool) -> Tensor:
+        if fused:
+            projections = (self.gate_proj, self.up_proj, self.down_proj)
+            weights, biases = (each.weight for each in projections), (each.bias for each in projections)
+            return feed_forward(hidden, FeedForwardWeights(*weights, *biases))
         output: Tensor = self.down_proj(functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
         return output
 
@@ -92,16 +145,24 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
 
-    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, attend)
-        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return output
+    def forward(self, residual: Tensor, update: Tensor | None, shared: PackedPass) -> tuple[Tensor, Tensor]:
+        """The residual stream within this layer and the update that the next one adds to it."""
+        fused = shared.fused
+        hidden, normalized = self.input_layernorm(residual, update, fused=fused.norm)
+        update = self.self_attn(normalized, shared)
+        hidden, normalized = self.post_attention_layernorm(hidden, update, fused=fused.norm)
+        return hidden, self.mlp(normalized, fused=fused.feed_forward)
+
+    def whole(self, hidden: Tensor, shared: PackedPass) -> Tensor:
+        """The residual stream after this layer."""
+        hidden, update = self(hidden, None, shared)
+        return hidden + update
 
 
 class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
-        # Not by its constructor, whose random numbers bring in torch's compiler (seconds) on the meta device.
+        # Not by its constructor: its random numbers import torch's compiler (seconds) on the meta device.
         self.embed_tokens = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_size, config.hidden_size, dtype=dtype), freeze=False
         )
@@ -110,23 +171,33 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
 
-    def forward(self, tokens: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        hidden = self.embed_tokens(tokens)
+    def forward(self, tokens: Tensor, shared: PackedPass, *, recompute: bool) -> Tensor:
+        hidden: Tensor = self.embed_tokens(tokens)
+        update: Tensor | None = None
         for layer in self.layers:
-            hidden = layer(hidden, rotation, attend)
-        output: Tensor = self.norm(hidden)
-        return output
+            assert isinstance(layer, DecoderLayer)
+            if recompute:
+                run = partial(layer.whole, shared=shared)
+                hidden = recomputed(run, hidden, parameters=layer.parameters())
+            else:
+                hidden, update = layer(hidden, update, shared)
+        _, output = self.norm(hidden, update, fused=shared.fused.norm)
+        normalized: Tensor = output
+        return normalized
 
 
 class Transformer(nn.Module):
     """A decoder-only language model, optionally with a value head.
 
-    Its memory is allocated but not filled: call `initialize`, or get one from `huggingface.load`. Weights never move
-    afterwards, so a new version is an in-place copy into `named_parameters()`.
+    Its memory is allocated but not filled: call `initialize`, or use `huggingface.load`. Weights never move afterwards,
+    so a new version is an in-place copy into `named_parameters()`.
 
-    `packed` lays out a layer's query, key and value projections in one matrix, and gate and up in another, so that
-    generation makes one product of each; names and shapes of the parameters stay as they are.
+    `packed` stores a layer's query, key and value projections in one matrix, and gate and up in another, so that
+    generation computes one product of each; names and shapes of the parameters do not change.
     """
+
+    recompute: bool = False
+    """Whether a backward pass computes the activations within each layer again instead of keeping them."""
 
     def __init__(
         self,
@@ -153,7 +224,12 @@ class Transformer(nn.Module):
                 assert isinstance(layer, DecoderLayer)
                 _pack(layer)
         self.frequencies = inverse_frequencies(config, device=torch.device(device))
-        """Of the rotary embedding, in fp32."""
+        """Frequencies of the rotary embedding, in fp32."""
+        self.recompute = False
+        """Whether training keeps only the input of each layer and computes the rest again in the backward pass: the
+        same bits from a fraction of the memory, for about a third more time."""
+        self.fused = FusedParts()
+        """Parts with kernels of their own where there are such kernels."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -165,17 +241,18 @@ class Transformer(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """The [vocabulary, hidden] matrix that makes logits."""
+        """The [vocabulary, hidden] matrix that computes logits."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward_packed(self, tokens: Tensor, positions: Tensor, layout: PackedLayout) -> Tensor:
         """Final hidden states [tokens, hidden] of packed sequences; differentiable."""
-        rotation = rotation_at(positions, frequencies=self.frequencies, config=self.config, dtype=self.dtype)
-
-        def attend(_layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return packed_attention(query, key=key, value=value, layout=layout)
-
-        hidden: Tensor = self.model(tokens, rotation, attend)
+        shared = PackedPass(
+            rotation_at(positions, frequencies=self.frequencies, config=self.config, dtype=self.dtype),
+            layout,
+            self.fused if has_kernels(self.model.embed_tokens.weight) else UNFUSED,
+        )
+        recompute = self.recompute and torch.is_grad_enabled()
+        hidden: Tensor = self.model(tokens, shared, recompute=recompute)
         return hidden
 
     @torch.no_grad()
@@ -186,7 +263,7 @@ class Transformer(nn.Module):
             parameter.copy_(tensors[name])
 
     def check_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """That these are a whole version of the parameters, by name and shape."""
+        """Raise an error unless these are a whole version of the parameters, by name and shape."""
         parameters = dict(self.named_parameters())
         if parameters.keys() != tensors.keys():
             different = sorted(parameters.keys() ^ tensors.keys())
@@ -216,7 +293,7 @@ class Transformer(nn.Module):
         targets: Tensor,
         *,
         temperature: float = 1.0,
-        chunk_size: int = DEFAULT_CHUNK_SIZE,
+        chunk_size: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probability of each target and entropy at each token; see `logprobs.token_logprobs`."""
         return token_logprobs(
@@ -245,7 +322,7 @@ def _pack(layer: DecoderLayer) -> None:
 
 
 def _joined(*projections: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """One weight and one bias for all of them; their own become views of these."""
+    """Join weights and biases; the originals become views."""
     sizes = [projection.out_features for projection in projections]
     first = projections[0]
     weight = first.weight.new_empty(sum(sizes), first.in_features, requires_grad=False)

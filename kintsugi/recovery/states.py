@@ -1,10 +1,10 @@
-"""The states of a recovery, what moves it from one to the next, and the table and diagram that people read.
+"""States and transitions of a recovery, and the page that shows them.
 
     python -m kintsugi.recovery.states > docs/recovery.md
 
 Every (state, event) pair is defined: one that is not in `TRANSITIONS` leaves the state as it is. A fault restarts a
-recovery from any state, with everything that was lost until then; so does an operation that fails. What a recovery
-can not mend in a bounded number of attempts is dumped (a last checkpoint) and given up with its cause.
+recovery from any state, with everything that was lost until then; so does an operation that fails. After a bounded
+number of attempts a last checkpoint is dumped, and the run is given up with its cause.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import StrEnum
 
 
 class RecoveryState(StrEnum):
-    """Where the ranks stand between a fault and normal running, in the protocol's words."""
+    """State of the ranks between a fault and normal operation, in the words of the protocol."""
 
     NORMAL = "normal"
     PRE_LOCKING = "pre-lock"
@@ -32,21 +32,21 @@ class RecoveryState(StrEnum):
 
 
 class RecoveryEvent(StrEnum):
-    """What moves a recovery on."""
+    """Event that moves a recovery to its next state."""
 
     FAULT = "a fault, or ranks that are not one group"
     LOCKED = "stop complete: every living rank is locked"
     STOPPED = "every living rank has stopped"
     CLEANED = "every living rank is clean"
-    REPLACED = "every rank is there, or the group goes on smaller"
+    REPLACED = "every rank is live, or the group continues smaller"
     REBUILT = "the new group has passed its probe"
-    REPAIRED = "whoever lacked the state has it"
+    REPAIRED = "every rank that lacked the state has it"
     ROLLED_BACK = "all ranks stand at the agreed step"
     STAGED = "all ranks carry the same stage, their hashes agree"
-    NOTIFIED = "every rank is told"
+    NOTIFIED = "every rank is notified"
     FAILED = "an operation failed, or its deadline passed"
     HOPELESS = "no strategy is left"
-    DUMPED = "the last checkpoint is written, or can not be"
+    DUMPED = "the last checkpoint is written, or cannot be"
 
 
 _S, _E = RecoveryState, RecoveryEvent
@@ -62,7 +62,7 @@ STEPS: tuple[tuple[RecoveryState, RecoveryEvent], ...] = (
     (_S.STAGING, _E.STAGED),
     (_S.NOTIFYING, _E.NOTIFIED),
 )
-"""The way through a recovery that nothing disturbs: each state and the event that ends it."""
+"""States of a recovery without further faults, each with the event that ends it."""
 
 
 def _table() -> dict[tuple[RecoveryState, RecoveryEvent], RecoveryState]:
@@ -82,12 +82,12 @@ TRANSITIONS: Mapping[tuple[RecoveryState, RecoveryEvent], RecoveryState] = _tabl
 
 
 def following(state: RecoveryState, event: RecoveryEvent) -> RecoveryState:
-    """The state after an event; one that means nothing here changes nothing."""
+    """Return the state after an event; an event without meaning in this state changes nothing."""
     return TRANSITIONS.get((state, event), state)
 
 
 def markdown() -> str:
-    """The table and the diagram, as `docs/recovery.md` has them."""
+    """Return the table and the diagram, as `docs/recovery.md` has them."""
     rows = [f"| {state} | {event} | {TRANSITIONS[state, event]} |" for state, event in TRANSITIONS]
     names = {state: state.name.lower() for state in RecoveryState}
     arrows: dict[tuple[str, str], list[str]] = {}

@@ -1,27 +1,29 @@
-"""A group that was sampled and scored before, answered from what was saved. Pure.
+"""Replay of a group from saved rollouts, instead of sampling it. Pure functions.
 
-Its log-probabilities are those of the policy that sampled it, so ratios are right however far the weights have moved
-since. Its weight versions are of another run and mean nothing here: like a demonstration it has none.
+Its log-probabilities are those of the policy that sampled it, so importance ratios are correct for any later weights.
+Its weight versions belong to another run; like a demonstration it has version -1.
 """
 
 from __future__ import annotations
 
 from array import array
 
-from kintsugi.data.saved import saved_samples
-from kintsugi.observe.rollouts import SavedSample
-from kintsugi.rollout.episode import int32
-from kintsugi.rollout.groups import Outcome, Sample
+from kintsugi.data.saved_rollouts import saved_samples
+from kintsugi.rollout.group import GroupOutcome, GroupSample
+from kintsugi.rollout.trajectory import int32
+from kintsugi.telemetry.saved_rollouts import SavedSample
 from kintsugi.types import Row, SampleText, Ticket, Trajectory, sample_key
 
 
-def replay(ticket: Ticket, row: Row) -> Outcome:
-    """What the group's episodes gave; samples that were not saved are missing, with the reason."""
+def replay(ticket: Ticket, row: Row) -> GroupOutcome:
+    """Build the group's result from the saved samples; samples that were not saved are quarantined, with the reason."""
     saved = {sample.sample: sample for sample in saved_samples(row)}
     wanted = [saved[number] for number in range(ticket.num_samples) if number in saved]
-    return Outcome(
+    return GroupOutcome(
         [
-            Sample(_trajectory(ticket.id, sample), SampleText(row.prompt, sample.completion), sample.rewards)
+            GroupSample(
+                _trajectory(ticket.id, sample), SampleText(row.prompt, sample.completion), sample.rewards
+            )
             for sample in wanted
         ],
         {

@@ -1,12 +1,13 @@
-"""The rollout worker: runs groups of episodes, scores them, and keeps the trajectories until they are trained.
+"""Rollout worker process: runs groups of episodes, scores them, and keeps the trajectories until they are trained.
 
-One loop consumes requests (run this group, hand over these samples, forget those), answers of the generation manager
-(`generating.py`) and what the user's code says: rewards and environments run in a process beside it
-(`user_process.py`), so that heartbeats go on and a deadline can be kept. A group is run in one of three ways: answered
-in one turn and judged (`answering.py`), played as episodes of several turns (`acting.py`), or taken from the data.
+One loop consumes requests (run a group, send samples, drop groups), replies of the generation manager
+(`generation_client.py`) and messages of the user process. The user's rewards and environments run in that process
+(`user_code/`), so that heartbeats continue and deadlines can be enforced. A group is run in one of three ways: sampled
+in one turn and scored (`single_turn.py`), run as episodes of several turns (`multi_turn.py`), or taken from the data.
 
-It outlives master and manager. A master that took over asks again for what it knows no answer to: a group that runs
-is not begun twice, a finished one is answered from what is kept. A group whose manager died waits for the next one.
+The worker outlives master and manager. A new master requests again every group that it has no answer for: a group that
+runs is not started twice, and a finished one is answered from memory. When the manager dies, its groups wait for the
+next manager.
 """
 
 from __future__ import annotations
@@ -15,89 +16,98 @@ from pathlib import Path
 
 import msgspec
 
-from kintsugi.bootstrap import Bootstrap
-from kintsugi.config import LEARN_PAIRS, Config
+from kintsugi.config.recipe import load_config
+from kintsugi.config.schema import LEARN_PAIRS, Config
+from kintsugi.config.stages import Stage, stages
 from kintsugi.data.columns import CHOSEN, COMPLETION, REJECTED
-from kintsugi.data.feed import Feed
-from kintsugi.data.saved import saved_samples
+from kintsugi.data.prefetch import PrefetchingReader
+from kintsugi.data.saved_rollouts import saved_samples
 from kintsugi.data.streams import RowNotYet
-from kintsugi.data.tokens import Fed
+from kintsugi.data.tokenized import TokenizedRow
 from kintsugi.errors import DataError, DeadlineExceeded, KintsugiError, RefusedError
-from kintsugi.messages import Drop, EpisodesDone, FetchSamples, RunEpisodes, SamplesFetched
-from kintsugi.model.plan import plan_model
+from kintsugi.model.plan import plan_architecture, plan_model
 from kintsugi.model.tokenizer import Tokenizer
-from kintsugi.observe.events import EventLog, FaultSeen, Note, events_path
-from kintsugi.recipe import load_config
-from kintsugi.rollout.acting import Acting
-from kintsugi.rollout.answering import Answering
-from kintsugi.rollout.episode import demonstrated_trajectory, describe, int32
-from kintsugi.rollout.generating import MANAGER, Generating
-from kintsugi.rollout.groups import Finished, Group, Outcome, Sample, Unread, is_same
+from kintsugi.process.membership import Membership, open_endpoint
+from kintsugi.protocol.bootstrap import Bootstrap
+from kintsugi.protocol.rollout import Drop, EpisodesDone, FetchSamples, RunEpisodes, SamplesFetched
+from kintsugi.rollout.generation_client import MANAGER, GenerationClient
+from kintsugi.rollout.group import (
+    FinishedGroup,
+    GroupOutcome,
+    GroupSample,
+    RolloutGroup,
+    UnreadGroup,
+    is_same,
+)
+from kintsugi.rollout.multi_turn import MultiTurnGroups
 from kintsugi.rollout.replay import replay
-from kintsugi.rollout.scoring import rewards_of, total
-from kintsugi.rollout.user_process import UserProcess
-from kintsugi.runtime import COUNTERS, IDLENESS, SPANS, SYSTEM_CLOCK, WAITS, wait
-from kintsugi.stages import Stage, stages
+from kintsugi.rollout.rewards.spec import rewards_of, total
+from kintsugi.rollout.single_turn import SingleTurnGroups
+from kintsugi.rollout.trajectory import demonstrated_trajectory, describe, int32
+from kintsugi.rollout.user_code.process import UserProcess
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.counters import COUNTERS, IDLENESS
+from kintsugi.runtime.spans import SPANS
+from kintsugi.runtime.waits import WAITS, wait
+from kintsugi.telemetry.events import EventLog, FaultSeen, Note, SamplesQuarantined
 from kintsugi.transport import Delivery
 from kintsugi.types import Row, SampleText, Trajectory, Wait, ticket_of
-from kintsugi.worker import Membership, open_endpoint
 
 IDLE_S = 0.25
 MAKE_READY_S = 0.01
-"""Spent on the next rows in a turn in which nobody asked for anything."""
+"""Time spent on preparing the next rows in an iteration without requests."""
 
 
 class RolloutWorker:
-    """State of one rollout worker; `turn` is one round of its loop."""
+    """State of one rollout worker; `turn` is one iteration of its loop."""
 
     def __init__(self, bootstrap: Bootstrap, config: Config, tokenizer: Tokenizer, *, log: EventLog) -> None:
-        self._process, self._config, self._tokenizer, self._log = bootstrap.process, config, tokenizer, log
+        self._process = bootstrap.process
+        self._config = config
+        self._tokenizer = tokenizer
+        self._log = log
         self._stages: dict[str, Stage] = {stage.name: stage for stage in stages(config)}
         self._run_dir = Path(bootstrap.run_dir)
-        self._max_positions = plan_model(config)[0].max_positions
-        self._feed: Feed | None = None
-        """Opened when the first row is asked for."""
+        self._max_positions = plan_architecture(config).max_positions
+        self._reader: PrefetchingReader | None = None
+        """Opened when the first row is requested."""
         self._rewards = rewards_of(config)
-        self._running: dict[str, Group] = {}
-        self._unread: list[Unread] = []
-        self._finished: dict[str, Finished] = {}
+        self._running: dict[str, RolloutGroup] = {}
+        self._unread: list[UnreadGroup] = []
+        self._finished: dict[str, FinishedGroup] = {}
         self._evaluated_version = -1
         self._declared: Wait | None = None
-        """For the generation of the oldest group, or the user's code."""
+        """Declared wait: for the generation of the oldest group, or for the user's code."""
         self._wait = 0
         self._clock = SYSTEM_CLOCK
         self.endpoint = open_endpoint(bootstrap)
         self.membership = Membership(self.endpoint, bootstrap, capabilities={})
-        self.endpoint.watch(bootstrap.lifeline, self._orphaned)
-        self._lifeline = bootstrap.lifeline
-        self._generating = Generating(self.endpoint, clock=self._clock)
-        self._beside = UserProcess(config, loop=self.endpoint, note=lambda text: log.emit(Note(text)))
-        self._way = self._way_of(config)
+        self.membership.end_with_lifeline(bootstrap.lifeline)
+        self._generation = GenerationClient(self.endpoint, clock=self._clock)
+        self._user_process = UserProcess(config, loop=self.endpoint, note=lambda text: log.emit(Note(text)))
+        self._sampled_groups = self._open_sampled_groups(config)
 
-    def _way_of(self, config: Config) -> Answering | Acting:
-        """How groups that are sampled are run."""
+    def _open_sampled_groups(self, config: Config) -> SingleTurnGroups | MultiTurnGroups:
+        """Choose how sampled groups are run: in one turn, or in an environment."""
         if config.rollout.environment is None:
-            return Answering(
+            return SingleTurnGroups(
                 config,
                 self._tokenizer,
-                generating=self._generating,
-                process=self._beside,
+                generation=self._generation,
+                process=self._user_process,
                 finish=self._finish,
                 give_up=self._give_up,
                 clock=self._clock,
             )
-        return Acting(
+        return MultiTurnGroups(
             config,
-            generating=self._generating,
-            process=self._beside,
+            generation=self._generation,
+            process=self._user_process,
             finish=self._finish,
             give_up=self._give_up,
             clock=self._clock,
         )
-
-    def _orphaned(self) -> None:
-        self.endpoint.unwatch(self._lifeline)
-        self.membership.shutdown_reason = "agent and launcher are gone"
 
     def turn(self) -> None:
         since, is_idle = self._clock.monotonic(), not self._running
@@ -110,27 +120,28 @@ class RolloutWorker:
         for delivery in deliveries:
             if not self.membership.handle(delivery):
                 self._handle(delivery)
-        if self._feed is not None and not deliveries:
-            self._feed.make_ready(within_s=MAKE_READY_S)
+        if self._reader is not None and not deliveries:
+            self._reader.make_ready(within_s=MAKE_READY_S)
         self._begin_unread()
-        for said in self._beside.take(self._clock.monotonic()):
-            self._way.take(said)
-        self._generating.turn()
-        self.membership.load = float(self._way.load)
+        for message in self._user_process.take(self._clock.monotonic()):
+            self._sampled_groups.take(message)
+        self._generation.turn()
+        self.membership.load = float(self._sampled_groups.load)
         self._declare()
         self.membership.tick(self._clock.monotonic())
 
     def _declare(self) -> None:
-        """Say that this process waits for the manager while something is being generated, or else for the user's code:
-        the heartbeats carry it."""
-        generated, used = self._generating.oldest(), self._way.oldest()
-        # Compared as a whole: a master that took over gives a group that runs more time.
+        """Declare a wait for the manager while something is being generated, else for the user's code; heartbeats
+        report it."""
+        generating = self._generation.oldest()
+        in_user_code = self._sampled_groups.oldest()
+        # Compared with its deadline: a new master extends the deadline of a running group.
         awaited: Wait | None = None
-        if generated is not None:
-            awaited = Wait(MANAGER, "Generated", generated.since, generated.deadline)
-        elif used is not None:
-            since, group = used
-            awaited = Wait(self._beside.name, "an outcome", since, group.deadline)
+        if generating is not None:
+            awaited = Wait(MANAGER, "Generated", generating.since, generating.deadline)
+        elif in_user_code is not None:
+            since, group = in_user_code
+            awaited = Wait(self._user_process.name, "an outcome", since, group.deadline)
         elif self._unread:
             awaited = Wait("stream", "the next row", self._unread[0].since, self._unread[0].deadline)
         if awaited == self._declared:
@@ -144,15 +155,15 @@ class RolloutWorker:
     def close(self) -> None:
         if self._declared is not None:
             WAITS.end(self._wait)
-        self._beside.close()
+        self._user_process.close()
         self.endpoint.close()
 
     def _attempt(self, remaining_s: float) -> list[Delivery] | None:
-        is_asked = self._beside.is_asked
-        if is_asked:
-            remaining_s = min(remaining_s, self._beside.next_deadline() - self._clock.monotonic())
+        is_busy = self._user_process.is_busy
+        if is_busy:
+            remaining_s = min(remaining_s, self._user_process.next_deadline() - self._clock.monotonic())
         deliveries = self.endpoint.poll(max(0.0, remaining_s))
-        return deliveries if deliveries or is_asked else None
+        return deliveries if deliveries or is_busy else None
 
     def _handle(self, delivery: Delivery) -> None:
         match delivery.body:
@@ -178,7 +189,7 @@ class RolloutWorker:
         self.endpoint.reply(delivery, SamplesFetched(samples))
 
     def _take_order(self, delivery: Delivery, request: RunEpisodes) -> None:
-        """Begin a group, unless this one is running or finished: then somebody else wants its answer too."""
+        """Start a group. If it is running, the request waits for the same result; if finished, it is answered."""
         ticket = request.ticket.id
         running, finished = self._running.get(ticket), self._finished.get(ticket)
         if finished is not None and is_same(finished.request, request):
@@ -194,7 +205,7 @@ class RolloutWorker:
                 self._fail(delivery, error)
 
     def _drop(self, ticket: str) -> None:
-        """Forget a group. If it runs, its orders are refused, and what still comes of it is ignored."""
+        """Drop a group. If it runs, its requests are refused and its later results ignored."""
         self._finished.pop(ticket, None)
         group = self._running.pop(ticket, None)
         unread = [each.delivery for each in self._unread if each.request.ticket.id == ticket]
@@ -210,31 +221,31 @@ class RolloutWorker:
             self._forget_evaluation(request.version)
         now = self._clock.monotonic()
         try:
-            row, fed = self._row(request)
+            row, tokens = self._row(request)
         except RowNotYet as error:
             if not self._unread:
                 self._log.emit(Note(f"waiting for a stream: {error}"))
-            self._unread.append(Unread(delivery, request, now, now + request.timeout_s))
+            self._unread.append(UnreadGroup(delivery, request, now, now + request.timeout_s))
             return
-        group = Group([delivery], request, row, int32(fed.prompt), now, now + request.timeout_s)
+        group = RolloutGroup([delivery], request, row, int32(tokens.prompt), now, now + request.timeout_s)
         if request.split == "train" and saved_samples(row):
             self._finish(group, replay(ticket, row))
         elif request.split == "train" and not self._stages[ticket.stage].samples_completions:
-            self._demonstrate(group, fed)
+            self._demonstrate(group, tokens)
         else:
-            self._check_length(len(fed.prompt) + request.sampling.max_new_tokens, row)
+            self._check_length(len(tokens.prompt) + request.sampling.max_new_tokens, row)
             self._running[ticket.id] = group
-            self._way.begin(group)
+            self._sampled_groups.begin(group)
 
     def _forget_evaluation(self, next_version: int) -> None:
-        """Nobody drops evaluation problems: what one version said is of no use once the next one is asked."""
+        """Drop the groups of the previous evaluation when that of the next version begins; the master drops none."""
         self._evaluated_version = next_version
         for ticket, finished in list(self._finished.items()):
             if finished.request.split == "eval":
                 del self._finished[ticket]
 
     def _begin_unread(self) -> None:
-        """Begin groups whose rows have come out of the stream meanwhile; one that does not come in time is an error."""
+        """Start groups for which the stream has delivered the row; fail those that have waited too long."""
         unread, self._unread = self._unread, []
         for each in unread:
             now = self._clock.monotonic()
@@ -252,18 +263,18 @@ class RolloutWorker:
     def _has_come(self, request: RunEpisodes) -> bool:
         try:
             self._row(request)
-        except KintsugiError as error:  # Of another one, whoever begins it will be told.
+        except KintsugiError as error:  # Any other error is reported when the group is started.
             return not isinstance(error, RowNotYet)
         return True
 
-    def _row(self, request: RunEpisodes) -> tuple[Row, Fed]:
-        if self._feed is None:
-            self._feed = Feed(self._config, self._tokenizer, run_dir=self._run_dir)
+    def _row(self, request: RunEpisodes) -> tuple[Row, TokenizedRow]:
+        if self._reader is None:
+            self._reader = PrefetchingReader(self._config, self._tokenizer, run_dir=self._run_dir)
         ticket = request.ticket
         if request.split == "eval":
-            return self._feed.held_out(ticket.position)
+            return self._reader.held_out(ticket.position)
         seed = self._stages[ticket.stage].seed
-        return self._feed.training(
+        return self._reader.training(
             stage=ticket.stage, seed=seed, epoch=ticket.epoch, position=ticket.position
         )
 
@@ -275,42 +286,45 @@ class RolloutWorker:
                 f"generation.max_length is {limit}"
             )
 
-    def _demonstrate(self, group: Group, fed: Fed) -> None:
-        """Hand out what the row says: the completion to learn or, of a pair, the chosen one and the rejected one. What
-        is learned for an environment is shown by it."""
+    def _demonstrate(self, group: RolloutGroup, tokens: TokenizedRow) -> None:
+        """Answer with the completions of the row: the one to imitate, or the chosen and the rejected one of a pair. In
+        an environment the environment demonstrates."""
         ticket = group.request.ticket
-        if fed.longest > self._max_positions:
+        if tokens.longest > self._max_positions:
             raise DataError(
-                f"prompt {group.row.prompt[:40]!r}: prompt and answer have {fed.longest} tokens, the model has "
+                f"prompt {group.row.prompt[:40]!r}: prompt and answer have {tokens.longest} tokens, the model has "
                 f"{self._max_positions} positions"
             )
         pairs = self._stages[ticket.stage].algorithm.name in LEARN_PAIRS
-        if isinstance(self._way, Acting) and not pairs:
+        if isinstance(self._sampled_groups, MultiTurnGroups) and not pairs:
             self._running[ticket.id] = group
-            self._way.begin(group, demonstrate=True)
+            self._sampled_groups.begin(group, demonstrate=True)
             return
         samples = [
-            Sample(
-                demonstrated_trajectory(ticket.id, fed.prompt, fed.answers[name], sample=sample),
+            GroupSample(
+                demonstrated_trajectory(ticket.id, tokens.prompt, tokens.answers[name], sample=sample),
                 SampleText(group.row.prompt, group.row.columns[name]),
                 {},
             )
             for sample, name in enumerate((CHOSEN, REJECTED) if pairs else (COMPLETION,))
         ]
-        self._finish(group, Outcome(samples, timing={"demonstrate": self._clock.monotonic() - group.since}))
+        self._finish(
+            group, GroupOutcome(samples, timing={"demonstrate": self._clock.monotonic() - group.since})
+        )
 
-    def _give_up(self, group: Group, error: KintsugiError) -> None:
+    def _give_up(self, group: RolloutGroup, error: KintsugiError) -> None:
         del self._running[group.ticket]
         group.is_open = False
         for delivery in group.deliveries:
             self._fail(delivery, error)
 
-    def _finish(self, group: Group, outcome: Outcome) -> None:
-        """Keep what came of a group and say so. One of which nothing came will be dropped by nobody, so it is not kept:
-        asked for again, it is run again."""
+    def _finish(self, group: RolloutGroup, outcome: GroupOutcome) -> None:
+        """Store the result of a group and answer its requests. A group without samples is not stored, because the
+        master would never drop it; if requested again, it is run again."""
         if not outcome.samples:
             reason = next(iter(outcome.quarantined.values()))
-            self._log.emit(Note(f"{group.ticket} quarantined: {reason}"))
+            message = f"{group.ticket} quarantined: {reason}"
+            self._log.emit(SamplesQuarantined(message, ticket=group.ticket, cause=outcome.cause))
             self._answer(group, EpisodesDone(group.ticket, (), outcome.quarantined))
             return
         metas = tuple(
@@ -323,18 +337,18 @@ class RolloutWorker:
             )
             for sample in outcome.samples
         )
-        kept: dict[str, Trajectory] = {}
-        said: dict[str, SampleText] = {}
+        trajectories: dict[str, Trajectory] = {}
+        texts: dict[str, SampleText] = {}
         if group.request.split == "train":
-            kept = {sample.trajectory.key: sample.trajectory for sample in outcome.samples}
-            said = {sample.trajectory.key: sample.text for sample in outcome.samples}
-        done = EpisodesDone(group.ticket, metas, outcome.quarantined, texts=said, timing=outcome.timing)
-        self._finished[group.ticket] = Finished(group.request, done, kept)
+            trajectories = {sample.trajectory.key: sample.trajectory for sample in outcome.samples}
+            texts = {sample.trajectory.key: sample.text for sample in outcome.samples}
+        done = EpisodesDone(group.ticket, metas, outcome.quarantined, texts=texts, timing=outcome.timing)
+        self._finished[group.ticket] = FinishedGroup(group.request, done, trajectories)
         COUNTERS.add("groups")
         self._answer(group, done)
 
-    def _answer(self, group: Group, done: EpisodesDone) -> None:
-        # A demonstration was never running: it is finished as soon as it is asked for.
+    def _answer(self, group: RolloutGroup, done: EpisodesDone) -> None:
+        # A demonstration was never running: it is finished as soon as it is requested.
         self._running.pop(done.ticket, None)
         group.is_open = False
         for delivery in group.deliveries:
@@ -350,8 +364,8 @@ class RolloutWorker:
 
 
 def main(bootstrap: Bootstrap) -> int:
-    config = load_config(Path(bootstrap.run_dir) / "config.yaml")
-    log = EventLog(events_path(bootstrap.run_dir, bootstrap.process), process=bootstrap.process)
+    config = load_config(RunFolder(bootstrap.run_dir).config_file)
+    log = EventLog(RunFolder(bootstrap.run_dir).events_file(bootstrap.process), process=bootstrap.process)
     _, tokenizer = plan_model(config)
     worker = RolloutWorker(bootstrap, config, tokenizer, log=log)
     while worker.membership.shutdown_reason is None:

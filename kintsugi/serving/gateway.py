@@ -1,6 +1,6 @@
-"""The HTTP side: routes of the OpenAI API, and a few of our own.
+"""The HTTP side of the gateway: routes of the OpenAI API, and a few additional ones.
 
-| route                              | answer                                                            |
+| route                              | response                                                          |
 |------------------------------------|-------------------------------------------------------------------|
 | POST /v1/completions, /v1/chat/completions | the API's objects, or its server-sent events              |
 | GET  /v1/models, /v1/models/{id}   | the one model                                                     |
@@ -9,7 +9,7 @@
 | GET  /openapi.json                 | this table for programs                                           |
 | POST /admin/weights, /admin/servers | new weights from a folder, another number of servers; with a key |
 
-Whatever a client sends is answered in the API's own shape. A client that leaves takes its request with it.
+Every response has the API's own shape, errors too. A client that disconnects cancels its request.
 """
 
 from __future__ import annotations
@@ -26,62 +26,71 @@ from uuid import uuid4
 import msgspec
 from aiohttp import web
 
-from kintsugi.messages import Generate
 from kintsugi.model.tokenizer import Tokenizer
-from kintsugi.runtime import SYSTEM_CLOCK
-from kintsugi.serving import metrics
-from kintsugi.serving.answers import DONE, Delta, Shape, chat_shape, completion_shape, event, model_object
-from kintsugi.serving.asking import Asked, generates, joined
-from kintsugi.serving.backstage import Listener, Outcome, Picture
-from kintsugi.serving.description import DESCRIPTION
-from kintsugi.serving.http import (
+from kintsugi.openai_api.api_errors import ApiError, broken, queue_full, unavailable, unknown_model
+from kintsugi.openai_api.http import (
     JSON,
     MAX_BODY_BYTES,
     as_json,
     check_key,
-    of_http,
+    error_response,
+    from_http_error,
     read_body,
-    refused,
     write,
     write_last,
 )
-from kintsugi.serving.openai import (
+from kintsugi.openai_api.openapi import DESCRIPTION
+from kintsugi.openai_api.requests import (
+    ApiLimits,
     ChatRequest,
     CompletionRequest,
-    Limits,
+    GenerationOrder,
     NewServers,
     NewWeights,
-    Order,
     chat_order,
     completion_order,
     decode,
 )
-from kintsugi.serving.refusals import Refusal, broken, queue_full, unavailable, unknown_model
+from kintsugi.openai_api.responses import (
+    DONE,
+    Delta,
+    ResponseShape,
+    chat_shape,
+    completion_shape,
+    event,
+    model_object,
+)
+from kintsugi.protocol.generation import Generate
+from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.serving.control_thread import Outcome, ServerSnapshot, TokenListener
+from kintsugi.serving.in_flight import InFlightRequest, generates, joined
+from kintsugi.serving.metrics import GatewayMetrics
+from kintsugi.telemetry.export.prometheus_text import CONTENT_TYPE
 
 LONG_BODY_BYTES = 64 << 10
-"""Longer ones are tokenised in another thread: the event loop has others to serve."""
+"""Longer bodies are tokenised in another thread, so that the event loop is not blocked."""
 CLOSED_REQUEST = 499
-"""The status under which a request is counted whose client left."""
+"""Status under which a request is counted if its client disconnected."""
 OPEN_PATHS = frozenset({"/health", "/metrics", "/openapi.json"})
-"""For those who watch over the gateway; everything else needs the key, where there is one."""
+"""Routes for monitoring; all others require the key, if there is one."""
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Generation(Protocol):
-    """What the gateway needs of `Backstage`."""
+class GatewayGeneration(Protocol):
+    """The part of `ControlThread` that the gateway uses."""
 
-    picture: Picture
+    snapshot: ServerSnapshot
 
-    def submit(self, request: Generate, hear: Callable[[Outcome], None]) -> Listener: ...
+    def submit(self, request: Generate, on_outcome: Callable[[Outcome], None]) -> TokenListener: ...
 
-    def cancel(self, listener: Listener) -> None: ...
+    def cancel(self, listener: TokenListener) -> None: ...
 
     def record(self, error: BaseException) -> None: ...
 
 
-class Administration(Protocol):
-    """What whoever has the key may change."""
+class GatewayAdministration(Protocol):
+    """Operations that require the key."""
 
     async def load_weights(self, path: str) -> dict[str, Any]: ...
 
@@ -89,26 +98,26 @@ class Administration(Protocol):
 
 
 @dataclass(frozen=True)
-class Rules:
-    """What the gateway lets in."""
+class GatewayLimits:
+    """Limits of the gateway."""
 
-    limits: Limits
+    limits: ApiLimits
     api_key: str | None = None
     queue: int = 1024
-    """Completions that may be unanswered: each of a request's prompts counts `n` times."""
+    """Most unanswered completions: each of a request's prompts counts `n` times."""
     timeout_s: float = 600.0
 
 
 class Gateway:
-    """The application. Everything here runs in one event loop."""
+    """The application. All of it runs in one event loop."""
 
     def __init__(
         self,
-        generation: Generation,
+        generation: GatewayGeneration,
         tokenizer: Tokenizer,
-        rules: Rules,
+        rules: GatewayLimits,
         *,
-        administration: Administration | None = None,
+        administration: GatewayAdministration | None = None,
     ) -> None:
         self._generation = generation
         self._tokenizer = tokenizer
@@ -117,11 +126,11 @@ class Gateway:
         self._num_unanswered = 0
         self._random = random.SystemRandom()
         self._created = int(SYSTEM_CLOCK.wall())
-        self.metrics = metrics.Metrics()
+        self.metrics = GatewayMetrics()
         self.num_active = 0
-        """Requests that are being answered."""
+        """Number of requests that are being answered."""
         self.closing = False
-        """No more are let in."""
+        """Whether new requests are refused."""
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._answer_in_shape])
@@ -140,11 +149,11 @@ class Gateway:
         )
         return app
 
-    # What is common to all routes.
+    # Common to all routes.
 
     @web.middleware
     async def _answer_in_shape(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Errors in the API's shape, whoever found them; every answer is counted."""
+        """Return errors in the API's shape, and count every response."""
         route = request.match_info.route.resource
         name = route.canonical if route is not None else "unknown"
         since = SYSTEM_CLOCK.monotonic()
@@ -154,28 +163,28 @@ class Gateway:
             self._check_key(request)
             response = await handler(request)
             status = response.status
-        except Refusal as refusal:
-            status = refusal.status.value
-            return refused(refusal)
+        except ApiError as api_error:
+            status = api_error.status.value
+            return error_response(api_error)
         except web.HTTPException as error:
             status = error.status
-            return refused(of_http(error, request))
+            return error_response(from_http_error(error, request))
         except web.RequestPayloadError as error:
             status = HTTPStatus.BAD_REQUEST.value
-            return refused(Refusal(f"We could not read the body of your request: {error}"))
+            return error_response(ApiError(f"We could not read the body of your request: {error}"))
         except asyncio.CancelledError:
             self.metrics.cancelled += 1
             raise
         except ConnectionResetError:
             self.metrics.cancelled += 1
-            # Closing would wait until the client has taken what is buffered. Nobody gets the answer.
+            # The client has disconnected: closing normally would wait for it to read what is buffered.
             if request.transport is not None:
                 request.transport.abort()
             return web.Response(status=CLOSED_REQUEST)
-        except Exception as error:  # noqa: BLE001 - the outermost boundary of a request: others go on.
+        except Exception as error:  # noqa: BLE001 - the outermost boundary of a request: others continue.
             self._generation.record(error)
             status = HTTPStatus.INTERNAL_SERVER_ERROR.value
-            return refused(broken())
+            return error_response(broken())
         else:
             return response
         finally:
@@ -200,11 +209,11 @@ class Gateway:
         return await self._answered(request, order, chat_shape)
 
     async def _ordered(
-        self, request: web.Request, kind: type[Body], translate: Callable[..., Order]
-    ) -> Order:
+        self, request: web.Request, kind: type[Body], translate: Callable[..., GenerationOrder]
+    ) -> GenerationOrder:
         body = await read_body(request)
 
-        def translated() -> Order:
+        def translated() -> GenerationOrder:
             return translate(
                 decode(kind, body),
                 encoder=self._tokenizer,
@@ -217,7 +226,7 @@ class Gateway:
         return translated()
 
     async def _answered(
-        self, request: web.Request, order: Order, make_shape: Callable[..., Shape]
+        self, request: web.Request, order: GenerationOrder, make_shape: Callable[..., ResponseShape]
     ) -> web.StreamResponse:
         self._admit(order)
         shape = make_shape(
@@ -227,44 +236,45 @@ class Gateway:
             tokenizer=self._tokenizer,
             with_logprobs=order.with_logprobs,
         )
-        async with self._under_way(order, name=shape.id) as asked:
+        async with self._in_flight(order, name=shape.id) as in_flight:
             if order.stream:
-                return await self._streamed(request, order, shape, asked)
-            deltas: list[list[Delta]] = [[] for _ in range(asked.num_choices)]
-            async for news in asked:
+                return await self._streamed(request, order, shape, in_flight)
+            deltas: list[list[Delta]] = [[] for _ in range(in_flight.num_choices)]
+            async for news in in_flight:
                 for index, delta in news:
                     deltas[index].append(delta)
             choices = [
-                (index, joined(parts, before=asked.echo_of(index))) for index, parts in enumerate(deltas)
+                (index, joined(parts, before=in_flight.echo_of(index))) for index, parts in enumerate(deltas)
             ]
             response = web.StreamResponse(headers={"Content-Type": f"{JSON}; charset=utf-8"})
-            body = shape.whole(choices, asked.usage())
+            body = shape.whole(choices, in_flight.usage())
             response.content_length = len(body)
             await response.prepare(request)
             await write_last(request, response, body)
         return response
 
-    def _admit(self, order: Order) -> None:
-        picture = self._generation.picture
+    def _admit(self, order: GenerationOrder) -> None:
+        snapshot = self._generation.snapshot
         if self.closing:
             raise unavailable("it is shutting down")
-        if not picture.is_ready:
-            raise unavailable(picture.why_not or "they are being started")
+        if not snapshot.is_ready:
+            raise unavailable(snapshot.why_not or "they are being started")
         if self._num_unanswered + order.num_choices > self._rules.queue:
             raise queue_full(self._num_unanswered, limit=self._rules.queue)
 
     async def _streamed(
-        self, request: web.Request, order: Order, shape: Shape, asked: Asked
+        self, request: web.Request, order: GenerationOrder, shape: ResponseShape, in_flight: InFlightRequest
     ) -> web.StreamResponse:
-        """Server-sent events. The first news decide whether it becomes a stream or an error with its own status."""
+        """Respond with server-sent events. The first deltas decide between a stream and an error with its own
+        status."""
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         )
         opened: set[int] = set()
         stopwatch = _Stopwatch(self.metrics)
         try:
-            async for news in asked:
-                stopwatch.lap(asked.num_completion_tokens)
+            async for news in in_flight:
+                stopwatch.lap(in_flight.num_completion_tokens)
                 if not response.prepared:
                     await response.prepare(request)
                 events = []
@@ -272,41 +282,41 @@ class Gateway:
                     if index not in opened:
                         opened.add(index)
                         events.append(shape.opening(index, with_usage=order.include_usage))
-                        delta = joined([delta], before=asked.echo_of(index))
+                        delta = joined([delta], before=in_flight.echo_of(index))
                     if delta.text or delta.tokens or delta.finish_reason is not None:
                         events.append(shape.chunk(index, delta, with_usage=order.include_usage))
                 await write(response, b"".join(events))
         except ConnectionResetError:
             raise
         except Exception as error:
-            # Where the status is told already, this is the outermost boundary of the request.
+            # If the status has been sent, this is the outermost boundary of the request.
             if not response.prepared:
                 raise
-            if not isinstance(error, Refusal):
+            if not isinstance(error, ApiError):
                 self._generation.record(error)
-            refusal = error if isinstance(error, Refusal) else broken()
-            last = event(msgspec.json.decode(refusal.body))
+            api_error = error if isinstance(error, ApiError) else broken()
+            last = event(msgspec.json.decode(api_error.body))
         else:
-            last = (shape.usage_chunk(asked.usage()) if order.include_usage else b"") + DONE
+            last = (shape.usage_chunk(in_flight.usage()) if order.include_usage else b"") + DONE
         await write_last(request, response, last)
         return response
 
     @asynccontextmanager
-    async def _under_way(self, order: Order, *, name: str) -> AsyncIterator[Asked]:
-        """The order's requests under way; whatever is unanswered at the end is cancelled, whyever it ends."""
-        asked = Asked(order, self._tokenizer)
+    async def _in_flight(self, order: GenerationOrder, *, name: str) -> AsyncIterator[InFlightRequest]:
+        """Submit the requests of an order; unanswered ones are cancelled at the end, for whatever reason it ends."""
+        in_flight = InFlightRequest(order, self._tokenizer)
         self._num_unanswered += order.num_choices
-        self.metrics.prompt_tokens += asked.num_prompt_tokens
-        listeners: list[Listener] = []
+        self.metrics.prompt_tokens += in_flight.num_prompt_tokens
+        listeners: list[TokenListener] = []
         try:
             for number, generate in enumerate(generates(order, name=name, timeout_s=self._rules.timeout_s)):
-                listeners.append(self._generation.submit(generate, asked.hear_of(number)))
-            yield asked
+                listeners.append(self._generation.submit(generate, in_flight.callback_for(number)))
+            yield in_flight
         finally:
             self._num_unanswered -= order.num_choices
-            self.metrics.completion_tokens += asked.num_completion_tokens
+            self.metrics.completion_tokens += in_flight.num_completion_tokens
             for number, listener in enumerate(listeners):
-                if not asked.has_ended(number):
+                if not in_flight.has_ended(number):
                     self._generation.cancel(listener)
 
     # The other routes.
@@ -324,8 +334,8 @@ class Gateway:
         return model_object(self._rules.limits, created=self._created)
 
     async def _health(self, request: web.Request) -> web.Response:
-        picture = self._generation.picture
-        is_ready = picture.is_ready and not self.closing
+        snapshot = self._generation.snapshot
+        is_ready = snapshot.is_ready and not self.closing
         status = HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
         servers = [
             {
@@ -337,50 +347,51 @@ class Gateway:
                 "pid": each.pid,
                 "last_error": each.last_error or None,
             }
-            for each in picture.servers
+            for each in snapshot.servers
         ]
         body = {"status": "ok" if is_ready else "unavailable", "servers": servers}
-        return as_json({**body, "version": picture.version}, status=status)
+        return as_json({**body, "version": snapshot.version}, status=status)
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        text = self.metrics.text(self._generation.picture.servers, num_unanswered=self._num_unanswered)
-        return web.Response(text=text, headers={"Content-Type": metrics.CONTENT_TYPE})
+        text = self.metrics.text(self._generation.snapshot.servers, num_unanswered=self._num_unanswered)
+        return web.Response(text=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def _openapi(self, request: web.Request) -> web.Response:
         return as_json(DESCRIPTION)
 
     async def _admin_weights(self, request: web.Request) -> web.Response:
         administration = self._administrator()
-        asked = decode(NewWeights, await read_body(request))
-        return as_json(await administration.load_weights(asked.path))
+        in_flight = decode(NewWeights, await read_body(request))
+        return as_json(await administration.load_weights(in_flight.path))
 
     async def _admin_servers(self, request: web.Request) -> web.Response:
         administration = self._administrator()
-        asked = decode(NewServers, await read_body(request))
-        return as_json(await administration.resize(asked.count))
+        in_flight = decode(NewServers, await read_body(request))
+        return as_json(await administration.resize(in_flight.count))
 
-    def _administrator(self) -> Administration:
+    def _administrator(self) -> GatewayAdministration:
         if self._administration is None or self._rules.api_key is None:
-            raise Refusal(
+            raise ApiError(
                 "Administration needs an API key: start with `--api-key`.", status=HTTPStatus.FORBIDDEN
             )
         return self._administration
 
 
 class _Stopwatch:
-    """Measures how long a stream's tokens take: the first one, then the others."""
+    """Measures the latency of a stream's first token, and the time between later ones."""
 
-    def __init__(self, figures: metrics.Metrics) -> None:
-        self._figures = figures
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics = metrics
         self._since = SYSTEM_CLOCK.monotonic()
         self._num_tokens = 0
 
     def lap(self, num_tokens: int) -> None:
-        """So many have come in all."""
+        """Record that `num_tokens` have arrived in total."""
         now = SYSTEM_CLOCK.monotonic()
         num_new = num_tokens - self._num_tokens
         if not self._num_tokens:
-            self._figures.first_token_s.observe(now - self._since)
+            self._metrics.first_token_s.observe(now - self._since)
         elif num_new:
-            self._figures.per_token_s.observe((now - self._since) / num_new, count=num_new)
-        self._since, self._num_tokens = now, num_tokens
+            self._metrics.per_token_s.observe((now - self._since) / num_new, count=num_new)
+        self._since = now
+        self._num_tokens = num_tokens

@@ -1,4 +1,4 @@
-"""`kintsugi serve` from its first check to its last process: HTTP in this thread, servers behind the other one."""
+"""`kintsugi serve` from its first check to its last process: HTTP in this thread, servers in the control thread."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from aiohttp import web
 
 from kintsugi.cluster.handover import Programs
 from kintsugi.errors import KintsugiError, ModelError, UserError
-from kintsugi.messages import LoadWeights, WeightsLoaded
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.folder import load_config
 from kintsugi.model.tokenizer import Tokenizer
-from kintsugi.serving import http
-from kintsugi.serving.backstage import Backstage
-from kintsugi.serving.gateway import Gateway, Rules
-from kintsugi.serving.logs import folder_of_logs
-from kintsugi.serving.openai import Limits
-from kintsugi.serving.plan import ServePlan, described, make_plan, write_plan
-from kintsugi.serving.refusals import Refusal
+from kintsugi.openai_api import http
+from kintsugi.openai_api.api_errors import ApiError
+from kintsugi.openai_api.requests import ApiLimits
+from kintsugi.protocol.weights import LoadWeights, WeightsLoaded
+from kintsugi.serving.control_thread import ControlThread
+from kintsugi.serving.folder import folder_of_logs
+from kintsugi.serving.gateway import Gateway, GatewayLimits
+from kintsugi.serving.options import ServerOptions, described, make_options, write_options
 from kintsugi.types import FolderSource, Role
-from kintsugi.weights.folder import folder_manifest
+from kintsugi.weights.transports.disk import folder_manifest
 
 DRAIN_S = 30.0
-"""For requests that are under way when the gateway is asked to end."""
+"""Time to finish requests in flight when the gateway is asked to end."""
 BACKLOG = 1024
 PROGRAMS = Programs(
     entries={Role.SERVER: "kintsugi.serving.server:main"},
@@ -43,7 +43,7 @@ PROGRAMS = Programs(
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """The command line."""
+    """Options of the command line."""
 
     model: Path
     host: str
@@ -54,45 +54,52 @@ class ServeOptions:
     max_length: int | None = None
 
 
-def serve(options: ServeOptions, given: Mapping[str, Any], *, say: Callable[[str], None]) -> int:
-    """Serve until somebody asks for the end; gives the exit code. `given` are fields of a `ServePlan`."""
+def serve(options: ServeOptions, given: Mapping[str, Any], *, print_line: Callable[[str], None]) -> int:
+    """Serve until a signal; return the exit code. `given` are fields of `ServerOptions`."""
     if options.api_key == "":
         raise UserError(
-            "expected an API key that is not empty, got an empty one; leave it out to let anybody in"
+            "expected an API key that is not empty, got an empty one; leave it out to serve without a key"
         )
     config, tokenizer = described(options.model)
-    plan = make_plan(options.model, config, max_length=options.max_length, given=given)
-    with folder_of_logs(say=say) as run_dir:
-        write_plan(plan, run_dir)
-        session = Session(options, plan, config=config, tokenizer=tokenizer, run_dir=run_dir, say=say)
+    server_options = make_options(options.model, config, max_length=options.max_length, given=given)
+    with folder_of_logs(print_line=print_line) as run_dir:
+        write_options(server_options, run_dir)
+        session = ServeSession(
+            options,
+            server_options,
+            config=config,
+            tokenizer=tokenizer,
+            run_dir=run_dir,
+            print_line=print_line,
+        )
         asyncio.run(session.run())
     return 0
 
 
-class Session:
-    """Waits for HTTP requests, for signals and for what the servers do; ends with a first SIGTERM or Ctrl-C when what
-    is under way is answered, with a second one at once, or when no server can be had."""
+class ServeSession:
+    """Waits for HTTP requests, signals and server events. After the first SIGTERM or Ctrl-C it ends when all requests
+    in flight are answered, after the second immediately; it also ends when no server can be started."""
 
     def __init__(
         self,
         options: ServeOptions,
-        plan: ServePlan,
+        server_options: ServerOptions,
         *,
         config: ModelConfig,
         tokenizer: Tokenizer,
         run_dir: Path,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
     ) -> None:
         self._options = options
-        self._plan = plan
+        self._server_options = server_options
         self._config = config
-        self._say = say
+        self._print_line = print_line
         self._run_dir = run_dir
         self._name = options.model.resolve().name
-        self._backstage = Backstage(run_dir=run_dir, programs=PROGRAMS, strategy=plan.strategy)
-        limits = Limits(self._name, vocab_size=config.vocab_size, max_length=plan.max_length)
-        rules = Rules(limits, api_key=options.api_key, queue=options.queue)
-        self._gateway = Gateway(self._backstage, tokenizer, rules, administration=self)
+        self._control = ControlThread(run_dir=run_dir, programs=PROGRAMS, strategy=server_options.strategy)
+        limits = ApiLimits(self._name, vocab_size=config.vocab_size, max_length=server_options.max_length)
+        rules = GatewayLimits(limits, api_key=options.api_key, queue=options.queue)
+        self._gateway = Gateway(self._control, tokenizer, rules, administration=self)
         self._was_ready = False
         self._port = options.port
         self._version = 0
@@ -103,10 +110,14 @@ class Session:
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(asyncio.to_thread, self._backstage.close)
+            stack.push_async_callback(asyncio.to_thread, self._control.close)
             weights = await asyncio.to_thread(self._weights, self._options.model, 0)
-            self._backstage.start(
-                self._options.num_servers, weights, loop=loop, on_change=self._changed, on_note=self._say
+            self._control.start(
+                self._options.num_servers,
+                weights,
+                loop=loop,
+                on_change=self._changed,
+                on_note=self._print_line,
             )
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._signalled)
@@ -124,8 +135,8 @@ class Session:
             self._gateway.closing = True
             await site.stop()
             await self._drained(loop)
-        if self._backstage.failure is not None:
-            raise self._backstage.failure
+        if self._control.failure is not None:
+            raise self._control.failure
 
     def _weights(self, folder: Path, version: int) -> LoadWeights:
         if load_config(folder) != self._config:
@@ -136,10 +147,10 @@ class Session:
         return LoadWeights(manifest, (FolderSource(str(folder.resolve())),))
 
     async def _drained(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Until nothing is under way, somebody insists, or the bound is reached."""
+        """Wait until no request is in flight, a second signal arrives, or the time is up."""
         deadline = loop.time() + DRAIN_S
         while self._gateway.num_active and self._num_signals < 2 and loop.time() < deadline:
-            if self._backstage.is_over:
+            if self._control.is_over:
                 return
             moment = loop.create_future()
             loop.call_later(0.05, moment.set_result, None)
@@ -148,7 +159,9 @@ class Session:
     def _signalled(self) -> None:
         self._num_signals += 1
         if self._num_signals == 1 and self._gateway.num_active:
-            self._say(f"ending when {self._gateway.num_active} requests are answered; once more ends at once")
+            self._print_line(
+                f"ending when {self._gateway.num_active} requests are answered; a second signal ends immediately"
+            )
         self._end()
 
     def _end(self) -> None:
@@ -156,26 +169,26 @@ class Session:
             self._ended.set_result(None)
 
     def _changed(self) -> None:
-        """In the event loop, when the servers have changed: the first time that one is ready, say how to call it."""
-        if self._backstage.is_over:
+        """Called in the event loop when the servers have changed: when the first one is ready, print how to use it."""
+        if self._control.is_over:
             self._end()
             return
-        picture = self._backstage.picture
-        settled = all(server.health == "healthy" or server.state == "failed" for server in picture.servers)
-        if picture.is_ready and settled and not self._was_ready:
+        snapshot = self._control.snapshot
+        settled = all(server.health == "healthy" or server.state == "failed" for server in snapshot.servers)
+        if snapshot.is_ready and settled and not self._was_ready:
             self._was_ready = True
             for line in self._welcome():
-                self._say(line)
+                self._print_line(line)
 
     def _welcome(self) -> list[str]:
-        options, servers = self._options, self._backstage.picture.servers
+        options, servers = self._options, self._control.snapshot.servers
         host = f"[{options.host}]" if ":" in options.host else options.host
         address = f"http://{host}:{self._port}"
         key = ' -H "Authorization: Bearer $KINTSUGI_API_KEY"' if options.api_key else ""
         asked = {"model": self._name, "prompt": "Hello", "max_tokens": 16}
         body = msgspec.json.encode(asked).decode()
         count = f"{len(servers)} server{'s' * (len(servers) != 1)}"
-        most = f"{self._plan.max_length} tokens at most"
+        most = f"{self._server_options.max_length} tokens at most"
         return [
             f"{self._name} is served at {address}/v1 by {count}, {most}; logs in {self._run_dir}",
             f"try: curl {address}/v1/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}",
@@ -184,22 +197,22 @@ class Session:
     # Administration.
 
     async def load_weights(self, path: str) -> dict[str, Any]:
-        """All servers change to the weights in a folder, between two of their steps; running requests go on."""
+        """Change all servers to the weights in a folder, between two of their steps; running requests continue."""
         version = self._version + 1
         try:
             weights = await asyncio.to_thread(self._weights, Path(path), version)
         except KintsugiError as error:
-            raise Refusal(str(error), param="path") from error
+            raise ApiError(str(error), param="path") from error
         self._version = version
         loaded: asyncio.Future[WeightsLoaded | KintsugiError] = asyncio.get_running_loop().create_future()
-        self._backstage.load_weights(weights, partial(_settle, loaded))
+        self._control.load_weights(weights, partial(_settle, loaded))
         outcome = await loaded
         if isinstance(outcome, KintsugiError):
-            raise Refusal(str(outcome), kind="server_error") from outcome
+            raise ApiError(str(outcome), kind="server_error") from outcome
         return {"version": outcome.version, "digest": outcome.digest, "servers": list(outcome.servers)}
 
     async def resize(self, num_servers: int) -> dict[str, Any]:
-        self._backstage.resize(num_servers)
+        self._control.resize(num_servers)
         return {"servers": num_servers}
 
 

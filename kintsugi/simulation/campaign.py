@@ -1,7 +1,7 @@
-"""Many seeds, over all processor cores: what was run, what was violated, what was covered, how fast.
+"""Simulation campaign: many seeds over all CPU cores, with violations, coverage and speed.
 
-A part of a campaign runs in a process of its own (`python -m kintsugi.simulation.campaign`) and leaves its figures in a
-file; parts share nothing, so a seed gives the same whoever runs it.
+A part of a campaign runs in a process of its own (`python -m kintsugi.simulation.campaign`) and writes its results to a
+file. Parts share nothing, so the result of a seed does not depend on the process that runs it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from kintsugi.config import (
+from kintsugi.config.schema import (
     LEARN_ROWS,
     ActorSection,
     AlgorithmSection,
@@ -30,24 +30,24 @@ from kintsugi.config import (
     RolloutSection,
     WarmupSection,
 )
-from kintsugi.control.layout import ProcessPlan
 from kintsugi.control.master import Master
+from kintsugi.control.placement import ProcessPlan
 from kintsugi.errors import WorldError
-from kintsugi.recovery.processor import Flow
-from kintsugi.runtime import SystemProcesses
-from kintsugi.simulation.aims import aim
-from kintsugi.simulation.cluster import Cluster, Outcome, undisturbed
+from kintsugi.recovery.rank import Flow
+from kintsugi.runtime.processes import SystemProcesses
+from kintsugi.simulation.cluster import SimulatedCluster, SimulationOutcome, undisturbed
 from kintsugi.simulation.coverage import Coverage, Pair
-from kintsugi.simulation.faults import Plan, draw_faults, draw_scalings
+from kintsugi.simulation.faults import SimulatedFaultPlan, draw_faults, draw_scalings
 from kintsugi.simulation.invariants import Reference
 from kintsugi.simulation.master import NewMaster
+from kintsugi.simulation.targeted_faults import aim
 
 PART_TIMEOUT_S = 24 * 3600.0
 VIOLATIONS_KEPT = 100
 
 
 class Violation(msgspec.Struct, frozen=True):
-    """A seed that broke an invariant, and the command that shows it again."""
+    """A seed that violated an invariant, and the command that reproduces it."""
 
     seed: int
     what: str
@@ -55,8 +55,8 @@ class Violation(msgspec.Struct, frozen=True):
     command: str
 
 
-class Figures(msgspec.Struct):
-    """What a part of a campaign came to."""
+class CampaignFigures(msgspec.Struct):
+    """Results of a part of a campaign."""
 
     seeds: int = 0
     counted: int = 0
@@ -64,17 +64,17 @@ class Figures(msgspec.Struct):
     events: int = 0
     faults: int = 0
     scalings: int = 0
-    """Requests for another number of servers that were made."""
+    """Number of requests for another number of servers."""
     rollbacks: int = 0
     seconds: float = 0.0
-    """Processor time."""
+    """CPU time."""
     virtual_s: float = 0.0
     num_violations: int = 0
     violations: list[Violation] = []
     covered_events: list[tuple[Pair, int]] = []
     covered_crashes: list[tuple[Pair, int]] = []
 
-    def add(self, other: Figures) -> None:
+    def add(self, other: CampaignFigures) -> None:
         for name in (
             "seeds",
             "counted",
@@ -109,9 +109,9 @@ VARIANTS: tuple[AlgorithmSection, ...] = (
     AlgorithmSection(name="grpo"),
     AlgorithmSection(name="reward_model"),
 )
-"""What the runs of a campaign learn by, in turn: half of them by a single training call; by two that are sent out at
-once (ppo); with groups that are replaced (dapo); with advantages that wait for a model call (rloo); and with neither
-servers nor manager, judged by the ranks themselves (reward_model)."""
+"""Algorithms of the runs, in turn: half of them have a single training call; ppo sends two at once; dapo replaces
+groups; rloo computes advantages after a model call; reward_model has neither servers nor manager and is evaluated by
+the ranks."""
 
 
 SYNCHRONOUS = AsynchronySection()
@@ -129,9 +129,10 @@ def simulated_config(
     is_busy: bool = False,
     asynchrony: AsynchronySection = SYNCHRONOUS,
 ) -> Config:
-    """A run of ten steps of eight samples on two hosts; more workers are spread over more hosts.
+    """Return the configuration of a run of ten steps of eight samples on two hosts; more workers are spread over more
+    hosts.
 
-    A busy one evaluates in the middle of its main stage as well, and saves more often.
+    A busy run evaluates in the middle of its main stage too, and saves more often.
     """
     ranks = max(2, min(num_workers // 3, 64))
     servers = max(2, min(num_workers // 3, 64 + num_workers // 100))
@@ -152,8 +153,8 @@ def simulated_config(
     )
 
 
-class Shape(msgspec.Struct, frozen=True):
-    """What runs of one campaign differ in besides their faults."""
+class RunShape(msgspec.Struct, frozen=True):
+    """Differences between the runs of a campaign, besides their faults."""
 
     flow: Flow
     is_busy: bool
@@ -161,18 +162,18 @@ class Shape(msgspec.Struct, frozen=True):
     asynchrony: AsynchronySection
 
 
-def shape_of(seed: int) -> Shape:
-    """Every fourth run has a framework without a rollback step, every second is busy, every third asynchronous, by
-    chance."""
+def shape_of(seed: int) -> RunShape:
+    """Draw the shape of a run: every fourth uses a framework without a rollback step, every second is busy, every third
+    asynchronous."""
     draw = random.Random(f"shape {seed}")
     flow = Flow.RESTORE if draw.random() < 0.25 else Flow.ROLLBACK
     is_busy, variant = draw.random() < 0.5, draw.choice(VARIANTS)
     is_ahead = variant.name not in LEARN_ROWS and draw.random() < 0.35
-    return Shape(flow, is_busy, variant, draw.choice(ASYNCHRONOUS) if is_ahead else SYNCHRONOUS)
+    return RunShape(flow, is_busy, variant, draw.choice(ASYNCHRONOUS) if is_ahead else SYNCHRONOUS)
 
 
-def draw_plan(seed: int, layout: Sequence[ProcessPlan], *, num_steps: int) -> Plan:
-    """Everything that befalls the run of a seed."""
+def draw_plan(seed: int, layout: Sequence[ProcessPlan], *, num_steps: int) -> SimulatedFaultPlan:
+    """Return all faults of the run of a seed."""
     draw = random.Random(f"plan {seed}")
     plan = draw_faults(draw, layout, num_steps=num_steps)
     aim(draw, plan, seed, layout)
@@ -181,11 +182,11 @@ def draw_plan(seed: int, layout: Sequence[ProcessPlan], *, num_steps: int) -> Pl
 
 
 class Runner:
-    """Runs seeds; the undisturbed run of each shape is made once."""
+    """Runs seeds; the fault-free run of each shape is made once."""
 
     def __init__(self, *, num_workers: int = 6) -> None:
         self._num_workers = num_workers
-        self._references: dict[Shape, tuple[Config, Reference]] = {}
+        self._references: dict[RunShape, tuple[Config, Reference]] = {}
 
     def run(
         self,
@@ -194,8 +195,8 @@ class Runner:
         coverage: Coverage | None = None,
         keep_trace: bool = False,
         new_master: NewMaster = Master,
-    ) -> Outcome:
-        """One seed, with another master where somebody wants to see one fail."""
+    ) -> SimulationOutcome:
+        """Run one seed, optionally with a modified master that should fail."""
         shape = shape_of(seed)
         if shape not in self._references:
             config = simulated_config(
@@ -203,7 +204,7 @@ class Runner:
             )
             self._references[shape] = config, undisturbed(config, flow=shape.flow)
         config, reference = self._references[shape]
-        cluster = Cluster(
+        cluster = SimulatedCluster(
             config,
             seed=seed,
             reference=reference,
@@ -215,9 +216,9 @@ class Runner:
         cluster.injector.take(draw_plan(seed, cluster.layout, num_steps=10))
         return cluster.run()
 
-    def run_all(self, first: int, count: int) -> Figures:
-        """Seeds `first` to `first + count - 1`, in this process."""
-        figures, coverage = Figures(), Coverage()
+    def run_all(self, first: int, count: int) -> CampaignFigures:
+        """Run seeds `first` to `first + count - 1` in this process."""
+        figures, coverage = CampaignFigures(), Coverage()
         since = time.process_time()
         for seed in range(first, first + count):
             outcome = self.run(seed, coverage=coverage)
@@ -243,8 +244,8 @@ class Runner:
         return f"kintsugi simulate --replay {seed}{workers} --trace"
 
 
-def summary_of(seed: int, outcome: Outcome) -> str:
-    """One run in a few lines."""
+def summary_of(seed: int, outcome: SimulationOutcome) -> str:
+    """Return a summary of one run in a few lines."""
     faults = [f"{fault.kind} {fault.target} {fault.other} in {fault.fired_in}" for fault in outcome.faults]
     scalings = [f"to {scaling.servers} servers in {scaling.fired_in}" for scaling in outcome.scalings]
     return "\n".join(
@@ -261,7 +262,7 @@ def summary_of(seed: int, outcome: Outcome) -> str:
 def run_campaign(
     *, first: int, count: int, num_workers: int = 6, num_processes: int = 0
 ) -> dict[str, object]:
-    """Run seeds over several processes and give the report."""
+    """Run seeds over several processes and return the report."""
     num_processes = min(num_processes or os.cpu_count() or 1, max(1, count))
     since = time.monotonic()
     if num_processes == 1:
@@ -269,7 +270,7 @@ def run_campaign(
     else:
         parts = _run_parts(first, count, num_workers=num_workers, num_processes=num_processes)
     wall_s = time.monotonic() - since
-    total, coverage = Figures(), Coverage()
+    total, coverage = CampaignFigures(), Coverage()
     for part in parts:
         total.add(part)
         coverage.add(part.coverage())
@@ -289,13 +290,13 @@ def run_campaign(
         "virtual_s": total.virtual_s,
         "wall_s": wall_s,
         "processes": num_processes,
-        "simulated_processes": len(Cluster(simulated_config(num_workers), seed=0).layout) + 1,
+        "simulated_processes": len(SimulatedCluster(simulated_config(num_workers), seed=0).layout) + 1,
         "coverage": coverage.report(),
     }
 
 
-def _run_parts(first: int, count: int, *, num_workers: int, num_processes: int) -> list[Figures]:
-    """One process per part. Seeds take turns, so that no part has only the slow ones."""
+def _run_parts(first: int, count: int, *, num_workers: int, num_processes: int) -> list[CampaignFigures]:
+    """Run one process per part. Seeds take turns, so that no part has only the slow ones."""
     with tempfile.TemporaryDirectory() as folder:
         share, rest = divmod(count, num_processes)
         children, begin = [], first
@@ -314,12 +315,12 @@ def _run_parts(first: int, count: int, *, num_workers: int, num_processes: int) 
             child.close()
             if status != 0:
                 raise WorldError(f"a simulating process ended with {status}")
-            parts.append(msgspec.json.decode(path.read_bytes(), type=Figures))
+            parts.append(msgspec.json.decode(path.read_bytes(), type=CampaignFigures))
         return parts
 
 
 def main(arguments: list[str]) -> int:
-    """Body of a part: first seed, number of seeds, workers, where the figures go."""
+    """Run a part. Arguments: first seed, number of seeds, workers, file for the results."""
     first, count, num_workers, path = arguments
     figures = Runner(num_workers=int(num_workers)).run_all(int(first), int(count))
     Path(path).write_bytes(msgspec.json.encode(figures))

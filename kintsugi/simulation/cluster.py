@@ -2,53 +2,53 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from itertools import takewhile
 
 import msgspec
 
-from kintsugi.config import Config
-from kintsugi.control.layout import plan_layout
+from kintsugi.config.schema import Config
 from kintsugi.control.master import Master
+from kintsugi.control.placement import plan_layout
 from kintsugi.control.protocol import Began
-from kintsugi.disk import MemoryDisk
-from kintsugi.facts import Fact, FilterReason, StepCommitted, TicketFiltered
-from kintsugi.recovery.adapters import Snapshot
-from kintsugi.recovery.processor import Flow
+from kintsugi.journal.facts import Fact, FilterReason, SampleQuarantined, StepCommitted, TicketFiltered
+from kintsugi.protocol.agents import StartProcess
+from kintsugi.recovery.rank import Flow
 from kintsugi.simulation.coverage import Coverage
-from kintsugi.simulation.faults import Plan, Planned
-from kintsugi.simulation.hosts import Agent, Host
-from kintsugi.simulation.injection import POISON, Injector
+from kintsugi.simulation.faults import PlannedSimFault, SimulatedFaultPlan
+from kintsugi.simulation.hosts import SimulatedAgent, SimulatedHost
+from kintsugi.simulation.injection import POISON, SimulatedInjector
 from kintsugi.simulation.invariants import Invariants, Reference
 from kintsugi.simulation.master import JOURNAL, LARGE, NewMaster, SimulatedMaster, described
-from kintsugi.simulation.network import Network, Process
-from kintsugi.simulation.ranks import HostMemory, Rank, Rendezvous
-from kintsugi.simulation.workers import Manager, Rollout, Server, Worker
+from kintsugi.simulation.memory_disk import MemoryDisk
+from kintsugi.simulation.network import SimulatedNetwork, SimulatedProcess
+from kintsugi.simulation.ranks import HostMemory, Rendezvous, SimulatedRank
+from kintsugi.simulation.replay_adapter import ReplaySnapshot
+from kintsugi.simulation.workers import SimulatedManager, SimulatedRollout, SimulatedServer, SimulatedWorker
 from kintsugi.simulation.world import World
-from kintsugi.supervision import StartProcess
-from kintsugi.types import Peer, Role, process_id
+from kintsugi.types import Peer, Role, process_id, ticket_of
 
 MASTER_ADDRESS = "sim://master-0"
 CONVERGENCE_S = 240.0
-"""After the last fault is over, a run must end within so much virtual time."""
+"""Virtual time within which a run must end after the last fault."""
 RESTART_S = (0.02, 0.2)
-"""What a launcher or agent needs to start a successor."""
+"""Time that a launcher or agent needs to start a successor."""
 IMPORT_S = (0.05, 0.4)
-"""From a process's birth to its first word."""
+"""Time from the start of a process to its first message."""
 
 
-class Outcome(msgspec.Struct):
-    """What a simulated run came to."""
+class SimulationOutcome(msgspec.Struct):
+    """Result of a simulated run."""
 
     outcome: str
     facts: list[Fact]
     state_digest: str
-    """Of the last committed step."""
+    """Digest of the state after the last committed step."""
     violations: list[str]
-    faults: list[Planned]
-    """Those that hit something."""
-    scalings: list[Planned]
-    """Those that were asked for."""
+    faults: list[PlannedSimFault]
+    """Faults that took effect."""
+    scalings: list[PlannedSimFault]
+    """Scaling requests that were made."""
     num_steps: int
     num_rollbacks: int
     num_events: int
@@ -60,12 +60,12 @@ class Outcome(msgspec.Struct):
 
     @property
     def counts(self) -> bool:
-        """Whether the run was hard enough to prove something: three faults, one of them during a recovery."""
+        """Whether the run counts for a campaign: three faults, one of them during a recovery."""
         in_recovery = any((fault.fired_in or "").startswith("recovering") for fault in self.faults)
         return len(self.faults) >= 3 and in_recovery and self.num_steps >= 10 and self.num_processes >= 9
 
 
-class Cluster:
+class SimulatedCluster:
     """One run, from the start of the launcher to the end of the master."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Cluster:
         config: Config,
         *,
         seed: int,
-        plan: Plan | None = None,
+        plan: SimulatedFaultPlan | None = None,
         reference: Reference | None = None,
         coverage: Coverage | None = None,
         new_master: NewMaster = Master,
@@ -83,12 +83,12 @@ class Cluster:
     ) -> None:
         self.config, self.layout = config, plan_layout(config)
         self.world = World(seed, keep_trace=keep_trace)
-        self.network = Network(self.world, is_large=len(self.layout) > LARGE)
+        self.network = SimulatedNetwork(self.world, is_large=len(self.layout) > LARGE)
         self.disk = MemoryDisk()
         self.disk.mkdir(JOURNAL.parent)
-        self.checkpoints: dict[str, Snapshot] = {}
+        self.checkpoints: dict[str, ReplaySnapshot] = {}
         self.requests: dict[str, int] = {}
-        """What people left in the run folder: request → servers that are asked for."""
+        """Requests of users in the run folder: request → number of servers."""
         self._num_requests = 0
         self.master: SimulatedMaster | None = None
         self.outcome: str | None = None
@@ -96,8 +96,8 @@ class Cluster:
         self._rendezvous = Rendezvous()
         self._num_born = self._num_masters = self._num_sessions = 0
         self._agents: dict[str, int] = {}
-        self.hosts: dict[str, Host] = {
-            plan.host: Host(plan.host, memory=HostMemory(self.checkpoints), spawn=self._spawn)
+        self.hosts: dict[str, SimulatedHost] = {
+            plan.host: SimulatedHost(plan.host, memory=HostMemory(self.checkpoints), spawn=self._spawn)
             for plan in self.layout
             if plan.role is Role.AGENT
         }
@@ -109,11 +109,11 @@ class Cluster:
             is_saved=lambda step: any(saved.step == step for saved in self.checkpoints.values()),
             max_staleness=config.asynchrony.max_staleness,
         )
-        self.injector = Injector(self, plan or Plan([]))
+        self.injector = SimulatedInjector(self, plan or SimulatedFaultPlan([]))
         self.invariants.follow(self.injector.follow)
 
-    def run(self) -> Outcome:
-        """Until the run has ended, or must have."""
+    def run(self) -> SimulationOutcome:
+        """Run until the end of the run, or until the time limit."""
         self._start_session(resumed=False)
         self.injector.begin()
         world, invariants = self.world, self.invariants
@@ -133,7 +133,7 @@ class Cluster:
             invariants.compare_servers(end, num_planned=self.config.generation.servers)
             invariants.compare_samples(end)
         last = max(invariants.found.digests, default=0)
-        return Outcome(
+        return SimulationOutcome(
             self.outcome or "broken off",
             invariants.facts,
             invariants.found.digests.get(last, ""),
@@ -154,19 +154,30 @@ class Cluster:
         return self.injector.touched(process)
 
     def _failed_rightly(self) -> bool:
-        """By the user's mistake, or because a step had more groups that can not be scored than it needs, as the facts
-        say: samples of weights that only this run had may by chance be so many."""
+        """Return whether a failed run was right to fail: because of the user's mistake, or because a step had too many
+        groups that cannot be scored. With weights that only this run had, there may be so many by chance."""
         if self.injector.poisoned and POISON in self._cause():
             return True
-        of_this_step = takewhile(
-            lambda fact: not isinstance(fact, StepCommitted), reversed(self.invariants.facts)
-        )
-        unusable = [
-            fact
-            for fact in of_this_step
-            if isinstance(fact, TicketFiltered) and fact.reason is FilterReason.TOO_FEW_VALID
-        ]
-        return len(unusable) > self.config.algorithm.batch_size
+        return len(self._unscorable_groups()) > self.config.algorithm.batch_size
+
+    def _unscorable_groups(self) -> set[str]:
+        """Return the groups that were dropped since the last commit because of samples that cannot be scored: too few
+        were left, or none was, and then no fact names the group itself."""
+        dropped: set[str] = set()
+        aside: Counter[str] = Counter()
+        for fact in self.invariants.facts:
+            match fact:
+                case StepCommitted():
+                    dropped.clear()
+                case TicketFiltered(ticket=ticket, reason=FilterReason.TOO_FEW_VALID):
+                    dropped.add(ticket)
+                case SampleQuarantined(key=key):
+                    aside[ticket_of(key)] += 1
+                    if aside[ticket_of(key)] == self.config.algorithm.group_size:
+                        dropped.add(ticket_of(key))
+                case _:
+                    pass
+        return dropped
 
     def _cause(self) -> str:
         last = self.invariants.facts[-1] if self.invariants.facts else None
@@ -174,16 +185,16 @@ class Cluster:
         return fault.message if fault is not None else repr(last)
 
     def scale(self, servers: int) -> None:
-        """Somebody asks for a number of servers; the master comes upon it at once, or at its next look."""
+        """Request a number of servers; the master sees it immediately or at its next tick."""
         self._num_requests += 1
         self.requests[f"{self._num_requests:04d}"] = servers
         if self.process("master-0") is not None and self.master is not None:
             self.world.after(0.0, self.master.enter, self.master.take_requests, ())
 
-    # Who is there.
+    # Processes.
 
-    def process(self, name: str) -> Process | None:
-        """The living process of this name."""
+    def process(self, name: str) -> SimulatedProcess | None:
+        """Return the live process of this name."""
         if name == "master-0":
             return self.master if self.master is not None and self.master.alive else None
         for host in self.hosts.values():
@@ -194,27 +205,31 @@ class Cluster:
         return None
 
     def _survives(self, step: int) -> str:
-        """Who has the state of a step: a living rank, or the memory of a host."""
+        """Return a holder of the state of a step: a live rank, or the memory of a host."""
         for host in self.hosts.values():
             for child in host.children.values():
-                if isinstance(child, Rank) and not child.stopped and child.adapter.committed.step == step:
+                if (
+                    isinstance(child, SimulatedRank)
+                    and not child.stopped
+                    and child.adapter.committed.step == step
+                ):
                     return child.name
             for owner, kept in host.memory.snapshots.items():
                 if any(snapshot.step == step for snapshot in kept):
                     return f"{host.name} (snapshot of {owner})"
         return ""
 
-    # Births.
+    # Starts.
 
     def _start_session(self, *, resumed: bool) -> None:
-        """The launcher begins: agents everywhere, with new keys, and the master on the first host."""
+        """Start a session: agents on all hosts, with new keys, and the master on the first host."""
         self._num_sessions += 1
         for index, host in enumerate(self.hosts.values()):
             self._start_agent(host, process_id(Role.AGENT, index))
         self._start_master(resumed=resumed)
 
     def _resume(self) -> None:
-        """A run that was stopped goes on later, with new processes and what is on disk."""
+        """Resume a stopped run with new processes and the contents of the disk."""
         for host in self.hosts.values():
             self.lose_memory(host)
             for process in [*host.children.values(), host.agent]:
@@ -230,13 +245,14 @@ class Cluster:
         self._start_session(resumed=True)
 
     def cut_power(self, *, torn_bytes: int) -> None:
-        """What was not durable on the disk of the run is lost, but for so much of the last write."""
+        """Cut the power of the disk: writes that were not durable are lost, except for so many bytes of the last
+        one."""
         self.disk = self.disk.restarted(power_cut=True, torn_bytes=torn_bytes)
 
-    def lose_memory(self, host: Host) -> None:
-        """Nobody is left on a host who holds its memory."""
+    def lose_memory(self, host: SimulatedHost) -> None:
+        """Lose the memory of a host: no process is left that holds it."""
         host.memory.snapshots.clear()
-        host.memory.buddies.clear()
+        host.memory.replicas.clear()
 
     def _master_peer(self) -> Peer:
         incarnation = self.master.incarnation if self.master is not None else "1"
@@ -245,11 +261,11 @@ class Cluster:
     def _agent_key(self, name: str) -> bytes:
         return f"key of {name} {self._num_sessions}".encode()
 
-    def _start_agent(self, host: Host, name: str) -> None:
+    def _start_agent(self, host: SimulatedHost, name: str) -> None:
         number = self._agents.get(name, -1) + 1
         self._agents[name] = number
         self._num_born += 1
-        agent = Agent(
+        agent = SimulatedAgent(
             self.network,
             self.world,
             name=name,
@@ -268,8 +284,8 @@ class Cluster:
         if host.name == "host-0" and number and self.process("master-0") is None and self.outcome is None:
             self._restart_master()
 
-    def _agent_ended(self, agent: Process, status: int) -> None:
-        """The launcher starts it again, unless it ended because the run did."""
+    def _agent_ended(self, agent: SimulatedProcess, status: int) -> None:
+        """Restart an agent, unless it ended with the run."""
         host = self.hosts[agent.host]
         host.agent = None
         if status == 0:
@@ -277,7 +293,7 @@ class Cluster:
         delay_s = self.world.random.uniform(*RESTART_S)
         self.world.after(delay_s, self._start_agent_again, host, agent.name)
 
-    def _start_agent_again(self, host: Host, name: str) -> None:
+    def _start_agent_again(self, host: SimulatedHost, name: str) -> None:
         if host.agent is None and self.outcome is None:
             self._start_agent(host, name)
 
@@ -304,7 +320,7 @@ class Cluster:
         home.adopt(master)
         self.injector.master_born(master)
         for index, host in enumerate(self.hosts.values()):
-            # Every agent of the session has the key that its launcher made, also one that is being restarted.
+            # Every agent of the session has the key that its launcher made, also a restarting one.
             name = process_id(Role.AGENT, index)
             known = Peer(name, str(self._agents[name]), host.name, "", self._agent_key(name))
             master.endpoint.admit(known if host.agent is None else host.agent.peer)
@@ -349,14 +365,14 @@ class Cluster:
         else:
             self.outcome = outcome
 
-    def _spawn(self, host: Host, order: StartProcess, epoch: int) -> Worker:
+    def _spawn(self, host: SimulatedHost, order: StartProcess, term: int) -> SimulatedWorker:
         self._num_born += 1
         agent = host.agent
         assert agent is not None
-        make: Callable[..., Worker] = {
-            Role.ROLLOUT: Rollout,
-            Role.SERVER: Server,
-            Role.MANAGER: Manager,
+        make: Callable[..., SimulatedWorker] = {
+            Role.ROLLOUT: SimulatedRollout,
+            Role.SERVER: SimulatedServer,
+            Role.MANAGER: SimulatedManager,
             Role.MODEL: self._new_rank,
         }[order.role]
         worker = make(
@@ -367,22 +383,22 @@ class Cluster:
             host=host.name,
             incarnation=order.incarnation,
             key=f"key {self._num_born}".encode(),
-            epoch=epoch,
+            term=term,
             master=agent.endpoint.directory.peers["master-0"],
             pid=self._num_born,
         )
         worker.endpoint.accepted = self.invariants.watch_messages(worker.name, worker.incarnation)
-        self.injector.worker_born(worker)
+        self.injector.worker_started(worker)
         worker.boot(self.world.random.uniform(*IMPORT_S))
         return worker
 
-    def _new_rank(self, *arguments: object, **names: object) -> Rank:
+    def _new_rank(self, *arguments: object, **names: object) -> SimulatedRank:
         memory = self.hosts[str(names["host"])].memory
-        return Rank(*arguments, rendezvous=self._rendezvous, memory=memory, flow=self._flow, **names)
+        return SimulatedRank(*arguments, rendezvous=self._rendezvous, memory=memory, flow=self._flow, **names)
 
 
 def undisturbed(config: Config, *, flow: Flow = Flow.ROLLBACK, num_rows: int = 1000) -> Reference:
-    """The run of a configuration that nothing befalls."""
-    outcome = Cluster(config, seed=0, flow=flow, num_rows=num_rows).run()
+    """Return the result of a configuration without faults."""
+    outcome = SimulatedCluster(config, seed=0, flow=flow, num_rows=num_rows).run()
     assert outcome.outcome == "finished" and not outcome.violations, outcome.violations
     return outcome.reference

@@ -1,4 +1,4 @@
-"""Which pairs of state and event, and of state and crash, can occur at all, and which of them a campaign has met."""
+"""Coverage: the possible pairs of state and event, and of state and crash, and those that a campaign has reached."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import get_args
 
 import msgspec
 
-from kintsugi.control.phases import Phase
+from kintsugi.control.phases.table import Phase
 from kintsugi.control.protocol import Event
 from kintsugi.recovery.states import RecoveryState
+from kintsugi.types import kind_of
 
 RECOVERING = "recovering: "
 NORMAL_STATES: tuple[str, ...] = tuple(
@@ -26,9 +27,9 @@ NOTIFYING = RECOVERING + RecoveryState.NOTIFYING
 DUMPING = RECOVERING + RecoveryState.DUMPING
 GIVEN_UP = RECOVERING + RecoveryState.GIVEN_UP
 HOPELESS_STATES = (DUMPING, GIVEN_UP)
-"""Only a fault that nobody can survive leads here."""
+"""States that only an unrecoverable fault leads to."""
 STATES = NORMAL_STATES + RECOVERY_STATES
-EVENTS: tuple[str, ...] = tuple(sorted(kind.__name__ for kind in get_args(Event)))
+EVENTS: tuple[str, ...] = tuple(sorted(kind_of(kind) for kind in get_args(Event)))
 BOUNDARIES: tuple[str, ...] = (
     "append",
     "sync",
@@ -46,30 +47,26 @@ BOUNDARIES: tuple[str, ...] = (
 Pair = tuple[str, str]
 
 IMPOSSIBLE_EVENTS: dict[Pair, str] = {
-    (state, "Began"): "a master begins once, and stands in its first state then"
+    (state, "Began"): "a master begins once, and is in its first state then"
     for state in STATES
     if state != Phase.STARTING
 }
-"""Pairs of state and event that can not occur, and why. ENDED is no state of a living master: the decision that enters
-it makes its process exit."""
+"""Pairs of state and event that cannot occur, and why. ENDED is no state of a running master: the decision that enters
+it ends its process."""
 
 _ONLY_IN: dict[str, tuple[tuple[str, ...], str]] = {
     "sync": (
-        (
-            *(Phase.STARTING, Phase.PREPARING, Phase.COLLECTING, Phase.TRAINING, Phase.COMMITTING),
-            *(Phase.ENDING, Phase.ENDED),
-            *(PRE_LOCKING, WAITING, *HOPELESS_STATES),
-        ),
-        "no other decision notes an epoch, a step, a checkpoint or the end, which are what must be durable",
+        (*(state for state in STATES if state != STAGING), Phase.ENDED),
+        "before the first step no step, no checkpoint and no end are journaled, which must be durable",
     ),
-    "Request": (STATES, "when the run has ended nothing is asked of anybody"),
-    "Forget": (STATES, "the run ends by a reply, a tick or a stop, none of which tells of a loss"),
+    "Request": (STATES, "after the end of the run no requests are sent"),
+    "Forget": (STATES, "the run ends by a reply, a tick or a stop, none of which reports a loss"),
     "Tell": (
         (
-            *(Phase.COLLECTING, Phase.TRAINING, Phase.COMMITTING, Phase.PUBLISHING),
+            *(Phase.ADOPTING, Phase.COLLECTING, Phase.TRAINING, Phase.COMMITTING, Phase.PUBLISHING),
             *(Phase.EVALUATING, Phase.SAVING, *RECOVERY_STATES),
         ),
-        "workers are told what was trained when it is, or by a new master, and what moves while they run",
+        "workers are sent trained groups after a commit or a takeover, and moved groups while they run",
     ),
     "RecordStep": ((Phase.COMMITTING,), "a step is recorded by the decision that commits it"),
     "RecordEvaluation": (
@@ -86,7 +83,7 @@ IMPOSSIBLE_BOUNDARIES: dict[Pair, str] = {
     for state in (*STATES, Phase.ENDED.value)
     if state not in states
 }
-"""Pairs of state and effect or write that can not occur, and why. A run in which one does is in violation."""
+"""Pairs of state and effect or write that cannot occur, and why. A run in which one occurs is in violation."""
 
 
 def possible_events() -> list[Pair]:
@@ -94,26 +91,26 @@ def possible_events() -> list[Pair]:
 
 
 def possible_boundaries() -> list[Pair]:
-    """Every place at which a master can die in the middle of carrying out a decision."""
+    """Return every boundary at which a master can crash while it carries out a decision."""
     states = (*STATES, Phase.ENDED.value)
     pairs = ((state, what) for state in states for what in BOUNDARIES)
     return [pair for pair in pairs if pair not in IMPOSSIBLE_BOUNDARIES]
 
 
 class Coverage(msgspec.Struct):
-    """Pairs that were met, and how often."""
+    """Number of times that each pair was reached."""
 
     events: Counter[Pair] = msgspec.field(default_factory=Counter)
     """(state, event)"""
     crashes: Counter[Pair] = msgspec.field(default_factory=Counter)
-    """(state, effect or write) at which a master did die."""
+    """(state, effect or write) at which a master crashed."""
 
     def add(self, other: Coverage) -> None:
         self.events.update(other.events)
         self.crashes.update(other.crashes)
 
     def report(self) -> dict[str, object]:
-        """For people: how much of what is possible was met, and what was not."""
+        """Return which share of the possible pairs was reached, and the missing ones."""
         return {
             "state_event": _share(self.events, possible_events(), IMPOSSIBLE_EVENTS),
             "state_effect_crash": _share(self.crashes, possible_boundaries(), IMPOSSIBLE_BOUNDARIES),

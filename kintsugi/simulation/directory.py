@@ -1,7 +1,7 @@
-"""The address book where there are thousands of processes: all look into one and the same, each keeps what differs.
+"""Address book for thousands of simulated processes: all share one book, and each keeps only its differences.
 
-A book of its own for everybody would take the square of their number in memory and time; the rules are those of
-`transport.Directory`, which every process of a smaller cluster uses as it is.
+A book per process would take quadratic memory and time. The rules are those of `transport.Directory`, which the
+processes of smaller clusters use unchanged.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kintsugi.messages import AddressBook
+from kintsugi.protocol.membership import AddressBook
 from kintsugi.transport.directory import Caller, Directory
 from kintsugi.types import Peer
 
 
 class BookIndex:
-    """An address book by name and by key; made once for all."""
+    """An address book by name and by key, built once for all processes."""
 
     def __init__(self, book: AddressBook) -> None:
         self.number = book.number
@@ -24,7 +24,7 @@ class BookIndex:
 
 
 class _Peers(dict[str, Peer]):
-    """Names → peers: what this process was told itself goes before the shared book."""
+    """Names → peers: entries of this process itself precede those of the shared book."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class _Peers(dict[str, Peer]):
 
 
 class _Callers(dict[str, Caller]):
-    """Keys → who speaks with them; callers of the shared book are made when they first speak."""
+    """Keys → callers; a caller of the shared book is created at its first message."""
 
     def __init__(self, peers: _Peers) -> None:
         super().__init__()
@@ -104,8 +104,8 @@ class SharedDirectory(Directory):
         self.peers = self._own_peers
         self.callers = self._own_callers
 
-    def look_into(self, index: BookIndex) -> None:
-        """Go by this book from now on; who is not in it is nobody."""
+    def use_book(self, index: BookIndex) -> None:
+        """Use this book from now on; a process that is not in it is unknown."""
         self.number = index.number
         self._own_peers.clear()
         self._own_peers.gone.clear()

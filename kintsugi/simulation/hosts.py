@@ -1,6 +1,6 @@
 """Simulated hosts: their agents, the processes that agents start and watch, and the launcher that restarts agents.
 
-What an agent knows of its children is on the host, not in the agent: a restarted one finds them again. Memory that it
+The list of children belongs to the host, not to the agent: a restarted agent finds them again. Memory that the agent
 holds for ranks survives it as well, and is lost only with the host.
 """
 
@@ -10,12 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from kintsugi.messages import Body, Ok
-from kintsugi.operations import FetchState, KeepState
-from kintsugi.simulation.network import Process
-from kintsugi.simulation.ranks import HostMemory, state_message, state_of
-from kintsugi.simulation.workers import Worker
-from kintsugi.supervision import (
+from kintsugi.protocol.agents import (
     ChipFault,
     Inspect,
     Inspected,
@@ -25,38 +20,44 @@ from kintsugi.supervision import (
     StartProcess,
     StopProcess,
 )
-from kintsugi.transport.exchange import Delivery
+from kintsugi.protocol.membership import Ok
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.recovery import FetchState, KeepState
+from kintsugi.simulation.network import SimulatedProcess
+from kintsugi.simulation.ranks import HostMemory, state_message, state_of
+from kintsugi.simulation.workers import SimulatedWorker
+from kintsugi.transport.rpc import Delivery
 from kintsugi.types import ChildReport, Role
 
 FORK_S = (0.01, 0.05)
-"""From the order to the child's birth."""
+"""Time from the request to the start of the child."""
 KERNEL_S = 0.002
-"""From a process's end to its agent's knowledge."""
+"""Time from the end of a process to the report of the kernel."""
 STOPPED_S = 1.0
-"""A child that stays stopped so long is reported."""
+"""Time after which a stopped child is reported."""
 
-Spawn = Callable[["Host", StartProcess, int], Worker]
-"""Bring a process of a role into being on a host, under the epoch that its agent is in."""
+Spawn = Callable[["SimulatedHost", StartProcess, int], SimulatedWorker]
+"""Start a process of a role on a host, under the term of its agent."""
 
 
-class Host:
-    """One machine: an agent (while it lives), its children, and the memory that outlives both."""
+class SimulatedHost:
+    """One machine: an agent (while it is live), its children, and the memory that survives both."""
 
     def __init__(self, name: str, *, memory: HostMemory, spawn: Spawn) -> None:
         self.name, self.memory, self.spawn = name, memory, spawn
-        self.agent: Agent | None = None
-        self.children: dict[str, Process] = {}
-        """Living children by name, the master left out."""
-        self.master: Process | None = None
+        self.agent: SimulatedAgent | None = None
+        self.children: dict[str, SimulatedProcess] = {}
+        """Live children by name, without the master."""
+        self.master: SimulatedProcess | None = None
 
-    def adopt(self, child: Process) -> None:
+    def adopt(self, child: SimulatedProcess) -> None:
         if child.role is Role.MASTER:
             self.master = child
         else:
             self.children[child.name] = child
         child.on_exit = self._child_ended
 
-    def _child_ended(self, child: Process, status: int) -> None:
+    def _child_ended(self, child: SimulatedProcess, status: int) -> None:
         if self.children.get(child.name) is child:
             del self.children[child.name]
         if self.master is child:
@@ -65,10 +66,12 @@ class Host:
             self.agent.after(KERNEL_S, self.agent.child_ended, child, status)
 
 
-class Agent(Worker):
+class SimulatedAgent(SimulatedWorker):
     """Starts, stops and watches the processes of its host for the master."""
 
-    def __init__(self, *arguments: Any, home: Host, restart_master: Callable[[], None], **names: Any) -> None:
+    def __init__(
+        self, *arguments: Any, home: SimulatedHost, restart_master: Callable[[], None], **names: Any
+    ) -> None:
         super().__init__(*arguments, **names)
         self.home, self._restart_master = home, restart_master
         self._stopped: set[tuple[str, str]] = set()
@@ -91,12 +94,16 @@ class Agent(Worker):
         if self.home.master is not None:
             watched.append(self.home.master)
         stopped = {(child.name, child.incarnation): child for child in watched if child.stopped}
-        for name in stopped.keys() - self._stopped:
-            self.after(STOPPED_S, self._still_stopped, stopped[name])
+        for (
+            name,
+            child,
+        ) in stopped.items():  # In a fixed order: a set's depends on the hash seed of the interpreter.
+            if name not in self._stopped:
+                self.after(STOPPED_S, self._still_stopped, child)
         self._stopped = set(stopped)
 
-    def _still_stopped(self, child: Process) -> None:
-        """A master that stays stopped is replaced; of the others the master is told, once per stop."""
+    def _still_stopped(self, child: SimulatedProcess) -> None:
+        """Replace a master that stays stopped; report any other stopped child to the master, once per stop."""
         if not (child.stopped and child.alive):
             return
         if child.role is Role.MASTER:
@@ -104,8 +111,8 @@ class Agent(Worker):
         else:
             self._tell_master(ProcessSuspected(child.name, child.incarnation, "it is stopped (state T)"))
 
-    def chip_breaks(self, child: Process) -> None:
-        """The accelerator that a child uses is broken, and the agent has seen it."""
+    def chip_breaks(self, child: SimulatedProcess) -> None:
+        """Report the broken accelerator of a child."""
         users = {child.name: child.incarnation}
         chip = f"chip of {child.name} {child.incarnation}"
         self._tell_master(
@@ -113,14 +120,14 @@ class Agent(Worker):
         )
 
     def _tell_master(self, body: Body) -> None:
-        """Now, or when it knows us."""
+        """Send a message to the master now, or once it is registered there."""
         if self.registered:
             self.endpoint.send("master-0", body)
         else:
             self._untold.append(body)
 
-    def child_ended(self, child: Process, status: int) -> None:
-        """The kernel says that a child has ended."""
+    def child_ended(self, child: SimulatedProcess, status: int) -> None:
+        """Take the exit of a child."""
         if child.role is Role.MASTER:
             if status < 0:
                 self._restart_master()
@@ -142,10 +149,10 @@ class Agent(Worker):
             case Inspect():
                 self.endpoint.reply(delivery, self._inspect(self._child(body.process, body.incarnation)))
             case KeepState():
-                self.home.memory.buddies[body.owner] = state_of(body.state)
+                self.home.memory.replicas[body.owner] = state_of(body.state)
                 self.endpoint.reply(delivery, Ok())
             case FetchState():
-                kept = self.home.memory.buddies.get(body.owner)
+                kept = self.home.memory.replicas.get(body.owner)
                 if kept is not None and kept.step == body.step:
                     self.endpoint.reply(delivery, state_message(kept))
                 else:
@@ -153,12 +160,12 @@ class Agent(Worker):
             case _:
                 self.endpoint.fail(delivery, "RefusedError", f"an agent does not do {type(body).__name__}")
 
-    def _child(self, process: str, incarnation: str) -> Process | None:
+    def _child(self, process: str, incarnation: str) -> SimulatedProcess | None:
         child = self.home.children.get(process)
         return child if child is not None and child.incarnation == incarnation else None
 
     def _start(self, delivery: Delivery, order: StartProcess) -> None:
-        """Start a process; one that runs under this incarnation is reported again, any other ends first."""
+        """Start a process. One that runs under this incarnation is reported again; any other is ended first."""
         running = self.home.children.get(order.process)
         if running is not None and running.incarnation != order.incarnation:
             self._successors[order.process] = (delivery, order)
@@ -169,17 +176,20 @@ class Agent(Worker):
     def _fork(self, delivery: Delivery, order: StartProcess) -> None:
         child = self._child(order.process, order.incarnation)
         if child is None and order.process in self.home.children:
-            self._start(delivery, order)  # Another one was born meanwhile, and ends first.
+            self._start(delivery, order)  # Another one has started meanwhile, and is ended first.
             return
         if child is None:
-            child = self.home.spawn(self.home, order, self.endpoint.epoch)
+            child = self.home.spawn(self.home, order, self.endpoint.term)
             self.home.adopt(child)
         pid = getattr(child, "pid", 0)
         self.endpoint.reply(delivery, ProcessStarted(order.process, order.incarnation, pid, child.key))
 
     @staticmethod
-    def _inspect(child: Process | None) -> Inspected:
-        """As the kernel shows it: a simulated process always has something to compute."""
+    def _inspect(child: SimulatedProcess | None) -> Inspected:
+        """Return the state of a child from outside. It records heartbeats unless one call keeps it, which sleeps."""
         if child is None or not child.alive:
             return Inspected("")
-        return Inspected("T" if child.stopped else "S", child.world.now)
+        if child.kept_since is not None:
+            return Inspected("S", child.kept_since, recorded=child.kept_since)
+        now = child.world.now
+        return Inspected("T" if child.stopped else "S", now, recorded=now)

@@ -1,9 +1,9 @@
-"""What must hold at every step of every simulated run, and what was covered.
+"""Invariants that must hold at every step of every simulated run, and its coverage.
 
-Each fact is compared with the undisturbed run: a step has one batch and one state, whatever broke. An asynchronous run
-may come to another state, since who arrives when decides which weights a sample is drawn from; there, no sample may be
-older than the bound, nor be of weights that were undone. A violation is kept with the moment it happened; the first one
-is what counts.
+Each fact is compared with the fault-free run: a step has one batch and one state, whatever faults occur. An
+asynchronous run may reach another state, since the order of arrival decides which weights a sample is drawn from;
+there, no sample may exceed the staleness bound or come from weights that were undone. Violations are kept with their
+time; the first one counts.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kintsugi.buffer.lifecycle import LIVE
-from kintsugi.control.membership import MemberStatus
+from kintsugi.control.membership import WorkerStatus
+from kintsugi.control.process import DURABLE
+from kintsugi.control.processes import RETIRED
 from kintsugi.control.protocol import Decision, Event
-from kintsugi.control.shell import DURABLE
-from kintsugi.control.staff import RETIRED
 from kintsugi.control.state import MasterState
-from kintsugi.facts import (
+from kintsugi.journal.facts import (
     BatchFormed,
-    EpochStarted,
     Fact,
     ProcessLost,
     ProcessRetired,
@@ -30,16 +28,19 @@ from kintsugi.facts import (
     ScaleRefused,
     ServersScaled,
     StepCommitted,
+    TermStarted,
 )
-from kintsugi.messages import Body, Register
+from kintsugi.protocol.membership import Register
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.wire import Envelope
+from kintsugi.samples.lifecycle import LIVE
 from kintsugi.simulation.coverage import IMPOSSIBLE_BOUNDARIES, IMPOSSIBLE_EVENTS, Coverage, Pair
 from kintsugi.simulation.master import SimulatedMaster
-from kintsugi.types import Role, role_of
-from kintsugi.wire import Envelope
+from kintsugi.types import Role, kind_of, role_of
 
 
 class Reference(msgspec.Struct):
-    """The undisturbed run of a configuration: per step the batch and the state that it leaves."""
+    """Fault-free run of a configuration: batch and resulting state of each step."""
 
     digests: dict[int, str] = {}
     batches: dict[int, tuple[str, ...]] = {}
@@ -47,7 +48,7 @@ class Reference(msgspec.Struct):
 
 
 class Invariants:
-    """The observer of a run's masters and messages."""
+    """Observer of the masters and messages of a run."""
 
     def __init__(
         self,
@@ -59,30 +60,30 @@ class Invariants:
         is_saved: Callable[[int], bool],
         max_staleness: int = 0,
     ) -> None:
-        """`touched`: whether a fault hit this process. `survives`: who still holds the state of a step, if anybody.
-        `is_saved`: whether a checkpoint of it is on disk."""
+        """`touched`: whether a fault hit this process. `survives`: a holder of the state of a step, if any. `is_saved`:
+        whether a checkpoint of it is on disk."""
         self.violations: list[str] = []
         self.found = Reference({}, {})
-        """What this run came to."""
+        """Batches and states of this run."""
         self.step = 0
         self.num_rollbacks = 0
         self._num_committed = 0
         self.facts: list[Fact] = []
         self._reference, self._coverage = reference, coverage
         self._touched, self._survives, self._is_saved = touched, survives, is_saved
-        self._epoch = 0
+        self._term = 0
         self._owners: dict[int, str] = {}
         self._trained: dict[str, int] = {}
         self._max_staleness = max_staleness
         self._versions: dict[str, int] = {}
-        """Ticket → the oldest weights that a sample of it was drawn from."""
+        """Ticket → oldest version that a sample of it was drawn from."""
         self._retired: set[tuple[str, str]] = set()
         self._answered: set[str] = set()
-        self._heard: dict[tuple[str, str], int] = {}
+        self._newest_term: dict[tuple[str, str], int] = {}
         self._host_was_hit = False
-        """Whether what is being counted tells of the loss of an agent that a fault hit."""
+        """Whether the fact in hand is about the loss of an agent that a fault hit."""
         self._unsure: tuple[str, tuple[Fact, ...]] | None = None
-        """The last append, by whom and what, while it is not durable."""
+        """Last append, its writer and facts, until it is durable."""
         self._on_decision: list[Callable[[SimulatedMaster], None]] = []
 
     def violated(self, what: str) -> None:
@@ -91,13 +92,13 @@ class Invariants:
     # The master.
 
     def follow(self, action: Callable[[SimulatedMaster], None]) -> None:
-        """Call after every decision: faults wait for the master to come to a state."""
+        """Call `action` after every decision, for faults that wait for a state of the master."""
         self._on_decision.append(action)
 
     def decided(self, master: SimulatedMaster, state: str, event: Event, decision: Decision) -> None:
-        met = (state, type(event).__name__)
+        met = (state, kind_of(event))
         self._coverage.events[met] += 1
-        boundaries = [type(effect).__name__ for effect in decision.effects]
+        boundaries = [kind_of(effect) for effect in decision.effects]
         if any(isinstance(fact, DURABLE) for fact in decision.facts):
             boundaries.append("sync")
         after = master.state
@@ -115,7 +116,8 @@ class Invariants:
         self._coverage.crashes[state, what] += 1
 
     def journaled(self, master: SimulatedMaster, facts: tuple[Fact, ...], *, durable: bool) -> None:
-        """What must last counts only when it does: nobody hears of it before, and a power cut may undo it."""
+        """Check facts when they are journaled. A fact that must be durable counts only after the sync: it has no
+        effects before, and a power cut may undo it."""
         self._unsure = (master.incarnation, facts)
         if durable:
             self.synced()
@@ -127,8 +129,8 @@ class Invariants:
         self._count(facts, incarnation=incarnation)
 
     def taken_over(self, facts: Sequence[Fact]) -> None:
-        """As much of the last append as its successor has found, was journaled. What need not last may be gone with the
-        power, a rollback too: the run then stands where the journal says."""
+        """Count as much of the last append as the next master has found. A fact that need not be durable may be lost
+        with the power, also a rollback: the run then has the state of the journal."""
         if self._unsure is not None:
             incarnation, unsure = self._unsure
             self._unsure = None
@@ -159,9 +161,9 @@ class Invariants:
         self._host_was_hit = any(self._touched(fact.process) for fact in agents)
         for fact in facts:
             self._check(fact)
-        owner = self._owners.get(self._epoch)
+        owner = self._owners.get(self._term)
         if owner != incarnation:
-            self.violated(f"master {incarnation} journals in epoch {self._epoch}, which {owner} owns")
+            self.violated(f"master {incarnation} journals in term {self._term}, which {owner} owns")
 
     def _check(self, fact: Fact) -> None:
         match fact:
@@ -181,18 +183,18 @@ class Invariants:
                 self._answered.add(fact.request)
             case RolledBack():
                 self._rolled_back(fact)
-            case EpochStarted():
-                self._epoch_started(fact)
+            case TermStarted():
+                self._term_started(fact)
             case RunEnded():
                 self.found.weights_sha256 = fact.weights_sha256
             case _:
                 pass
 
-    def _epoch_started(self, fact: EpochStarted) -> None:
-        if fact.epoch <= self._epoch:
-            self.violated(f"epoch {fact.epoch} begins after epoch {self._epoch}")
-        self._epoch = fact.epoch
-        self._owners[fact.epoch] = fact.incarnation
+    def _term_started(self, fact: TermStarted) -> None:
+        if fact.term <= self._term:
+            self.violated(f"term {fact.term} begins after term {self._term}")
+        self._term = fact.term
+        self._owners[fact.term] = fact.incarnation
 
     def _batch_formed(self, fact: BatchFormed) -> None:
         self.found.batches[fact.step] = fact.tickets
@@ -224,7 +226,7 @@ class Invariants:
     def _rolled_back(self, fact: RolledBack) -> None:
         self.num_rollbacks += 1
         if fact.step not in (0, self.step - 1) and not self._is_saved(fact.step):
-            self.violated(f"rolled back to step {fact.step}, of which nobody has the state")
+            self.violated(f"rolled back to step {fact.step}, of which no process has the state")
         holder = self._survives(self.step) if fact.step < self.step else ""
         if holder and not fact.reason.startswith("resumed"):
             self.violated(f"rolled back to step {fact.step} though {holder} holds step {self.step}")
@@ -238,14 +240,14 @@ class Invariants:
         if fact.fault.kind == RETIRED and (fact.process, fact.incarnation) not in self._retired:
             self.violated(f"{fact.process} {fact.incarnation} left though it was needed")
         if fact.fault.kind == "HostLost" and self._host_was_hit:
-            return  # With its agent, also one that was to start there and never came to be.
+            return  # With its agent a process is lost, also one that was to start there and never did.
         if fact.fault.kind not in ("Stopped", RETIRED) and not self._touched(fact.process):
             self.violated(
                 f"{fact.process} {fact.incarnation}, which no fault hit, was given up: {fact.fault.message}"
             )
 
     def compare_ends(self) -> None:
-        """A run that says it has finished has done all that the undisturbed one did."""
+        """Check that a run that reports success has done all that the fault-free run did."""
         reference = self._reference
         if reference is None:
             return
@@ -259,13 +261,13 @@ class Invariants:
             )
 
     def compare_servers(self, state: MasterState, *, num_planned: int) -> None:
-        """Nobody stays beyond the number that was asked for last, and a crash does not undo it."""
+        """Check that the number of servers is the one requested last, and that a crash does not undo it."""
         wanted = num_planned if state.num_servers is None else state.num_servers
         too_many = [
             member.process
             for member in state.members.members.values()
             if member.role is Role.SERVER
-            and member.status in (MemberStatus.REQUESTED, MemberStatus.LIVE)
+            and member.status in (WorkerStatus.REQUESTED, WorkerStatus.LIVE)
             and int(member.process.rpartition("-")[2]) >= wanted
         ]
         if too_many:
@@ -277,7 +279,7 @@ class Invariants:
             self.violated(f"the run ends with {state.num_servers} servers, asked for were {last}")
 
     def compare_samples(self, state: MasterState) -> None:
-        """A run that has finished has trained every sample that it issued, or set it aside with a reason."""
+        """Check that a finished run has trained every sample that it issued, or dropped it with a reason."""
         counts = state.ledger.counts()
         unfinished = {each.value: counts[each] for each in LIVE if counts[each]}
         if unfinished:
@@ -286,17 +288,18 @@ class Invariants:
     # Messages.
 
     def watch_messages(self, process: str, incarnation: str) -> Callable[[Envelope, Body], None]:
-        """An observer of what a process lets in: after a master of one epoch was heard, none of an older one is."""
+        """Return an observer of the messages that a process accepts: after a master of one term, none of an older
+        one."""
 
         def accepted(envelope: Envelope, body: Body) -> None:
             if role_of(envelope.sender) is not Role.MASTER or isinstance(body, Register):
                 return
-            newest = self._heard.get((process, incarnation), 0)
-            if envelope.epoch < newest:
+            newest = self._newest_term.get((process, incarnation), 0)
+            if envelope.term < newest:
                 self.violated(
-                    f"{process} accepted {type(body).__name__} of epoch {envelope.epoch} after {newest}"
+                    f"{process} accepted {type(body).__name__} of term {envelope.term} after {newest}"
                 )
-            self._heard[process, incarnation] = max(newest, envelope.epoch)
+            self._newest_term[process, incarnation] = max(newest, envelope.term)
 
         return accepted
 

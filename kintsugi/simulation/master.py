@@ -1,7 +1,8 @@
-"""The master's process in a simulated run: the real journal and the real decisions, with a shell that can die anywhere.
+"""Process of the master in a simulated run: the real journal and the real decisions, in a process that can crash
+anywhere.
 
-It does what `control/shell.py` does, in the same order: decide, append the facts, sync what must be durable, carry out
-the effects one by one. A planned crash ends it at any boundary between these.
+It does what `control/process.py` does, in the same order: decide, append the facts, sync durable ones, carry out the
+effects one by one. A planned crash ends it at any boundary between these.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kintsugi.config import Config
-from kintsugi.control.journal import Journal
-from kintsugi.control.layout import ProcessPlan
-from kintsugi.control.lookout import Lookout, told_by
+from kintsugi.config.schema import Config
+from kintsugi.control.failure_detector import FailureDetector, event_of_report
 from kintsugi.control.master import Master
-from kintsugi.control.phases import Phase
+from kintsugi.control.phases.table import Phase
+from kintsugi.control.placement import ProcessPlan
+from kintsugi.control.process import DURABLE, TICK_S, new_state
 from kintsugi.control.protocol import (
     Admit,
     Began,
@@ -38,21 +39,22 @@ from kintsugi.control.protocol import (
     Tell,
     Tick,
 )
-from kintsugi.control.shell import DURABLE, TICK_S, new_state
-from kintsugi.disk import Disk
 from kintsugi.errors import Fault, FencedError
-from kintsugi.facts import Fact
-from kintsugi.messages import AddressBook, Body, Heartbeat, Ping, Register, Registered, Shutdown
-from kintsugi.messages import Ok as OkBody
-from kintsugi.simulation.network import Process
-from kintsugi.supervision import ChipFault, ProcessExited, ProcessSuspected
-from kintsugi.transport.exchange import Delivery
-from kintsugi.types import Role, role_of
+from kintsugi.journal.facts import Fact
+from kintsugi.journal.journal import Journal
+from kintsugi.protocol.agents import ChipFault, ProcessExited, ProcessSuspected
+from kintsugi.protocol.membership import AddressBook, Heartbeat, Ping, Register, Registered, Shutdown
+from kintsugi.protocol.membership import Ok as OkBody
+from kintsugi.protocol.messages import Body
+from kintsugi.run_folder.layout import RELATIVE
+from kintsugi.runtime.disk import Disk
+from kintsugi.simulation.network import SimulatedProcess
+from kintsugi.transport.rpc import Delivery
+from kintsugi.types import Role, kind_of, role_of
 
 JOURNAL = Path("/run/journal")
-CHECKPOINTS = "checkpoints"
 LARGE = 200
-"""Processes from which on the address book is shared once for many changes: it costs the square of their number."""
+"""Number of processes above which the address book is sent once for many changes: its cost is quadratic."""
 SHARE_S = 0.05
 
 NewMaster = Callable[..., Master]
@@ -65,11 +67,11 @@ _GIVES: dict[type, str] = {
     ProcessSuspected: "Suspected",
     ChipFault: "Suspected",
 }
-"""Which event a message becomes."""
+"""Kind of message → kind of the event that it becomes."""
 
 
 class Crash(msgspec.Struct):
-    """End the master at a boundary: when it stands in `state` and is about to do, or has just done, `what`."""
+    """Crash of the master at a boundary: in `state`, just before or after `what`."""
 
     state: str
     what: str
@@ -79,17 +81,17 @@ class Crash(msgspec.Struct):
 
 
 class Observer(Protocol):
-    """Who is told what the master does: coverage and invariants."""
+    """Observer of the master, for coverage and invariants."""
 
     def decided(self, master: SimulatedMaster, state: str, event: Event, decision: Decision) -> None: ...
 
     def journaled(self, master: SimulatedMaster, facts: tuple[Fact, ...], *, durable: bool) -> None:
-        """Facts are in the journal; unless `durable`, a power cut takes them until `synced`."""
+        """Facts are in the journal; unless `durable`, a power cut loses them until `synced`."""
 
     def synced(self) -> None: ...
 
     def taken_over(self, facts: Sequence[Fact]) -> None:
-        """A new master has found these in the journal."""
+        """A new master has found these facts in the journal."""
 
     def crashed(self, state: str, what: str) -> None: ...
 
@@ -97,7 +99,7 @@ class Observer(Protocol):
 
 
 def described(error: Exception) -> str:
-    """What went wrong, and where."""
+    """Return the error and its location."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
 
@@ -106,7 +108,7 @@ class Killed(Exception):
     """The planned end of this process has come."""
 
 
-class SimulatedMaster(Process):
+class SimulatedMaster(SimulatedProcess):
     """One incarnation of the master."""
 
     def __init__(
@@ -129,7 +131,7 @@ class SimulatedMaster(Process):
         self.finished = False
         self.crashes: list[Crash] = []
         self.gate: Gate | None = None
-        self.lookout = Lookout()
+        self.detector = FailureDetector()
         self._current_book: AddressBook | None = None
         self._sharing = False
         self._events: deque[Event] = deque()
@@ -148,27 +150,27 @@ class SimulatedMaster(Process):
             layout=layout,
             num_rows=num_rows,
             num_eval_rows=config.data.num_eval,
-            checkpoint_folder=CHECKPOINTS,
+            checkpoint_folder=str(RELATIVE.checkpoints_folder),
         )
 
     @property
     def state(self) -> str:
-        """Where it stands, for coverage: the phase, and inside a recovery the state of that."""
+        """State for coverage: the phase, or during a recovery its state."""
         if self.master.phase is not Phase.RECOVERING:
             return self.master.phase.value
         return f"recovering: {self.master.recovery_state}"
 
     def begin(self, began: Began) -> None:
-        """Take the run over; whoever the journal knows may speak."""
+        """Take the run over; accept messages of every process in the journal."""
         state = self.master.state
-        self.endpoint.epoch = self.endpoint.seen_epoch = state.epoch + 1
+        self.endpoint.term = self.endpoint.seen_term = state.term + 1
         self.feed(began)
-        self.lookout.adopt(state.members, self.world.now)
+        self.detector.adopt(state.members, self.world.now)
         self.after(TICK_S, self._tick)
 
     def _tick(self) -> None:
         self.take_requests()
-        for suspected in self.lookout.check(self.world.now, self.master.talk):
+        for suspected in self.detector.check(self.world.now, self.master.pending):
             self.feed(suspected)
         self.feed(Tick())
         if not self.finished:
@@ -178,14 +180,14 @@ class SimulatedMaster(Process):
         self.feed(StopRequested("asked to"))
 
     def take_requests(self) -> None:
-        """A request for servers lies in the run folder until the answer to it is durable."""
+        """Answer requests for servers, which stay in the run folder until the answer is durable."""
         for name, servers in sorted(self._requests.items()):
             self.feed(ScaleRequested(name, servers))
             if self.alive and not self.finished and name in self.master.state.answered:
                 self.journal.sync()
                 del self._requests[name]
 
-    # What arrives.
+    # Messages.
 
     def handle(self, delivery: Delivery) -> None:
         kind = _GIVES.get(type(delivery.body))
@@ -197,11 +199,11 @@ class SimulatedMaster(Process):
         match body:
             case Heartbeat():
                 self.world.note(self.name, f"Heartbeat from {sender}")
-                self._heard(sender, delivery.envelope.incarnation, body)
+                self._on_heartbeat(sender, delivery.envelope.incarnation, body)
             case Register() if delivery.wants_reply:
-                self._take_in(delivery, body)
+                self._register(delivery, body)
             case ProcessExited() | ProcessSuspected() | ChipFault() if role_of(sender) is Role.AGENT:
-                self.feed(told_by(delivery.peer, body, time=0.0))
+                self.feed(event_of_report(delivery.peer, body, time=0.0))
             case Ping():
                 self.endpoint.reply(delivery, OkBody())
             case _ if delivery.wants_reply:
@@ -209,23 +211,23 @@ class SimulatedMaster(Process):
                     delivery, "RefusedError", f"the master does not answer {type(body).__name__}"
                 )
 
-    def _heard(self, sender: str, incarnation: str, heartbeat: Heartbeat) -> None:
+    def _on_heartbeat(self, sender: str, incarnation: str, heartbeat: Heartbeat) -> None:
         now = self.world.now
-        self.master.state.members.heard(sender, heartbeat, now)
-        self.lookout.heard(sender, incarnation, heartbeat, now)
+        self.master.state.members.on_heartbeat(sender, heartbeat, now)
+        self.detector.on_heartbeat(sender, incarnation, heartbeat, now)
         if heartbeat.book < self._book().number:
             self.endpoint.send(sender, self._book())
 
-    def _take_in(self, delivery: Delivery, register: Register) -> None:
+    def _register(self, delivery: Delivery, register: Register) -> None:
         peer = register.peer
         if self.master.state.members.replaced(peer, register.role):
             self.endpoint.fail(delivery, "RefusedError", f"{peer.process} {peer.incarnation} was replaced")
             return
         self.endpoint.admit(peer)
-        self.lookout.joined(peer.process, peer.incarnation, self.world.now, host=peer.host)
+        self.detector.joined(peer.process, peer.incarnation, self.world.now, host=peer.host)
         self.feed(Joined(peer, register.role, register.pid, register.capabilities, register.children))
         if self.alive and not self.finished:
-            self.endpoint.reply(delivery, Registered(self.master.state.epoch))
+            self.endpoint.reply(delivery, Registered(self.master.state.term))
 
     def _answered(self, request: Request, body: Body | None, fault: Fault | None) -> None:
         kind = "Replied" if fault is None else "RequestFailed"
@@ -237,7 +239,7 @@ class SimulatedMaster(Process):
             assert body is not None
             peer = self.endpoint.directory.peers.get(request.to)
             if peer is not None:
-                self.lookout.answered(request.to, peer.incarnation, body, self.world.now)
+                self.detector.answered(request.to, peer.incarnation, body, self.world.now)
             self.feed(Replied(request.token, request.to, body))
         else:
             self.feed(RequestFailed(request.token, request.to, fault))
@@ -245,7 +247,7 @@ class SimulatedMaster(Process):
     # Decide, journal, act.
 
     def feed(self, event: Event) -> None:
-        """Take an event in turn; one that an effect gives at once waits for the present one."""
+        """Process an event; an event that an effect causes immediately waits for the current one."""
         if self.finished or not self.alive:
             return
         self._events.append(event)
@@ -258,11 +260,11 @@ class SimulatedMaster(Process):
         except Killed:
             self.end(-9)
         except FencedError:
-            self.end(1)  # Another master has the journal: this one has nothing to say any more.
+            self.end(1)  # Another master owns the journal: this one must not act any more.
 
     def _take(self, event: Event) -> None:
         before = self.state
-        self.world.note(self.name, f"{type(event).__name__} in {before}")
+        self.world.note(self.name, f"{kind_of(event)} in {before}")
         try:
             decision = self.master.decide(event, self.world.now)
             if self.world.trace is not None and decision.reason:
@@ -271,8 +273,8 @@ class SimulatedMaster(Process):
             self._carry_out(decision)
         except (Killed, FencedError):
             raise
-        except Exception as error:  # Any error of the code under test is what is looked for.
-            self._observer.violated(f"{type(event).__name__} in {before} is not defined: {described(error)}")
+        except Exception as error:  # Any error of the code under test is a finding.
+            self._observer.violated(f"{kind_of(event)} in {before} is not defined: {described(error)}")
             raise Killed from error
 
     def _carry_out(self, decision: Decision) -> None:
@@ -292,9 +294,9 @@ class SimulatedMaster(Process):
             if not self.crashes:
                 self._act(effect)
             else:
-                self._boundary(type(effect).__name__, after=False)
+                self._boundary(kind_of(effect), after=False)
                 self._act(effect)
-                self._boundary(type(effect).__name__, after=True)
+                self._boundary(kind_of(effect), after=True)
 
     def _boundary(self, what: str, *, after: bool) -> None:
         for crash in self.crashes:
@@ -317,7 +319,7 @@ class SimulatedMaster(Process):
             case Admit(peer=peer):
                 self.endpoint.admit(peer)
             case Forget(process=process, fault=fault):
-                self.lookout.forget(process)
+                self.detector.forget(process)
                 self.endpoint.forget(process, fault)
             case ShareBook() if self._is_large:
                 if not self._sharing:
@@ -328,10 +330,10 @@ class SimulatedMaster(Process):
             case Finish():
                 self._finish(effect)
             case _:
-                pass  # Records for people: nobody in the run depends on them.
+                pass  # Records for users: no process of the run depends on them.
 
     def _book(self) -> AddressBook:
-        """Made once per change: with thousands of processes it is long."""
+        """Return the address book, built once per change: with thousands of processes it is long."""
         if self._current_book is None:
             self._current_book = self.master.state.members.address_book(self.peer)
         return self._current_book

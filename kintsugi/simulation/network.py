@@ -1,8 +1,8 @@
 """Simulated processes and the network between them: a small, faithful model of `transport/endpoint.py`.
 
-A request keeps its number when it is sent again, and its answer is kept for that. Keys, incarnations and epochs are
-judged by the same `Directory` as in real processes. What the wire does to a message (loss, repetition, delay, cuts in
-one direction) is the network's business; that messages overtake each other follows from delays of their own.
+A request keeps its number when it is sent again, and its answer is kept for that. The same `Directory` as in real
+processes checks keys, incarnations and terms. The network loses, repeats and delays messages and cuts links in one
+direction; messages overtake each other because of their delays.
 """
 
 from __future__ import annotations
@@ -10,26 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kintsugi import wire
 from kintsugi.errors import Fault
-from kintsugi.messages import AddressBook, Body, Failed, Register
+from kintsugi.protocol import wire
+from kintsugi.protocol.membership import AddressBook, Failed, Register
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.wire import Envelope, MessageKind
 from kintsugi.simulation.directory import BookIndex, SharedDirectory
 from kintsugi.simulation.world import Action, World
 from kintsugi.transport.directory import Caller, Directory
 from kintsugi.transport.endpoint import FIRST_RESEND_S, LONGEST_RESEND_S
-from kintsugi.transport.exchange import Delivery, SavedReplies
-from kintsugi.types import Peer, Role
-from kintsugi.wire import Envelope, MessageKind
+from kintsugi.transport.rpc import Delivery, SavedReplies
+from kintsugi.types import Peer, Role, kind_of
 
 JOB = "simulated"
 _REQUEST, _REPLY, _ONE_WAY = MessageKind.REQUEST, MessageKind.REPLY, MessageKind.ONE_WAY
 
 OnDone = Callable[[Body | None, Fault | None], None]
-"""What a request ended in: an answer, or a fault."""
+"""Result of a request: an answer, or a fault."""
 
 
-class Weather:
-    """What the wire does to messages, for everybody and between any two processes."""
+class NetworkConditions:
+    """Conditions of the network, for all processes and between pairs."""
 
     def __init__(self) -> None:
         self.loss = 0.0
@@ -38,7 +39,7 @@ class Weather:
         """Share of messages that take `spike_s` longer."""
         self.spike_s = 0.5
         self.cuts: dict[tuple[str, str], int] = {}
-        """(from, to) → how many cuts hold: nothing arrives in this direction."""
+        """(from, to) → number of active cuts: no message arrives in this direction."""
 
     @property
     def is_clear(self) -> bool:
@@ -47,22 +48,22 @@ class Weather:
     def cut(self, source: str, target: str) -> None:
         self.cuts[source, target] = self.cuts.get((source, target), 0) + 1
 
-    def mend(self, source: str, target: str) -> None:
+    def restore(self, source: str, target: str) -> None:
         self.cuts[source, target] -= 1
         if not self.cuts[source, target]:
             del self.cuts[source, target]
 
 
-class Network:
+class SimulatedNetwork:
     """Carries messages to the process that listens at an address."""
 
     def __init__(self, world: World, *, is_large: bool = False) -> None:
-        """`is_large`: so many processes that they look into one shared address book."""
+        """`is_large`: so many processes that they use one shared address book."""
         self._world = world
         self.is_large = is_large
         self._index: BookIndex | None = None
-        self.weather = Weather()
-        self.listening: dict[str, Process] = {}
+        self.conditions = NetworkConditions()
+        self.listening: dict[str, SimulatedProcess] = {}
         self.num_lost = 0
 
     def index_of(self, book: AddressBook) -> BookIndex:
@@ -70,34 +71,36 @@ class Network:
             self._index = BookIndex(book)
         return self._index
 
-    def carry(self, source: Process, target: Process | None, action: Action, *arguments: Any) -> None:
-        """Let `action` happen in the target process after a while, or not, or twice."""
+    def carry(
+        self, source: SimulatedProcess, target: SimulatedProcess | None, action: Action, *arguments: Any
+    ) -> None:
+        """Run `action` in the target process after a delay, or not, or twice."""
         if target is None or not target.alive:
             return
-        weather, draw = self.weather, self._world.random.random
+        conditions, draw = self.conditions, self._world.random.random
         delay_s = 0.0002 + 0.002 * draw()
-        if weather.cuts and (source.name, target.name) in weather.cuts:
+        if conditions.cuts and (source.name, target.name) in conditions.cuts:
             self.num_lost += 1
             return
-        if weather.loss and draw() < weather.loss:
+        if conditions.loss and draw() < conditions.loss:
             self.num_lost += 1
             return
-        if weather.spike and draw() < weather.spike:
-            delay_s += weather.spike_s * draw()
-        if weather.repetition and draw() < weather.repetition:
+        if conditions.spike and draw() < conditions.spike:
+            delay_s += conditions.spike_s * draw()
+        if conditions.repetition and draw() < conditions.repetition:
             self._world.after(delay_s + 0.05 * draw(), target.enter, action, arguments)
         self._world.after(delay_s + target.slowness_s, target.enter, action, arguments)
 
 
-class Process:
+class SimulatedProcess:
     """One incarnation of a process: alive or not, stopped or not, and its endpoint.
 
-    Whatever happens in it goes through `enter`: a dead process does nothing, a stopped one does it once continued.
+    All its actions go through `enter`: a dead process does nothing, a stopped or kept one acts once it is continued.
     """
 
     def __init__(
         self,
-        network: Network,
+        network: SimulatedNetwork,
         world: World,
         *,
         name: str,
@@ -105,18 +108,20 @@ class Process:
         host: str,
         incarnation: str,
         key: bytes,
-        epoch: int = 0,
+        term: int = 0,
         address: str = "",
     ) -> None:
         self.world, self.network = world, network
         self.name, self.role, self.host, self.incarnation = name, role, host, incarnation
         self.key, self.address = key, address or f"sim://{name}/{incarnation}"
         self.alive, self.stopped = True, False
+        self.kept_since: float | None = None
+        """Time since which one call keeps it: it does nothing else, and is not stopped."""
         self.slowness_s = 0.0
-        """Added to everything that it receives and does."""
-        self.on_exit: Callable[[Process, int], None] = lambda process, status: None
+        """Delay that is added to everything it receives and does."""
+        self.on_exit: Callable[[SimulatedProcess, int], None] = lambda process, status: None
         self._held: list[tuple[Action, tuple[Any, ...]]] = []
-        self.endpoint = SimulatedEndpoint(self, epoch=epoch)
+        self.endpoint = SimulatedEndpoint(self, term=term)
         network.listening[self.address] = self
 
     @property
@@ -126,21 +131,25 @@ class Process:
     def enter(self, action: Action, arguments: tuple[Any, ...]) -> None:
         if not self.alive:
             return
-        if self.stopped:
+        if self.stopped or self.kept_since is not None:
             self._held.append((action, arguments))
         else:
             action(*arguments)
 
     def after(self, delay_s: float, action: Action, *arguments: Any) -> None:
-        """Plan something of this process's own."""
+        """Schedule an action of this process."""
         self.world.after(delay_s + self.slowness_s, self.enter, action, arguments)
 
     def stop(self) -> None:
         self.stopped = True
 
-    def go_on(self) -> None:
-        """Everything that came meanwhile is there at once."""
-        self.stopped = False
+    def keep(self) -> None:
+        """Let one call keep the process until it is resumed."""
+        self.kept_since = self.world.now
+
+    def resume(self) -> None:
+        """Continue a stopped or kept process: everything that arrived meanwhile is handled immediately."""
+        self.stopped, self.kept_since = False, None
         held, self._held = self._held, []
         for action, arguments in held:
             self.enter(action, arguments)
@@ -157,8 +166,8 @@ class Process:
         raise NotImplementedError
 
 
-class Pending:
-    """A request under way."""
+class SimulatedPending:
+    """A pending request."""
 
     __slots__ = ("body", "deadline", "done", "interval_s", "on_done", "process", "sequence")
 
@@ -168,21 +177,21 @@ class Pending:
 
 
 class SimulatedEndpoint:
-    """How one process speaks and is spoken to; the rules are those of `transport.Endpoint`."""
+    """Endpoint of one process; the rules are those of `transport.Endpoint`."""
 
-    def __init__(self, owner: Process, *, epoch: int) -> None:
+    def __init__(self, owner: SimulatedProcess, *, term: int) -> None:
         self._owner, self._world = owner, owner.world
-        self.epoch = self.seen_epoch = epoch
+        self.term = self.seen_term = term
         kind = SharedDirectory if owner.network.is_large else Directory
         self.directory = kind(job=JOB, process=owner.name)
         self._introduced: set[bytes] = set()
         self._sequences: dict[str, int] = {}
-        self._pending: dict[str, dict[int, Pending]] = {}
+        self._pending: dict[str, dict[int, SimulatedPending]] = {}
         self._saved = SavedReplies()
         self.accepted: Callable[[Envelope, Body], None] | None = None
-        """Sees every message that was let in: for the invariants."""
+        """Called for every accepted message, for the invariants."""
 
-    # Who is who.
+    # Peers.
 
     def admit(self, peer: Peer) -> None:
         known = self.directory.peers.get(peer.process)
@@ -215,14 +224,14 @@ class SimulatedEndpoint:
         return True
 
     def _share_book(self, directory: SharedDirectory, index: BookIndex) -> None:
-        """As `set_book`; who is not spoken to need not be looked at."""
+        """As `set_book`, for a shared book; processes without connections are skipped."""
         for process in list(self._pending):
             known, listed = directory.peers.get(process), index.by_name.get(process)
             if listed is None or (known is not None and known.public_key != listed.public_key):
                 self.forget(process, self._fault(f"{process} is no longer in the address book"))
             elif known is not None and known.address != listed.address:
                 self._close_link(process, self._fault(f"{process} moved to {listed.address}"))
-        directory.look_into(index)
+        directory.use_book(index)
 
     def forget(self, process: str, fault: Fault) -> None:
         self.directory.remove(process, fault)
@@ -235,17 +244,17 @@ class SimulatedEndpoint:
     def _fault(self, message: str) -> Fault:
         return self._world.fault("ProcessDied", self._owner.name, message)
 
-    # Speaking.
+    # Sending.
 
     def request(self, process: str, body: Body, *, deadline_s: float, on_done: OnDone) -> None:
         peer = self.directory.peers.get(process)
         if peer is None or not peer.address:
-            error = self.directory.why_unreachable(process)
+            error = self.directory.unreachable_error(process)
             on_done(None, error.cause or self._world.fault(type(error).__name__, process, str(error)))
             return
         sequence = self._sequences[process] = self._sequences.get(process, 0) + 1
         deadline = self._world.now + deadline_s
-        pending = Pending(process, body, sequence=sequence, deadline=deadline, on_done=on_done)
+        pending = SimulatedPending(process, body, sequence=sequence, deadline=deadline, on_done=on_done)
         self._pending.setdefault(process, {})[sequence] = pending
         self._transmit(peer, sequence, _REQUEST, body)
         self._owner.after(min(FIRST_RESEND_S, deadline_s), self._remind, pending)
@@ -274,17 +283,17 @@ class SimulatedEndpoint:
         target = owner.network.listening.get(peer.address)
         if target is None:
             return
-        envelope = Envelope(JOB, self.epoch, owner.name, owner.incarnation, sequence, kind)
+        envelope = Envelope(JOB, self.term, owner.name, owner.incarnation, sequence, kind)
         owner.network.carry(owner, target, target.endpoint.receive, owner, envelope, body)
 
     def _reply_envelope(self, sequence: int) -> Envelope:
-        return Envelope(JOB, self.epoch, self._owner.name, self._owner.incarnation, sequence, _REPLY)
+        return Envelope(JOB, self.term, self._owner.name, self._owner.incarnation, sequence, _REPLY)
 
     def _transmit_reply(self, route: Any, envelope: Envelope, body: Body) -> None:
         owner, target = self._owner, route
         owner.network.carry(owner, target, target.endpoint.receive_reply, owner, envelope, body)
 
-    def _remind(self, pending: Pending) -> None:
+    def _remind(self, pending: SimulatedPending) -> None:
         if pending.done:
             return
         now = self._world.now
@@ -300,28 +309,28 @@ class SimulatedEndpoint:
         self._owner.after(min(pending.interval_s, pending.deadline - now), self._remind, pending)
 
     @staticmethod
-    def _settle(pending: Pending, body: Body | None, fault: Fault | None) -> None:
+    def _settle(pending: SimulatedPending, body: Body | None, fault: Fault | None) -> None:
         assert not pending.done, f"{type(pending.body).__name__} to {pending.process} ended twice"
         pending.done = True
         pending.on_done(body, fault)
 
-    # What arrives.
+    # Receiving.
 
-    def receive(self, source: Process, envelope: Envelope, body: Body) -> None:
+    def receive(self, source: SimulatedProcess, envelope: Envelope, body: Body) -> None:
         if source.key not in self._introduced and source.key.decode() not in self.directory.callers:
-            return  # It waits at the door until somebody introduces it; a request comes again.
-        why = self.directory.why_refused(source.key.decode(), envelope, epoch=self.seen_epoch, body=body)
+            return  # It waits until an address book introduces it; a request is sent again.
+        why = self.directory.why_refused(source.key.decode(), envelope, term=self.seen_term, body=body)
         if why:
             self._refuse(source, envelope, why)
             return
         caller = self.directory.callers[source.key.decode()]
         if envelope.kind is _REQUEST and self._is_repeated(caller, envelope, source):
             return
-        if envelope.epoch < self.epoch and type(body) is not Register:
-            why = f"epoch {envelope.epoch} is over, it is {self.epoch}"
+        if envelope.term < self.term and type(body) is not Register:
+            why = f"term {envelope.term} is over, it is {self.term}"
             self._refuse(source, envelope, why, kind="EpochOver")
             return
-        self.seen_epoch = self.directory.newest_epoch(self.seen_epoch, by=envelope.sender, of=envelope)
+        self.seen_term = self.directory.newest_term(self.seen_term, by=envelope.sender, of=envelope)
         if self.accepted is not None:
             self.accepted(envelope, body)
         delivery = Delivery(envelope, body, (), caller.peer, source, caller.running)  # type: ignore[arg-type]
@@ -329,7 +338,7 @@ class SimulatedEndpoint:
             caller.running[envelope.sequence] = delivery
         self._owner.handle(delivery)
 
-    def _is_repeated(self, caller: Caller, envelope: Envelope, source: Process) -> bool:
+    def _is_repeated(self, caller: Caller, envelope: Envelope, source: SimulatedProcess) -> bool:
         if envelope.sequence in caller.running:
             return True
         saved = self._saved.get(envelope)
@@ -340,18 +349,20 @@ class SimulatedEndpoint:
         self._transmit_reply(source, answer.envelope, answer.body)
         return True
 
-    def _refuse(self, source: Process, envelope: Envelope, why: str, *, kind: str = "RefusedError") -> None:
+    def _refuse(
+        self, source: SimulatedProcess, envelope: Envelope, why: str, *, kind: str = "RefusedError"
+    ) -> None:
         fault = self._world.fault(kind, self._owner.name, why)
         self._transmit_reply(source, self._reply_envelope(envelope.sequence), Failed(fault))
 
-    def receive_reply(self, source: Process, envelope: Envelope, body: Body) -> None:
-        self.seen_epoch = self.directory.newest_epoch(self.seen_epoch, by=source.name, of=envelope)
+    def receive_reply(self, source: SimulatedProcess, envelope: Envelope, body: Body) -> None:
+        self.seen_term = self.directory.newest_term(self.seen_term, by=source.name, of=envelope)
         fault = body.fault if isinstance(body, Failed) else None
         if fault is not None and fault.kind == "EpochOver":
-            return  # Not an answer: it goes out again under the new epoch, once that is adopted.
+            return  # Not an answer: the request is sent again under the new term, once that is adopted.
         pending = self._pending.get(source.name, {}).pop(envelope.sequence, None)
         if pending is None:
             return
-        if self._owner.role is not Role.MASTER:  # What the master is told is counted when it decides on it.
-            self._world.note(self._owner.name, f"{type(body).__name__} from {source.name}")
+        if self._owner.role is not Role.MASTER:  # A message to the master is counted when it decides on it.
+            self._world.note(self._owner.name, f"{kind_of(body)} from {source.name}")
         self._settle(pending, None if fault is not None else body, fault)

@@ -1,12 +1,12 @@
-"""Simulated training ranks: the real recovery `Processor` and the torch-free `ReplayAdapter` around them.
+"""Simulated training ranks: the real recovery `Processor` around the torch-free `ReplayAdapter`.
 
-A call is a collective of one generation of the group: it ends for everybody or for nobody, a rank that is dead or
-stopped keeps the others waiting, and the next round of recovery breaks it. A rank works a step's calls off in the order
-in which they were sent; one that the network brings too early waits.
+A call is a collective of one generation of the group: it ends for all ranks or for none, a rank that is dead or stopped
+keeps the others waiting, and the next round of recovery breaks it. A rank runs the calls of a step in the order in
+which they were sent; a call that the network delivers too early waits.
 
 Processor and adapter block where a real rank does; here nothing blocks. A state that has to be fetched raises `NotYet`
-out of the operation, and the same operation is carried out again when it has come, which the protocol allows; a group
-is joined once all its ranks have come, or have not.
+out of the operation, which is carried out again when the state has arrived, as the protocol allows; a group is joined
+once all its ranks have arrived, or have not.
 """
 
 from __future__ import annotations
@@ -15,69 +15,75 @@ from collections import deque
 from typing import Any
 
 from kintsugi.errors import Fault, GroupBroken, KintsugiError, RefusedError
-from kintsugi.messages import (
-    Body,
+from kintsugi.protocol.membership import Ok
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.recovery import (
+    AskStanding,
+    FetchState,
+    KeepState,
+    RankStanding,
+    RebuildGroup,
+    StateFetched,
+)
+from kintsugi.protocol.rollout import FetchSamples, SamplesFetched
+from kintsugi.protocol.training import (
     CallDone,
     CommitStep,
     EvaluatePairs,
-    FetchSamples,
-    FetchWeights,
     HashWeights,
-    Ok,
     PairsEvaluated,
-    Publish,
-    Published,
     RunCall,
-    SamplesFetched,
     Save,
     Saved,
     StartStage,
-    WeightsFetched,
     WeightsHashed,
 )
-from kintsugi.operations import FetchState, KeepState, RebuildGroup, StateFetched
-from kintsugi.recovery.adapters import ReplayAdapter, Snapshot, Snapshots
-from kintsugi.recovery.processor import Flow, Operation, Processor
-from kintsugi.simulation.workers import FETCH_DEADLINE_S, Worker, drawn_digest
-from kintsugi.transport.exchange import Delivery
+from kintsugi.protocol.weights import FetchWeights, Publish, Published, WeightsFetched
+from kintsugi.recovery.rank import Flow, Operation, Processor
+from kintsugi.recovery.step_calls import StepCalls
+from kintsugi.simulation.replay_adapter import ReplayAdapter, ReplaySnapshot, Snapshots
+from kintsugi.simulation.workers import FETCH_DEADLINE_S, SimulatedWorker, drawn_digest
+from kintsugi.transport.rpc import Delivery
 from kintsugi.types import StreamSource, WeightManifest
 
 Place = tuple[object, ...]
 
+LONGEST_SAVE_S = 0.5
+"""A save may take longer than a step."""
 TRAINING = "_train"
-"""How interfaces end that change the state."""
+"""Suffix of interfaces that change the state."""
 
 
-def state_message(state: Snapshot) -> StateFetched:
-    """A state on its way; its numbers stand where a real rank names the bulk frames that follow."""
+def state_message(state: ReplaySnapshot) -> StateFetched:
+    """Return a state as a message; its numbers are where a real rank names the bulk frames that follow."""
     numbers = ",".join(map(str, state.vector))
     manifest = WeightManifest(state.step, state.step, (), 0, f"{state.digest} {numbers}")
     return StateFetched(manifest, state.stage, 0, 0)
 
 
-def state_of(message: StateFetched) -> Snapshot:
+def state_of(message: StateFetched) -> ReplaySnapshot:
     digest, _, numbers = message.manifest.digest.partition(" ")
     vector = tuple(int(number) for number in numbers.split(","))
-    return Snapshot(message.manifest.step, message.stage, vector, digest, committed=True)
+    return ReplaySnapshot(message.manifest.step, message.stage, vector, digest, committed=True)
 
 
-def weights_digest(state: Snapshot) -> str:
-    """Of the weights alone: a new optimizer does not change them."""
+def weights_digest(state: ReplaySnapshot) -> str:
+    """Return the digest of the weights alone: a new optimizer does not change them."""
     return ",".join(map(str, state.vector[:2]))
 
 
 class NotYet(Exception):
-    """Not an error: the operation is to be carried out again when what it waits for has come."""
+    """Not an error: the operation has to be carried out again when its data has arrived."""
 
 
 class Rendezvous:
-    """Where ranks meet: by generation for a new group, by call for a collective. One for all ranks of a world."""
+    """Meeting point of ranks: by generation for a new group, by call for a collective. One for all ranks of a world."""
 
     def __init__(self) -> None:
-        self._places: dict[Place, dict[str, Rank]] = {}
+        self._places: dict[Place, dict[str, SimulatedRank]] = {}
 
-    def arrive(self, rank: Rank, *, expected: tuple[str, ...]) -> list[Rank]:
-        """Everybody at this rank's place, once all are there; else nobody. Who died or left is waited for."""
+    def arrive(self, rank: SimulatedRank, *, expected: tuple[str, ...]) -> list[SimulatedRank]:
+        """Return all ranks at this rank's place once all have arrived, else none. Dead and absent ranks are awaited."""
         place = rank.place
         present = self._places.setdefault(place, {})
         present[rank.name] = rank
@@ -89,17 +95,18 @@ class Rendezvous:
 
 
 class HostMemory:
-    """What outlives the ranks of a host: snapshots that its agent holds, copies for other hosts, and the disk."""
+    """Memory that survives the ranks of a host: snapshots that its agent holds, replicas for other hosts, and the
+    disk."""
 
-    def __init__(self, checkpoints: dict[str, Snapshot]) -> None:
+    def __init__(self, checkpoints: dict[str, ReplaySnapshot]) -> None:
         self.checkpoints = checkpoints
-        """By path; all hosts share it."""
+        """Checkpoints by path; all hosts share them."""
         self.snapshots: Snapshots = {}
-        self.buddies: dict[str, Snapshot] = {}
-        """Rank of another host → the latest state that it gave us."""
+        self.replicas: dict[str, ReplaySnapshot] = {}
+        """Rank of another host → the latest state that it sent."""
 
 
-class Rank(Worker):
+class SimulatedRank(SimulatedWorker):
     """One model worker. While a call or an operation waits, requests wait too, unless recovery interrupts."""
 
     def __init__(
@@ -113,26 +120,32 @@ class Rank(Worker):
         self.processor = Processor(self.adapter)
         self.capabilities = {"store": self.address, "flow": flow.value}
         self.place: Place = ()
-        """Where it waits for the others."""
+        """Place at which it waits for the others."""
         self._members: tuple[str, ...] = ()
-        """Of the group, in rank order."""
+        """Ranks of the group, in rank order."""
         self._met = False
-        self._found: dict[tuple[str, int], Snapshot | Fault] = {}
+        self._found: dict[tuple[str, int], ReplaySnapshot | Fault] = {}
         self._busy: Delivery | None = None
         self._backlog: deque[Delivery] = deque()
-        self._answers: dict[tuple[int, str], CallDone] = {}
-        """(step, call) → the answer to it, until the step is committed or given up."""
+        self._step_calls = StepCalls()
         self._samples: dict[str, str] = {}
-        """Sample key → what it says; of the present step, once all of this rank's share are there."""
+        """Sample key → its contents; of the current step, once all of this rank's share have arrived."""
         self._published = -1
+        self._awaiting_save: list[Delivery] = []
         self._attempt = 0
-        """Counts what it is busy with: an answer to an earlier attempt comes too late."""
+        """Number of the current attempt: an answer to an earlier one comes too late."""
 
     # Requests.
 
     def serve(self, delivery: Delivery, body: Body) -> None:
         if isinstance(body, FetchWeights | FetchState):
             self._answer_now(delivery, body)
+        elif isinstance(body, AskStanding):
+            self.endpoint.reply(delivery, self._standing())
+        elif isinstance(body, Save):
+            self._begin_save(delivery, body)
+        elif isinstance(body, RunCall) and self._step_calls.is_done(body.step, body.call):
+            self._answer_again(delivery, body)
         elif self._busy is None and not self._is_early(body):
             self._begin(delivery)
         elif self._busy is not None and isinstance(body, Operation) and self._interrupts(body):
@@ -142,10 +155,20 @@ class Rank(Worker):
             self._backlog.append(delivery)
 
     def _is_early(self, body: Body) -> bool:
-        """Whether a call has to wait for others of its step that were sent before it."""
+        """Return whether a call has to wait for others of its step that were sent before it."""
         if not isinstance(body, RunCall) or body.generation != self.adapter.generation:
             return False
-        return any((body.step, name) not in self._answers for name in body.after)
+        return not all(self._step_calls.is_done(body.step, name) for name in body.after)
+
+    def _standing(self) -> RankStanding:
+        return self._step_calls.standing(
+            self.adapter.standing(),
+            group=self.adapter.generation,
+            ranks=self._members if self.adapter.generation else (),
+            is_normal=self.processor.is_normal,
+            is_between_calls=self.adapter.is_between_calls,
+            queued=[delivery.body for delivery in self._backlog if isinstance(delivery.body, RunCall)],
+        )
 
     def _interrupts(self, operation: Operation) -> bool:
         assert self._busy is not None
@@ -154,7 +177,7 @@ class Rank(Worker):
         return self.processor.interrupts(operation)
 
     def _interrupt(self) -> None:
-        """Give up what runs. A rank that was in the middle of its update is left half updated."""
+        """Give up the current work. A rank in the middle of its update is left half updated."""
         busy, self._busy, self.place = self._busy, None, ()
         self._attempt += 1
         assert busy is not None
@@ -169,6 +192,7 @@ class Rank(Worker):
             and self.world.random.random() < 0.3
         ):
             self.adapter.train(body.step, self._samples, interrupted=True)
+        self._step_calls.fail()
         self.endpoint.fail(busy, type(why).__name__, str(why))
 
     def _begin(self, delivery: Delivery) -> None:
@@ -188,21 +212,22 @@ class Rank(Worker):
         assert delivery is not None
         self._attempt += 1
         if error is not None:
+            self._step_calls.fail()
             self.endpoint.fail(delivery, type(error).__name__, str(error), cause=error.cause)
         else:
             assert answer is not None
             self.endpoint.reply(delivery, answer)
-        self._work_off()
+        self._start_waiting()
 
-    def _work_off(self) -> None:
-        """Take up what has arrived meanwhile; taking one up may end with the next."""
+    def _start_waiting(self) -> None:
+        """Start what has arrived meanwhile; each start may end with the next one."""
         due = next((delivery for delivery in self._backlog if not self._is_early(delivery.body)), None)
         if due is not None and self._busy is None and self.alive:
             self._backlog.remove(due)
             self._begin(due)
 
     def _again(self, attempt: int) -> None:
-        """What the present operation waited for has come."""
+        """Repeat the current operation: its data has arrived."""
         if attempt == self._attempt and self._busy is not None:
             self._begin(self._busy)
 
@@ -218,8 +243,6 @@ class Rank(Worker):
                 return self.adapter.standing()
             case Publish():
                 return self._publish(body)
-            case Save(step=step, folder=folder):
-                return self._save(step, f"{folder}/step-{step}")
             case EvaluatePairs():
                 return self._evaluate(body)
             case HashWeights():
@@ -232,10 +255,20 @@ class Rank(Worker):
             case _:
                 raise RefusedError(f"a model worker does not answer {type(body).__name__}")
 
+    def _answer_again(self, delivery: Delivery, call: RunCall) -> None:
+        """Answer a call that has ended, also while another one runs."""
+        try:
+            answer = self._step_calls.answer_to(call)
+        except RefusedError as error:
+            self.endpoint.fail(delivery, type(error).__name__, str(error))
+        else:
+            assert answer is not None
+            self.endpoint.reply(delivery, answer)
+
     def _answer_now(self, delivery: Delivery, body: FetchWeights | FetchState) -> None:
         standing = self.adapter.standing()
         if isinstance(body, FetchState) and standing.prepared_step == body.step and not standing.half_updated:
-            self.adapter.commit(body.step)  # Nobody asks for a step that is not committed.
+            self.adapter.commit(body.step)  # A step that is not committed is never requested.
         state = self.adapter.committed
         if isinstance(body, FetchWeights):
             if body.version == self._published:
@@ -249,20 +282,22 @@ class Rank(Worker):
             self.endpoint.fail(delivery, "RefusedError", f"stands at step {state.step}, not at {body.step}")
 
     def _has_committed_state(self) -> bool:
-        """A half-made update leaves the committed copy alone, unless the device that held it was reset."""
+        """Return whether the committed state exists: a half-made update keeps it, unless the device was reset."""
         return self.adapter.flow is Flow.ROLLBACK or not self.adapter.standing().half_updated
 
     # A step.
 
     def _run_call(self, call: RunCall) -> Body:
         standing = self.adapter.standing()
-        if (call.step, call.call) in self._answers:
-            return self._answers[call.step, call.call]
+        known = self._step_calls.answer_to(call)
+        if known is not None:
+            return known
         self.processor.admit(call.step, goes_on=self.adapter.is_between_calls)
         if not self.adapter.generation or call.generation != self.adapter.generation:
             raise RefusedError(f"expected generation {self.adapter.generation}, got {call.generation}")
         if call.stage != standing.stage:
             raise RefusedError(f"this rank is in stage {standing.stage!r}, not in {call.stage!r}")
+        self._step_calls.begin(call)
         wanted: dict[str, list[str]] = {}
         for shard in call.shards:
             for item in shard.items:
@@ -285,7 +320,7 @@ class Rank(Worker):
         fetched: dict[str, dict[str, str]],
         num_holders: int,
     ) -> None:
-        """Ask who holds samples; a step whose samples are gone is broken by somebody else than this rank."""
+        """Request samples from their holders; lost samples break the step, and the cause is not this rank."""
         if attempt != self._attempt:
             return
 
@@ -298,7 +333,7 @@ class Rank(Worker):
                 return
             if (
                 tuple(sample.key for sample in answer.samples) != keys
-            ):  # As the real rank checks what it fetched.
+            ):  # As the real rank verifies fetched samples.
                 self._finish(None, GroupBroken(f"{holder} answered with other samples than were asked for"))
                 return
             fetched[holder] = {sample.key: sample.tokens.decode() for sample in answer.samples}
@@ -310,29 +345,31 @@ class Rank(Worker):
 
     def _join(self, call: RunCall) -> None:
         self.place = ("call", self.adapter.generation, call.step, call.call)
-        everybody = self._rendezvous.arrive(self, expected=self._members)
-        if not everybody:
+        arrived = self._rendezvous.arrive(self, expected=self._members)
+        if not arrived:
             return
-        samples = [sample for rank in everybody for sample in rank._share()]
+        samples = [sample for rank in arrived for sample in rank._share()]
         assert len(samples) == len(set(samples)), "a sample is in two shards"
         delay_s = self.world.random.uniform(0.01, 0.1)
-        for rank in everybody:
-            rank.after(delay_s, rank._called, rank._attempt, call, samples)
+        for rank in arrived:
+            rank.after(delay_s, rank._called, rank._attempt, samples)
 
     def _share(self) -> list[str]:
-        """This rank's samples of the call that it is busy with, and what it was told about each."""
+        """Return this rank's samples of the current call, and the values that the master sent about each."""
         assert self._busy is not None and isinstance(self._busy.body, RunCall)
         items = [item for shard in self._busy.body.shards for item in shard.items]
         return [f"{item.key} {self._samples[item.key]} {sorted(item.values.items())}" for item in items]
 
-    def _called(self, attempt: int, call: RunCall, samples: list[str]) -> None:
-        """The call's collective is through. The state after a training call depends on the samples, on what the master
-        computed about them, and on the calls before; the step's last one prepares it."""
+    def _called(self, attempt: int, samples: list[str]) -> None:
+        """Finish the collective of a call. The state after a training call depends on the samples, on the values that
+        the master computed for them, and on the calls before; the last call of the step prepares it."""
         if attempt != self._attempt:
             return
+        assert self._busy is not None and isinstance(self._busy.body, RunCall)
+        call = self._busy.body
         self.world.note(self.name, f"{call.call} of step {call.step}")
         self.count("steps")
-        digest, before = "", [name for _, name in self._answers]
+        digest, before = "", list(self._step_calls.names)
         if call.interface.endswith(TRAINING):
             keys = [*samples, f"{call.call} after {before}"]
             digest = self.adapter.train(call.step, keys, prepares=call.prepares)
@@ -342,12 +379,13 @@ class Rank(Worker):
                 key: float(len(key) + int(says, 16) % 7) for key, says in self._samples.items()
             }
         answer = CallDone(call.step, digest, {f"{call.call}_loss": 0.0}, outputs=outputs)
-        self._answers[call.step, call.call] = answer
+        self._step_calls.end(call, answer)
         self._finish(answer, None)
 
     def _commit(self, step: int) -> None:
         self.adapter.commit(step)
-        self._answers, self._samples = {}, {}
+        self._step_calls.forget()
+        self._samples = {}
         agents = sorted(name for name in self.endpoint.directory.peers if name.startswith("agent-"))
         others = [name for name in agents if self.endpoint.directory.peers[name].host != self.host]
         if others:
@@ -364,12 +402,25 @@ class Rank(Worker):
         manifest = WeightManifest(request.version, request.step, (), 0, weights_digest(state))
         return Published(manifest, (StreamSource(self.name),))
 
-    def _save(self, step: int, path: str) -> Body:
+    def _begin_save(self, delivery: Delivery, request: Save) -> None:
+        """Save beside everything else; a request that arrives meanwhile is answered when the save has ended."""
+        self._awaiting_save.append(delivery)
+        if len(self._awaiting_save) > 1:
+            return
         state = self.adapter.committed
-        if step != state.step:
-            raise RefusedError(f"expected to save step {state.step}, got {step}")
+        if request.step != state.step:
+            self._awaiting_save.clear()
+            why = f"expected to save step {state.step}, got {request.step}"
+            self.endpoint.fail(delivery, "RefusedError", why)
+            return
+        delay_s = self.world.random.uniform(0.05, LONGEST_SAVE_S)
+        self.after(delay_s, self._saved, state, f"{request.folder}/step-{state.step}")
+
+    def _saved(self, state: ReplaySnapshot, path: str) -> None:
         self._memory.checkpoints[path] = state
-        return Saved(step, path, state.digest)
+        waiting, self._awaiting_save = self._awaiting_save, []
+        for delivery in waiting:
+            self.endpoint.reply(delivery, Saved(state.step, path, state.digest))
 
     def _evaluate(self, request: EvaluatePairs) -> Body:
         state = self.adapter.committed
@@ -383,11 +434,12 @@ class Rank(Worker):
 
     def _recover(self, operation: Operation) -> Body:
         answer = self.processor.carry_out(operation)
-        self._answers, self._samples, self._found = {}, {}, {}
+        self._step_calls.forget()
+        self._samples, self._found = {}, {}
         return answer
 
     def _meet(self, request: RebuildGroup) -> None:
-        """Come to where the ranks of a generation meet; who is not there in time breaks it for all."""
+        """Arrive at the meeting point of a generation; a rank that is late breaks it for all."""
         self.place = ("group", request.generation, request.ranks, request.sequence)
         self.after(request.timeout_s, self._give_up_meeting, self._attempt)
         for rank in self._rendezvous.arrive(self, expected=request.ranks):
@@ -409,7 +461,7 @@ class Rank(Worker):
             self._fail_to_meet(busy, busy.body)
 
     def _fail_to_meet(self, delivery: Delivery, request: RebuildGroup) -> None:
-        """The probe collective fails, as it does when a rank does not come."""
+        """Fail the probe collective, as happens when a rank does not arrive."""
         self._busy = delivery
         try:
             answer: Body | None = self._recover(request)
@@ -422,8 +474,9 @@ class Rank(Worker):
         if not self._met:
             raise GroupBroken(f"not every rank of generation {request.generation} came")
 
-    def _fetch(self, source: str, step: int) -> Snapshot:
-        """Ask a replica, another host's agent or the disk for a state; the answer is kept until it is asked again."""
+    def _fetch(self, source: str, step: int) -> ReplaySnapshot:
+        """Request a state from a replica, another host's agent or the disk; the answer is kept until it is requested
+        again."""
         found = self._found.get((source, step)) or self._memory.checkpoints.get(source)
         if isinstance(found, Fault):
             raise RefusedError(found.message, cause=found)

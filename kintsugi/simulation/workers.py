@@ -1,7 +1,7 @@
 """Simulated workers without state of their own: rollout workers, the generation manager, generation servers.
 
-They answer as the real ones do, without computing: what a sample "says" is a hash of its key and of the weights that it
-was drawn with, so that training on samples of the wrong weights shows in every later state.
+They answer as the real ones do, without computing: the contents of a sample are a hash of its key and of the weights
+that it was drawn with, so that training on samples of the wrong weights shows in every later state.
 """
 
 from __future__ import annotations
@@ -11,63 +11,47 @@ from typing import Any
 
 import xxhash
 
-from kintsugi.config import LEARN_ROWS
+from kintsugi.config.schema import LEARN_ROWS
 from kintsugi.errors import Fault
-from kintsugi.messages import (
-    AddressBook,
-    Body,
-    Drop,
-    EpisodesDone,
-    FetchSamples,
-    FetchWeights,
-    Generate,
-    Generated,
-    Heartbeat,
-    LoadWeights,
-    Ok,
-    Ping,
-    Register,
-    Registered,
-    Retire,
-    RunEpisodes,
-    SamplesFetched,
-    Shutdown,
-    WeightsFetched,
-    WeightsLoaded,
-)
-from kintsugi.simulation.network import Process
-from kintsugi.transport.exchange import Delivery
+from kintsugi.process.membership import HEARTBEAT_S, REGISTER_DEADLINE_S
+from kintsugi.protocol.generation import Generate, Generated, Retire
+from kintsugi.protocol.membership import AddressBook, Heartbeat, Ok, Ping, Register, Registered, Shutdown
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.rollout import Drop, EpisodesDone, FetchSamples, RunEpisodes, SamplesFetched
+from kintsugi.protocol.weights import FetchWeights, LoadWeights, WeightsFetched, WeightsLoaded
+from kintsugi.simulation.network import SimulatedProcess
+from kintsugi.transport.rpc import Delivery
 from kintsugi.types import (
     ChildReport,
     Completion,
-    Finish,
+    FinishReason,
     Peer,
     Progress,
     Role,
     SampleMeta,
     Trajectory,
     Wait,
+    kind_of,
     role_of,
     sample_key,
     ticket_of,
 )
-from kintsugi.worker import HEARTBEAT_S, REGISTER_DEADLINE_S
 
 MANAGER = "manager-0"
 FETCH_DEADLINE_S = 10.0
 UNSCORABLE = 40
-"""One sample in so many can not be scored; drawn with other weights, it may be another one of its group."""
+"""One sample in so many cannot be scored; with other weights it may be another one of its group."""
 DEMONSTRATED = frozenset({"warmup", *LEARN_ROWS})
-"""Stages whose samples are rows of the data."""
+"""Stages that train rows of the data."""
 
 
 def drawn_digest(key: str, weights: str) -> str:
-    """What a sample says when it is drawn with these weights."""
+    """Return the contents of a sample that is drawn with these weights."""
     return xxhash.xxh3_64_hexdigest(f"{key} {weights}".encode())
 
 
-class Worker(Process):
-    """A process that registers with the master, again for every new epoch, and then sends heartbeats."""
+class SimulatedWorker(SimulatedProcess):
+    """A process that registers with the master, again for every new term, and then sends heartbeats."""
 
     def __init__(self, *arguments: Any, master: Peer, pid: int, **names: Any) -> None:
         super().__init__(*arguments, **names)
@@ -79,7 +63,7 @@ class Worker(Process):
         self._registering = self.registered = False
 
     def boot(self, delay_s: float) -> None:
-        """Come up after a while."""
+        """Start after a delay."""
         self.after(delay_s, self._beat)
 
     def children(self) -> tuple[ChildReport, ...]:
@@ -91,8 +75,8 @@ class Worker(Process):
 
     def tick(self) -> None:
         endpoint = self.endpoint
-        if endpoint.seen_epoch > endpoint.epoch:
-            endpoint.epoch = endpoint.seen_epoch
+        if endpoint.seen_term > endpoint.term:
+            endpoint.term = endpoint.seen_term
             self.registered = False
         if self.registered:
             progress, waits = Progress(dict(self.counters)), tuple(self.waits.values())
@@ -107,17 +91,17 @@ class Worker(Process):
     def _registration_ended(self, answer: Body | None, fault: Fault | None) -> None:
         self._registering = False
         if isinstance(answer, Registered):
-            if answer.epoch >= self.endpoint.epoch:
-                self.endpoint.epoch = answer.epoch
-                self.endpoint.seen_epoch = max(self.endpoint.seen_epoch, answer.epoch)
+            if answer.term >= self.endpoint.term:
+                self.endpoint.term = answer.term
+                self.endpoint.seen_term = max(self.endpoint.seen_term, answer.term)
                 self.registered = True
         elif fault is not None and fault.kind == "RefusedError":
-            self.end(1)  # Nobody knows it any more: it was replaced.
+            self.end(1)  # It was replaced, and is unknown to the master.
 
     def handle(self, delivery: Delivery) -> None:
         body = delivery.body
-        self.world.note(self.name, f"{type(body).__name__} from {delivery.envelope.sender}")
-        if self.endpoint.seen_epoch > self.endpoint.epoch:
+        self.world.note(self.name, f"{kind_of(body)} from {delivery.envelope.sender}")
+        if self.endpoint.seen_term > self.endpoint.term:
             self.after(0.25 * self.world.random.random(), self.tick)
         if isinstance(body, AddressBook):
             if self.endpoint.set_book(body):
@@ -130,10 +114,10 @@ class Worker(Process):
             self.serve(delivery, body)
 
     def follow_book(self) -> None:
-        """The address book has changed."""
+        """React to a changed address book."""
 
     def serve(self, delivery: Delivery, body: Body) -> None:
-        """Take what is this process's own business."""
+        """Serve a request of this kind of process."""
         raise NotImplementedError
 
     def count(self, name: str) -> None:
@@ -148,21 +132,22 @@ class Worker(Process):
 
 
 def _order(request: RunEpisodes) -> tuple[str, int]:
-    """Orders that are alike have one answer: to train, whatever the weights; to evaluate, of one version."""
+    """Return a key under which equal requests share one answer: for training regardless of the weights, for evaluation
+    per version."""
     return request.ticket.id, request.version if request.split == "eval" else -1 - request.lineage
 
 
-class Rollout(Worker):
-    """Runs groups: asks the manager for completions, scores them, keeps the trajectories."""
+class SimulatedRollout(SimulatedWorker):
+    """Runs groups: requests completions from the manager, scores them, keeps the trajectories."""
 
     def __init__(self, *arguments: Any, **names: Any) -> None:
         super().__init__(*arguments, **names)
         self.kept: dict[str, dict[str, str]] = {}
-        """Ticket → sample key → what it says."""
+        """Ticket → sample key → contents."""
         self._answers: dict[tuple[str, int], EpisodesDone] = {}
-        """Order → the answer to it, as long as the samples are kept."""
+        """Request → its answer, as long as the samples are kept."""
         self._running: dict[tuple[str, int], list[Delivery]] = {}
-        """Order → who is to be answered: a new master asks again for what is running."""
+        """Request → deliveries to answer: a new master requests running groups again."""
         self._deadlines: dict[tuple[str, int], float] = {}
 
     def serve(self, delivery: Delivery, body: Body) -> None:
@@ -174,9 +159,7 @@ class Rollout(Worker):
             case Drop(tickets=tickets):
                 self._drop(tickets)
             case _:
-                self.endpoint.fail(
-                    delivery, "RefusedError", f"a rollout worker takes no {type(body).__name__}"
-                )
+                self.endpoint.fail(delivery, "RefusedError", f"a rollout worker takes no {kind_of(body)}")
 
     def _drop(self, tickets: tuple[str, ...]) -> None:
         for ticket in tickets:
@@ -202,7 +185,7 @@ class Rollout(Worker):
             self._generate(request)
 
     def _generate(self, request: RunEpisodes) -> None:
-        """Ask the manager; a group whose manager is gone waits for the next one."""
+        """Request completions from the manager; without a manager, a group waits for the next one."""
         name = _order(request)
         timeout_s = self._deadlines[name] - self.world.now
         body = Generate(request.ticket.id, 0, b"", request.sampling, request.version, timeout_s=timeout_s)
@@ -256,7 +239,7 @@ class Rollout(Worker):
                     length,
                     reward,
                     components,
-                    Finish.EOS,
+                    FinishReason.EOS,
                     version,
                     self.name,
                     digest,
@@ -275,12 +258,12 @@ class Rollout(Worker):
             if says is None:
                 self.endpoint.fail(delivery, "RefusedError", f"{self.name} does not keep sample {key}")
                 return
-            samples.append(Trajectory(key, says.encode(), b"", b"", b"", Finish.EOS))
+            samples.append(Trajectory(key, says.encode(), b"", b"", b"", FinishReason.EOS))
         self.endpoint.reply(delivery, SamplesFetched(tuple(samples)))
 
 
-class Manager(Worker):
-    """One address for all servers: sends groups to those with the current weights, again if one dies."""
+class SimulatedManager(SimulatedWorker):
+    """One address for all servers: sends groups to servers with the current weights, and again if one dies."""
 
     def __init__(self, *arguments: Any, **names: Any) -> None:
         super().__init__(*arguments, **names)
@@ -291,7 +274,7 @@ class Manager(Worker):
         self._asked: list[Delivery] = []
         self._waiting: deque[tuple[Delivery, Generate]] = deque()
         self._sent: dict[str, dict[int, tuple[Delivery, Generate]]] = {}
-        """Server → number → what it was asked and has not answered."""
+        """Server → number → request without an answer."""
         self._retired: set[tuple[str, str]] = set()
         self._turn = 0
 
@@ -327,7 +310,7 @@ class Manager(Worker):
                     self.follow_book()
                 self.endpoint.reply(delivery, Ok())
             case _:
-                self.endpoint.fail(delivery, "RefusedError", f"a manager takes no {type(body).__name__}")
+                self.endpoint.fail(delivery, "RefusedError", f"a manager takes no {kind_of(body)}")
         self._act()
 
     def _act(self) -> None:
@@ -382,7 +365,7 @@ class Manager(Worker):
 
         def answered(answer: Body | None, fault: Fault | None) -> None:
             if self._sent.get(server, {}).pop(number, None) is None:
-                return  # It was taken back.
+                return  # It was moved to another server.
             if isinstance(answer, Generated):
                 self.endpoint.reply(delivery, answer)
             else:
@@ -392,14 +375,14 @@ class Manager(Worker):
         self.endpoint.request(server, request, deadline_s=request.timeout_s, on_done=answered)
 
 
-class Server(Worker):
+class SimulatedServer(SimulatedWorker):
     """Holds one version of the weights and draws samples with it."""
 
     def __init__(self, *arguments: Any, **names: Any) -> None:
         super().__init__(*arguments, **names)
         self._version, self._digest = -1, ""
         self._loads: deque[tuple[Delivery, LoadWeights]] = deque()
-        """One after the other, the first of them under way: a real server does nothing else meanwhile."""
+        """Loads, one after the other, the first of them in progress: a real server does nothing else meanwhile."""
 
     def serve(self, delivery: Delivery, body: Body) -> None:
         match body:
@@ -409,17 +392,17 @@ class Server(Worker):
                     self._load_next()
             case Generate() if self._version >= body.version:
                 drawn = Completion(
-                    0, self._digest.encode(), b"", self._version.to_bytes(4, "little"), Finish.EOS
+                    0, self._digest.encode(), b"", self._version.to_bytes(4, "little"), FinishReason.EOS
                 )
                 self.after(self.world.random.uniform(0.005, 0.05), self._generated, delivery, body, drawn)
             case Generate():
                 why = f"holds version {self._version}, asked for {body.version}"
                 self.endpoint.fail(delivery, "RefusedError", why)
             case _:
-                self.endpoint.fail(delivery, "RefusedError", f"a server takes no {type(body).__name__}")
+                self.endpoint.fail(delivery, "RefusedError", f"a server takes no {kind_of(body)}")
 
     def _generated(self, delivery: Delivery, request: Generate, drawn: Completion) -> None:
-        """The oldest of its tokens are of the weights that it began with."""
+        """Answer with a sample. The oldest of its tokens are of the weights that it began with."""
         self.count("tokens")
         self.endpoint.reply(delivery, Generated(request.ticket, request.turn, (drawn,), self.name))
 
@@ -430,7 +413,7 @@ class Server(Worker):
             self._fetch(delivery, weights, [name for name in sources if name])
 
     def _fetch(self, delivery: Delivery, weights: LoadWeights, sources: list[str]) -> None:
-        """From the first source that has them."""
+        """Load the weights from the first source that has them."""
         if not sources:
             self.endpoint.fail(delivery, "RefusedError", "no source has these weights")
             self._loads.popleft()

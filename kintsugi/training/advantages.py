@@ -1,9 +1,9 @@
 """Advantages per token, for the algorithms in which a token is an action: PPO and REINFORCE++.
 
-All tensors are of *one* sequence and have one entry per action: the loss tokens in their order, those of several turns
-joined. What the environment wrote between two turns is not an action; it only changes the state. An action's state is
-the one before its token, so with L actions the critic gives L + 1 values: of the states from which the L tokens were
-chosen, and of the state after the last one.
+All tensors belong to *one* sequence and have one entry per action: its loss tokens in order, those of several turns
+joined. Tokens of the environment between two turns are not actions; they only change the state. The state of an action
+is the one before its token. With L actions the critic therefore gives L + 1 values: for the states in which the L
+tokens were chosen, and for the state after the last one.
 
 Whitening is over the whole batch: `moments` per part, added up exactly over shards and ranks, then `whiten`.
 """
@@ -19,11 +19,11 @@ from torch import Tensor
 from kintsugi.training.losses import KlEstimator, kl_estimate
 
 WHITENING_EPSILON = 1e-8
-"""Added to the variance."""
+"""Constant added to the variance."""
 
 
 class TokenAdvantages(NamedTuple):
-    """What the actor weighs each token with (before whitening), and what the critic should have said."""
+    """Advantages of the actor's tokens (before whitening), and the targets of the critic."""
 
     advantages: Tensor
     returns: Tensor
@@ -37,9 +37,9 @@ def token_rewards(
     beta: float,
     kl: KlEstimator,
 ) -> Tensor:
-    """The reward at the last action, −`beta` × the KL estimate at every one; [L] in float32.
+    """Rewards per action, [L] in float32: −`beta` × the KL estimate everywhere, plus `reward` at the last one.
 
-    `logprobs` are the sampler's, so the penalty belongs to the policy that acted. Without a reference (`beta` 0, or
+    `logprobs` are the sampler's, so the penalty is that of the policy that acted. Without a reference (`beta` 0, or
     the KL is in the loss) there is no penalty.
     """
     rewards = torch.zeros_like(logprobs, dtype=torch.float32)
@@ -55,10 +55,10 @@ def gae(
 ) -> TokenAdvantages:
     """Generalised advantage estimation over one sequence's actions (arXiv 1506.02438).
 
-    `rewards` is [L], `values` [L + 1]: before each action, and after the last. A completion that ended by itself earns
-    nothing any more, whatever the critic says of its last state; one that was cut off by length would have gone on, so
-    its last state's value takes the place of what it did not live to earn. After the last token of a turn comes the
-    state from which the next turn's first token is chosen. Returns are advantages + values.
+    `rewards` is [L], `values` [L + 1]: before each action, and after the last. After a completion that ended with its
+    end token no reward follows, so the value of its last state counts as 0. A truncated completion would have
+    continued, so the value of its last state stands for the missing rewards. After the last token of a turn comes the
+    state in which the next turn's first token is chosen. Returns are advantages + values.
     """
     assert len(values) == len(rewards) + 1, f"{len(values)} values for {len(rewards)} actions"
     following = values[1:].clone()
@@ -70,7 +70,7 @@ def gae(
 
 
 def reward_to_go(rewards: Tensor, *, gamma: float) -> Tensor:
-    """The discounted sum of the rewards from each action on."""
+    """Discounted sum of the rewards from each action on."""
     return discounted_sums(rewards, factor=gamma)
 
 
@@ -85,7 +85,7 @@ def discounted_sums(values: Tensor, *, factor: float) -> Tensor:
 
 
 def moments(advantages: Iterable[Tensor]) -> Tensor:
-    """[count, sum, sum of squares] in float64 of unmasked sequences' entries; those of parts may be added."""
+    """Moments [count, sum, sum of squares] in float64; the moments of several parts may be added."""
     total = torch.zeros(3, dtype=torch.float64)
     for entries in advantages:
         exact = entries.double()

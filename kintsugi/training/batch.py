@@ -1,4 +1,4 @@
-"""From fetched trajectories to the packed tensors of one forward pass."""
+"""Conversion of fetched trajectories into the packed tensors of one forward pass."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kintsugi.buffer.packing import DETERMINISTIC_BLOCK_TOKENS, grouped, micro_batches
 from kintsugi.errors import IntegrityError
 from kintsugi.model.attention import PackedLayout
+from kintsugi.samples.sharding import balanced_blocks, blocks_in_order, grouped
 from kintsugi.types import ShardItem, Trajectory, staleness
 
 Kept = Literal["learned", "groups", "all"]
-"""Which samples a call computes: those that have something to learn; these with all others of their tickets, side by
-side; or every one."""
+"""Samples that a call processes: those with loss tokens ("learned"), whole tickets that contain such a sample
+("groups"), or all."""
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class BatchSample:
     """One trajectory as arrays, with the scalars that the master computed for it."""
 
     key: str
     tokens: NDArray[np.int32]
     loss_positions: NDArray[np.int64]
-    """Where the policy chose the token; never 0, because nothing predicts a first token."""
+    """Positions of the tokens that the policy chose; never 0, because nothing predicts a first token."""
     logprobs: NDArray[np.float32]
-    """Of the policy that sampled, at `loss_positions`."""
+    """Log-probabilities under the policy that sampled, at `loss_positions`."""
     versions: NDArray[np.int32]
-    """Of the weights that sampled, at `loss_positions`; -1 where nothing of this run did."""
+    """Weight versions that sampled the tokens at `loss_positions`; -1 for tokens not sampled in this run."""
     values: Mapping[str, float]
-    """What the master knows of it: reward, advantage, truncated, mask, staleness, …."""
+    """Scalars from the master: reward, advantage, truncated, mask, staleness, …."""
 
     @property
     def is_learned(self) -> bool:
@@ -42,8 +42,8 @@ class Sample:
         return len(self.loss_positions) > 0 and self.values.get("mask", 1.0) > 0
 
 
-def sample_of(item: ShardItem, trajectory: Trajectory) -> Sample:
-    """Check a trajectory against what the master knows of it, and decode it."""
+def sample_of(item: ShardItem, trajectory: Trajectory) -> BatchSample:
+    """Check a trajectory against the master's record of it, and decode it."""
     tokens = np.frombuffer(trajectory.tokens, dtype="<i4")
     mask = np.frombuffer(trajectory.loss_mask, dtype=np.uint8)
     logprobs = np.frombuffer(trajectory.logprobs, dtype="<f4")
@@ -61,7 +61,7 @@ def sample_of(item: ShardItem, trajectory: Trajectory) -> Sample:
             f"the first one; got {trajectory.key} with {len(tokens)} tokens, {len(mask)} mask entries, "
             f"{len(logprobs)} log-probabilities, {len(versions)} versions, loss at {loss_positions[:8].tolist()}"
         )
-    return Sample(
+    return BatchSample(
         item.key,
         tokens,
         loss_positions=loss_positions,
@@ -71,15 +71,16 @@ def sample_of(item: ShardItem, trajectory: Trajectory) -> Sample:
     )
 
 
-def check_staleness(samples: Sequence[Sample], *, step: int) -> None:
-    """How old samples are is said by the master, where it says so, and by their tokens: the two must agree."""
+def check_staleness(samples: Sequence[BatchSample], *, step: int) -> None:
+    """Raise IntegrityError if the staleness from the master differs from that of a sample's tokens."""
     for sample in samples:
-        said = sample.values.get("staleness")
-        if said is not None and len(sample.versions):
+        expected = sample.values.get("staleness")
+        if expected is not None and len(sample.versions):
             found = staleness(int(sample.versions.min()), step=step)
-            if found != said:
+            if found != expected:
                 raise IntegrityError(
-                    f"sample {sample.key}: expected a staleness of {said:g} at step {step}, got {found} from its tokens"
+                    f"sample {sample.key}: expected a staleness of {expected:g} at step {step}, "
+                    f"got {found} from its tokens"
                 )
 
 
@@ -93,30 +94,30 @@ class MicroBatch:
     tokens: Tensor
     layout: PackedLayout
     sources: Tensor
-    """The packed token whose hidden state predicts the target: the one before it."""
+    """Index of the packed token before the target; its hidden state predicts the target."""
     targets: Tensor
     sampler_logprobs: Tensor
     versions: Tensor
-    """Of the weights that sampled the token; -1 where nothing of this run did."""
+    """Weight version that sampled the token; -1 for tokens not sampled in this run."""
     advantages: Tensor | None
-    """The sample's own at each of its tokens; None where samples have none as a whole."""
+    """Advantage of the sample, repeated at each of its tokens; None if advantages are per token."""
     sequence_index: Tensor
     lasts: Tensor
-    """The last packed token of each sequence."""
+    """Index of the last packed token of each sequence."""
     staleness: Tensor
-    """Of each sequence as a whole: that of its oldest token."""
+    """Staleness of each sequence: that of its oldest token."""
 
     @property
     def num_sequences(self) -> int:
         return len(self.keys)
 
     def token_staleness(self, *, step: int) -> Tensor:
-        """Of each loss token, by its own version."""
+        """Staleness of each loss token, by its own version."""
         return torch.where(self.versions < 0, 0, (step - 1 - self.versions).clamp(min=0)).float()
 
 
-def pack(samples: Sequence[Sample], *, device: torch.device) -> MicroBatch:
-    """Lay samples one after another, without padding."""
+def pack(samples: Sequence[BatchSample], *, device: torch.device) -> MicroBatch:
+    """Concatenate samples into one micro-batch, without padding."""
     lengths = [len(sample.tokens) for sample in samples]
     loss_lengths = [len(sample.loss_positions) for sample in samples]
     starts = np.cumsum([0, *lengths[:-1]])
@@ -150,29 +151,29 @@ def pack(samples: Sequence[Sample], *, device: torch.device) -> MicroBatch:
 
 
 def cut(
-    samples: Sequence[Sample],
+    samples: Sequence[BatchSample],
     *,
     deterministic: bool,
     max_tokens: int,
     device: torch.device,
     kept: Kept = "learned",
 ) -> list[MicroBatch]:
-    """Micro-batches of the samples that count, in the order of their keys.
+    """Cut the samples selected by `kept` into micro-batches, in the order of their keys.
 
-    In deterministic mode the samples are those of one shard and their blocks depend on them alone; otherwise they
-    are whatever this rank holds, packed as tightly as `max_tokens` allows. Groups that are kept are never separated.
+    In deterministic mode the samples are those of one shard, and the blocks depend on them and `max_tokens` alone;
+    otherwise they are all samples of this rank. With "groups" a ticket is never split.
     """
     units = _units(sorted(samples, key=lambda sample: sample.key), kept=kept)
-    blocks = micro_batches(
-        [sum(len(sample.tokens) for sample in unit) for unit in units],
-        max_tokens=DETERMINISTIC_BLOCK_TOKENS if deterministic else max_tokens,
-        keep_order=deterministic,
-    )
+    lengths = [sum(len(sample.tokens) for sample in unit) for unit in units]
+    if deterministic and device.type == "cpu":
+        blocks = blocks_in_order(lengths, max_tokens=max_tokens)
+    else:
+        blocks = balanced_blocks(lengths, max_tokens=max_tokens)
     return [pack([sample for index in block for sample in units[index]], device=device) for block in blocks]
 
 
-def _units(samples: Sequence[Sample], *, kept: Kept) -> list[list[Sample]]:
-    """What has to stay together."""
+def _units(samples: Sequence[BatchSample], *, kept: Kept) -> list[list[BatchSample]]:
+    """Lists of samples that have to stay in one micro-batch."""
     if kept == "groups":
         groups = [[samples[i] for i in group] for group in grouped([sample.key for sample in samples])]
         return [group for group in groups if any(sample.is_learned for sample in group)]

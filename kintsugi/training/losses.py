@@ -1,10 +1,10 @@
-"""What is minimised, as pure functions over packed tokens.
+"""Loss functions, as pure functions over packed tokens.
 
-Every tensor holds one entry per token that is predicted (per pair where a function says so); a mask of 0 takes a token
-out, whatever its value. A loss function gives losses per entry and statistics as *sums*: nothing is divided here,
-because a mean over the optimizer batch needs a denominator that no micro-batch, shard or rank knows. `token_weights`
-carries that denominator, which the master took over the whole batch before the first micro-batch; the summed product
-of losses and weights is the batch's mean.
+Every tensor has one entry per predicted token (per pair where a function says so); a mask of 0 excludes a token,
+whatever its value. A loss function returns losses per entry and statistics as *sums*. Nothing is divided here, because
+a mean over the optimizer batch needs a denominator that no micro-batch, shard or rank knows. `token_weights` contains
+that denominator, which the master computed over the whole batch; the sum of losses × weights over all ranks is the mean
+of the batch.
 
 Notation: π the policy (`logprobs`), μ the policy that sampled (`old_logprobs`), prox the policy that updates must stay
 close to (`proximal_logprobs`), ref the reference model.
@@ -27,12 +27,12 @@ Importance = Literal["cap", "mask"]
 KlEstimator = Literal["k1", "k2", "k3"]
 
 MAX_LOG_RATIO = 20.0
-"""No ratio is taken to be more than e^20, in value and gradient: one that overflows turns what clipping and masks leave
-out, a factor of 0, into NaN, and with it the gradient of the whole batch."""
+"""Ratios are limited to e^20, in value and gradient. A ratio that overflows, multiplied by the factor 0 of clipping or
+a mask, is NaN and would spoil the gradient of the whole batch."""
 
 
 class TokenLosses(NamedTuple):
-    """Losses per token or pair (0 where masked), sums and maxima of statistics over them, by name."""
+    """Losses per token or pair (0 where masked), and sums and maxima of statistics by name."""
 
     losses: Tensor
     sums: dict[str, Tensor]
@@ -151,7 +151,7 @@ def kl_estimate(logprobs: Tensor, anchor_logprobs: Tensor, *, estimator: KlEstim
 def kl_loss(
     logprobs: Tensor, reference_logprobs: Tensor, *, weight: Tensor, estimator: KlEstimator
 ) -> Tensor:
-    """The KL to the reference as a loss per token: the named estimate as value, the KL's own gradient as gradient.
+    """KL to the reference as a loss per token: its value is the named estimate, its gradient that of the KL itself.
 
     Differentiating an estimate does not give an estimate of the gradient: in expectation over π, k1's derivative is 0
     and k3's is that of the *reverse* divergence KL(ref‖π); only k2's, l ∇log π, is the gradient of KL(π‖ref). So all
@@ -168,9 +168,10 @@ def kl_loss(
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, value_clip: float
 ) -> TokenLosses:
-    """The critic's ½ (V − return)², or that of V kept within `value_clip` of the value at sampling if that is more.
+    """Loss of the critic: ½ (V − return)², or that of V clipped to within `value_clip` of the value at sampling if it
+    is larger.
 
-    A `value_clip` of 0 does not clip. The sums are what `explained_variance` needs; they are of the values at sampling.
+    A `value_clip` of 0 does not clip. The sums are the input of `explained_variance`, for the values at sampling.
     """
     values, old_values, returns = (_keep(entries, mask) for entries in (values, old_values, returns))
     losses = (values - returns).square()
@@ -227,14 +228,14 @@ def _preference_loss(margins: Tensor) -> TokenLosses:
 
 
 def sequence_sums(values: Tensor, *, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """The sum over each sequence's tokens; 0 for a sequence without any."""
+    """Sum over the tokens of each sequence; 0 for a sequence without any."""
     return values.new_zeros(num_sequences).index_add(0, sequence_index, values)
 
 
 def _compared(
     log_ratio: Tensor, *, mask: Tensor, ratio: Ratio, sequence_index: Tensor, num_sequences: int
 ) -> Tensor:
-    """The ratio at each token: its own, or that of its sequence, of which masked tokens are no part."""
+    """Ratio at each token: its own, or that of its sequence without masked tokens."""
     if ratio == "token":
         return _exp(log_ratio)
     of_sequence = sequence_sums(log_ratio, sequence_index=sequence_index, num_sequences=num_sequences)
@@ -255,7 +256,7 @@ def _keep(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """The float64 sum of what the mask keeps; a value that is masked may even be NaN."""
+    """Float64 sum of the unmasked values; masked values may be NaN."""
     return _keep(values.double(), mask).sum()
 
 
@@ -267,7 +268,7 @@ def token_weights(
     totals: Mapping[str, float],
     denominator: Denominator,
 ) -> Tensor:
-    """Each token's share of the batch's mean loss; 0 where masked, also when nothing in the whole batch is learned.
+    """Weight of each token in the mean loss of the batch; 0 where masked, and if the batch has no loss token at all.
 
     tokens: every loss token of the batch weighs the same. sequences: every sequence with a loss token weighs the
     same. constant: every loss token weighs 1 / (sequences × longest completion), however long its own is.

@@ -1,45 +1,73 @@
-"""What each training call minimises, micro-batch by micro-batch, and what its sums over the batch mean.
+"""Objectives of the training calls: the loss of each micro-batch, and metrics from the totals of the batch.
 
-An objective gives a micro-batch's share of the batch's mean loss, ready for the backward pass, and statistics as sums
-and maxima that are added up exactly over shards and ranks. `metrics` turns the batch's totals into the names that
-people read; names of different calls never meet.
+An objective returns a micro-batch's part of the mean loss of the batch, ready for the backward pass, and statistics as
+sums and maxima, which are combined exactly over shards and ranks. `metrics` turns the totals of the batch into reported
+metrics; different calls use different names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from kintsugi.errors import IntegrityError
-from kintsugi.messages import RunCall
+from kintsugi.config.custom_algorithm import FIELD, CustomAlgorithm, custom_algorithm
+from kintsugi.config.schema import Algorithm
+from kintsugi.errors import IntegrityError, UserError
 from kintsugi.model.transformer import Transformer
+from kintsugi.protocol.training import RunCall
 from kintsugi.training import losses
 from kintsugi.training.batch import Kept, MicroBatch
-from kintsugi.training.kept import (
+from kintsugi.training.layout import ACTOR, CRITIC
+from kintsugi.training.losses import TokenLosses
+from kintsugi.training.state import TrainingState, Update
+from kintsugi.training.step_cache import (
     PROXIMAL_LOGPROBS,
     REFERENCE_LOGPROBS,
     RETURNS,
     TOKEN_ADVANTAGES,
     VALUES,
-    KeptForStep,
+    StepCache,
 )
-from kintsugi.training.layout import ACTOR, CRITIC
-from kintsugi.training.losses import TokenLosses
-from kintsugi.training.state import TrainingState, Update
 
 Totals = Mapping[str, float]
-"""Of one update: sums and maxima by name."""
+"""Sums and maxima of one update by name."""
 
 
 class BatchLoss(NamedTuple):
-    """A micro-batch's share of the batch's mean loss, and its statistics."""
+    """A micro-batch's part of the mean loss of the batch, and its statistics."""
 
     loss: Tensor
     sums: Mapping[str, Tensor]
     maxima: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyTokens:
+    """Argument of `CustomAlgorithm.token_loss`: one entry for every loss token of a micro-batch, sequence by sequence.
+
+    Masked samples are left out. Only `logprobs` and `entropy` carry a gradient.
+    """
+
+    logprobs: Tensor
+    """Log-probabilities under the policy that is updated."""
+    sampler_logprobs: Tensor
+    """Log-probabilities under the policy that sampled, as the generation servers reported them."""
+    proximal_logprobs: Tensor
+    """Log-probabilities under the policy that updates must stay close to (`algorithm.proximal`)."""
+    reference_logprobs: Tensor | None
+    """Log-probabilities under the reference model; None while `algorithm.beta` is 0."""
+    advantages: Tensor
+    entropy: Tensor
+    """Entropy of the policy's distribution at the token."""
+    staleness: Tensor
+    """Steps between the weights that sampled the token and those with which the step begins."""
+    sequence_index: Tensor
+    """Sequence of each token, from 0 to `num_sequences` − 1."""
+    num_sequences: int
 
 
 class Objective(Protocol):
@@ -47,12 +75,12 @@ class Objective(Protocol):
 
     @property
     def part(self) -> str:
-        """The model that learns."""
+        """Model that is trained."""
         ...
 
     @property
     def kept(self) -> Kept:
-        """Which samples it needs."""
+        """Samples that it needs."""
         ...
 
     @property
@@ -64,24 +92,24 @@ class Objective(Protocol):
     def loss(self, batch: MicroBatch, call: RunCall) -> BatchLoss: ...
 
     def metrics(self, totals: Sequence[Totals], updates: Sequence[Update]) -> dict[str, float]:
-        """From every update's totals; `loss`, `tokens` and `loss_tokens` are always among the sums."""
+        """Compute metrics from the totals of every update; the sums always contain `loss`, `tokens`, `loss_tokens`."""
         ...
 
 
 class _Shared:
-    """What the objectives share; the actor learns unless one says otherwise."""
+    """Common part of the objectives; trains the actor unless a subclass overrides `part`."""
 
     part = ACTOR
     kept: Kept = "learned"
     maxima: tuple[str, ...] = ()
 
-    def __init__(self, state: TrainingState, kept_for_step: KeptForStep) -> None:
+    def __init__(self, state: TrainingState, step_cache: StepCache) -> None:
         self._state = state
-        self._kept_for_step = kept_for_step
+        self._step_cache = step_cache
 
     def _mean(self, token_losses: TokenLosses, batch: MicroBatch, call: RunCall) -> Tensor:
-        """Over the batch's loss tokens, by the algorithm's denominator. What is stale may weigh less; the rest does not
-        weigh more for it."""
+        """Weighted sum of losses, by the algorithm's denominator. Stale samples may have a lower weight; the weights of
+        the others do not change."""
         weights = losses.token_weights(
             torch.ones_like(token_losses.losses),
             sequence_index=batch.sequence_index,
@@ -106,7 +134,7 @@ class _Shared:
 
 
 class Supervised(_Shared):
-    """`sft_train`: the completion's tokens are to become likely."""
+    """`sft_train`: maximise the likelihood of the completions."""
 
     sums = ("entropy",)
 
@@ -124,7 +152,7 @@ class Supervised(_Shared):
 
 
 class PolicyGradient(_Shared):
-    """`policy_train`: all algorithms in which tokens are sampled and have an advantage."""
+    """`policy_train`: policy gradient of all algorithms with sampled tokens and advantages."""
 
     sums = (
         *("entropy", "clip_ratio", "kl", "behaviour_kl", "ratio", "logprob_abs_diff"),
@@ -140,10 +168,11 @@ class PolicyGradient(_Shared):
         )
         advantages, reference = batch.advantages, None
         if advantages is None:
-            advantages = self._kept_for_step.joined(TOKEN_ADVANTAGES, batch.keys).to(logprobs.device)
+            advantages = self._step_cache.joined(TOKEN_ADVANTAGES, batch.keys).to(logprobs.device)
         if stage.has_reference:
-            reference = self._kept_for_step.joined(REFERENCE_LOGPROBS, batch.keys)
+            reference = self._step_cache.joined(REFERENCE_LOGPROBS, batch.keys)
         staleness = batch.token_staleness(step=call.step)
+        proximal = self._proximal(logprobs, batch, staleness=staleness)
         token_losses = losses.policy_loss(
             logprobs,
             batch.sampler_logprobs,
@@ -154,7 +183,7 @@ class PolicyGradient(_Shared):
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
             ratio=algorithm.ratio,
-            proximal_logprobs=self._proximal(logprobs, batch, staleness=staleness),
+            proximal_logprobs=proximal,
             importance="mask" if algorithm.importance == "mask" else "cap",
             importance_cap=algorithm.importance_cap,
             reference_logprobs=reference,
@@ -163,6 +192,20 @@ class PolicyGradient(_Shared):
             entropy=entropy,
             entropy_weight=algorithm.entropy_weight,
         )
+        custom = custom_algorithm(algorithm)
+        if custom is not None and custom.token_loss is not None:
+            tokens = PolicyTokens(
+                logprobs,
+                batch.sampler_logprobs,
+                batch.sampler_logprobs if proximal is None else proximal,
+                reference,
+                advantages,
+                entropy,
+                staleness,
+                batch.sequence_index,
+                batch.num_sequences,
+            )
+            token_losses = token_losses._replace(losses=_custom_losses(custom, tokens, settings=algorithm))
         sums = {"entropy": _exact_sum(entropy), "staleness": _exact_sum(staleness), **token_losses.sums}
         return BatchLoss(self._mean(token_losses, batch, call), sums, token_losses.maxima)
 
@@ -176,7 +219,7 @@ class PolicyGradient(_Shared):
         if stage.algorithm.proximal == "approximate":
             return losses.proximal_estimate(logprobs, batch.sampler_logprobs, staleness=staleness)
         if stage.asks_proximal:
-            return self._kept_for_step.joined(PROXIMAL_LOGPROBS, batch.keys)
+            return self._step_cache.joined(PROXIMAL_LOGPROBS, batch.keys)
         if stage.algorithm.proximal == "recompute" or stage.algorithm.importance == "truncate":
             return logprobs.detach()
         return None
@@ -203,7 +246,7 @@ class PolicyGradient(_Shared):
         }
 
     def _importance(self, totals: Sequence[Totals]) -> dict[str, float]:
-        """How much is made up for another policy having sampled."""
+        """Metrics of the importance weights that correct for the policy that sampled."""
         num_tokens = max(totals[0]["loss_tokens"], 1.0)
         return {
             "importance_weight_mean": _mean_of(totals, "importance_weight") / num_tokens,
@@ -212,8 +255,27 @@ class PolicyGradient(_Shared):
         }
 
 
+def _custom_losses(custom: CustomAlgorithm, tokens: PolicyTokens, *, settings: Algorithm) -> Tensor:
+    """Call the user's loss function and check its result. The statistics remain those of the built-in loss."""
+    assert custom.token_loss is not None
+    found: object = custom.token_loss(tokens, settings)
+    expected = tuple(tokens.logprobs.shape)
+    if not isinstance(found, Tensor) or tuple(found.shape) != expected:
+        got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise UserError(
+            f"`{FIELD}`: expected one loss per token from `token_loss` of {settings.custom}, a tensor of shape "
+            f"{expected}, got {got}"
+        )
+    if tokens.logprobs.requires_grad and not found.requires_grad:
+        raise UserError(
+            f"`{FIELD}`: expected a loss with a gradient from `token_loss` of {settings.custom}, got one that does not "
+            "depend on `tokens.logprobs` or `tokens.entropy`"
+        )
+    return found
+
+
 class _OfPairs(_Shared):
-    """Sample 0 of a ticket is the chosen completion, sample 1 the rejected one; the mean is over pairs."""
+    """Common part of pairwise objectives: sample 0 of a ticket is chosen, sample 1 rejected; means are over pairs."""
 
     kept: Kept = "groups"
     sums = ("pairs", "accuracy", "margin")
@@ -226,7 +288,7 @@ class _OfPairs(_Shared):
         return BatchLoss(loss, {"pairs": pairs, **pair_losses.sums}, {})
 
     def metrics(self, totals: Sequence[Totals], updates: Sequence[Update]) -> dict[str, float]:
-        """Accuracy and margin are those of the weights that the step began with."""
+        """Accuracy and margin are those of the weights at the beginning of the step."""
         first = totals[0]
         num_pairs = max(first["pairs"], 1.0)
         return {
@@ -243,7 +305,7 @@ class DirectPreference(_OfPairs):
 
     def loss(self, batch: MicroBatch, call: RunCall) -> BatchLoss:
         logprobs, _ = token_logprobs(self._state.model, batch, temperature=1.0)
-        reference = self._kept_for_step.joined(REFERENCE_LOGPROBS, batch.keys)
+        reference = self._step_cache.joined(REFERENCE_LOGPROBS, batch.keys)
         chosen, rejected = in_pairs(batch, _sums_of_sequences(logprobs, batch))
         reference_chosen, reference_rejected = in_pairs(batch, _sums_of_sequences(reference, batch))
         pair_losses = losses.dpo_loss(
@@ -267,15 +329,15 @@ class PairwiseReward(_OfPairs):
 
 
 class ValueRegression(_Shared):
-    """`critic_train`: the critic learns what the states were worth."""
+    """`critic_train`: regression of the critic's values on the returns."""
 
     part = CRITIC
     sums = ("value_clip_ratio", "value", "return", "return_squared", "residual", "residual_squared")
 
     def loss(self, batch: MicroBatch, call: RunCall) -> BatchLoss:
         values = values_before(self._state.critic, batch)
-        old = torch.cat([self._kept_for_step.of(VALUES, key)[:-1] for key in batch.keys])
-        returns = self._kept_for_step.joined(RETURNS, batch.keys)
+        old = torch.cat([self._step_cache.of(VALUES, key)[:-1] for key in batch.keys])
+        returns = self._step_cache.joined(RETURNS, batch.keys)
         token_losses = losses.value_loss(
             values,
             old.to(values.device),
@@ -307,13 +369,13 @@ def token_logprobs(model: Transformer, batch: MicroBatch, *, temperature: float)
 
 
 def values_before(model: Transformer, batch: MicroBatch) -> Tensor:
-    """The critic's value of the state in which each loss token was chosen."""
+    """Values of the critic for the states in which the loss tokens were chosen."""
     hidden = model.forward_packed(batch.tokens, batch.layout.positions, batch.layout)
     return model.values(hidden.index_select(0, batch.sources))
 
 
 def scores(model: Transformer, batch: MicroBatch) -> Tensor:
-    """A reward model's score of each sequence: the value of its last token's state."""
+    """Scores of a reward model for each sequence: the value at its last token."""
     hidden = model.forward_packed(batch.tokens, batch.layout.positions, batch.layout)
     return model.values(hidden.index_select(0, batch.lasts))
 

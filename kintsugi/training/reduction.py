@@ -1,9 +1,8 @@
-"""Gradients are added up: in one fixed order whoever computed them, or in whatever order the collective likes.
+"""Summation of gradients over the ranks: in one fixed order, or in the order that the collective library chooses.
 
 In deterministic mode the shards of a batch are the leaves of a binary tree that depends on their number only. A rank
-holds a contiguous range of shards and adds up the largest subtrees that lie wholly within it; the sums of these
-subtrees are exchanged and everybody finishes the same tree. One rank or many, the same pairs are added, so the
-result has the same bits.
+holds a contiguous range of shards and sums the largest subtrees that lie wholly within it. The ranks exchange these
+sums and each finishes the same tree. The same pairs are added for any number of ranks, so the result has the same bits.
 
 For 5 shards on two ranks (0–2 and 3–4), ((0+1)+(2+3))+4: the first rank brings the nodes 0+1 and 2, the second 3
 and 4.
@@ -18,8 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kintsugi.buffer.packing import shards_of_rank
-from kintsugi.training.group import ProcessGroup
+from kintsugi.samples.sharding import shards_of_rank
+from kintsugi.training.process_group import ProcessGroup
+
+PIECE_ELEMENTS = 64 << 20
+"""Elements of the gradient that are exchanged at once: 256 MB, which bounds the memory that an exchange needs."""
 
 
 class Node(NamedTuple):
@@ -30,32 +32,36 @@ class Node(NamedTuple):
 
     @property
     def children(self) -> tuple[Node, Node]:
-        """The left child holds the largest power of two that leaves something for the right one."""
+        """Left and right subtree; the left one holds the largest power of two that leaves the right one nonempty."""
         middle = self.start + (1 << (self.stop - self.start - 1).bit_length() - 1)
         return Node(self.start, middle), Node(middle, self.stop)
 
 
 @dataclass
 class Contribution:
-    """What a shard, a subtree or the whole batch adds to a step."""
+    """Gradient and statistics of a shard, a subtree or the whole batch."""
 
     gradient: Tensor
-    """Flat, fp32; empty where nothing is learned."""
+    """Flat, fp32; empty in calls that learn nothing."""
     sums: Tensor
-    """float64, one entry per statistic."""
+    """Float64, one entry per summed statistic."""
     maxima: Tensor
-    """float64, one entry per statistic."""
+    """Float64, one entry per maximum."""
 
     def add(self, other: Contribution) -> Contribution:
-        """Take `other` in; it stands to the right of this one."""
+        """Add `other`, the right neighbour in the tree, in place."""
         self.gradient += other.gradient
         self.sums += other.sums
         self.maxima = torch.maximum(self.maxima, other.maxima)
         return self
 
+    def copied(self) -> Contribution:
+        """The same contribution with a gradient in memory of its own."""
+        return Contribution(self.gradient.clone(), self.sums, self.maxima)
+
 
 def owned_nodes(num_shards: int, *, owned: range) -> list[Node]:
-    """The largest subtrees wholly within a rank's shards, from left to right.
+    """Largest subtrees wholly within a rank's shards, from left to right.
 
     >>> owned_nodes(5, owned=range(0, 3))
     [Node(start=0, stop=2), Node(start=2, stop=3)]
@@ -73,7 +79,7 @@ def owned_nodes(num_shards: int, *, owned: range) -> list[Node]:
 
 
 def sum_node(node: Node, *, known: Callable[[Node], Contribution | None]) -> Contribution:
-    """Add up a subtree depth first, so that one value per level is alive; `known` gives what needs no adding."""
+    """Sum a subtree depth first, so that one value per level is alive; `known` returns sums that exist already."""
     contribution = known(node)
     if contribution is not None:
         return contribution
@@ -84,12 +90,21 @@ def sum_node(node: Node, *, known: Callable[[Node], Contribution | None]) -> Con
 def sum_owned(
     num_shards: int, *, owned: range, of_shard: Callable[[int], Contribution]
 ) -> dict[Node, Contribution]:
-    """What this rank brings to the tree; `of_shard` computes one shard's contribution into tensors of its own."""
+    """Sum this rank's subtrees.
 
-    def known(node: Node) -> Contribution | None:
-        return of_shard(node.start) if node.stop - node.start == 1 else None
+    `of_shard` may use the same memory for the gradient of every shard: a sum that is still needed when the next shard
+    is computed is copied. A rank with one shard copies nothing.
+    """
 
-    return {node: sum_node(node, known=known) for node in owned_nodes(num_shards, owned=owned)}
+    def total(node: Node, *, is_kept: bool) -> Contribution:
+        if node.stop - node.start == 1:
+            found = of_shard(node.start)
+            return found.copied() if is_kept else found
+        left, right = node.children
+        return total(left, is_kept=True).add(total(right, is_kept=False))
+
+    nodes = owned_nodes(num_shards, owned=owned)
+    return {node: total(node, is_kept=node.stop < owned.stop) for node in nodes}
 
 
 def finish_tree(
@@ -100,11 +115,12 @@ def finish_tree(
     timeout_s: float,
     blocks: Sequence[int] = (),
 ) -> Contribution:
-    """The whole batch's contribution, with the same bits on every rank, for every number of ranks, and whichever block
-    of shards each has (`blocks`, by rank; empty: its own number).
+    """Sum over the whole batch, with the same bits on every rank, for every number of ranks, and for every assignment
+    of shard blocks to ranks (`blocks`, by rank; by default block i belongs to rank i).
 
-    Each rank finishes the tree for its own slice of the gradient (adding is elementwise, so slicing changes no bits)
-    and the slices are gathered: as many bytes per rank as one all-reduce, however many ranks there are.
+    Each rank finishes the tree for its own slice of the gradient (addition is elementwise, so slicing changes no bits)
+    and the slices are gathered. Each rank transfers as many bytes as in one all-reduce, for any number of ranks. This
+    is done piece by piece, and the sum takes the place of a gradient of `owned`.
     """
     assert num_shards >= group.size, f"{num_shards} shards leave some of {group.size} ranks without any"
     root = Node(0, num_shards)
@@ -114,45 +130,48 @@ def finish_tree(
         owned_nodes(num_shards, owned=shards_of_rank(num_shards, rank=block, world_size=group.size))
         for block in blocks or range(group.size)
     ]
-    gradient = next(iter(owned.values())).gradient
-    gradient_size = gradient.numel()
     statistics = _exchange_statistics(group, owned=owned, nodes=nodes, timeout_s=timeout_s)
-    if gradient_size == 0:
-        everyone = {node: Contribution(gradient, *found) for node, found in statistics.items()}
-        return sum_node(root, known=everyone.get)
-    slices = _exchange_slices(group, owned=owned, nodes=nodes, timeout_s=timeout_s)
-    everyone = {node: Contribution(slices[node], *statistics[node]) for node in slices}
-    total = sum_node(root, known=everyone.get)
-    gathered = group.all_gather(total.gradient, timeout_s=timeout_s)
-    total.gradient = gathered.flatten()[:gradient_size]
+    gradient = next(iter(owned.values())).gradient
+    found = {node: Contribution(gradient[:0], *each) for node, each in statistics.items()}
+    total = sum_node(root, known=found.get)
+    for start in range(0, gradient.numel(), PIECE_ELEMENTS):
+        piece = slice(start, start + PIECE_ELEMENTS)
+        mine = {node: each.gradient[piece] for node, each in owned.items()}
+        slices = _exchange_slices(group, owned=mine, nodes=nodes, timeout_s=timeout_s)
+        nothing = total.sums[:0]
+        found = {node: Contribution(each, nothing, nothing) for node, each in slices.items()}
+        finished = sum_node(root, known=found.get).gradient
+        gathered = group.all_gather(finished, timeout_s=timeout_s).flatten()
+        gradient[piece] = gathered[: gradient[piece].numel()]
+    total.gradient = gradient
     return total
 
 
 def sum_any_order(group: ProcessGroup, *, owned: Contribution, timeout_s: float) -> Contribution:
-    """The whole batch's contribution by one all-reduce: fastest, equal on every rank, its rounding unspecified."""
+    """Sum over the whole batch by one all-reduce: fastest and equal on every rank, but with unspecified rounding."""
     if group.size == 1:
         return owned
     if owned.gradient.numel() > 0:
         group.all_reduce(owned.gradient, timeout_s=timeout_s)
     num_sums = owned.sums.numel()
-    everyone = group.all_gather(torch.cat((owned.sums, owned.maxima)), timeout_s=timeout_s)
-    return Contribution(owned.gradient, everyone[:, :num_sums].sum(dim=0), everyone[:, num_sums:].amax(dim=0))
+    gathered = group.all_gather(torch.cat((owned.sums, owned.maxima)), timeout_s=timeout_s)
+    return Contribution(owned.gradient, gathered[:, :num_sums].sum(dim=0), gathered[:, num_sums:].amax(dim=0))
 
 
 def _exchange_slices(
     group: ProcessGroup,
     *,
-    owned: Mapping[Node, Contribution],
+    owned: Mapping[Node, Tensor],
     nodes: Sequence[Sequence[Node]],
     timeout_s: float,
 ) -> dict[Node, Tensor]:
-    """This rank's slice of every node's gradient; the last slices are padded with zeros to equal width."""
+    """Exchange gradients: return this rank's slice of every node, zero-padded to equal width."""
     mine = nodes[group.rank]
-    first = next(iter(owned.values())).gradient
+    first = next(iter(owned.values()))
     width = -(-first.numel() // group.size)
     outgoing = first.new_zeros(group.size, len(mine), width)
     for position, node in enumerate(mine):
-        padded = torch.nn.functional.pad(owned[node].gradient, (0, group.size * width - first.numel()))
+        padded = torch.nn.functional.pad(owned[node], (0, group.size * width - first.numel()))
         outgoing[:, position] = padded.view(group.size, width)
     incoming = group.all_to_all(
         outgoing.flatten(),
@@ -171,14 +190,14 @@ def _exchange_statistics(
     nodes: Sequence[Sequence[Node]],
     timeout_s: float,
 ) -> dict[Node, tuple[Tensor, Tensor]]:
-    """Sums and maxima of every node."""
+    """Exchange statistics: return sums and maxima of every node."""
     mine = [torch.cat((owned[node].sums, owned[node].maxima)) for node in nodes[group.rank]]
     num_sums = next(iter(owned.values())).sums.numel()
     most = max(len(theirs) for theirs in nodes)
     padded = mine + [torch.zeros_like(mine[0])] * (most - len(mine))
-    everyone = group.all_gather(torch.stack(padded), timeout_s=timeout_s)
+    gathered = group.all_gather(torch.stack(padded), timeout_s=timeout_s)
     return {
-        node: (everyone[rank, position, :num_sums], everyone[rank, position, num_sums:])
+        node: (gathered[rank, position, :num_sums], gathered[rank, position, num_sums:])
         for rank, theirs in enumerate(nodes)
         for position, node in enumerate(theirs)
     }

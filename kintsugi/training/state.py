@@ -1,49 +1,59 @@
-"""What a rank trains: weights, optimizer moments and counters, as one flat tensor (`layout.py`).
+"""Training state of a rank: weights, optimizer moments and counters, as one flat tensor (`layout.py`).
 
 A step moves the state from *committed* to *prepared* and, by `commit`, to committed again; `rollback` returns to the
 committed state exactly. Between `begin_update` and `end_update` the state is neither, which `half_updated` shows. The
-committed step and the prepared one lie outside of this process as well (`copies.py`), where a replacement finds them.
+committed and the prepared step are also copied out of this process (`snapshots.py`) for a replacement to find.
 
-Beside the actor there may be a critic, trained by an optimizer of its own in the same step, and a reference model:
-frozen, or moving behind the actor as a part of the state.
+A stage may have a critic, trained by an optimizer of its own in the same step, and a reference model, which is frozen
+or follows the actor as a part of the state.
+
+The optimizer (`adamw`, on slices of the flat state) and the learning-rate schedule are at the end of this module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
 import torch
 from torch import Tensor
 
-from kintsugi.checkpoint.snapshot import HeldSnapshots, Segments, Snapshots
-from kintsugi.config import ActorSection
+from kintsugi.checkpoint.snapshot import HeldSnapshots, Snapshots, SnapshotSegments
+from kintsugi.config.schema import ActorSection
+from kintsugi.config.stages import Stage
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.model.architecture import ModelConfig, parameter_shapes
 from kintsugi.model.plan import ACTOR_ALONE, Companions
+from kintsugi.model.tensor_file import DTYPES
+from kintsugi.model.torch_internals import fused_adamw
 from kintsugi.model.transformer import Transformer
-from kintsugi.stages import Stage
-from kintsugi.training.buddy import StateCopy
-from kintsugi.training.copies import Counters, StateCopies, reference_digest
-from kintsugi.training.layout import ACTOR, CRITIC, Layout, Part, reference_by_name
-from kintsugi.training.optimizer import adamw, is_finite
-from kintsugi.training.origins import critic_weights, reference_weights
-from kintsugi.training.schedule import learning_rate
+from kintsugi.runtime.peak_memory import PARAMETERS, PEAKS
+from kintsugi.training.initial_weights import critic_weights, reference_weights
+from kintsugi.training.layout import ACTOR, CRITIC, Layout, LayoutPart, reference_by_name
+from kintsugi.training.peer_replication import StateCopy
+from kintsugi.training.snapshots import (
+    CopyCounters,
+    HeldState,
+    StateSnapshots,
+    StoredState,
+    reference_digest,
+)
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer update did."""
+    """Result of one optimizer update."""
 
     grad_norm: float
-    """Before clipping."""
+    """Norm of the gradient before clipping."""
     learning_rate: float
     applied: bool
 
 
 class TrainingState:
-    """One rank's replica of the trained models and their optimizers."""
+    """A rank's replica of the trained models and their optimizers."""
 
     def __init__(
         self,
@@ -51,24 +61,24 @@ class TrainingState:
         *,
         companions: Companions = ACTOR_ALONE,
         compute_dtype: torch.dtype = torch.float32,
+        recompute: bool = False,
         process: str = "model-0",
-        segments: Segments | None = None,
+        segments: SnapshotSegments | None = None,
     ) -> None:
-        """Takes `model` (fp32) over: its parameters become views of the flat weights. Snapshots of the state lie
-        under the name of `process` in the host's `segments`, or in private memory."""
+        """Take over `model` (fp32): its parameters become views of the flat weights. Snapshots of the state are stored
+        under the name of `process` in the host's `segments`, or in private memory. With `recompute` the trained models
+        keep no activations within their layers."""
         assert model.dtype == torch.float32, f"master weights are float32, got {model.dtype}"
         self.companions = companions
         self._layout = layout = _lay_out(model, companions)
         self._live = torch.zeros(layout.size, device=model.device)
         self._weights, self._moments = layout.weights(self._live), layout.moments(self._live)
         layout.actor.fill(self._weights, dict(model.named_parameters()))
+        layout.actor.point(model, weights=self._weights)
         self._process = process
         self._segments = segments
         self._snapshots = Snapshots(process, size=self._live.nbytes, segments=segments)
-        self._copies = StateCopies(self._live, snapshots=self._snapshots)
-        self.gradient = torch.zeros_like(self._weights)
-        self._compute_weights = self._weights.to(compute_dtype)
-        self._compute_gradient = self.gradient.to(compute_dtype)
+        self._copies = StateSnapshots(self._live, snapshots=self._snapshots)
         self.model = model
         if compute_dtype != torch.float32:
             self.model = _empty_twin(model, dtype=compute_dtype)
@@ -77,10 +87,20 @@ class TrainingState:
             self._critic = Transformer(
                 companions.critic, with_value_head=True, dtype=compute_dtype, device=model.device
             )
-        for name, each in ((ACTOR, self.model), (CRITIC, self._critic)):
-            if each is not None:
-                layout.parts[name].point(each, weights=self._compute_weights, gradient=self._compute_gradient)
-        self._counters = self._committed = Counters()
+        self._trained = (
+            {ACTOR: self.model} if self._critic is None else {ACTOR: self.model, CRITIC: self._critic}
+        )
+        self._compute_weights = self._weights.to(compute_dtype)
+        for name, each in self._trained.items():
+            layout.parts[name].point(each, weights=self._compute_weights)
+        # Last, when the models' own memory is free again: together they would need more than any step does.
+        self.gradient = torch.zeros_like(self._weights)
+        for name, each in self._trained.items():
+            layout.parts[name].learn(each, gradient=self.gradient)
+            each.recompute = recompute
+        if self._live.is_cuda:
+            torch.cuda.empty_cache()
+        self._counters = self._committed = CopyCounters()
         self._committed_digest = self._prepared_digest = ""
         self._updating = self._between_calls = False
         self._stage: Stage | None = None
@@ -88,48 +108,66 @@ class TrainingState:
         self._reference_model: Transformer | None = None
 
     @property
+    def is_fresh(self) -> bool:
+        """Whether no stage has begun here and no state was restored: only the initial weights can be in it."""
+        return self._committed == CopyCounters()
+
+    @property
+    def has_snapshot(self) -> bool:
+        """Whether the last process of this name has left a state that this one may be repaired from."""
+        return any(slot.header is not None for slot in self._snapshots.slots)
+
+    def fill_initial(self, fill: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """Let `fill` write the actor's initial weights, by name; everything else becomes zero."""
+        assert self.is_fresh, f"the state of step {self.committed_step} would be lost"
+        self._live.zero_()
+        fill(self._layout.actor.views(self._weights))
+        self._committed_digest = ""
+        self._weights_changed(reference=None)
+
+    @property
     def committed_step(self) -> int:
         return self._committed.step
 
     @property
     def committed_digest(self) -> str:
-        """Of the committed state, as it was taken when the state was copied."""
+        """Digest of the committed state, computed when the state was copied."""
         if not self._committed_digest:
-            self._committed_digest = self.digest()  # Of a fresh rank, whose live state has never changed.
+            self._committed_digest = self.digest()  # A fresh rank: its live state has never changed.
         return self._committed_digest
 
     @property
     def prepared_digest(self) -> str:
-        """Of the prepared state, or of the committed one where nothing is prepared."""
+        """Digest of the prepared state, or of the committed one if nothing is prepared."""
         return self.committed_digest if self.prepared_step is None else self._prepared_digest
 
     @property
     def why_private(self) -> str:
-        """Why snapshots of this state end with its process; empty where the host's agent holds them."""
+        """Why snapshots of this state end with its process; empty if the host's agent holds them."""
         return self._snapshots.why_private
 
     @property
     def prepared_step(self) -> int | None:
-        """The step that is finished here but not committed, if any."""
+        """Step that is finished on this rank but not committed, if any."""
         ahead = self._counters.step > self.committed_step and not self._updating
         return self._counters.step if ahead else None
 
     @property
     def half_updated(self) -> bool:
-        """An update began and did not end: these weights belong to no step."""
+        """Whether an update began and did not end: the weights belong to no step."""
         return self._updating
 
     @property
     def is_between_calls(self) -> bool:
-        """Half updated, but in good order: the step's next training call goes on from here."""
+        """Whether the state is between two training calls of one step: half updated, but consistent."""
         return self._updating and self._between_calls
 
     @property
-    def counters(self) -> Counters:
+    def counters(self) -> CopyCounters:
         return self._counters
 
     @property
-    def committed_counters(self) -> Counters:
+    def committed_counters(self) -> CopyCounters:
         return self._committed
 
     @property
@@ -140,14 +178,14 @@ class TrainingState:
 
     @property
     def critic(self) -> Transformer:
-        """The value model; only stages of PPO have one."""
+        """Value model; only PPO stages have one."""
         if self._critic is None or not self.stage.has_critic:
             raise RefusedError(f"stage {self._counters.stage!r} has no critic")
         return self._critic
 
     @property
     def reference_model(self) -> Transformer:
-        """What the KL is measured against; only stages that do so keep one."""
+        """Reference model of the KL divergence; only stages that use it keep one."""
         if self._stage is None or not self._stage.has_reference or not self._counters.stage:
             raise RefusedError(f"stage {self._counters.stage!r} keeps no reference model (its `beta` is 0)")
         if self._reference_model is None:
@@ -155,7 +193,7 @@ class TrainingState:
             if weights is None:
                 weights = self._layout.reference(self._live).to(self.model.dtype)
             model = Transformer(self._reference_config, dtype=self.model.dtype, device=self.model.device)
-            self._reference_part.point(model, weights=weights, gradient=None)
+            self._reference_part.point(model, weights=weights)
             self._reference_model = model
         return self._reference_model
 
@@ -165,13 +203,14 @@ class TrainingState:
         return stage.has_critic and step < stage.first_step + stage.critic.warmup_steps
 
     def start_stage(self, stage: Stage, *, step: int) -> None:
-        """A fresh optimizer and schedule on the committed weights. Starting the current stage again does nothing.
+        """Start a stage with a fresh optimizer and schedule on the committed weights. Starting the current stage again
+        does nothing.
 
-        A fresh rank of a run that is further on (at `step`) only takes note: it stays at step 0, where it can run no
-        call, until it is repaired; what its predecessor left must not be overwritten.
+        A fresh rank of a run that has advanced (to `step`) only remembers the stage. It stays at step 0, where it can
+        run no call, until it is repaired: the snapshots of its predecessor must not be overwritten.
         """
         begins_here = self.committed_step == step == stage.first_step - 1
-        fresh = self._counters == Counters()
+        fresh = self._counters == CopyCounters()
         if self._counters.stage == stage.name or (fresh and not begins_here):
             self._stage = stage
             return
@@ -195,7 +234,7 @@ class TrainingState:
         if reference is not None and not stage.moves_reference:
             frozen = self._new_reference()
             self._reference_part.fill(frozen, reference)
-        self._counters = Counters(
+        self._counters = CopyCounters(
             step=self.committed_step, stage=stage.name, reference=reference_digest(frozen)
         )
         self._weights_changed(reference=frozen)
@@ -205,37 +244,31 @@ class TrainingState:
         self._copies.forget_references(stage.name)
 
     def gradient_of(self, part: str) -> Tensor:
-        """The part's share of the gradient buffer."""
+        """Slice of the gradient buffer that belongs to one model."""
         return self._part(part, self.gradient)
 
     def zero_gradient(self, *parts: str) -> None:
-        """Of these models or of all, also what a backward pass left that did not end."""
+        """Zero the gradients of these models, or of all, including leftovers of an interrupted backward pass."""
         for part in parts or self._layout.parts:
             self.gradient_of(part).zero_()
-            if self._compute_gradient is not self.gradient:
-                self._part(part, self._compute_gradient).zero_()
+            if self._compute_weights is not self._weights:
+                self._trained[part].zero_grad(set_to_none=True)
 
-    def collect_gradient(self, part: str) -> None:
-        """Call after each backward pass: low-precision gradients are added up in fp32."""
-        if self._compute_gradient is not self.gradient:
-            found = self._part(part, self._compute_gradient)
-            self.gradient_of(part).add_(found)
-            found.zero_()
-
-    def begin_update(self) -> None:
-        """The first update of a call follows; until `end_update` the state belongs to no step."""
+    def begin_update(self, *, check: Callable[[], None] = lambda: None) -> None:
+        """Begin the updates of a call; until `end_update` the state belongs to no step. `check` is called while the
+        update waits for a save, and raises if the call has to be given up."""
         assert self.prepared_step is None, f"step {self.prepared_step} is prepared and waits for its commit"
         assert self._copies.committed is not None, "a stage was started"
-        self._copies.settle()
+        self._copies.settle(check)
         self._updating, self._between_calls = True, False
 
     def pause_update(self) -> None:
-        """All updates of a call are made, and another training call of the same step follows."""
+        """End the updates of a call that another training call of the same step follows."""
         assert self._updating
         self._between_calls = True
 
     def end_update(self, step: int) -> None:
-        """All updates of `step` are made: the rank is prepared, and a copy of it under way."""
+        """End the updates of `step`: the rank is prepared, and a copy of its state has been started."""
         assert self._updating and step == self.committed_step + 1
         counters = msgspec.structs.replace(self._counters, step=step)
         self._move_reference(step)
@@ -244,16 +277,17 @@ class TrainingState:
         self._updating = self._between_calls = False
 
     def update(self, gradient: Tensor, *, part: str = ACTOR) -> Update:
-        """Clip and apply the batch's gradient of one model, equal on all ranks, so that all of them decide alike."""
+        """Clip the gradient of one model, in place, and apply it; one that is not finite is skipped. It is equal on all
+        ranks."""
         assert self._updating, "updates are made between begin_update and end_update"
         actor, done, num_updates = self._schedule(part)
         rate = learning_rate(actor, update=done, num_updates=num_updates)
-        grad_norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+        grad_norm = float(_norm(gradient))
         if not is_finite(grad_norm):
             self._count("critic_skipped" if part == CRITIC else "skipped")
             return Update(grad_norm, rate, applied=False)
         if grad_norm > actor.max_grad_norm:
-            gradient = gradient * (actor.max_grad_norm / grad_norm)
+            gradient.mul_(actor.max_grad_norm / grad_norm)
         self._count("critic_updates" if part == CRITIC else "updates")
         adamw(
             self._layout.parts[part],
@@ -269,9 +303,9 @@ class TrainingState:
         return Update(grad_norm, rate, applied=True)
 
     def _schedule(self, part: str) -> tuple[ActorSection, int, int]:
-        """A model's optimizer settings, the updates it has made in this stage, and how many it is to make.
+        """Optimizer settings of a model, its number of updates in this stage so far, and their total number.
 
-        The critic follows the actor's schedule at a rate of its own, also through the steps in which the actor waits.
+        The critic follows the actor's schedule with its own learning rate, also in steps in which the actor waits.
         """
         stage, counters = self.stage, self._counters
         if part == CRITIC:
@@ -296,9 +330,9 @@ class TrainingState:
         self._adopt_prepared()
 
     def rollback(self, step: int) -> None:
-        """Return to the committed state of `step`, verified; a rank that prepared it but missed its commit adopts it.
+        """Return to the committed state of `step`, verified; a rank that prepared it but missed its commit commits it.
 
-        A rank that stands there already is verified as well: its digest is measured, not remembered.
+        A rank that is at this step already is verified as well: its digest is computed again.
         """
         if step == self.prepared_step:
             self.commit(step)
@@ -316,67 +350,95 @@ class TrainingState:
             raise IntegrityError(f"step {step} hashes to {found} after the rollback, expected {expected}")
 
     def digest(self) -> str:
-        """Of the live state as it is now; equal on all ranks after the same steps."""
+        """Digest of the live state as it is now; equal on all ranks after the same steps."""
         return self._copies.digest(self._counters)
 
     def weights(self) -> dict[str, Tensor]:
-        """The actor's committed weights by Hugging Face name, in the type they are used in: what is published and
-        exported."""
-        actor = self._layout.actor
-        return actor.views(actor.within(self._layout.weights(self._committed_tensor())).to(self.model.dtype))
+        """Committed weights of the actor by Hugging Face name, in the compute dtype, for publishing and export: views
+        of memory that the next update changes."""
+        actor, committed = self._layout.actor, self._committed_tensor()
+        if committed is self._live:
+            return actor.views(self._compute_weights)
+        return actor.views(actor.within(self._layout.weights(committed)).to(self.model.dtype))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The committed state, all but `committed_counters`, as views: "weights/…", "moment1/…", "moment2/…", …."""
+        """Committed state without its counters, as views: "weights/…", "moment1/…", "moment2/…", …."""
         return self._by_name(self._committed_tensor(), self._reference)
 
-    def latest_copy(self) -> StateCopy | None:
-        """The prepared state, or else the committed one, where a thread can read it while training goes on; None
-        before the first copy, and while the counters are those of neither."""
-        latest = self._copies.latest()
-        if latest is None or self._updating:
+    def hold_committed(self) -> HeldState:
+        """Keep the snapshot of the committed state as it is, for a thread that saves it, until it is released."""
+        counters = self._committed
+        view, await_copy, hold = self._copies.hold_committed(counters.step)
+        actor = self._layout.actor
+        return HeldState(
+            counters=counters,
+            tensors=self._by_name(view, self._kept_reference(counters)),
+            weights=actor.views(self._layout.weights(view)),
+            dtype=self.model.dtype,
+            await_copy=await_copy,
+            hold=hold,
+        )
+
+    def hold_latest(self) -> StateCopy | None:
+        """Hold the prepared state, or else the committed one, for a thread that reads it during training; None before
+        the first copy, and during an update."""
+        latest = None if self._updating else self._copies.hold_latest(self._counters.step)
+        if latest is None:
             return None
-        view, header = latest
-        return StateCopy(self._counters, self.prepared_digest, self._by_name(view, self._reference), header)
+        view, header, hold = latest
+        tensors = self._by_name(view, self._kept_reference(self._counters))
+        return StateCopy(self._counters, self.prepared_digest, tensors, header, hold)
+
+    def snapshot_tensors(self) -> dict[str, Tensor]:
+        """Committed state without its counters in host memory, as views; it stays as it is until the step after the
+        next is prepared."""
+        self._copies.await_copy()
+        committed = self._copies.committed
+        if committed is None:  # A fresh rank: no step has changed its state.
+            return self.tensors()
+        return self._by_name(committed, self._kept_reference(self._committed))
+
+    def _kept_reference(self, counters: CopyCounters) -> Tensor | None:
+        """Copy of the frozen reference in host memory."""
+        if self._reference is None:
+            return None
+        return self._copies.reference_copy(counters.stage, like=self._reference)
 
     def restore(
-        self, tensors: Mapping[str, Tensor], *, counters: Counters, stage: Stage | None, digest: str = ""
+        self, stored: StoredState, *, counters: CopyCounters, stage: Stage | None, digest: str = ""
     ) -> None:
-        """Become exactly the state that `tensors` and `counters` were taken from, committed.
+        """Restore exactly a state that was stored elsewhere, as committed; it is read straight into a snapshot slot.
 
-        What does not fit, or does not hash to `digest`, changes nothing.
+        A state that does not fit, or does not hash to `digest`, changes nothing.
         """
         assert counters.stage == ("" if stage is None else stage.name)
-        saved_reference = any(name.startswith("reference/") for name in tensors)
+        places = stored.places
+        saved_reference = any(name.startswith("reference/") for name in places)
         is_frozen = saved_reference and not self._layout.has_reference
         reference = self._new_reference() if is_frozen else None
         mine = self._by_name(self._live, reference)
-        if mine.keys() != tensors.keys():
-            odd = ", ".join(sorted(mine.keys() ^ tensors.keys())[:4])
+        if mine.keys() != places.keys():
+            odd = ", ".join(sorted(mine.keys() ^ places.keys())[:4])
             raise IntegrityError(f"expected the saved state of this model, got one that differs in {odd}")
         for name, tensor in mine.items():
-            saved = tensors[name]
-            if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+            dtype, shape = DTYPES.get(places[name].dtype), places[name].shape
+            if shape != tuple(tensor.shape) or f"torch.{dtype}" != str(tensor.dtype):
                 raise IntegrityError(
-                    f"expected {name} as {tensor.dtype} {tuple(tensor.shape)}, "
-                    f"got {saved.dtype} {tuple(saved.shape)}"
+                    f"expected {name} as {tensor.dtype} {tuple(tensor.shape)}, got torch.{dtype} {shape}"
                 )
-
-        def write(into: Tensor) -> None:
-            for name, tensor in self._by_name(into, None).items():
-                tensor.copy_(tensors[name])
-
-        if reference is not None:
-            for name, tensor in reference_by_name(self._reference_part, reference).items():
-                tensor.copy_(tensors[name])
-            if not counters.reference:  # Saved before counters said what the reference is.
-                counters = msgspec.structs.replace(counters, reference=reference_digest(reference))
-        found = self._copies.fill(counters, write, digest=digest, reference=reference)
+        found, counters = self._copies.fill(
+            counters,
+            lambda view: stored.read(self._by_name(view, reference)),
+            digest=digest,
+            reference=reference,
+            is_older=reference is not None and not counters.reference,
+        )
         self._become(counters, digest=found, stage=stage, reference=reference)
 
     def restore_snapshot(
         self, step: int, *, process: str, stages: Mapping[str, Stage], digest: str = ""
     ) -> None:
-        """Become what a process of this host (this one's predecessor, or another rank) left of `step`, verified."""
+        """Restore the snapshot of `step` of a process of this host (the predecessor, or another rank), verified."""
         held = None
         if process != self._process:
             if self._segments is None:
@@ -397,9 +459,9 @@ class TrainingState:
         self._become(counters, digest=header.digest, stage=stage, reference=reference)
 
     def _become(
-        self, counters: Counters, *, digest: str, stage: Stage | None, reference: Tensor | None
+        self, counters: CopyCounters, *, digest: str, stage: Stage | None, reference: Tensor | None
     ) -> None:
-        """The live tensor has been replaced; this is what it is."""
+        """Set all bookkeeping after the live tensor has been replaced by a committed state."""
         self._counters = self._committed = counters
         self._committed_digest, self._prepared_digest = digest, ""
         self._stage = stage
@@ -418,25 +480,31 @@ class TrainingState:
         self._weights_changed(reference=self._reference)
 
     def _committed_tensor(self) -> Tensor:
-        """The live one where that is committed: it lies where it can be converted fastest."""
-        is_here = self._live.untyped_storage().nbytes() > 0  # Not while another has its turn there.
+        """Tensor of the committed state; the live one if that is committed, because it can be converted fastest."""
+        is_here = self._live.untyped_storage().nbytes() > 0  # Not while it is offloaded from a shared device.
         is_live = is_here and not self._updating and self.prepared_step is None
         committed = self._copies.committed
         return self._live if is_live or committed is None else committed
 
     def resident(self) -> list[Tensor]:
-        """All that it keeps on the device from one call to the next; several may share a storage."""
+        """All tensors that stay on the device between calls; several may share a storage."""
         models = (self.model, self._critic, self._reference_model)
         parameters = [each for model in models if model is not None for each in model.parameters()]
         frozen = [] if self._reference is None else [self._reference]
-        return [self._live, self.gradient, self._compute_gradient, *parameters, *frozen]
+        return [self._live, self.gradient, *parameters, *frozen]
+
+    def note_peak(self, part: str = "") -> None:
+        """Note the peak of device memory since the last call; `part` is the name of the work that has ended."""
+        if self._live.is_cuda:
+            PEAKS.note(PARAMETERS, self._layout.num_parameters)
+            PEAKS.note_device(torch.cuda, self._live.device, part=part)
 
     def await_copy(self) -> None:
-        """Until nobody reads the live state behind the back of who trains it; from any thread."""
+        """Wait until the background copy of the live state has ended; may be called by any thread."""
         self._copies.await_copy()
 
     def _check_reference(self) -> None:
-        """Measured like the rest of the state; what lies beside the snapshots replaces a damaged one."""
+        """Verify the frozen reference; a damaged one is reloaded from the snapshots."""
         expected = self._committed.reference
         if self._reference is not None and reference_digest(self._reference) != expected:
             self._copies.load_reference(self._committed.stage, into=self._reference, digest=expected)
@@ -453,14 +521,14 @@ class TrainingState:
         return self.companions.reference or self.model.config
 
     @property
-    def _reference_part(self) -> Part:
-        return Part.of(parameter_shapes(self._reference_config))
+    def _reference_part(self) -> LayoutPart:
+        return LayoutPart.of(parameter_shapes(self._reference_config))
 
     def _new_reference(self) -> Tensor:
         return self._compute_weights.new_empty(self._reference_part.size)
 
     def _move_reference(self, step: int) -> None:
-        """The step's weights are final: a reference that follows the actor takes its share of them."""
+        """Update a reference that follows the actor, once the weights of the step are final."""
         stage = self.stage
         if not stage.moves_reference:
             return
@@ -473,7 +541,7 @@ class TrainingState:
         self._refresh_reference()
 
     def _weights_changed(self, *, reference: Tensor | None) -> None:
-        """The live tensor was replaced, and with it what the models compute with; `reference` is the frozen one."""
+        """Refresh the compute weights after the live tensor was replaced; `reference` is the frozen one."""
         if self._compute_weights is not self._weights:
             self._compute_weights.copy_(self._weights)
         if reference is not self._reference:
@@ -481,20 +549,86 @@ class TrainingState:
         self._refresh_reference()
 
     def _refresh_reference(self) -> None:
-        """A moving reference in another type than the state's is a copy, which is made when it is next asked for."""
+        """Drop the copy of a moving reference in another dtype; it is made again when it is next used."""
         if self._reference is None and self._compute_weights is not self._weights:
             self._reference_model = None
 
 
 def _lay_out(model: Transformer, companions: Companions) -> Layout:
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    parts = {ACTOR: Part.of(shapes)}
+    parts = {ACTOR: LayoutPart.of(shapes)}
     if companions.critic is not None:
         critic = parameter_shapes(companions.critic, with_value_head=True)
-        parts[CRITIC] = Part.of(critic, start=parts[ACTOR].stop, prefix="critic.")
+        parts[CRITIC] = LayoutPart.of(critic, start=parts[ACTOR].stop, prefix="critic.")
     return Layout(parts, has_reference=companions.moving_reference)
 
 
 def _empty_twin(model: Transformer, *, dtype: torch.dtype) -> Transformer:
     has_head = model.value_head is not None
     return Transformer(model.config, with_value_head=has_head, dtype=dtype, device=model.device)
+
+
+NORM_ELEMENTS, CPU_NORM_ELEMENTS = 16 << 20, 256 << 20
+"""Elements whose norm is taken at once, on an accelerator and on a CPU: torch copies them to float64 for it."""
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    """Euclidean norm, in float64; of a large gradient piece by piece, in a fixed order."""
+    most = NORM_ELEMENTS if gradient.is_cuda else CPU_NORM_ELEMENTS
+    pieces = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in gradient.split(most)]
+    return pieces[0] if len(pieces) == 1 else torch.linalg.vector_norm(torch.stack(pieces))
+
+
+def adamw(
+    part: LayoutPart,
+    *,
+    weights: Tensor,
+    moments: Tensor,
+    gradient: Tensor,
+    actor: ActorSection,
+    rate: float,
+    count: int,
+) -> None:
+    """Update one model in place from its gradient; `count` (from 1) is this update's number, for the bias correction.
+
+    Uses the operator behind `torch.optim.AdamW(fused=True)`. The optimizer class itself would import torch's compiler
+    (over a second at every start and restart) and keep its own step counts and moments.
+    """
+    number = torch.tensor(float(count), device=gradient.device)
+    for where, weight_decay in (
+        (slice(part.start, part.decayed_stop), actor.weight_decay),
+        (slice(part.decayed_stop, part.stop), 0.0),
+    ):
+        fused_adamw(
+            weights[where],
+            gradient[where.start - part.start : where.stop - part.start],
+            first_moment=moments[0, where],
+            second_moment=moments[1, where],
+            count=number,
+            learning_rate=rate,
+            beta1=actor.beta1,
+            beta2=actor.beta2,
+            weight_decay=weight_decay,
+            epsilon=actor.epsilon,
+        )
+
+
+def is_finite(value: float) -> bool:
+    return value - value == 0.0
+
+
+def learning_rate(actor: ActorSection, *, update: int, num_updates: int) -> float:
+    """Learning rate of update number `update` (from 0) of a stage that makes `num_updates`.
+
+    It depends on applied updates only, not on wall time, retries or restarts.
+    """
+    if update < actor.warmup_steps:
+        return actor.learning_rate * (update + 1) / actor.warmup_steps
+    progress = min(1.0, (update - actor.warmup_steps) / max(1, num_updates - actor.warmup_steps))
+    match actor.schedule:
+        case "constant":
+            return actor.learning_rate
+        case "linear":
+            return actor.learning_rate * (1 - progress)
+        case "cosine":
+            return actor.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))

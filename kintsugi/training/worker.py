@@ -1,27 +1,29 @@
-"""One model worker: a data-parallel rank that serves the master's calls and recovery's operations.
+"""Model worker process: a data-parallel rank that serves the master's calls and the operations of a recovery.
 
-The main thread computes; while it waits for others, or between two micro-batches, it looks at what has arrived. Most
-of that can wait; that the group's generation is over can not, and ends what runs.
+The main thread computes. While it waits for other processes, and between two micro-batches, it looks at the requests
+that have arrived. Most of them wait until the current one is done; the end of the process group interrupts it.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import msgspec
 import torch
-from torch import Tensor
 
-from kintsugi.bootstrap import Bootstrap
-from kintsugi.buffer.packing import shards_of_rank
-from kintsugi.checkpoint.store import load_checkpoint, save_checkpoint
-from kintsugi.cluster.segments import SegmentClient
-from kintsugi.config import Config
+from kintsugi.checkpoint.store import load_checkpoint
+from kintsugi.cluster.shared_memory import SegmentClient
+from kintsugi.config.recipe import load_config
+from kintsugi.config.schema import Config, ShareDevice
+from kintsugi.config.stages import stages
+from kintsugi.device_lease.client import UNSHARED, DeviceMemory, LeaseHandle, open_lease
+from kintsugi.device_lease.memory import KeptMemory, MovedMemory, check_policy
 from kintsugi.errors import (
     DeadlineExceeded,
     DeviceOutOfMemory,
@@ -31,123 +33,134 @@ from kintsugi.errors import (
     RemoteError,
     Unfit,
 )
-from kintsugi.messages import (
-    Body,
+from kintsugi.model import huggingface
+from kintsugi.model.device import choose_device, identity, use_deterministic_kernels
+from kintsugi.model.device_errors import as_world_error
+from kintsugi.model.device_usage import device_gauges
+from kintsugi.model.folder import VALUE_HEAD
+from kintsugi.model.plan import plan_companions, plan_model
+from kintsugi.model.tensor_file import FileContent
+from kintsugi.model.tokenizer import Tokenizer
+from kintsugi.process.main import run_worker
+from kintsugi.process.membership import ShuttingDown
+from kintsugi.process.shell import Mailbox, ReplyHandle, Shell
+from kintsugi.protocol.bootstrap import Bootstrap
+from kintsugi.protocol.membership import Ok
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.recovery import (
+    AskStanding,
+    DeviceClean,
+    DeviceStop,
+    FetchState,
+    KeepState,
+    PreLock,
+    RankReady,
+    RankStanding,
+    RebuildGroup,
+    Repair,
+    Rollback,
+)
+from kintsugi.protocol.sample_transfer import FetchRelayed
+from kintsugi.protocol.training import (
     CallDone,
     CommitStep,
     EvaluatePairs,
-    FetchWeights,
     HashWeights,
-    Ok,
     PairsEvaluated,
-    Publish,
-    Published,
     RunCall,
     Save,
-    Saved,
     StartStage,
     WeightsHashed,
 )
-from kintsugi.model import huggingface
-from kintsugi.model.device import choose_device, identity, use_deterministic_kernels
-from kintsugi.model.faults import as_world_error
-from kintsugi.model.folder import VALUE_HEAD
-from kintsugi.model.plan import plan_companions, plan_model
-from kintsugi.model.tokenizer import Tokenizer
-from kintsugi.observe.events import Note
-from kintsugi.operations import DeviceStop, FetchState, KeepState, PreLock, RankReady, RebuildGroup
-from kintsugi.recipe import load_config
-from kintsugi.recovery.processor import Operation, Processor
-from kintsugi.runtime import COUNTERS
-from kintsugi.stages import stages
-from kintsugi.training.adapter import TorchAdapter
-from kintsugi.training.buddy import KEEP_TIMEOUT_S, BuddyCopy, buddy_of
-from kintsugi.training.copies import Counters
-from kintsugi.training.group import StoreServer
-from kintsugi.training.interfaces import ModelCalls
-from kintsugi.training.origins import load_model
-from kintsugi.training.pairs import HeldOutPairs, score_pairs
-from kintsugi.training.publishing import open_publisher
-from kintsugi.training.recording import recorded
-from kintsugi.training.replica import StateSource, fetch_state
-from kintsugi.training.samples import StepSamples, await_answer
+from kintsugi.protocol.weights import FetchWeights, Publish, Published
+from kintsugi.recovery.rank import Operation, Processor
+from kintsugi.recovery.step_calls import StepCalls
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.counters import COUNTERS
+from kintsugi.runtime.spans import SPANS
+from kintsugi.samples.sharding import shards_of_rank
+from kintsugi.telemetry.events import AlertEvent, Note, NoteEvent
+from kintsugi.training.initial_weights import empty_model, fill_initial
+from kintsugi.training.model_calls import ModelCalls
+from kintsugi.training.pairwise_eval import HeldOutPairs, score_pairs
+from kintsugi.training.peer_replication import KEEP_TIMEOUT_S, PeerReplica, choose_agent
+from kintsugi.training.process_group import ProcessGroup, StoreServer
+from kintsugi.training.recovery_adapter import TorchAdapter
+from kintsugi.training.rollout_writer import RolloutStore
+from kintsugi.training.sample_fetch import StepSamples, await_answer
+from kintsugi.training.saving import CheckpointSaver
+from kintsugi.training.snapshots import CopyCounters, HeldState, StoredState
 from kintsugi.training.state import TrainingState
-from kintsugi.training.storing import RolloutStore
-from kintsugi.training.turns import DeviceTurns, open_turns
-from kintsugi.transfers import FetchRelayed
-from kintsugi.transport import Blob, Delivery, Reply
-from kintsugi.types import Peer, Role, process_id, role_of
+from kintsugi.training.state_transfer import StateSource, fetch_state
+from kintsugi.transport import Blob, Delivery, Reply, subject
+from kintsugi.types import Peer, Role, process_id, role_of, ticket_of
 from kintsugi.weights.manifest import weights_sha256
-from kintsugi.weights.memory import Segments
 from kintsugi.weights.publish import Publisher
-from kintsugi.weights.stream import Answer
-from kintsugi.worker import Shell, ShuttingDown, run_worker
+from kintsugi.weights.transports.collective import CollectiveTransport
+from kintsugi.weights.transports.device import DeviceSlots
+from kintsugi.weights.transports.relay import RelayTransport
+from kintsugi.weights.transports.shared_memory import WeightSegments
 
 IDLE_WAIT_S = 1.0
-"""Between two looks whether the agents that hold copies of the state are still the same, in a long call too."""
+"""Interval between two checks, in a long call too, whether the agents that hold copies of the state have changed."""
 STATE_TIMEOUT_S = 60.0
-"""Of one request to a replica."""
-
-
-class Speaker(Protocol):
-    """What the worker needs of a `worker.Shell`."""
-
-    @property
-    def process(self) -> str: ...
-
-    def peer(self, process: str) -> Peer | None: ...
-
-    def next_request(self, timeout_s: float) -> Delivery | None: ...
-
-    def take_all(self) -> list[Delivery]: ...
-
-    def reply(self, delivery: Delivery, body: Body, *, blobs: Sequence[Blob] = ()) -> None: ...
-
-    def fail(self, delivery: Delivery, error: BaseException) -> None: ...
-
-    def submit(
-        self, process: str, body: Body, *, deadline_s: float, blobs: Sequence[Blob] = ()
-    ) -> Answer: ...
+"""Deadline of one request to a replica."""
+WEIGHTS_FOLDER = "weights"
+"""Folder in the run folder with the versions of the transport `disk`, by rank."""
+QUICK_S = 0.1
+FREQUENT = (FetchWeights, FetchState, FetchRelayed, Save)
+"""Requests that come often, for one piece each, or are only begun (a save has its own span): slow ones get a span."""
+WITHOUT_WEIGHTS = (AskStanding, PreLock, DeviceStop, DeviceClean, RebuildGroup, Repair, *FREQUENT)
+"""Requests that do not need the initial weights."""
+MOST_TICKETS = 64
+"""A span names its tickets up to this number; the journal has those of a larger batch."""
+CALLS_PER_STEP = 1 << 10
+"""More than a graph has, so that the calls of all steps are in one order."""
+WITH_OTHERS = 0
+"""Lease order of requests that are no call: they run with any call of another rank, which may be waiting for them."""
 
 
 class ModelWorker:
-    """Consumes the requests of master, servers and replicas and produces their replies; waits only for the next
-    request, and within a call for samples and for the other ranks."""
+    """Consumes the requests of master, servers and other ranks and produces their replies. Waits for the next request
+    and, within a call, for samples and for the other ranks."""
 
     def __init__(
         self,
-        shell: Speaker,
+        shell: Mailbox,
         state: TrainingState,
         *,
         config: Config,
-        tokenizer: Tokenizer,
+        tokenizer: Callable[[], Tokenizer],
         publisher: Publisher,
         host: str,
         run_dir: Path,
-        segments: Segments | None = None,
-        note: Callable[[str], None] = lambda message: None,
+        segments: WeightSegments | None = None,
+        emit: Callable[[NoteEvent | AlertEvent], object] = lambda event: None,
         renew: Callable[[], object] = lambda: None,
-        turns: DeviceTurns | None = None,
+        lease_guard: DeviceLeaseGuard | None = None,
+        is_blank: bool = False,
     ) -> None:
-        """`note` is told what the group's collectives run on; `renew` offers the snapshots to a new agent; through
-        `segments` samples are passed on to other ranks of this host."""
+        """`emit` records events, from any thread. `renew` offers the snapshots to a new agent. `segments` is the shared
+        memory through which samples are relayed to other ranks of this host. `is_blank`: the initial weights are not
+        loaded, because a repair is expected; they are loaded where none comes."""
         self._shell = shell
         self._state = state
-        self._config, cluster = config, config.cluster
+        self._config = config
         self._tokenizer = tokenizer
         self._publisher = publisher
-        self._note = note
+        self._emit = emit
         self._renew = renew
         self._renewed_at = 0.0
-        self._turns = turns or DeviceTurns()
+        self._lease_guard = lease_guard or DeviceLeaseGuard()
+        self._is_blank = is_blank
         self._host = host
         self._pairs = HeldOutPairs(config, tokenizer=tokenizer, run_dir=run_dir)
         self._stages = {stage.name: stage for stage in stages(config)}
         self._backlog: deque[Delivery] = deque()
-        self._answers: dict[tuple[int, str], CallDone] = {}
-        """To the calls of the current step that are done, by step and name."""
+        self._step_calls = StepCalls()
         self._samples = StepSamples(
-            shell.submit, check=self._check, process=shell.process, segments=segments, note=note
+            shell.submit, check=self._check, process=shell.process, segments=segments, emit=emit
         )
         rollouts = RolloutStore(run_dir, tokenizer)
         self._calls = ModelCalls(
@@ -156,8 +169,20 @@ class ModelWorker:
             check=self._check,
             store=lambda call: rollouts.write(call, self._samples.trajectories),
         )
-        self._source = StateSource(state, process=shell.process, host=host)
-        self._buddy = BuddyCopy(self._send_copy, process=shell.process, bytes_per_s=cluster.bandwidth.copies)
+        self._source = StateSource(state)
+        self._saver = CheckpointSaver(
+            model_files=self._model_files,
+            keep=config.checkpoint.keep,
+            reply=shell.reply,
+            fail=shell.fail,
+            emit=emit,
+        )
+        self._peer_replica = PeerReplica(
+            self._send_copy,
+            process=shell.process,
+            bytes_per_s=config.cluster.bandwidth.copies,
+            emit=emit,
+        )
         self._adapter = TorchAdapter(
             state,
             process=shell.process,
@@ -169,33 +194,34 @@ class ModelWorker:
         self._processor = Processor(self._adapter)
 
     def serve(self) -> NoReturn:
-        """Until the shell raises ShuttingDown."""
+        """Handle requests until the shell raises ShuttingDown."""
         while True:
             self.turn(IDLE_WAIT_S)
 
     def turn(self, idle_wait_s: float) -> None:
-        """Handle the next request, those first that arrived while another was being handled."""
+        """Handle the next request; those that arrived while another was being handled come first."""
+        self._saver.raise_fatal()
         self._renew_snapshots()
         delivery = self._next_in_backlog() or self._shell.next_request(idle_wait_s)
-        if delivery is not None and self._comes_early(delivery.body):
+        if delivery is not None and self._must_wait(delivery.body):
             self._backlog.append(delivery)
             return
         if delivery is not None:
             self._handle(delivery)
         elif self._adapter.ranks:
-            self._offer_copy()  # What the other host's agent lost, or could not keep when it was sent.
+            self._offer_copy()  # Sent again if the other host's agent lost it, or could not keep it.
 
     def _next_in_backlog(self) -> Delivery | None:
         """The oldest request that can be handled now."""
         for index, delivery in enumerate(self._backlog):
-            if not self._comes_early(delivery.body):
+            if not self._must_wait(delivery.body):
                 del self._backlog[index]
                 return delivery
         return None
 
-    def _comes_early(self, body: Body) -> bool:
-        """Whether a call of the step under way has to wait for another one: all ranks work them off in one order, or
-        their collectives would cross. What waits for a step or a group that is over is refused when its turn comes."""
+    def _must_wait(self, body: Body) -> bool:
+        """Whether a request has to wait for another call of the current step. All ranks run the calls in one order, or
+        their collectives would not match. A request of an ended step or group does not wait: it is refused."""
         if isinstance(body, FetchRelayed):
             is_next = body.step == self._state.committed_step + 1 and self._adapter.is_in(body.generation)
             return is_next and self._samples.is_fetching
@@ -203,42 +229,61 @@ class ModelWorker:
             return False
         if body.step != self._state.committed_step + 1 or self._state.prepared_step is not None:
             return False
-        return any((body.step, name) not in self._answers for name in body.after)
+        return not all(self._step_calls.is_done(body.step, name) for name in body.after)
 
     def close(self) -> None:
-        """Leave the group and withdraw what was published."""
+        """End a save that is under way, leave the group and withdraw the published weights."""
+        self._saver.close()
         self._adapter.leave()
         self._forget()
         self._publisher.close()
 
     def _handle(self, delivery: Delivery) -> None:
-        """Answer, if only with what went wrong. Who is unfit ends: another one has to go on."""
+        """Reply to a request, with its failure if it failed. A save is only begun here: it replies when it has ended.
+
+        An `Unfit` process, or one with a bug of ours (AssertionError), then ends: a retry would fail again, and its
+        state can not be trusted.
+        """
         if not delivery.wants_reply:
             return
         fault: Exception | None = None
+        body: Body | None = None
         try:
-            with recorded(delivery.body), self._turns.around(delivery.body, check=self._check):
-                body, blobs = self._answer(delivery.body)
+            with record_span(delivery.body), self._lease_guard.around(delivery.body, check=self._check):
+                if isinstance(delivery.body, Save):
+                    self._begin_save(delivery, delivery.body)
+                else:
+                    body, blobs = self._answer(delivery.body)
         except ShuttingDown:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever a request ends in is its answer, with the cause.
+        except Exception as error:  # noqa: BLE001 - the failure of a request is its reply, with the cause.
             fault = as_world_error(error)
+        if not isinstance(delivery.body, FREQUENT):
+            self._state.note_peak()
+        if gauges := device_gauges():
+            self._shell.report(load=0.0, gauges=gauges)
         if fault is None:
-            self._shell.reply(delivery, body, blobs=blobs)
+            if body is not None:
+                self._shell.reply(delivery, body, blobs=blobs)
             return
         self._shell.fail(delivery, fault)
-        if isinstance(fault, Unfit):
+        if isinstance(fault, Unfit | AssertionError):
             raise fault
         if isinstance(fault, DeviceOutOfMemory):
             torch.cuda.empty_cache()
-        # The error's trace holds this frame. Named here, it would keep itself until the collector comes by, and with it
-        # what its other frames hold: a broken collective's sockets and thread.
+        # The error's traceback references this frame. With this reference it would be a cycle, which keeps what the
+        # other frames hold (the sockets and the thread of a broken collective) until the garbage collector runs.
         del fault
 
     def _answer(self, body: Body) -> tuple[Body, Sequence[Blob]]:
+        if self._is_blank and not isinstance(body, WITHOUT_WEIGHTS):
+            self._is_blank = False
+            self._state.fill_initial(lambda weights: fill_initial(weights, self._config))
         match body:
             case RunCall():
                 return self._run_call(body), ()
+            case AskStanding():
+                return self._standing(), ()
             case StartStage():
                 self._start_stage(body)
                 return self._adapter.standing(), ()
@@ -259,8 +304,6 @@ class ModelWorker:
                 return self._evaluate(body), ()
             case HashWeights():
                 return WeightsHashed(weights_sha256(self._state.weights())), ()
-            case Save():
-                return self._save(body), ()
             case RebuildGroup():
                 return self._rebuild(body), ()
             case _ if isinstance(body, Operation):
@@ -270,18 +313,25 @@ class ModelWorker:
 
     def _carry_out(self, operation: Operation) -> RankReady:
         COUNTERS.add("recovery_operations")
-        return self._processor.carry_out(operation)
+        if not isinstance(operation, Repair):
+            return self._processor.carry_out(operation)
+        self._is_blank = self._state.is_fresh  # A repair that fails may leave anything in a fresh state.
+        ready = self._processor.carry_out(operation)
+        self._is_blank = self._state.is_fresh
+        return ready
 
     def _rebuild(self, request: RebuildGroup) -> RankReady:
         ready = self._carry_out(request)
         group = self._adapter.group(request.generation)
         if group.size > 1:
-            self._note(f"generation {group.generation} of {group.size} ranks exchanges by {group.route}")
+            message = f"generation {group.group_id} of {group.size} ranks exchanges by {group.route}"
+            self._emit(Note(message))
         return ready
 
     def _run_call(self, call: RunCall) -> CallDone:
-        if (call.step, call.call) in self._answers:
-            return self._answers[call.step, call.call]
+        answer = self._step_calls.answer_to(call)
+        if answer is not None:
+            return answer
         self._processor.admit(call.step, goes_on=self._state.is_between_calls)
         group = self._adapter.group(call.generation)
         if call.stage != self._state.counters.stage:
@@ -295,16 +345,29 @@ class ModelWorker:
                 f"rank {group.rank} of {group.size} expected shards {mine.start} to {mine.stop - 1} of "
                 f"{call.num_shards}, got {[shard.index for shard in call.shards]}"
             )
+        self._step_calls.begin(call)
+        try:
+            done = self._compute(call, group)
+        finally:
+            self._step_calls.fail()  # Without effect once the call has ended well.
+        return done
+
+    def _compute(self, call: RunCall, group: ProcessGroup) -> CallDone:
+        """Fetch the samples of a call and run it; its answer is recorded for a master that asks again."""
         start = time.perf_counter()
         try:
             samples = self._samples.of_shards(
                 call.shards, step=call.step, generation=call.generation, routes=call.routes
             )
-        except (ProcessDied, RemoteError, DeadlineExceeded) as error:  # The fault of who keeps them.
+        except (
+            ProcessDied,
+            RemoteError,
+            DeadlineExceeded,
+        ) as error:  # A failure of the process that holds them.
             raise GroupBroken(f"samples could not be fetched: {error}", cause=error.cause) from error
         fetch_s = time.perf_counter() - start
         self._answer_neighbours()
-        with self._turns.of_call(call, check=self._check):
+        with self._lease_guard.of_call(call, check=self._check):
             result = self._calls.run(call, samples, group=group)
         done = CallDone(
             call.step,
@@ -314,13 +377,25 @@ class ModelWorker:
             result.outputs,
             self._samples.take_transfers(),
         )
-        self._answers[call.step, call.call] = done
+        self._step_calls.end(call, done)
         if self._state.prepared_step == call.step:
             self._offer_copy()
         return done
 
+    def _standing(self) -> RankStanding:
+        """Where this rank stands, for a new master; also while a call is running."""
+        queued = [delivery.body for delivery in self._backlog if isinstance(delivery.body, RunCall)]
+        return self._step_calls.standing(
+            self._adapter.standing(),
+            group=self._adapter.group_id,
+            ranks=self._adapter.ranks,
+            is_normal=self._processor.is_normal,
+            is_between_calls=self._state.is_between_calls,
+            queued=queued,
+        )
+
     def _answer_neighbours(self) -> None:
-        """Those of this host who wait for what was just fetched for them, before this rank begins to compute."""
+        """Answer the ranks of this host that wait for relayed samples, before this rank begins to compute."""
         waiting = [delivery for delivery in self._backlog if isinstance(delivery.body, FetchRelayed)]
         for delivery in waiting:
             self._backlog.remove(delivery)
@@ -339,7 +414,7 @@ class ModelWorker:
             )
         weights = {
             name: tensor for name, tensor in self._state.weights().items() if name not in VALUE_HEAD
-        }  # Servers write text; a reward model's head is only for its checkpoints.
+        }  # Servers generate text; a value head is only saved in checkpoints.
         manifest, sources = self._publisher.publish(weights, request)
         return Published(manifest, sources)
 
@@ -350,71 +425,68 @@ class ModelWorker:
         correct = score_pairs(self._state.model, self._pairs.block, first=request.first, count=request.count)
         return PairsEvaluated(request.step, request.first, tuple(correct))
 
-    def _save(self, request: Save) -> Saved:
-        counters = self._state.committed_counters
-        if request.step != counters.step:
-            raise RefusedError(f"expected to save the committed step {counters.step}, got {request.step}")
-        checkpoint = save_checkpoint(
-            Path(request.folder),
-            step=counters.step,
-            stage=counters.stage,
-            state=self._state.tensors(),
-            extra=msgspec.to_builtins(counters),
-            model_files=self._model_files(),
-            keep=self._config.checkpoint.keep,
-        )
-        return Saved(checkpoint.step, str(checkpoint.path), checkpoint.digest)
+    def _begin_save(self, delivery: Delivery, request: Save) -> None:
+        if self._saver.join(delivery):
+            return
+        if request.step != self._state.committed_step:
+            raise RefusedError(
+                f"expected to save the committed step {self._state.committed_step}, got {request.step}"
+            )
+        self._saver.begin(delivery, request=request, held=self._state.hold_committed())
 
-    def _model_files(self) -> Iterator[tuple[str, bytes]]:
-        """A Hugging Face folder of the committed weights, with the tokenizer they were trained with."""
+    def _model_files(self, held: HeldState) -> Iterator[tuple[str, FileContent]]:
+        """Files of a Hugging Face folder: the committed weights and their tokenizer."""
         origin = self._config.model.path
         yield from huggingface.files(
-            self._state.weights(),
+            held.weights,
             config=self._state.model.config,
             tokenizer_folder=Path(origin) if origin is not None else None,
+            dtype=held.dtype,
         )
         if origin is None:
-            yield from self._tokenizer.files().items()
+            yield from self._tokenizer().files().items()
 
-    def _load_state(self, step: int, source: str) -> tuple[Mapping[str, Tensor], Counters]:
+    def _load_state(self, step: int, source: str) -> tuple[StoredState, CopyCounters]:
         if self._shell.peer(source) is None:
-            tensors, counters = load_checkpoint(Path(source))
-            return tensors, msgspec.convert(counters, Counters)
+            stored, counters = load_checkpoint(
+                Path(source), on_bytes=lambda size: COUNTERS.add("bytes_loaded", size)
+            )
+            return stored, msgspec.convert(counters, CopyCounters)
         owner = self._shell.process if role_of(source) is Role.AGENT else ""
         return fetch_state(step, replica=source, ask=self._ask, owner=owner)
 
     def _ask(self, process: str, body: Body) -> Reply:
-        """Ask and wait; others are answered meanwhile, who may be waiting for this rank."""
+        """Send a request and wait for its reply; meanwhile answer other processes, which may wait for this rank."""
         pending = self._shell.submit(process, body, deadline_s=STATE_TIMEOUT_S)
         what = type(body).__name__
         await_answer(pending, check=self._check, whom=process, what=what, timeout_s=STATE_TIMEOUT_S)
         return pending.result()
 
     def _offer_copy(self) -> None:
-        """Give the latest step to another host's agent, where no rank lives that has it."""
+        """Send the latest state to the agent of another host, if no rank of another host has it."""
         agents = [process_id(Role.AGENT, index) for index in range(self._config.cluster.hosts)]
         if len(agents) == 1:
             return
-        buddy = buddy_of(
+        agent = choose_agent(
             rank=self._adapter.rank,
             host=self._host,
             others=self._peers(self._adapter.ranks),
             agents=self._peers(agents),
         )
-        copy = self._state.latest_copy()
-        if buddy is not None and copy is not None:
-            self._buddy.offer(copy, buddy=buddy)
+        if agent is not None:
+            digest = self._state.prepared_digest
+            self._peer_replica.offer(self._state.hold_latest, digest=digest, agent=agent)
 
     def _peers(self, processes: Sequence[str]) -> list[Peer]:
-        """As the address book has them, in which this process itself is not."""
+        """Entries of the address book for these processes; it has none for this process itself."""
         return [peer for name in processes if (peer := self._shell.peer(name)) is not None]
 
-    def _send_copy(self, agent: str, body: KeepState, blobs: Sequence[Blob]) -> Answer:
+    def _send_copy(self, agent: str, body: KeepState, blobs: Sequence[Blob]) -> ReplyHandle:
         return self._shell.submit(agent, body, deadline_s=KEEP_TIMEOUT_S, blobs=blobs)
 
     def _forget(self) -> None:
-        """Drop what belongs to the step that has ended."""
-        self._answers.clear()
+        """Drop the data of the step that has ended."""
+        self._step_calls.forget()
         self._samples.forget()
         self._calls.forget()
         self._source.forget()
@@ -424,12 +496,12 @@ class ModelWorker:
         self._renew()
 
     def _interruption(self) -> str | None:
-        """Look at what arrived meanwhile: some is answered at once, the rest waits its turn in the backlog."""
+        """Take the requests that arrived meanwhile: answer the short ones, put the others into the backlog. Return the
+        reason if one of them ends the group."""
         if time.monotonic() >= self._renewed_at + IDLE_WAIT_S:
             self._renew_snapshots()
         for delivery in self._shell.take_all():
-            at_once = isinstance(delivery.body, FetchWeights | FetchState | PreLock | FetchRelayed)
-            if at_once and not self._comes_early(delivery.body):
+            if self._is_short(delivery.body) and not self._must_wait(delivery.body):
                 self._handle(delivery)
             else:
                 self._backlog.append(delivery)
@@ -439,21 +511,123 @@ class ModelWorker:
                 return f"{type(body).__name__} of generation {body.generation} has arrived"
         return None
 
+    def _is_short(self, body: Body) -> bool:
+        """Whether a request is answered also while a call runs. So is a call that has ended, when a new master asks
+        again: it must have the answer before it sends the running call to a rank that has not received it."""
+        if isinstance(body, RunCall):
+            return self._step_calls.is_done(body.step, body.call)
+        return isinstance(body, FetchWeights | FetchState | PreLock | AskStanding | FetchRelayed | Save)
+
     def _check(self) -> None:
         why = self._interruption()
         if why is not None:
             raise GroupBroken(f"the call was given up: {why}")
 
 
+@contextmanager
+def record_span(body: Body) -> Iterator[None]:
+    """Record a span around the answer to a request. A call of the graph gives its own name, other requests their type;
+    frequent requests are recorded only if they took longer than `QUICK_S`."""
+    since = SYSTEM_CLOCK.monotonic()
+    error: str | None = None
+    try:
+        yield
+    except Exception as failure:
+        error = type(failure).__name__
+        raise
+    finally:
+        is_quick = SYSTEM_CLOCK.monotonic() - since < QUICK_S
+        if not (isinstance(body, FREQUENT) and is_quick):
+            SPANS.add(_span_name(body), {**subject(body), **_call(body), "error": error}, since=since)
+
+
+def _span_name(body: Body) -> str:
+    """`CommitStep` → `commit_step`."""
+    if isinstance(body, RunCall):
+        return body.call
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(body).__name__).lower()
+
+
+def _call(body: Body) -> dict[str, object]:
+    if not isinstance(body, RunCall):
+        return {}
+    tickets = dict.fromkeys(ticket_of(item.key) for shard in body.shards for item in shard.items)
+    named = ",".join(tickets) if len(tickets) <= MOST_TICKETS else None
+    return {"stage": body.stage, "generation": body.generation, "tickets": named}
+
+
+class DeviceLeaseGuard:
+    """Takes the device lease for the requests that need the device, where processes share one.
+
+    Computing waits for the lease. Reading the state only keeps the state in place. Other requests need neither.
+    """
+
+    def __init__(self, lease: LeaseHandle = UNSHARED) -> None:
+        self._lease = lease
+
+    def around(self, body: Body, *, check: Callable[[], object]) -> AbstractContextManager[None]:
+        """Guard a request; calls of the graph use `of_call` once their samples have arrived."""
+        match body:
+            case StartStage() | EvaluatePairs() | DeviceClean() | Repair() | Rollback():
+                return self._lease.entered(order=WITH_OTHERS, check=check)
+            case Publish() | HashWeights() | FetchState():
+                return self._lease.still()
+            case _:
+                return nullcontext()
+
+    def of_call(self, call: RunCall, *, check: Callable[[], object]) -> AbstractContextManager[None]:
+        """Guard a call of the graph. All ranks run the calls in this order and may wait for each other within one."""
+        order = call.step * CALLS_PER_STEP + len(call.after)
+        return self._lease.entered(order=order, check=check)
+
+
+def open_lease_guard(
+    shell: Shell, state: TrainingState, *, policy: ShareDevice, device: torch.device
+) -> DeviceLeaseGuard:
+    """Open the lease on a rank's device, by the recipe's policy for shared devices."""
+    memory: DeviceMemory | None = None
+    if device.type != "cpu" and policy == "keep":
+        memory = KeptMemory(device)
+    elif policy == "offload":
+        check_policy(policy, device=device)
+        _ = (
+            state.committed_digest
+        )  # Computed while the state is on the device; requests may come when it is not.
+        memory = MovedMemory(device, tensors=state.resident, settle=state.await_copy)
+    return DeviceLeaseGuard(open_lease(shell, policy=policy, device=identity(device), memory=memory))
+
+
+def open_publisher(
+    shell: Shell, *, device: torch.device, segments: SegmentClient | None, store: str
+) -> Publisher:
+    """Create the publisher of a rank's weights with every transport; `store` is where servers of a collective meet."""
+
+    def submit(process: str, body: Body, blobs: Sequence[Blob], deadline_s: float) -> ReplyHandle:
+        return shell.submit(process, body, deadline_s=deadline_s, blobs=blobs)
+
+    host = shell.bootstrap.host
+    return Publisher(
+        process=shell.process,
+        host=host,
+        segments=segments,
+        emit=shell.events.emit,
+        folder=RunFolder(shell.bootstrap.run_dir).published_weights_folder(shell.process).absolute(),
+        device=DeviceSlots(device, host=host) if device.type == "cuda" else None,
+        transports=(
+            CollectiveTransport(process=shell.process, store=store, emit=shell.events.emit),
+            RelayTransport(submit, process=shell.process, emit=shell.events.emit),
+        ),
+    )
+
+
 def main(bootstrap: Bootstrap) -> int:
-    """Load the model, register, serve until told to end."""
+    """Load the model, register, and serve until the process is asked to shut down."""
     torch.set_num_threads(1)
-    config = load_config(Path(bootstrap.run_dir) / "config.yaml")
+    config = load_config(RunFolder(bootstrap.run_dir).config_file)
     device = choose_device(bootstrap.process, broken=bootstrap.broken_chips)
     if device.type == "cuda" and config.deterministic:
         use_deterministic_kernels()
-    _, tokenizer = plan_model(config)
-    model = load_model(config, device=device)
+    model = empty_model(config, device=device)
     with ExitStack() as resources:
         store = StoreServer(_interface(bootstrap.bind), known_as=bootstrap.known_as)
         server = resources.enter_context(closing(store))
@@ -464,10 +638,15 @@ def main(bootstrap: Bootstrap) -> int:
             model,
             companions=plan_companions(config),
             compute_dtype=getattr(torch, config.actor.dtype),
+            recompute=config.actor.recompute,
             process=bootstrap.process,
             segments=segments,
         )
-        del model  # Of which the state may have made another.
+        del model  # The state may have replaced it by one of another type.
+        # A replacement, and a rank of a resumed run, is about to be repaired from a later state.
+        is_blank = state.has_snapshot or any(RunFolder(bootstrap.run_dir).checkpoints_folder.glob("step-*"))
+        if not is_blank:
+            state.fill_initial(lambda weights: fill_initial(weights, config))
 
         def body(shell: Shell) -> None:
             publisher = open_publisher(shell, device=device, segments=segments, store=server.address)
@@ -475,14 +654,15 @@ def main(bootstrap: Bootstrap) -> int:
                 shell,
                 state,
                 config=config,
-                tokenizer=tokenizer,
+                tokenizer=lambda: plan_model(config)[1],
                 publisher=publisher,
                 host=bootstrap.host,
                 run_dir=Path(bootstrap.run_dir),
                 segments=segments,
-                note=lambda message: shell.events.emit(Note(message)),
+                emit=shell.events.emit,
                 renew=segments.renew if segments is not None else lambda: None,
-                turns=open_turns(shell, state, policy=config.cluster.share_device, device=device),
+                lease_guard=open_lease_guard(shell, state, policy=config.cluster.share_device, device=device),
+                is_blank=is_blank,
             )
             if state.why_private:
                 shell.events.emit(Note(f"snapshots of the state end with this process: {state.why_private}"))
@@ -495,5 +675,5 @@ def main(bootstrap: Bootstrap) -> int:
 
 
 def _interface(bind: str) -> str:
-    """The address that this process may be reached at: `_interface("tcp://127.0.0.1:*") == "127.0.0.1"`."""
+    """Address at which this process can be reached: `_interface("tcp://127.0.0.1:*") == "127.0.0.1"`."""
     return bind.removeprefix("tcp://").rpartition(":")[0]

@@ -1,12 +1,13 @@
 """Requests, replies and one-way messages between processes: ZeroMQ with CURVE, in one thread.
 
-directory.py   who may speak, and as whom
-exchange.py    one request and its reply; bulk data and its checksum
-endpoint.py    the sockets and the loop
+endpoint.py    requests, replies and one-way messages of one process; its connections and its loop
+rpc.py         one request and its reply; bulk data and its checksum
+directory.py   authentication: which process a key belongs to
+sockets.py     set-up of the ZeroMQ sockets; frames in and out of them
 """
 
 from kintsugi.transport.endpoint import Endpoint
-from kintsugi.transport.exchange import (
+from kintsugi.transport.rpc import (
     Blob,
     Delivery,
     PendingReply,

@@ -1,7 +1,7 @@
-"""Who may speak to this process, and as whom.
+"""Authentication: the processes that may connect to this one, and the identity that each key proves.
 
-The key that a connection was authenticated with decides: it belongs to one incarnation of one process, or to nobody. A
-message whose envelope claims anything else is refused.
+A key belongs to one incarnation of one process. A message is refused if its envelope names another sender than the key
+that authenticated its connection.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import msgspec
 from zmq.utils import z85
 
 from kintsugi.errors import Fault, KintsugiError, ProcessDied, RefusedError
-from kintsugi.messages import Body
-from kintsugi.transport.exchange import Delivery
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.wire import ALLOWED_SENDERS, Envelope, MessageKind
+from kintsugi.transport.rpc import Delivery
 from kintsugi.types import Peer, Role, role_of
-from kintsugi.wire import SPOKEN_BY, Envelope, MessageKind
 
 MAX_WAITING = 1024
-"""So many unknown keys may wait to be introduced; the one that waits longest makes room."""
+"""Maximum of unknown keys that wait for their admission; the one that has waited longest is dropped."""
 
 
 class Caller:
-    """A process that may speak to us, and its requests that we have not answered yet."""
+    """A process that may connect to this one, and its requests that are not answered yet."""
 
     __slots__ = ("peer", "role", "running")
 
@@ -31,7 +31,7 @@ class Caller:
 
 
 class Directory:
-    """The address book as this process holds it."""
+    """The address book of this process, with the keys of all peers."""
 
     def __init__(self, *, job: str, process: str) -> None:
         self._job = job
@@ -39,15 +39,16 @@ class Directory:
         self._gone: dict[str, Fault] = {}
         self._waiting: dict[bytes, list[bytes]] = {}
         self.number = -1
-        """Of the newest address book taken over."""
+        """Number of the newest address book taken over."""
         self.peers: dict[str, Peer] = {}
         self.callers: dict[str, Caller] = {}
-        """By public key (Z85), as ZeroMQ names the user of a connection."""
+        """Public key (Z85), which is ZeroMQ's user id of a connection → caller."""
 
     def add(self, peer: Peer) -> None:
-        """Let this key speak as this process. Whoever had the name before must have been removed.
+        """Admit this key as this process. An earlier process of the same name must have been removed.
 
-        Who only moved to another address asks again under the same numbers for what is still being worked on.
+        A process that only moved to another address keeps its unanswered requests: it repeats them under the same
+        sequence numbers.
         """
         self._gone.pop(peer.process, None)
         self.peers[peer.process] = peer
@@ -58,14 +59,14 @@ class Directory:
         self.callers[key] = caller
 
     def remove(self, process: str, fault: Fault) -> None:
-        """The process is gone for this reason; its key is nobody's from now on."""
+        """Remove a process that has ended for this reason; its key is refused from now on."""
         self._gone[process] = fault
         peer = self.peers.pop(process, None)
         if peer is not None:
             del self.callers[peer.public_key.decode()]
 
-    def why_unreachable(self, process: str) -> KintsugiError:
-        """The error for who asks a process that we can not reach."""
+    def unreachable_error(self, process: str) -> KintsugiError:
+        """Return the error for a request to a process that can not be reached."""
         fault = self._gone.get(process)
         if fault is not None:
             return ProcessDied(f"{process}: {fault.message}", cause=fault)
@@ -74,8 +75,8 @@ class Directory:
     def admission(self, question: list[bytes]) -> list[bytes] | None:
         """Answer ZeroMQ's question (ZAP, RFC 27) whether a key may connect; None if the answer has to wait.
 
-        A key that we do not know yet waits at the door, because its introduction may still be on the way: address books
-        reach different processes at different times. The connection gives up by itself if nobody introduces it.
+        An unknown key waits, because the address book that admits it may still be under way: it reaches different
+        processes at different times. The connection times out if the key is never admitted.
         """
         key = z85.encode(question[8]) if len(question) > 8 and question[7] == b"CURVE" else b""
         if key.decode() in self.callers:
@@ -89,51 +90,51 @@ class Directory:
         return None
 
     def late_admission(self, key: bytes) -> list[bytes] | None:
-        """The answer to a question that waited until its key was added, if there is one."""
+        """Answer the question that has waited for this key, if there is one."""
         question = self._waiting.pop(key, None)
         return _zap_answer(question, status=b"200", key=key) if question else None
 
-    def why_refused(self, key: str, envelope: Envelope, *, epoch: int, body: Body | None = None) -> str:
-        """Why a message that came with this key is refused; empty when it is not. Without a body: one not readable."""
+    def why_refused(self, key: str, envelope: Envelope, *, term: int, body: Body | None = None) -> str:
+        """Return why a message with this key is refused; empty if it is not. `body` is None if it is not readable."""
         caller = self.callers.get(key)
         if caller is None:
             return f"{envelope.sender} {envelope.incarnation} is not in the address book"
         peer = caller.peer
         if envelope.sender != peer.process:
-            return f"the key of {peer.process} does not speak for {envelope.sender}"
+            return f"the key of {peer.process} does not belong to {envelope.sender}"
         if envelope.job != self._job:
             return f"expected job {self._job}, got {envelope.job}"
         if envelope.kind is MessageKind.REPLY:
-            return "a reply that was not asked for"
-        if body is not None and caller.role not in SPOKEN_BY[type(body)]:
-            return f"{type(body).__name__} is not for {envelope.sender} to say"
+            return "a reply without a request"
+        if body is not None and caller.role not in ALLOWED_SENDERS[type(body)]:
+            return f"{envelope.sender} may not send {type(body).__name__}"
         if envelope.incarnation != peer.incarnation:
-            if not _took_over(peer, envelope, epoch=epoch):
+            if not _took_over(peer, envelope, term=term):
                 return f"{envelope.sender} {envelope.incarnation} is not {peer.incarnation}"
             self.add(msgspec.structs.replace(peer, incarnation=envelope.incarnation))
         return ""
 
-    def newest_epoch(self, seen: int, *, by: str, of: Envelope) -> int:
-        """The newest epoch that we may believe in: the master begins them, everybody else only follows.
+    def newest_term(self, seen: int, *, by: str, of: Envelope) -> int:
+        """Return the newest term: only the master begins one, so other senders do not change it.
 
-        Who speaks in it is the master from now on, also when it only answered: the next it says is of this epoch too.
+        The sender of a newer term is the current master, also when the message is only a reply.
         """
-        if of.epoch <= seen or role_of(by) is not Role.MASTER:
+        if of.term <= seen or role_of(by) is not Role.MASTER:
             return seen
         peer = self.peers.get(by)
         if peer is not None and peer.incarnation != of.incarnation:
             self.add(msgspec.structs.replace(peer, incarnation=of.incarnation))
-        return of.epoch
+        return of.term
 
 
-def _took_over(peer: Peer, envelope: Envelope, *, epoch: int) -> bool:
-    """Whether this is the successor of a master or an agent, which keeps its predecessor's key pair.
+def _took_over(peer: Peer, envelope: Envelope, *, term: int) -> bool:
+    """Whether the sender is the successor of a master or agent, which keeps its predecessor's key pair.
 
-    Of two masters the one of the newer epoch is alive; of two agents the one that was started later: they are counted.
+    The master of the newer term is the current one. Incarnations of agents are numbered: the higher one is current.
     """
     match role_of(peer.process):
         case Role.MASTER:
-            return envelope.epoch > epoch
+            return envelope.term > term
         case Role.AGENT:
             ours, theirs = peer.incarnation, envelope.incarnation
             return ours.isdecimal() and theirs.isdecimal() and int(theirs) > int(ours)
@@ -142,6 +143,6 @@ def _took_over(peer: Peer, envelope: Envelope, *, epoch: int) -> bool:
 
 
 def _zap_answer(question: list[bytes], *, status: bytes, key: bytes) -> list[bytes]:
-    """The answer goes back on its route, with version and number of the question; the key becomes the `User-Id`."""
+    """Build the answer for the route of a question, with its version and number; the key becomes the `User-Id`."""
     route, delimiter, version, number = question[:4]
     return [route, delimiter, version, number, status, b"", key, b""]

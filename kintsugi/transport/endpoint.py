@@ -1,14 +1,16 @@
-"""How one process speaks and is spoken to.
+"""Requests, replies and one-way messages of one process.
 
-Every process has one `Endpoint`: a ROUTER socket on which it is spoken to, and one DEALER per peer it speaks to. Both
-ends prove who they are: a DEALER knows its peer's public key, and the ROUTER asks our directory which process a key
-belongs to.
+Every process has one `Endpoint`: a ROUTER socket that receives requests and one-way messages, and one DEALER socket per
+peer that it sends to. Both ends are authenticated: a DEALER knows its peer's public key, and the ROUTER looks up in the
+directory which process a key belongs to.
 
-A request is sent again, under the same sequence number, until it is answered or its deadline has come. The receiver
-drops the repetition of a request that it is still working on and answers that of a finished one from what it saved.
+A request is sent again, under the same sequence number, until it is answered or its deadline has passed. The receiver
+drops the repetition of a request that it is still working on and answers that of a finished one from its saved reply.
 
-Nothing here blocks except `poll`, `call` and `close`, which wait through `runtime.wait`. Everything but `wake` belongs
-to one thread.
+ZeroMQ reconnects a broken connection, except after data that it could not parse: then it closes the connection and the
+socket accepts no further message. So a DEALER that accepts nothing for a while is replaced (`PeerConnections`).
+
+Only `poll`, `call` and `close` block, through `runtime.wait`. All methods but `wake` belong to one thread.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
-from kintsugi import wire
 from kintsugi.errors import (
     DeadlineExceeded,
     EpochOver,
@@ -31,10 +32,15 @@ from kintsugi.errors import (
     RemoteError,
     fault_of,
 )
-from kintsugi.messages import AddressBook, Body, Failed, Register
-from kintsugi.runtime import COUNTERS, SYSTEM_CLOCK, Clock, wait
+from kintsugi.protocol import wire
+from kintsugi.protocol.membership import AddressBook, Failed, Register
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.wire import Envelope, MessageKind
+from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
+from kintsugi.runtime.counters import COUNTERS
+from kintsugi.runtime.waits import wait
 from kintsugi.transport.directory import Caller, Directory
-from kintsugi.transport.exchange import (
+from kintsugi.transport.rpc import (
     SLOWEST_BULK_BYTES_PER_S,
     Blob,
     Delivery,
@@ -43,25 +49,24 @@ from kintsugi.transport.exchange import (
     SavedReplies,
     bulk_size,
 )
-from kintsugi.transport.links import Link, Links
 from kintsugi.transport.sockets import (
     NOBLOCK,
     QUEUED_MESSAGES,
-    comes_at_once,
     is_readable,
+    is_readable_soon,
     milliseconds,
+    open_dealer,
     open_router,
     open_zap,
     receive_blobs,
     send_frames,
 )
 from kintsugi.types import Peer
-from kintsugi.wire import Envelope, MessageKind
 
 FIRST_RESEND_S = 0.25
 LONGEST_RESEND_S = 2.0
 DRAINED_MESSAGES = 256
-"""At most so many messages are taken from one socket before the others get their turn."""
+"""Maximum of messages that are taken from one socket before the other sockets are served."""
 
 _REQUEST, _REPLY, _ONE_WAY = MessageKind.REQUEST, MessageKind.REPLY, MessageKind.ONE_WAY
 
@@ -69,9 +74,9 @@ _REQUEST, _REPLY, _ONE_WAY = MessageKind.REQUEST, MessageKind.REPLY, MessageKind
 class Endpoint:
     """The sockets of one process and the loop that serves them.
 
-    Only keys that were admitted (`admit`, `set_book`) can connect. An envelope of an older epoch than `epoch` is
-    refused, except `Register`; a newer one of a master is noted in `seen_epoch`, and whoever owns the endpoint decides
-    what that means: a worker adopts it and registers again, a master knows that it was replaced.
+    Only keys that were admitted (`admit`, `set_book`) can connect. An envelope of an older term than `term` is
+    refused, except `Register`. A newer term of a master is noted in `seen_term`, on which the owner of the endpoint
+    acts: a worker adopts it and registers again, a master knows that it was replaced.
     """
 
     def __init__(
@@ -85,13 +90,13 @@ class Endpoint:
         bind: str = "tcp://127.0.0.1:*",
         listener: int = -1,
         clock: Clock = SYSTEM_CLOCK,
-        epoch: int = 0,
+        term: int = 0,
     ) -> None:
         self.job = job
         self.process = process
         self.incarnation = incarnation
-        self.epoch = epoch
-        self.seen_epoch = epoch
+        self.term = term
+        self.seen_term = term
         self._clock = clock
         self._public_key = public_key
         self._secret_key = secret_key
@@ -103,7 +108,7 @@ class Endpoint:
         self._watched: dict[object, Callable[[], None]] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
-        self._links = Links(
+        self._links = PeerConnections(
             self._context, self._poller, public_key=public_key, secret_key=secret_key, clock=clock
         )
         self._zap = open_zap(self._context)
@@ -114,10 +119,12 @@ class Endpoint:
         self._poller.register(self._router, zmq.POLLIN)
         self.address: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         """Where peers reach this process."""
+        self._closing: Fault | None = None
+        """Set by `close`."""
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.watch(self._wake_fd, self._woken)
 
-    # Who is who.
+    # The address book.
 
     @property
     def peers(self) -> dict[str, Peer]:
@@ -130,11 +137,11 @@ class Endpoint:
         return self._directory.number
 
     def peer(self, *, host: str) -> Peer:
-        """How others know this process."""
+        """Entry of this process in an address book."""
         return Peer(self.process, self.incarnation, host, self.address, self._public_key)
 
     def admit(self, peer: Peer) -> None:
-        """Let a process in under its key. A new key replaces the old one, and requests to the old process fail."""
+        """Admit a process with its key. A new key replaces the old one, and requests to the old process fail."""
         known = self._directory.peers.get(peer.process)
         if known == peer:
             return
@@ -144,14 +151,14 @@ class Endpoint:
             change = f"{peer.process} was replaced by {peer.incarnation}"
             self._directory.remove(peer.process, self._fault(change))
         self._directory.add(peer)
-        if change:  # Now: who hears that a request failed may ask again at once, and must reach the new one.
+        if change:  # After the new one was added: a callback of a failed request may repeat it immediately.
             self._close_link(peer.process, self._fault(change))
         answer = self._directory.late_admission(peer.public_key)
         if answer is not None:
             self._zap.send_multipart(answer)
 
     def set_book(self, book: AddressBook) -> bool:
-        """Take over a newer address book: who is not in it is forgotten. An older one is ignored (False)."""
+        """Take over a newer address book and forget processes that are not in it. An older one is ignored (False)."""
         if book.number <= self._directory.number:
             return False
         self._directory.number = book.number
@@ -164,7 +171,7 @@ class Endpoint:
         return True
 
     def forget(self, process: str, fault: Fault) -> None:
-        """A process is gone: its key is refused from now on, and requests to it fail at once with this cause."""
+        """Remove a process that has ended: its key is refused from now on, and requests to it fail with this cause."""
         self._directory.remove(process, fault)
         self._close_link(process, fault)
 
@@ -177,7 +184,7 @@ class Endpoint:
     def _fault(self, message: str) -> Fault:
         return fault_of(ProcessDied(message), process=self.process, time=self._clock.wall())
 
-    # Speaking.
+    # Sending.
 
     def request(
         self,
@@ -189,19 +196,22 @@ class Endpoint:
         on_done: Callable[[PendingReply], None] | None = None,
         cause_id: str | None = None,
     ) -> PendingReply:
-        """Ask; does not block. The result is there once a `poll` has settled it (then `on_done` is called).
+        """Send a request without blocking. A later `poll` settles it and calls `on_done`.
 
-        A process that can not be reached settles it at once. Blobs are sent without a copy: leave them unchanged
-        until the request is done.
+        A request to a process that can not be reached is settled before this returns. Blobs are sent without a copy:
+        leave them unchanged until the request is done.
         """
         now = self._clock.monotonic()
         interval_s = FIRST_RESEND_S + bulk_size(blobs) / SLOWEST_BULK_BYTES_PER_S
         pending = PendingReply(
             self, process, body, blobs, cause_id, on_done, now, now + deadline_s, interval_s
         )
+        if self._closing is not None:
+            pending.settle(None, ProcessDied(self._closing.message, cause=self._closing))
+            return pending
         link = self._links.get(process) or self._connect(process)
         if link is None:
-            pending.settle(None, self._directory.why_unreachable(process))
+            pending.settle(None, self._directory.unreachable_error(process))
             return pending
         pending.sequence = link.sequence = link.sequence + 1
         link.pending[pending.sequence] = pending
@@ -210,9 +220,11 @@ class Endpoint:
         return pending
 
     def call(self, process: str, body: Body, *, deadline_s: float, blobs: Sequence[Blob] = ()) -> Reply:
-        """Ask and wait, a little past the deadline at which it ends itself. What arrives meanwhile is kept."""
+        """Send a request and wait for its reply or deadline. Messages that arrive meanwhile stay in the inbox."""
         pending = self.request(process, body, deadline_s=deadline_s, blobs=blobs)
-        if (link := self._links.get(process)) is not None and comes_at_once(link.socket, clock=self._clock):
+        if (link := self._links.get(process)) is not None and is_readable_soon(
+            link.socket, clock=self._clock
+        ):
             self._drain_link(link)
         wait(pending.attempt, whom=process, what=pending.what, timeout_s=deadline_s + 1.0, clock=self._clock)
         return pending.result()
@@ -220,7 +232,7 @@ class Endpoint:
     def send(
         self, process: str, body: Body, *, blobs: Sequence[Blob] = (), cause_id: str | None = None
     ) -> bool:
-        """Tell, expecting no answer. False if the process is unknown or its queue is full."""
+        """Send a one-way message. False if the process is unknown or its queue is full."""
         link = self._links.get(process) or self._connect(process)
         if link is None:
             return False
@@ -228,7 +240,7 @@ class Endpoint:
         return self._transmit(link, link.sequence, _ONE_WAY, body, blobs, cause_id)
 
     def reply(self, delivery: Delivery, body: Body, *, blobs: Sequence[Blob] = ()) -> None:
-        """Answer a request, once. The answer is kept for repetitions of the request."""
+        """Answer a request, once. The reply is saved for repetitions of the request."""
         envelope = delivery.envelope
         assert envelope.kind is _REQUEST, f"{type(delivery.body).__name__} is one-way and has no reply"
         delivery.running.pop(envelope.sequence, None)
@@ -236,42 +248,42 @@ class Endpoint:
         self._saved.put(envelope, frame, blobs=blobs, now=self._clock.monotonic())
 
     def fail(self, delivery: Delivery, error: BaseException) -> Fault:
-        """Answer a request with the error that it ended in; gives the fault as it was sent."""
+        """Answer a request with the error that it ended in; return the fault as it was sent."""
         fault = fault_of(error, process=self.process, time=self._clock.wall())
         self.reply(delivery, Failed(fault))
         return fault
 
-    def _connect(self, process: str) -> Link | None:
+    def _connect(self, process: str) -> PeerConnection | None:
         peer = self._directory.peers.get(process)
         return self._links.open(peer) if peer is not None and peer.address else None
 
     def _transmit(
         self,
-        link: Link,
+        link: PeerConnection,
         sequence: int,
         kind: MessageKind,
         body: Body,
         blobs: Sequence[Blob],
         cause_id: str | None,
     ) -> bool:
-        envelope = Envelope(self.job, self.epoch, self.process, self.incarnation, sequence, kind, cause_id)
+        envelope = Envelope(self.job, self.term, self.process, self.incarnation, sequence, kind, cause_id)
         try:
             send_frames(link.socket, wire.encode(envelope, body), blobs)
         except zmq.Again:
             COUNTERS.add("transport.queue_full")
             if not self._links.reopen_if_stuck(link, self._directory.peers[link.process]):
                 return False
-            for pending in link.pending.values():  # This one among them, if it is a request.
+            for pending in link.pending.values():  # Including this one, if it is a request.
                 self._transmit_request(link, pending)
             return kind is _REQUEST or self._transmit(link, sequence, kind, body, blobs, cause_id)
         link.blocked_since = None
         return True
 
-    def _transmit_request(self, link: Link, pending: PendingReply) -> bool:
+    def _transmit_request(self, link: PeerConnection, pending: PendingReply) -> bool:
         return self._transmit(link, pending.sequence, _REQUEST, pending.body, pending.blobs, pending.cause_id)
 
     def _transmit_reply(self, route: bytes, sequence: int, body: Body, blobs: Sequence[Blob] = ()) -> bytes:
-        envelope = Envelope(self.job, self.epoch, self.process, self.incarnation, sequence, _REPLY)
+        envelope = Envelope(self.job, self.term, self.process, self.incarnation, sequence, _REPLY)
         frame = wire.encode(envelope, body)
         send_frames(self._router, frame, blobs, route=route)
         return frame
@@ -279,9 +291,9 @@ class Endpoint:
     # The loop.
 
     def poll(self, timeout_s: float) -> list[Delivery]:
-        """Work for at most `timeout_s` seconds or until something happened; gives the inbound messages in order.
+        """Run the loop for at most `timeout_s` seconds or until an event; return the inbound messages in order.
 
-        Admits connections, settles replies, sends again what is due and calls the callbacks of watched descriptors.
+        Admits connections, settles replies, repeats due requests and calls the callbacks of watched descriptors.
         """
         if not self._inbox:
             wait(self._attempt_turn, whom="anyone", what="a message", timeout_s=timeout_s, clock=self._clock)
@@ -294,44 +306,50 @@ class Endpoint:
         return True
 
     def turn(self, timeout_s: float) -> None:
-        """One round of the loop; what arrives goes to the inbox, for the next `poll`."""
+        """Run one round of the loop; messages that arrive go to the inbox, for the next `poll`."""
         if self._timers:
             timeout_s = min(timeout_s, self._run_timers(self._clock.monotonic()))
-        for socket, _ in self._poller.poll(milliseconds(timeout_s)):
+        # A callback may close a descriptor and another one open a new file under its number. An event is therefore only
+        # delivered to the callback that was watching when it was polled; the poller reports a readable file again.
+        events = self._poller.poll(milliseconds(timeout_s))
+        for socket, watcher in [(socket, self._watched.get(socket)) for socket, _ in events]:
             if socket is self._router:
                 self._drain_router()
             elif socket is self._zap:
                 self._answer_zap()
             elif (link := self._links.by_socket.get(socket)) is not None:
                 self._drain_link(link)
-            elif (callback := self._watched.get(socket)) is not None:
-                callback()
+            elif watcher is not None and self._watched.get(socket) is watcher:
+                watcher()
 
     def watch(self, descriptor: int, callback: Callable[[], None]) -> None:
-        """Call back from the loop whenever the descriptor is readable (a pidfd, a signalfd, a pipe)."""
+        """Call `callback` from the loop whenever the descriptor is readable (a pidfd, a signalfd, a pipe)."""
         self._watched[descriptor] = callback
         self._poller.register(descriptor, zmq.POLLIN)
 
     def unwatch(self, descriptor: int) -> None:
-        """Before the descriptor is closed."""
+        """Stop watching a descriptor; to be called before it is closed."""
         if self._watched.pop(descriptor, None) is not None:
             self._poller.unregister(descriptor)
 
     def wake(self) -> None:
-        """End the current or next `poll` at once; from any thread, as long as the endpoint is open."""
+        """Make the current or next `poll` return; from any thread, as long as the endpoint is open."""
         os.eventfd_write(self._wake_fd, 1)
 
     def _woken(self) -> None:
         os.eventfd_read(self._wake_fd)
 
     def close(self, *, flush_s: float = 0.0) -> None:
-        """Fail what is under way and close; what was sent is flushed for at most `flush_s` seconds.
+        """Fail all pending requests and close; sent messages are flushed for at most `flush_s` seconds.
 
-        Requests fail while the sockets are still there: who hears of it may have somebody to answer.
+        Requests fail while the sockets are still open, because a callback may send replies. A request that a callback
+        makes fails as well.
         """
-        fault = self._fault(f"{self.process} closed its endpoint")
-        for pending in [pending for link in self._links.values() for pending in link.pending.values()]:
-            pending.settle(None, ProcessDied(fault.message, cause=fault))
+        fault = self._closing = self._fault(f"{self.process} closed its endpoint")
+        for link in list(self._links.values()):
+            failed, link.pending = tuple(link.pending.values()), {}
+            for pending in failed:
+                pending.settle(None, ProcessDied(fault.message, cause=fault))
         self.unwatch(self._wake_fd)
         os.close(self._wake_fd)
         wait(self._attempt_flush, whom="its peers", what="the last messages to be taken", timeout_s=flush_s)
@@ -345,7 +363,7 @@ class Endpoint:
         heapq.heappush(self._timers, (due, self._num_timers, pending))
 
     def _run_timers(self, now: float) -> float:
-        """Send again what was not answered, end what ran out of time; gives how long the loop may wait then."""
+        """Repeat or expire the requests that are due; return how long the loop may wait afterwards."""
         timers = self._timers
         next_s = LONGEST_RESEND_S
         while timers:
@@ -353,13 +371,13 @@ class Endpoint:
             if due > now and not pending.done:
                 return min(next_s, due - now)
             heapq.heappop(timers)
-            if not pending.done and self._remind(pending, now):
-                # Whoever waits for it must see that it has ended.
+            if not pending.done and self._repeat_or_expire(pending, now):
+                # The loop must return, so that a caller that waits for the request sees its end.
                 next_s = 0.0
         return next_s
 
-    def _remind(self, pending: PendingReply, now: float) -> bool:
-        """Send a request again; True if its time is over instead."""
+    def _repeat_or_expire(self, pending: PendingReply, now: float) -> bool:
+        """Send a request again, or end it when its deadline has passed (True)."""
         link = self._links[pending.process]
         if now >= pending.deadline:
             del link.pending[pending.sequence]
@@ -372,7 +390,7 @@ class Endpoint:
         self._set_timer(min(now + pending.interval_s, pending.deadline), pending)
         return False
 
-    # What arrives.
+    # Receiving.
 
     def _answer_zap(self) -> None:
         while True:
@@ -400,25 +418,25 @@ class Endpoint:
                 return
 
     def _receive(self, route: bytes, key: str, frame: memoryview, blobs: tuple[memoryview, ...]) -> None:
-        """Check and sort in one message that was sent to us. Whatever it holds, it can not raise out of here."""
+        """Check one inbound message and put it into the inbox. Never raises, whatever the message holds."""
         try:
             message = wire.decode(frame)
         except msgspec.MsgspecError as error:
             self._receive_malformed(route, key, frame, str(error))
             return
         envelope, body = message.envelope, message.body
-        if why := self._directory.why_refused(key, envelope, epoch=self.seen_epoch, body=body):
+        if why := self._directory.why_refused(key, envelope, term=self.seen_term, body=body):
             self._refuse(route, envelope, RefusedError(why))
             return
         caller = self._directory.callers[key]
         if envelope.kind is _REQUEST and self._is_repeated(caller, envelope, route):
             return
-        if envelope.epoch < self.epoch and type(body) is not Register:
-            self._refuse(route, envelope, EpochOver(f"epoch {envelope.epoch} is over, it is {self.epoch}"))
+        if envelope.term < self.term and type(body) is not Register:
+            self._refuse(route, envelope, EpochOver(f"term {envelope.term} is over, it is {self.term}"))
             return
-        self.seen_epoch = self._directory.newest_epoch(self.seen_epoch, by=envelope.sender, of=envelope)
+        self.seen_term = self._directory.newest_term(self.seen_term, by=envelope.sender, of=envelope)
         if len(self._inbox) >= QUEUED_MESSAGES or len(caller.running) >= QUEUED_MESSAGES:
-            # A request will come again; a one-way message is lost, as its sender must expect.
+            # A request will be repeated; a one-way message may be lost.
             COUNTERS.add("transport.inbox_full")
             return
         delivery = Delivery(envelope, body, blobs, caller.peer, route, caller.running)
@@ -427,13 +445,13 @@ class Endpoint:
         self._inbox.append(delivery)
 
     def _receive_malformed(self, route: bytes, key: str, frame: memoryview, error: str) -> None:
-        """Tell a sender whose body we can not read; a frame without an envelope is only counted."""
+        """Refuse a message with an unreadable body; a frame without an envelope is only counted."""
         COUNTERS.add("transport.malformed")
         try:
             envelope = wire.decode_envelope(frame)
         except msgspec.MsgspecError:
             return
-        why = self._directory.why_refused(key, envelope, epoch=self.seen_epoch)
+        why = self._directory.why_refused(key, envelope, term=self.seen_term)
         self._refuse(route, envelope, RefusedError(why or f"malformed body: {error}"))
 
     def _is_repeated(self, caller: Caller, envelope: Envelope, route: bytes) -> bool:
@@ -452,13 +470,13 @@ class Endpoint:
         return False
 
     def _refuse(self, route: bytes, envelope: Envelope, error: RefusedError) -> None:
-        """Answer with the reason. A one-way message is answered too, so that its sender learns of a newer epoch."""
+        """Reply with the reason. A one-way message gets a reply too, so that its sender learns of a newer term."""
         COUNTERS.add("transport.refused")
         if envelope.kind is not _REPLY:
             fault = fault_of(error, process=self.process, time=self._clock.wall())
             self._transmit_reply(route, envelope.sequence, Failed(fault))
 
-    def _drain_link(self, link: Link) -> None:
+    def _drain_link(self, link: PeerConnection) -> None:
         socket = link.socket
         for _ in range(DRAINED_MESSAGES):
             try:
@@ -467,12 +485,12 @@ class Endpoint:
                 return
             blobs = receive_blobs(socket) if frame.more else ()
             self._receive_reply(link, frame.buffer, blobs)
-            # What an answer sets off may close the connection; where nothing is under way, nothing more is coming.
+            # A callback may have closed the connection. Without a pending request no further reply is expected.
             if socket.closed or not link.pending or not is_readable(socket):
                 return
 
-    def _receive_reply(self, link: Link, frame: memoryview, blobs: tuple[memoryview, ...]) -> None:
-        """Settle the request that this answers. The connection proves the sender, the number names the request."""
+    def _receive_reply(self, link: PeerConnection, frame: memoryview, blobs: tuple[memoryview, ...]) -> None:
+        """Settle the request that this frame answers: the connection proves the sender, its number the request."""
         try:
             message = wire.decode(frame)
         except msgspec.MsgspecError:
@@ -482,9 +500,9 @@ class Endpoint:
         if envelope.kind is not _REPLY:
             COUNTERS.add("transport.refused")
             return
-        self.seen_epoch = self._directory.newest_epoch(self.seen_epoch, by=link.process, of=envelope)
+        self.seen_term = self._directory.newest_term(self.seen_term, by=link.process, of=envelope)
         if isinstance(body, Failed) and body.fault.kind == EpochOver.__name__:
-            # Not an answer: the request goes out again under the new epoch, once that is adopted.
+            # Not a reply: the request is repeated under the new term, once that is adopted.
             return
         if (pending := link.pending.pop(envelope.sequence, None)) is None:
             return
@@ -492,3 +510,89 @@ class Endpoint:
             pending.settle(None, RemoteError(body.fault))
         else:
             pending.settle(Reply(body, blobs), None)
+
+
+BLOCKED_S = 0.5
+"""A connection that has accepted no message for this long, because it is closed or full, is replaced."""
+
+
+class PeerConnection:
+    """Connection to one peer, and the unanswered requests on it."""
+
+    __slots__ = ("blocked_since", "pending", "process", "sequence", "socket")
+
+    def __init__(self, process: str, socket: zmq.Socket[bytes], sequence: int) -> None:
+        self.process = process
+        self.socket = socket
+        self.sequence = sequence
+        self.blocked_since: float | None = None
+        """When it first refused a message after the last one that it accepted."""
+        self.pending: dict[int, PendingReply] = {}
+
+
+class PeerConnections(dict[str, PeerConnection]):
+    """Process → connection. All of their sockets are in the poller."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        poller: zmq.Poller,
+        *,
+        public_key: bytes,
+        secret_key: bytes,
+        clock: Clock,
+    ) -> None:
+        super().__init__()
+        self._context = context
+        self._poller = poller
+        self._clock = clock
+        self._public_key = public_key
+        self._secret_key = secret_key
+        self._sequences: dict[str, int] = {}
+        self.by_socket: dict[object, PeerConnection] = {}
+
+    def open(self, peer: Peer) -> PeerConnection:
+        """Connect to a peer. Sequence numbers continue, because it may still hold replies to earlier ones."""
+        link = PeerConnection(peer.process, self._open_socket(peer), self._sequences.get(peer.process, 0))
+        self[peer.process] = self.by_socket[link.socket] = link
+        return link
+
+    def close(self, process: str) -> PeerConnection | None:
+        """Close a connection; the caller settles the requests on it."""
+        if (link := self.pop(process, None)) is not None:
+            self._sequences[process] = link.sequence
+            self._close_socket(link)
+        return link
+
+    def reopen_if_stuck(self, link: PeerConnection, peer: Peer) -> bool:
+        """Replace a connection that has refused messages for a while; True if it was replaced.
+
+        The caller repeats its requests. One-way messages that it held are lost.
+        """
+        now = self._clock.monotonic()
+        if link.blocked_since is None:
+            link.blocked_since = now
+        if now - link.blocked_since < BLOCKED_S:
+            return False
+        link.blocked_since = None
+        try:
+            socket = self._open_socket(peer)
+        except zmq.ZMQError:  # No file descriptor is free; the next attempt may succeed.
+            return False
+        COUNTERS.add("transport.reopened")
+        self._close_socket(link)
+        link.socket = socket
+        self.by_socket[socket] = link
+        return True
+
+    def _open_socket(self, peer: Peer) -> zmq.Socket[bytes]:
+        socket = open_dealer(
+            self._context, peer=peer, public_key=self._public_key, secret_key=self._secret_key
+        )
+        self._poller.register(socket, zmq.POLLIN)
+        return socket
+
+    def _close_socket(self, link: PeerConnection) -> None:
+        del self.by_socket[link.socket]
+        self._poller.unregister(link.socket)
+        link.socket.close(0)

@@ -1,4 +1,4 @@
-"""The ZeroMQ sockets of an endpoint: how they are set up, and a message's frames in and out of them."""
+"""The ZeroMQ sockets of an endpoint: their set-up, and sending and receiving the frames of a message."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from collections.abc import Sequence
 
 import zmq
 
-from kintsugi.runtime import Clock
-from kintsugi.transport.exchange import Blob
+from kintsugi.runtime.clock import Clock
+from kintsugi.transport.rpc import Blob
 from kintsugi.types import Peer
 
 QUEUED_MESSAGES = 4096
 """Bound of each socket's queues, of an endpoint's inbox, and of one caller's unanswered requests."""
 LARGEST_FRAME_BYTES = 1 << 30
-AT_ONCE_S = 3e-4
-"""How long `comes_at_once` looks; a call that takes longer sleeps."""
+SOON_S = 3e-4
+"""How long `is_readable_soon` polls; a call that takes longer sleeps."""
 UNACKNOWLEDGED_S = 12.0
-"""A connection on which the other host's kernel has acknowledged nothing for so long is made anew: by then its pauses
-between two tries have grown longer than that takes. For a process that is stopped, its kernel answers."""
+"""A connection on which the other host's kernel has acknowledged nothing for this long is made again: by then the
+pauses between TCP's retransmissions are longer than a new connection takes. The kernel acknowledges also for a process
+that is stopped."""
 CONNECT_S = 3.0
-"""A connection that is not made by then is tried again, for the same reason."""
+"""A connection attempt that takes longer is repeated, for the same reason."""
 NOBLOCK = int(zmq.NOBLOCK)
 MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 def new_key_pair() -> tuple[bytes, bytes]:
-    """A CURVE key pair, (public, secret), both in Z85."""
+    """Create a CURVE key pair, (public, secret), both in Z85."""
     return zmq.curve_keypair()
 
 
 def open_zap(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """Where ZeroMQ asks whether a key may connect; a ROUTER, so that an answer may wait while others are given."""
+    """Open the socket on which ZeroMQ asks whether a key may connect; a ROUTER can answer in any order."""
     zap = context.socket(zmq.ROUTER)
     zap.linger = 0
     zap.bind("inproc://zeromq.zap.01")
@@ -43,7 +44,7 @@ def open_zap(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
 def open_router(
     context: zmq.Context[zmq.Socket[bytes]], *, public_key: bytes, secret_key: bytes, bind: str, listener: int
 ) -> zmq.Socket[bytes]:
-    """The socket on which a process is spoken to: bound to an address, or to a socket that is listening already."""
+    """Open the inbound socket of a process: bound to an address, or to a socket that is listening already."""
     router = context.socket(zmq.ROUTER)
     _configure(router)
     router.curve_server = True
@@ -63,7 +64,7 @@ def open_router(
 def open_dealer(
     context: zmq.Context[zmq.Socket[bytes]], *, peer: Peer, public_key: bytes, secret_key: bytes
 ) -> zmq.Socket[bytes]:
-    """A connection to one process, which must prove that it holds the peer's key."""
+    """Connect to one process, which must prove that it holds the peer's key."""
     dealer = context.socket(zmq.DEALER)
     _configure(dealer)
     dealer.curve_serverkey = peer.public_key
@@ -87,9 +88,9 @@ def _configure(handle: zmq.Socket[bytes]) -> None:
 def send_frames(
     handle: zmq.Socket[bytes], frame: bytes, blobs: Sequence[Blob], *, route: bytes = b""
 ) -> None:
-    """A message's frame and the bulk frames after it; large ones are not copied. zmq.Again if the queue is full.
+    """Send a message's frame and its bulk frames, which are not copied. zmq.Again if the queue is full.
 
-    A ROUTER is told the connection, `route`.
+    `route` names the connection of a ROUTER.
     """
     if route:
         handle.send(route, MORE)
@@ -104,7 +105,7 @@ def send_frames(
 
 
 def receive_blobs(handle: zmq.Socket[bytes]) -> tuple[memoryview, ...]:
-    """The bulk frames after a message's frame."""
+    """Receive the bulk frames after a message's frame."""
     blobs: list[memoryview] = []
     more = True
     while more:
@@ -115,13 +116,13 @@ def receive_blobs(handle: zmq.Socket[bytes]) -> tuple[memoryview, ...]:
 
 
 def is_readable(handle: zmq.Socket[bytes]) -> bool:
-    """Whether a whole message is there; much cheaper than a failing `recv`."""
+    """Whether a whole message has arrived; much cheaper than a failing `recv`."""
     return bool(int(handle.getsockopt(_EVENTS)) & _READABLE)
 
 
-def comes_at_once(handle: zmq.Socket[bytes], *, clock: Clock) -> bool:
-    """Look for a moment whether a message comes: most answers are there sooner than a sleeping thread is awake."""
-    until = clock.monotonic() + AT_ONCE_S
+def is_readable_soon(handle: zmq.Socket[bytes], *, clock: Clock) -> bool:
+    """Poll for a short time whether a message arrives: most replies are faster than waking a sleeping thread."""
+    until = clock.monotonic() + SOON_S
     while not is_readable(handle):
         if clock.monotonic() >= until:
             return False
@@ -129,5 +130,5 @@ def comes_at_once(handle: zmq.Socket[bytes], *, clock: Clock) -> bool:
 
 
 def milliseconds(seconds: float) -> int:
-    """Rounded up, so that a timer is due when the poll ends."""
+    """Convert to milliseconds, rounded up, so that a timer is due when the poll ends."""
     return -int(-seconds * 1000 // 1)

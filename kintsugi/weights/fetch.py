@@ -1,4 +1,4 @@
-"""The fetching side: a generation server gets a published version by the fastest way that both sides share."""
+"""The fetching side: a generation server gets a published version by the fastest transport that both sides support."""
 
 from __future__ import annotations
 
@@ -17,79 +17,99 @@ from kintsugi.types import (
     WeightManifest,
     WeightSource,
 )
-from kintsugi.weights.folder import read_folder
 from kintsugi.weights.manifest import tensor_views, verify
-from kintsugi.weights.memory import ReadableSegments, Segments, SpareMemory, unlock
-from kintsugi.weights.stream import Ask, Pull, Say
+from kintsugi.weights.transports.disk import read_folder
+from kintsugi.weights.transports.shared_memory import (
+    ReadableSegments,
+    SpareMemory,
+    WeightSegments,
+    segment_owner,
+    unlock,
+)
+from kintsugi.weights.transports.stream import EventSink, Pull, SendRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Card(Protocol):
-    """This process's way to what others hold on its accelerator (`device.MappedSlots`)."""
+class DeviceFetch(Protocol):
+    """Access of this process to weights that other processes hold on its accelerator (`device.MappedSlots`)."""
 
     @property
     def chip(self) -> str: ...
 
-    def take(self, manifest: WeightManifest, source: DeviceSource) -> Mapping[str, Tensor]: ...
+    def take(
+        self, manifest: WeightManifest, source: DeviceSource
+    ) -> tuple[Mapping[str, Tensor], Callable[[], None]]:
+        """Verified tensors, and a function that raises if they were overwritten since."""
+        ...
 
 
 Join = Callable[[WeightManifest, CollectiveSource, memoryview], None]
-"""Takes part in a collective and leaves what was broadcast in the memory, not verified yet (`collective.receive`)."""
+"""Joins a collective and leaves the broadcast bytes, unverified, in the memory (`collective.receive`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A version that was verified, in memory that nobody writes to until `release`."""
+    """A verified version, in memory that does not change until `release`. Only memory that another process holds on a
+    device can change: there `check` shows that it has not so far."""
 
     manifest: WeightManifest
     source: WeightSource
     buffer: memoryview | None = None
-    on_card: Mapping[str, Tensor] = field(default_factory=dict)
-    """Where there is no buffer."""
+    on_device: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors on the device, if there is no buffer."""
     failures: tuple[WorldError, ...] = ()
-    """What went wrong with the sources that were tried before; for the log."""
-    let_go: Callable[[], None] = lambda: None
+    """Failures of the sources that were tried before, for the log."""
+    on_release: Callable[[], None] = lambda: None
+    check: Callable[[], None] = lambda: None
+    """Raises IntegrityError if the memory has changed since it was verified; to be called after the tensors have been
+    copied."""
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Name → tensor; views into the buffer where there is one."""
-        return self.on_card if self.buffer is None else tensor_views(self.manifest, self.buffer)
+        """Name → tensor; views into the buffer if there is one."""
+        return self.on_device if self.buffer is None else tensor_views(self.manifest, self.buffer)
 
     def release(self) -> None:
-        """Nobody reads it any more; to be called once."""
-        self.let_go()
+        """Free the memory; call once."""
+        self.on_release()
 
 
 class Fetcher:
-    """What a process keeps from one version to the next: mappings and memory, which cost more than the copying."""
+    """Fetches versions, and keeps mappings and memory from one version to the next, because creating them costs more
+    than copying."""
 
     def __init__(
         self,
         *,
         process: str,
         host: str,
-        ask: Ask,
-        say: Say = lambda message: None,
-        card: Card | None = None,
+        send_request: SendRequest,
+        emit: EventSink = lambda event: None,
+        device: DeviceFetch | None = None,
         join: Join | None = None,
     ) -> None:
-        """`say` is told who is slow, while it happens."""
-        self._process, self._host = process, host
-        self._ask, self._say = ask, say
-        self._card, self._join = card, join
-        self._readable, self._spare = ReadableSegments(), SpareMemory()
+        """`emit` receives an event for every slow source, while it is slow."""
+        self._process = process
+        self._host = host
+        self._send_request = send_request
+        self._emit = emit
+        self._device = device
+        self._join = join
+        self._readable = ReadableSegments()
+        self._spare = SpareMemory()
 
     def fetch(
         self,
         manifest: WeightManifest,
         sources: Sequence[WeightSource],
         *,
-        segments: Segments | None = None,
+        segments: WeightSegments | None = None,
     ) -> Fetched:
-        """Get and verify a version from the first source that can be reached from here and gives it.
+        """Fetch and verify a version from the first source that is reachable and has it.
 
-        When a source fails, the next is tried. When all have failed, the first failure is raised, the others as notes.
+        When a source fails, the next is tried. When all have failed, the first failure is raised, with the others as
+        notes.
         """
         failures: list[WorldError] = []
         reachable = [source for source in sources if self._reaches(source, segments=segments)]
@@ -108,10 +128,13 @@ class Fetcher:
             first.add_note(f"then: {other}")
         raise first
 
-    def _reaches(self, source: WeightSource, *, segments: Segments | None) -> bool:
+    def _reaches(self, source: WeightSource, *, segments: WeightSegments | None) -> bool:
         match source:
             case DeviceSource():
-                return self._card is not None and (source.host, source.chip) == (self._host, self._card.chip)
+                return self._device is not None and (source.host, source.chip) == (
+                    self._host,
+                    self._device.chip,
+                )
             case SegmentSource():
                 return segments is not None and source.host == self._host
             case CollectiveSource():
@@ -124,16 +147,17 @@ class Fetcher:
         manifest: WeightManifest,
         source: WeightSource,
         *,
-        segments: Segments | None,
+        segments: WeightSegments | None,
         failures: tuple[WorldError, ...],
     ) -> Fetched:
         if isinstance(source, DeviceSource):
-            assert self._card is not None
-            return Fetched(manifest, source, on_card=self._card.take(manifest, source), failures=failures)
+            assert self._device is not None
+            tensors, check = self._device.take(manifest, source)
+            return Fetched(manifest, source, on_device=tensors, failures=failures, check=check)
         if isinstance(source, SegmentSource):
             assert segments is not None
             return self._read(manifest, source, segments=segments, failures=failures)
-        # Memory of a fetch that fails is not used again: a broadcast that was given up may still write to it.
+        # Memory of a failed fetch is not reused: an abandoned broadcast may still write to it.
         buffer = self._spare.take(manifest.size)
         self._fill(manifest, source, into=buffer)
         return Fetched(
@@ -141,7 +165,7 @@ class Fetcher:
             source,
             buffer,
             failures=failures,
-            let_go=lambda: self._spare.give_back(buffer),
+            on_release=lambda: self._spare.give_back(buffer),
         )
 
     def _read(
@@ -149,17 +173,18 @@ class Fetcher:
         manifest: WeightManifest,
         source: SegmentSource,
         *,
-        segments: Segments,
+        segments: WeightSegments,
         failures: tuple[WorldError, ...],
     ) -> Fetched:
-        """Where it lies: it can not change while it is locked, so what was verified is what will be loaded."""
+        """Read the version in shared memory without a copy: it can not change while it is locked, so the verified bytes
+        are those that will be loaded."""
         buffer, descriptor = self._readable.read(source.name, segments=segments)
         try:
-            verify(manifest, buffer, source=describe(source))
+            verify(manifest, buffer, source=describe(source), origin=origin_of(source))
         except WorldError:
             unlock(descriptor)
             raise
-        return Fetched(manifest, source, buffer, failures=failures, let_go=lambda: unlock(descriptor))
+        return Fetched(manifest, source, buffer, failures=failures, on_release=lambda: unlock(descriptor))
 
     def _fill(self, manifest: WeightManifest, source: WeightSource, *, into: memoryview) -> None:
         match source:
@@ -168,20 +193,37 @@ class Fetcher:
             case CollectiveSource():
                 assert self._join is not None
                 self._join(manifest, source, into)
-                verify(manifest, into, source=describe(source))
+                verify(manifest, into, source=describe(source), origin=source.process)
             case StreamSource():
-                Pull(manifest, source, into=into, ask=self._ask, say=self._say).run()
+                Pull(
+                    manifest,
+                    source,
+                    into=lambda piece: into[piece.offset : piece.offset + piece.size],
+                    send_request=self._send_request,
+                    emit=self._emit,
+                ).run()
             case _:
                 raise AssertionError(f"{source} is not brought into memory of ours")
 
 
 def _distance(source: WeightSource) -> int:
-    """What lies near is tried first, whoever published it; the others in the order in which they were named."""
+    """Near sources are tried first, the others in the given order."""
     return 0 if isinstance(source, DeviceSource) else 1 if isinstance(source, SegmentSource) else 2
 
 
+def origin_of(source: WeightSource) -> str:
+    """Return the process that a source is of; empty where the source does not name it."""
+    match source:
+        case SegmentSource():
+            return segment_owner(source.name)
+        case CollectiveSource() | StreamSource():
+            return source.process
+        case FolderSource() | DeviceSource():
+            return ""
+
+
 def describe(source: WeightSource) -> str:
-    """For people: `describe(StreamSource("model-0")) == "stream of model-0"`."""
+    """Text for the log: `describe(StreamSource("model-0")) == "stream of model-0"`."""
     match source:
         case SegmentSource():
             return f"segment {source.name} on {source.host}"

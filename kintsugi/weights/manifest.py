@@ -1,7 +1,7 @@
-"""A version of the weights as bytes: where each tensor lies, how it is recognised, and how it is read back.
+"""A version of the weights as bytes: the location of each tensor, its digest, and how it is read back.
 
-Both sides check: who publishes digests the bytes that lie ready to be fetched, who fetches digests the bytes that it
-got. Torch is imported only where tensors are turned into bytes or back.
+Both sides check: the publisher digests the bytes that are ready to be fetched, the fetcher digests the bytes that it
+got. Torch is imported only where tensors are converted to bytes or back.
 """
 
 from __future__ import annotations
@@ -12,22 +12,19 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from kintsugi.errors import IntegrityError
+from kintsugi.errors import DataDamaged, IntegrityError
+from kintsugi.runtime.digests import PIECE_SLICE_BYTES, piece_digest, piece_digest_of
 from kintsugi.types import Piece, PieceKind, WeightManifest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ALIGNMENT = 64
-"""Of every piece, so that a view of any dtype, and a vectorised copy, can start there."""
-
-CACHED_BYTES = 256 << 10
-"""Copied at once and digested right after, while the processor's cache still has it. Neither of the two holds up the
-process's other threads."""
+"""Alignment of every piece, so that a view of any dtype, and a vectorised copy, can start there."""
 
 
 def layout_size(named: Mapping[str, Tensor]) -> int:
-    """Bytes that a buffer needs to hold these tensors."""
+    """Size of a buffer that holds these tensors."""
     return max((offset + size for _, offset, size in layout(named)), default=0)
 
 
@@ -39,8 +36,8 @@ def build_manifest(
     mesh: Mapping[str, int],
     into: memoryview | None = None,
 ) -> WeightManifest:
-    """Describe these tensors, in the order of their names. With `into` they are copied there, and what lies there is
-    what is digested."""
+    """Describe these tensors, in the order of their names. With `into` they are copied there, and the copy is
+    digested."""
     pieces = describe_pieces(named, layout(named), mesh=mesh, into=into)
     return manifest_of(pieces, version=version, step=step)
 
@@ -52,7 +49,7 @@ def describe_pieces(
     mesh: Mapping[str, int],
     into: memoryview | None = None,
 ) -> list[Piece]:
-    """Those of `named` that lie at these places, as `layout` gives them: name, offset and size."""
+    """Describe the tensors of `named` at these locations (name, offset and size), as `layout` returns them."""
     places = list(places)
     tensors = [named[name] for name, _, _ in places]
     targets = [None if into is None else into[offset : offset + size] for _, offset, size in places]
@@ -76,11 +73,14 @@ def describe_pieces(
 
 def _copies_digested(tensors: Sequence[Tensor], targets: Sequence[memoryview | None]) -> list[str]:
     if tensors and tensors[0].is_cuda:
-        from kintsugi.weights.device import digests_of_device
+        from kintsugi.weights.device_digests import piece_digests
+        from kintsugi.weights.transports.device import copies_digested
 
-        return digests_of_device(tensors, into=targets)
+        # Either all of them are copied or none.
+        filled = [target for target in targets if target is not None]
+        return copies_digested(tensors, filled) if filled else piece_digests(tensors)
     return [
-        xxhash.xxh3_64_hexdigest(tensor_bytes(tensor))
+        piece_digest(tensor_bytes(tensor))
         if target is None
         else copy_and_digest(tensor_bytes(tensor), target)
         for tensor, target in zip(tensors, targets, strict=True)
@@ -95,7 +95,7 @@ def manifest_of(pieces: Iterable[Piece], *, version: int, step: int) -> WeightMa
 
 
 def digest_of(pieces: Iterable[Piece]) -> str:
-    """Of a version: xxh3-64 over its pieces' names and digests, so that no byte is digested twice."""
+    """Digest of a version: xxh3-64 over its pieces' names and digests, so that no byte is digested twice."""
     whole = xxhash.xxh3_64()
     for piece in pieces:
         whole.update(f"{piece.name}:{piece.digest}\n".encode())
@@ -103,52 +103,60 @@ def digest_of(pieces: Iterable[Piece]) -> str:
 
 
 def copy_and_digest(source: memoryview, target: memoryview) -> str:
-    """Copy the bytes and give the xxh3-64 of the copy."""
+    """Copy the bytes and return the digest of the copy: slice by slice, while each is in the CPU cache. Neither holds
+    the interpreter's lock."""
     assert source.nbytes == target.nbytes, f"{source.nbytes} bytes do not fill {target.nbytes}"
-    # Only here: the master knows manifests too, and starts without it.
+    # Imported here: the master uses manifests too, and starts without numpy.
     import numpy as np
 
     copied, original = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
-    digest = xxhash.xxh3_64()
-    for start in range(0, len(copied), CACHED_BYTES):
-        part = copied[start : start + CACHED_BYTES]
-        part[...] = original[start : start + CACHED_BYTES]
-        digest.update(part.data)
-    return digest.hexdigest()
+    digests = []
+    for start in range(0, len(copied), PIECE_SLICE_BYTES):
+        part = copied[start : start + PIECE_SLICE_BYTES]
+        part[...] = original[start : start + PIECE_SLICE_BYTES]
+        digests.append(xxhash.xxh3_64_intdigest(part.data))
+    return piece_digest_of(digests)
 
 
-def verify(manifest: WeightManifest, buffer: memoryview, *, source: str) -> None:
-    """Raise IntegrityError, with the piece and the source, unless the buffer holds exactly what was published."""
+def verify(manifest: WeightManifest, buffer: memoryview, *, source: str, origin: str = "") -> None:
+    """Raise IntegrityError, with the piece and the source, unless the buffer holds exactly what was published.
+
+    `origin` is the process that published it.
+    """
     if buffer.nbytes < manifest.size:
         raise IntegrityError(
             f"version {manifest.version} from {source}: expected {manifest.size} bytes, got {buffer.nbytes}"
         )
     for piece in manifest.pieces:
         data = buffer[piece.offset : piece.offset + piece.size]
-        check_digest(manifest, piece, found=xxhash.xxh3_64_hexdigest(data), source=source)
-    check_whole(manifest, source=source)
+        check_digest(manifest, piece, found=piece_digest(data), source=source, origin=origin)
+    check_whole(manifest, source=source, origin=origin)
 
 
-def check_digest(manifest: WeightManifest, piece: Piece, *, found: str, source: str) -> None:
+def check_digest(
+    manifest: WeightManifest, piece: Piece, *, found: str, source: str, origin: str = ""
+) -> None:
     """Raise IntegrityError, with the piece and the source, unless this is the digest of what was published."""
     if found != piece.digest:
         raise IntegrityError(
-            f"{piece.name} of version {manifest.version} from {source}: expected xxh3 {piece.digest}, got {found}"
+            f"{piece.name} of version {manifest.version} from {source}: expected xxh3 {piece.digest}, got {found}",
+            detail=DataDamaged(origin),
         )
 
 
-def check_whole(manifest: WeightManifest, *, source: str) -> None:
-    """That the pieces are those of the version, when each by itself is right."""
+def check_whole(manifest: WeightManifest, *, source: str, origin: str = "") -> None:
+    """Raise IntegrityError unless the pieces, each of which is correct, are those of the version."""
     found = digest_of(manifest.pieces)
     if found != manifest.digest:
         raise IntegrityError(
             f"version {manifest.version} from {source}: every piece is right, but not the whole: "
-            f"expected xxh3 {manifest.digest}, got {found}"
+            f"expected xxh3 {manifest.digest}, got {found}",
+            detail=DataDamaged(origin),
         )
 
 
 def tensor_views(manifest: WeightManifest, buffer: memoryview) -> dict[str, Tensor]:
-    """The tensors as views into the (writable) buffer; copying them in place is up to the engine."""
+    """The tensors as views into the (writable) buffer; the engine copies them."""
     import torch
 
     views = {}
@@ -164,7 +172,7 @@ def tensor_views(manifest: WeightManifest, buffer: memoryview) -> dict[str, Tens
 
 
 def weights_sha256(named: Mapping[str, Tensor]) -> str:
-    """What a run's summary calls its weights: SHA-256 over names, in order, and raw bytes."""
+    """Identity of the weights in a run's summary: SHA-256 over names, in order, and raw bytes."""
     digest = hashlib.sha256()
     for name in sorted(named):
         digest.update(name.encode())
@@ -173,7 +181,7 @@ def weights_sha256(named: Mapping[str, Tensor]) -> str:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The raw bytes, in row order; a view where the tensor is contiguous and in host memory."""
+    """Raw bytes, in row order; a view if the tensor is contiguous and in host memory."""
     import torch
 
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -181,7 +189,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def aligned(size: int) -> int:
-    """What a piece takes, with what is left free behind it.
+    """Size of a piece with its padding.
 
     >>> aligned(64), aligned(65)
     (64, 128)

@@ -1,22 +1,29 @@
-"""The publishing side: a model worker lays a version out, says where it can be had, and answers who asks for it."""
+"""The publishing side: a model worker copies a version, reports its sources, and serves fetches by stream."""
 
 from __future__ import annotations
 
 import mmap
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kintsugi.errors import RefusedError, WorldError
-from kintsugi.messages import FetchWeights, Publish, WeightsFetched
+from kintsugi.protocol.weights import FetchWeights, Publish, WeightsFetched
+from kintsugi.runtime.counters import COUNTERS
+from kintsugi.telemetry.events import Alert, Event
 from kintsugi.transport import chunks
 from kintsugi.types import FolderSource, Piece, SegmentSource, StreamSource, WeightManifest, WeightSource
-from kintsugi.weights.folder import remove_folders, write_folder
 from kintsugi.weights.manifest import describe_pieces, layout, layout_size, manifest_of, tensor_bytes
-from kintsugi.weights.memory import VERSIONS_KEPT, Segments, WritableSegments, unlock
+from kintsugi.weights.transports.disk import remove_folders, write_folder
+from kintsugi.weights.transports.shared_memory import (
+    VERSIONS_KEPT,
+    WeightSegments,
+    WritableSegments,
+    segment_name,
+    unlock,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,16 +32,16 @@ WHOLE_MODEL: Mapping[str, int] = {"dp": 0, "tp": 0, "pp": 0}
 
 
 @dataclass(frozen=True, slots=True)
-class LaidOut:
+class VersionLayout:
     """A version, or this rank's share of one, as bytes in memory."""
 
     manifest: WeightManifest
-    """Of the share."""
+    """Manifest of the share."""
     pieces: Mapping[int, Piece]
     """By their index among all pieces of the version."""
     buffer: memoryview | None
     tensors: Mapping[str, Tensor]
-    """What the accelerator's memory keeps, where there is no buffer."""
+    """Tensors in the accelerator's memory, if there is no buffer."""
 
     def bytes_of(self, index: int) -> memoryview:
         piece = self.pieces[index]
@@ -43,32 +50,33 @@ class LaidOut:
         return self.buffer[piece.offset : piece.offset + piece.size]
 
 
-class Outlet(Protocol):
-    """A further way out of this process: a collective, a meta-server. Carried out beside what the process does."""
+class PublishTransport(Protocol):
+    """A further transport of this process: a collective, a meta-server. It works in the background."""
 
     @property
-    def transport(self) -> str: ...
+    def name(self) -> str: ...
 
-    def offer(self, laid_out: LaidOut, order: Publish) -> Sequence[WeightSource]:
-        """Where this version can be had from now on."""
+    def publish(self, version_layout: VersionLayout, order: Publish) -> Sequence[WeightSource]:
+        """Start to publish this version, and return its sources."""
         ...
 
     def close(self) -> None: ...
 
 
-class Card(Protocol):
+class DevicePublisher(Protocol):
     """Memory of the accelerator that other processes can map (`device.DeviceSlots`)."""
 
     def hold(self, named: Mapping[str, Tensor], *, version: int) -> tuple[Mapping[str, Tensor], WeightSource]:
-        """A copy that stays as it is until two versions later, and where it can be had."""
+        """Copy the weights into memory that does not change until two versions later; return the copies and their
+        source."""
         ...
 
 
 class Publisher:
-    """Keeps at most two versions, from which all ways of fetching are served.
+    """Keeps at most two versions, which all transports serve.
 
-    Memory that somebody still reads is never written to (`memory`). The node agent holds it too, so a version outlives
-    the worker that published it.
+    Memory with readers is never written to (`shared_memory`). The node agent holds it too, so a version outlives the
+    worker that published it.
     """
 
     def __init__(
@@ -76,19 +84,23 @@ class Publisher:
         *,
         process: str,
         host: str,
-        segments: Segments | None,
+        segments: WeightSegments | None,
         folder: Path | None = None,
-        card: Card | None = None,
-        outlets: Sequence[Outlet] = (),
+        device: DevicePublisher | None = None,
+        transports: Sequence[PublishTransport] = (),
+        emit: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        """`folder` is where versions for the transport `disk` go; `card` is for `in_place`."""
+        """`folder` holds versions for the transport `disk`; `device` is used for `in_place`; `emit` records events."""
         self._process = process
         self._host = host
         self._segments = None if segments is None else WritableSegments(segments)
         self._folder = folder
-        self._card = card
-        self._outlets = outlets
-        self._versions: dict[int, LaidOut] = {}
+        self._device = device
+        self._transports = transports
+        self._emit = emit
+        self._has_shared_memory = True
+        """False after the last version fell back to private memory."""
+        self._versions: dict[int, VersionLayout] = {}
 
     def publish(
         self,
@@ -97,7 +109,7 @@ class Publisher:
         *,
         mesh: Mapping[str, int] = WHOLE_MODEL,
     ) -> tuple[WeightManifest, tuple[WeightSource, ...]]:
-        """Copy the weights out and describe them; the model may change as soon as this returns.
+        """Copy the weights and describe them; the model may change as soon as this returns.
 
         Versions from this one on, which a rollback may have left, are withdrawn first.
         """
@@ -105,25 +117,25 @@ class Publisher:
         for old in [old for old in self._versions if old >= version or old <= version - VERSIONS_KEPT]:
             del self._versions[old]
         sources: list[WeightSource] = []
-        if self._card is not None and "in_place" in order.transports:
-            named, source = self._card.hold(named, version=version)
+        if self._device is not None and "in_place" in order.transports:
+            named, source = self._device.hold(named, version=version)
             sources.append(source)
-        laid_out, is_shared = self._lay_out(named, order, mesh=mesh, is_held=bool(sources))
-        self._versions[version] = laid_out
-        for outlet in self._outlets:
-            if outlet.transport in order.transports:
-                sources += outlet.offer(laid_out, order)
+        version_layout, is_shared = self._copy_version(named, order, mesh=mesh, is_held=bool(sources))
+        self._versions[version] = version_layout
+        for transport in self._transports:
+            if transport.name in order.transports:
+                sources += transport.publish(version_layout, order)
         if is_shared:
             sources.append(SegmentSource(self._host, self._segment(version)))
         if "disk" in order.transports:
-            sources += self._store(laid_out, order)
-        return laid_out.manifest, (*sources, StreamSource(self._process))
+            sources += self._store(version_layout, order)
+        return version_layout.manifest, (*sources, StreamSource(self._process))
 
-    def _lay_out(
+    def _copy_version(
         self, named: Mapping[str, Tensor], order: Publish, *, mesh: Mapping[str, int], is_held: bool
-    ) -> tuple[LaidOut, bool]:
-        """Copy and digest, and whether servers of this host may read it where it lies. What the accelerator holds, and
-        nobody needs elsewhere, is only digested."""
+    ) -> tuple[VersionLayout, bool]:
+        """Copy and digest a version; also return whether servers of this host may read it in place. Weights that the
+        accelerator holds, and that no other transport needs, are only digested."""
         index, count = order.share
         chosen = share_of([size for _, _, size in layout(named)], index=index, count=count)
         buffer, descriptor = None, None
@@ -139,56 +151,74 @@ class Publisher:
         manifest = manifest_of(pieces.values(), version=order.version, step=order.step)
         tensors = named if buffer is None else {}
         is_shared = descriptor is not None and count == 1 and "shared_memory" in order.transports
-        return LaidOut(manifest, pieces, buffer, tensors), is_shared
+        return VersionLayout(manifest, pieces, buffer, tensors), is_shared
 
     def answer(self, request: FetchWeights) -> tuple[WeightsFetched, list[memoryview]]:
-        """The reply to a fetch by stream: the bytes of the pieces asked for, in order, without gaps."""
-        laid_out = self._versions.get(request.version)
-        if laid_out is None:
+        """Reply to a fetch by stream: the bytes of the requested pieces, in order, without gaps."""
+        version_layout = self._versions.get(request.version)
+        if version_layout is None:
             raise RefusedError(
                 f"{self._process} has no weights of version {request.version}, only {sorted(self._versions)}"
             )
         frames: list[memoryview] = []
-        for index in request.pieces or laid_out.pieces:
-            if index not in laid_out.pieces:
+        for index in request.pieces or version_layout.pieces:
+            if index not in version_layout.pieces:
                 raise RefusedError(
-                    f"version {request.version} has {len(laid_out.pieces)} pieces here, not one {index}"
+                    f"version {request.version} has {len(version_layout.pieces)} pieces here, not one {index}"
                 )
-            frames += chunks(laid_out.bytes_of(index))
+            frames += chunks(version_layout.bytes_of(index))
         return WeightsFetched(request.version), frames
 
     def close(self) -> None:
         """Withdraw everything."""
         self._versions.clear()
-        for outlet in self._outlets:
-            outlet.close()
+        for transport in self._transports:
+            transport.close()
         if self._segments is not None:
             for slot in range(VERSIONS_KEPT):
                 self._segments.remove(self._segment(slot))
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _store(self, laid_out: LaidOut, order: Publish) -> Sequence[WeightSource]:
-        if self._folder is None or laid_out.buffer is None or order.share != (0, 1):
+    def _store(self, version_layout: VersionLayout, order: Publish) -> Sequence[WeightSource]:
+        if self._folder is None or version_layout.buffer is None or order.share != (0, 1):
             return ()
         folder = self._folder / f"version-{order.version}"
-        write_folder(laid_out.manifest, laid_out.buffer, folder)
+        write_folder(version_layout.manifest, version_layout.buffer, folder)
         remove_folders(self._folder, but=[f"version-{kept}" for kept in self._versions])
         return (FolderSource(str(folder)),)
 
     def _memory(self, version: int, *, size: int) -> tuple[memoryview, int | None]:
-        """Of the agent; while it is gone or has none left, our own, from which the weights go out by stream."""
+        """Shared memory of the host's agent and its descriptor. When the agent is gone or has no memory left: private
+        memory of this process, which servers fetch by stream only."""
         if self._segments is not None:
-            with suppress(WorldError):
-                return self._segments.begin(self._segment(version), size=size)
+            try:
+                shared = self._segments.begin(self._segment(version), size=size)
+            except WorldError as error:
+                self._report_fallback(version, size=size, error=error)
+            else:
+                self._has_shared_memory = True
+                return shared
         return memoryview(mmap.mmap(-1, size)), None
 
+    def _report_fallback(self, version: int, *, size: int, error: WorldError) -> None:
+        """Count every version in private memory; alert when the first of several in a row falls back."""
+        COUNTERS.add("weights_in_private_memory")
+        if self._has_shared_memory:
+            self._emit(
+                Alert(
+                    f"version {version} is published from private memory, by stream only: {error}",
+                    {"version": version, "bytes": size},
+                )
+            )
+        self._has_shared_memory = False
+
     def _segment(self, version: int) -> str:
-        return f"weights/{self._process}/{version % VERSIONS_KEPT}"
+        return segment_name(self._process, version)
 
 
 def share_of(sizes: Sequence[int], *, index: int, count: int) -> frozenset[int]:
-    """The pieces of one of `count` parts that are about equally large.
+    """Indices of the pieces of one of `count` shares of about equal size.
 
     >>> [sorted(share_of([4, 4, 4, 4], index=index, count=2)) for index in range(2)]
     [[0, 1], [2, 3]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kintsugi.facts import BatchFormed, RolledBack, StepCommitted, TicketFiltered, TicketsIssued
+from kintsugi.journal.facts import BatchFormed, RolledBack, StepCommitted, TicketFiltered, TicketsIssued
 from tests.cluster.real_runs import LAST_STEP, Run
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from kintsugi.control.inputs import read_inputs
-from kintsugi.control.journal import read_facts
 from kintsugi.control.protocol import Began
-from kintsugi.facts import Fact, ProcessJoined
-from kintsugi.lab.marks import carriers
-from kintsugi.runs import read_journal, read_summary
-from kintsugi.summaries import Summary
+from kintsugi.journal.facts import Fact, ProcessJoined
+from kintsugi.journal.inputs import read_inputs
+from kintsugi.journal.journal import read_facts
+from kintsugi.lab.testbed.process_tags import carriers
+from kintsugi.run_folder.reader import read_journal, read_summary
+from kintsugi.run_folder.summary import Summary
 from kintsugi.types import Peer
 
 RECIPE = Path(__file__).with_name("recipe.yaml")

@@ -34,7 +34,7 @@ def make_model(folder: Path, *, seed: int = 0) -> Path:
     """A random model whose sampled text looks like nothing, but is never the same twice."""
     import torch
 
-    from kintsugi.config import NewModel
+    from kintsugi.config.schema import NewModel
     from kintsugi.model.huggingface import save
     from kintsugi.model.plan import new_model_config
     from kintsugi.model.tokenizer import character_tokenizer

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.facts import FilterReason, IncidentClosed, ProcessLost, TicketFiltered
+from kintsugi.journal.facts import FilterReason, IncidentClosed, ProcessLost, TicketFiltered
 from kintsugi.simulation.replay import replay
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
-from tests.cluster.real_runs import Run, finished, play, until
+from tests.cluster.real_runs import PROGRAMS, Run, finished, play, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -22,9 +22,10 @@ DAPO = ("algorithm.name=dapo", "algorithm.resampling_rounds=1", "algorithm.rewar
 PROXIMAL = ("algorithm.proximal=recompute",)
 DECOUPLED = (*PROXIMAL, "algorithm.updates_per_step=2")
 REWARD_MODEL = ("algorithm.name=reward_model", "algorithm.group_size=2")
+CUSTOM = f"{PROGRAMS}/custom_algorithms.py:grpo_again"
 
 
-def undisturbed(*overrides: str) -> Callable[[Run], None]:
+def to_its_end(*overrides: str) -> Callable[[Run], None]:
     def scenario(run: Run) -> None:
         run.start(*overrides)
         assert run.end()[0] == 0
@@ -54,19 +55,22 @@ def dapo_without_a_rollout_worker(run: Run) -> None:
 
 
 SCENARIOS: dict[str, Callable[[Run], None]] = {
-    "ppo": undisturbed(*PPO),
+    "ppo": to_its_end(*PPO),
     "ppo, a rank dies in critic_train": with_a_death_in(
         "kintsugi.training.objectives:ValueRegression.loss:6", *PPO
     ),
-    "grpo": undisturbed(),
-    "grpo and its proximal policy": undisturbed(*PROXIMAL),
-    "decoupled": undisturbed(*DECOUPLED),
+    "grpo and its proximal policy": to_its_end(*PROXIMAL),
+    "decoupled": to_its_end(*DECOUPLED),
     "decoupled, a rank dies in prox_inference": with_a_death_in(
-        "kintsugi.training.interfaces:ModelCalls._proximal_inference:6", *DECOUPLED
+        "kintsugi.training.model_calls:ModelCalls._proximal_inference:6", *DECOUPLED
     ),
-    "dapo": undisturbed(*DAPO),
+    "dapo": to_its_end(*DAPO),
     "dapo, a rollout worker dies": dapo_without_a_rollout_worker,
-    "reward_model": undisturbed(*REWARD_MODEL),
+    "custom": to_its_end(f"algorithm.name={CUSTOM}"),
+    "custom, a rank dies in its loss": with_a_death_in(
+        "kintsugi.training.objectives:PolicyGradient.loss:6", f"algorithm.name={CUSTOM}"
+    ),
+    "reward_model": to_its_end(*REWARD_MODEL),
     "reward_model, a rank dies while it ranks pairs": with_a_death_in(
         "kintsugi.training.worker:ModelWorker._evaluate:7", *REWARD_MODEL
     ),
@@ -78,6 +82,13 @@ DISTURBED = [name for name in SCENARIOS if "," in name]
 def played(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
     runs = play(SCENARIOS, tmp_path_factory.mktemp("algorithms"))
     return lambda name: finished(runs[name])
+
+
+@pytest.fixture
+def grpo(undisturbed: Run) -> Run:
+    """The run that others of this folder are compared with is one by GRPO."""
+    assert undisturbed.summary.algorithm == "grpo"
+    return undisturbed
 
 
 @pytest.mark.parametrize("name", DISTURBED)
@@ -105,10 +116,20 @@ def test_a_run_gives_the_same_facts_again(played: Callable[[str], Run], name: st
     assert again == journaled
 
 
-def test_on_fresh_samples_a_proximal_policy_of_its_own_changes_no_bit(played: Callable[[str], Run]) -> None:
-    plain, decoupled = played("grpo"), played("grpo and its proximal policy")
-    assert decoupled.summary.weights_sha256 == plain.summary.weights_sha256
+def test_on_fresh_samples_a_proximal_policy_of_its_own_changes_no_bit(
+    grpo: Run, played: Callable[[str], Run]
+) -> None:
+    decoupled = played("grpo and its proximal policy")
+    assert decoupled.summary.weights_sha256 == grpo.summary.weights_sha256
     assert [line for line in decoupled.lines("metrics.jsonl") if "importance_weight_mean" in line]
+
+
+def test_a_custom_algorithm_that_computes_the_same_as_grpo_ends_with_the_same_weights(
+    grpo: Run, played: Callable[[str], Run]
+) -> None:
+    custom = played("custom")
+    assert custom.summary.algorithm == CUSTOM
+    assert custom.summary.weights_sha256 == grpo.summary.weights_sha256
 
 
 def test_dynamic_sampling_has_replaced_groups(played: Callable[[str], Run]) -> None:

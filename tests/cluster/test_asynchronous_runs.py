@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kintsugi.facts import BatchFormed, Fact, SamplesScored, StepCommitted
-from kintsugi.runs import read_journal
+from kintsugi.journal.facts import BatchFormed, Fact, SamplesScored, StepCommitted
+from kintsugi.run_folder.reader import read_journal
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
 from tests.cluster.real_runs import Run, finished, play, until
 

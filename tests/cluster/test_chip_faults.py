@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kintsugi.cluster.chips import ChipReading
-from kintsugi.facts import ProcessJoined
-from kintsugi.incidents import report_of
+from kintsugi.cluster.accelerators import AcceleratorReading
+from kintsugi.journal.facts import ProcessJoined
+from kintsugi.run_folder.incidents import report_of
 from kintsugi.types import Role
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
 from tests.cluster.real_runs import Run, until
@@ -38,7 +38,7 @@ def test_ranks_and_servers_leave_a_host_whose_accelerator_broke(
         run.wait_at(5)
         victims = computing_on(run, "host-1")
         assert victims
-        broken = ChipReading(uuid="cpu", name="GPU 0", xids=(79,))
+        broken = AcceleratorReading(uuid="cpu", name="GPU 0", xids=(79,))
         (chips / "agent-1.new").write_bytes(msgspec.json.encode([broken]))
         (chips / "agent-1.new").rename(chips / "agent-1.json")
         until(lambda: not computing_on(run, "host-1"), "everybody to have left host-1")

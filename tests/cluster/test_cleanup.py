@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from kintsugi.cluster.restarts import MOST_RESTARTS
+from kintsugi.cluster.restart_policy import MOST_RESTARTS
 from kintsugi.types import Role
 from tests.cluster.tiny_runs import TinyRun, start_of, until
 
@@ -25,6 +25,7 @@ def test_the_exit_code_is_the_masters_and_nothing_is_left(run: TinyRun) -> None:
     assert not list((run.run_dir / "agents").iterdir())
 
 
+@pytest.mark.slow
 def test_two_hosts_end_with_the_masters_exit_code(run: TinyRun) -> None:
     run.start(start_of("model-0"), start_of("model-1"), hosts=2, exit_code=0)
     assert run.result() == (0, "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from kintsugi.observe.events import Transition, read_events
+from kintsugi.telemetry.events import Transition, read_events
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
 from tests.cluster.real_runs import Run, finished, play
 

@@ -19,8 +19,8 @@ import pytest
 
 from kintsugi.diagnosis import diagnose
 from kintsugi.diagnosis.verdict import Diagnosis
-from kintsugi.observe.verdicts import DIAGNOSES_FILE
-from kintsugi.runs import read_journal
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.run_folder.reader import read_journal
 from tests.cluster.real_runs import Run, until
 
 pytestmark = pytest.mark.slow
@@ -48,7 +48,7 @@ def num_steps(run: Run) -> int:
 
 def told(run: Run) -> list[tuple[str, str]]:
     """What the watcher of the run has named so far."""
-    path = run.run_dir / DIAGNOSES_FILE
+    path = RunFolder(run.run_dir).diagnoses_file
     lines = path.read_bytes().partition(b"\0")[0].splitlines() if path.exists() else []
     diagnoses = [msgspec.json.decode(line, type=Diagnosis) for line in lines]
     return [(cause.process, cause.kind.value) for each in diagnoses for cause in each.causes]
@@ -60,13 +60,12 @@ def pid_of(run: Run, process: str) -> int:
     return pid
 
 
-def test_a_healthy_run_has_nothing_to_blame(run: Run) -> None:
+def test_nothing_is_blamed_in_a_healthy_run_and_a_killed_rollout_worker_is_though_another_takes_its_place(
+    run: Run,
+) -> None:
     time.sleep(6.0)
     assert diagnose(run.run_dir).causes == ()
     assert told(run) == []
-
-
-def test_a_killed_rollout_worker_is_named_though_another_has_taken_its_place(run: Run) -> None:
     pid = pid_of(run, "rollout-1")
     at = time.time()
     os.kill(pid, signal.SIGKILL)

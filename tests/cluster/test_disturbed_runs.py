@@ -18,11 +18,11 @@ import pytest
 
 from kintsugi.checkpoint.store import latest
 from kintsugi.errors import root_first
-from kintsugi.facts import CheckpointFailed, CheckpointSaved, ProcessLost, RolledBack
-from kintsugi.lab import floating
-from kintsugi.observe.events import Alert, FaultSeen, ProcessEnded, read_events
-from kintsugi.runs import RunState, read_journal, read_status
+from kintsugi.journal.facts import CheckpointFailed, CheckpointSaved, ProcessLost, RolledBack
+from kintsugi.lab.faults import fpu_rounding
+from kintsugi.run_folder.reader import RunState, read_journal, read_status
 from kintsugi.simulation.replay import replay
+from kintsugi.telemetry.events import Alert, FaultSeen, ProcessEnded, read_events
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
 from tests.cluster.real_runs import LAST_STEP, Run, finished, play, until
 
@@ -38,7 +38,7 @@ def stop_and_resume(run: Run) -> None:
     run.wait_at(GATE)
     assert "is running (process" in run.ask("resume", str(run.run_dir))[1]
     stopping = run.command("stop", str(run.run_dir))
-    assert stopping.stdout is not None and "to stop after its step" in stopping.stdout.readline()
+    assert stopping.stdout is not None and "it ends after its step" in stopping.stdout.readline()
     run.let_through(GATE)
     output, errors = stopping.communicate(timeout=30)
     assert stopping.returncode == 0, errors
@@ -86,7 +86,7 @@ def make_it_compute_something_else(run: Run, process: str) -> None:
     """Its threads round towards zero from step 6 on, until it is replaced."""
     run.start(gates=(GATE,))
     run.wait_at(GATE)
-    assert floating.set_rounding(read_journal(run.run_dir).processes[process], floating.TOWARDS_ZERO)
+    assert fpu_rounding.set_rounding(read_journal(run.run_dir).processes[process], fpu_rounding.TOWARDS_ZERO)
     run.let_through(GATE)
     code, errors = run.end()
     assert code == 0, errors
@@ -98,7 +98,7 @@ RECOVERED: dict[str, Callable[[Run], None]] = {
     "rollout-0-killed": kill_rollout_worker,
     "server-0-killed": kill_server_that_loads,
 }
-if floating.missing() is None:
+if fpu_rounding.missing() is None:
     RECOVERED |= {
         f"{process}-computes-something-else": partial(make_it_compute_something_else, process=process)
         for process in ("model-1", "server-0")
@@ -144,7 +144,7 @@ def test_a_killed_worker_is_replaced_and_no_other_process_changes(
     assert [message for message in alerts if message.startswith(killed)]
 
 
-@pytest.mark.skipif(floating.missing() is not None, reason=str(floating.missing()))
+@pytest.mark.skipif(fpu_rounding.missing() is not None, reason=str(fpu_rounding.missing()))
 @pytest.mark.parametrize("damaged", ["model-1", "server-0"])
 def test_a_process_that_computes_something_else_says_so_itself_and_is_replaced_alone(
     recovered: Callable[[str], Run], damaged: str
@@ -256,6 +256,7 @@ def fill_the_disk(run: Run) -> None:
     before = resource.prlimit(writer, resource.RLIMIT_FSIZE, (64 << 10, resource.RLIM_INFINITY))
     run.let_through(GATE)
     run.wait_at(6)
+    run.wait_for_line("checkpoint of step 6 failed", file="events/master-0.jsonl")
     newest = latest(run.run_dir / "checkpoints")
     assert newest is not None and newest.step == 4
     assert {path.name for path in newest.path.parent.glob("step-*")} == {"step-000002", "step-000004"}

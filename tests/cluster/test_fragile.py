@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from kintsugi.config import Config
-from kintsugi.lab.fragile.running import FragileRun
-from kintsugi.lab.measuring import figures_of
-from kintsugi.lab.running import signal_ours
-from kintsugi.lab.watching import Watch
-from kintsugi.observe.figures import figures_in
-from kintsugi.recipe import load
-from kintsugi.runs import checkpoint_folders
+from kintsugi.config.recipe import load
+from kintsugi.config.schema import Config
+from kintsugi.lab.fragile.run import FragileRun
+from kintsugi.lab.scenarios.measuring import metrics_of
+from kintsugi.lab.testbed.run import signal_ours
+from kintsugi.lab.testbed.watch import RunWatch
+from kintsugi.run_folder.reader import checkpoint_folders
+from kintsugi.telemetry.readings import figures_in
 from tests.cluster.real_runs import LAST_STEP, RECIPE, Run, until
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 REWARD = "algorithm.reward=[kintsugi.lab.rewards.odd_digits]"
 """The same as the recipe's, without its gates."""
@@ -34,7 +34,7 @@ class Observed:
 
     def __init__(self, config: Config, *, run_dir: Path) -> None:
         self.run = FragileRun(config, run_dir=run_dir)
-        self.watch = Watch(run_dir)
+        self.watch = RunWatch(run_dir)
 
     def start(self, *, until_step: int = 0) -> None:
         self.run.start()
@@ -45,12 +45,12 @@ class Observed:
         )
 
     def kill(self, process: str) -> None:
-        self.watch.look(at_once=True)
-        assert signal_ours(self.run, self.watch.staff[process].pid, signal.SIGKILL)
+        self.watch.look(force=True)
+        assert signal_ours(self.run, self.watch.processes[process].pid, signal.SIGKILL)
 
     def end(self) -> int | None:
         until(lambda: not self.run.running, "its end")
-        self.watch.look(at_once=True)
+        self.watch.look(force=True)
         return self.run.exit_code()
 
     def log(self, process: str) -> str:
@@ -109,12 +109,11 @@ def test_it_is_measured_as_ours_is(begun: list[Observed], tmp_path: Path) -> Non
     start(begun, config("algorithm.steps=500"), run_dir=tmp_path / "run", until_step=1)
     expected = {"model-1 cpu_s", "host-0 fsync_s", "master-0>model-1 rtt_s"}
     until(
-        lambda: expected <= figures_of(figures_in(tmp_path / "run"), process="model-1").keys(),
+        lambda: expected <= metrics_of(figures_in(tmp_path / "run"), process="model-1").keys(),
         "figures of the process, its host and its links",
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["weights.transport=disk", "cluster.share_device=keep"])
 def test_weights_through_checkpoints_and_a_shared_device_change_no_bit(
     begun: list[Observed], undisturbed: Run, tmp_path: Path, how: str
@@ -126,7 +125,6 @@ def test_weights_through_checkpoints_and_a_shared_device_change_no_bit(
     assert all((theirs[name] == ours[name]).all() for name in ours)
 
 
-@pytest.mark.slow
 def test_in_plain_fine_tuning_the_rank_that_died_is_the_one_that_is_named(
     begun: list[Observed], tmp_path: Path
 ) -> None:

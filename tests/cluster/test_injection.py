@@ -1,6 +1,6 @@
 """Every mechanism bites, is undone, and leaves nothing: also when injector, target or laboratory are killed.
 
-The processes that it is tried on measure what happens to them (`kintsugi/lab/specimen.py`).
+The processes that it is tried on measure what happens to them (`kintsugi/lab/residue/probe_workload.py`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from pathlib import Path
 import pytest
 
 from kintsugi.errors import ProcessDied, UserError
-from kintsugi.lab import hosts, probing
-from kintsugi.lab.host_diff import difference, host_snapshot, placement
-from kintsugi.lab.injecting import Injector
-from kintsugi.lab.injection import Ability, Injected, Injection, Trigger
-from kintsugi.lab.places import Place
-from kintsugi.lab.specimen import SpecimenRun
+from kintsugi.lab import probing
+from kintsugi.lab.injector.injection import Ability, Injected, Injection, Trigger
+from kintsugi.lab.injector.injector import Injector
+from kintsugi.lab.residue.host_diff import difference, host_snapshot, placement
+from kintsugi.lab.residue.probe_workload import ProbeRun
+from kintsugi.lab.testbed import hosts
+from kintsugi.lab.testbed.testbed import RunTestbed
 
-TARGET, PEER, BYSTANDER = "specimen-1", "specimen-0", "specimen-3"
+TARGET, PEER, BYSTANDER = "probe-1", "probe-0", "probe-3"
 """The bystander is on the same host as the target."""
 
 needs_hosts = pytest.mark.skipif(
@@ -35,18 +36,18 @@ pytestmark = needs_hosts
 
 
 class Bench:
-    """A place with specimens, and an injector."""
+    """A testbed with probes, and an injector."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.place = Place(folder / "place", num_hosts=2, named=True, disk_bytes=64 << 20)
-        self.run = SpecimenRun(self.place.run_dir(), place=self.place, count=4)
+        self.testbed = RunTestbed(folder / "place", num_hosts=2, named=True, disk_bytes=64 << 20)
+        self.run = ProbeRun(self.testbed.run_dir(), testbed=self.testbed, count=4)
         self.injector = Injector(self.run, folder / "lab")
 
     def close(self) -> None:
         self.injector.close()
         self.run.close()
-        self.place.close()
+        self.testbed.close()
 
     def seen(self, what: str, *, since: float, of: str = TARGET) -> list[float]:
         return self.run.measured(of, what, since=since)
@@ -109,6 +110,7 @@ SLOWER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SLOWER)
 def test_what_slows_a_process_down_makes_it_get_less_done_until_it_ends(bench: Bench, case: str) -> None:
     ability, mechanism, amount, what = SLOWER[case]
@@ -131,6 +133,7 @@ def test_what_slows_a_process_down_makes_it_get_less_done_until_it_ends(bench: B
     assert bench.placements() == was
 
 
+@pytest.mark.slow
 def test_a_delay_is_as_long_as_was_asked_and_hits_only_the_target(bench: Bench) -> None:
     injected = bench.begin(Ability.NETWORK_DELAY, delay_s=0.15)
     bench.until(lambda: len(bench.seen("round_trip", since=injected.monotonic + 0.2)) > 2, "round trips")
@@ -143,6 +146,7 @@ def test_a_delay_is_as_long_as_was_asked_and_hits_only_the_target(bench: Bench) 
     assert injected.measured["packets"] > 0
 
 
+@pytest.mark.slow
 def test_a_delay_of_one_link_spares_the_others(bench: Bench) -> None:
     injected = bench.injector.begin(
         Injection(ability=Ability.NETWORK_DELAY, target=TARGET, peer=PEER, amount={"delay_s": 0.5})
@@ -156,6 +160,7 @@ def test_a_delay_of_one_link_spares_the_others(bench: Bench) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interface", ["eth0", "lo"])
 def test_a_cut_of_one_network_device_spares_the_others(bench: Bench, interface: str) -> None:
     """Who is on the target's host meets it on the loopback device, who is on the other host does not."""
@@ -167,6 +172,7 @@ def test_a_cut_of_one_network_device_spares_the_others(bench: Bench, interface: 
     assert bench.injector.end(injected).measured["dropped"] > 0
 
 
+@pytest.mark.slow
 def test_a_port_that_the_peer_has_not_is_no_link_with_it(bench: Bench) -> None:
     injected = bench.injector.begin(
         Injection(ability=Ability.NETWORK_CUT, target=TARGET, peer=PEER, port=9, duration_s=8.0)
@@ -176,6 +182,7 @@ def test_a_port_that_the_peer_has_not_is_no_link_with_it(bench: Bench) -> None:
     assert bench.injector.end(injected).measured["dropped"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mechanism", ["packets dropped by a program (NFQUEUE)", "arriving packets dropped at random (nftables)"]
 )
@@ -205,6 +212,7 @@ def test_a_cut_lets_nothing_through_until_it_ends(bench: Bench, mechanism: str) 
     bench.until(lambda: bool(bench.seen("round_trip", since=since)), "the link to work again")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mechanism",
     [
@@ -232,6 +240,7 @@ FAILING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FAILING)
 def test_what_fails_works_again_when_it_ends(bench: Bench, case: str) -> None:
     ability, mechanism, failure, success = FAILING[case]
@@ -246,6 +255,7 @@ def test_what_fails_works_again_when_it_ends(bench: Bench, case: str) -> None:
     assert bench.placements() == was
 
 
+@pytest.mark.slow
 def test_competing_writes_make_syncs_take_longer(bench: Bench) -> None:
     since = time.monotonic()
     time.sleep(0.8)
@@ -258,6 +268,7 @@ def test_competing_writes_make_syncs_take_longer(bench: Bench) -> None:
     assert statistics.mean(during) > 1.2 * statistics.median(before)
 
 
+@pytest.mark.slow
 def test_another_rounding_gives_another_sum_until_it_ends(bench: Bench) -> None:
     if why := lacking(Ability.NUMERIC, "another rounding of every thread (ptrace)"):
         pytest.skip(why)
@@ -292,6 +303,7 @@ def test_a_stopped_process_does_nothing_and_then_goes_on(bench: Bench, mechanism
     assert bench.placements() == was
 
 
+@pytest.mark.slow
 def test_memory_grows_until_the_kernel_kills_the_target_and_nobody_else(bench: Bench) -> None:
     if why := lacking(Ability.MEMORY, "growing neighbour in a memory control group"):
         pytest.skip(why)
@@ -307,7 +319,7 @@ def test_a_killed_process_is_gone(bench: Bench) -> None:
     injected = bench.begin(Ability.KILL)
     bench.until(lambda: not bench.run.alive(TARGET), "the target to be gone")
     assert bench.injector.end(injected).end is not None
-    with pytest.raises(ProcessDied, match="has ended by itself"):
+    with pytest.raises(ProcessDied, match="has ended and"):
         bench.begin(Ability.STOP)
 
 
@@ -329,14 +341,14 @@ def test_a_fault_ends_by_itself_after_its_time(bench: Bench) -> None:
 
 @pytest.mark.parametrize("ability", [Ability.STOP, Ability.CPU, Ability.NETWORK_CUT, Ability.DISK_FILL])
 def test_a_killed_injector_leaves_nothing(bench: Bench, ability: Ability) -> None:
-    was, files = bench.placements(), set(os.listdir(bench.place.run_dir().parent))
+    was, files = bench.placements(), set(os.listdir(bench.testbed.run_dir().parent))
     injected = bench.begin(ability)
-    (culprit,) = [pid for pid in children() if "kintsugi.lab.culprit" in command_of(pid)]
+    (culprit,) = [pid for pid in children() if "kintsugi.lab.injector.injector_process" in command_of(pid)]
     os.kill(culprit, signal.SIGKILL)
     since = time.monotonic()
     bench.until(lambda: bench.placements() == was, "the target to be let go")
     bench.until(lambda: bool(bench.seen("round_trip", since=since)), "the network to work")
-    bench.until(lambda: set(os.listdir(bench.place.run_dir().parent)) == files, "files to be gone")
+    bench.until(lambda: set(os.listdir(bench.testbed.run_dir().parent)) == files, "files to be gone")
     assert bench.injector.end(injected).end is not None
 
 
@@ -388,7 +400,7 @@ def _is_ours(line: str, folder: Path) -> bool:
 
 
 IMPOSSIBLE = {
-    "no process 'specimen-9'": Injection(ability=Ability.KILL, target="specimen-9"),
+    "no process 'probe-9'": Injection(ability=Ability.KILL, target="probe-9"),
     "expected one of collecting": Injection(
         ability=Ability.KILL, target=TARGET, trigger=Trigger(phase="sleeping")
     ),

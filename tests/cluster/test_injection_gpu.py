@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.lab.injecting import Injector
-from kintsugi.lab.injection import Ability, Injection
-from kintsugi.lab.places import Place
-from kintsugi.observe.events import EventLog, ProcessBegan, events_path
+from kintsugi.lab.injector.injection import Ability, Injection
+from kintsugi.lab.injector.injector import Injector
+from kintsugi.lab.testbed.testbed import RunTestbed
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.telemetry.events import EventLog, ProcessBegan
 
 pytestmark = pytest.mark.gpu
 
@@ -41,13 +42,13 @@ for line in sys.stdin:
 class User:
     """A run of one process, which uses the card."""
 
-    place: Place | None = None
+    testbed: RunTestbed | None = None
     running = True
 
     def __init__(self, run_dir: Path, process: subprocess.Popen[str]) -> None:
         self.run_dir = run_dir
         self._process = process
-        EventLog(events_path(run_dir, "model-0"), process="model-0").emit(
+        EventLog(RunFolder(run_dir).events_file("model-0"), process="model-0").emit(
             ProcessBegan("model", "1", process.pid)
         )
 

@@ -14,9 +14,10 @@ from functools import partial
 import msgspec
 import pytest
 
-from kintsugi.cluster.children import ChildrenTable, table_path
-from kintsugi.facts import IncidentClosed
-from kintsugi.observe.events import ProcessBegan, read_events
+from kintsugi.cluster.child import ChildrenTable
+from kintsugi.journal.facts import IncidentClosed
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.telemetry.events import ProcessBegan, read_events
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
 from tests.cluster.real_runs import Run, finished, play, until
 
@@ -77,7 +78,7 @@ def lose_a_host(run: Run) -> None:
     """An agent and everything it started, at the same moment."""
     run.start("cluster.hosts=2", gates=(5,))
     run.wait_at(5)
-    table = msgspec.json.decode(table_path(run.run_dir, "agent-1").read_bytes(), type=ChildrenTable)
+    table = msgspec.json.decode(RunFolder(run.run_dir).agent_file("agent-1").read_bytes(), type=ChildrenTable)
     lost = [child.process for child in table.children if child.process in WORKERS]
     assert len(lost) >= 2
     strike(run, "agent-1", *lost)

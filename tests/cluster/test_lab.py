@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kintsugi.lab.experiments import experiments_folder
+from kintsugi.lab.scenarios.experiments import experiments_folder
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.facts import ProcessLost, TicketReturned
+from kintsugi.journal.facts import ProcessLost, TicketReturned
 from tests.cluster.real_runs import Run, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

@@ -11,14 +11,14 @@ from uuid import uuid4
 
 import pytest
 
-from kintsugi.observe.events import ProcessGone, Span, read_events
-from kintsugi.observe.figures import (
-    Beat,
-    ClockSample,
-    FigureRecord,
-    HostSample,
-    LinkSample,
-    ProcessSample,
+from kintsugi.telemetry.events import ProcessGone, Span, read_events
+from kintsugi.telemetry.readings import (
+    ClockOffsetReading,
+    HeartbeatReading,
+    HostReading,
+    LinkReading,
+    ProcessReading,
+    ReadingRecord,
     figures_in,
 )
 from kintsugi.types import Role
@@ -54,9 +54,9 @@ def gone(run_dir: Path, process: str) -> list[ProcessGone]:
     return [event for event in events if isinstance(event, ProcessGone) and event.of == process]
 
 
-def looks_at(run: Run, process: str) -> list[ProcessSample]:
+def looks_at(run: Run, process: str) -> list[ProcessReading]:
     samples = [record.sample for record in figures_in(run.run_dir, process="agent-0")]
-    return [sample for sample in samples if isinstance(sample, ProcessSample) and sample.of == process]
+    return [sample for sample in samples if isinstance(sample, ProcessReading) and sample.of == process]
 
 
 def test_a_process_that_the_kernel_ended_for_want_of_memory_is_told_as_such(run: TinyRun) -> None:
@@ -75,7 +75,7 @@ def test_a_process_that_the_kernel_ended_for_want_of_memory_is_told_as_such(run:
 def waited_for(run: Run) -> set[str]:
     """By the master, by what it said so far."""
     samples = (record.sample for record in figures_in(run.run_dir, process="master-0"))
-    return {wait.whom for sample in samples if isinstance(sample, Beat) for wait in sample.waits}
+    return {wait.whom for sample in samples if isinstance(sample, HeartbeatReading) for wait in sample.waits}
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         run.close()
 
 
-def figures(run: Run) -> list[FigureRecord]:
+def figures(run: Run) -> list[ReadingRecord]:
     return figures_in(run.run_dir)
 
 
@@ -117,7 +117,7 @@ def test_a_stopped_process_is_seen_standing_still(observed: Run) -> None:
 def test_every_process_says_about_twice_a_second_how_it_is(observed: Run) -> None:
     beats: dict[str, list[float]] = {}
     for record in figures(observed):
-        if isinstance(record.sample, Beat):
+        if isinstance(record.sample, HeartbeatReading):
             beats.setdefault(record.stamp.process, []).append(record.stamp.time)
     assert {"master-0", "agent-0", "manager-0", "model-0", "rollout-0", "server-0"} <= beats.keys()
     calm = beats["agent-0"]
@@ -133,16 +133,18 @@ def test_links_are_named_by_the_processes_at_their_ends(observed: Run) -> None:
     links = {
         (record.sample.of, record.sample.peer)
         for record in figures(observed)
-        if isinstance(record.sample, LinkSample)
+        if isinstance(record.sample, LinkReading)
     }
     assert {("model-0", "master-0"), ("master-0", "model-0"), ("server-0", "manager-0")} <= links
     assert ("model-0", "model-1") in links, "their collectives have sockets that no address book knows"
 
 
 def test_the_host_and_its_clock_are_measured(observed: Run) -> None:
-    hosts = [record.sample for record in figures(observed) if isinstance(record.sample, HostSample)]
+    hosts = [record.sample for record in figures(observed) if isinstance(record.sample, HostReading)]
     assert all(sample.values["disk_free_bytes"] > 0 for sample in hosts[1:])
-    clock = [record.sample for record in figures(observed) if isinstance(record.sample, ClockSample)][-1]
+    clock = [record.sample for record in figures(observed) if isinstance(record.sample, ClockOffsetReading)][
+        -1
+    ]
     assert clock.error_s < 0.01
     assert abs(clock.offset_s) <= clock.error_s + 0.001, "all of it is one host"
 

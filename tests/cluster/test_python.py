@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.observe.rollouts import read_groups
-from kintsugi.runs import checkpoint_folders, read_summary
+from kintsugi.run_folder.reader import checkpoint_folders, read_summary
+from kintsugi.telemetry.saved_rollouts import read_groups
 from tests.cluster.real_runs import RECIPE, Run, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.lab.residue import run_residue
+from kintsugi.lab.residue.residue import run_residue
 
 
 @pytest.mark.slow

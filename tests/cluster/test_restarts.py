@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.cluster.children import process_start_time
-from kintsugi.observe.events import ProcessGone, read_events
+from kintsugi.runtime.proc import process_start_time
+from kintsugi.telemetry.events import ProcessGone, read_events
 from kintsugi.types import Role
 from tests.cluster.tiny_runs import TinyRun, start_of, until
 
@@ -59,7 +59,7 @@ def take_descriptors(pid: int) -> None:
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (FEW_DESCRIPTORS, most))
 
 
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("index", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_agent_that_fails_comes_back_and_its_processes_keep_their_pids(run: TinyRun, index: int) -> None:
     run.start_and_wait(start_of("model-0"), start_of("model-1"), hosts=2)
     run.note_sockets()
@@ -79,6 +79,7 @@ def test_an_agent_that_fails_comes_back_and_its_processes_keep_their_pids(run: T
     end(run)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_an_agent_that_has_no_descriptor_left(run: TinyRun) -> None:
     run.start_and_wait(start_of("model-0"), start_of("model-1"), hosts=2)
     agent, started = run.agent_pid("agent-1"), run.started()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.rollout import jail
-from kintsugi.runs import read_journal
+from kintsugi.rollout.sandbox import jail
+from kintsugi.run_folder.reader import read_journal
 from tests.cluster.real_runs import Run, until
 from tests.unit.rollout.escapes import ATTEMPTS, DAEMON, FORK_BOMB
 

@@ -7,12 +7,13 @@ import signal
 
 import pytest
 
-from kintsugi.cluster.children import read_table, table_path
-from kintsugi.control.requests import Requests
-from kintsugi.control.staff import RETIRED
-from kintsugi.facts import EpochStarted, IncidentOpened, ProcessJoined, ProcessLost, ServersScaled
-from kintsugi.observe.processes import read_processes
-from kintsugi.runs import read_journal
+from kintsugi.cluster.child import read_table
+from kintsugi.control.processes import RETIRED
+from kintsugi.control.user_requests import UserRequests
+from kintsugi.journal.facts import IncidentOpened, ProcessJoined, ProcessLost, ServersScaled, TermStarted
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.run_folder.reader import read_journal
+from kintsugi.telemetry.process_reports import read_processes
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
 from tests.cluster.real_runs import Run, finished, play, until
 
@@ -34,7 +35,7 @@ def scale(run: Run, count: int) -> None:
 
 def leave_request(run: Run, count: int) -> None:
     """As the command does, which takes long to start where there is much to do."""
-    Requests(run.run_dir).leave(servers=count)
+    UserRequests(run.run_dir).submit(servers=count)
     until(lambda: read_journal(run.run_dir).scaled_to == count, "the answer")
 
 
@@ -90,7 +91,7 @@ def restless(run: Run) -> None:
 
 def kill_master(run: Run) -> None:
     """Also one that was forked, and has no command line of its own."""
-    table = read_table(table_path(run.run_dir, "agent-0"))
+    table = read_table(RunFolder(run.run_dir).agent_file("agent-0"))
     assert table is not None
     (pid,) = [record.pid for record in table.children if record.process == "master-0"]
     os.kill(pid, signal.SIGKILL)
@@ -99,7 +100,7 @@ def kill_master(run: Run) -> None:
 def master_killed(run: Run) -> None:
     run.start(*SETTINGS, gates=GATES)
     run.wait_at(5)
-    Requests(run.run_dir).leave(servers=4)
+    UserRequests(run.run_dir).submit(servers=4)
     kill_master(run)
     wait_for_servers(run, 4)
     kill_master(run)
@@ -152,4 +153,4 @@ def test_a_killed_server_of_a_scaled_run_is_replaced(played: Played) -> None:
 def test_a_request_outlives_a_master_that_dies_right_after_it_and_is_answered_once(played: Played) -> None:
     facts = finished(played["master killed"]).facts
     assert [fact.servers for fact in facts if isinstance(fact, ServersScaled)] == [4, 1]
-    assert sum(isinstance(fact, EpochStarted) for fact in facts) == 4
+    assert sum(isinstance(fact, TermStarted) for fact in facts) == 4

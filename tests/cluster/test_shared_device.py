@@ -4,17 +4,18 @@ notification costs seconds and is named, and who dies with the device in its han
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kintsugi.device_lease.arbiter import GRACE_S, LEASE_S
 from kintsugi.errors import root_first
-from kintsugi.facts import ProcessLost
-from kintsugi.lease.arbiter import GRACE_S, LEASE_S
-from kintsugi.observe.events import Alert, Note, read_events
-from kintsugi.observe.processes import read_processes
+from kintsugi.journal.facts import ProcessLost
+from kintsugi.telemetry.events import Alert, Note, read_events
+from kintsugi.telemetry.process_reports import read_processes
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
-from tests.cluster.real_runs import Run, until
+from tests.cluster.real_runs import Run, finished, play, until
 from tests.cluster.test_kill_anything import pids_of, strike
 
 pytestmark = pytest.mark.cluster
@@ -60,19 +61,60 @@ def test_a_rank_and_a_server_that_share_a_device_end_in_the_same_bits(
     assert said_by_agent(run, Alert) == []
 
 
+def lose_a_recall(run: Run) -> None:
+    run.environment["KINTSUGI_TEST_DEAF"] = "once"
+    run.start(*ONE_EACH)
+    until(lambda: list(run.gates.glob("deaf-*")), "a recall that is lost")
+    until(lambda: said_by_agent(run, Alert), "its name", timeout_s=LEASE_S + GRACE_S)
+    run.finish()
+
+
+def never_give_the_device_back(run: Run) -> None:
+    run.environment["KINTSUGI_TEST_DEAF"] = "stuck"
+    run.start(*ONE_EACH)
+    run.finish()
+
+
+def die_with_the_device(run: Run) -> None:
+    run.environment["KINTSUGI_TEST_DIE_IN"] = "kintsugi.training.model_calls:ModelCalls.run:5"
+    run.start(SHARED)
+    run.finish()
+
+
+def come_and_go(run: Run) -> None:
+    run.start(SHARED, gates=(4, 5, 6))
+    run.wait_at(4)
+    strike(run, "agent-0")
+    run.let_through(4)
+    run.wait_at(5)
+    strike(run, "server-0")
+    run.let_through(5)
+    run.wait_at(6)
+    strike(run, "model-0", number=signal.SIGSTOP)
+    run.let_through(6)
+    run.finish()
+
+
+SCENARIOS: dict[str, Callable[[Run], None]] = {
+    "a lost recall": lose_a_recall,
+    "a stuck holder": never_give_the_device_back,
+    "a dead holder": die_with_the_device,
+    "come and go": come_and_go,
+}
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """All of them at a time: most of each is a wait for the end of a lease."""
+    runs = play(SCENARIOS, tmp_path_factory.mktemp("shared"))
+    return lambda name: finished(runs[name])
+
+
 @pytest.mark.slow
 def test_a_recall_that_is_lost_is_named_while_it_is_and_the_lease_runs_out(
-    tmp_path: Path, undisturbed: Run
+    undisturbed: Run, played: Callable[[str], Run]
 ) -> None:
-    run = Run(tmp_path / "run")
-    run.environment["KINTSUGI_TEST_DEAF"] = "once"
-    try:
-        run.start(*ONE_EACH)
-        until(lambda: list(run.gates.glob("deaf-*")), "a recall that is lost")
-        until(lambda: said_by_agent(run, Alert), "its name", timeout_s=LEASE_S + GRACE_S)
-        run.finish()
-    finally:
-        run.close()
+    run = played("a lost recall")
     lost = {path.read_text() for path in run.gates.glob("deaf-*")}
     (first, *_) = said_by_agent(run, Alert)
     assert "has not answered LeaseRecalled" in first and "waiting for it: " in first
@@ -84,15 +126,9 @@ def test_a_recall_that_is_lost_is_named_while_it_is_and_the_lease_runs_out(
 
 @pytest.mark.slow
 def test_who_never_gives_the_device_back_is_ended_for_that_and_replaced(
-    tmp_path: Path, undisturbed: Run
+    undisturbed: Run, played: Callable[[str], Run]
 ) -> None:
-    run = Run(tmp_path / "run")
-    run.environment["KINTSUGI_TEST_DEAF"] = "stuck"
-    try:
-        run.start(*ONE_EACH)
-        run.finish()
-    finally:
-        run.close()
+    run = played("a stuck holder")
     (stuck,) = run.gates.glob("deaf-*")
     replaced = [pids[0] for pids in run.pids_joined().values() if len(pids) == 2]
     assert replaced == [int(stuck.name.removeprefix("deaf-"))]
@@ -104,15 +140,9 @@ def test_who_never_gives_the_device_back_is_ended_for_that_and_replaced(
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_while_it_holds_the_device_is_fenced_and_the_run_goes_on(
-    tmp_path: Path, undisturbed: Run
+    undisturbed: Run, played: Callable[[str], Run]
 ) -> None:
-    run = Run(tmp_path / "run")
-    run.environment["KINTSUGI_TEST_DIE_IN"] = "kintsugi.training.interfaces:ModelCalls.run:5"
-    try:
-        run.start(SHARED)
-        run.finish()
-    finally:
-        run.close()
+    run = played("a dead holder")
     died = int((run.gates / "died").read_text())
     assert died in {*pids_of(run, "model-0"), *pids_of(run, "model-1")}
     assert_same_as(undisturbed, run)
@@ -120,22 +150,8 @@ def test_a_rank_that_is_killed_while_it_holds_the_device_is_fenced_and_the_run_g
 
 @pytest.mark.slow
 def test_agents_servers_and_stopped_holders_come_and_go_and_the_bits_stay(
-    tmp_path: Path, undisturbed: Run
+    undisturbed: Run, played: Callable[[str], Run]
 ) -> None:
-    run = Run(tmp_path / "run")
-    try:
-        run.start(SHARED, gates=(4, 5, 6))
-        run.wait_at(4)
-        strike(run, "agent-0")
-        run.let_through(4)
-        run.wait_at(5)
-        strike(run, "server-0")
-        run.let_through(5)
-        run.wait_at(6)
-        strike(run, "model-0", number=signal.SIGSTOP)
-        run.let_through(6)
-        run.finish()
-    finally:
-        run.close()
+    run = played("come and go")
     assert any("asked back before anyone is let in" in note for note in said_by_agent(run, Note))
     assert_same_as(undisturbed, run)

@@ -18,7 +18,7 @@ def test_a_soak_reports_every_fault_and_equal_runs(tmp_path: Path) -> None:
     report = tmp_path / "soak.json"
     result = subprocess.run(
         [
-            *(sys.executable, "-m", "kintsugi", "soak", str(ROOT / "recipes" / "soak.yaml")),
+            *(sys.executable, "-m", "kintsugi", "soak", str(ROOT / "kintsugi" / "recipes" / "soak.yaml")),
             *(f"run_dir={tmp_path / 'soak'}", "--faults", "4", "--seed", "3", "--json", str(report)),
         ],
         cwd=tmp_path,

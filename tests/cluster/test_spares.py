@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.observe.processes import read_processes
+from kintsugi.telemetry.process_reports import read_processes
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
 from tests.cluster.real_runs import Run, until
 from tests.cluster.test_kill_anything import pids_of

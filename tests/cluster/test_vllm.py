@@ -17,17 +17,17 @@ import numpy as np
 import pytest
 import torch
 
-from kintsugi.config import Config, GenerationSection, ModelSection
+from kintsugi.config.schema import Config, GenerationSection, ModelSection
 from kintsugi.errors import WorldError
 from kintsugi.generation.backends import open_backend
 from kintsugi.generation.backends.remote import RemoteBackend
-from kintsugi.generation.requests import Output, Request
+from kintsugi.generation.engine.requests import GenerationOutput, GenerationRequest
 from kintsugi.model import huggingface
 from kintsugi.model.attention import PackedLayout
-from kintsugi.model.importing import import_model
+from kintsugi.model.import_gguf import import_model
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.model.transformer import Transformer
-from kintsugi.types import Sampling
+from kintsugi.types import SamplingParams
 from tests.cluster.tiny_runs import until
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
@@ -126,17 +126,19 @@ def opened(folder: Path, server: VllmServer, where: Path) -> RemoteBackend:
     return open_backend(config, 0, folder=where / "weights")
 
 
-def requests(folder: Path, *, temperature: float, max_new_tokens: int) -> list[Request]:
+def requests(folder: Path, *, temperature: float, max_new_tokens: int) -> list[GenerationRequest]:
     tokenizer = Tokenizer.load(folder)
-    sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens, ignore_end=True)
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, ignore_end=True)
     return [
-        Request((number, 0), np.array(tokenizer.encode(text), np.int32), noise_key=number, sampling=sampling)
+        GenerationRequest(
+            (number, 0), np.array(tokenizer.encode(text), np.int32), rng_key=number, sampling=sampling
+        )
         for number, text in enumerate(PROMPTS)
     ]
 
 
-def finished(backend: RemoteBackend) -> list[Output]:
-    outputs: list[Output] = []
+def finished(backend: RemoteBackend) -> list[GenerationOutput]:
+    outputs: list[GenerationOutput] = []
     while not backend.idle:
         outputs += backend.step()
     return sorted(outputs, key=lambda output: output.request.id)
@@ -150,7 +152,7 @@ def shift(model: Transformer) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02 * parameter.std())
 
 
-def logprobs_of(model: Transformer, output: Output) -> torch.Tensor:
+def logprobs_of(model: Transformer, output: GenerationOutput) -> torch.Tensor:
     """As the trainer computes them, of the whole vocabulary after each token but the last; [completion, vocabulary]."""
     tokens = torch.tensor([*output.request.prompt.tolist(), *output.tokens.ids.tolist()])
     layout = PackedLayout.from_lengths([len(tokens)])
@@ -160,7 +162,7 @@ def logprobs_of(model: Transformer, output: Output) -> torch.Tensor:
     return torch.log_softmax(logits[start:-1] / (output.request.sampling.temperature or 1.0), dim=-1)
 
 
-def difference(model: Transformer, output: Output, *, start: int = 0) -> float:
+def difference(model: Transformer, output: GenerationOutput, *, start: int = 0) -> float:
     """Mean absolute difference of its log-probabilities from ours, from token `start` on."""
     ids = torch.from_numpy(output.tokens.ids.astype(np.int64)).unsqueeze(-1)
     ours = logprobs_of(model, output).gather(1, ids).squeeze(-1)
@@ -235,7 +237,7 @@ def test_a_killed_server_is_an_error_in_time_and_its_requests_go_on_after_its_re
     backend.load(1, dict(model.named_parameters()))
     asked = requests(folder, temperature=0.0, max_new_tokens=40)
     backend.submit(
-        Request(each.id, each.prompt, each.noise_key, each.sampling, produced)
+        GenerationRequest(each.id, each.prompt, each.rng_key, each.sampling, produced)
         for each, produced in zip(asked, unfinished, strict=True)
     )
     for output in finished(backend):

@@ -16,9 +16,9 @@ from uuid import uuid4
 
 import msgspec
 
-from kintsugi.config import ClusterSection, Config
-from kintsugi.lab.marks import carriers
-from kintsugi.supervision import StartProcess
+from kintsugi.config.schema import ClusterSection, Config
+from kintsugi.lab.testbed.process_tags import carriers
+from kintsugi.protocol.agents import StartProcess
 from kintsugi.types import Placement, Role, role_of
 
 PROGRAMS = Path(__file__).parent / "programs"

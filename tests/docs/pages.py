@@ -1,10 +1,9 @@
-"""The pages of docs/ as things that can be done: files to write, changes to make, programs and commands to run.
+"""The pages of docs/ as things that can be done: files to write, programs and commands to run.
 
 A fenced block says what it is by its first word and attributes:
 
     ```python               a script          ```console            commands behind `$ `, with what they print
     ```python title="f.py"  a file            ```yaml title="f"     a file, also jsonl and others
-    ```diff file="f.py"     a change of the tree, hunk by hunk
     ```python illustration  nothing to be done
     ```console root         commands that need root and a while: checked, not run
     ```yaml experiment      an experiment of the laboratory: checked, not run
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -83,8 +81,6 @@ class Follower:
                 case "console":
                     for command, said in block.commands:
                         self._run(["bash", "-c", command], block, said=said)
-                case "diff":
-                    self._change(block)
                 case "python" if "title" not in block.attributes:
                     script = self._folder / f"script_{number}.py"
                     script.write_text(block.body)
@@ -105,25 +101,3 @@ class Follower:
         self.num_runs += 1
         assert done.returncode == 0, f"{block.place}: {command[-1]}\n{done.stdout}{done.stderr}"
         assert said.strip() in done.stdout, f"{block.place}: {command[-1]}\n{done.stdout}"
-
-    def _change(self, block: Block) -> None:
-        """Change a copy of the package, which everything later runs with."""
-        tree = self._folder / "tree"
-        if not tree.exists():
-            shutil.copytree(
-                ROOT / "kintsugi", tree / "kintsugi", ignore=shutil.ignore_patterns("__pycache__")
-            )
-            self._environment["PYTHONPATH"] = str(tree)
-        file = tree / block.attributes["file"]
-        file.write_text(changed(file.read_text(encoding="utf-8"), block))
-
-
-def changed(text: str, block: Block) -> str:
-    """The text after a change; a hunk whose context is not there, or not only once, is a mistake of the page."""
-    for hunk in re.split(r"^@@.*\n", block.body, flags=re.MULTILINE)[1:]:
-        lines = hunk.splitlines()
-        old = "\n".join(line[1:] for line in lines if not line.startswith("+"))
-        new = "\n".join(line[1:] for line in lines if not line.startswith("-"))
-        assert text.count(old) == 1, f"{block.place}: {text.count(old)} times in the file:\n{old}"
-        text = text.replace(old, new)
-    return text

@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from kintsugi.generation.engine import Engine
-from kintsugi.generation.noise import stream_key
-from kintsugi.generation.requests import Request
+from kintsugi.generation.engine.engine import Engine
+from kintsugi.generation.engine.requests import GenerationRequest
+from kintsugi.generation.engine.rng import stream_key
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.attention import PackedLayout
 from kintsugi.model.logprobs import token_logprobs
 from kintsugi.model.transformer import Transformer, initialize
-from kintsugi.types import Sampling
+from kintsugi.types import SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-CudaRunner = pytest.importorskip("kintsugi.generation.cuda", reason="needs Triton").CudaRunner
+CudaRunner = pytest.importorskip("kintsugi.generation.cuda.runner", reason="needs Triton").CudaRunner
 
 CONFIG = ModelConfig(
     family="qwen3",
@@ -40,13 +40,13 @@ def sampled(model: Transformer) -> tuple[list[np.ndarray], list[int], np.ndarray
     """Whole sequences, their prompts' lengths, and the sampler's log-probabilities of what it sampled."""
     random = np.random.default_rng(0)
     runner = CudaRunner(model, num_slots=32, max_length=160, num_pages=320, deterministic=False)
-    engine = Engine(runner, deterministic=False, steps_per_visit=8, overlap=True)
+    engine = Engine(runner, deterministic=False, steps_per_iteration=8, overlap=True)
     engine.submit(
-        Request(
+        GenerationRequest(
             (index, 0),
             prompt=random.integers(0, CONFIG.vocab_size, 4 + index % 29).astype(np.int32),
-            noise_key=stream_key(f"grpo:0:{index}:0", seed=0, sample=0, turn=0),
-            sampling=Sampling(temperature=TEMPERATURE, max_new_tokens=120),
+            rng_key=stream_key(f"grpo:0:{index}:0", seed=0, sample=0, turn=0),
+            sampling=SamplingParams(temperature=TEMPERATURE, max_new_tokens=120),
         )
         for index in range(48)
     )

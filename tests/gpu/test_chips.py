@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from kintsugi.cluster.chips import ChipWatch, nvml_probe, signs
-from kintsugi.control.journal import read_facts
+from kintsugi.cluster.accelerators import AcceleratorMonitor, health_signals, nvml_probe
+from kintsugi.config.recipe import load
 from kintsugi.errors import DeviceError
-from kintsugi.facts import IncidentClosed, ProcessJoined, RunEnded, StepCommitted
-from kintsugi.lab.running import MarkedRun
+from kintsugi.journal.facts import IncidentClosed, ProcessJoined, RunEnded, StepCommitted
+from kintsugi.journal.journal import read_facts
+from kintsugi.lab.testbed.run import MarkedRun
 from kintsugi.model.device import choose_device, identity
-from kintsugi.observe.processes import read_processes
-from kintsugi.recipe import load
-from kintsugi.runs import JOURNAL_FILE
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.telemetry.process_reports import read_processes
 from tests.cluster.real_runs import until
 
 pytestmark = [
@@ -47,17 +47,17 @@ def test_the_library_reads_the_card_and_finds_nothing_wrong_with_it() -> None:
     assert cards <= {reading.uuid for reading in first}, "processes and driver name a card alike"
     for before, reading in zip(first, second, strict=True):
         assert not reading.lost and not reading.unreadable
-        assert signs(reading, before=before) == []
+        assert health_signals(reading, before=before) == []
 
 
 def test_the_watch_knows_the_cards_and_tells_nothing_of_them() -> None:
     pytest.importorskip("pynvml")
-    watch = ChipWatch(nvml_probe, host="host-0")
+    watch = AcceleratorMonitor(nvml_probe, host="host-0")
     watch.begin()
     broken: list[str] = []
 
     def is_read() -> bool:
-        broken.extend(fault.summary for fault in watch.news({}, epoch=1) if fault.broken)
+        broken.extend(fault.summary for fault in watch.new_faults({}, term=1) if fault.broken)
         return watch.num_healthy is not None
 
     until(is_read, "the first reading")
@@ -97,8 +97,10 @@ def test_a_killed_rank_is_replaced_by_a_spare_whose_context_was_made_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    run = MarkedRun(load(ROOT / "recipes" / "soak.yaml", OVERRIDES).config, run_dir=tmp_path / "run")
-    journal = run.run_dir / JOURNAL_FILE
+    run = MarkedRun(
+        load(ROOT / "kintsugi" / "recipes" / "soak.yaml", OVERRIDES).config, run_dir=tmp_path / "run"
+    )
+    journal = RunFolder(run.run_dir).journal_file
 
     def facts_of(kind: type) -> list[object]:
         return [fact for fact in read_facts(journal) if isinstance(fact, kind)] if journal.exists() else []
@@ -119,7 +121,7 @@ def test_a_killed_rank_is_replaced_by_a_spare_whose_context_was_made_before(
         assert run.launcher is not None
         run.launcher.send_signal(signal.SIGTERM)
         run.launcher.wait_ended(whom="launcher", timeout_s=END_TIMEOUT_S)
-        assert run.exit_code() == 0, run.last_words()
+        assert run.exit_code() == 0, run.output()
         assert run.pids() == []
     finally:
         run.close()

@@ -8,18 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from kintsugi.generation.engine import Engine
-from kintsugi.generation.noise import stream_key
-from kintsugi.generation.requests import Output, Request
+from kintsugi.generation.engine.engine import Engine
+from kintsugi.generation.engine.requests import GenerationOutput, GenerationRequest
+from kintsugi.generation.engine.rng import stream_key
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.device import choose_device, identity, use_deterministic_kernels
 from kintsugi.model.transformer import Transformer, initialize
-from kintsugi.training.group import ProcessGroup, Route, StoreServer, _Meeting
-from kintsugi.training.interfaces import ModelCalls
+from kintsugi.training.model_calls import ModelCalls
+from kintsugi.training.process_group import ProcessGroup, Route, StoreServer, _Rendezvous
 from kintsugi.training.reduction import Contribution, sum_any_order
-from kintsugi.types import Sampling
-from tests.unit.training.test_interfaces import alone
+from kintsugi.types import SamplingParams
+from tests.unit.training.test_model_calls import alone
 from tests.unit.training.world import (
+    StoredTensors,
     every_length,
     in_world,
     new_pairs,
@@ -59,27 +60,27 @@ def deterministic() -> Iterator[None]:
     torch.set_deterministic_debug_mode("default")
 
 
-def requests() -> list[Request]:
+def requests() -> list[GenerationRequest]:
     """Prompts of different lengths, each with its own noise."""
     random = np.random.default_rng(0)
     return [
-        Request(
+        GenerationRequest(
             (index, 0),
             prompt=random.integers(0, CONFIG.vocab_size, 3 + index % 17).astype(np.int32),
-            noise_key=stream_key(f"grpo:0:{index}:0", seed=0, sample=0, turn=0),
-            sampling=Sampling(max_new_tokens=20),
+            rng_key=stream_key(f"grpo:0:{index}:0", seed=0, sample=0, turn=0),
+            sampling=SamplingParams(max_new_tokens=20),
         )
         for index in range(NUM_REQUESTS)
     ]
 
 
-def generate(wanted: list[Request], *, dtype: torch.dtype) -> dict[int, Output]:
-    from kintsugi.generation.cuda import CudaRunner
+def generate(wanted: list[GenerationRequest], *, dtype: torch.dtype) -> dict[int, GenerationOutput]:
+    from kintsugi.generation.cuda.runner import CudaRunner
 
     model = Transformer(CONFIG, packed=True, dtype=dtype, device=CUDA)
     initialize(model, seed=1)
     runner = CudaRunner(model, num_slots=8, max_length=48, num_pages=16, deterministic=True)
-    engine = Engine(runner, deterministic=True, steps_per_visit=8, overlap=True)
+    engine = Engine(runner, deterministic=True, steps_per_iteration=8, overlap=True)
     engine.submit(wanted)
     outputs = {}
     while not engine.idle:
@@ -145,7 +146,7 @@ def test_a_rollback_returns_to_the_committed_bits_and_the_step_repeats_exactly(d
     state.commit(2)
     restored = new_state(stage, dtype=dtype, device=CUDA)
     saved = {name: tensor.cpu() for name, tensor in state.tensors().items()}
-    restored.restore(saved, counters=state.committed_counters, stage=stage)
+    restored.restore(StoredTensors(saved), counters=state.committed_counters, stage=stage)
     assert restored.digest() == second
 
 
@@ -166,8 +167,8 @@ def test_a_rank_with_a_device_of_its_own_meets_the_others_through_nccl() -> None
     """With one card this can only be a world of one, which otherwise needs no group: that NCCL starts, moves data and
     can be let go is all that it shows."""
     server = StoreServer()
-    meeting = _Meeting(
-        generation=1,
+    meeting = _Rendezvous(
+        group_id=1,
         ranks=["model-0"],
         me="model-0",
         store_address=server.address,
@@ -177,7 +178,7 @@ def test_a_rank_with_a_device_of_its_own_meets_the_others_through_nccl() -> None
     backend, route = meeting.connect(CUDA)
     assert route is Route.NCCL
     group = ProcessGroup(
-        generation=1,
+        group_id=1,
         ranks=["model-0", "nobody"],  # A group of one is never asked for a collective.
         rank=0,
         backend=backend,

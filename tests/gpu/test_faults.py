@@ -14,9 +14,9 @@ import msgspec
 import pytest
 import torch
 
-from kintsugi.control.journal import read_facts
+from kintsugi.config.recipe import load
 from kintsugi.errors import Fault, root_first
-from kintsugi.facts import (
+from kintsugi.journal.facts import (
     Fact,
     IncidentClosed,
     IncidentOpened,
@@ -25,9 +25,9 @@ from kintsugi.facts import (
     RunEnded,
     StepCommitted,
 )
-from kintsugi.lab.running import MarkedRun
-from kintsugi.recipe import load
-from kintsugi.runs import JOURNAL_FILE
+from kintsugi.journal.journal import read_facts
+from kintsugi.lab.testbed.run import MarkedRun
+from kintsugi.run_folder.layout import RunFolder
 from tests.gpu.programs.faulty_trainer import (
     DONE_FILE,
     FAULT_FILE,
@@ -88,7 +88,9 @@ class Story:
 
 def run_to_the_end(run_dir: Path, *, fault: str | None) -> Story:
     before = memory_taken()
-    run = MarkedRun(load(ROOT / "recipes" / "soak.yaml", OVERRIDES).config, run_dir=run_dir, command=LAUNCHER)
+    run = MarkedRun(
+        load(ROOT / "kintsugi" / "recipes" / "soak.yaml", OVERRIDES).config, run_dir=run_dir, command=LAUNCHER
+    )
     if fault is not None:
         (run_dir / FAULT_FILE).write_text(fault)
     try:
@@ -96,13 +98,13 @@ def run_to_the_end(run_dir: Path, *, fault: str | None) -> Story:
         assert run.launcher is not None
         run.launcher.wait_ended(whom="launcher", timeout_s=RUN_TIMEOUT_S)
         after = memory_taken()
-        assert run.exit_code() == 0, run.last_words()
+        assert run.exit_code() == 0, run.output()
         assert run.pids() == []
     finally:
         run.close()
     lines = (run_dir / MEMORY_FILE).read_bytes().splitlines()
     memory = [msgspec.json.decode(line, type=MemoryTaken) for line in lines]
-    facts = read_facts(run_dir / JOURNAL_FILE)
+    facts = read_facts(RunFolder(run_dir).journal_file)
     return Story(facts, (run_dir / DONE_FILE).exists(), memory, before, after)
 
 

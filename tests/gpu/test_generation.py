@@ -12,19 +12,19 @@ import torch
 from numpy.typing import NDArray
 
 from kintsugi.errors import ModelError
-from kintsugi.generation.noise import stream_key
-from kintsugi.generation.requests import Request
-from kintsugi.generation.runner import Chunk, Decoded, Row
+from kintsugi.generation.engine.requests import GenerationRequest
+from kintsugi.generation.engine.rng import stream_key
+from kintsugi.generation.engine.runner import DecodedTokens, DecodeRow, PrefillChunk
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.attention import PackedLayout
 from kintsugi.model.transformer import Transformer, initialize
-from kintsugi.types import Sampling
+from kintsugi.types import SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-CudaRunner = pytest.importorskip("kintsugi.generation.cuda", reason="needs Triton").CudaRunner
+CudaRunner = pytest.importorskip("kintsugi.generation.cuda.runner", reason="needs Triton").CudaRunner
 
 CONFIG = ModelConfig(
     family="qwen3",
@@ -74,14 +74,19 @@ class Driver:
         self.free_pages = np.random.default_rng(seed).permutation(num_pages).tolist()
 
     def start(
-        self, slot: int, request: Request, *, produced: Sequence[int] = (), ends: tuple[int, ...] = ()
+        self,
+        slot: int,
+        request: GenerationRequest,
+        *,
+        produced: Sequence[int] = (),
+        ends: tuple[int, ...] = (),
     ) -> None:
         pages = [self.free_pages.pop() for _ in range(-(-request.max_length // 16))]
         known = np.concatenate([request.prompt, np.array(produced, np.int32)])
         prefilled = len(request.prompt) - 1
         size = self.runner.shape.chunk_size
         chunks = [
-            Chunk(
+            PrefillChunk(
                 known[start : min(start + size, prefilled)],
                 start,
                 pages[: -(-min(start + size, prefilled) // 16)],
@@ -90,7 +95,7 @@ class Driver:
         ]
         for first in range(0, len(chunks), self.runner.shape.max_chunks):
             self.runner.prefill(chunks[first : first + self.runner.shape.max_chunks])
-        self.runner.start([Row(slot, request, prefilled, known, ends)])
+        self.runner.start([DecodeRow(slot, request, prefilled, known, ends)])
         self.runner.set_pages({slot: pages})
 
     def decode(
@@ -98,7 +103,7 @@ class Driver:
     ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """[steps, slots]; a visit is launched before the one before is read."""
         pending = [self.runner.decode(slots, num_steps=num_steps) for num_steps in visits]
-        results: list[Decoded] = [each.result() for each in pending]
+        results: list[DecodedTokens] = [each.result() for each in pending]
         return np.concatenate([each.tokens for each in results]), np.concatenate(
             [each.logprobs for each in results]
         )
@@ -106,10 +111,10 @@ class Driver:
 
 def request(
     index: int, *, length: int, num_tokens: int = 24, vocab_size: int = 4000, **sampling: object
-) -> Request:
+) -> GenerationRequest:
     prompt = np.random.default_rng(index).integers(0, vocab_size, length).astype(np.int32)
     key = stream_key(f"grpo:0:{index}:0", seed=0, sample=0, turn=0)
-    return Request((index, 0), prompt, key, Sampling(max_new_tokens=num_tokens, **sampling))  # type: ignore[arg-type]
+    return GenerationRequest((index, 0), prompt, key, SamplingParams(max_new_tokens=num_tokens, **sampling))  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -173,6 +178,28 @@ def test_neither_neighbours_nor_slot_nor_pages_nor_a_replay_change_a_bit(dtype: 
     np.testing.assert_array_equal(again_logprobs[12:, 0], logprobs[12:, 0])
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_runner_that_was_warmed_up_before_its_weights_came_computes_the_same_bits(
+    deterministic: bool,
+) -> None:
+    wanted = request(7, length=80, num_tokens=30)
+    cold = Driver(new_model(), deterministic=deterministic)
+    cold.start(3, wanted)
+    expected, expected_logprobs = cold.decode([3], visits=(10, 20))
+
+    model = Transformer(CONFIG, packed=True, dtype=torch.bfloat16, device=CUDA)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))  # As memory may be that nothing was loaded into.
+    warm = Driver(model, deterministic=deterministic)
+    warm.runner.warm_up()
+    warm.runner.load({name: each.detach() for name, each in new_model().named_parameters()})
+    warm.start(3, wanted)
+    tokens, logprobs = warm.decode([3], visits=(10, 20))
+    np.testing.assert_array_equal(tokens, expected)
+    np.testing.assert_array_equal(logprobs, expected_logprobs)
+
+
 @pytest.mark.parametrize("num_slots", [1, 3, 5, 130])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_row_of_a_step_of_any_size_has_the_same_bits(dtype: torch.dtype, num_slots: int) -> None:
@@ -188,9 +215,11 @@ def test_every_row_of_a_step_of_any_size_has_the_same_bits(dtype: torch.dtype, n
 def test_a_prompts_place_among_others_of_its_prefill_does_not_change_a_bit(dtype: torch.dtype) -> None:
     runner = Driver(new_model(dtype), deterministic=True).runner
     prompt = request(7, length=80).prompt
-    other = Chunk(request(8, length=37).prompt, 0, [20, 21, 22])
+    other = PrefillChunk(request(8, length=37).prompt, 0, [20, 21, 22])
     for before, pages in ([], [0, 1, 2, 3, 4]), ([other], [9, 8, 7, 6, 5]):
-        runner.prefill([*before, Chunk(prompt[:64], 0, pages[:4]), Chunk(prompt[64:], 64, pages)])
+        runner.prefill(
+            [*before, PrefillChunk(prompt[:64], 0, pages[:4]), PrefillChunk(prompt[64:], 64, pages)]
+        )
     torch.cuda.synchronize()
     first, second = runner._network.kv_pages[:, :, :5], runner._network.kv_pages[:, :, 5:10].flip(2)
     assert first.any() and torch.equal(first, second)
@@ -233,11 +262,16 @@ def test_many_short_prompts_are_prefilled_as_each_of_them_alone() -> None:
     for size in (1, 7, 20):
         runner = Driver(model, deterministic=False).runner
         pages = [[2 * slot, 2 * slot + 1] for slot in range(20)]
-        chunks = [Chunk(each[:-1], 0, own) for each, own in zip(prompts, pages, strict=True)]
+        chunks = [PrefillChunk(each[:-1], 0, own) for each, own in zip(prompts, pages, strict=True)]
         for first in range(0, 20, size):
             runner.prefill(chunks[first : first + size])
-        requests = [Request((i, 0), each, i, Sampling(temperature=0.0)) for i, each in enumerate(prompts)]
-        runner.start([Row(i, each, len(each.prompt) - 1, each.prompt, ()) for i, each in enumerate(requests)])
+        requests = [
+            GenerationRequest((i, 0), each, i, SamplingParams(temperature=0.0))
+            for i, each in enumerate(prompts)
+        ]
+        runner.start(
+            [DecodeRow(i, each, len(each.prompt) - 1, each.prompt, ()) for i, each in enumerate(requests)]
+        )
         runner.set_pages(dict(enumerate(pages)))
         followed.append(runner.decode(range(20), num_steps=4).result())
     for each in followed[1:]:
@@ -281,12 +315,12 @@ def test_drawn_tokens_have_the_frequencies_of_the_distribution() -> None:
     counts = np.zeros(CONFIG.vocab_size)
     for seed in range(num_rounds):
         keys = [stream_key("x", seed=seed, sample=slot, turn=0) for slot in range(NUM_SLOTS)]
-        sampling = Sampling(temperature=temperature)
-        requests = [Request((slot, 0), prompt, key, sampling) for slot, key in enumerate(keys)]
+        sampling = SamplingParams(temperature=temperature)
+        requests = [GenerationRequest((slot, 0), prompt, key, sampling) for slot, key in enumerate(keys)]
         if seed == 0:
             for slot, each in enumerate(requests):
                 driver.start(slot, each)
-        driver.runner.start([Row(slot, each, 4, prompt, ()) for slot, each in enumerate(requests)])
+        driver.runner.start([DecodeRow(slot, each, 4, prompt, ()) for slot, each in enumerate(requests)])
         tokens, _ = driver.decode(range(NUM_SLOTS), visits=(1,))
         counts += np.bincount(tokens[0], minlength=CONFIG.vocab_size)
     layout = PackedLayout.from_lengths([5], device=CUDA)

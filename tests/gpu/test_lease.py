@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from kintsugi.generation.building import build_engine, memory_of
-from kintsugi.generation.engine import Engine
-from kintsugi.generation.noise import stream_key
-from kintsugi.generation.requests import Request
-from kintsugi.lease.client import Memory
-from kintsugi.lease.memory import MappedMemory, Moved
+from kintsugi.device_lease.client import DeviceMemory
+from kintsugi.device_lease.memory import MappedMemory, MovedMemory
+from kintsugi.generation.engine.engine import Engine
+from kintsugi.generation.engine.factory import build_engine, memory_of
+from kintsugi.generation.engine.requests import GenerationRequest
+from kintsugi.generation.engine.rng import stream_key
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.tokenizer import character_tokenizer
 from kintsugi.model.transformer import Transformer, initialize
-from kintsugi.observe.events import Span, read_events
+from kintsugi.telemetry.events import Span, read_events
 from kintsugi.training.state import TrainingState
-from kintsugi.types import Sampling
+from kintsugi.types import SamplingParams
 from tests.gpu.test_runs import SHORT, train
 
 pytestmark = [
@@ -86,7 +86,7 @@ def test_the_state_of_a_rank_leaves_the_card_and_comes_back_to_the_bit() -> None
     initialize(model, seed=1)
     state = TrainingState(model, compute_dtype=torch.bfloat16)
     before, here = state.digest(), free_bytes()
-    memory = Moved(CUDA, tensors=state.resident, settle=state.await_copy)
+    memory = MovedMemory(CUDA, tensors=state.resident, settle=state.await_copy)
     memory.leave()
     size = sum(tensor.nbytes for tensor in (state._live, state.gradient))
     assert free_bytes() - here >= size * 0.9
@@ -96,7 +96,7 @@ def test_the_state_of_a_rank_leaves_the_card_and_comes_back_to_the_bit() -> None
     assert first.is_cuda and bool(first.isfinite().all()), "views see the storage that came back"
 
 
-def new_engine(policy: str) -> tuple[Engine, Memory | None]:
+def new_engine(policy: str) -> tuple[Engine, DeviceMemory | None]:
     tokenizer = character_tokenizer(ALPHABET)
     config = ModelConfig(
         family="qwen3",
@@ -127,14 +127,14 @@ def new_engine(policy: str) -> tuple[Engine, Memory | None]:
     return engine, memory
 
 
-def tokens_of(engine: Engine, memory: Memory | None, *, away_every: int) -> dict[int, list[int]]:
+def tokens_of(engine: Engine, memory: DeviceMemory | None, *, away_every: int) -> dict[int, list[int]]:
     """Of four requests, with the pages taken off and brought back between steps."""
     engine.submit(
-        Request(
+        GenerationRequest(
             (number, 0),
             prompt=np.arange(number + 3, dtype=np.int32),
-            noise_key=stream_key(f"t{number}", seed=0, sample=0, turn=0),
-            sampling=Sampling(temperature=1.0, max_new_tokens=200, num_samples=1, seed=0),
+            rng_key=stream_key(f"t{number}", seed=0, sample=0, turn=0),
+            sampling=SamplingParams(temperature=1.0, max_new_tokens=200, num_samples=1, seed=0),
         )
         for number in range(4)
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kintsugi.errors import DeviceOutOfMemory
-from kintsugi.model.faults import as_world_error
+from kintsugi.model.device_errors import as_world_error
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.training.digests import ON_DEVICE_BYTES, SLICE_BYTES, digest
 from kintsugi.training.state import TrainingState
@@ -90,11 +90,11 @@ def test_a_half_updated_rank_returns_to_the_committed_bits(segments: FakeSegment
 def test_a_digest_is_the_same_on_the_card_and_in_host_memory(odd_bytes: int) -> None:
     words = (ON_DEVICE_BYTES + 3 * SLICE_BYTES + odd_bytes) // 4
     content = torch.randn(words, generator=torch.Generator().manual_seed(odd_bytes))
-    on_card = content.to(CUDA)
+    on_device = content.to(CUDA)
     before = digest(b"step 1", content)
-    assert digest(b"step 1", on_card) == before
-    on_card[words // 2] += 1.0
-    assert digest(b"step 1", on_card) != before
+    assert digest(b"step 1", on_device) == before
+    on_device[words // 2] += 1.0
+    assert digest(b"step 1", on_device) != before
 
 
 def test_memory_that_ran_out_is_named_and_comes_back() -> None:
@@ -115,7 +115,7 @@ def test_memory_that_ran_out_is_named_and_comes_back() -> None:
 
 ILLEGAL_ACCESS = """
 import torch
-from kintsugi.model.faults import as_world_error
+from kintsugi.model.device_errors import as_world_error
 try:
     torch.zeros(4, device="cuda")[torch.tensor([1 << 30], device="cuda")].sum().item()
 except Exception as error:

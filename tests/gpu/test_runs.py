@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-RECIPE = ROOT / "recipes" / "grpo_arithmetic.yaml"
+RECIPE = ROOT / "kintsugi" / "recipes" / "grpo_arithmetic.yaml"
 SHORT = (
     "warmup.steps=4",
     "algorithm.steps=3",

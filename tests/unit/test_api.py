@@ -15,12 +15,12 @@ import pytest
 
 import kintsugi
 from kintsugi import Config, RunResult, read_run, train
-from kintsugi.config import ActorSection, AlgorithmSection, DataSection, ModelSection, NewModel
+from kintsugi.config.recipe import load_config
+from kintsugi.config.schema import ActorSection, AlgorithmSection, DataSection, ModelSection, NewModel
 from kintsugi.errors import ConfigError, RunFailed, UserError
-from kintsugi.recipe import load_config
-from kintsugi.rollout.rewards import exact_answer
-from tests.unit.test_runs import SUMMARY
-from tests.unit.test_standalone import cell
+from kintsugi.rollout.rewards.builtin import exact_answer
+from tests.unit.run_folder.test_reader import SUMMARY
+from tests.unit.test_source_capture import cell
 
 CONFIG = Config(
     name="mine",
@@ -45,7 +45,7 @@ with open(os.path.join(folder, "summary.json"), "w") as summary:
 
 @pytest.fixture
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts a program in the place of `python -m kintsugi.session`; `body` is what it does first."""
+    """Puts a program in the place of `python -m kintsugi.cli.session`; `body` is what it does first."""
     monkeypatch.chdir(tmp_path)
     interpreter = sys.executable
 
@@ -95,7 +95,7 @@ def test_what_the_run_says_goes_where_the_caller_prints(session: Callable[..., N
 def test_a_recipe_and_overrides_and_a_folder_are_taken_as_on_the_command_line(
     session: Callable[..., None], tmp_path: Path
 ) -> None:
-    recipe = Path(__file__).parents[2] / "recipes" / "grpo_arithmetic.yaml"
+    recipe = Path(__file__).parents[2] / "kintsugi" / "recipes" / "grpo_arithmetic.yaml"
     result = train(recipe, "seed=5", "data.max_digits=1", "data.num_eval=9", run_dir=tmp_path / "here")
     assert (result.folder, result.config.seed) == (tmp_path / "here", 5)
     origins = json.loads((result.folder / "origins.json").read_text())
@@ -108,7 +108,7 @@ def test_a_recipe_and_overrides_and_a_folder_are_taken_as_on_the_command_line(
 
 def test_a_function_of_a_module_is_given_to_workers_by_its_path(session: Callable[..., None]) -> None:
     result = train(CONFIG, reward=exact_answer)
-    assert result.config.algorithm.reward == ("kintsugi.rollout.rewards.exact_answer",)
+    assert result.config.algorithm.reward == ("kintsugi.rollout.rewards.builtin.exact_answer",)
     assert not (result.folder / "rewards.py").exists()
 
 
@@ -117,7 +117,7 @@ def test_a_function_of_a_notebook_is_written_into_the_run_folder(session: Callab
     result = train(CONFIG, reward=[reward["mine"], exact_answer])
     assert result.config.algorithm.reward == (
         f"{result.folder}/rewards.py:mine",
-        "kintsugi.rollout.rewards.exact_answer",
+        "kintsugi.rollout.rewards.builtin.exact_answer",
     )
     assert "WEIGHT = 2.0" in (result.folder / "rewards.py").read_text()
 

@@ -15,79 +15,94 @@ import pytest
 import kintsugi
 
 PACKAGE = Path(kintsugi.__file__).parent
-RUNTIME = "runtime.py"
+RUNTIME = "runtime/waits.py"
 
 NON_BLOCKING_PIPE = "the pipe is opened with O_NONBLOCK"
 IN_THE_JAIL = "a program of its own, without the package; its caller waits for it through runtime.wait"
 ALLOWED = {
-    ("cluster/children.py", "os.read(self.report, 65536)"): NON_BLOCKING_PIPE,
+    ("cluster/child.py", "os.read(self.report, 65536)"): NON_BLOCKING_PIPE,
     ("cluster/launcher.py", "os.read(self.report, 65536)"): NON_BLOCKING_PIPE,
-    ("signals.py", "os.read(self._reader, 256)"): NON_BLOCKING_PIPE,
-    ("rollout/sandbox.py", "os.read(descriptor, _CHUNK)"): NON_BLOCKING_PIPE,
-    ("rollout/jail.py", "os.read(reader, 4096)"): IN_THE_JAIL,
-    ("rollout/jail.py", "poller.poll(idle_s * 1000)"): IN_THE_JAIL,
-    ("rollout/jail.py", "os.wait4(-1, 0)"): IN_THE_JAIL,
-    ("rollout/jail.py", "os.waitpid(pid, 0)"): IN_THE_JAIL,
-    ("rollout/jail.py", "os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)"): IN_THE_JAIL,
-    ("cluster/segments.py", "self._listener.accept()"): "a non-blocking socket, watched by the agent's loop",
-    ("cluster/segments.py", "socket.recv_fds(connection, _MOST_BYTES, 1)"): "seen readable, by loop or wait",
-    ("cluster/template.py", "listener.accept()"): "a non-blocking socket that runtime.wait saw readable",
+    ("runtime/signals.py", "os.read(self._reader, 256)"): NON_BLOCKING_PIPE,
+    ("rollout/sandbox/sandbox.py", "os.read(descriptor, _CHUNK)"): NON_BLOCKING_PIPE,
+    ("rollout/sandbox/jail.py", "os.read(reader, 4096)"): IN_THE_JAIL,
+    ("rollout/sandbox/jail.py", "poller.poll(idle_s * 1000)"): IN_THE_JAIL,
+    ("rollout/sandbox/jail.py", "os.wait4(-1, 0)"): IN_THE_JAIL,
+    ("rollout/sandbox/jail.py", "os.waitpid(pid, 0)"): IN_THE_JAIL,
+    ("rollout/sandbox/jail.py", "os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)"): IN_THE_JAIL,
+    (
+        "cluster/shared_memory.py",
+        "self._listener.accept()",
+    ): "a non-blocking socket, watched by the agent's loop",
+    (
+        "cluster/shared_memory.py",
+        "socket.recv_fds(connection, _MOST_BYTES, 1)",
+    ): "seen readable, by loop or wait",
+    ("cluster/fork_server.py", "listener.accept()"): "a non-blocking socket that runtime.wait saw readable",
     ("cluster/orphans.py", "os.waitpid(pid, 0)"): "takes the remains of a process that has ended",
-    ("cluster/template.py", "self._socket.recv(MOST_BYTES)"): "a non-blocking socket, watched by the loop",
-    ("cluster/template.py", "socket.recv_fds(connection, MOST_BYTES, 8)"): "runtime.wait saw it readable",
-    ("cluster/placement.py", "socket.recv_fds(orders, MOST_BYTES, 8)"): "runtime.wait saw it readable",
+    ("cluster/fork_server.py", "self._socket.recv(MOST_BYTES)"): "a non-blocking socket, watched by the loop",
+    ("cluster/fork_server.py", "socket.recv_fds(connection, MOST_BYTES, 8)"): "runtime.wait saw it readable",
+    ("cluster/spawn.py", "socket.recv_fds(orders, MOST_BYTES, 8)"): "runtime.wait saw it readable",
     ("cluster/spares.py", "self._socket.recv(len(PREPARED))"): "a non-blocking socket, watched by the loop",
-    ("cluster/template.py", "os.read(reader, 4)"): "of a child that forks and ends, in the same moment",
-    ("cluster/template.py", "os.waitpid(between, 0)"): "reaps that child, which exits right after its fork",
+    ("cluster/fork_server.py", "os.read(reader, 4)"): "of a child that forks and ends, in the same moment",
     (
-        "training/group.py",
-        "_distributed.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())",
-    ): "the serving side: the socket listens already, and nobody is waited for",
+        "cluster/fork_server.py",
+        "os.waitpid(between, 0)",
+    ): "reaps that child, which exits right after its fork",
     (
-        "training/group.py",
-        "_distributed.TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=self._timeout)",
-    ): "`_poll` declares it, and the library ends it at the meeting's timeout",
-    ("training/group.py", "store.get(key)"): "`_poll` declares it; the key is there, so nobody is waited for",
+        "model/torch_internals.py",
+        "_c10d.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener)",
+    ): "the serving side: the socket listens already, and no rank is waited for",
     (
-        "training/group.py",
+        "model/torch_internals.py",
+        "_c10d.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)",
+    ): "called in threads for which runtime.wait waits; the library ends it at the timeout",
+    ("model/torch_internals.py", "backend.broadcast([tensor], options)"): "starts it; the caller waits",
+    (
+        "training/process_group.py",
+        "store.get(key)",
+    ): "`_poll` declares it; the key is there, so no rank is waited for",
+    (
+        "training/process_group.py",
         "socket.create_connection(self._address, timeout=LONGEST_CONNECT_S)",
     ): "`_poll` declares it",
-    ("training/group.py", "meeting.connect(device)"): "our own method; it waits through runtime.wait",
     (
-        "training/group.py",
+        "training/process_group.py",
+        "rendezvous.connect(device)",
+    ): "our own method; it waits through runtime.wait",
+    (
+        "training/process_group.py",
         "work.wait()",
     ): "collects the error of a collective that runtime.wait saw completed",
     (
-        "weights/collective.py",
-        (
-            "_distributed.TCPStore(host, int(port), is_master=False, wait_for_workers=False, "
-            "timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))"
-        ),
-    ): "in a thread for which runtime.wait waits, and the library ends it in time",
-    ("weights/collective.py", "probe.connect((host, int(port)))"): "a datagram socket: nothing is sent",
+        "weights/transports/collective.py",
+        "probe.connect((host, int(port)))",
+    ): "a datagram socket: nothing is sent",
     (
-        "weights/collective.py",
-        "group.broadcast([part], options).wait()",
+        "weights/transports/collective.py",
+        "start_broadcast(group, part, timeout=timeout).wait()",
     ): "in a thread for which runtime.wait waits, and the library ends it in time",
-    ("lab/abilities/memory.py", "os.waitpid(hog, 0)"): "takes the remains of a process that was killed",
-    ("lab/name_server.py", "server.recvfrom(4096)"): "a non-blocking socket that runtime.wait saw readable",
-    ("lab/packets.py", "self._socket.recv(1 << 17)"): "a non-blocking socket",
-    ("lab/packets.py", "self._socket.recv(4096)"): "the kernel answers within the call that asked",
-    ("lab/specimen.py", "self._listener.accept()"): "runtime.wait saw it readable",
-    ("lab/specimen.py", "connections[descriptor].recv(64)"): "runtime.wait saw it readable",
-    ("training/samples.py", "answer.result()"): "our own `Future`; runtime.wait saw it done",
-    ("weights/stream.py", "sent.answer.result()"): "our own `Future`; runtime.wait saw it done",
+    ("lab/faults/memory.py", "os.waitpid(hog, 0)"): "takes the remains of a process that was killed",
+    (
+        "lab/testbed/name_server.py",
+        "server.recvfrom(4096)",
+    ): "a non-blocking socket that runtime.wait saw readable",
+    ("lab/testbed/packets.py", "self._socket.recv(1 << 17)"): "a non-blocking socket",
+    ("lab/testbed/packets.py", "self._socket.recv(4096)"): "the kernel answers within the call that asked",
+    ("lab/residue/probe_workload.py", "self._listener.accept()"): "runtime.wait saw it readable",
+    ("lab/residue/probe_workload.py", "connections[descriptor].recv(64)"): "runtime.wait saw it readable",
+    ("training/sample_fetch.py", "answer.result()"): "our own `Future`; runtime.wait saw it done",
+    ("weights/transports/stream.py", "sent.answer.result()"): "our own `Future`; runtime.wait saw it done",
     (
         "transport/endpoint.py",
         "self._poller.poll(milliseconds(timeout_s))",
     ): "the loop itself: `poll` and `call` reach it through runtime.wait",
     ("transport/sockets.py", "dealer.connect(peer.address)"): "ZeroMQ connects in the background",
     (
-        "observe/store.py",
+        "telemetry/store/index.py",
         "sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)",
     ): "opens a file; whoever else fills the store holds it for a piece at a time, and no process of a run asks it",
     (
-        "worker.py",
+        "process/shell.py",
         "self.submit(process, body, deadline_s=deadline_s, blobs=blobs).result()",
     ): "our own `Future`; it waits through runtime.wait",
 }
@@ -201,7 +216,7 @@ def _method_blocks(function: ast.Attribute, call: ast.Call, name: str) -> bool:
         case "result" if "pending" in receiver:
             return False  # our own `PendingReply` asserts that it is done instead of waiting
         case method if method in WAITING_METHODS:
-            return name not in ("runtime.wait", "kintsugi.runtime.wait") and not _has_no_time(call)
+            return name not in ("runtime.wait", "kintsugi.runtime.waits.wait") and not _has_no_time(call)
         case method if method in RECEIVING_METHODS:
             return not mentions(call, "NOBLOCK", "MSG_DONTWAIT", "DONTWAIT")
         case "acquire":
@@ -281,7 +296,7 @@ def undeclared_waits(source: str, file: str) -> Iterator[str]:
             inside_wait = inside_wait or function.lstrip("_").startswith("attempt")
         if isinstance(node, ast.Call):
             name = full_name(node.func, imported_from)
-            if name in ("wait", "runtime.wait", "kintsugi.runtime.wait"):
+            if name in ("wait", "runtime.wait", "kintsugi.runtime.waits.wait"):
                 inside_wait = True
             elif not inside_wait and blocks(node, imported_from) and (file, ast.unparse(node)) not in ALLOWED:
                 yield f"{file}:{node.lineno} {function}: {ast.unparse(node)}"

@@ -1,13 +1,13 @@
-"""Servers of other makes in the place of the embedded engine: they run already, and are spoken to over HTTP.
+"""Servers of other products in place of the embedded engine: they run already, and are used over HTTP.
 
-`remote` is what they have in common, `vllm` and `sglang` what each says in its own words, `http` how it gets there.
+`remote` is the common part, `vllm` and `sglang` translate to each API, `http` is the transport.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from kintsugi.config import Config
+from kintsugi.config.schema import Config
 from kintsugi.errors import KintsugiError
 from kintsugi.generation.backends.dialect import Dialect
 from kintsugi.generation.backends.http import HttpClient
@@ -18,8 +18,9 @@ from kintsugi.model.plan import plan_model
 
 
 def open_backend(config: Config, index: int, *, folder: Path) -> RemoteBackend:
-    """The server at `generation.urls[index]`, checked; its weights arrive by `load`, which writes them into `folder`
-    for it to read. ConfigError says which of its options is missing, WorldError that it does not answer."""
+    """Connect to the server at `generation.urls[index]` and check it. Its weights arrive by `load`, which writes them
+    into `folder` for it to read. ConfigError names a missing option of the server, WorldError means that it does not
+    respond."""
     section = config.generation
     dialects: dict[str, type[Dialect]] = {"vllm": Vllm, "sglang": SGLang}
     architecture, tokenizer = plan_model(config)

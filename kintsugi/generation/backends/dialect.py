@@ -1,4 +1,4 @@
-"""What a server of another make has to understand, in whatever words."""
+"""Operations that a server of another product must support, independent of its API."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from kintsugi.generation.backends.http import HttpClient
-from kintsugi.types import Sampling
+from kintsugi.types import SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,43 +17,43 @@ HEALTH_TIMEOUT_S = 5.0
 
 
 Ended = Literal["stop", "length", "abort"]
-"""Why a server says that it ended a stream."""
+"""Reason of the server for ending a stream."""
 
 
 class Increment(NamedTuple):
-    """What an event adds to a stream."""
+    """Tokens that one event adds to a stream."""
 
     ids: list[int]
     logprobs: list[float]
     tops: list[list[tuple[int, float]]]
-    """Per token, the most likely first; empty lists where none were asked for."""
+    """Per token, the most likely first; empty lists where none were requested."""
     ended: Ended | None
     labels: frozenset[str]
-    """Of the weights that the server says it used, where it says so."""
+    """Labels of the weights that the server reports to have used, where it does."""
 
 
 class Dialect(Protocol):
-    """How one make of server is spoken to. Keeps no state."""
+    """Translation to the API of one product. Stateless."""
 
     name: str
     generate_path: str
     how_to_scale: str
-    """How it is started so that its log-probabilities are at the temperature."""
+    """Option with which the server reports log-probabilities at the temperature."""
 
     def max_length(self, client: HttpClient) -> int:
-        """Of the longest sequence it takes. ConfigError if it was started without an option that is needed here."""
+        """Longest sequence that the server takes. ConfigError if it was started without a required option."""
         ...
 
     def health(self, client: HttpClient) -> None:
-        """WorldError or DeadlineExceeded if it is not well."""
+        """Check the server; WorldError or DeadlineExceeded if it is not healthy."""
         ...
 
     def label(self, client: HttpClient) -> str:
-        """Of the weights that it has."""
+        """Label of the weights that the server has."""
         ...
 
-    def check(self, sampling: Sampling) -> None:
-        """UserError about what it would not report as `Sampling` promises."""
+    def check(self, sampling: SamplingParams) -> None:
+        """Raise UserError for parameters with which the server would not report what `SamplingParams` promises."""
         ...
 
     def body(
@@ -61,33 +61,33 @@ class Dialect(Protocol):
         tokens: list[int],
         *,
         name: str,
-        sampling: Sampling,
+        sampling: SamplingParams,
         max_new_tokens: int,
         seed: int,
         ends: list[int],
     ) -> dict[str, Any]:
-        """The request that continues `tokens`, as a stream called `name`, up to one of the tokens `ends`."""
+        """Request body that continues `tokens`, as a stream called `name`, up to one of the tokens `ends`."""
         ...
 
     def read(self, event: bytes, *, num_known: int, num_top: int) -> Increment:
-        """What comes after the first `num_known` tokens of the stream. A UserError or a WorldError is the server's own
-        word; msgspec.MsgspecError means that it is no event at all."""
+        """Parse the tokens after the first `num_known` of the stream. UserError and WorldError are errors that the
+        server reports; msgspec.MsgspecError means that this is not an event."""
         ...
 
     def abort(self, client: HttpClient, name: str) -> None:
-        """End one request, whose stream has been hung up."""
+        """End one request after its stream was closed."""
         ...
 
     def halt(self, client: HttpClient) -> None:
-        """End all requests, with what they have, and begin none."""
+        """End all requests with the tokens they have, and start none."""
         ...
 
     def update(self, client: HttpClient, folder: Path, *, label: str) -> None:
-        """Load the weights of a Hugging Face folder, and forget all keys and values."""
+        """Load the weights of a Hugging Face folder, and clear the KV cache."""
         ...
 
     def verify(self, client: HttpClient, tensors: Mapping[str, Tensor]) -> None:
-        """IntegrityError if it does not have these weights, as far as it can be asked."""
+        """Raise IntegrityError if the server does not have these weights, as far as its API can show."""
         ...
 
     def proceed(self, client: HttpClient) -> None:

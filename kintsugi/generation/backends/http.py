@@ -1,8 +1,8 @@
-"""HTTP to one server of another make: calls that are answered at once, and answers that arrive over time.
+"""HTTP client of one server: calls with an immediate response, and responses that arrive as a stream of events.
 
-There is no thread: an event loop runs while somebody waits for something, and the kernel keeps what arrives in between.
-Every call has a deadline, every wait is declared. Connections are not kept: a server closes idle ones when it likes,
-and a request that meets such a moment could not be told from one that was taken.
+There is no thread: an event loop runs while a call waits, and the kernel buffers what arrives in between. Every call
+has a deadline, every wait is declared. Connections are not reused: a server may close an idle one at any moment, and a
+request sent at that moment could not be distinguished from one that was accepted.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import aiohttp
 import msgspec
 
 from kintsugi.errors import IntegrityError, KintsugiError, UserError, WorldError
-from kintsugi.runtime import wait
+from kintsugi.runtime.waits import wait
 
 CONNECT_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 30.0
-"""For what needs no long work."""
+"""Deadline of calls without long work."""
 MAX_EVENT_BYTES = 1 << 26
 MAX_REASON_BYTES = 2000
 _DATA = b"data:"
@@ -29,8 +29,8 @@ _DONE = b"[DONE]"
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """Something that came for the stream `name`: an event, or the reason why nothing more will."""
+class ResponseArrival:
+    """An event that arrived for the stream `name`, or the failure that ended it."""
 
     name: Hashable
     event: bytes = b""
@@ -38,17 +38,17 @@ class Arrival:
 
 
 class HttpClient:
-    """Not thread-safe. What arrives by streams is kept, in order, until `arrivals` gives it."""
+    """Not thread-safe. Events are kept in order until `arrivals` returns them."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._loop = asyncio.new_event_loop()
         self._session = self._loop.run_until_complete(self._new_session())
         self._streams: dict[Hashable, asyncio.Task[None]] = {}
-        self._arrivals: deque[Arrival] = deque()
+        self._arrivals: deque[ResponseArrival] = deque()
         self._arrived = asyncio.Event()
         self._bug: BaseException | None = None
-        """What a stream's task raised that it should not have: it is raised where somebody sees it."""
+        """Unexpected exception of a stream's task, re-raised by the next call."""
 
     def call(
         self,
@@ -59,7 +59,7 @@ class HttpClient:
         what: str,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> Any:
-        """The decoded answer; None where it has no content. Any refusal is a WorldError."""
+        """Return the decoded response; None if it is empty. Every error status is a WorldError."""
         status, content = self._run(self._answer(method, path, body), what=what, timeout_s=timeout_s)
         if status >= 400:
             raise WorldError(self._refusal(status, content, path))
@@ -69,30 +69,30 @@ class HttpClient:
             raise IntegrityError(f"{self.url}{path}: expected JSON: {error}") from error
 
     def status(self, method: str, path: str) -> int:
-        """Whether the server knows this path at all."""
+        """HTTP status of a request without a body: whether the server knows this path."""
         answer = self._answer(method, path, None)
         status: int = self._run(answer, what="what it can do", timeout_s=CALL_TIMEOUT_S)[0]
         return status
 
     def open(self, name: Hashable, path: str, *, body: Mapping[str, Any]) -> None:
-        """Begin to read the events that answer a request; one that the server refuses (4xx) is a UserError."""
+        """Start to read the events of a response; a request that the server refuses (4xx) is a UserError."""
         assert name not in self._streams, f"stream {name} is open"
         task = self._loop.create_task(self._read(name, path, body), name=f"stream {name}")
         task.add_done_callback(self._note_bug)
         self._streams[name] = task
 
     def abandon(self, name: Hashable) -> None:
-        """Hang up: the server sees that nobody wants more of it, and nothing more of it arrives here."""
+        """Close a stream: the server sees the disconnect, and no further event of it is returned."""
         task = self._streams.pop(name, None)
         if task is not None:
             task.cancel()
             self._run(_ended(task), what="the end of a stream", timeout_s=CONNECT_TIMEOUT_S)
         self._arrivals = deque(arrival for arrival in self._arrivals if arrival.name != name)
 
-    def arrivals(self, timeout_s: float) -> list[Arrival]:
-        """What has arrived, at once if there is something, else whatever comes first in this time."""
+    def arrivals(self, timeout_s: float) -> list[ResponseArrival]:
+        """Return what has arrived immediately, or wait up to this time for the first event."""
 
-        def attempt(remaining_s: float) -> list[Arrival]:
+        def attempt(remaining_s: float) -> list[ResponseArrival]:
             self._loop.run_until_complete(self._attempt_arrival(min(remaining_s, timeout_s)))
             arrived = list(self._arrivals)
             self._arrivals.clear()
@@ -112,7 +112,7 @@ class HttpClient:
     async def _new_session(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        # Proxies that the environment names are for the world outside, and these servers are not part of it.
+        # Proxies from the environment are for external hosts, which these servers are not.
         return aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
 
     def _run(self, work: Coroutine[Any, Any, Any], *, what: str, timeout_s: float) -> Any:
@@ -137,19 +137,19 @@ class HttpClient:
             raise self._broken(error) from error
 
     async def _read(self, name: Hashable, path: str, body: Mapping[str, Any]) -> None:
-        """Until the server says that it is done; an end without that word is a failure."""
+        """Read until the server reports the end; an end without that report is a failure."""
         try:
             await self._read_events(name, path, body)
         except (aiohttp.ClientError, OSError) as error:
-            self._put(Arrival(name, failure=self._broken(error)))
+            self._put(ResponseArrival(name, failure=self._broken(error)))
         except KintsugiError as error:
-            self._put(Arrival(name, failure=error))
+            self._put(ResponseArrival(name, failure=error))
         self._streams.pop(name, None)
 
     async def _read_events(self, name: Hashable, path: str, body: Mapping[str, Any]) -> None:
         async with self._session.post(self.url + path, json=body) as response:
             if response.status >= 400:
-                # What it refuses while it is well is the request, unless it has too many of them.
+                # A 4xx status of a healthy server is about the request, except for too many requests.
                 kind = UserError if response.status < 500 and response.status != 429 else WorldError
                 content = await response.content.read(MAX_REASON_BYTES)
                 raise kind(self._refusal(response.status, content, path))
@@ -162,14 +162,14 @@ class HttpClient:
                     event = line.removeprefix(_DATA).strip()
                     if event == _DONE:
                         return
-                    self._put(Arrival(name, event))
+                    self._put(ResponseArrival(name, event))
                 if len(rest) > MAX_EVENT_BYTES:
                     raise IntegrityError(f"{self.url}{path}: an event of more than {MAX_EVENT_BYTES} bytes")
         raise WorldError(f"{self.url}{path} ended its answer in the middle")
 
     async def _attempt_arrival(self, timeout_s: float) -> None:
         if self._arrivals:
-            # Let the streams read what the kernel has for them by now.
+            # Let the streams read what the kernel has buffered.
             await asyncio.sleep(0)
             return
         try:
@@ -177,7 +177,7 @@ class HttpClient:
         except TimeoutError:
             return
 
-    def _put(self, arrival: Arrival) -> None:
+    def _put(self, arrival: ResponseArrival) -> None:
         self._arrivals.append(arrival)
         self._arrived.set()
 
@@ -195,5 +195,5 @@ class HttpClient:
 
 
 async def _ended(task: asyncio.Task[Any]) -> None:
-    """Once a cancelled task is through with its cleaning up; what it raised at last is nobody's concern."""
+    """Wait until a cancelled task has cleaned up; its last exception is irrelevant."""
     await asyncio.gather(task, return_exceptions=True)

@@ -1,18 +1,18 @@
-"""A server of another make as a `Backend`: what vLLM and SGLang have in common.
+"""A server of another product as a `Backend`: the common part of vLLM and SGLang.
 
-Each request is a stream of events; at most `slots` are open, the rest wait here.
+Each request is a stream of events; at most `slots` are open, the others wait here.
 
-    submit   waiting ──(a stream is free)──▶ open ──(end token, stop text, length)──▶ Output
+    submit   waiting ──(a stream is free)──▶ open ──(end token, stop string, length)──▶ Output
     load     the server ends all streams, which wait again with the tokens they have; it reads the weights from a
-             folder, they are verified, and the streams go on
-    failure  a WorldError: the server is gone, or not what it should be. The process that holds this ends, and what its
-             requests have produced is continued elsewhere. A UserError is about one request, which alone ends by it
+             folder, they are verified, and the streams continue
+    failure  a WorldError: the server is gone, or in an unexpected state. The process of this back end exits, and its
+             requests continue elsewhere with the tokens they have. A UserError ends only the request that caused it
 
-Streams end before weights change: each has one version from its first to its last token, and the keys and values of
-running requests are always computed again. A server that kept them would give those of old weights to later prompts.
+Streams end before weights change: each has one version from its first to its last token, and the KV cache of running
+requests is always recomputed. A server that kept its cache would serve entries of old weights to later prompts.
 
-The server's word is checked: a log-probability per token, no more tokens than asked for, the weights that were loaded
-last. Ends are looked for here, by the rules of the embedded engine, whatever the server takes for an end.
+Responses are checked: one log-probability per token, no more tokens than requested, the weights that were loaded last.
+Ends are detected here, by the rules of the embedded engine, independent of the server's own rules.
 """
 
 from __future__ import annotations
@@ -30,34 +30,35 @@ import xxhash
 from kintsugi.errors import ConfigError, IntegrityError, KintsugiError, UserError, WorldError
 from kintsugi.generation.backend import Running
 from kintsugi.generation.backends.dialect import Dialect, Increment
-from kintsugi.generation.backends.folders import WeightFolders
-from kintsugi.generation.backends.http import CALL_TIMEOUT_S, Arrival, HttpClient
-from kintsugi.generation.requests import Output, Request, RequestId, Tokens
-from kintsugi.generation.stops import first_stop
-from kintsugi.generation.validation import check_request
+from kintsugi.generation.backends.http import CALL_TIMEOUT_S, HttpClient, ResponseArrival
+from kintsugi.generation.backends.weight_folders import WeightFolders
+from kintsugi.generation.engine.requests import GenerationOutput, GenerationRequest, RequestId, Tokens
+from kintsugi.generation.engine.stop_strings import first_stop
+from kintsugi.generation.engine.validation import check_request
 from kintsugi.model.architecture import ModelConfig
-from kintsugi.runtime import SYSTEM_CLOCK, Clock, wait
-from kintsugi.types import Finish, Sampling
+from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
+from kintsugi.runtime.waits import wait
+from kintsugi.types import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 STEP_S = 0.01
-"""Longest that a step waits for tokens: between two steps, the server process looks at its messages."""
+"""Longest wait of a step for tokens: between two steps, the server process handles its messages."""
 CHECK_EVERY_S = 10.0
-"""Of silence on all streams; then the server is asked whether it is well."""
+"""Silence on all streams after which the server's health is checked."""
 LONGEST_SILENCE_S = 120.0
-"""A server that says it is well and produces nothing for so long is not."""
+"""A server that reports to be healthy and produces nothing for this long has failed."""
 _TRIED_TEMPERATURE = 2.0
 
 
 @dataclass(eq=False)
 class _Stream:
-    """A request that the server has, and what it has sampled for it."""
+    """A request at the server, and its sampled tokens."""
 
     name: str
-    """As the server knows it; never used again."""
-    request: Request
+    """Name at the server; never reused."""
+    request: GenerationRequest
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tops: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -70,7 +71,7 @@ class _Stream:
         del self.ids[length:], self.logprobs[length:], self.tops[length:]
 
     def tokens(self, *, version: int) -> Tokens:
-        """All of them, those that the request came with first."""
+        """All tokens, those that the request came with first."""
         tops = np.array(self.tops, np.float64).reshape(len(self.ids), self.request.sampling.top_logprobs, 2)
         sampled = Tokens(
             np.array(self.ids, np.int32),
@@ -83,7 +84,7 @@ class _Stream:
 
 
 class RemoteBackend:
-    """`open_backend` makes one. Not thread-safe."""
+    """Created by `open_backend`. Not thread-safe."""
 
     def __init__(
         self,
@@ -98,24 +99,28 @@ class RemoteBackend:
         folder: Path,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        self._client, self._dialect, self._clock = client, dialect, clock
+        self._client = client
+        self._dialect = dialect
+        self._clock = clock
         self._vocab_size = architecture.vocab_size
-        self._end_token_ids, self._text_of = tuple(end_token_ids), text_of
-        self._slots, self._max_length = slots, max_length
+        self._end_token_ids = tuple(end_token_ids)
+        self._text_of = text_of
+        self._slots = slots
+        self._max_length = max_length
         self._folders = WeightFolders(folder, architecture=architecture)
         self._origin = secrets.token_hex(4)
-        """In all labels and names, so that they are not taken for those of another process."""
+        """Part of all labels and names, which distinguishes them from those of other processes."""
         self._version = -1
-        self._waiting: dict[RequestId, Request] = {}
-        """In order."""
+        self._waiting: dict[RequestId, GenerationRequest] = {}
+        """In order of arrival."""
         self._streams: dict[str, _Stream] = {}
         self._names: dict[RequestId, str] = {}
-        """Of the open streams."""
+        """Names of the open streams."""
         self._load_failure: KintsugiError | None = None
-        """Why nobody knows which weights the server has, and whether it is halted."""
-        self._ended_by_us: list[Request] | None = None
-        """While all streams are being ended, those that will go on; else None."""
-        self._finished: list[Output] = []
+        """Error after which the server's weights, and whether it is halted, are unknown."""
+        self._ended_by_us: list[GenerationRequest] | None = None
+        """Requests that will continue, while all streams are being ended; else None."""
+        self._finished: list[GenerationOutput] = []
         self._num_opened = self._num_steps = self._num_tokens = 0
         self._last_arrival = self._last_check = clock.monotonic()
         self._check_server()
@@ -134,10 +139,10 @@ class RemoteBackend:
 
     @property
     def num_steps(self) -> int:
-        """In which tokens came."""
+        """Number of steps in which tokens arrived."""
         return self._num_steps
 
-    def submit(self, requests: Iterable[Request]) -> None:
+    def submit(self, requests: Iterable[GenerationRequest]) -> None:
         requests = list(requests)
         for request in requests:
             check_request(
@@ -150,8 +155,8 @@ class RemoteBackend:
             self._dialect.check(request.sampling)
         self._waiting.update((request.id, request) for request in requests)
 
-    def step(self) -> list[Output]:
-        """Open streams, and take what arrives in some milliseconds."""
+    def step(self) -> list[GenerationOutput]:
+        """Open streams, and process what arrives within some milliseconds."""
         if self._load_failure is not None:
             raise WorldError(f"{self._where} did not take new weights: {self._load_failure}")
         self._open_streams()
@@ -160,10 +165,10 @@ class RemoteBackend:
         finished, self._finished = self._finished, []
         return finished
 
-    def interrupt(self, request_id: RequestId) -> Output | None:
+    def interrupt(self, request_id: RequestId) -> GenerationOutput | None:
         request = self._waiting.pop(request_id, None)
         if request is not None:
-            return Output(request, _produced(request), None)
+            return GenerationOutput(request, _produced(request), None)
         for output in self._finished:
             if output.request.id == request_id:
                 self._finished.remove(output)
@@ -171,8 +176,8 @@ class RemoteBackend:
         stream = self._stream_of(request_id)
         if stream is None:
             return None
-        self._hang_up(stream)
-        return Output(stream.request, stream.tokens(version=self._version), None)
+        self._close(stream)
+        return GenerationOutput(stream.request, stream.tokens(version=self._version), None)
 
     def produced(self, request_id: RequestId) -> Tokens | None:
         stream = self._stream_of(request_id)
@@ -186,7 +191,7 @@ class RemoteBackend:
         return tensors
 
     def load(self, version: int, tensors: Mapping[str, Tensor], *, running: Running = "keep") -> None:
-        """Running requests go on with new keys and values, also where old ones would do."""
+        """Change the weights. Running requests continue with a recomputed KV cache, also with `running="keep"`."""
         tensors = self._folders.complete(tensors)
         folder = self._folders.write(version, tensors)
         try:
@@ -228,7 +233,8 @@ class RemoteBackend:
         return None if name is None else self._streams[name]
 
     def _check_server(self) -> None:
-        """Whether it is well and was started as it must be. What a dead predecessor of ours left there is ended."""
+        """Check that the server is healthy and was started with the required options. End requests that a dead
+        predecessor of this process left."""
         self._dialect.health(self._client)
         longest = self._dialect.max_length(self._client)
         if longest < self._max_length:
@@ -246,8 +252,8 @@ class RemoteBackend:
             )
 
     def _gap(self, temperature: float) -> float:
-        """Between the two most likely tokens, as the server reports them; it shrinks as the temperature grows."""
-        sampling = Sampling(temperature=temperature, max_new_tokens=1, top_logprobs=2)
+        """Gap between the two most likely tokens as the server reports them; it shrinks as the temperature grows."""
+        sampling = SamplingParams(temperature=temperature, max_new_tokens=1, top_logprobs=2)
         name = f"{self._origin}-at-{temperature}"
         body = self._dialect.body([0], name=name, sampling=sampling, max_new_tokens=1, seed=0, ends=[])
         self._client.open(name, self._dialect.generate_path, body=body)
@@ -263,7 +269,8 @@ class RemoteBackend:
         return wait(attempt, whom=self._client.url, what="a first token", timeout_s=CALL_TIMEOUT_S)
 
     def _open_streams(self) -> None:
-        """As many as there are slots for. Where none was open, the server may have been restarted unseen."""
+        """Open as many streams as there are slots. If none was open, the server may have been restarted unnoticed:
+        check it first."""
         if not self._waiting or len(self._streams) >= self._slots:
             return
         if not self._streams:
@@ -273,7 +280,7 @@ class RemoteBackend:
         while self._waiting and len(self._streams) < self._slots:
             self._open(self._waiting.pop(next(iter(self._waiting))))
 
-    def _open(self, request: Request) -> None:
+    def _open(self, request: GenerationRequest) -> None:
         self._num_opened += 1
         stream = _Stream(f"{self._origin}-{self._num_opened}", request)
         body = self._dialect.body(
@@ -288,7 +295,7 @@ class RemoteBackend:
         self._names[request.id] = stream.name
         self._client.open(stream.name, self._dialect.generate_path, body=body)
 
-    def _ends(self, request: Request) -> list[int]:
+    def _ends(self, request: GenerationRequest) -> list[int]:
         ends = () if request.sampling.ignore_end else self._end_token_ids
         return [*ends, *request.sampling.stop_token_ids]
 
@@ -309,7 +316,7 @@ class RemoteBackend:
             self._dialect.health(self._client)
             self._last_check = now
 
-    def _take(self, arrival: Arrival) -> None:
+    def _take(self, arrival: ResponseArrival) -> None:
         stream = self._streams.get(str(arrival.name))
         if stream is None:
             return
@@ -318,8 +325,8 @@ class RemoteBackend:
                 raise arrival.failure
             increment = self._increment(stream, arrival.event)
         except UserError as error:
-            self._hang_up(stream)
-            self._finish(stream, None, refusal=error)
+            self._close(stream)
+            self._finish(stream, None, user_error=error)
             return
         stream.ids += increment.ids
         stream.logprobs += increment.logprobs
@@ -327,17 +334,17 @@ class RemoteBackend:
         self._num_tokens += len(increment.ids)
         finish = self._finish_of(stream, num_new=len(increment.ids))
         if finish is None and increment.ended == "abort":
-            self._put_back(stream)
+            self._requeue(stream)
         elif finish is None and increment.ended is not None:
-            # An end token of the server's own.
-            self._finish(stream, Finish.EOS)
+            # An end token of the server's own configuration.
+            self._finish(stream, FinishReason.EOS)
         elif finish is not None:
-            if increment.ended is None and finish is not Finish.LENGTH:
-                self._hang_up(stream)
+            if increment.ended is None and finish is not FinishReason.LENGTH:
+                self._close(stream)
             self._finish(stream, finish)
 
     def _increment(self, stream: _Stream, event: bytes) -> Increment:
-        """What an event says, checked."""
+        """Parse and check an event."""
         num_top = stream.request.sampling.top_logprobs
         increment = self._parsed(event, num_known=len(stream.ids), num_top=num_top)
         ids, sizes = increment.ids, {len(tops) for tops in increment.tops}
@@ -367,51 +374,57 @@ class RemoteBackend:
         others = sorted(set(found) - {expected})
         if others:
             raise WorldError(
-                f"{self._where} has weights {', '.join(others)}, expected {expected}: it was restarted, or somebody "
-                "else loads weights into it"
+                f"{self._where} has weights {', '.join(others)}, expected {expected}: it was restarted, or another "
+                "client loads weights into it"
             )
 
-    def _finish_of(self, stream: _Stream, *, num_new: int) -> Finish | None:
-        """How the stream ended with its newest tokens, if it did; what came after its end is cut off."""
+    def _finish_of(self, stream: _Stream, *, num_new: int) -> FinishReason | None:
+        """Finish reason of the stream after its newest tokens, if it ended; tokens after the end are cut off."""
         start, sampling = len(stream.ids) - num_new, stream.request.sampling
         ends = set(self._ends(stream.request))
-        places = [(place, Finish.EOS) for place in range(start, len(stream.ids)) if stream.ids[place] in ends]
+        ends_found = [
+            (place, FinishReason.EOS) for place in range(start, len(stream.ids)) if stream.ids[place] in ends
+        ]
         if sampling.stop:
             before = _produced(stream.request).ids
             tokens = np.concatenate([before, np.array(stream.ids, np.int32)])
             place = first_stop(tokens, start=len(before) + start, stop=sampling.stop, text_of=self._text_of)
             if place is not None:
-                places.append((place - len(before), Finish.STOP))
-        if places:
-            place, finish = min(places, key=lambda found: found[0])
+                ends_found.append((place - len(before), FinishReason.STOP))
+        if ends_found:
+            place, finish = min(ends_found, key=lambda found: found[0])
             stream.cut(place + 1)
             return finish
-        return Finish.LENGTH if stream.num_missing == 0 else None
+        return FinishReason.LENGTH if stream.num_missing == 0 else None
 
-    def _finish(self, stream: _Stream, finish: Finish | None, *, refusal: UserError | None = None) -> None:
+    def _finish(
+        self, stream: _Stream, finish: FinishReason | None, *, user_error: UserError | None = None
+    ) -> None:
         self._forget(stream)
         tokens = stream.tokens(version=self._version)
-        self._finished.append(Output(stream.request, tokens, finish, refusal))
+        self._finished.append(GenerationOutput(stream.request, tokens, finish, user_error))
 
     def _forget(self, stream: _Stream) -> None:
         self._streams.pop(stream.name, None)
         self._names.pop(stream.request.id, None)
 
-    def _put_back(self, stream: _Stream) -> None:
+    def _requeue(self, stream: _Stream) -> None:
         if self._ended_by_us is None:
-            raise WorldError(f"{self._where} gave up a request that nobody cancelled")
+            raise WorldError(f"{self._where} ended a request that was not cancelled")
         self._forget(stream)
-        self._ended_by_us.append(Output(stream.request, stream.tokens(version=self._version), None).resume())
+        self._ended_by_us.append(
+            GenerationOutput(stream.request, stream.tokens(version=self._version), None).resume()
+        )
 
-    def _hang_up(self, stream: _Stream) -> None:
-        """Nobody wants more of it: its memory is for others."""
+    def _close(self, stream: _Stream) -> None:
+        """Close a stream and free its memory at the server."""
         self._forget(stream)
         self._client.abandon(stream.name)
         self._dialect.abort(self._client, stream.name)
 
     def _end_streams(self) -> None:
-        """The server ends all that it has; what is not finished by then waits again, before those that waited."""
-        ended: list[Request] = []
+        """End all streams at the server. Unfinished requests are queued again, before those that waited."""
+        ended: list[GenerationRequest] = []
         self._ended_by_us = ended
 
         def attempt(remaining_s: float) -> bool | None:
@@ -429,10 +442,11 @@ class RemoteBackend:
             self._ended_by_us = None
 
 
-def _produced(request: Request) -> Tokens:
+def _produced(request: GenerationRequest) -> Tokens:
     return request.produced or Tokens.none(num_top=request.sampling.top_logprobs)
 
 
-def _seed(request: Request) -> int:
-    """31 bits: of the request's noise, and another where it goes on in a second stream, whose draws count from 0."""
-    return xxhash.xxh3_64_intdigest(f"{request.noise_key}/{request.num_produced}".encode()) >> 33
+def _seed(request: GenerationRequest) -> int:
+    """Seed of 31 bits, from the request's random key. A continued request has another seed, because the draws of its
+    second stream count from 0."""
+    return xxhash.xxh3_64_intdigest(f"{request.rng_key}/{request.num_produced}".encode()) >> 33

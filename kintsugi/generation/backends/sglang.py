@@ -14,14 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from kintsugi.errors import IntegrityError, UserError, WorldError
-from kintsugi.generation.backends.dialect import (
-    HEALTH_TIMEOUT_S,
-    UPDATE_TIMEOUT_S,
-    Ended,
-    Increment,
-)
+from kintsugi.generation.backends.dialect import HEALTH_TIMEOUT_S, UPDATE_TIMEOUT_S, Ended, Increment
 from kintsugi.generation.backends.http import HttpClient
-from kintsugi.types import Sampling
+from kintsugi.types import SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +41,7 @@ class _Span(msgspec.Struct):
 
 class _Meta(msgspec.Struct):
     completion_tokens: int = 0
-    """Of the whole stream so far."""
+    """Number of tokens of the whole stream so far."""
     finish_reason: _Finish | None = None
     output_token_logprobs: list[_Candidate] = []
     """All so far, or those of this event alone with `--incremental-streaming-output`."""
@@ -62,7 +57,7 @@ class _Refusal(msgspec.Struct):
 
 class _Event(msgspec.Struct):
     output_ids: list[int] = []
-    """As `output_token_logprobs`."""
+    """Like `output_token_logprobs`."""
     meta_info: _Meta = msgspec.field(default_factory=_Meta)
     error: _Refusal | None = None
 
@@ -82,7 +77,7 @@ class SGLang:
     def label(self, client: HttpClient) -> str:
         return str(client.call("GET", "/model_info", what="the name of its weights")["weight_version"])
 
-    def check(self, sampling: Sampling) -> None:
+    def check(self, sampling: SamplingParams) -> None:
         for name, is_set in (
             ("repetition_penalty", sampling.repetition_penalty != 1),
             ("logit_bias", bool(sampling.logit_bias)),
@@ -97,7 +92,7 @@ class SGLang:
         tokens: list[int],
         *,
         name: str,
-        sampling: Sampling,
+        sampling: SamplingParams,
         max_new_tokens: int,
         seed: int,
         ends: list[int],
@@ -115,7 +110,7 @@ class SGLang:
                 "min_p": sampling.min_p,
                 "max_new_tokens": max_new_tokens,
                 "stop_token_ids": ends,
-                # With this it ignores stop tokens too: those are then found here.
+                # With this it ignores stop tokens too: those are then detected here.
                 "ignore_eos": sampling.ignore_end,
                 "sampling_seed": seed,
                 "skip_special_tokens": False,
@@ -144,11 +139,12 @@ class SGLang:
         )
 
     def abort(self, client: HttpClient, name: str) -> None:
-        """It notices only after seconds that a stream was hung up."""
+        """Abort explicitly: SGLang notices a closed stream only after seconds."""
         client.call("POST", "/abort_request", body={"rid": name}, what="the end of a request")
 
     def halt(self, client: HttpClient) -> None:
-        """Its pause that ends requests looks once per second whether they have ended; this one is at once."""
+        """Abort all requests. SGLang's pause endpoint would wait for their end in steps of a second; this returns
+        immediately."""
         client.call("POST", "/abort_request", body={"abort_all": True}, what="the end of all requests")
 
     def update(self, client: HttpClient, folder: Path, *, label: str) -> None:
@@ -165,7 +161,7 @@ class SGLang:
             raise WorldError(f"the SGLang server at {client.url} took no new weights: {answer['message']}")
 
     def verify(self, client: HttpClient, tensors: Mapping[str, Tensor]) -> None:
-        """By reading some back: its own digests are of another kind on each device."""
+        """Verify by reading some parameters back: SGLang's own digests differ between kinds of devices."""
         import torch
 
         body = {"name": _READ_BACK, "truncate_size": _NUM_READ_BACK}

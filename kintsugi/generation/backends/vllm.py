@@ -1,8 +1,8 @@
 """vLLM (0.32): tokens in and out by `/inference/v1/generate`, weights by its endpoints for reinforcement learning.
 
 It has to be started with `VLLM_SERVER_DEV_MODE=1` in its environment and `--enable-scale-out --logprobs-mode
-processed_logprobs`. Log-probabilities are then those of what it samples from: at the temperature (1 where greedy), but
-also after everything else that bends the distribution, which is therefore refused.
+processed_logprobs`. Log-probabilities are then those of the distribution that it samples from: at the temperature (1
+where greedy), but also after all logits processors, which are therefore refused.
 """
 
 from __future__ import annotations
@@ -16,14 +16,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kintsugi.errors import ConfigError, IntegrityError, UserError, WorldError
-from kintsugi.generation.backends.dialect import (
-    HEALTH_TIMEOUT_S,
-    UPDATE_TIMEOUT_S,
-    Ended,
-    Increment,
-)
+from kintsugi.generation.backends.dialect import HEALTH_TIMEOUT_S, UPDATE_TIMEOUT_S, Ended, Increment
 from kintsugi.generation.backends.http import HttpClient
-from kintsugi.types import Sampling
+from kintsugi.types import SamplingParams
 from kintsugi.weights.manifest import tensor_bytes
 
 if TYPE_CHECKING:
@@ -32,18 +27,18 @@ if TYPE_CHECKING:
 
 _LAST_NORM = "model.norm.weight"
 _NORM = "norm.weight"
-"""What is never cut for several ranks, nor repacked."""
+"""Suffix of parameters that are neither split over ranks nor repacked."""
 _VOCABULARY_STEP = 64
 _MAX_TEMPERATURE = 2
 _MAX_TOP_LOGPROBS = 19
 _NO_BYTES = hashlib.sha256().hexdigest()
-"""Of a parameter whose values vLLM keeps elsewhere, repacked for a kernel."""
+"""Digest of a parameter with its values repacked for a kernel and stored elsewhere."""
 
 
 class _Candidate(msgspec.Struct):
     token_id: int
     logprob: float | None
-    """None where it was not a number."""
+    """None if it was not a number."""
 
 
 class _Place(_Candidate):
@@ -63,7 +58,7 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
     finish_reason: Ended | None = None
     weight_versions: list[_Span] | None = None
-    """In the last event of a stream."""
+    """Present in the last event of a stream."""
 
 
 class _Refusal(msgspec.Struct):
@@ -101,7 +96,7 @@ class Vllm:
     def label(self, client: HttpClient) -> str:
         return str(client.call("GET", "/weight_info", what="the name of its weights")["weight_version"])
 
-    def check(self, sampling: Sampling) -> None:
+    def check(self, sampling: SamplingParams) -> None:
         if sampling.temperature > _MAX_TEMPERATURE:
             raise UserError(
                 f"expected `temperature` up to {_MAX_TEMPERATURE}, which is the highest that vLLM takes, "
@@ -112,14 +107,14 @@ class Vllm:
                 f"expected `top_logprobs` up to {_MAX_TOP_LOGPROBS}, which is the most that vLLM gives, "
                 f"got {sampling.top_logprobs}"
             )
-        bent = {
+        processed = {
             "top_k": sampling.top_k != 0,
             "top_p": sampling.top_p != 1,
             "min_p": sampling.min_p != 0,
             "repetition_penalty": sampling.repetition_penalty != 1,
             "logit_bias": bool(sampling.logit_bias),
         }
-        for name in (name for name, is_set in bent.items() if is_set):
+        for name in (name for name, is_set in processed.items() if is_set):
             raise UserError(f"expected no `{name}`: vLLM reports log-probabilities after it, not before")
 
     def body(
@@ -127,7 +122,7 @@ class Vllm:
         tokens: list[int],
         *,
         name: str,
-        sampling: Sampling,
+        sampling: SamplingParams,
         max_new_tokens: int,
         seed: int,
         ends: list[int],
@@ -140,10 +135,10 @@ class Vllm:
                 "temperature": sampling.temperature,
                 "max_tokens": max_new_tokens,
                 "seed": seed,
-                # It counts the sampled token among them.
+                # vLLM counts the sampled token among them.
                 "logprobs": sampling.top_logprobs + 1 if sampling.top_logprobs else 0,
                 "stop_token_ids": ends,
-                # Its own idea of the end tokens may be another.
+                # The end tokens of its own configuration may differ.
                 "ignore_eos": True,
                 "detokenize": False,
             },
@@ -165,7 +160,7 @@ class Vllm:
         )
 
     def abort(self, client: HttpClient, name: str) -> None:
-        """It ends a request when its stream is hung up."""
+        """Nothing to do: vLLM ends a request when its stream is closed."""
 
     def halt(self, client: HttpClient) -> None:
         client.call("POST", "/pause?mode=abort", what="a pause")
@@ -175,12 +170,12 @@ class Vllm:
         client.call("POST", "/collective_rpc", body=body, what="new weights", timeout_s=UPDATE_TIMEOUT_S)
         cleared = client.call("POST", "/reset_prefix_cache", what="an empty cache")
         if not cleared["success"]:
-            raise WorldError(f"the vLLM server at {client.url} keeps keys and values of old weights")
+            raise WorldError(f"the vLLM server at {client.url} keeps a KV cache of old weights")
         client.call("POST", "/update_weight_version", body={"new_version": label}, what="a new version")
 
     def verify(self, client: HttpClient, tensors: Mapping[str, Tensor]) -> None:
-        """By digests of its parameters: on one accelerator of all of them. For several ranks it cuts the matrices, and
-        for a CPU it repacks them; then by those of the rest."""
+        """Verify by digests of its parameters: of all parameters on one accelerator. With several ranks vLLM splits the
+        matrices, and on a CPU it repacks them; then only the other parameters are compared."""
         answer = client.call(
             "POST",
             "/weight_checker",
@@ -195,7 +190,8 @@ class Vllm:
 
 
 def _verify_digests(checksums: Mapping[str, str], tensors: Mapping[str, Tensor], *, where: str) -> None:
-    """`checksums` maps `dp0:pp0:pcp0:tp0:model.norm.weight` to the SHA-256 of its bytes on that rank."""
+    """Compare digests; `checksums` maps `dp0:pp0:pcp0:tp0:model.norm.weight` to the SHA-256 of its bytes on that
+    rank."""
     import torch
 
     is_cut = len({key.split(":")[3] for key in checksums}) > 1
@@ -217,7 +213,7 @@ def _verify_digests(checksums: Mapping[str, str], tensors: Mapping[str, Tensor],
 
 
 def _as_vllm_has_them(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
-    """Its parameters, each with the tensors that stand in it one after another."""
+    """vLLM's parameters, each with the tensors that it concatenates."""
     for name, tensor in tensors.items():
         if ".q_proj." in name:
             parts = [tensors[name.replace("q_proj", each)] for each in ("q_proj", "k_proj", "v_proj")]
@@ -243,6 +239,6 @@ def _number(candidate: _Candidate) -> float:
 
 
 def _most_likely(candidates: Sequence[_Candidate], count: int) -> list[tuple[int, float]]:
-    """The sampled token stands among them, whether it is one of them or not."""
+    """The `count` most likely tokens; the list also contains the sampled token, which may not be one of them."""
     ranked = sorted({each.token_id: _number(each) for each in candidates}.items(), key=lambda item: -item[1])
     return ranked[:count]

@@ -1,29 +1,29 @@
-"""The samples of a step between rollout and training, and the calls that they are trained by."""
+"""Samples of a step between rollout and training, and the model calls that train on them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kintsugi.config import Config
+from kintsugi.config.schema import Config
+from kintsugi.config.stages import Stage
 from kintsugi.data.columns import COMPLETION
-from kintsugi.data.feed import Feed
+from kintsugi.data.prefetch import PrefetchingReader
 from kintsugi.errors import WorldError
-from kintsugi.graph.advantages import MASTER_CALLS, batch_totals, initial_values
+from kintsugi.graph.advantages import batch_totals, initial_values, master_call
 from kintsugi.graph.algorithms import build_graph
-from kintsugi.graph.executor import Dispatch, Walk
-from kintsugi.lab.fragile.orders import RolledOut
-from kintsugi.messages import RunCall
-from kintsugi.rollout.episode import demonstrated_trajectory, describe
-from kintsugi.stages import Stage
+from kintsugi.graph.executor import CallDispatch, GraphExecution
+from kintsugi.lab.fragile.messages import RolledOut
+from kintsugi.protocol.training import RunCall
+from kintsugi.rollout.trajectory import demonstrated_trajectory, describe
 from kintsugi.types import Role, SampleMeta, ShardItem, Ticket, Trajectory
 
 
 class BatchSizeMismatch(WorldError):
-    """There are not as many samples as the train workers are to have."""
+    """The number of samples differs from what the train workers expect."""
 
 
 class DistributedBatchMemory:
-    """What the rollout workers gave, joined in the order of their names."""
+    """Samples of all rollout workers, joined in the order of their names."""
 
     def __init__(self, parts: Sequence[RolledOut]) -> None:
         self.metas: tuple[SampleMeta, ...] = tuple(meta for part in parts for meta in part.metas)
@@ -32,7 +32,7 @@ class DistributedBatchMemory:
         }
 
     def check(self, *, size: int) -> None:
-        """Before it is split among the train workers, which expect equal shares of a whole batch."""
+        """Check the size before the batch is split: train workers expect equal shares of a complete batch."""
         if len(self.metas) != size:
             raise BatchSizeMismatch(
                 "FrameworkError: DistributedBatchMemoryError: Batch size mismatch: "
@@ -40,8 +40,10 @@ class DistributedBatchMemory:
             )
 
 
-def rows(feed: Feed, stage: Stage, tickets: Sequence[Ticket], *, holder: str) -> DistributedBatchMemory:
-    """What is to be imitated, read from the data."""
+def rows(
+    feed: PrefetchingReader, stage: Stage, tickets: Sequence[Ticket], *, holder: str
+) -> DistributedBatchMemory:
+    """Read the demonstrations of a fine-tuning step from the data."""
     metas: list[SampleMeta] = []
     trajectories: list[Trajectory] = []
     for ticket in tickets:
@@ -54,10 +56,10 @@ def rows(feed: Feed, stage: Stage, tickets: Sequence[Ticket], *, holder: str) ->
     return DistributedBatchMemory([RolledOut(tuple(metas), tuple(trajectories))])
 
 
-def walk_of(
+def execution_of(
     stage: Stage, batch: DistributedBatchMemory, *, config: Config, ranks: Sequence[str], step: int
-) -> Walk:
-    """The batch on its way through the model calls of the stage."""
+) -> GraphExecution:
+    """Start the execution of the stage's model calls on a batch."""
     values = initial_values(
         stage, batch.metas, max_new_tokens=config.sampling.max_new_tokens, version=step - 1
     )
@@ -65,25 +67,25 @@ def walk_of(
         ShardItem(m.key, m.holder, m.digest, m.num_tokens, m.num_loss_tokens, values[m.key])
         for m in batch.metas
     ]
-    return Walk(
+    return GraphExecution(
         build_graph(stage),
         items,
         workers={Role.MODEL: ranks},
-        num_shards=stage.actor.logical_shards,
-        compute=lambda interface, items: MASTER_CALLS[interface](stage, items),
+        num_shards=stage.actor.num_shards,
+        compute=lambda interface, items: master_call(stage, interface, items),
     )
 
 
 def call_of(
-    dispatch: Dispatch, stage: Stage, batch: DistributedBatchMemory, *, config: Config, step: int
+    dispatch: CallDispatch, stage: Stage, batch: DistributedBatchMemory, *, config: Config, step: int
 ) -> RunCall:
-    """One rank's part of a call."""
+    """Return one rank's part of a call."""
     return RunCall(
         call=dispatch.call.name,
         interface=dispatch.call.interface,
         step=step,
         shards=dispatch.shards,
-        num_shards=stage.actor.logical_shards,
+        num_shards=stage.actor.num_shards,
         totals=batch_totals(stage, batch.metas, max_new_tokens=config.sampling.max_new_tokens),
         generation=1,
         arguments={"temperature": config.sampling.temperature},

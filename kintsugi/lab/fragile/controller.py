@@ -1,7 +1,7 @@
-"""The controller: the one program that drives all workers, stage by stage, and holds the meta-server.
+"""Controller: drives all workers, stage by stage, and contains the meta-server.
 
-A step: weights to the rollout workers, rollout, training, and a checkpoint of the latest step. Whatever is raised in
-between ends the run, after the jobs have been stopped through the scheduler.
+A step: send weights to the rollout workers, rollout, training, and a checkpoint of the latest step. Any error ends the
+run, after the jobs have been stopped through the scheduler.
 """
 
 from __future__ import annotations
@@ -10,59 +10,62 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kintsugi.bootstrap import Bootstrap
-from kintsugi.control.episodes import next_tickets
-from kintsugi.control.phases import Phase
-from kintsugi.data.feed import Feed
-from kintsugi.data.source import open_data
+from kintsugi.config.stages import Stage, stages
+from kintsugi.control.dispatch import next_tickets
+from kintsugi.control.phases.table import Phase
+from kintsugi.data.dataset import open_data
+from kintsugi.data.prefetch import PrefetchingReader
 from kintsugi.errors import StorageError, WorldError
-from kintsugi.graph.executor import Walk
-from kintsugi.lab.fragile import orders
-from kintsugi.lab.fragile.batch import DistributedBatchMemory, call_of, rows, walk_of
-from kintsugi.lab.fragile.metaserver import MetaServer
-from kintsugi.lab.fragile.places import META_PORT, META_SERVER, announce
-from kintsugi.lab.fragile.process import Process, begin
+from kintsugi.graph.executor import GraphExecution
+from kintsugi.lab.fragile import messages
+from kintsugi.lab.fragile.batch import DistributedBatchMemory, call_of, execution_of, rows
+from kintsugi.lab.fragile.directory import META_PORT, META_SERVER, announce
+from kintsugi.lab.fragile.metaserver import WeightMetaServer
+from kintsugi.lab.fragile.process import FragileProcess, begin
 from kintsugi.lab.fragile.rpc import CallFailed, WorkerGone
 from kintsugi.lab.fragile.storage import latest_folder
 from kintsugi.lab.fragile.workers import Workers
-from kintsugi.messages import CallDone, RunCall
 from kintsugi.model.architecture import parameter_shapes
 from kintsugi.model.plan import plan_model
-from kintsugi.observe.events import EventLog, Span, Transition, events_path
-from kintsugi.observe.metrics import MetricsWriter, step_metrics
-from kintsugi.runtime import SYSTEM_CLOCK
-from kintsugi.stages import Stage, stages
+from kintsugi.process.exit_codes import EXIT_ERROR
+from kintsugi.protocol.bootstrap import Bootstrap
+from kintsugi.protocol.training import CallDone, RunCall
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.telemetry.events import EventLog, Span, Transition
+from kintsugi.telemetry.step_metrics import MetricsWriter, step_metrics
 from kintsugi.types import Role, Ticket
-from kintsugi.worker import EXIT_ERROR
 
 log = logging.getLogger("controller")
 
 
 class StageFailed(WorldError):
-    """A stage of a step did not end well."""
+    """A stage of a step failed."""
 
 
-class Controller:
-    """Runs the steps of a configuration, one after the other."""
+class FragileController:
+    """Runs the steps of a configuration, one after another."""
 
-    def __init__(self, process: Process, events: EventLog) -> None:
+    def __init__(self, process: FragileProcess, events: EventLog) -> None:
         self._process, self._events = process, events
         self._config = config = process.config
         architecture, tokenizer = plan_model(config)
         self._names = tuple(parameter_shapes(architecture))
-        self._feed = Feed(config, tokenizer, run_dir=process.run_dir)
+        self._feed = PrefetchingReader(config, tokenizer, run_dir=process.run_dir)
         self._num_rows = open_data(config, run_dir=process.run_dir).num_positions
-        self._meta = MetaServer(host=process.host, port=process.port(META_PORT), known_as=process.known_as)
+        self._meta = WeightMetaServer(
+            host=process.host, port=process.port(META_PORT), known_as=process.known_as
+        )
         announce(process.run_dir, META_SERVER, self._meta.address)
         self._workers = Workers(process)
         self._metrics = MetricsWriter(process.run_dir)
         self._phase = Phase.STARTING.value
         self._timing: dict[str, float] = {}
         self._saved = -1
-        """The step whose checkpoint is the latest."""
+        """Step of the latest checkpoint."""
 
     def run(self) -> int:
-        """Gives the exit code. Whatever happened, clean-up is the last that is heard of it."""
+        """Run to the end and return the exit code; after an error, clean-up is logged last."""
         code = 0
         try:
             self._workers.start()
@@ -80,7 +83,9 @@ class Controller:
         return code
 
     def _run_stage(self, stage: Stage) -> None:
-        self._workers.each(Role.MODEL, "/start_stage", orders.StartStage(stage.name, stage.first_step - 1))
+        self._workers.each(
+            Role.MODEL, "/start_stage", messages.StartFragileStage(stage.name, stage.first_step - 1)
+        )
         num_issued = 0
         if stage.samples_completions and self._process.uses_disk:
             self._save(stage.first_step - 1)
@@ -105,22 +110,22 @@ class Controller:
         every = self._config.checkpoint.every
         return self._process.uses_disk or step == last or (every > 0 and step % every == 0)
 
-    # The stages of a step.
+    # Stages of a step.
 
     def _weights_update(self, step: int) -> None:
-        """The weights with which the step begins."""
+        """Send the weights with which the step begins."""
         version = step - 1
         with self._stage(Phase.PUBLISHING, step, "weights_update"):
             try:
                 if self._process.uses_disk:
                     checkpoint = str(latest_folder(self._process.run_dir, step=self._saved))
                     self._workers.update_by_checkpoint(
-                        orders.UpdateWeights(version, checkpoint=checkpoint),
-                        orders.UploadWeights(version, checkpoint),
+                        messages.UpdateWeights(version, checkpoint=checkpoint),
+                        messages.UploadShard(version, checkpoint),
                     )
                 else:
                     self._workers.update_weights(
-                        orders.UpdateWeights(version, self._names), orders.UploadWeights(version)
+                        messages.UpdateWeights(version, self._names), messages.UploadShard(version)
                     )
             except CallFailed as error:
                 raise StageFailed(f"Weight update failed: {error}") from error
@@ -132,7 +137,7 @@ class Controller:
             row, fed = self._feed.training(
                 stage=stage.name, seed=stage.seed, epoch=ticket.epoch, position=ticket.position
             )
-            prompts.append(orders.Prompt(ticket, row, tuple(fed.prompt)))
+            prompts.append(messages.Prompt(ticket, row, tuple(fed.prompt)))
         with self._stage(Phase.COLLECTING, step, "rollout"):
             if self._process.num_shared:
                 self._notify("rollout_start", step=step)
@@ -141,9 +146,9 @@ class Controller:
                 self._notify("rollout_end", step=step)
         return DistributedBatchMemory(parts)
 
-    def _samples(self, prompts: list[orders.Prompt], *, step: int) -> list[orders.RolledOut]:
-        """Of every worker that answers; one that is gone has none."""
-        parts: list[orders.RolledOut] = []
+    def _samples(self, prompts: list[messages.Prompt], *, step: int) -> list[messages.RolledOut]:
+        """Collect the samples of every worker that replies; a worker that is gone has none."""
+        parts: list[messages.RolledOut] = []
         for name, future in self._workers.roll_out(prompts, step=step).items():
             try:
                 parts += self._workers.wait_ordered([future], what="/rollout", whom=name)
@@ -158,20 +163,22 @@ class Controller:
             log.info("start to train, step: %d, batch size: %d", step, len(batch.metas))
             batch.check(size=stage.algorithm.batch_size * stage.algorithm.group_size)
             ranks = self._workers.names(Role.MODEL)
-            walk = walk_of(stage, batch, config=self._config, ranks=ranks, step=step)
-            while dispatches := walk.ready(now=SYSTEM_CLOCK.monotonic()):
+            execution = execution_of(stage, batch, config=self._config, ranks=ranks, step=step)
+            while dispatches := execution.ready(now=SYSTEM_CLOCK.monotonic()):
                 calls = {
                     dispatch.worker: call_of(dispatch, stage, batch, config=self._config, step=step)
                     for dispatch in dispatches
                 }
                 answers = self._train_batch(calls, batch)
                 for worker, answer in answers.items():
-                    problem = walk.answered(calls[worker].call, worker, answer, now=SYSTEM_CLOCK.monotonic())
+                    problem = execution.answered(
+                        calls[worker].call, worker, answer, now=SYSTEM_CLOCK.monotonic()
+                    )
                     if problem:
                         raise StageFailed(f"train_distributed_batch failed: {problem}")
         with self._stage(Phase.COMMITTING, step, "commit"):
-            self._workers.each(Role.MODEL, "/commit", orders.Commit(step))
-            self._committed(batch, walk, step=step, since=since)
+            self._workers.each(Role.MODEL, "/commit", messages.CommitFragileStep(step))
+            self._committed(batch, execution, step=step, since=since)
 
     def _train_batch(self, calls: dict[str, RunCall], batch: DistributedBatchMemory) -> dict[str, CallDone]:
         try:
@@ -181,35 +188,37 @@ class Controller:
             raise StageFailed("train_distributed_batch failed") from error
 
     def _save(self, step: int) -> None:
-        """The latest checkpoint; the run does not depend on it, so one that takes too long is left behind."""
+        """Write the latest checkpoint; the run does not depend on it, so a save that takes too long is abandoned."""
         self._saved = step
         folder = str(latest_folder(self._process.run_dir, step=step))
         with self._stage(Phase.SAVING, step, "latest_recover_save"):
             try:
-                self._workers.first("/save", orders.SaveCheckpoint(step, folder))
+                self._workers.first("/save", messages.SaveCheckpoint(step, folder))
             except CallFailed as error:
                 how = "timeout" if "time" in str(error) else "error"
                 log.warning("latest_recover_save %s, continuing to next step (%s)", how, error)
 
     def _notify(self, event: str, *, step: int) -> None:
-        """Nobody confirms an event; who does not take it in time is not asked again."""
-        for name, error in self._workers.notify(orders.NotifyEvent(event, step)).items():
+        """Send an event without acknowledgement; a worker that does not accept it in time is skipped."""
+        for name, error in self._workers.notify(messages.NotifyEvent(event, step)).items():
             log.warning("notify_event timeout: %s, %s: %s", event, name, error)
 
-    # What is told of it.
+    # Metrics and events.
 
-    def _committed(self, batch: DistributedBatchMemory, walk: Walk, *, step: int, since: float) -> None:
+    def _committed(
+        self, batch: DistributedBatchMemory, execution: GraphExecution, *, step: int, since: float
+    ) -> None:
         now = SYSTEM_CLOCK.monotonic()
-        advantages = {key: values.get("advantage", 0.0) for key, values in walk.values.items()}
-        figures = step_metrics(
+        advantages = {key: values.get("advantage", 0.0) for key, values in execution.values.items()}
+        metrics = step_metrics(
             batch.metas,
             advantages=advantages,
-            call_metrics=walk.metrics,
+            call_metrics=execution.metrics,
             timing={**self._timing, "step": now - since},
         )
-        figures |= {"batch_size": float(len(batch.metas)), "meta_server_bytes": float(self._meta.size)}
+        metrics |= {"batch_size": float(len(batch.metas)), "meta_server_bytes": float(self._meta.size)}
         try:
-            self._metrics.write(step, figures)
+            self._metrics.write(step, metrics)
         except StorageError as error:
             log.warning("metrics of step %d were not written: %s", step, error)
         self._events.emit(Span("step", since, now - since, {"step": str(step)}))
@@ -232,5 +241,5 @@ class Controller:
 
 def main(bootstrap: Bootstrap) -> int:
     process = begin(bootstrap)
-    events = EventLog(events_path(process.run_dir, process.name), process=process.name)
-    return Controller(process, events).run()
+    events = EventLog(RunFolder(process.run_dir).events_file(process.name), process=process.name)
+    return FragileController(process, events).run()

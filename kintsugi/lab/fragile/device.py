@@ -1,9 +1,9 @@
-"""A device that a train worker and a rollout worker share, and its memory, of which there is not enough for both.
+"""Device shared by a train worker and a rollout worker, without enough memory for both.
 
-Where there is an accelerator, its memory runs out by itself. On a host without one this file stands for it: a page of
-shared memory in which both book what they hold before they load it, refused when it is more than the device has. What
-is booked are the sizes of what is really kept (weights, gradients, moments; weights and cache); the bytes themselves
-lie in the host's memory, which does not run out. A process that is gone holds nothing.
+On an accelerator, memory runs out without help. On a host without one, this module simulates it: both workers register
+their allocation in a page of shared memory before they load, and are refused when the sum exceeds the device's
+capacity. The registered sizes are real (weights, gradients, moments; weights and KV cache); the bytes are in host
+memory, which does not run out. A process that has ended holds nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 
 import msgspec
 
-from kintsugi.config import Config
+from kintsugi.config.schema import Config
 from kintsugi.errors import DeadlineExceeded, DeviceOutOfMemory
 from kintsugi.model.architecture import parameter_shapes
 from kintsugi.model.plan import plan_model
-from kintsugi.runtime import wait
+from kintsugi.runtime.waits import wait
 
 log = logging.getLogger("device")
 
@@ -39,37 +39,37 @@ _LOCK_S = 10.0
 _LOCK_POLL_S = 0.0005
 _ALLOCATE_AGAIN_S = 0.02
 _LOG_EVERY = 50
-"""Failed allocations between two lines of the log."""
+"""Failed allocations between two log lines."""
 
 
-class Owner(IntEnum):
+class DeviceOwner(IntEnum):
     TRAIN = 0
     ROLLOUT = 1
 
 
 class Booking(msgspec.Struct):
-    """What one of the two has, and had."""
+    """Allocation of one owner, and its counters."""
 
     pid: int = 0
     held_bytes: int = 0
     failed_allocations: int = 0
     busy_us: int = 0
-    """Time that it has computed, in microseconds."""
+    """Time spent computing, in microseconds."""
 
 
-class Needs(msgspec.Struct, frozen=True):
-    """Bytes that either needs while it computes, and what the device has."""
+class DeviceDemand(msgspec.Struct, frozen=True):
+    """Bytes that each owner needs while it computes."""
 
     train: int
     rollout: int
 
     @property
     def capacity(self) -> int:
-        """Enough for either of them, not for both."""
+        """Capacity of the device: enough for either owner, not for both."""
         return max(self.train, self.rollout) + min(self.train, self.rollout) // 2
 
 
-def needs_of(config: Config) -> Needs:
+def demand_of(config: Config) -> DeviceDemand:
     architecture, _ = plan_model(config)
     num_weights = 0
     for shape in parameter_shapes(architecture).values():
@@ -84,7 +84,7 @@ def needs_of(config: Config) -> Needs:
         * 2
         * architecture.kv_size
     )
-    return Needs(
+    return DeviceDemand(
         train=_COPIES_IN_TRAINING * num_weights * _FLOAT_BYTES, rollout=(num_weights + cache) * _FLOAT_BYTES
     )
 
@@ -99,7 +99,7 @@ def create_device(path: Path, *, capacity: int) -> None:
 
 
 class SharedDevice:
-    """One of the two owners' view of it."""
+    """Access to the shared page for one owner."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -110,15 +110,15 @@ class SharedDevice:
         self._page.close()
         os.close(self._descriptor)
 
-    def bookings(self) -> dict[Owner, Booking]:
+    def bookings(self) -> dict[DeviceOwner, Booking]:
         with self._locked():
-            return {owner: self._read(owner) for owner in Owner}
+            return {owner: self._read(owner) for owner in DeviceOwner}
 
-    def allocate(self, owner: Owner, size: int) -> None:
-        """Book memory for this process; DeviceOutOfMemory when there is not so much."""
+    def allocate(self, owner: DeviceOwner, size: int) -> None:
+        """Register an allocation of this process; DeviceOutOfMemory when the capacity is exceeded."""
         with self._locked():
             mine = self._read(owner)
-            others = sum(_held(self._read(other)) for other in Owner if other is not owner)
+            others = sum(_held(self._read(other)) for other in DeviceOwner if other is not owner)
             if others + size > self.capacity:
                 mine.failed_allocations += 1
                 self._write(owner, mine)
@@ -129,15 +129,15 @@ class SharedDevice:
             mine.pid, mine.held_bytes = os.getpid(), size
             self._write(owner, mine)
 
-    def release(self, owner: Owner) -> None:
+    def release(self, owner: DeviceOwner) -> None:
         with self._locked():
             mine = self._read(owner)
             mine.held_bytes = 0
             self._write(owner, mine)
 
     @contextmanager
-    def computing(self, owner: Owner) -> Iterator[None]:
-        """What passes inside is time in which the device is in use."""
+    def computing(self, owner: DeviceOwner) -> Iterator[None]:
+        """Count the time inside as time in which the device is busy."""
         start = time.perf_counter()
         try:
             yield
@@ -163,15 +163,17 @@ class SharedDevice:
         finally:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
-    def _read(self, owner: Owner) -> Booking:
+    def _read(self, owner: DeviceOwner) -> Booking:
         return Booking(*_OWNER.unpack_from(self._page, _place(owner)))
 
-    def _write(self, owner: Owner, booking: Booking) -> None:
+    def _write(self, owner: DeviceOwner, booking: Booking) -> None:
         _OWNER.pack_into(self._page, _place(owner), *msgspec.structs.astuple(booking))
 
 
-def allocate_at_last(device: SharedDevice, owner: Owner, size: int, *, whom: str, timeout_s: float) -> None:
-    """Try again and again; DeviceOutOfMemory when the time is up."""
+def allocate_with_retry(
+    device: SharedDevice, owner: DeviceOwner, size: int, *, whom: str, timeout_s: float
+) -> None:
+    """Retry an allocation; DeviceOutOfMemory after `timeout_s`."""
     failures = 0
     last = DeviceOutOfMemory("nothing was tried")
 
@@ -193,7 +195,7 @@ def allocate_at_last(device: SharedDevice, owner: Owner, size: int, *, whom: str
         raise DeviceOutOfMemory(f"{last}; {failures} allocations failed") from error
 
 
-def _place(owner: Owner) -> int:
+def _place(owner: DeviceOwner) -> int:
     return _CAPACITY.size + owner * _OWNER.size
 
 

@@ -1,21 +1,22 @@
-"""Starts the ranks of plain fine-tuning and waits for them; when one fails, it says which, and how it ended."""
+"""Starts the ranks of plain fine-tuning and waits for them; logs which rank failed and how it ended."""
 
 from __future__ import annotations
 
 import logging
 import time
 
-from kintsugi.bootstrap import Bootstrap
-from kintsugi.cluster.placement import log_path
-from kintsugi.lab.fragile import orders
-from kintsugi.lab.fragile.places import Address, find
-from kintsugi.lab.fragile.process import Process, begin
-from kintsugi.lab.fragile.rpc import ask, call
-from kintsugi.lab.fragile.scale import STOP_JOB_S
+from kintsugi.lab.fragile import messages
+from kintsugi.lab.fragile.directory import Address, find
+from kintsugi.lab.fragile.process import FragileProcess, begin
+from kintsugi.lab.fragile.rpc import call, request
 from kintsugi.lab.fragile.scheduler import SCHEDULER
-from kintsugi.runtime import describe_status, wait
+from kintsugi.lab.fragile.timeouts import STOP_JOB_S
+from kintsugi.process.exit_codes import EXIT_ERROR
+from kintsugi.protocol.bootstrap import Bootstrap
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.processes import describe_status
+from kintsugi.runtime.waits import wait
 from kintsugi.types import Role, process_id
-from kintsugi.worker import EXIT_ERROR
 
 log = logging.getLogger("elastic")
 
@@ -28,35 +29,37 @@ _LAST_LINES = 5
 class Elastic:
     """One job of ranks."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: FragileProcess) -> None:
         self._process = process
         self._scheduler: Address = find(process.run_dir, SCHEDULER, timeout_s=_START_S)
         names = tuple(process_id(Role.MODEL, index) for index in range(process.config.actor.workers))
-        order = orders.StartJob("train", names)
-        self._job = ask(self._scheduler, "/start", order, whom=SCHEDULER, kind=orders.Job, timeout_s=_START_S)
+        order = messages.StartJob("train", names)
+        self._job = request(
+            self._scheduler, "/start", order, peer=SCHEDULER, kind=messages.JobSpec, timeout_s=_START_S
+        )
 
     def run(self) -> int:
-        """Gives the exit code."""
+        """Wait for the ranks and return the exit code."""
         ends = wait(self._attempt, whom="all ranks", what="their end", timeout_s=_LONGEST_S)
         failed = {name: end for name, end in ends.items() if end and end != _CLEAN}
         for name, end in failed.items():
-            lines = log_path(self._process.run_dir, name).read_text(errors="replace").splitlines()
-            log.error("%s failed: %s; it said last:\n%s", name, end, "\n".join(lines[-_LAST_LINES:]))
+            lines = RunFolder(self._process.run_dir).log_file(name).read_text(errors="replace").splitlines()
+            log.error("%s failed: %s; its last output:\n%s", name, end, "\n".join(lines[-_LAST_LINES:]))
         if failed:
             timeout_s = self._process.scale.of(STOP_JOB_S)
-            call(self._scheduler, "/cancel", self._job, whom=SCHEDULER, timeout_s=timeout_s)
+            call(self._scheduler, "/cancel", self._job, peer=SCHEDULER, timeout_s=timeout_s)
             return EXIT_ERROR
         log.info("Training finished")
         return 0
 
     def _attempt(self, remaining_s: float) -> dict[str, str] | None:
-        """How the ranks ended, when all have, or one has failed."""
-        status = ask(
+        """Return how the ranks ended, once all have ended or one has failed."""
+        status = request(
             self._scheduler,
             "/status",
             self._job,
-            whom=SCHEDULER,
-            kind=orders.JobStatus,
+            peer=SCHEDULER,
+            kind=messages.JobStatus,
             timeout_s=min(remaining_s, _START_S),
         )
         ends = status.ends

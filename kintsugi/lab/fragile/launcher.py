@@ -1,42 +1,40 @@
-"""`python -m kintsugi.lab.fragile.launcher RUN_DIR start warm`: starts scheduler and controller, ends with the latter.
-Beside them it starts who looks at each host.
+"""Launcher: `python -m kintsugi.lab.fragile.launcher RUN_DIR start warm` starts scheduler, controller and monitors.
 
-Whatever is left then is ended, however well the clean-up of the system itself went: nothing outlives its experiment.
+It ends with the controller. Processes that the system's own clean-up has left are killed then, so that nothing outlives
+the experiment.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 from pathlib import Path
 from uuid import uuid4
 
-from kintsugi.bootstrap import Bootstrap
 from kintsugi.cluster.orphans import kill_children, subreaper
-from kintsugi.cluster.placement import Start, spawn
-from kintsugi.config import Config
-from kintsugi.data.source import pin_data
+from kintsugi.cluster.spawn import StartOrder, spawn
+from kintsugi.config.recipe import load_config
+from kintsugi.config.schema import Config
+from kintsugi.data.dataset import pin_data
 from kintsugi.lab.fragile.process import MONITOR, read_hosts
 from kintsugi.lab.fragile.scheduler import SCHEDULER
-from kintsugi.lab.running import PR_SET_PDEATHSIG
-from kintsugi.lab.watching import MASTER
-from kintsugi.recipe import load_config
-from kintsugi.runs import CONFIG_FILE
-from kintsugi.runtime import Child, SystemProcesses
+from kintsugi.lab.testbed.watch import MASTER
+from kintsugi.process.exit_codes import EXIT_ERROR
+from kintsugi.protocol.bootstrap import Bootstrap
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.proc import die_with_parent
+from kintsugi.runtime.processes import Child, SystemProcesses
 from kintsugi.types import Peer, Placement, Role
-from kintsugi.worker import EXIT_ERROR
 
 LONGEST_S = 24 * 3600.0
 END_S = 10.0
 
 
 def main(arguments: list[str]) -> int:
-    """Body of the launcher's process. A system of this kind can not be resumed, nor forked: it only starts."""
+    """Body of the launcher's process. Such a system can neither be resumed nor use a fork server: it only starts."""
     run_dir = Path(arguments[0])
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    config = load_config(run_dir / CONFIG_FILE)
+    die_with_parent()
+    config = load_config(RunFolder(run_dir).config_file)
     pin_data(config, run_dir=run_dir)
     reader, writer = os.pipe2(os.O_CLOEXEC)
     processes = SystemProcesses()
@@ -61,7 +59,7 @@ def _controller(config: Config) -> str:
 
 def _start(process: str, role: Role, program: str, run_dir: Path, *, lifeline: int) -> Child:
     report_reader, report_writer = os.pipe2(os.O_CLOEXEC)
-    nobody = Peer(MASTER, "", "", "", b"")
+    no_master = Peer(MASTER, "", "", "", b"")
     bootstrap = Bootstrap(
         job=uuid4().hex,
         run_dir=str(run_dir),
@@ -71,11 +69,11 @@ def _start(process: str, role: Role, program: str, run_dir: Path, *, lifeline: i
         incarnation="1",
         public_key=b"",
         secret_key=b"",
-        master=nobody,
+        master=no_master,
         lifeline=lifeline,
     )
     try:
-        return spawn(SystemProcesses(), Start(program, Placement(), bootstrap, report=report_writer))
+        return spawn(SystemProcesses(), StartOrder(program, Placement(), bootstrap, report=report_writer))
     finally:
         os.close(report_writer)
         os.close(report_reader)

@@ -1,4 +1,4 @@
-"""Where weights wait for those who fetch them: bytes under names, in the memory of the controller."""
+"""Meta-server: key-value store for weights in the memory of the controller."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ import time
 from urllib.parse import quote, unquote
 
 from kintsugi.errors import DeadlineExceeded, WorldError
-from kintsugi.lab.fragile.places import Address
+from kintsugi.lab.fragile.directory import Address
 from kintsugi.lab.fragile.rpc import KeyNotFound, RpcServer, call
-from kintsugi.runtime import SYSTEM_CLOCK, wait
+from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.waits import wait
 
-_ASK_AGAIN_S = 0.05
+_POLL_S = 0.05
 
 
 class TransferTimedOut(WorldError):
-    """An hour was not enough."""
+    """The transfer exceeded its time-out."""
 
 
-class MetaServer:
-    """Serves beside the controller. Whoever asks for a name that is not there is told so, and asks again."""
+class WeightMetaServer:
+    """Serves in a thread of the controller. A request for a missing key fails, and the client retries."""
 
     def __init__(self, *, host: str, port: int = 0, known_as: str = "") -> None:
         self._values: dict[str, bytes] = {}
         self._lock = threading.Lock()
         routes = {"/put": self._put, "/get": self._get}
-        server = RpcServer(routes, host=host, port=port, known_as=known_as, at_once=True)
-        server.serve_beside()
+        server = RpcServer(routes, host=host, port=port, known_as=known_as, concurrent=True)
+        server.serve_in_thread()
         self.address = server.address
 
     @property
     def size(self) -> int:
-        """Bytes that are kept."""
+        """Bytes stored."""
         with self._lock:
             return sum(map(len, self._values.values()))
 
@@ -58,7 +59,7 @@ def _key(path: bytes) -> str:
 
 
 class MetaClient:
-    """One transfer of many values, which together may take `timeout_s`."""
+    """Transfer of many values with one time-out for all of them."""
 
     def __init__(self, address: Address, *, timeout_s: float) -> None:
         self._address = address
@@ -68,17 +69,18 @@ class MetaClient:
     def put(self, key: str, value: bytes) -> None:
         if SYSTEM_CLOCK.monotonic() > self._deadline:
             raise TransferTimedOut(f"PUT {key}: request timeout")
-        # As of the usual libraries: the time is for one request, and so is longer than what is left of all.
-        call(self._address, f"/put/{quote(key)}", value, whom="meta", timeout_s=self._timeout_s)
+        # As in common HTTP libraries, the time-out applies to each request, so it can exceed the rest of the
+        # total.
+        call(self._address, f"/put/{quote(key)}", value, peer="meta", timeout_s=self._timeout_s)
 
     def get(self, key: str) -> bytes:
-        """Ask until it is there."""
+        """Poll until the key exists."""
 
         def attempt(remaining_s: float) -> bytes | None:
             try:
-                return call(self._address, f"/get/{quote(key)}", whom="meta", timeout_s=self._timeout_s)
+                return call(self._address, f"/get/{quote(key)}", peer="meta", timeout_s=self._timeout_s)
             except KeyNotFound:
-                time.sleep(max(0.0, min(_ASK_AGAIN_S, remaining_s)))
+                time.sleep(max(0.0, min(_POLL_S, remaining_s)))
                 return None
 
         try:

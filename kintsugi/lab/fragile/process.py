@@ -1,4 +1,4 @@
-"""What every process of this system begins with: its settings, its log, and an end when its launcher has ended."""
+"""Start-up of every process of this system: configuration, logging, and exit when the launcher ends."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from pathlib import Path
 
 import msgspec
 
-from kintsugi.bootstrap import Bootstrap
-from kintsugi.cluster.hosts import HostPlace, enter
-from kintsugi.config import Config
-from kintsugi.disk import reserve
+from kintsugi.cluster.namespaces import HostNamespaces, enter
+from kintsugi.config.recipe import load_config
+from kintsugi.config.schema import Config
 from kintsugi.errors import DeadlineExceeded
-from kintsugi.lab.fragile.scale import Scale, read_scale
-from kintsugi.recipe import load_config
-from kintsugi.runs import CONFIG_FILE
-from kintsugi.runtime import wait
+from kintsugi.lab.fragile.timeouts import Scale, read_scale
+from kintsugi.process.exit_codes import EXIT_ORPHANED
+from kintsugi.protocol.bootstrap import Bootstrap
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.disk import reserve
+from kintsugi.runtime.waits import wait
 from kintsugi.types import Role
-from kintsugi.worker import EXIT_ORPHANED
 
 HOSTS_FILE = "hosts.json"
 MONITOR = "monitor"
-GO_ROUND = (Role.MODEL, Role.ROLLOUT, MONITOR)
+DISTRIBUTED_ROLES = (Role.MODEL, Role.ROLLOUT, MONITOR)
 _LOOK_S = 3600.0
 _LOG_BYTES = 1 << 20
 
 
-class Process(msgspec.Struct, frozen=True):
+class FragileProcess(msgspec.Struct, frozen=True):
     """One process and what it knows of its run."""
 
     name: str
     run_dir: Path
-    place: HostPlace
+    placement: HostNamespaces
     config: Config
     scale: Scale
 
     @property
     def host(self) -> str:
-        """The address of the interface that it serves on."""
-        return self.place.address
+        """Address of the interface that it serves on."""
+        return self.placement.address
 
     def port(self, usual: int) -> int:
-        """To serve at: the usual one on a host of its own, any free one where others are."""
-        return usual if self.place.namespaces else 0
+        """Return the port to serve at: the usual one on an isolated host, any free one on a shared host."""
+        return usual if self.placement.namespaces else 0
 
     @property
     def known_as(self) -> str:
-        """How others reach it."""
-        return self.place.known_as or self.place.address
+        """Host name or address by which others reach it."""
+        return self.placement.known_as or self.placement.address
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is fine-tuning alone."""
+        """Whether the run is plain fine-tuning."""
         return self.config.algorithm.name == "sft"
 
     @property
@@ -66,7 +66,7 @@ class Process(msgspec.Struct, frozen=True):
 
     @property
     def num_shared(self) -> int:
-        """Devices that a train worker and the rollout worker of the same number share."""
+        """Number of devices shared by the train worker and the rollout worker of the same index."""
         config = self.config
         if config.cluster.share_device == "no" or self.is_plain:
             return 0
@@ -74,7 +74,7 @@ class Process(msgspec.Struct, frozen=True):
 
     @property
     def shares_device(self) -> bool:
-        """Whether this worker does."""
+        """Whether this worker shares a device."""
         return self.index < self.num_shared
 
     @property
@@ -83,8 +83,8 @@ class Process(msgspec.Struct, frozen=True):
         return self.config.weights.transport == "disk"
 
 
-def begin(bootstrap: Bootstrap) -> Process:
-    """Also lets the process end when the lifeline does."""
+def begin(bootstrap: Bootstrap) -> FragileProcess:
+    """Initialise the process; it exits when the lifeline pipe ends."""
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.INFO,
@@ -93,30 +93,31 @@ def begin(bootstrap: Bootstrap) -> Process:
         force=True,
     )
     run_dir = Path(bootstrap.run_dir)
-    config = load_config(run_dir / CONFIG_FILE)
-    place = place_of(bootstrap.process, read_hosts(run_dir))
-    # Before there is a second thread, with which one can not go elsewhere.
-    enter(place.namespaces)
-    # What these systems log lies elsewhere than their checkpoints; on one full disk it would say nothing of its own.
+    config = load_config(RunFolder(run_dir).config_file)
+    placement = placement_of(bootstrap.process, read_hosts(run_dir))
+    # Before a second thread exists: a multi-threaded process can not change its namespaces.
+    enter(placement.namespaces)
+    # Logs of such systems are usually on another disk than checkpoints. Reserve space, so that they survive a
+    # full disk.
     logging.raiseExceptions = False
     with suppress(OSError):
         reserve(sys.stderr.fileno(), offset=os.fstat(sys.stderr.fileno()).st_size, size=_LOG_BYTES)
     threading.Thread(target=_end_with, args=(bootstrap.lifeline,), name="lifeline", daemon=True).start()
-    return Process(bootstrap.process, run_dir, place, config, read_scale(run_dir))
+    return FragileProcess(bootstrap.process, run_dir, placement, config, read_scale(run_dir))
 
 
-def place_of(process: str, hosts: Sequence[HostPlace]) -> HostPlace:
-    """Workers go round the hosts by their number, and each has its monitor; whoever there is one of is on the first."""
+def placement_of(process: str, hosts: Sequence[HostNamespaces]) -> HostNamespaces:
+    """Return the host of a process: workers and monitors are distributed by index, all others are on the first host."""
     role, _, number = process.rpartition("-")
-    return hosts[int(number) % len(hosts)] if role in GO_ROUND else hosts[0]
+    return hosts[int(number) % len(hosts)] if role in DISTRIBUTED_ROLES else hosts[0]
 
 
-def write_hosts(run_dir: Path, hosts: Sequence[HostPlace]) -> None:
-    (run_dir / HOSTS_FILE).write_bytes(msgspec.json.encode(hosts or [HostPlace("host-0")]))
+def write_hosts(run_dir: Path, hosts: Sequence[HostNamespaces]) -> None:
+    (run_dir / HOSTS_FILE).write_bytes(msgspec.json.encode(hosts or [HostNamespaces("host-0")]))
 
 
-def read_hosts(run_dir: Path) -> list[HostPlace]:
-    return msgspec.json.decode((run_dir / HOSTS_FILE).read_bytes(), type=list[HostPlace])
+def read_hosts(run_dir: Path) -> list[HostNamespaces]:
+    return msgspec.json.decode((run_dir / HOSTS_FILE).read_bytes(), type=list[HostNamespaces])
 
 
 def _end_with(lifeline: int) -> None:

@@ -1,7 +1,7 @@
-"""A rollout worker: an engine that samples and scores what the controller asks for, one request after the other.
+"""Rollout worker: an engine that generates and scores samples for the controller, one request at a time.
 
-Where it shares a device with a train worker, the controller's `rollout_start` has it ask that one to leave, and
-`rollout_end` to come back. A request that comes without the event is begun all the same, as soon as there is memory.
+Where it shares a device with a train worker, the controller's `rollout_start` makes it request the device from that
+worker, and `rollout_end` return it. A rollout request without the event starts anyway, as soon as there is memory.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ import msgspec
 from safetensors.torch import load as deserialize
 from torch import Tensor
 
-from kintsugi.bootstrap import Bootstrap
 from kintsugi.errors import DeviceOutOfMemory, WorldError
-from kintsugi.lab.fragile.device import Owner, SharedDevice, allocate_at_last, device_path, needs_of
+from kintsugi.lab.fragile.device import DeviceOwner, SharedDevice, allocate_with_retry, demand_of, device_path
+from kintsugi.lab.fragile.directory import META_SERVER, ROLLOUT_PORT, address_of, announce
+from kintsugi.lab.fragile.messages import NotifyEvent, RolledOut, RolloutOrder, UpdateWeights
 from kintsugi.lab.fragile.metaserver import MetaClient
-from kintsugi.lab.fragile.orders import NotifyEvent, RolledOut, Rollout, UpdateWeights
-from kintsugi.lab.fragile.places import META_SERVER, ROLLOUT_PORT, address_of, announce
-from kintsugi.lab.fragile.process import Process, begin
+from kintsugi.lab.fragile.process import FragileProcess, begin
 from kintsugi.lab.fragile.rpc import EngineError, RpcServer, call
 from kintsugi.lab.fragile.sampler import Sampler
-from kintsugi.lab.fragile.scale import HOUR_S, NOTIFY_S, TRANSFER_S
+from kintsugi.lab.fragile.timeouts import HOUR_S, NOTIFY_S, TRANSFER_S
 from kintsugi.lab.fragile.trainer import read_weights
+from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.types import Role, process_id
 
 log = logging.getLogger("rollout")
 
 
-class RolloutWorker:
+class FragileRolloutWorker:
     """Consumes requests; waits for the meta-server and for memory of the device."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: FragileProcess) -> None:
         self._process = process
-        self._needs = needs_of(process.config)
+        self._needs = demand_of(process.config)
         self._sampler = Sampler(process.config, process=process.name)
         self._device: SharedDevice | None = None
         self._holds = False
@@ -80,20 +80,20 @@ class RolloutWorker:
         return tensors
 
     def _rollout(self, body: bytes) -> RolledOut:
-        order = msgspec.msgpack.decode(body, type=Rollout)
+        order = msgspec.msgpack.decode(body, type=RolloutOrder)
         log.info("Received /rollout request, step %d, %d prompts", order.step, len(order.prompts))
         if self._device is None:
             return self._sampler.roll_out(order.prompts)
         if not self._holds:
             self._wait_for_memory(self._device)
-        with self._device.computing(Owner.ROLLOUT):
+        with self._device.computing(DeviceOwner.ROLLOUT):
             return self._sampler.roll_out(order.prompts)
 
     def _wait_for_memory(self, device: SharedDevice) -> None:
         try:
-            allocate_at_last(
+            allocate_with_retry(
                 device,
-                Owner.ROLLOUT,
+                DeviceOwner.ROLLOUT,
                 self._needs.rollout,
                 whom=self._neighbour,
                 timeout_s=self._process.scale.of(HOUR_S),
@@ -103,7 +103,7 @@ class RolloutWorker:
         self._holds = True
 
     def _take(self, device: SharedDevice) -> None:
-        device.allocate(Owner.ROLLOUT, self._needs.rollout)
+        device.allocate(DeviceOwner.ROLLOUT, self._needs.rollout)
         self._holds = True
 
     @property
@@ -115,24 +115,24 @@ class RolloutWorker:
         log.info("Received event %s, step %d", order.event, order.step)
         assert self._device is not None, "only workers that share a device are notified"
         if order.event == "rollout_start":
-            self._tell_neighbour(order)
+            self._notify_neighbour(order)
             self._take(self._device)
         else:
-            self._device.release(Owner.ROLLOUT)
+            self._device.release(DeviceOwner.ROLLOUT)
             self._holds = False
-            self._tell_neighbour(order)
+            self._notify_neighbour(order)
 
-    def _tell_neighbour(self, order: NotifyEvent) -> None:
+    def _notify_neighbour(self, order: NotifyEvent) -> None:
         address = address_of(self._process.run_dir, self._neighbour)
         call(
             address,
             "/notify_event",
             order,
-            whom=self._neighbour,
+            peer=self._neighbour,
             timeout_s=self._process.scale.of(NOTIFY_S),
         )
 
 
 def main(bootstrap: Bootstrap) -> int:
-    RolloutWorker(begin(bootstrap)).serve()
+    FragileRolloutWorker(begin(bootstrap)).serve()
     return 0

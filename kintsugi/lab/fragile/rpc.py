@@ -1,8 +1,7 @@
-"""Calls by HTTP over connections that are kept, as such systems make them. Bodies are msgpack; an exception is a 500.
+"""HTTP calls over persistent connections, as such systems use them. Bodies are msgpack; an exception is a 500.
 
-The caller learns no more than that, except of errors that the other side has foreseen (`EngineError`): what went wrong
-stands in the log there. A caller who does not wait any more hangs up, and what he asked for is not done if it has not
-begun.
+The caller gets no details, except of errors that the server anticipated (`EngineError`): the cause is in the server's
+log only. A caller that times out closes its connection, and a request that has not started by then is dropped.
 """
 
 from __future__ import annotations
@@ -20,45 +19,45 @@ from typing import Any, TypeVar
 import msgspec
 
 from kintsugi.errors import DeadlineExceeded, WorldError
-from kintsugi.lab.fragile.places import Address
-from kintsugi.runtime import wait
+from kintsugi.lab.fragile.directory import Address
+from kintsugi.runtime.waits import wait
 
 log = logging.getLogger("rpc")
 
 T = TypeVar("T")
 Route = Callable[[bytes], msgspec.Struct | bytes | None]
-"""Takes a request's body and gives that of the answer."""
+"""Takes the body of a request and returns the body of the response."""
 
 OK, NOT_FOUND, SERVER_ERROR = 200, 404, 500
 _SHORTEST_S = 0.001
 
 
 class CallFailed(WorldError):
-    """A call did not end well."""
+    """A call failed."""
 
 
 class WorkerGone(CallFailed):
-    """Nobody was there, or the one who was there went away before he answered."""
+    """The server did not accept the connection, or closed it before it responded."""
 
 
 class CallTimedOut(CallFailed):
-    """No answer in time."""
+    """No response in time."""
 
 
 class ServerError(CallFailed):
-    """The other side raised something."""
+    """The server raised an exception."""
 
 
 class EngineError(WorldError):
-    """What a worker knows that it may not be able to do; its words reach the caller."""
+    """Anticipated failure of a worker; its message reaches the caller."""
 
 
 class KeyNotFound(CallFailed):
-    """There is nothing under this name, yet."""
+    """The key does not exist (yet)."""
 
 
 class Connections:
-    """Idle connections by address; a call takes one, or makes one, and gives it back when it was answered."""
+    """Idle connections by address; a call takes one or creates one, and returns it after the response."""
 
     def __init__(self) -> None:
         self._idle: dict[Address, list[HTTPConnection]] = {}
@@ -79,13 +78,13 @@ class Connections:
 
 
 CONNECTIONS = Connections()
-"""Of this process."""
+"""Connections of this process."""
 
 
 def call(
-    address: Address, path: str, body: msgspec.Struct | bytes = b"", *, whom: str, timeout_s: float
+    address: Address, path: str, body: msgspec.Struct | bytes = b"", *, peer: str, timeout_s: float
 ) -> bytes:
-    """Send a request and wait for its answer."""
+    """Send a request and wait for the response."""
     content = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
     pool = f"HTTPConnectionPool(host='{address.host}', port={address.port})"
 
@@ -97,31 +96,31 @@ def call(
             found = answer.status, answer.read()
         except TimeoutError as error:
             connection.close()
-            raise CallTimedOut(f"{pool}: Read timed out. ({whom}{path})") from error
+            raise CallTimedOut(f"{pool}: Read timed out. ({peer}{path})") from error
         except (OSError, HTTPException) as error:
             connection.close()
-            raise WorkerGone(f"{pool}: {error!r} ({whom}{path})") from error
+            raise WorkerGone(f"{pool}: {error!r} ({peer}{path})") from error
         CONNECTIONS.give_back(address, connection)
         return found
 
-    status, answer = wait(attempt, whom=whom, what=path, timeout_s=timeout_s)
+    status, answer = wait(attempt, whom=peer, what=path, timeout_s=timeout_s)
     if status == NOT_FOUND:
-        raise KeyNotFound(f"{whom}{path}: HTTP 404")
+        raise KeyNotFound(f"{peer}{path}: HTTP 404")
     if status != OK:
-        said = f": {answer.decode(errors='replace')}" if answer else ""
-        raise ServerError(f"Non-retryable HTTP error: {status} ({whom}{path}){said}")
+        detail = f": {answer.decode(errors='replace')}" if answer else ""
+        raise ServerError(f"Non-retryable HTTP error: {status} ({peer}{path}){detail}")
     return answer
 
 
-def ask(
-    address: Address, path: str, body: msgspec.Struct, *, whom: str, kind: type[T], timeout_s: float
+def request(
+    address: Address, path: str, body: msgspec.Struct, *, peer: str, kind: type[T], timeout_s: float
 ) -> T:
-    """Call, and decode the answer."""
-    return msgspec.msgpack.decode(call(address, path, body, whom=whom, timeout_s=timeout_s), type=kind)
+    """Send a request and decode the response."""
+    return msgspec.msgpack.decode(call(address, path, body, peer=peer, timeout_s=timeout_s), type=kind)
 
 
 def begin(function: Callable[[], T], *, name: str) -> Future[T]:
-    """Run a call beside others. In a daemon thread: one that hangs must not keep its process."""
+    """Run a call in a daemon thread, so that a call that hangs does not keep the process alive."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -135,7 +134,7 @@ def begin(function: Callable[[], T], *, name: str) -> Future[T]:
 
 
 def wait_future_ordered(pending: Sequence[Future[T]], *, whom: str, what: str, timeout_s: float) -> list[T]:
-    """All results in their order; as soon as one has failed, its exception."""
+    """Return all results in order, or raise the first exception as soon as one call has failed."""
 
     def attempt(remaining_s: float) -> bool | None:
         done, _ = futures.wait(pending, timeout=remaining_s, return_when=futures.FIRST_EXCEPTION)
@@ -153,8 +152,7 @@ def wait_future_ordered(pending: Sequence[Future[T]], *, whom: str, what: str, t
 
 
 class RpcServer:
-    """Serves routes by their paths: one request after the other, in the order in which they got their turn, or all at
-    once."""
+    """Serves routes by path, either one request at a time or concurrently."""
 
     def __init__(
         self,
@@ -163,21 +161,21 @@ class RpcServer:
         host: str,
         port: int = 0,
         known_as: str = "",
-        at_once: bool = False,
+        concurrent: bool = False,
     ) -> None:
-        self._server = _Server((host, port), _handler(routes, None if at_once else threading.Lock()))
+        self._server = _Server((host, port), _handler(routes, None if concurrent else threading.Lock()))
         self.address = Address(known_as or host, self._server.server_port)
 
     def serve(self) -> None:
-        """Until the process ends."""
+        """Serve until the process ends."""
         self._server.serve_forever(poll_interval=0.1)
 
-    def serve_beside(self) -> None:
+    def serve_in_thread(self) -> None:
         threading.Thread(target=self.serve, name="http", daemon=True).start()
 
 
 class _Server(ThreadingHTTPServer):
-    """A thread per connection."""
+    """HTTP server with one thread per connection."""
 
     request_queue_size = 128
     daemon_threads = True
@@ -194,8 +192,8 @@ def _handler(routes: Mapping[str, Route], turn: threading.Lock | None) -> type[B
                 status, answer = _outcome(routes, self.path, body)
             else:
                 with turn:
-                    if _has_hung_up(self.connection):
-                        log.warning("%s: the caller has hung up, nothing is done", self.path)
+                    if _is_closed(self.connection):
+                        log.warning("%s: the caller closed the connection, the request is dropped", self.path)
                         self.close_connection = True
                         return
                     status, answer = _outcome(routes, self.path, body)
@@ -205,7 +203,7 @@ def _handler(routes: Mapping[str, Route], turn: threading.Lock | None) -> type[B
                 self.end_headers()
                 self.wfile.write(answer)
             except OSError as error:
-                log.warning("%s: the caller is gone: %s", self.path, error)
+                log.warning("%s: the caller closed the connection: %s", self.path, error)
                 self.close_connection = True
 
         def log_message(self, format: str, *arguments: Any) -> None:
@@ -214,7 +212,7 @@ def _handler(routes: Mapping[str, Route], turn: threading.Lock | None) -> type[B
     return Handler
 
 
-def _has_hung_up(connection: socket.socket) -> bool:
+def _is_closed(connection: socket.socket) -> bool:
     try:
         return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
     except BlockingIOError:
@@ -231,13 +229,14 @@ def _outcome(routes: Mapping[str, Route], path: str, body: bytes) -> tuple[int, 
     except EngineError as error:
         log.error("%s failed: %s", path, error)
         return SERVER_ERROR, str(error).encode()
-    except Exception:  # All that the caller learns is that there was one.
+    except Exception:  # The caller gets no details of an unexpected exception.
         log.exception("%s failed", path)
         return SERVER_ERROR, b""
 
 
 def _answer(routes: Mapping[str, Route], path: str, body: bytes) -> bytes:
-    """A route that is known by the path's first part gets the rest of it as the first line of the body."""
+    """Call the route; a route that matches the first path component gets the rest of the path as first line of the
+    body."""
     if path in routes:
         answer = routes[path](body)
     elif (first := f"/{path.split('/')[1]}") in routes:

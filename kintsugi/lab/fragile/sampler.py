@@ -1,4 +1,4 @@
-"""What a rollout worker of this system computes: completions of the engine, scored by the recipe."""
+"""Computation of a rollout worker: completions of the engine, scored by the rewards of the recipe."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kintsugi.config import Config
+from kintsugi.config.schema import Config
 from kintsugi.errors import UserError
-from kintsugi.generation.building import build_engine
-from kintsugi.generation.noise import stream_key
-from kintsugi.generation.requests import Output, Request
-from kintsugi.lab.fragile.orders import Prompt, RolledOut
+from kintsugi.generation.engine.factory import build_engine
+from kintsugi.generation.engine.requests import GenerationOutput, GenerationRequest
+from kintsugi.generation.engine.rng import stream_key
+from kintsugi.lab.fragile.messages import Prompt, RolledOut
 from kintsugi.model.plan import plan_model
-from kintsugi.rollout.episode import describe, int32, sampled_trajectory
-from kintsugi.rollout.scoring import arguments, checked, combined, load_rewards, rewards_of, total
-from kintsugi.types import Completion, Finish, SampleMeta, Sampling, Trajectory
+from kintsugi.rollout.rewards.spec import arguments, checked, combined, load_rewards, rewards_of, total
+from kintsugi.rollout.trajectory import describe, int32, sampled_trajectory
+from kintsugi.types import Completion, FinishReason, SampleMeta, SamplingParams, Trajectory
 
 CPU = torch.device("cpu")
 
@@ -53,23 +53,23 @@ class Sampler:
         self._engine.load(version, self._engine.stage(tensors))
 
     def roll_out(self, prompts: Sequence[Prompt]) -> RolledOut:
-        """All samples of these prompts, scored."""
-        sampling = Sampling(
+        """Generate and score all samples of these prompts."""
+        sampling = SamplingParams(
             temperature=self._config.sampling.temperature,
             max_new_tokens=self._config.sampling.max_new_tokens,
             seed=self._config.seed,
         )
         self._engine.submit(
-            Request(
+            GenerationRequest(
                 (number, sample),
                 prompt=np.array(prompt.tokens, np.int32),
-                noise_key=stream_key(prompt.ticket.id, seed=sampling.seed, sample=sample, turn=0),
+                rng_key=stream_key(prompt.ticket.id, seed=sampling.seed, sample=sample, turn=0),
                 sampling=sampling,
             )
             for number, prompt in enumerate(prompts)
             for sample in range(prompt.ticket.num_samples)
         )
-        outputs: dict[int, list[Output]] = {number: [] for number in range(len(prompts))}
+        outputs: dict[int, list[GenerationOutput]] = {number: [] for number in range(len(prompts))}
         while not self._engine.idle:
             for output in self._engine.step():
                 outputs[output.request.id[0]].append(output)
@@ -81,10 +81,14 @@ class Sampler:
                 trajectories.append(trajectory)
         return RolledOut(tuple(metas), tuple(trajectories))
 
-    def _score(self, prompt: Prompt, outputs: Sequence[Output]) -> list[tuple[SampleMeta, Trajectory]]:
+    def _score(
+        self, prompt: Prompt, outputs: Sequence[GenerationOutput]
+    ) -> list[tuple[SampleMeta, Trajectory]]:
         outputs = sorted(outputs, key=lambda output: output.request.id[1])
         texts = [
-            self._tokenizer.text_of_completion(output.tokens.ids.tolist(), ended=output.finish is Finish.EOS)
+            self._tokenizer.text_of_completion(
+                output.tokens.ids.tolist(), ended=output.finish is FinishReason.EOS
+            )
             for output in outputs
         ]
         given = arguments(prompt.row.prompt, texts, prompt.row.columns)
@@ -107,7 +111,7 @@ class Sampler:
         return scored
 
 
-def _completion(output: Output) -> Completion:
+def _completion(output: GenerationOutput) -> Completion:
     tokens = output.tokens
     return Completion(
         output.request.id[1],

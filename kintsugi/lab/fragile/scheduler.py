@@ -1,7 +1,7 @@
-"""The scheduler: an API that starts and stops jobs, each of which is some processes of one role.
+"""Scheduler: an API that starts and stops jobs, each a set of processes of one role.
 
-It knows how every process ended and writes it into its own log, which nobody is told of. It also samples the devices
-that workers share, once in a while, as a monitoring daemon of a node does.
+It knows how every process ended and writes that to its own log only. It also samples the shared devices periodically,
+like the monitoring daemon of a node.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from uuid import uuid4
 
 import msgspec
 
-from kintsugi.bootstrap import Bootstrap
+from kintsugi.cluster.fork_server import Forked, ForkServer
 from kintsugi.cluster.orphans import subreaper
-from kintsugi.cluster.placement import Start, await_readable
-from kintsugi.cluster.template import Forked, Template
+from kintsugi.cluster.spawn import StartOrder, await_readable
 from kintsugi.errors import StartFailed, WorldError
-from kintsugi.lab.fragile.device import SharedDevice, create_device, device_path, needs_of
-from kintsugi.lab.fragile.orders import Job, JobStatus, StartJob
-from kintsugi.lab.fragile.places import SCHEDULER_PORT, announce
-from kintsugi.lab.fragile.process import Process, begin
+from kintsugi.lab.fragile.device import SharedDevice, create_device, demand_of, device_path
+from kintsugi.lab.fragile.directory import SCHEDULER_PORT, announce
+from kintsugi.lab.fragile.messages import JobSpec, JobStatus, StartJob
+from kintsugi.lab.fragile.process import FragileProcess, begin
 from kintsugi.lab.fragile.rpc import RpcServer
-from kintsugi.runtime import SYSTEM_CLOCK, Child, SystemProcesses, describe_status, wait
+from kintsugi.protocol.bootstrap import Bootstrap
+from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.processes import Child, SystemProcesses, describe_status
+from kintsugi.runtime.waits import wait
 from kintsugi.types import Placement, Role, role_of
 
 log = logging.getLogger("scheduler")
@@ -36,34 +38,34 @@ PRELOAD = (
     "torch",
     "kintsugi.lab.fragile.train_worker",
     "kintsugi.lab.fragile.rollout_worker",
-    "kintsugi.lab.fragile.plain",
+    "kintsugi.lab.fragile.plain_sft",
 )
 _LOOK_S = 0.2
 _STOP_S = 5.0
 
 
 class DeviceSample(msgspec.Struct, frozen=True):
-    """A line of `device.jsonl`."""
+    """Line of `device.jsonl`."""
 
     time: float
     device: int
     utilization: float
-    """Share of the time since the last sample in which somebody computed on it."""
+    """Share of the time since the last sample in which an owner computed."""
     used_bytes: int
     capacity_bytes: int
     failed_allocations: int
-    """Of all its life."""
+    """Total since the start."""
     processes: int
-    """That hold memory of it."""
+    """Number of processes that hold memory of the device."""
 
 
-class Nursery:
-    """Forks workers from a process that has imported what they need."""
+class JobStarter:
+    """Forks workers from a fork server that has imported their modules."""
 
     def __init__(self, bootstrap: Bootstrap, programs: dict[Role, str]) -> None:
         self._own, self._programs = bootstrap, programs
         self._processes = SystemProcesses()
-        self._template = Template.start(
+        self._fork_server = ForkServer.start(
             self._processes, preload=PRELOAD, name=f"kintsugi-{uuid4().hex}", lifeline=bootstrap.lifeline
         )
         self._lock = threading.Lock()
@@ -74,7 +76,7 @@ class Nursery:
         bootstrap = msgspec.structs.replace(
             self._own, process=process, role=role_of(process), incarnation=uuid4().hex[:8]
         )
-        start = Start(self._programs[role_of(process)], Placement(), bootstrap, report=writer)
+        start = StartOrder(self._programs[role_of(process)], Placement(), bootstrap, report=writer)
         try:
             with self._lock:
                 forked = self._fork(start)
@@ -85,29 +87,29 @@ class Nursery:
             raise StartFailed(process=process, phase="forking", why=forked.why)
         return self._processes.adopt(forked.pid)
 
-    def _fork(self, start: Start) -> Forked:
+    def _fork(self, start: StartOrder) -> Forked:
         if not self._is_ready:
             self._receive()
             self._is_ready = True
-        if not self._template.request(start):
-            raise WorldError("the template of workers is gone")
+        if not self._fork_server.request(start):
+            raise WorldError("the fork server has ended")
         answer = self._receive()
         assert isinstance(answer, Forked), "every request is answered by a pid"
         return answer
 
     def _receive(self) -> object:
-        await_readable(self._template.fileno(), what="the template")
-        answer = self._template.receive()
+        await_readable(self._fork_server.fileno(), what="the fork server")
+        answer = self._fork_server.receive()
         if answer is None:
-            raise WorldError("the template of workers is gone")
+            raise WorldError("the fork server has ended")
         return answer
 
 
-class Scheduler:
-    """Serves requests in threads; looks after the processes in one more."""
+class FragileScheduler:
+    """Serves requests in threads, and watches the processes in another thread."""
 
-    def __init__(self, process: Process, nursery: Nursery) -> None:
-        self._process, self._nursery = process, nursery
+    def __init__(self, process: FragileProcess, starter: JobStarter) -> None:
+        self._process, self._starter = process, starter
         self._jobs: dict[str, dict[str, Child]] = {}
         self._ends: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -116,22 +118,22 @@ class Scheduler:
             host=process.host,
             port=process.port(SCHEDULER_PORT),
             known_as=process.known_as,
-            at_once=True,
+            concurrent=True,
         )
 
-    def _start(self, body: bytes) -> Job:
+    def _start(self, body: bytes) -> JobSpec:
         order = msgspec.msgpack.decode(body, type=StartJob)
         uid = f"{order.name}_job_{uuid4().hex[:6]}"
         children = {}
         for name in order.processes:
-            children[name] = self._nursery.start(name)
+            children[name] = self._starter.start(name)
             log.info("Started %s of job %s, pid %d", name, uid, children[name].pid)
         with self._lock:
             self._jobs[uid] = children
-        return Job(uid)
+        return JobSpec(uid)
 
     def _cancel(self, body: bytes) -> None:
-        uid = msgspec.msgpack.decode(body, type=Job).uid
+        uid = msgspec.msgpack.decode(body, type=JobSpec).uid
         with self._lock:
             children = self._jobs.get(uid, {})
         log.info("Stopping job with UID: %s", uid)
@@ -141,13 +143,13 @@ class Scheduler:
             child.wait_ended(whom=name, timeout_s=_STOP_S)
 
     def _status(self, body: bytes) -> JobStatus:
-        uid = msgspec.msgpack.decode(body, type=Job).uid
+        uid = msgspec.msgpack.decode(body, type=JobSpec).uid
         with self._lock:
             children = self._jobs.get(uid, {})
             return JobStatus({name: self._ends.get(name, "") for name in children})
 
-    def look_after(self) -> None:
-        """Write down who has ended and how the devices do, without end."""
+    def watch_processes(self) -> None:
+        """Log the end of processes and sample the devices, in an endless loop."""
         devices = _Devices(self._process) if self._process.num_shared else None
         while True:
             _pause(_LOOK_S)
@@ -162,9 +164,9 @@ class Scheduler:
 
 
 class _Devices:
-    """The devices of the run, and how they were used since the last look."""
+    """Devices of the run, and their usage since the last sample."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: FragileProcess) -> None:
         self._path = process.run_dir / DEVICE_FILE
         self._devices = [
             SharedDevice(device_path(process.run_dir, index)) for index in range(process.num_shared)
@@ -201,13 +203,13 @@ def _pause(seconds: float) -> None:
         time.sleep(remaining_s)
         return True
 
-    wait(attempt, whom="nobody", what="the next look", timeout_s=seconds)
+    wait(attempt, whom="timer", what="the next look", timeout_s=seconds)
 
 
 def programs(*, plain: bool) -> dict[Role, str]:
-    """What a worker of each role runs."""
+    """Return the program of each role."""
     if plain:
-        return {Role.MODEL: "kintsugi.lab.fragile.plain:main"}
+        return {Role.MODEL: "kintsugi.lab.fragile.plain_sft:main"}
     return {
         Role.MODEL: "kintsugi.lab.fragile.train_worker:main",
         Role.ROLLOUT: "kintsugi.lab.fragile.rollout_worker:main",
@@ -217,11 +219,11 @@ def programs(*, plain: bool) -> dict[Role, str]:
 def main(bootstrap: Bootstrap) -> int:
     process = begin(bootstrap)
     for index in range(process.num_shared):
-        create_device(device_path(process.run_dir, index), capacity=needs_of(process.config).capacity)
+        create_device(device_path(process.run_dir, index), capacity=demand_of(process.config).capacity)
     with subreaper():
-        nursery = Nursery(bootstrap, programs(plain=process.is_plain))
-        scheduler = Scheduler(process, nursery)
-        threading.Thread(target=scheduler.look_after, name="look after", daemon=True).start()
+        starter = JobStarter(bootstrap, programs(plain=process.is_plain))
+        scheduler = FragileScheduler(process, starter)
+        threading.Thread(target=scheduler.watch_processes, name="watch processes", daemon=True).start()
         announce(process.run_dir, SCHEDULER, scheduler.server.address)
         log.info("Scheduler API at port %d", scheduler.server.address.port)
         scheduler.server.serve()

@@ -1,7 +1,7 @@
-"""Checkpoints of the latest step, written where they will be read, and those before the last removed afterwards.
+"""Checkpoints of the latest step, written directly to their final location; older ones are removed afterwards.
 
-The disk is taken for one that sometimes has to be waited for, as a network file system is: a write that finds no space
-is tried again, for an hour.
+The disk is assumed to be unavailable at times, like a network file system: a write that fails for lack of space is
+retried for an hour.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from kintsugi.errors import DeadlineExceeded, StorageError
-from kintsugi.runs import CHECKPOINTS_FOLDER
-from kintsugi.runtime import SYSTEM_CLOCK, wait
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.waits import wait
 
 log = logging.getLogger("storage")
 
@@ -27,19 +28,19 @@ T = TypeVar("T")
 _BLOCK = 64 << 10
 _RETRY_S = 0.1
 KEPT = 2
-"""Checkpoints: the one of an odd step and the one of an even step."""
+"""Number of checkpoints kept: that of an odd step and that of an even step."""
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def latest_folder(run_dir: Path, *, step: int) -> Path:
     """`latest_folder(Path("run"), step=10) == Path("run/checkpoints/step_10_even")`."""
-    return run_dir / CHECKPOINTS_FOLDER / f"step_{step}_{'odd' if step % 2 else 'even'}"
+    return RunFolder(run_dir).checkpoints_folder / f"step_{step}_{'odd' if step % 2 else 'even'}"
 
 
 def write_checkpoint(folder: Path, files: Iterable[tuple[str, bytes]], *, timeout_s: float) -> None:
-    """All files; StorageError when they are not on the disk in time."""
+    """Write all files; StorageError when they are not on disk in time."""
     deadline = SYSTEM_CLOCK.monotonic() + timeout_s
-    _patiently(lambda: folder.mkdir(parents=True, exist_ok=True), deadline=deadline)
+    _retry_without_space(lambda: folder.mkdir(parents=True, exist_ok=True), deadline=deadline)
     for name, content in files:
         log.info("Saving %s (%.1f KiB)", folder / name, len(content) / 1024)
         _write(folder / name, content, deadline=deadline)
@@ -52,8 +53,8 @@ def _remove_all_but(count: int, folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def write_at_once(folder: Path, files: Iterable[tuple[str, bytes]]) -> None:
-    """The same without patience: an error of the disk is raised as it comes."""
+def write_without_retry(folder: Path, files: Iterable[tuple[str, bytes]]) -> None:
+    """Write all files without retries: a disk error is raised immediately."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files:
         with (folder / name).open("wb") as file:
@@ -64,12 +65,12 @@ def write_at_once(folder: Path, files: Iterable[tuple[str, bytes]]) -> None:
 
 def _write(path: Path, content: bytes, *, deadline: float) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    descriptor = _patiently(lambda: os.open(path, flags, 0o644), deadline=deadline)
+    descriptor = _retry_without_space(lambda: os.open(path, flags, 0o644), deadline=deadline)
     try:
         for start in range(0, len(content), _BLOCK):
             _write_block(descriptor, content[start : start + _BLOCK], deadline=deadline)
         log.info("Checkpoint file written, calling fsync...")
-        _patiently(lambda: os.fsync(descriptor), deadline=deadline)
+        _retry_without_space(lambda: os.fsync(descriptor), deadline=deadline)
     finally:
         os.close(descriptor)
     if SYSTEM_CLOCK.monotonic() > deadline:
@@ -79,11 +80,11 @@ def _write(path: Path, content: bytes, *, deadline: float) -> None:
 def _write_block(descriptor: int, block: bytes, *, deadline: float) -> None:
     written = 0
     while written < len(block):
-        written += _patiently(partial(os.write, descriptor, block[written:]), deadline=deadline)
+        written += _retry_without_space(partial(os.write, descriptor, block[written:]), deadline=deadline)
 
 
-def _patiently(action: Callable[[], T], *, deadline: float) -> T:
-    """Try again while there is no space, after twice the time each."""
+def _retry_without_space(action: Callable[[], T], *, deadline: float) -> T:
+    """Retry while there is no space, with exponential back-off."""
     pause_s = _RETRY_S
 
     def attempt(remaining_s: float) -> tuple[T] | None:

@@ -1,4 +1,4 @@
-"""A train worker: one rank, which does what the controller asks by HTTP, one request after the other."""
+"""Train worker: one rank, which executes HTTP requests of the controller, one at a time."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import msgspec
 import torch
 from safetensors.torch import save as serialize
 
-from kintsugi.bootstrap import Bootstrap
 from kintsugi.errors import DeviceOutOfMemory, StorageError, WorldError
-from kintsugi.lab.fragile.device import Owner, SharedDevice, allocate_at_last, device_path, needs_of
-from kintsugi.lab.fragile.metaserver import MetaClient
-from kintsugi.lab.fragile.orders import (
-    Commit,
-    Meeting,
+from kintsugi.lab.fragile.device import DeviceOwner, SharedDevice, allocate_with_retry, demand_of, device_path
+from kintsugi.lab.fragile.directory import META_SERVER, TRAIN_PORT, address_of, announce
+from kintsugi.lab.fragile.messages import (
+    CommitFragileStep,
     NotifyEvent,
+    Rendezvous,
     SaveCheckpoint,
-    StartStage,
+    StartFragileStage,
     TrainBatch,
     Uploaded,
-    UploadWeights,
+    UploadShard,
 )
-from kintsugi.lab.fragile.places import META_SERVER, TRAIN_PORT, address_of, announce
-from kintsugi.lab.fragile.process import Process, begin
+from kintsugi.lab.fragile.metaserver import MetaClient
+from kintsugi.lab.fragile.process import FragileProcess, begin
 from kintsugi.lab.fragile.rpc import EngineError, RpcServer
-from kintsugi.lab.fragile.scale import HOUR_S, TRANSFER_S
 from kintsugi.lab.fragile.storage import write_checkpoint
-from kintsugi.lab.fragile.trainer import Trainer, give_memory_back, read_weights
-from kintsugi.messages import CallDone
+from kintsugi.lab.fragile.timeouts import HOUR_S, TRANSFER_S
+from kintsugi.lab.fragile.trainer import Trainer, read_weights, return_freed_memory
+from kintsugi.protocol.bootstrap import Bootstrap
+from kintsugi.protocol.training import CallDone
 from kintsugi.types import Role, process_id
 
 log = logging.getLogger("train")
@@ -37,13 +37,13 @@ log = logging.getLogger("train")
 _JOIN_S = 60.0
 
 
-class TrainWorker:
+class FragileTrainWorker:
     """Consumes requests; waits for the other ranks, the meta-server and the disk."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: FragileProcess) -> None:
         self._process = process
         self._config = config = process.config
-        self._needs = needs_of(config)
+        self._needs = demand_of(config)
         self._ranks = [process_id(Role.MODEL, index) for index in range(config.actor.workers)]
         self._trainer = Trainer(config, process=process.name, host=process.host)
         self._device: SharedDevice | None = None
@@ -55,7 +55,7 @@ class TrainWorker:
     def serve(self) -> None:
         server = RpcServer(
             {
-                "/meeting": lambda body: Meeting(self._trainer.store),
+                "/rendezvous": lambda body: Rendezvous(self._trainer.store),
                 "/join": self._join,
                 "/start_stage": self._start_stage,
                 "/train_batch": self._train_batch,
@@ -73,11 +73,11 @@ class TrainWorker:
         server.serve()
 
     def _join(self, body: bytes) -> None:
-        store = msgspec.msgpack.decode(body, type=Meeting).store
+        store = msgspec.msgpack.decode(body, type=Rendezvous).store
         self._trainer.join(self._ranks, store=store, timeout_s=_JOIN_S)
 
     def _start_stage(self, body: bytes) -> None:
-        order = msgspec.msgpack.decode(body, type=StartStage)
+        order = msgspec.msgpack.decode(body, type=StartFragileStage)
         self._trainer.start_stage(order.stage, step=order.step)
 
     def _train_batch(self, body: bytes) -> CallDone:
@@ -88,24 +88,24 @@ class TrainWorker:
         try:
             if not self._holds:
                 neighbour = process_id(Role.ROLLOUT, self._process.index)
-                allocate_at_last(
+                allocate_with_retry(
                     self._device,
-                    Owner.TRAIN,
+                    DeviceOwner.TRAIN,
                     self._needs.train,
                     whom=neighbour,
                     timeout_s=self._process.scale.of(HOUR_S),
                 )
                 self._holds = True
-            with self._device.computing(Owner.TRAIN):
+            with self._device.computing(DeviceOwner.TRAIN):
                 return self._trainer.run(order.call, order.trajectories)
         except DeviceOutOfMemory as error:
             raise EngineError(f"TrainEngineError: {error}") from error
 
     def _commit(self, body: bytes) -> None:
-        self._trainer.commit(msgspec.msgpack.decode(body, type=Commit).step)
+        self._trainer.commit(msgspec.msgpack.decode(body, type=CommitFragileStep).step)
 
     def _upload_weights(self, body: bytes) -> Uploaded:
-        order = msgspec.msgpack.decode(body, type=UploadWeights)
+        order = msgspec.msgpack.decode(body, type=UploadShard)
         if order.checkpoint:
             return self._check_checkpoint(Path(order.checkpoint))
         log.info("upload_weights begin, version %d", order.version)
@@ -148,22 +148,22 @@ class TrainWorker:
             raise EngineError(f"TrainEngineError: SaveError: {error}") from error
 
     def _notify_event(self, body: bytes) -> None:
-        """Of a rollout worker that takes the device, or gives it back."""
+        """Handle the event of a rollout worker that takes the device or returns it."""
         event = msgspec.msgpack.decode(body, type=NotifyEvent).event
         log.info("Received event %s", event)
         assert self._device is not None, "only workers that share a device are notified"
         if event == "rollout_start":
-            self._device.release(Owner.TRAIN)
+            self._device.release(DeviceOwner.TRAIN)
             self._holds = False
         else:
             self._take(self._device)
 
     def _take(self, device: SharedDevice) -> None:
-        device.allocate(Owner.TRAIN, self._needs.train)
+        device.allocate(DeviceOwner.TRAIN, self._needs.train)
         self._holds = True
 
 
 def main(bootstrap: Bootstrap) -> int:
-    give_memory_back()
-    TrainWorker(begin(bootstrap)).serve()
+    return_freed_memory()
+    FragileTrainWorker(begin(bootstrap)).serve()
     return 0

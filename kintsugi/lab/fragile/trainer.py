@@ -1,4 +1,4 @@
-"""What a rank of this system computes: the same calls on the same state as a rank of ours, without its recovery."""
+"""Computation of a rank: the same model calls on the same state as a rank of ours, without its recovery."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch
 from safetensors.torch import save as serialize
 from torch import Tensor
 
-from kintsugi.config import Config
+from kintsugi.config.schema import Config
+from kintsugi.config.stages import stages
 from kintsugi.errors import ModelError, StorageError
-from kintsugi.messages import CallDone, RunCall
 from kintsugi.model import huggingface
 from kintsugi.model.plan import plan_companions, plan_model
-from kintsugi.stages import stages
-from kintsugi.training.batch import Sample, sample_of
-from kintsugi.training.group import ProcessGroup, StoreServer, join_group
-from kintsugi.training.interfaces import ModelCalls
-from kintsugi.training.origins import load_model
+from kintsugi.model.tensor_file import content_pieces
+from kintsugi.protocol.training import CallDone, RunCall
+from kintsugi.training.batch import BatchSample, sample_of
+from kintsugi.training.initial_weights import load_model
+from kintsugi.training.model_calls import ModelCalls
+from kintsugi.training.process_group import ProcessGroup, StoreServer, join_group
 from kintsugi.training.state import TrainingState
 from kintsugi.types import Trajectory
 
@@ -29,16 +30,16 @@ _M_MMAP_THRESHOLD = -3
 _LARGE_BYTES = 64 << 10
 
 
-def give_memory_back() -> None:
-    """Let what a batch has used go back to the system after it, as these systems do with the memory of a device.
+def return_freed_memory() -> None:
+    """Return the memory of a batch to the system after it, as such systems do with device memory.
 
-    The next batch has to be given it again.
+    The next batch has to allocate it again.
     """
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 class Trainer:
-    """One rank's model and optimizer, and its place among the ranks."""
+    """One rank's model, optimizer and process group."""
 
     def __init__(self, config: Config, *, process: str, host: str) -> None:
         torch.set_num_threads(1)
@@ -58,12 +59,12 @@ class Trainer:
 
     @property
     def store(self) -> str:
-        """Where the ranks meet, if this one is the first."""
+        """Address of the rendezvous store, used if this is the first rank."""
         return self._store.address
 
     def join(self, ranks: Sequence[str], *, store: str, timeout_s: float) -> None:
         self._group = join_group(
-            generation=1,
+            group_id=1,
             ranks=ranks,
             me=self._process,
             store_address=store,
@@ -75,10 +76,10 @@ class Trainer:
         self._state.start_stage(self._stages[name], step=step)
 
     def run(self, call: RunCall, trajectories: Mapping[str, Trajectory]) -> CallDone:
-        """Carry a call out on this rank's part of the batch; later calls of a step need no samples again."""
-        assert self._group is not None, "the ranks have met"
+        """Execute a call on this rank's part of the batch; later calls of a step reuse the samples."""
+        assert self._group is not None, "the ranks have joined their process group"
         self._trajectories.update(trajectories)
-        shards: dict[int, list[Sample]] = {
+        shards: dict[int, list[BatchSample]] = {
             shard.index: [sample_of(item, self._trajectories[item.key]) for item in shard.items]
             for shard in call.shards
         }
@@ -94,7 +95,7 @@ class Trainer:
         return self._state.weights()
 
     def files(self) -> Iterator[tuple[str, bytes]]:
-        """A checkpoint: the optimizer's moments, and a model folder."""
+        """Return the files of a checkpoint: the optimizer's moments, and a model folder."""
         moments = {
             name: tensor.clone()
             for name, tensor in self._state.tensors().items()
@@ -102,17 +103,18 @@ class Trainer:
         }
         yield OPTIMIZER_FILE, serialize(moments)
         origin = self._config.model.path
-        yield from huggingface.files(
+        for name, content in huggingface.files(
             self.weights(),
             config=self._state.model.config,
             tokenizer_folder=Path(origin) if origin is not None else None,
-        )
+        ):
+            yield name, b"".join(content_pieces(content))
         if origin is None:
             yield from self._tokenizer.files().items()
 
 
 def read_weights(folder: Path, *, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights of a checkpoint; StorageError when it is not one."""
+    """Read the weights of a checkpoint; StorageError when it is invalid."""
     try:
         model = huggingface.load(folder, dtype=dtype)
     except (ModelError, OSError) as error:

@@ -1,0 +1,1 @@
+"""The report of experiments and campaigns: one HTML page, Markdown, figures, raw tables."""

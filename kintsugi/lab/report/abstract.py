@@ -1,9 +1,9 @@
-"""The report in a few sentences, before everything else."""
+"""Abstract of the report."""
 
 from __future__ import annotations
 
-from kintsugi.lab.campaign_records import METHODS, CampaignFile
-from kintsugi.lab.campaign_records import OURS as OUR_METHOD
+from kintsugi.lab.campaign.records import METHODS, CampaignFile
+from kintsugi.lab.campaign.records import OURS as OUR_METHOD
 from kintsugi.lab.report import campaign as campaigns
 from kintsugi.lab.report import contrast, measures
 from kintsugi.lab.report.document import MISSING, Block, Bullets, Paragraph, listed
@@ -18,8 +18,8 @@ def abstract_of(results: Results) -> tuple[Block, ...]:
     if fragile:
         misled = sum(not run.correct for run in fragile)
         items.append(
-            f"A fragile system, built as such systems are usually built, was broken in {len(fragile)} "
-            "scenarios. The last error in its controller's log blamed something that was not broken in "
+            f"Faults were injected into a conventional (fragile) RL system in {len(fragile)} "
+            "scenarios. The last error in its controller's log pointed to a wrong cause in "
             f"**{misled} of {len(fragile)}**."
         )
     if ours:
@@ -47,7 +47,7 @@ def abstract_of(results: Results) -> tuple[Block, ...]:
 
 
 def _with_what(results: Results) -> str:
-    """How the faults of the two systems compare, where both were broken."""
+    """Describe how the faults of the two systems compare, where both were tested."""
     fragile = {run.scenario: run for run in results.of(FRAGILE)}
     other = [
         run.scenario

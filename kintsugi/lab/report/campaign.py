@@ -1,4 +1,4 @@
-"""What a campaign of blind cases came to: every method against the same faults, case by case and in all."""
+"""Results of a blind campaign: all methods on the same faults, per case and in total."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from pathlib import Path
 import msgspec
 
 from kintsugi.errors import StorageError
-from kintsugi.lab.campaign_records import METHODS, OURS, CampaignFile, CaseRecord, Counted
-from kintsugi.lab.cases import LEAST_FAULT_S, WINDOW_S, CaseClass
-from kintsugi.lab.records import CAMPAIGN_FILE
-from kintsugi.lab.report.document import MISSING, Table
+from kintsugi.lab.campaign.cases import LEAST_FAULT_S, WINDOW_S, CaseClass
+from kintsugi.lab.campaign.records import METHODS, OURS, CampaignFile, CaseRecord, CountedAs
+from kintsugi.lab.report.document import MISSING, ReportTable
 from kintsugi.lab.report.measures import Share, quantile, seconds, share
+from kintsugi.lab.scenarios.records import CAMPAIGN_FILE
 
 MOST_MISTAKES = 25
 
 
 def faulty(campaign: CampaignFile) -> list[CaseRecord]:
-    """With a fault that had an effect."""
-    return _counted_as(campaign, Counted.FAULT)
+    """Return the cases with a fault that had an effect."""
+    return _counted_as(campaign, CountedAs.FAULT)
 
 
 def faint(campaign: CampaignFile) -> list[CaseRecord]:
-    """With a fault that had none."""
-    return _counted_as(campaign, Counted.FAINT)
+    """Return the cases with a fault that had no effect."""
+    return _counted_as(campaign, CountedAs.FAINT)
 
 
 def quiet(campaign: CampaignFile) -> list[CaseRecord]:
-    """In which there was nothing to find."""
-    return _counted_as(campaign, Counted.QUIET)
+    """Return the cases without a fault."""
+    return _counted_as(campaign, CountedAs.QUIET)
 
 
-def _counted_as(campaign: CampaignFile, what: Counted) -> list[CaseRecord]:
+def _counted_as(campaign: CampaignFile, what: CountedAs) -> list[CaseRecord]:
     return [case for case in campaign.cases if case.counted is what]
 
 
@@ -41,8 +41,8 @@ def methods_of(campaign: CampaignFile) -> list[str]:
     return [method for method in METHODS if method in used]
 
 
-class Curve(msgspec.Struct, frozen=True, kw_only=True):
-    """When a method had named each cause that it named right, in order, out of so many."""
+class AccuracyCurve(msgspec.Struct, frozen=True, kw_only=True):
+    """Times at which a method had named the right causes, in order, out of `cases` cases."""
 
     method: str
     label: str
@@ -51,7 +51,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_campaign(folder: Path) -> CampaignFile | None:
-    """None where there was none."""
+    """Read the campaign of a folder; None where there is none."""
     path = folder / CAMPAIGN_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=CampaignFile)
@@ -70,23 +70,23 @@ def abstained(campaign: CampaignFile, method: str) -> Share:
 
 
 def misdiagnosed(campaign: CampaignFile, method: str) -> Share:
-    """Named something that it was not, of all cases: a cause beside the fault, also beside one that changed nothing, or
-    a fault where there was none."""
+    """Return the share of all cases with a wrong answer: a cause other than the fault, or any cause where there was no
+    fault."""
     cases = [*faulty(campaign), *faint(campaign), *quiet(campaign)]
     return share(case.scores[method].said and not case.scores[method].top1 for case in cases)
 
 
-def curves(campaign: CampaignFile) -> list[Curve]:
+def curves(campaign: CampaignFile) -> list[AccuracyCurve]:
     cases = faulty(campaign)
     found = []
     for method in methods_of(campaign):
         named = [case.scores[method] for case in cases if case.scores[method].top1]
         times = tuple(sorted(max(0.0, each.verdict_s) for each in named if each.verdict_s is not None))
-        found.append(Curve(method=method, label=METHODS[method], seconds=times, cases=len(cases)))
+        found.append(AccuracyCurve(method=method, label=METHODS[method], seconds=times, cases=len(cases)))
     return found if cases else []
 
 
-def methods_table(campaign: CampaignFile) -> Table:
+def methods_table(campaign: CampaignFile) -> ReportTable:
     cases, methods = faulty(campaign), methods_of(campaign)
     two = [case for case in cases if case.what is CaseClass.TWO]
 
@@ -108,19 +108,19 @@ def methods_table(campaign: CampaignFile) -> Table:
         read = MISSING if median is None else f"{median:,.0f}"
         return for_each(lambda method: "–" if method == OURS else read)
 
-    return Table(
+    return ReportTable(
         name="campaign",
         caption=f"Blind campaign with seed {campaign.seed}: {len(campaign.cases)} cases on "
         f"{campaign.clusters} clusters in {seconds(campaign.seconds)}. {len(cases)} with a fault that had an "
         f"effect, {len(faint(campaign))} with one that had none, {len(quiet(campaign))} healthy or slow for a "
-        f"benign reason; {len(_counted_as(campaign, Counted.NOT))} could not be carried out and did not count.",
+        f"benign reason; {len(_counted_as(campaign, CountedAs.NOT))} could not be carried out and did not count.",
         head=("", *for_each(lambda method: METHODS[method])),
         rows=(
             ("top-1 on (process, kind)", *of_scores("top1")),
             ("top-3 on (process, kind)", *of_scores("top3")),
             ("path right", *of_scores("path")),
             (
-                "both named by the end of the case, of two faults at once",
+                "both named by the end of the case, of two concurrent faults",
                 *for_each(lambda method: share(case.scores[method].every for case in two)),
             ),
             ("abstained where nothing was wrong", *for_each(lambda method: abstained(campaign, method))),
@@ -128,33 +128,33 @@ def methods_table(campaign: CampaignFile) -> Table:
             ("time to verdict, median", *time(0.5)),
             ("time to verdict, 95th percentile", *time(0.95)),
             ("onset error, median", *for_each(onset)),
-            ("files a person would have read, median", *to_read([case.files for case in cases])),
-            ("lines a person would have read, median", *to_read([case.lines for case in cases])),
+            ("log files to read, median", *to_read([case.files for case in cases])),
+            ("log lines to read, median", *to_read([case.lines for case in cases])),
         ),
-        note="In parentheses: how many of how many, and Wilson's 95 % interval. Times are from the "
+        note="In parentheses: counts and Wilson's 95 % interval. Times are from the "
         "beginning of the fault, over the cases in which the method said anything; for logs it is when the "
-        "line was written, not when it was read. Who has a diagnosis reads that instead of the logs. A case "
+        "line was written, not when it was read. With a diagnosis, no logs have to be read. A case "
         f"ends with the verdict of the diagnosis, but not before its fault has lasted {seconds(LEAST_FAULT_S)}, "
-        f"or after {seconds(WINDOW_S)} without one; logs are read up to its end. Two faults at once: the first "
+        f"or after {seconds(WINDOW_S)} without one; logs are read up to its end. Two concurrent faults: the first "
         "answer has to be one of them. Where a fault had no effect, naming something else is a misdiagnosis. "
-        "A case begins when the diagnosis has fallen silent. " + _alarms(campaign),
+        "A case begins when the diagnosis names no cause. " + _alarms(campaign),
     )
 
 
 def _alarms(campaign: CampaignFile) -> str:
-    """What it names between cases stands in no share, and must not get lost."""
+    """Describe false alarms between cases, which are not part of any share."""
     alarms = campaign.false_alarms
     if not alarms:
-        return "It always did where steps went on."
+        return "There were no false alarms between cases."
     named = "; ".join(f"{', '.join(each.said)} before case {each.before}" for each in alarms)
     return (
-        f"False alarms, where it did not although steps went on, are in no share of this table: **{len(alarms)}** "
-        f"({named})."
+        f"False alarms between cases, while the run made steps without a fault, are in no share of this table: "
+        f"**{len(alarms)}** ({named})."
     )
 
 
-def kinds_table(campaign: CampaignFile) -> Table:
-    """Where the diagnosis is good, and where it is not."""
+def kinds_table(campaign: CampaignFile) -> ReportTable:
+    """Accuracy by fault type."""
     methods = methods_of(campaign)
     kinds = sorted({fault["kind"] for case in faulty(campaign) for fault in case.faults})
     rows = []
@@ -163,7 +163,7 @@ def kinds_table(campaign: CampaignFile) -> Table:
         right = (_counted(share(case.scores[method].top1 for case in cases)) for method in methods)
         verdict = _quantile((case.ours.verdict_s for case in cases), 0.5)
         rows.append((kind, str(len(cases)), *right, verdict))
-    return Table(
+    return ReportTable(
         name="campaign_kinds",
         caption="First answers that were right, by what was injected; a case of two faults is in both of "
         "its rows.",
@@ -172,8 +172,8 @@ def kinds_table(campaign: CampaignFile) -> Table:
     )
 
 
-def quiet_table(campaign: CampaignFile) -> Table | None:
-    """What looked like a fault and was none."""
+def quiet_table(campaign: CampaignFile) -> ReportTable | None:
+    """Cases that look like a fault but are none."""
     names = sorted({case.benign or case.what.value for case in quiet(campaign)})
     if not names:
         return None
@@ -183,7 +183,7 @@ def quiet_table(campaign: CampaignFile) -> Table | None:
         cases = [case for case in quiet(campaign) if (case.benign or case.what.value) == name]
         silent = (_counted(share(not case.scores[method].said for case in cases)) for method in methods)
         rows.append((name.replace("_", " "), str(len(cases)), *silent))
-    return Table(
+    return ReportTable(
         name="campaign_quiet",
         caption="Cases in which nothing was wrong, and how often nothing was said.",
         head=("what happened", "cases", *(METHODS[method] for method in methods)),
@@ -191,8 +191,8 @@ def quiet_table(campaign: CampaignFile) -> Table | None:
     )
 
 
-def mistakes_table(campaign: CampaignFile) -> Table | None:
-    """Every case that the diagnosis got wrong, so that nobody has to take our word for it."""
+def mistakes_table(campaign: CampaignFile) -> ReportTable | None:
+    """List every case that the diagnosis got wrong, so that the reader can check."""
     wrong = [case for case in faulty(campaign) if not case.ours.top1]
     wrong += [case for case in faint(campaign) if case.ours.said and not case.ours.top1]
     wrong += [case for case in quiet(campaign) if case.ours.said]
@@ -207,7 +207,7 @@ def mistakes_table(campaign: CampaignFile) -> Table | None:
             (str(case.number), case.what.value, done or case.benign or "nothing", said or "nothing", among)
         )
     rest = len(wrong) - len(rows)
-    return Table(
+    return ReportTable(
         name="campaign_mistakes",
         caption="Cases that the diagnosis got wrong: what was done, and what it said, the most likely first.",
         head=("case", "class", "done", "said", "among the first three"),

@@ -1,41 +1,40 @@
-"""What the report says, in the order of the user's plan: motivation, set-up, results, analysis, discussion.
+"""Text of the report: motivation, set-up, results, analysis, discussion.
 
-Every number comes from the results; a sentence that needs one that was not measured is left out, and what is missing is
-listed.
+Every number comes from the results. A sentence that needs a value that was not measured is left out, and missing
+results are listed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kintsugi.lab.baselines import LAST_ERROR
-from kintsugi.lab.campaign_records import METHODS
-from kintsugi.lab.campaign_records import OURS as OUR_METHOD
-from kintsugi.lab.fragile.scale import HOUR_S, STOP_JOB_S, Scale
-from kintsugi.lab.records import RunRecord
+from kintsugi.lab.campaign.log_readers import LAST_ERROR
+from kintsugi.lab.campaign.records import METHODS
+from kintsugi.lab.campaign.records import OURS as OUR_METHOD
+from kintsugi.lab.fragile.timeouts import HOUR_S, STOP_JOB_S, Scale
 from kintsugi.lab.report import campaign as campaigns
 from kintsugi.lab.report import figures, measures, tables
 from kintsugi.lab.report.abstract import abstract_of
 from kintsugi.lab.report.contrast import contrast_table, coupling_points_table
-from kintsugi.lab.report.document import Block, Bullets, Document, Paragraph, Picture, Section, listed
-from kintsugi.lab.report.drawing import Drawn
+from kintsugi.lab.report.document import Block, Bullets, Document, Paragraph, ReportFigure, Section, listed
+from kintsugi.lab.report.expectations import CHALLENGES, SCENARIOS, scenario_of, title_of
 from kintsugi.lab.report.measures import seconds
-from kintsugi.lab.report.people import people_table
-from kintsugi.lab.report.plan import CHALLENGES, SCENARIOS, scenario_of, title_of
+from kintsugi.lab.report.plotting import RenderedFigure
 from kintsugi.lab.report.propagation import propagation
 from kintsugi.lab.report.results import Results
 from kintsugi.lab.report.tables import FRAGILE, OURS, SFT
+from kintsugi.lab.scenarios.records import RunRecord
 
-TITLE = "Faults in distributed RL training: where they are, where they show, and how fast they are named"
+TITLE = "Faults in distributed RL training: location, symptoms and time to diagnosis"
 
 
-def document_of(results: Results) -> tuple[Document, list[Drawn]]:
-    """The report, and its figures for the files beside it."""
-    drawn: list[Drawn] = []
+def document_of(results: Results) -> tuple[Document, list[RenderedFigure]]:
+    """Build the report and its figures."""
+    drawn: list[RenderedFigure] = []
 
-    def picture(figure: Drawn, caption: str, alternative: str) -> Picture:
+    def picture(figure: RenderedFigure, caption: str, alternative: str) -> ReportFigure:
         drawn.append(figure)
-        return Picture(
+        return ReportFigure(
             name=figure.name, caption=caption, alternative=alternative, svg=figure.inline(alternative)
         )
 
@@ -54,18 +53,18 @@ def document_of(results: Results) -> tuple[Document, list[Drawn]]:
     return document, drawn
 
 
-Place = Callable[[Drawn, str, str], Picture]
+Place = Callable[[RenderedFigure, str, str], ReportFigure]
 
 
 def _subtitle(results: Results) -> str:
     source = results.runs or results.campaign
     assert source is not None
-    units = {"memory_gib": "GiB of memory", "processors": "processors"}
-    told = [
+    units = {"memory_gib": "GiB of memory", "processors": "CPUs"}
+    facts = [
         f"{value} {units[name]}" if name in units else f"{name} {value}"
         for name, value in source.host.items()
     ]
-    return " · ".join([source.date.replace("T", " ").replace("+00:00", " UTC"), ", ".join(told)])
+    return " · ".join([source.date.replace("T", " ").replace("+00:00", " UTC"), ", ".join(facts)])
 
 
 # 1 Motivation.
@@ -75,8 +74,8 @@ def _motivation(results: Results) -> tuple[Block, ...]:
     blocks: list[Block] = [
         Paragraph(
             "Reinforcement learning of language models is a loop of stages (rollout, train, weight update) "
-            "that run on different processes and wait for each other. Three things make its faults hard to "
-            "find, and each is shown here by experiments in which the fault is known because it was injected."
+            "that run in different processes and wait for each other. Three properties make its faults hard to "
+            "find. Each is shown here by experiments with injected, and therefore known, faults."
         )
     ]
     for challenge, meaning in CHALLENGES.items():
@@ -93,7 +92,7 @@ def _motivation(results: Results) -> tuple[Block, ...]:
 
 
 def _evidence(results: Results, challenge: str) -> str:
-    """What was measured, in a sentence; nothing where nothing was."""
+    """Return one sentence with the measurement; empty where there is none."""
     runs = [
         run
         for run in results.of(FRAGILE)
@@ -106,7 +105,7 @@ def _evidence(results: Results, challenge: str) -> str:
     if not seen:
         return f" Measured: none of {len(runs)} runs of the fragile system shows an error."
     if challenge == "A":
-        away = [run for run in seen if measures.stage_of(_hit(run)) != measures.stage_of(_surface(run))]
+        away = [run for run in seen if measures.stage_of(_target(run)) != measures.stage_of(_surface(run))]
         return f" Measured: in {len(away)} of {len(seen)} the error shows in another part than the fault."
     if challenge == "B":
         delays = [delay for run in seen if (delay := measures.masking_s(run)) is not None]
@@ -119,10 +118,10 @@ def _evidence(results: Results, challenge: str) -> str:
     return f" Measured: {len(seen)} of these couplings broke the fragile system; {tried}."
 
 
-def _hit(run: RunRecord) -> str:
-    culprit = measures.culprit_of(run)
-    assert culprit is not None
-    return culprit.target
+def _target(run: RunRecord) -> str:
+    fault = measures.target_fault_of(run)
+    assert fault is not None
+    return fault.target
 
 
 def _surface(run: RunRecord) -> str:
@@ -140,27 +139,27 @@ def _setup(results: Results) -> tuple[Block, ...]:
     blocks: list[Block] = [
         Paragraph(
             f"Two systems run the same workload ({listed([f'`{name}`' for name in workloads])}) as real "
-            "processes with real sockets and files: Kintsugi, and a fragile system of the usual make (one "
-            "controller, remote calls over HTTP, long time-outs, clean-up after any error, weights by way of a "
+            "processes with real sockets and files: Kintsugi, and a conventional, fragile system (one "
+            "controller, remote calls over HTTP, long time-outs, clean-up after any error, weights through a "
             "meta-server or the disk, devices handed over by notification). Faults of the same kinds and strengths "
-            "are done to both, at the part that has the same task; the table below says exactly what was done."
+            "are injected into both, into the component with the same task, as listed in the table below."
         ),
         Paragraph(
-            "Each run begins with steps that nothing happens to; they give the mean ± 2σ of every figure. "
-            "Then the fault is injected at its trigger and undone after its time. Where there are several, times are "
-            "counted from the one that is to be named. The first effect is the "
-            "first figure outside that band, step overdue, or error told. On both systems the same program looks at "
-            "processes, hosts and links once a second. The diagnosis runs in a process "
-            "that is given the run folder and nothing else; it sees no marker of the injection."
+            "Each run begins with steps without a fault, which give the mean ± 2σ of every metric. "
+            "Then the fault is injected at its trigger and undone after its duration. Where there are several, times "
+            "are counted from the one that has to be diagnosed. The first effect is the first metric outside that "
+            "band, overdue step, or logged error. On both systems the same program samples processes, hosts and "
+            "links once a second. The diagnosis runs in a process that gets the run folder and nothing else; it "
+            "sees no marker of the injection."
         ),
     ]
     scaled = Scale.by(results.scale)
     if scaled.factor > 1:
         blocks.append(
             Paragraph(
-                "**Time scale.** The fragile system's time-outs are those of the plan, shortened: an hour "
+                "**Time scale.** The fragile system's time-outs are scaled down: an hour "
                 f"takes {seconds(scaled.of(HOUR_S))}, half a minute {seconds(scaled.of(STOP_JOB_S))}. `a → "
-                "b` is a time as it was measured, and the same with one time-out as long as in the plan."
+                "b` is a measured time, and the same time with one unscaled time-out."
             )
         )
     blocks.append(tables.injections_table(results.valid))
@@ -188,21 +187,20 @@ def _scenario(name: str, runs: Sequence[RunRecord], scale: float, picture: Place
     if scenario is not None:
         blocks.append(
             Paragraph(
-                f"Evidence for {listed([f'challenge {each}' for each in scenario.proves])}. The plan "
-                f"expects: {scenario.path}. Coupling point: "
+                f"Evidence for {listed([f'challenge {each}' for each in scenario.proves])}. "
+                f"Expected propagation: {scenario.path}. Coupling point: "
                 f"{scenario.coupling[0].lower()}{scenario.coupling[1:]}; in SFT {scenario.absent_in_sft}."
             )
         )
-    blocks += [Paragraph(_told(run, scale=scale)) for run in runs]
+    blocks += [Paragraph(_description(run, scale=scale)) for run in runs]
     shown = [run for run in runs if run.injected and run.profile != SFT] or list(runs)
     blocks.append(
         picture(
             propagation(shown, name=f"propagation_{name}"),
-            f"{name}: how the fault travelled. Bar: the fault, while it lasted. Numbers: stations in order. "
-            "Cross: the error that a person sees. Dashed line: the moment a cause was named (blue: right, "
-            "orange: wrong). Every mark stands at its time; stations of one process at almost the same moment share "
-            "one.",
-            f"Time by component for {name}: " + " ".join(_told(run, scale=scale) for run in shown),
+            f"{name}: propagation of the fault. Bar: duration of the fault. Numbers: affected processes in order. "
+            "Cross: the visible error. Dashed line: time of the verdict (blue: right, orange: wrong). Events of one "
+            "process at almost the same time share a mark.",
+            f"Time by component for {name}: " + " ".join(_description(run, scale=scale) for run in shown),
         )
     )
     measured = [run for run in shown if figures.has_series(run)]
@@ -210,20 +208,19 @@ def _scenario(name: str, runs: Sequence[RunRecord], scale: float, picture: Place
         blocks.append(
             picture(
                 figures.anomalies(measured, name=f"anomaly_{name}"),
-                f"{name}: of the figures in which a fault of this kind shows, the first that left its fault-free "
-                "band, and the part of a step that was held up the most, with the instants of injection, error and "
-                "verdict.",
+                f"{name}: the first metric of this fault type that left its fault-free band, and the part of a step "
+                "that was delayed most, with the times of injection, error and verdict.",
                 f"Series over time for {name}, with the injection, the error and the verdict marked.",
             )
         )
     return tuple(blocks)
 
 
-def _told(run: RunRecord, *, scale: float) -> str:
-    """One run in a few sentences."""
-    who = {FRAGILE: "Fragile", OURS: "Kintsugi", SFT: "SFT"}.get(run.profile, run.profile)
-    done = listed([f"{tables.words(fault.kind)} at `{fault.target}`" for fault in run.injected])
-    parts = [f"**{who}.** Injected: {done}."]
+def _description(run: RunRecord, *, scale: float) -> str:
+    """Describe one run in a few sentences."""
+    system = {FRAGILE: "Fragile", OURS: "Kintsugi", SFT: "SFT"}.get(run.profile, run.profile)
+    done = listed([f"{tables.kind_name(fault.kind)} at `{fault.target}`" for fault in run.injected])
+    parts = [f"**{system}.** Injected: {done}."]
     if run.surfaced is not None:
         after = measures.with_unscaled(measures.error_delay_s(run), run, scale=scale)
         message = measures.message_of(run.surfaced.message)[:160]
@@ -234,14 +231,14 @@ def _told(run: RunRecord, *, scale: float) -> str:
     verdict = "right" if run.correct else "wrong"
     if run.profile != OURS:
         parts.append(
-            f"Read as it stands, it blames `{said.process}` ({tables.words(said.kind)}): {verdict}."
+            f"Taken literally, it blames `{said.process}` ({tables.kind_name(said.kind)}): {verdict}."
             if said
             else ""
         )
     elif said is not None:
         after = seconds(measures.diagnosis_s(run))
         parts.append(
-            f"The diagnosis names `{said.process}` ({tables.words(said.kind)}, confidence "
+            f"The diagnosis names `{said.process}` ({tables.kind_name(said.kind)}, confidence "
             f"{said.confidence:.2f}) after {after}: {verdict}."
         )
     else:
@@ -272,7 +269,7 @@ def _analysis(results: Results, picture: Place) -> tuple[Block, ...]:
             )
         )
     if results.attempts:
-        blocks.append(people_table(results.attempts))
+        blocks.append(tables.participants_table(results.attempts))
     if campaign is not None and campaign.cases:
         blocks += [campaigns.methods_table(campaign), campaigns.kinds_table(campaign)]
         quiet = campaigns.quiet_table(campaign)
@@ -290,7 +287,7 @@ def _analysis(results: Results, picture: Place) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def _times_caption(timed: Sequence[RunRecord], curves: Sequence[campaigns.Curve]) -> str:
+def _times_caption(timed: Sequence[RunRecord], curves: Sequence[campaigns.AccuracyCurve]) -> str:
     parts = ["Time to diagnose, with and without fine-grained monitoring."]
     if timed:
         parts.append(
@@ -299,8 +296,7 @@ def _times_caption(timed: Sequence[RunRecord], curves: Sequence[campaigns.Curve]
         )
     if curves:
         parts.append(
-            "Campaign: the share of faults whose cause had been named right so many seconds after the fault "
-            "began."
+            "Campaign: the share of faults with a right first answer, by seconds since the fault began."
         )
     return " ".join(parts)
 
@@ -310,23 +306,25 @@ def _times_caption(timed: Sequence[RunRecord], curves: Sequence[campaigns.Curve]
 
 def _discussion(results: Results) -> tuple[Block, ...]:
     blocks: list[Block] = [Paragraph("**Why is reading logs not enough?** " + _why_not_logs(results))]
-    blocks.append(Paragraph("**Why is fine-grained monitoring needed?** " + _why_figures(results)))
+    blocks.append(Paragraph("**Why is fine-grained monitoring needed?** " + _why_metrics(results)))
     blocks.append(
         Paragraph(
             "**What limits these results.** The runs are small and on one host: counts of files and lines "
-            "grow with the number of workers, times do not shrink with it. The fragile system is ours to "
-            "build; it fails by its design and not by script, but it is one design. " + _who_read(results)
+            "grow with the number of workers, times do not shrink with it. The fragile system was "
+            "built for this comparison; it fails by its design and not by script, but it is one design. "
+            + _on_participants(results)
         )
     )
     return tuple(blocks)
 
 
-def _who_read(results: Results) -> str:
+def _on_participants(results: Results) -> str:
     if results.attempts:
-        return f"{len({each.person for each in results.attempts})} people were timed; they knew the list of kinds."
+        participants = len({each.person for each in results.attempts})
+        return f"{participants} engineers were timed; they knew the list of fault kinds."
     return (
-        "People were not timed: the reading of logs is represented by two rules, each read generously, and "
-        "by the moment at which reading could begin. `kintsugi lab kit` writes what is needed to time people."
+        "No human study was done: log reading is represented by two rules, interpreted generously, and by the "
+        "time at which reading could begin. `kintsugi lab kit` writes the material for a human study."
     )
 
 
@@ -334,11 +332,11 @@ def _why_not_logs(results: Results) -> str:
     fragile = [run for run in results.of(FRAGILE) if run.surfaced is not None and run.injected]
     sentences = []
     sentences.append(
-        "A log says what its process could see. Who waits for somebody else sees a time-out and not the "
-        "reason, and who cleans up after an error writes the last line."
+        "A log contains what its process could observe. A process that waits for another one logs a time-out and "
+        "not the reason, and the clean-up after an error writes the last line."
     )
     if fragile:
-        elsewhere = sum(_hit(run) != _surface(run) for run in fragile)
+        elsewhere = sum(_target(run) != _surface(run) for run in fragile)
         sentences.append(
             f"Here the error was in the log of another process than the fault in {elsewhere} of "
             f"{len(fragile)} fragile runs."
@@ -354,12 +352,12 @@ def _why_not_logs(results: Results) -> str:
     return " ".join(sentences)
 
 
-def _why_figures(results: Results) -> str:
+def _why_metrics(results: Results) -> str:
     sentences = []
     sentences.append(
-        "The cause of a wait is found where nobody waits for anyone, and what is wrong there is a figure of "
-        "that one process, link or disk: it has to be recorded per process, at least every second, on "
-        "clocks that can be compared."
+        "The cause of a chain of waits is the process at its end, which waits for no other process. The evidence "
+        "is a metric of that process, link or disk: it has to be recorded per process, at least every second, "
+        "on comparable clocks."
     )
     right = [run for run in results.of(OURS) if run.correct and run.diagnosed is not None]
     earlier = [
@@ -370,7 +368,7 @@ def _why_figures(results: Results) -> str:
     if right:
         sentences.append(
             f"In {len(earlier)} of {len(right)} scenarios that the diagnosis got right, it named the cause "
-            "before any error was written, from figures alone, or without any error being written at all."
+            "from metrics alone, before or without any error in a log."
         )
     return " ".join(sentences)
 
@@ -386,20 +384,20 @@ def _missing(results: Results) -> tuple[Block, ...]:
         if lacking:
             items.append(f"{name}: no result for {listed(lacking)}.")
     every = results.runs.runs if results.runs else ()
-    items += [f"{tables.label(run)} says nothing: {run.problem}" for run in every if run.problem]
+    items += [f"{tables.label(run)} is void: {run.problem}" for run in every if run.problem]
     if results.campaign is None:
         items.append("No campaign (`campaign.json`).")
     elif not campaigns.quiet(results.campaign):
         items.append("The campaign has no healthy or benign case.")
     if not results.attempts:
-        items.append("No person was timed on the kit (`kintsugi lab kit`).")
-    return (Bullets(tuple(items)),) if items else (Paragraph("Nothing that the plan asks for."),)
+        items.append("No human study (`kintsugi lab kit`).")
+    return (Bullets(tuple(items)),) if items else (Paragraph("Nothing: all parts have results."),)
 
 
 def _raw() -> tuple[Block, ...]:
     return (
         Paragraph(
-            "Beside this page: `runs.json` and `campaign.json` as they were written by the experiments; "
+            "Next to this page: `runs.json` and `campaign.json` as they were written by the experiments; "
             "every table as `data/*.csv`, with all runs in `data/runs.csv`, all cases in `data/cases.csv` "
             "and every series and timeline in `data/series_*.csv` and `data/moments_*.csv`; every figure as "
             "`figures/*.svg` and `figures/*.png`; the same text as `report.md`."

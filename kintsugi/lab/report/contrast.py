@@ -1,27 +1,27 @@
-"""The same faults in fine-tuning: how much larger reinforcement learning makes them, and through which parts."""
+"""Comparison with fine-tuning: how much larger the same fault becomes in RL, and through which components."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from kintsugi.lab.records import RunRecord
 from kintsugi.lab.report import measures
-from kintsugi.lab.report.document import MISSING, Table
-from kintsugi.lab.report.plan import SCENARIOS, scenario_of
-from kintsugi.lab.report.tables import FRAGILE, OURS, SFT, count, find, label, said_something
+from kintsugi.lab.report.document import MISSING, ReportTable
+from kintsugi.lab.report.expectations import SCENARIOS, scenario_of
+from kintsugi.lab.report.tables import FRAGILE, OURS, SFT, count, find, label, valid_runs
+from kintsugi.lab.scenarios.records import RunRecord
 
 OTHER_FAULT = "not the same fault"
 HOW = (
-    "the geometric mean of three factors: processes that the fault reached (hops and one), the longest time without a "
-    "committed step, and steps to be done again (those lost and the one that was hit), with the fragile system's "
-    "time-outs as they are shortened here, so that it is a lower bound"
+    "the geometric mean of three factors: processes that the fault reached (hops + 1), the longest time without a "
+    "committed step, and steps to be repeated (lost steps + 1); a lower bound, because the fragile system's "
+    "time-outs are scaled down"
 )
 MOST_CHARACTERS = 110
 
 
 def pairs(runs: Sequence[RunRecord]) -> Iterator[tuple[RunRecord, RunRecord]]:
-    """Every run with its counterpart on fine-tuning, the fragile system's first."""
-    for contrast in said_something(runs):
+    """Yield every run with its fine-tuning counterpart, those of the fragile system first."""
+    for contrast in valid_runs(runs):
         for profile in (FRAGILE, OURS) if contrast.profile == SFT else ():
             run = find(runs, scenario_of(contrast), profile)
             if run is not None:
@@ -29,7 +29,7 @@ def pairs(runs: Sequence[RunRecord]) -> Iterator[tuple[RunRecord, RunRecord]]:
 
 
 def factors(run: RunRecord, contrast: RunRecord) -> tuple[float | None, ...]:
-    """By how much reinforcement learning made a fault larger; None where one of the two was not measured."""
+    """Return the factors by which RL makes a fault larger; None where one of the two was not measured."""
     stalled_s, as_long_s = measures.stalled_s(run), measures.stalled_s(contrast)
     return (
         measures.factor(measures.reached(run), measures.reached(contrast)),
@@ -39,14 +39,14 @@ def factors(run: RunRecord, contrast: RunRecord) -> tuple[float | None, ...]:
 
 
 def amplification(run: RunRecord, contrast: RunRecord) -> float | None:
-    """None where not the same struck both."""
+    """Return the mean factor; None where the faults were not the same."""
     if not measures.same_faults(run, contrast):
         return None
     return measures.geometric_mean([value for value in factors(run, contrast) if value is not None])
 
 
-def contrast_table(runs: Sequence[RunRecord], *, scale: float) -> Table | None:
-    """None where nothing was run on fine-tuning."""
+def contrast_table(runs: Sequence[RunRecord], *, scale: float) -> ReportTable | None:
+    """Compare RL with fine-tuning; None where no fine-tuning was run."""
     rows = []
     for run, contrast in pairs(runs):
         factor = amplification(run, contrast)
@@ -67,7 +67,7 @@ def contrast_table(runs: Sequence[RunRecord], *, scale: float) -> Table | None:
         )
     if not rows:
         return None
-    return Table(
+    return ReportTable(
         name="contrast",
         caption="A fault in reinforcement learning and in fine-tuning (RL / SFT), and how much larger it is in RL.",
         head=(
@@ -75,14 +75,14 @@ def contrast_table(runs: Sequence[RunRecord], *, scale: float) -> Table | None:
             *("× processes", "× time", "× steps", "amplification"),
         ),
         rows=tuple(rows),
-        note=f"Amplification: {HOW}; only where what struck both was the same in kind and strength. SFT is the "
-        "fragile system's; the rows of ours therefore also contain what separates the two systems. Without an error "
-        "there is nothing to read: –.",
+        note=f"Amplification: {HOW}; only where both had the same faults. SFT runs on the fragile system, so the "
+        "rows of ours also contain the difference between the two systems. Without an error there is nothing to "
+        "read: –.",
     )
 
 
-def coupling_points_table(runs: Sequence[RunRecord]) -> Table:
-    """The parts that fine-tuning does not have, each with what was measured about it."""
+def coupling_points_table(runs: Sequence[RunRecord]) -> ReportTable:
+    """List the components that fine-tuning does not have, with the measurements."""
     rows = []
     for name, scenario in SCENARIOS.items():
         fragile, contrast = find(runs, name, FRAGILE), find(runs, name, SFT)
@@ -95,9 +95,9 @@ def coupling_points_table(runs: Sequence[RunRecord]) -> Table:
                 _shown(contrast) if contrast else MISSING,
             )
         )
-    return Table(
+    return ReportTable(
         name="coupling_points",
-        caption="Points at which an RL system couples what fine-tuning keeps apart.",
+        caption="Points at which an RL system couples components that fine-tuning keeps separate.",
         head=("scenario", "coupling point", "in SFT", "seen in RL (fragile)", "seen in SFT"),
         rows=tuple(rows),
     )

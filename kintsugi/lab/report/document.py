@@ -1,6 +1,6 @@
-"""A report as a value, so that the page and the Markdown say the same: sections of paragraphs, tables and figures.
+"""Report as a value, rendered to HTML and Markdown: sections of paragraphs, tables and figures.
 
-Text knows two marks: `code` between backticks and **bold** between double asterisks. Everything else is literal.
+Text supports two marks: `code` between backticks and **bold** between double asterisks. Everything else is literal.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import jinja2
 import msgspec
 from markupsafe import Markup, escape
 
+from kintsugi.types import kind_of
+
 MISSING = "not measured"
-"""What a cell says whose value nobody measured; a value is never made up."""
+"""Text of a cell without a measured value."""
 TEMPLATE = "page.html"
 MOST_OF_A_NUMBER = 24
-"""Characters: `100% (10/10; 72%–100%)`; what is longer is a sentence that begins with a number."""
+"""Longest text that counts as a number: `100% (10/10; 72%–100%)`; a longer text is a sentence that begins with a
+number."""
 
 
 class Paragraph(msgspec.Struct, frozen=True, tag=True):
@@ -30,8 +33,8 @@ class Bullets(msgspec.Struct, frozen=True, tag=True):
     items: tuple[str, ...]
 
 
-class Table(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first column names the row. Every table is also written as `data/<name>.csv`."""
+class ReportTable(msgspec.Struct, frozen=True, kw_only=True, tag="Table"):
+    """Table; the first column names the row. Every table is also written as `data/<name>.csv`."""
 
     name: str
     caption: str
@@ -40,32 +43,32 @@ class Table(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     note: str = ""
 
     def is_numeric(self, column: int) -> bool:
-        """Numbers stand at the right, so that their sizes can be compared."""
+        """Whether a column contains numbers, which are aligned to the right."""
         values = [row[column] for row in self.rows if row[column] not in {"", "–", MISSING}]
         return bool(values) and all(
             len(value) <= MOST_OF_A_NUMBER and re.match(r"[-+±<>≤≥]? ?\d", value) for value in values
         )
 
 
-class Picture(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A figure: `figures/<name>.svg` and `.png`."""
+class ReportFigure(msgspec.Struct, frozen=True, kw_only=True, tag="Picture"):
+    """Figure: `figures/<name>.svg` and `.png`."""
 
     name: str
     caption: str
     alternative: str
-    """In words, for whoever can not see it."""
+    """Text for readers that can not see the figure."""
     svg: str
-    """To be put into the page."""
+    """SVG for the HTML page."""
 
 
-Block = Paragraph | Bullets | Table | Picture
+Block = Paragraph | Bullets | ReportTable | ReportFigure
 
 
 class Section(msgspec.Struct, frozen=True):
     title: str
     blocks: tuple[Block, ...]
     level: int = 2
-    """Of the heading; the document's own title is 1."""
+    """Level of the heading; the title of the document is 1."""
 
     @property
     def anchor(self) -> str:
@@ -83,12 +86,12 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
         return (*self.abstract, *(block for section in self.sections for block in section.blocks))
 
     @property
-    def tables(self) -> list[Table]:
-        return [block for block in self.blocks if isinstance(block, Table)]
+    def tables(self) -> list[ReportTable]:
+        return [block for block in self.blocks if isinstance(block, ReportTable)]
 
     @property
-    def pictures(self) -> list[Picture]:
-        return [block for block in self.blocks if isinstance(block, Picture)]
+    def pictures(self) -> list[ReportFigure]:
+        return [block for block in self.blocks if isinstance(block, ReportFigure)]
 
 
 def listed(items: Sequence[str]) -> str:
@@ -100,7 +103,7 @@ def listed(items: Sequence[str]) -> str:
 
 
 def to_html(document: Document) -> str:
-    """One page that needs nothing from outside itself."""
+    """Render one self-contained HTML page."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("kintsugi.lab.report", "."),
         autoescape=True,
@@ -120,7 +123,7 @@ def to_html(document: Document) -> str:
 
 
 def to_markdown(document: Document) -> str:
-    """The same words; figures are linked."""
+    """Render Markdown with links to the figures."""
     numbers = _numbers(document)
     parts = [f"# {document.title}", document.subtitle]
     parts += [_block_as_markdown(block, numbers) for block in document.abstract]
@@ -130,8 +133,8 @@ def to_markdown(document: Document) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def write_tables(tables: Iterable[Table], folder: Path) -> None:
-    """Each as CSV, without the marks of the text."""
+def write_tables(tables: Iterable[ReportTable], folder: Path) -> None:
+    """Write each table as CSV, without marks."""
     for table in tables:
         with (folder / f"{table.name}.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
@@ -140,13 +143,13 @@ def write_tables(tables: Iterable[Table], folder: Path) -> None:
 
 
 def _numbers(document: Document) -> dict[str, str]:
-    """`Table 2`, `Figure 1`, in the order in which they come."""
+    """Number tables and figures in the order of their occurrence: `Table 2`, `Figure 1`."""
     numbers = {table.name: f"Table {number}" for number, table in enumerate(document.tables, 1)}
     return numbers | {picture.name: f"Figure {number}" for number, picture in enumerate(document.pictures, 1)}
 
 
 def _kind(block: Block) -> str:
-    return type(block).__name__.lower()
+    return kind_of(block).lower()
 
 
 def _marked(text: str) -> Markup:
@@ -166,14 +169,14 @@ def _block_as_markdown(block: Block, numbers: dict[str, str]) -> str:
             return text
         case Bullets(items):
             return "\n".join(f"- {item}" for item in items)
-        case Table():
+        case ReportTable():
             return _table_as_markdown(block, numbers[block.name])
-        case Picture():
+        case ReportFigure():
             image = f"![{block.alternative}](figures/{block.name}.svg)"
             return f"{image}\n\n**{numbers[block.name]}.** {block.caption}"
 
 
-def _table_as_markdown(table: Table, number: str) -> str:
+def _table_as_markdown(table: ReportTable, number: str) -> str:
     def line(cells: Iterable[Any]) -> str:
         return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 

@@ -1,14 +1,14 @@
-"""Figures 2 and 3: what a fault did to what was measured, and how long it took to name it."""
+"""Figures 2 and 3: effect of a fault on metrics, and time to diagnosis."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kintsugi.lab.records import RunRecord
 from kintsugi.lab.report import measures, metrics
-from kintsugi.lab.report.campaign import Curve
-from kintsugi.lab.report.drawing import COLOURS, PROFILE_COLOURS, Drawn, canvas, drawn, profile_name
+from kintsugi.lab.report.campaign import AccuracyCurve
+from kintsugi.lab.report.plotting import COLOURS, PROFILE_COLOURS, RenderedFigure, canvas, drawn, profile_name
+from kintsugi.lab.scenarios.records import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,25 +24,25 @@ TICKS = {
     36000: "10 h",
 }
 LEAST_S = 0.01
-"""A time axis of decades has no zero."""
+"""Smallest value on a logarithmic time axis."""
 LARGE = 1e4
-"""From here on, an axis says `20 k`."""
+"""Values from here on are labelled with a unit prefix: `20 k`."""
 SECONDS_BEFORE = 15.0
-"""The injection, in a figure of what was measured."""
+"""Time range before the injection that is shown."""
 LINE: dict[str, Any] = {"lw": 1.2, "marker": ".", "ms": 3}
 UNFINISHED: dict[str, Any] = {"lw": 1.2, "ls": (0, (2, 1.5)), "marker": "^", "ms": 5, "markevery": [-1]}
-"""A line that leads on."""
+"""Style of a line that is not finished."""
 
 
-# Figure 2: what was measured, with the instants of injection and error.
+# Figure 2: metrics over time, with the injection and the error.
 
 
 def has_series(run: RunRecord) -> bool:
     return measures.start_of(run) is not None and any(run.series.values())
 
 
-def anomalies(runs: Sequence[RunRecord], *, name: str) -> Drawn:
-    """Per run: what was hit, and what that did to the step. All of one run over the same time."""
+def anomalies(runs: Sequence[RunRecord], *, name: str) -> RenderedFigure:
+    """Draw, per run, the affected metric and its effect on the step, over the same time range."""
     chosen = [metrics.chosen(run) for run in runs]
     rows = max(map(len, chosen))
     with canvas(0.7 + 1.65 * rows, panels=len(runs)) as figure:
@@ -67,7 +67,7 @@ def anomalies(runs: Sequence[RunRecord], *, name: str) -> Drawn:
 
 
 def _span(run: RunRecord, names: Sequence[str]) -> tuple[float, float]:
-    """What is shown of a run: its instants, and something of what was measured before and after them."""
+    """Return the time range of a run that is shown: its events, and some of the metrics before and after them."""
     start = measures.start_of(run) or 0.0
     times = [t - start for name in names for t, _ in run.series[name]]
     last = measures.last_instant(run) - start
@@ -99,14 +99,14 @@ def _draw_series(axes: Axes, run: RunRecord, metric: str, *, shown: tuple[float,
         axes.axvline(run.diagnosed.t - start, color=colour, lw=1.5, ls=(0, (4, 2)))
     if levels and max(map(abs, levels)) >= LARGE:
         axes.yaxis.set_major_formatter(EngFormatter())
-    axes.text(0, 1.02, metrics.words(metric), transform=axes.transAxes, ha="left", va="bottom", fontsize=8)
+    axes.text(0, 1.02, metrics.label_of(metric), transform=axes.transAxes, ha="left", va="bottom", fontsize=8)
     if levels:
         margin = 0.1 * (max(levels) - min(levels)) or 0.1 * abs(levels[0]) or 1.0
         axes.set_ylim(min(levels) - margin, max(levels) + margin)
 
 
 def _draw_unfinished(axes: Axes, run: RunRecord) -> list[float]:
-    """How long the step has been going on in which the run ended; gives how long that was."""
+    """Draw the duration of the step in which the run ended; return the values."""
     start, since, end = measures.start_of(run) or 0.0, measures.unfinished_since(run), measures.end_of(run)
     if since is None or end is None or end <= since:
         return []
@@ -133,11 +133,13 @@ def _legend(runs: Sequence[RunRecord]) -> tuple[list[Any], list[str]]:
     return handles, names
 
 
-# Figure 3: how long it takes to name the cause.
+# Figure 3: time to diagnosis.
 
 
-def diagnosis_times(runs: Sequence[RunRecord], curves: Sequence[Curve], *, scale: float, name: str) -> Drawn:
-    """Scenario by scenario, and over a whole campaign where there was one."""
+def diagnosis_times(
+    runs: Sequence[RunRecord], curves: Sequence[AccuracyCurve], *, scale: float, name: str
+) -> RenderedFigure:
+    """Draw the times per scenario, and over a whole campaign where there is one."""
     panels = bool(runs) + bool(curves)
     height_in = 3.8 if curves else 1.5 + 0.46 * len({run.scenario for run in runs})
     with canvas(height_in, panels=panels) as figure:
@@ -193,12 +195,12 @@ def _scenario_legend(axes: Axes) -> None:
     labels = [
         "last error in the log (hollow: wrong cause)",
         "diagnosis (filled: right)",
-        "with the time-outs of the plan",
+        "with unscaled time-outs",
     ]
     axes.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=1)
 
 
-def _draw_curves(axes: Axes, curves: Sequence[Curve]) -> None:
+def _draw_curves(axes: Axes, curves: Sequence[AccuracyCurve]) -> None:
     colours = {"ours": COLOURS["ours"], "last_error": COLOURS["fragile"], "first_error": COLOURS["other"]}
     longest = max((curve.seconds[-1] for curve in curves if curve.seconds), default=1.0) * 1.1
     for curve in curves:

@@ -1,4 +1,4 @@
-"""What is computed from the results: times between instants, shares with their uncertainty, factors. Pure."""
+"""Values computed from the results: times between events, shares with their uncertainty, factors. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from itertools import pairwise
 import msgspec
 
 from kintsugi.diagnosis.verdict import FaultKind
-from kintsugi.lab.fragile.scale import Scale
-from kintsugi.lab.injection import Ability
-from kintsugi.lab.records import Diagnosed, InjectedRecord, Moment, RunRecord
+from kintsugi.lab.campaign.scoring import KINDS, expected_cause, is_right
+from kintsugi.lab.fragile.timeouts import Scale
+from kintsugi.lab.injector.injection import Ability
 from kintsugi.lab.report.document import MISSING
-from kintsugi.lab.report.plan import SCENARIOS, scenario_of
-from kintsugi.lab.scoring import KINDS, culprit, is_right
+from kintsugi.lab.report.expectations import SCENARIOS, scenario_of
+from kintsugi.lab.scenarios.records import DiagnosisRecord, InjectedRecord, RunRecord, TimedEvent
 
 STAGES = {
     "master": "controller",
@@ -29,15 +29,15 @@ STAGES = {
     "meta": "weight sync",
     "scheduler": "scheduler",
 }
-"""Which stage a process works in, by its role."""
+"""Stage that a process works in, by its role."""
 MOST_STATIONS = 8
 STEP_SERIES = "timing/step"
 SECONDS_AFTER = 8.0
-"""So long what was measured is looked at after the last instant of a run."""
+"""Metrics are considered up to this time after the last event of a run."""
 
 
 class Share(msgspec.Struct, frozen=True):
-    """So many of so many."""
+    """`part` of `whole`."""
 
     part: int
     whole: int
@@ -69,7 +69,7 @@ def share(values: Iterable[bool]) -> Share:
 
 
 def message_of(line: str) -> str:
-    """A line of a log without its time and level, and without the way to its files, on one line.
+    """Return a log line without timestamp, level and folders of paths, on one line.
 
     >>> message_of("[2026-11-16 09:08:02.863] ERROR: /data/lab/S5/run/step-3/config.json: No space left")
     '…/config.json: No space left'
@@ -101,25 +101,25 @@ def seconds(value: float | None) -> str:
     return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
 
 
-def culprit_of(run: RunRecord) -> InjectedRecord | None:
-    """The fault that is to be named; of a record that does not say which, the first."""
+def target_fault_of(run: RunRecord) -> InjectedRecord | None:
+    """Return the fault that has to be named; the first one in a record that does not mark it."""
     return next((fault for fault in run.injected if fault.culprit), next(iter(run.injected), None))
 
 
 def strength(name: str, value: float) -> str:
-    """How strong a fault was, with its unit.
+    """Format one parameter of a fault with its unit.
 
     >>> strength("rate", 1e9), strength("block_size", 4 << 20), strength("delay_s", 1.0), strength("share", 0.95)
     ('rate 1 GB/s', 'block size 4 MiB', 'delay 1 s', 'share 95 %')
     """
-    words = name.removesuffix("_s").replace("_", " ")
+    label = name.removesuffix("_s").replace("_", " ")
     if name == "rate":
-        return f"{words} {_scaled(value, 1000, ('B/s', 'kB/s', 'MB/s', 'GB/s'))}"
+        return f"{label} {_scaled(value, 1000, ('B/s', 'kB/s', 'MB/s', 'GB/s'))}"
     if name in ("limit", "block_size"):
-        return f"{words} {_scaled(value, 1024, ('B', 'KiB', 'MiB', 'GiB'))}"
+        return f"{label} {_scaled(value, 1024, ('B', 'KiB', 'MiB', 'GiB'))}"
     if name == "share":
-        return f"{words} {100 * value:g} %"
-    return f"{words} {value:g} s" if name.endswith("_s") else f"{words} {value:g}"
+        return f"{label} {100 * value:g} %"
+    return f"{label} {value:g} s" if name.endswith("_s") else f"{label} {value:g}"
 
 
 def _scaled(value: float, base: int, units: Sequence[str]) -> str:
@@ -128,20 +128,20 @@ def _scaled(value: float, base: int, units: Sequence[str]) -> str:
 
 
 def start_of(run: RunRecord) -> float | None:
-    """Of the fault that is to be named; every time is counted from it."""
-    culprit = culprit_of(run)
-    return None if culprit is None else culprit.start
+    """Return the start of the fault that has to be named, the origin of all times."""
+    fault = target_fault_of(run)
+    return None if fault is None else fault.start
 
 
 def end_of(run: RunRecord) -> float | None:
-    """When it was known that the run would not go on: by its error, else by its end."""
+    """Return when it was known that the run would not continue: by its error, else by its end."""
     if run.surfaced is not None:
         return run.surfaced.t
     return run.ended or max((fault.end for fault in run.injected if fault.end), default=None)
 
 
 def last_instant(run: RunRecord) -> float:
-    """Of what a figure shows of a run: its fault, its error, its verdict, its end where it did not complete."""
+    """Return the last event that a figure shows: fault, error, verdict, or the end of a run that did not complete."""
     instants = [each.t for each in (run.surfaced, run.diagnosed) if each is not None]
     instants += [fault.end or fault.start for fault in run.injected]
     if unfinished_since(run) is not None:
@@ -150,13 +150,14 @@ def last_instant(run: RunRecord) -> float:
 
 
 def unfinished_since(run: RunRecord) -> float | None:
-    """When the step began in which the run ended; None where it went on to its last step."""
+    """Return when the step began in which the run ended; None for a run that reached its last step."""
     ends = [t for t, _ in run.series.get(STEP_SERIES, [])]
     return max(ends) if ends and not run.recovered else None
 
 
 def stalled_s(run: RunRecord) -> float | None:
-    """The longest time without a committed step since the injection; where none came any more, until the run's end."""
+    """Return the longest time without a committed step after the injection, up to the run's end where none came any
+    more."""
     start, ends = start_of(run), sorted(t for t, _ in run.series.get(STEP_SERIES, []))
     if start is None or not ends:
         return None
@@ -167,61 +168,63 @@ def stalled_s(run: RunRecord) -> float | None:
 
 
 def steps_late(run: RunRecord) -> int | None:
-    """From the step that was hit to the step in which the error showed; None where that was not recorded."""
-    culprit, seen = culprit_of(run), run.surfaced
-    if culprit is None or seen is None or seen.step is None:
+    """Return the steps from the one that was hit to the one in which the error showed; None where that was not
+    recorded."""
+    fault, seen = target_fault_of(run), run.surfaced
+    if fault is None or seen is None or seen.step is None:
         return None
-    return seen.step - culprit.step
+    return seen.step - fault.step
 
 
 def same_faults(run: RunRecord, other: RunRecord) -> bool:
-    """Whether what struck both was as many faults of the same kinds and strengths."""
+    """Whether both runs had the same number of faults of the same kinds and strengths."""
 
-    def struck(record: RunRecord) -> list[tuple[str, list[tuple[str, float]]]]:
+    def faults_of(record: RunRecord) -> list[tuple[str, list[tuple[str, float]]]]:
         return sorted((fault.kind, sorted(fault.amount.items())) for fault in record.injected)
 
-    return struck(run) == struck(other)
+    return faults_of(run) == faults_of(other)
 
 
 def error_delay_s(run: RunRecord) -> float | None:
-    """From the injection to the error that a person sees."""
+    """Return the time from the injection to the visible error."""
     start = start_of(run)
     return None if run.surfaced is None or start is None else run.surfaced.t - start
 
 
 def masking_s(run: RunRecord) -> float | None:
-    """From the first effect to the error that a person sees: so long something else was to be seen."""
+    """Return the time from the first effect to the visible error, during which something else was visible."""
     return None if run.surfaced is None or run.first_effect is None else run.surfaced.t - run.first_effect
 
 
 def diagnosis_s(run: RunRecord) -> float | None:
-    """From the injection to the first verdict, right or wrong."""
+    """Return the time from the injection to the first verdict, right or wrong."""
     start = start_of(run)
     return None if run.diagnosed is None or start is None else run.diagnosed.t - start
 
 
-def stations_of(run: RunRecord) -> list[Moment]:
-    """The way that the fault took: as the diagnosis says where it was right, else as the logs tell it afterwards."""
+def stations_of(run: RunRecord) -> list[TimedEvent]:
+    """Return the propagation of the fault: as diagnosed where the diagnosis is right, else from the logs."""
     start = start_of(run) or 0.0
     if run.diagnosed is not None and run.correct and run.diagnosed.path:
         return list(run.diagnosed.path)[:MOST_STATIONS]
     seen = run.surfaced
 
-    def is_last(moment: Moment) -> bool:
-        """Of what logs tell of one millisecond, the error that a person sees is what the others led to."""
+    def is_last(moment: TimedEvent) -> bool:
+        """Whether this is the visible error, which follows the other log lines of the same millisecond."""
         return seen is not None and (moment.process, moment.what) == (seen.process, seen.message)
 
-    told: list[Moment] = []
+    found: list[TimedEvent] = []
     for moment in sorted(run.timeline, key=lambda each: (each.t, is_last(each))):
         is_ours = moment.what.startswith(("injected:", "undone:", "diagnosed:"))
         in_time = moment.t >= start and (seen is None or moment.t <= seen.t)
-        if in_time and not is_ours and (not told or told[-1].process != moment.process):
-            told.append(moment)
-    return told if len(told) <= MOST_STATIONS else [*told[: MOST_STATIONS - 1], told[-1]]
+        if in_time and not is_ours and (not found or found[-1].process != moment.process):
+            found.append(moment)
+    return found if len(found) <= MOST_STATIONS else [*found[: MOST_STATIONS - 1], found[-1]]
 
 
 def way_of(run: RunRecord) -> tuple[str, ...]:
-    """The processes that the fault went through, as many and one as there were hops; empty where they are not known."""
+    """Return the processes that the fault propagated through, one more than the hops; empty where they are not
+    known."""
     if run.way:
         return run.way
     path = [moment.process for moment in run.diagnosed.path] if run.diagnosed is not None else []
@@ -230,23 +233,22 @@ def way_of(run: RunRecord) -> tuple[str, ...]:
 
 
 def reached(run: RunRecord) -> int:
-    """How many processes the fault was in: its own, and one more for every hop."""
+    """Return the number of processes that the fault reached: its own, and one per hop."""
     return run.hops + 1
 
 
-def says_right(run: RunRecord, said: Diagnosed | None) -> bool:
-    """Whether somebody who believed this would have looked at what was broken: what is injected elsewhere only hides
-    it."""
+def says_right(run: RunRecord, said: DiagnosisRecord | None) -> bool:
+    """Whether a verdict points to the fault that has to be named; other faults only hide it."""
     if said is None or not run.injected:
         return False
     judged = run.diagnosed
     if judged is not None and (judged.process, judged.kind) == (said.process, said.kind):
         return run.correct
-    culprit_record = culprit_of(run)
-    assert culprit_record is not None, "something was injected"
-    culprits = [
-        # All use the disk of the run folder, and any of them may speak for it.
-        culprit(
+    target = target_fault_of(run)
+    assert target is not None, "something was injected"
+    expected = [
+        # All processes use the disk of the run folder, so any of them is right.
+        expected_cause(
             Ability(fault.kind),
             target=fault.target,
             start=fault.start,
@@ -254,14 +256,14 @@ def says_right(run: RunRecord, said: Diagnosed | None) -> bool:
             kinds={*KINDS[Ability(fault.kind)], *map(FaultKind, run.kinds)},
         )
         for fault in run.injected
-        if fault.target == culprit_record.target
+        if fault.target == target.target
     ]
-    return is_right(said.process, said.kind, culprits)
+    return is_right(said.process, said.kind, expected)
 
 
 def unscaled(value: float | None, run: RunRecord, *, scale: float) -> float | None:
-    """What a time of the fragile system is with the plan's time-out in the place of the shortened one that passed in
-    it; None where none did. At least: where several passed, one is lengthened."""
+    """Return a time of the fragile system with the original time-out in place of the scaled one that passed in it; None
+    where none did. A lower bound: where several passed, only one is replaced."""
     scenario = SCENARIOS.get(scenario_of(run))
     if value is None or run.profile != "fragile" or scenario is None or scenario.wait_s is None:
         return None
@@ -279,12 +281,12 @@ def factor(much: float, little: float) -> float | None:
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
-    """The mean of factors: twice and half cancel out."""
+    """Return the geometric mean of factors: 2 and ½ cancel out."""
     return math.exp(sum(map(math.log, values)) / len(values)) if values else None
 
 
 def quantile(values: Sequence[float], fraction: float) -> float | None:
-    """Interpolated between neighbours.
+    """Return the quantile, interpolated between neighbours.
 
     >>> quantile([1.0, 2.0, 3.0, 4.0], 0.5)
     2.5
@@ -297,23 +299,24 @@ def quantile(values: Sequence[float], fraction: float) -> float | None:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def is_of_a_limit(name: str) -> bool:
-    """A connection may be new for reasons of its own; what a process newly has was given to it."""
+def is_own_metric(name: str) -> bool:
+    """Whether a metric without a baseline belongs to the fault: a new metric of a process, such as that of a limit,
+    does; one of a link does not, since connections are new for other reasons too."""
     return " " in name and ">" not in name
 
 
 def anomaly(run: RunRecord, name: str) -> float:
-    """How far a series leaves its band from the injection on, in σ of the fault-free steps."""
+    """Return how far a series leaves its band after the injection, in σ of the fault-free steps."""
     start, values = start_of(run), run.series[name]
     if start is None:
         return 0.0
     before = [value for t, value in values if t < start]
     after = [value for t, value in values if start <= t <= last_instant(run) + SECONDS_AFTER]
     band = run.baseline.get(name)
-    if not after or not (before or band or is_of_a_limit(name)):
+    if not after or not (before or band or is_own_metric(name)):
         return 0.0
     mean = band.mean if band else quantile(before, 0.5) or 0.0
     sigma = band.sigma if band else (max(before) - min(before)) / 4 if before else 0.0
     worst = max(abs(value - mean) for value in after)
-    # A figure that never moved before leaves its band by any change; a floor keeps it comparable with the others.
+    # A constant metric leaves its band with any change; the floor keeps it comparable with others.
     return worst / max(sigma, 0.02 * abs(mean), 1e-9)

@@ -1,34 +1,34 @@
-"""What was measured, in words, and which of it shows a fault."""
+"""Names of the metrics, and selection of those that show a fault."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from kintsugi.lab.measuring import first_outside
-from kintsugi.lab.records import RunRecord
 from kintsugi.lab.report import measures
+from kintsugi.lab.scenarios.measuring import first_outside
+from kintsugi.lab.scenarios.records import RunRecord
 
 MOST_METRICS = 2
 OUTSIDE = 2.0
-"""σ: what stays within shows nothing."""
-FIGURES = {
-    "cpu_s": "processor time [s per s]",
-    "run_delay_s": "wanted to run and was not run [s per s]",
+"""Deviation in σ above which a metric shows something."""
+NAMES = {
+    "cpu_s": "CPU time [s per s]",
+    "run_delay_s": "waiting for a CPU [s per s]",
     "throttled_s": "throttled [s per s]",
-    "io_delay_s": "waited for the disk [s per s]",
+    "io_delay_s": "waiting for the disk [s per s]",
     "rss_bytes": "memory [bytes]",
-    "memory_used_bytes": "memory of its group [bytes]",
+    "memory_used_bytes": "memory of its control group [bytes]",
     "fsync_s": "time of an fsync [s]",
-    "fsync_pending_s": "fsync that has not come back [s]",
-    "fsync_errors": "fsyncs that failed [per s]",
+    "fsync_pending_s": "pending fsync [s]",
+    "fsync_errors": "failed fsyncs [per s]",
     "disk_free_bytes": "free disk [bytes]",
     "cpu_iowait_s": "idle because of the disk [s per s]",
     "tcp_retransmits": "retransmissions [per s]",
     "retransmits": "retransmissions [per s]",
     "resolve_s": "time to resolve a name [s]",
-    "resolve_pending_s": "name that is not resolved yet [s]",
-    "resolve_errors": "names that were not resolved [per s]",
+    "resolve_pending_s": "pending name resolution [s]",
+    "resolve_errors": "failed name resolutions [per s]",
     "device_memory_bytes": "memory of its device [bytes]",
     "rtt_s": "round trip [s]",
     "send_queue_bytes": "waiting to be sent [bytes]",
@@ -45,33 +45,34 @@ OF_A_KIND = {
     "network_loss": ("retransmits", "tcp_retransmits", "rtt_s"),
     "network_cut": ("retransmits", "send_queue_bytes"),
     "dns": ("resolve_s", "resolve_pending_s", "resolve_errors"),
+    "grow": ("device_memory_bytes", "rss_bytes"),
     "stop": ("cpu_s",),
     "kill": ("cpu_s",),
 }
-"""Which figures a kind of fault is expected to move, the most telling first."""
+"""Metrics that a fault type is expected to change, the most specific first."""
 
 
 def chosen(run: RunRecord) -> list[str]:
-    """Of what belongs to the fault that is to be named, the most telling that it moved, else of what belongs to the
-    others; of the parts of a step, what it held up the most: the whole one where it never ended. Where it held nothing
-    up, another figure of the fault."""
+    """Select the metrics of a run: the most specific one that the target fault changed (else one of the other faults),
+    and the part of a step that it delayed most, or the whole step where it never ended. Without a delay, another metric
+    of the fault."""
     names = sorted(
         (name for name, values in run.series.items() if values), key=lambda name: -measures.anomaly(run, name)
     )
     moved = [name for name in names if measures.anomaly(run, name) > OUTSIDE]
-    culprit = measures.culprit_of(run)
-    faults = [*([culprit] if culprit is not None else []), *run.injected]
+    target = measures.target_fault_of(run)
+    faults = [*([target] if target is not None else []), *run.injected]
     of_the_fault = [
         name
         for fault in faults
-        for figure in OF_A_KIND.get(fault.kind, ())
+        for metric in OF_A_KIND.get(fault.kind, ())
         for name in sorted(moved, key=lambda name: _moved_at(run, name))
-        if name.rpartition(" ")[2] == figure
+        if name.rpartition(" ")[2] == metric
     ]
     first = of_the_fault[:1]
     others = [name for name in of_the_fault if not first[0].endswith(name.rpartition(" ")[2])]
-    shown = list(dict.fromkeys([*first, *_of_the_step(run, moved)[:1], *others, *moved]))
-    return (shown or names)[:MOST_METRICS]
+    selected = list(dict.fromkeys([*first, *_of_the_step(run, moved)[:1], *others, *moved]))
+    return (selected or names)[:MOST_METRICS]
 
 
 def _of_the_step(run: RunRecord, names: Sequence[str]) -> list[str]:
@@ -82,31 +83,31 @@ def _of_the_step(run: RunRecord, names: Sequence[str]) -> list[str]:
         for name in names
         if name in run.baseline and name.startswith("timing/") and name != measures.STEP_SERIES
     ]
-    return sorted(parts, key=lambda name: -_held_up_s(run, name))
+    return sorted(parts, key=lambda name: -_delay_s(run, name))
 
 
 def _moved_at(run: RunRecord, name: str) -> float:
-    """When it left its band; what was not there before is the fault's own, and left at once."""
+    """Return when a metric left its band; a new metric of the fault counts from its start."""
     start, band = measures.start_of(run) or 0.0, run.baseline.get(name)
     at = None if band is None else first_outside(run.series[name], band, since=start)
     if band is None:
-        return start if measures.is_of_a_limit(name) else math.inf
+        return start if measures.is_own_metric(name) else math.inf
     return math.inf if at is None else at
 
 
-def _held_up_s(run: RunRecord, name: str) -> float:
+def _delay_s(run: RunRecord, name: str) -> float:
     start, end = measures.start_of(run) or 0.0, measures.last_instant(run) + measures.SECONDS_AFTER
     longest_s = max((value for t, value in run.series[name] if start <= t <= end), default=0.0)
     return longest_s - run.baseline[name].mean
 
 
-def words(metric: str) -> str:
+def label_of(metric: str) -> str:
     """
-    >>> words("model-1>agent-0 rtt_s")
+    >>> label_of("model-1>agent-0 rtt_s")
     'model-1 → agent-0: round trip [s]'
     """
     if metric.startswith("timing/"):
         return f"time of: {metric.removeprefix('timing/')} [s]"
-    whose, _, figure = metric.rpartition(" ")
-    what = FIGURES.get(figure, figure.replace("_", " "))
-    return f"{whose.replace('>', ' → ')}: {what}" if whose else what
+    owner, _, name = metric.rpartition(" ")
+    what = NAMES.get(name, name.replace("_", " "))
+    return f"{owner.replace('>', ' → ')}: {what}" if owner else what

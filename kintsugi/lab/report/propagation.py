@@ -1,4 +1,4 @@
-"""Figure 1: how a fault travelled, time × component."""
+"""Figure 1: propagation of a fault, time × component."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kintsugi.lab.records import Moment, RunRecord
 from kintsugi.lab.report import measures
-from kintsugi.lab.report.drawing import COLOURS, Drawn, canvas, drawn, profile_name
+from kintsugi.lab.report.plotting import COLOURS, RenderedFigure, canvas, drawn, profile_name
+from kintsugi.lab.scenarios.records import RunRecord, TimedEvent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ROW_IN = 0.44
 LINE_IN = 0.145
-"""Of the key."""
+"""Height of a line of the key."""
 LINE_CHARACTERS, MOST_LINES = 66, 3
-"""Of one entry of the key."""
+"""Limits of one entry of the key."""
 APART = 0.045
-"""Of the width: marks of one row that are closer than this are one mark."""
+"""Marks of one row that are closer than this share of the width are merged."""
 ABOVE = 0.4
-"""Rows: there the cross stands where a number has its place."""
+"""Offset in rows of the cross where its position is taken by a number."""
 ORDER = ("controller", "weight sync", "scheduler", "host", "train", "rollout")
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """Stations of one process at almost one moment: `Mark("2,3", 1.5, -1)`."""
+    """Merged stations of one process at almost the same time: `Mark("2,3", 1.5, -1)`."""
 
     label: str
     x: float
     y: int
 
 
-def propagation(runs: Sequence[RunRecord], *, name: str) -> Drawn:
-    """One panel per profile, side by side: who was hit, whom it went through, where it showed, when it was named."""
+def propagation(runs: Sequence[RunRecord], *, name: str) -> RenderedFigure:
+    """Draw one panel per system: target, propagation, visible error, and time of the verdict."""
     stations = [measures.stations_of(run) for run in runs]
     keys = [_key(run, station) for run, station in zip(runs, stations, strict=True)]
     rows = max((len(_components(run, each)) for run, each in zip(runs, stations, strict=True)), default=1)
@@ -53,7 +53,7 @@ def propagation(runs: Sequence[RunRecord], *, name: str) -> Drawn:
         return drawn(figure, name)
 
 
-def _components(run: RunRecord, stations: Sequence[Moment]) -> list[str]:
+def _components(run: RunRecord, stations: Sequence[TimedEvent]) -> list[str]:
     named = [fault.target for fault in run.injected] + [moment.process for moment in stations]
     if run.surfaced is not None:
         named.append(run.surfaced.process)
@@ -65,7 +65,7 @@ def _components(run: RunRecord, stations: Sequence[Moment]) -> list[str]:
     return sorted(dict.fromkeys(named), key=place)
 
 
-def _draw_panel(axes: Axes, run: RunRecord, stations: Sequence[Moment]) -> None:
+def _draw_panel(axes: Axes, run: RunRecord, stations: Sequence[TimedEvent]) -> None:
     start = measures.start_of(run) or 0.0
     components = _components(run, stations)
     row = {process: -number for number, process in enumerate(components)}
@@ -78,7 +78,7 @@ def _draw_panel(axes: Axes, run: RunRecord, stations: Sequence[Moment]) -> None:
     marks = marks_of(
         [(moment.t - start, row[moment.process]) for moment in stations], apart=APART * 1.12 * width
     )
-    _draw_way(axes, marks, begin=_beginning(run, stations, row))
+    _draw_path(axes, marks, begin=_beginning(run, stations, row))
     if run.surfaced is not None:
         x, y = run.surfaced.t - start, row[run.surfaced.process]
         is_taken = any(mark.y == y and abs(mark.x - x) < APART * 1.12 * width for mark in marks)
@@ -111,16 +111,18 @@ def _draw_faults(axes: Axes, run: RunRecord, row: dict[str, int], *, last: float
         )
 
 
-def _beginning(run: RunRecord, stations: Sequence[Moment], row: dict[str, int]) -> tuple[float, int] | None:
-    """Where the way begins if not with its first station."""
-    culprit = measures.culprit_of(run)
-    if culprit is None or not stations or stations[0].process == culprit.target:
+def _beginning(
+    run: RunRecord, stations: Sequence[TimedEvent], row: dict[str, int]
+) -> tuple[float, int] | None:
+    """Return where the path begins if not with its first station."""
+    fault = measures.target_fault_of(run)
+    if fault is None or not stations or stations[0].process == fault.target:
         return None
-    return (0.0, row[culprit.target])
+    return (0.0, row[fault.target])
 
 
 def marks_of(stations: Sequence[tuple[float, int]], *, apart: float) -> list[Mark]:
-    """Each at its time; those of one row that could not be told from each other are one, at the time of the first.
+    """Place a mark at each time; marks of one row that would overlap are merged, at the time of the first.
 
     >>> [mark.label for mark in marks_of([(0.0, -1), (1.0, -1), (1.1, -1), (1.1, 0)], apart=0.5)]
     ['1', '2,3', '4']
@@ -135,13 +137,13 @@ def marks_of(stations: Sequence[tuple[float, int]], *, apart: float) -> list[Mar
     return marks
 
 
-def _draw_way(axes: Axes, marks: Sequence[Mark], *, begin: tuple[float, int] | None) -> None:
+def _draw_path(axes: Axes, marks: Sequence[Mark], *, begin: tuple[float, int] | None) -> None:
     points = [(mark.x, mark.y) for mark in marks]
     if begin is not None:
         points.insert(0, begin)
         axes.plot(*begin, "o", ms=5, color=COLOURS["ink"], zorder=4)
     for before, after in pairwise(points):
-        # Straight up or down it would lead through the marks of the rows between.
+        # A vertical arrow would cross the marks of the rows between.
         is_steep = abs(after[1] - before[1]) > 1 and any(
             mark.y not in (before[1], after[1]) and mark.x == before[0] for mark in marks
         )
@@ -167,14 +169,14 @@ def _draw_way(axes: Axes, marks: Sequence[Mark], *, begin: tuple[float, int] | N
         )
 
 
-def _key(run: RunRecord, stations: Sequence[Moment]) -> list[str]:
-    """What the marks of a panel mean, in words and seconds."""
+def _key(run: RunRecord, stations: Sequence[TimedEvent]) -> list[str]:
+    """Describe the marks of a panel with their times."""
     start = measures.start_of(run) or 0.0
-    said: list[str] = []
+    lines: list[str] = []
 
     def add(mark: str, text: str, t: float | None) -> None:
         when = "" if t is None else f" ({t - start:+.1f}\u00a0s)"
-        said.extend(entry(f"{mark}\u2002{text}", when))
+        lines.extend(entry(f"{mark}\u2002{text}", when))
 
     for fault in run.injected:
         add("▬", f"injected: {fault.kind.replace('_', ' ')} at {fault.target}", fault.start)
@@ -182,22 +184,22 @@ def _key(run: RunRecord, stations: Sequence[Moment]) -> list[str]:
         add(str(number), f"{moment.process}: {measures.message_of(moment.what)}", moment.t)
     if run.surfaced is not None:
         seen = (run.surfaced.process, run.surfaced.message)
-        told = any((moment.process, moment.what) == seen for moment in stations)
-        message = "" if told else f": {measures.message_of(run.surfaced.message)}"
-        add("✖", f"error that a person sees, in {run.surfaced.process}{message}", run.surfaced.t)
+        is_listed = any((moment.process, moment.what) == seen for moment in stations)
+        message = "" if is_listed else f": {measures.message_of(run.surfaced.message)}"
+        add("✖", f"visible error, in {run.surfaced.process}{message}", run.surfaced.t)
     else:
-        add("✖", "no error was seen", None)
+        add("✖", "no visible error", None)
     if run.diagnosed is not None:
         right = "right" if run.correct else "wrong"
         kind = run.diagnosed.kind.replace("_", " ")
         add("¦", f"named: {run.diagnosed.process}, {kind} ({right})", run.diagnosed.t)
     else:
         add("¦", "no cause was named", None)
-    return said
+    return lines
 
 
 def entry(text: str, when: str) -> list[str]:
-    """Lines of the key: of a long message less is told, and its time always."""
+    """Return the lines of an entry of the key; a long message is shortened, its time is always kept."""
     lines = _wrapped(text + when)
     for length in range(LINE_CHARACTERS * MOST_LINES, 0, -1):
         if len(lines) <= MOST_LINES:

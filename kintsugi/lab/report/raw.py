@@ -1,15 +1,15 @@
-"""The results as plain tables, one row per run, case and point: for whoever wants to compute something else."""
+"""Results as plain tables for further processing: one row per run, case or point."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kintsugi.lab.campaign_records import OURS, CampaignFile
-from kintsugi.lab.records import RunRecord
+from kintsugi.lab.campaign.records import OURS, CampaignFile
 from kintsugi.lab.report import measures
 from kintsugi.lab.report.campaign import methods_of
-from kintsugi.lab.report.document import Table
+from kintsugi.lab.report.document import ReportTable
+from kintsugi.lab.scenarios.records import RunRecord
 
 OF_A_RUN = (
     *("scenario", "profile", "workload", "target", "kind", "mechanism", "start", "end"),
@@ -25,10 +25,10 @@ OF_A_CASE = (
 )
 
 
-def runs_table(runs: Sequence[RunRecord]) -> Table:
+def runs_table(runs: Sequence[RunRecord]) -> ReportTable:
     rows = []
     for run in runs:
-        first, seen, said = measures.culprit_of(run), run.surfaced, run.diagnosed
+        first, seen, said = measures.target_fault_of(run), run.surfaced, run.diagnosed
         rows.append(
             (
                 *(run.scenario, run.profile, run.workload),
@@ -47,22 +47,22 @@ def runs_table(runs: Sequence[RunRecord]) -> Table:
     return _table("runs", OF_A_RUN, rows)
 
 
-def series_table(run: RunRecord) -> Table:
-    """Everything that was measured in a run, of which the second figure shows a part."""
+def series_table(run: RunRecord) -> ReportTable:
+    """All metrics of a run; the second figure shows a part of them."""
     start = measures.start_of(run) or 0.0
     rows = [(name, t, t - start, value) for name, values in run.series.items() for t, value in values]
     return _table(f"series_{run.scenario}_{run.profile}", ("name", "t", "since_injection_s", "value"), rows)
 
 
-def moments_table(run: RunRecord) -> Table:
-    """What the first figure shows: the path of the verdict, and everything that was told and done, by time."""
+def moments_table(run: RunRecord) -> ReportTable:
+    """Data of the first figure: the path of the verdict, and the timeline."""
     path = run.diagnosed.path if run.diagnosed is not None else ()
-    told = [("path", moment) for moment in path] + [("timeline", moment) for moment in run.timeline]
-    rows = [(source, moment.t, moment.process, moment.what) for source, moment in told]
+    events = [("path", moment) for moment in path] + [("timeline", moment) for moment in run.timeline]
+    rows = [(source, moment.t, moment.process, moment.what) for source, moment in events]
     return _table(f"moments_{run.scenario}_{run.profile}", ("of", "t", "process", "what"), rows)
 
 
-def cases_table(campaign: CampaignFile) -> Table:
+def cases_table(campaign: CampaignFile) -> ReportTable:
     others = [method for method in methods_of(campaign) if method != OURS]
     scores = [(method, what) for method in others for what in ("top1", "verdict_s")]
     rows = []
@@ -84,6 +84,6 @@ def cases_table(campaign: CampaignFile) -> Table:
     return _table("cases", (*OF_A_CASE, *(f"{method}_{what}" for method, what in scores)), rows)
 
 
-def _table(name: str, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
+def _table(name: str, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> ReportTable:
     cells = tuple(tuple("" if value is None else str(value) for value in row) for row in rows)
-    return Table(name=name, caption="", head=tuple(head), rows=cells)
+    return ReportTable(name=name, caption="", head=tuple(head), rows=cells)

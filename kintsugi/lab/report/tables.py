@@ -1,17 +1,26 @@
-"""The tables about scenarios: what was done, where it showed, who was blamed, how that compares with fine-tuning."""
+"""Tables about scenarios: injected faults, visible errors, verdicts, comparison with fine-tuning, human study."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kintsugi.lab.baselines import FIRST_ERROR, LAST_ERROR
-from kintsugi.lab.records import Diagnosed, InjectedRecord, RunRecord, RunsFile
+from kintsugi.lab.campaign.log_readers import FIRST_ERROR, LAST_ERROR
+from kintsugi.lab.human_study import StudyAttempt
 from kintsugi.lab.report import measures
-from kintsugi.lab.report.document import MISSING, Table
+from kintsugi.lab.report.document import MISSING, ReportTable
+from kintsugi.lab.report.expectations import (
+    CHALLENGES,
+    EXPECTATIONS,
+    SCENARIOS,
+    Expectation,
+    scenario_named,
+    scenario_of,
+)
 from kintsugi.lab.report.measures import seconds, share, stage_of
-from kintsugi.lab.report.plan import CHALLENGES, EXPECTATIONS, SCENARIOS, Expectation, scenario_of
+from kintsugi.lab.scenarios.records import DiagnosisRecord, InjectedRecord, RunRecord, RunsFile
 
 FRAGILE, OURS, SFT = "fragile", "ours", "sft"
 PROFILE_ORDER = (FRAGILE, OURS, SFT)
@@ -24,41 +33,41 @@ STAGES = {
     "evaluating": "evaluation",
     "recovering": "recovery",
 }
-"""The master's phases in the words of the user's plan."""
+"""Names of the master's phases in the report."""
 
 
 def ordered(runs: Iterable[RunRecord]) -> list[RunRecord]:
-    """By scenario, the fragile system first."""
+    """Sort by scenario, the fragile system first."""
 
-    def place(run: RunRecord) -> tuple[str, int]:
+    def rank(run: RunRecord) -> tuple[str, int]:
         known = PROFILE_ORDER.index(run.profile) if run.profile in PROFILE_ORDER else len(PROFILE_ORDER)
         return (scenario_of(run), known)
 
-    return sorted(runs, key=place)
+    return sorted(runs, key=rank)
 
 
-def said_something(runs: Iterable[RunRecord]) -> list[RunRecord]:
-    """Without the experiments that could not be carried out."""
+def valid_runs(runs: Iterable[RunRecord]) -> list[RunRecord]:
+    """Return the runs without those that could not be carried out."""
     return [run for run in ordered(runs) if not run.problem]
 
 
-class Measured(msgspec.Struct, frozen=True):
-    """The values that stand beside those which the plan expects, of one run."""
+class MeasuredValue(msgspec.Struct, frozen=True):
+    """Measured values of one run, for comparison with the expected ones."""
 
     run: RunRecord
     scale: float
     contrast: RunRecord | None
-    """The counterpart on fine-tuning."""
+    """Counterpart on fine-tuning."""
 
     def hops(self) -> str:
         way = " → ".join(map(stage_of, measures.way_of(self.run)))
         return f"{self.run.hops} ({way})" if way else str(self.run.hops)
 
     def stages(self) -> str:
-        surfaced, culprit = self.run.surfaced, measures.culprit_of(self.run)
-        if culprit is None:
+        surfaced, target = self.run.surfaced, measures.target_fault_of(self.run)
+        if target is None:
             return MISSING
-        fault = stage_of(culprit.target)
+        fault = stage_of(target.target)
         return f"{fault} → {stage_word(surfaced.stage)}" if surfaced else f"{fault} → no error"
 
     def steps_late(self) -> str:
@@ -99,8 +108,8 @@ def stage_word(phase: str) -> str:
     return STAGES.get(phase, phase)
 
 
-def words(name: str) -> str:
-    """A kind of fault for people: `network_delay` → network delay."""
+def kind_name(name: str) -> str:
+    """Format a fault kind: `network_delay` → network delay."""
     return name.replace("_", " ")
 
 
@@ -108,34 +117,34 @@ def label(run: RunRecord) -> str:
     return f"{scenario_of(run)} {run.profile}"
 
 
-def injections_table(runs: Sequence[RunRecord]) -> Table:
+def injections_table(runs: Sequence[RunRecord]) -> ReportTable:
     rows = []
-    for run in said_something(runs):
+    for run in valid_runs(runs):
         for fault in run.injected:
             lasted = None if fault.end is None else fault.end - fault.start
             rows.append(
                 (
                     label(run),
                     _target(fault),
-                    words(fault.kind),
+                    kind_name(fault.kind),
                     _amount(fault),
                     fault.mechanism,
                     _moment(fault),
                     "until the run's end" if lasted is None else seconds(lasted),
                 )
             )
-    return Table(
+    return ReportTable(
         name="injections",
-        caption="What was injected, and how it was done on this host.",
+        caption="Injected faults and their mechanisms on this host.",
         head=("run", "target", "kind", "strength", "mechanism", "during", "for"),
         rows=tuple(rows),
     )
 
 
-def coupling_table(runs: Sequence[RunRecord]) -> Table:
+def coupling_table(runs: Sequence[RunRecord]) -> ReportTable:
     rows = []
-    for run in said_something(runs):
-        fault = measures.culprit_of(run)
+    for run in valid_runs(runs):
+        fault = measures.target_fault_of(run)
         late = measures.steps_late(run)
         rows.append(
             (
@@ -149,19 +158,18 @@ def coupling_table(runs: Sequence[RunRecord]) -> Table:
                 count(run.log_lines),
             )
         )
-    return Table(
+    return ReportTable(
         name="coupling",
-        caption="Where the fault is against where the error shows; how far it travelled; what a person "
-        "would have read.",
+        caption="Location of the fault and of the visible error, hops between them, and logs to read.",
         head=("run", "fault in", "error shows in", "elsewhere?", "hops", "steps late", "files", "lines"),
         rows=tuple(rows),
-        note="Files and lines: the controller's log and those of every process of the culprit's role, "
-        "between the fault and the error; without an error nobody would have begun to read. Stages are those of "
-        "the controller at that moment. Steps late: the step in which the error shows less the step that was hit.",
+        note="Files and lines: the controller's log and those of all processes of the target's role, "
+        "between the fault and the error; none without an error. Stages are those of the controller at that time. "
+        "Steps late: the step in which the error shows minus the step that was hit.",
     )
 
 
-def diagnosis_table(runs: Sequence[RunRecord], *, scale: float) -> Table:
+def diagnosis_table(runs: Sequence[RunRecord], *, scale: float) -> ReportTable:
     rows = [
         (
             label(run),
@@ -172,12 +180,12 @@ def diagnosis_table(runs: Sequence[RunRecord], *, scale: float) -> Table:
             seconds(measures.diagnosis_s(run)) if run.profile == OURS else "–",
             after_effect(run) if run.profile == OURS else "–",
         )
-        for run in said_something(runs)
+        for run in valid_runs(runs)
     ]
-    return Table(
+    return ReportTable(
         name="diagnosis",
-        caption="Who is blamed, and when: by the last error in the controller's log, by the first error in "
-        "any log, and by the diagnosis, which sees what was recorded and no marker.",
+        caption="Named cause, and when: by the last error in the controller's log, by the first error in "
+        "any log, and by the diagnosis, which sees the run folder but no marker.",
         head=(
             "run",
             "error after",
@@ -194,7 +202,7 @@ def diagnosis_table(runs: Sequence[RunRecord], *, scale: float) -> Table:
     )
 
 
-def outcome_table(runs: Sequence[RunRecord]) -> Table:
+def outcome_table(runs: Sequence[RunRecord]) -> ReportTable:
     rows = [
         (
             label(run),
@@ -203,28 +211,26 @@ def outcome_table(runs: Sequence[RunRecord]) -> Table:
             "yes" if run.as_expected else "no",
             seconds(run.seconds),
         )
-        for run in said_something(runs)
+        for run in valid_runs(runs)
     ]
-    return Table(
+    return ReportTable(
         name="outcomes",
-        caption="What became of the run. As expected: ours named the right cause in time, lost no step and "
-        "completed; the fragile system showed the error that its design leads to.",
+        caption="Outcome of the runs. As expected: ours named the right cause in time, lost no step and "
+        "completed; the fragile system showed the expected error.",
         head=("run", "completed", "steps lost", "as expected", "took"),
         rows=tuple(rows),
     )
 
 
-def challenges_table(runs: Sequence[RunRecord], *, scale: float) -> Table:
-    """One line per challenge and profile: the answer to the user's question in numbers."""
+def challenges_table(runs: Sequence[RunRecord], *, scale: float) -> ReportTable:
+    """One line per challenge and system, with the measured values."""
     rows = []
     for challenge in CHALLENGES:
         for profile in (FRAGILE, OURS):
-            chosen = [
-                run for run in said_something(runs) if run.profile == profile and challenge in _proves(run)
-            ]
+            chosen = [run for run in valid_runs(runs) if run.profile == profile and challenge in _proves(run)]
             if chosen:
                 rows.append((f"{challenge}, {profile}", *_challenge_row(chosen, scale=scale)))
-    return Table(
+    return ReportTable(
         name="challenges",
         caption="The three challenges in numbers, over the scenarios that are evidence for each. Numbers in "
         "a cell are those of the scenarios, in order.",
@@ -240,8 +246,8 @@ def challenges_table(runs: Sequence[RunRecord], *, scale: float) -> Table:
         ),
         rows=tuple(rows),
         note="Time to diagnose: ours, from the injection to the verdict; fragile, to the last error, at "
-        "which a person can begin to read (its time-outs are shorter than in the plan). Misdiagnosed: by "
-        "who believes the last error in the controller's log, and by the diagnosis.",
+        "which log reading can begin (with scaled time-outs). Misdiagnosed: by the last error in the "
+        "controller's log, and by the diagnosis.",
     )
 
 
@@ -252,7 +258,7 @@ def _challenge_row(runs: Sequence[RunRecord], *, scale: float) -> tuple[str, ...
     return (
         listed(scenario_of(run) for run in runs),
         listed(
-            _differs(fault, run) if run.surfaced and (fault := measures.culprit_of(run)) else "no error"
+            _differs(fault, run) if run.surfaced and (fault := measures.target_fault_of(run)) else "no error"
             for run in runs
         ),
         listed(run.hops for run in runs),
@@ -263,43 +269,42 @@ def _challenge_row(runs: Sequence[RunRecord], *, scale: float) -> tuple[str, ...
     )
 
 
-def expectations_table(file: RunsFile) -> Table:
+def expectations_table(file: RunsFile) -> ReportTable:
     rows = []
     for expectation in EXPECTATIONS:
         found = {profile: find(file.runs, expectation.scenario, profile) for profile in (FRAGILE, OURS)}
         contrast = find(file.runs, expectation.scenario, SFT)
         if expectation.measure == "contrast":
             run = found[FRAGILE] or found[OURS]
-            values = [Measured(run, file.scale, contrast).value_of(expectation) if run else MISSING, "–"]
+            values = [MeasuredValue(run, file.scale, contrast).value_of(expectation) if run else MISSING, "–"]
         else:
             values = [
-                Measured(run, file.scale, contrast).value_of(expectation) if run else MISSING
+                MeasuredValue(run, file.scale, contrast).value_of(expectation) if run else MISSING
                 for run in found.values()
             ]
         rows.append(
             (
                 f"{expectation.challenge}, {expectation.scenario}",
-                expectation.figure,
+                expectation.metric,
                 expectation.expected,
                 *values,
             )
         )
-    return Table(
+    return ReportTable(
         name="expectations",
-        caption="What the plan expects beside what was measured.",
-        head=("challenge", "figure", "expected", "measured, fragile (or SFT)", "measured, ours"),
+        caption="Expected and measured values.",
+        head=("challenge", "metric", "expected", "measured, fragile (or SFT)", "measured, ours"),
         rows=tuple(rows),
-        note="The plan has 32 train and 16 rollout workers on GPUs; what was measured here ran on the host "
-        "named above with the workload named above, so that counts of files and lines are those of a "
-        "smaller system.",
+        note="Expected values are for 32 train and 16 rollout workers on GPUs; measured values are for the host and "
+        "workload named above, so counts of files and lines are those of a smaller system.",
     )
 
 
-def baseline_table(runs: Sequence[RunRecord]) -> Table | None:
-    """Of the steps before the first fault; the phases of a step, which every run has."""
+def baseline_table(runs: Sequence[RunRecord]) -> ReportTable | None:
+    """Fault-free baseline: the phases of a step, which every run has."""
     names = sorted({name for run in runs for name in run.baseline if name.startswith("timing/")})
     names += [name for name in ("tokens_per_s",) if any(name in run.baseline for run in runs)]
-    chosen = [run for run in said_something(runs) if run.baseline]
+    chosen = [run for run in valid_runs(runs) if run.baseline]
     if not names or not chosen:
         return None
     rows = []
@@ -311,11 +316,44 @@ def baseline_table(runs: Sequence[RunRecord]) -> Table | None:
             cells.append(" ± ".join(_number(scale * value) for value in values) or "–")
         rows.append((label(run), *cells))
     heads = (name.removeprefix("timing/").replace("_", " ") if "/" in name else "tokens/s" for name in names)
-    return Table(
+    return ReportTable(
         name="baseline",
         caption="Without a fault: mean ± 2σ over the steps before the injection, times in ms.",
         head=("run", *heads),
         rows=tuple(rows),
+    )
+
+
+def participants_table(attempts: Sequence[StudyAttempt]) -> ReportTable:
+    """Human study: answers given from the master's log alone, per run and in total."""
+    runs = sorted({(scenario_named(each.scenario), each.profile) for each in attempts})
+    groups = [
+        (
+            f"{name} {profile}",
+            [a for a in attempts if (scenario_named(a.scenario), a.profile) == (name, profile)],
+        )
+        for name, profile in runs
+    ]
+    rows = tuple((name, *_participants_row(group)) for name, group in [*groups, ("all", list(attempts))])
+    participants = len({attempt.person for attempt in attempts})
+    return ReportTable(
+        name="people",
+        caption=f"Answers of {participants} engineers with the controller's log only.",
+        head=("run", "answers", "right", "misdiagnosed", "gave up", "time to answer, median"),
+        rows=rows,
+        note="Right: the process and the kind that were injected. In parentheses: counts and "
+        "Wilson's 95 % interval.",
+    )
+
+
+def _participants_row(attempts: Sequence[StudyAttempt]) -> tuple[str, ...]:
+    times = [attempt.seconds for attempt in attempts if attempt.seconds is not None]
+    return (
+        str(len(attempts)),
+        str(share(attempt.correct for attempt in attempts)),
+        str(share(attempt.said and not attempt.correct for attempt in attempts)),
+        str(sum(not attempt.said for attempt in attempts)),
+        seconds(statistics.median(times)) if times else MISSING,
     )
 
 
@@ -337,23 +375,23 @@ def _where(process: str, phase: str) -> str:
 
 
 def _differs(fault: InjectedRecord, run: RunRecord) -> str:
-    """Whether who looks where the error shows looks at the wrong place."""
+    """Describe whether the error shows in another place than the fault."""
     assert run.surfaced is not None
     if stage_of(fault.target) != stage_of(run.surfaced.process):
         return "other part"
     return "other process" if fault.target != run.surfaced.process else "no"
 
 
-def _blame(run: RunRecord, said: Diagnosed | None) -> str:
+def _blame(run: RunRecord, said: DiagnosisRecord | None) -> str:
     if said is None:
-        return "nobody"
-    return f"{'✓' if measures.says_right(run, said) else '✗'} `{said.process}` {words(said.kind)}"
+        return "none"
+    return f"{'✓' if measures.says_right(run, said) else '✗'} `{said.process}` {kind_name(said.kind)}"
 
 
 def _verdict(run: RunRecord) -> str:
     if run.diagnosed is None:
         return "✗ nothing"
-    return f"{'✓' if run.correct else '✗'} `{run.diagnosed.process}` {words(run.diagnosed.kind)}"
+    return f"{'✓' if run.correct else '✗'} `{run.diagnosed.process}` {kind_name(run.diagnosed.kind)}"
 
 
 def _error_after(run: RunRecord, *, scale: float) -> str:
@@ -363,15 +401,15 @@ def _error_after(run: RunRecord, *, scale: float) -> str:
 
 
 def after_effect(run: RunRecord) -> str:
-    """A verdict before the first effect that was measured is said as such."""
+    """Format the time from the first measured effect to the verdict, which may come before it."""
     after_s = run.diagnosed_after_s
     return f"{seconds(-after_s)} before" if after_s is not None and after_s < 0 else seconds(after_s)
 
 
 def _target(fault: InjectedRecord) -> str:
-    aimed_at = [f"`{fault.peer}`"] if fault.peer else []
-    aimed_at += [f"port {fault.port}"] if fault.port is not None else []
-    return " → ".join([f"`{fault.target}`", *([", ".join(aimed_at)] if aimed_at else [])])
+    link = [f"`{fault.peer}`"] if fault.peer else []
+    link += [f"port {fault.port}"] if fault.port is not None else []
+    return " → ".join([f"`{fault.target}`", *([", ".join(link)] if link else [])])
 
 
 def _amount(fault: InjectedRecord) -> str:
@@ -388,7 +426,7 @@ def _fraction(values: Iterable[bool]) -> str:
 
 
 def count(value: int | None) -> str:
-    """Of files or lines that a person would have read."""
+    """Format a number of files or lines."""
     return "–" if value is None else f"{value:,}"
 
 

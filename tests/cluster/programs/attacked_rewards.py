@@ -10,7 +10,7 @@ from typing import Any
 
 import gated_rewards  # type: ignore[import-not-found]
 
-from kintsugi.rollout.sandbox import Limits, run_python
+from kintsugi.rollout.sandbox.sandbox import SandboxLimits, run_python
 
 
 def odd_digits(completions: list[str], **columns: Any) -> list[float]:
@@ -27,7 +27,7 @@ def _suffer_attacks() -> None:
     aims = json.dumps(
         ["127.0.0.1", 80, "\0none", str(gates.parent), str(gates / "attacks.json"), os.getpid()]
     )
-    limits = Limits(cpu_s=1, idle_s=1.0)
+    limits = SandboxLimits(cpu_s=1, idle_s=1.0)
     outcomes = {name: run_python(source, stdin=aims, limits=limits) for name, source in attacks.items()}
     told = {name: [outcome.reason, outcome.stdout[:10_000]] for name, outcome in outcomes.items()}
     (gates / f"attacked.{os.getpid()}").write_text(json.dumps(told))

@@ -9,7 +9,7 @@ import msgspec
 
 from kintsugi.cluster.handover import Programs
 from kintsugi.cluster.launcher import launch
-from kintsugi.config import Config
+from kintsugi.config.schema import Config
 from kintsugi.errors import KintsugiError
 
 if __name__ == "__main__":

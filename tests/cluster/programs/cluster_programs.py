@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import resource
 import select
@@ -14,14 +15,14 @@ from pathlib import Path
 
 import msgspec
 
-from kintsugi.bootstrap import Bootstrap
-from kintsugi.cluster.chips import ChipReading
-from kintsugi.cluster.segments import SegmentClient
+from kintsugi.cluster.accelerators import AcceleratorReading
+from kintsugi.cluster.shared_memory import SegmentClient
 from kintsugi.errors import KintsugiError
-from kintsugi.messages import Register, Registered, Shutdown
-from kintsugi.supervision import ProcessExited, ProcessStarted, StartProcess
+from kintsugi.process.membership import open_endpoint
+from kintsugi.protocol.agents import ProcessExited, ProcessStarted, StartProcess
+from kintsugi.protocol.bootstrap import Bootstrap
+from kintsugi.protocol.membership import Register, Registered, Shutdown
 from kintsugi.transport import PendingReply
-from kintsugi.worker import open_endpoint
 
 
 def idle(bootstrap: Bootstrap) -> int:
@@ -46,10 +47,10 @@ class FileProbe:
     def __init__(self, folder: Path) -> None:
         self._path = folder / f"{Path('/proc/self/comm').read_text().strip()}.json"
 
-    def read(self) -> tuple[ChipReading, ...]:
+    def read(self) -> tuple[AcceleratorReading, ...]:
         if not self._path.exists():
-            return (ChipReading(uuid="cpu", name="the processor"),)
-        return msgspec.json.decode(self._path.read_bytes(), type=tuple[ChipReading, ...])
+            return (AcceleratorReading(uuid="cpu", name="the processor"),)
+        return msgspec.json.decode(self._path.read_bytes(), type=tuple[AcceleratorReading, ...])
 
 
 def file_probe() -> FileProbe:
@@ -81,6 +82,17 @@ def hungry(bootstrap: Bootstrap) -> int:
     taken = []
     while True:
         taken.append(bytearray(os.urandom(1 << 20)))
+
+
+def slow_to_end(bootstrap: Bootstrap) -> int:
+    """Maps the same memory many times, which the kernel undoes for a while at its end, as it frees that of a large
+    process."""
+    descriptor, size = os.memfd_create("mapped"), 64 << 20
+    os.ftruncate(descriptor, size)
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    mapped = [mmap.mmap(descriptor, size, flags=flags) for _ in range(200)]
+    _write(bootstrap, "mapped", len(mapped))
+    return idle(bootstrap)
 
 
 def segment_writer(bootstrap: Bootstrap) -> int:
@@ -143,19 +155,19 @@ class Orders(msgspec.Struct):
     kill_itself: bool = False
 
 
-def _next_epoch(bootstrap: Bootstrap) -> int:
-    path = Path(bootstrap.run_dir) / "epoch"
-    epoch = int(path.read_text()) + 1 if path.exists() else 1
-    path.write_text(str(epoch))
-    return epoch
+def _next_term(bootstrap: Bootstrap) -> int:
+    path = Path(bootstrap.run_dir) / "term"
+    term = int(path.read_text()) + 1 if path.exists() else 1
+    path.write_text(str(term))
+    return term
 
 
 def master(bootstrap: Bootstrap) -> int:
     """Starts what it was ordered to, writes down what happened, ends on SIGTERM or as ordered.
 
-    One that takes over begins a new epoch and orders the same again: whoever lives is answered for.
+    One that takes over begins a new term and orders the same processes again; those that live are adopted.
     """
-    bootstrap = msgspec.structs.replace(bootstrap, epoch=_next_epoch(bootstrap))
+    bootstrap = msgspec.structs.replace(bootstrap, term=_next_term(bootstrap))
     told_to_stop = threading.Event()
     endpoint = open_endpoint(bootstrap)
 
@@ -187,7 +199,7 @@ def master(bootstrap: Bootstrap) -> int:
             match delivery.body:
                 case Register(peer=peer, children=children):
                     endpoint.admit(peer)
-                    endpoint.reply(delivery, Registered(bootstrap.epoch))
+                    endpoint.reply(delivery, Registered(bootstrap.term))
                     note(["registered", peer.process, peer.incarnation, sorted(one.pid for one in children)])
                     if peer.process not in registered:
                         registered.add(peer.process)

@@ -9,18 +9,18 @@ from typing import Any
 
 from gated_rewards import wait_at_gate  # type: ignore[import-not-found]
 
-from kintsugi.rollout.environment import Observation, Step
+from kintsugi.rollout.environments.protocol import Observation, Step
 from kintsugi.types import Row
 
-VICTIMS = {"raises": ("4", "5", "9"), "lies": ("4", "5", "9"), "hangs": ("5",)}
-"""How the prompts begin of which something goes wrong: none that is held out is among them. What hangs takes time."""
+MISTAKES = {"4": "raises", "5": "hangs", "9": "lies"}
+"""First digit of a prompt → what goes wrong with it, where mistakes are wanted; no held-out prompt begins so."""
 
 
 class Digits:
     """Say odd digits, twice."""
 
-    def __init__(self, *, wrong: str = "") -> None:
-        self._wrong = wrong
+    def __init__(self, *, mistakes: bool = False) -> None:
+        self._mistakes = MISTAKES if mistakes else {}
         self._num_turns = 0
 
     def reset(self, row: Row, *, seed: int) -> Observation:
@@ -30,12 +30,12 @@ class Digits:
     def step(self, action: str) -> Any:
         wait_at_gate(Path(os.environ["KINTSUGI_TEST_RUN"]))
         self._num_turns += 1
-        if self._row.prompt.startswith(VICTIMS.get(self._wrong, ())):
-            if self._wrong == "raises":
+        match self._mistakes.get(self._row.prompt[:1]):
+            case "raises":
                 raise RuntimeError("out of order")
-            if self._wrong == "hangs":
+            case "hangs":
                 time.sleep(600)
-            if self._wrong == "lies":
+            case "lies":
                 return "what?"
         share = sum(character in "13579" for character in action) / (len(action) or 1)
         return Step(f"{self._num_turns}+", share, done=self._num_turns == 2, info={"said": len(action)})

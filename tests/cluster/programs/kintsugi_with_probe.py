@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kintsugi.cli import main
+from kintsugi.cli.main import main
 from kintsugi.cluster import launcher
 from kintsugi.cluster.handover import PROGRAMS
 

@@ -5,13 +5,22 @@ with something of step 6 among its arguments, as SIGKILL would; `<run>.gates/die
 for `slow_links.py`. With `KINTSUGI_TEST_DEAF=once` no process ever hears the first `LeaseRecalled` that is sent to it,
 however often it is said; with `=stuck` the first process that is recalled goes on as if the device were its own.
 `<run>.gates/deaf-PID` has the token.
+
+`KINTSUGI_TEST_KEPT=model-1:kintsugi.training.worker:ModelWorker._run_call:sleep:8:5` lets the first call of this method
+in model-1 once step 5 is committed hold the interpreter for 8 s after its work, in one C function: `sleep` sleeps,
+`compute` computes. Several are separated by spaces. `<run>.gates/kept-model-1` has the pid and the seconds.
 """
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import json
 import os
 import signal
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
@@ -96,8 +105,63 @@ def deafen(module: ModuleType) -> None:
     module.DeviceLease.handle, module.DeviceLease.tick = handle, tick
 
 
+class Keeping:
+    """Changes one method so that one call of it keeps its process: no other thread of it runs meanwhile."""
+
+    def __init__(self, process: str, method: str, how: str, seconds: float, step: int) -> None:
+        self._process, self._method, self._how, self._seconds, self._step = (
+            process,
+            method,
+            how,
+            seconds,
+            step,
+        )
+        self._run_dir = Path(os.environ["KINTSUGI_TEST_RUN"])
+
+    def change(self, module: ModuleType) -> None:
+        owner, _, method = self._method.rpartition(".")
+        kind = getattr(module, owner)
+        setattr(kind, method, self._keeping(getattr(kind, method)))
+
+    def _keeping(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any, **named: Any) -> Any:
+            result = method(*arguments, **named)
+            if Path("/proc/self/comm").read_text().strip() == self._process and self._is_due():
+                self._keep_once()
+            return result
+
+        return called
+
+    def _is_due(self) -> bool:
+        metrics = self._run_dir / "metrics.jsonl"
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        return bool(lines) and int(json.loads(lines[-1])["step"]) >= self._step
+
+    def _keep_once(self) -> None:
+        mark = self._run_dir.with_suffix(".gates") / f"kept-{self._process}"
+        try:
+            with mark.open("x") as file:
+                begun = time.monotonic()
+                if self._how == "sleep":
+                    ctypes.PyDLL(None).sleep(int(self._seconds))
+                else:
+                    self._compute()
+                file.write(f"{os.getpid()} {time.monotonic() - begun}")
+        except FileExistsError:
+            return
+
+    def _compute(self) -> None:
+        """Read the clock until it is time, in one call: none of these functions enters the interpreter's loop."""
+        is_before = (time.monotonic() + self._seconds).__gt__
+        deque(itertools.takewhile(is_before, iter(time.monotonic, None)), maxlen=0)
+
+
+for kept in os.environ.get("KINTSUGI_TEST_KEPT", "").split():
+    name, kept_module, kept_method, how, seconds, at_step = kept.split(":")
+    keeping = Keeping(name, kept_method, how, float(seconds), int(at_step))
+    sys.meta_path.insert(0, Changed(kept_module, keeping.change))
 if "KINTSUGI_TEST_DEAF" in os.environ:
-    sys.meta_path.insert(0, Changed("kintsugi.lease.client", deafen))
+    sys.meta_path.insert(0, Changed("kintsugi.device_lease.client", deafen))
 if "KINTSUGI_TEST_DIE_IN" in os.environ:
     module, method, step = os.environ["KINTSUGI_TEST_DIE_IN"].split(":")
     sys.meta_path.insert(0, Changed(module, Fatal(method, int(step)).change))

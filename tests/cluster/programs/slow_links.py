@@ -72,7 +72,7 @@ class Links:
         return number == int(which.rstrip("+")) or (which.endswith("+") and number > int(which[:-1]))
 
     def _answer_wrongly(self, worker: Any, delivery: Any, keys: tuple[str, ...]) -> None:
-        from kintsugi.messages import SamplesFetched
+        from kintsugi.protocol.rollout import SamplesFetched
 
         samples = [worker._finished[key.rpartition("/")[0]].trajectories[key] for key in keys]
         tokens = bytes([samples[0].tokens[0] ^ 1]) + samples[0].tokens[1:]

@@ -18,15 +18,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from kintsugi.bootstrap import Bootstrap
 from kintsugi.cluster.handover import PROGRAMS
-from kintsugi.lab.running import launch_for_a_lab
-from kintsugi.messages import RunCall
+from kintsugi.lab.testbed.run import launch_for_a_lab
+from kintsugi.protocol.bootstrap import Bootstrap
+from kintsugi.protocol.training import RunCall
 from kintsugi.training import worker
-from kintsugi.training.batch import Sample
-from kintsugi.training.group import ProcessGroup
-from kintsugi.training.interfaces import ModelCalls
-from kintsugi.training.passes import CallResult
+from kintsugi.training.batch import BatchSample
+from kintsugi.training.model_calls import CallResult, ModelCalls
+from kintsugi.training.process_group import ProcessGroup
 from kintsugi.training.state import TrainingState, Update
 from kintsugi.types import Role
 
@@ -99,7 +98,7 @@ def main(bootstrap: Bootstrap) -> int:
     run, update = ModelCalls.run, TrainingState.update
 
     def noting(
-        self: ModelCalls, call: RunCall, shards: Mapping[int, Sequence[Sample]], *, group: ProcessGroup
+        self: ModelCalls, call: RunCall, shards: Mapping[int, Sequence[BatchSample]], *, group: ProcessGroup
     ) -> CallResult:
         with (run_dir / MEMORY_FILE).open("ab") as file:
             file.write(msgspec.json.encode(MemoryTaken(call.step, memory_taken())) + b"\n")

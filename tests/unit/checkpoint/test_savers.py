@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save
 
 from kintsugi.checkpoint.store import Checkpoint, latest, load_checkpoint, save_checkpoint
-from kintsugi.disk import SYSTEM_DISK, Disk, SystemDisk, SystemFile
 from kintsugi.errors import RefusedError, StorageFull
+from kintsugi.runtime.disk import SYSTEM_DISK, Disk, SystemDisk, SystemFile
 from tests.unit.conftest import SmallDisk
 
 
@@ -35,7 +35,9 @@ def save_step(step: int, *, folder: Path, disk: Disk = SYSTEM_DISK, size: int = 
 def is_good(checkpoint: Checkpoint | None, *, steps: tuple[int, ...]) -> bool:
     assert checkpoint is not None and checkpoint.step in steps
     state, extra = load_checkpoint(checkpoint.path)
-    return extra == {"step": checkpoint.step} and set(state["w"].tolist()) == {float(checkpoint.step)}
+    weights = torch.empty(state.places["w"].shape)
+    state.read({"w": weights})
+    return extra == {"step": checkpoint.step} and set(weights.tolist()) == {float(checkpoint.step)}
 
 
 class WatchedDisk(SystemDisk):
@@ -53,6 +55,10 @@ class WatchedDisk(SystemDisk):
         self.count()
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         return WatchedFile(os.open(path, flags, 0o644), disk=self)
+
+    def open_to_read(self, path: Path, *, uncached: bool = False) -> SystemFile:
+        self.count()
+        return super().open_to_read(path, uncached=uncached)
 
     def read(self, path: Path) -> bytes:
         self.count()

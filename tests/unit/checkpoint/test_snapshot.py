@@ -13,22 +13,22 @@ import xxhash
 
 from kintsugi.checkpoint.snapshot import (
     HEADER_BYTES,
-    Header,
     HeldSnapshots,
-    Slot,
+    SlotHeader,
+    SlotStatus,
     Snapshots,
-    Status,
+    SnapshotSlot,
     find_slot,
 )
 from kintsugi.errors import RefusedError
-from kintsugi.runtime import random_stream
+from kintsugi.runtime.clock import random_stream
 from tests.unit.training.fakes import FakeSegments
 
 SIZE = 64
 
 
-def header(step: int, *, serial: int, stage: str = "grpo", digest: str = "") -> Header:
-    return Header(step, stage, updates=step, skipped=0, digest=digest or f"d{step}", serial=serial)
+def header(step: int, *, serial: int, stage: str = "grpo", digest: str = "") -> SlotHeader:
+    return SlotHeader(step, stage, updates=step, skipped=0, digest=digest or f"d{step}", serial=serial)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def segments() -> Iterator[FakeSegments]:
     held.close()
 
 
-def write(slot: Slot, step: int, *, serial: int, digest: str = "", stage: str = "grpo") -> None:
+def write(slot: SnapshotSlot, step: int, *, serial: int, digest: str = "", stage: str = "grpo") -> None:
     slot.begin()
     slot.payload[:4] = step.to_bytes(4, "little")
     slot.prepare(header(step, serial=serial, digest=digest, stage=stage))
@@ -50,7 +50,7 @@ def test_a_successor_finds_the_committed_step_and_the_prepared_one(segments: Fak
     mine.slots[0].commit()
     write(mine.slots[1], 4, serial=2)
     successor = Snapshots("model-0", size=SIZE, segments=segments)
-    assert [slot.status for slot in successor.slots] == [Status.COMMITTED, Status.PREPARED]
+    assert [slot.status for slot in successor.slots] == [SlotStatus.COMMITTED, SlotStatus.PREPARED]
     for step, slot in zip((3, 4), successor.slots, strict=True):
         found, found_header = find_slot(successor.slots, step)
         assert found is slot and found_header.step == step
@@ -68,7 +68,7 @@ def test_a_slot_that_was_being_written_is_not_used(segments: FakeSegments) -> No
 
 def test_a_header_that_was_cut_short_is_not_used() -> None:
     memory = memoryview(bytearray(HEADER_BYTES + SIZE))
-    slot = Slot(memory)
+    slot = SnapshotSlot(memory)
     write(slot, 3, serial=1)
     memory[20] ^= 0xFF
     assert slot.header is None
@@ -77,8 +77,8 @@ def test_a_header_that_was_cut_short_is_not_used() -> None:
 def test_a_slot_whose_status_means_nothing_is_empty() -> None:
     memory = memoryview(bytearray(HEADER_BYTES + SIZE))
     memory[0] = 77
-    slot = Slot(memory)
-    assert (slot.status, slot.header) == (Status.EMPTY, None)
+    slot = SnapshotSlot(memory)
+    assert (slot.status, slot.header) == (SlotStatus.EMPTY, None)
 
 
 def test_of_two_states_of_one_step_the_later_is_meant_unless_the_digest_says_otherwise() -> None:
@@ -120,14 +120,14 @@ def test_reference_weights_of_earlier_stages_are_forgotten(segments: FakeSegment
 
 WRITER = """
 import mmap, sys, xxhash
-from kintsugi.checkpoint.snapshot import Header, Slot
-slots = [Slot(memoryview(mmap.mmap(int(fd), 0))) for fd in sys.argv[1:]]
+from kintsugi.checkpoint.snapshot import SlotHeader, SnapshotSlot
+slots = [SnapshotSlot(memoryview(mmap.mmap(int(fd), 0))) for fd in sys.argv[1:]]
 for step in range(1, 1 << 30):
     slot = slots[step % 2]
     slot.begin()
     for start in range(0, len(slot.payload), 4096):
         slot.payload[start : start + 4096] = (step % 251).to_bytes(1, "little") * 4096
-    slot.prepare(Header(step, "grpo", step, 0, xxhash.xxh3_64_hexdigest(slot.payload), step))
+    slot.prepare(SlotHeader(step, "grpo", step, 0, xxhash.xxh3_64_hexdigest(slot.payload), step))
     slot.commit()
     if step == 2:
         print("going", flush=True)
@@ -150,11 +150,11 @@ def test_whenever_the_writer_is_killed_a_whole_step_is_there_and_nothing_half_wr
             with pytest.raises(subprocess.TimeoutExpired):
                 writer.wait(random.uniform(0.0, 0.02))
             writer.kill()
-        slots = [Slot(memoryview(mmap.mmap(descriptor, 0))) for descriptor in descriptors]
+        slots = [SnapshotSlot(memoryview(mmap.mmap(descriptor, 0))) for descriptor in descriptors]
         whole = [(slot, header) for slot in slots if (header := slot.header)]
         assert whole
         assert all(xxhash.xxh3_64_hexdigest(slot.payload) == header.digest for slot, header in whole)
-        found_writing += any(slot.status is Status.WRITING for slot in slots)
+        found_writing += any(slot.status is SlotStatus.WRITING for slot in slots)
         for descriptor in descriptors:
             os.close(descriptor)
     assert found_writing > 0, "no kill came in the middle of a write"

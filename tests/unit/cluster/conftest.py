@@ -14,12 +14,9 @@ from uuid import uuid4
 import msgspec
 import pytest
 
-from kintsugi.bootstrap import Bootstrap
 from kintsugi.cluster.handover import AgentHandover, Programs
-from kintsugi.cluster.placement import execute, in_memory
-from kintsugi.messages import Body, Heartbeat, Register, Registered
-from kintsugi.runtime import Child, SystemProcesses
-from kintsugi.supervision import (
+from kintsugi.cluster.spawn import execute, in_memory
+from kintsugi.protocol.agents import (
     ChipFault,
     ProcessExited,
     ProcessStarted,
@@ -27,6 +24,10 @@ from kintsugi.supervision import (
     StartProcess,
     StopProcess,
 )
+from kintsugi.protocol.bootstrap import Bootstrap
+from kintsugi.protocol.membership import Heartbeat, Register, Registered
+from kintsugi.protocol.messages import Body
+from kintsugi.runtime.processes import Child, SystemProcesses
 from kintsugi.transport import Endpoint, new_key_pair
 from kintsugi.types import Peer, Placement, Role, role_of
 

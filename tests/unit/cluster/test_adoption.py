@@ -10,11 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from kintsugi.cluster.children import ChildrenTable, process_start_time, table_path
-from kintsugi.cluster.segments import SegmentClient
+from kintsugi.cluster.child import ChildrenTable
+from kintsugi.cluster.shared_memory import SegmentClient
 from kintsugi.errors import RefusedError
-from kintsugi.messages import Ok
-from kintsugi.supervision import Inspect, Inspected, StopProcess
+from kintsugi.protocol.agents import Inspect, Inspected, StopProcess
+from kintsugi.protocol.membership import Ok
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.proc import process_start_time
 from tests.unit.cluster.conftest import until
 
 MakeHost = Callable[..., Any]
@@ -74,7 +76,7 @@ def test_the_table_of_another_session_names_nobody_to_adopt(make_host: MakeHost)
     host = make_host(model="idle")
     started = host.start("model-0")
     host.agent.send_signal(signal.SIGSTOP)
-    path = table_path(host.run_dir, "agent-0")
+    path = RunFolder(host.run_dir).agent_file("agent-0")
     table = msgspec.json.decode(path.read_bytes(), type=ChildrenTable)
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(table, job="another")))
     assert host.replace_agent().children == ()

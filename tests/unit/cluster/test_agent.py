@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import resource
+import select
 import signal
 import time
 from collections.abc import Callable
@@ -11,12 +12,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from kintsugi.cluster.children import ChildrenTable, process_start_time
-from kintsugi.cluster.segments import SegmentClient
+from kintsugi.cluster.child import ChildrenTable
+from kintsugi.cluster.shared_memory import SegmentClient
 from kintsugi.errors import RefusedError, RemoteError
-from kintsugi.messages import AddressBook, Body, Shutdown
-from kintsugi.observe.events import FaultSeen, read_events
-from kintsugi.supervision import StartProcess, StopProcess
+from kintsugi.protocol.agents import Inspect, Inspected, StartProcess, StopProcess
+from kintsugi.protocol.membership import AddressBook, Shutdown
+from kintsugi.protocol.messages import Body
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.proc import process_start_time, process_stat
+from kintsugi.telemetry.events import FaultSeen, ProcessGone, read_events
+from kintsugi.telemetry.stack_dump import newest_dump
 from kintsugi.types import Placement, Role
 from tests.unit.cluster.conftest import until
 from tests.unit.transport.harness import make_endpoint
@@ -52,6 +57,44 @@ def test_a_kill_is_reported_with_its_signal_within_a_tenth_of_a_second(
         latencies_s.append(time.monotonic() - begun)
         assert (exited.status, exited.incarnation) == (-signal.SIGKILL, started.incarnation)
     assert min(latencies_s) < 0.1
+
+
+def test_an_inspection_shows_state_work_and_recorded_heartbeats(make_host: MakeHost) -> None:
+    host = make_host(model="idle")
+    started = host.start("model-0", incarnation="1.0")
+    first = host.ask(Inspect("model-0", "1.0"))
+    assert first.state in ("R", "S") and (first.frozen, first.recorded) == (False, 0.0)
+    assert first.cpu_s > 0 and first.switches > 0
+    readings = RunFolder(host.run_dir).readings_file("model-0")
+    readings.parent.mkdir(exist_ok=True)
+    readings.touch()
+    assert host.ask(Inspect("model-0", "1.0")).recorded == readings.stat().st_mtime
+    assert host.ask(Inspect("model-0", "1.1")) == Inspected("")
+    os.kill(started.pid, signal.SIGSTOP)
+    until(lambda: host.ask(Inspect("model-0", "1.0")).state == "T", "the stop")
+
+
+def test_a_kill_is_reported_with_its_signal_while_the_kernel_still_frees_the_memory(
+    make_host: MakeHost,
+) -> None:
+    host = make_host(model="slow_to_end")
+    started = host.start("model-0", incarnation="1.0")
+    host.wrote("model-0", "mapped")
+    pidfd = os.pidfd_open(started.pid)
+    os.kill(started.pid, signal.SIGKILL)
+    exited = host.exit_of("model-0")
+    assert not select.select([pidfd], [], [], 0)[0], "it should still have been ending"
+    assert (exited.status, exited.incarnation) == (-signal.SIGKILL, "1.0")
+    assert host.start("model-0", incarnation="1.1").pid != started.pid
+    assert select.select([pidfd], [], [], 0)[0], "its memory is free before another one starts"
+    os.close(pidfd)
+    assert [exit.incarnation for exit in host.exits] == ["1.0"], "an exit is reported once"
+    (gone,) = [
+        record.event
+        for record in read_events(host.run_dir, process="agent-0")
+        if isinstance(record.event, ProcessGone)
+    ]
+    assert (gone.status, gone.ordered) == (-signal.SIGKILL, False)
 
 
 @FORKED
@@ -128,6 +171,31 @@ def test_an_earlier_incarnation_ends_before_the_one_that_was_ordered_starts(make
     assert (process_start_time(old.pid), new.incarnation) == (None, "1.1")
     assert process_start_time(new.pid) is not None
     assert host.exit_of("model-0").incarnation == "1.0"
+
+
+@FORKED
+def test_a_process_that_the_master_ends_without_grace_leaves_its_stacks_in_its_log(
+    make_host: MakeHost, preload: tuple[str, ...]
+) -> None:
+    host = make_host(preload=preload, model="stubborn")
+    hung = host.start("model-0")
+    assert host.wrote("model-0", "stubborn")
+    asked_at = time.time()
+    host.stop(hung, grace_s=0.0)
+    exited = host.exit_of("model-0")
+    assert (exited.status, exited.last_output.strip()) == (-signal.SIGKILL, ""), "last words are not stacks"
+    dump = newest_dump(RunFolder(host.run_dir).log_file("model-0"), since=asked_at - 1.0)
+    assert dump is not None and "stubborn" in dump.main_thread
+
+
+def test_a_process_that_is_stopped_by_a_signal_is_ended_without_a_stack_dump(make_host: MakeHost) -> None:
+    host = make_host(model="idle")
+    stopped = host.start("model-0")
+    os.kill(stopped.pid, signal.SIGSTOP)
+    until(lambda: (stat := process_stat(stopped.pid)) is not None and stat.state == "T", "its stop")
+    host.stop(stopped, grace_s=0.0)
+    assert host.exit_of("model-0").status == -signal.SIGKILL
+    assert newest_dump(RunFolder(host.run_dir).log_file("model-0")) is None
 
 
 def test_stopping_is_answered_once_the_process_is_gone(make_host: MakeHost) -> None:
@@ -226,7 +294,7 @@ def test_an_agent_takes_orders_from_nobody_but_the_master(make_host: MakeHost, o
     host.start("model-0")
     asked = forger.request("agent-0", order, deadline_s=20.0)
     until(lambda: host.turn() and forger.poll(0.005) == [] and asked.done, "the agent to refuse")
-    with pytest.raises(RemoteError, match="is not for model-9 to say"):
+    with pytest.raises(RemoteError, match="model-9 may not send"):
         asked.result()
     assert host.start("model-2").pid, "the agent goes on"
     assert not host.exits

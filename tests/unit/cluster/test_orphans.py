@@ -2,10 +2,26 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
-from kintsugi.cluster.orphans import children_of
+from kintsugi.cluster import orphans
+from kintsugi.cluster.orphans import children_of, kill_children, reap_orphans, remove_counter_files
+from kintsugi.runtime.processes import SystemProcesses
+
+
+@pytest.fixture
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(orphans, "SHARED_MEMORY", tmp_path)
+    return tmp_path
+
+
+def counter_file(folder: Path, pid: int) -> Path:
+    """A file as torch makes it for a process that shares GPU memory."""
+    path = folder / f"torch_{pid}_1234567_0"
+    path.touch()
+    return path
 
 
 def test_children_are_found_while_threads_of_their_parent_come_and_go() -> None:
@@ -33,3 +49,26 @@ def test_a_process_that_is_gone_has_no_children_to_tell() -> None:
         pass
     with pytest.raises(ProcessLookupError):
         children_of(gone.pid)
+
+
+def test_the_counter_files_of_children_that_are_killed_are_removed(shared_memory: Path) -> None:
+    others = children_of(os.getpid())
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        theirs, stranger = counter_file(shared_memory, child.pid), counter_file(shared_memory, 4_000_001)
+        kill_children(SystemProcesses(), but=others, timeout_s=20.0)
+        assert not theirs.exists() and stranger.exists()
+
+
+def test_the_counter_files_of_an_orphan_that_has_ended_are_removed_with_it(shared_memory: Path) -> None:
+    others = children_of(os.getpid())
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        theirs = counter_file(shared_memory, child.pid)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        reap_orphans(but=others)
+        assert not theirs.exists()
+
+
+def test_the_counter_files_of_a_process_that_runs_stay(shared_memory: Path) -> None:
+    own = counter_file(shared_memory, os.getpid())
+    remove_counter_files(os.getpid())
+    assert own.exists()

@@ -10,29 +10,36 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kintsugi.cluster.chips import ChipReading
-from kintsugi.cluster.obituaries import OomLedger
-from kintsugi.cluster.sampling import Sampling, Scene
-from kintsugi.observe.figures import FiguresLog, HostSample, LinkSample, ProcessSample, Sample, figures_in
-from kintsugi.observe.tcp import TcpSocket
+from kintsugi.cluster.accelerators import AcceleratorReading
+from kintsugi.cluster.exit_recorder import OomAttribution
+from kintsugi.cluster.host_monitor import HostSampler, MonitorTargets
+from kintsugi.telemetry.collect.tcp import TcpSocket
+from kintsugi.telemetry.readings import (
+    HostReading,
+    LinkReading,
+    ProcessReading,
+    ReadingsLog,
+    Sample,
+    figures_in,
+)
 from tests.unit.cluster.conftest import bootstrap_of_an_agent, until
-from tests.unit.observe.test_links import INFO
+from tests.unit.telemetry.test_links import INFO
 
 
-def sampling_of(run_dir: Path, *, note: Callable[[str], None] = lambda text: None) -> Sampling:
+def sampling_of(run_dir: Path, *, note: Callable[[str], None] = lambda text: None) -> HostSampler:
     own = bootstrap_of_an_agent(run_dir)
-    figures = FiguresLog(run_dir, process="agent-0")
-    return Sampling(own, figures=figures, ooms=OomLedger(), note=note)
+    figures = ReadingsLog(run_dir, process="agent-0")
+    return HostSampler(own, readings=figures, ooms=OomAttribution(), note=note)
 
 
-def of_processes(samples: list[Sample]) -> dict[str, ProcessSample]:
-    return {sample.of: sample for sample in samples if isinstance(sample, ProcessSample)}
+def of_processes(samples: list[Sample]) -> dict[str, ProcessReading]:
+    return {sample.of: sample for sample in samples if isinstance(sample, ProcessReading)}
 
 
 def test_the_agent_and_its_children_are_looked_at_and_who_is_gone_is_not(tmp_path: Path) -> None:
     sampling = sampling_of(tmp_path)
     with subprocess.Popen(["sleep", "60"]) as child:
-        sampling.show(Scene({"model-0": child.pid}))
+        sampling.update_targets(MonitorTargets({"model-0": child.pid}))
         until(
             lambda: of_processes(sampling.samples())["model-0"].values["rss_bytes"] > 0,
             "memory of a process that has just been started",
@@ -44,14 +51,14 @@ def test_the_agent_and_its_children_are_looked_at_and_who_is_gone_is_not(tmp_pat
         }
         assert sampling.rss_bytes("model-0") == seen["model-0"].values["rss_bytes"] > 0
         child.kill()
-    sampling.show(Scene())
+    sampling.update_targets(MonitorTargets())
     assert of_processes(sampling.samples()).keys() == {"agent-0"}
     sampling.close()
 
 
 def test_memory_that_a_process_has_on_accelerators_is_its_figure_and_the_hosts(tmp_path: Path) -> None:
     sampling = sampling_of(tmp_path)
-    chip = ChipReading(
+    chip = AcceleratorReading(
         uuid="a",
         name="GPU 0",
         memory_of={os.getpid(): 512},
@@ -59,10 +66,10 @@ def test_memory_that_a_process_has_on_accelerators_is_its_figure_and_the_hosts(t
         memory_total_bytes=1000,
         utilization=0.5,
     )
-    sampling.show(Scene(chips=(chip,)))
+    sampling.update_targets(MonitorTargets(accelerators=(chip,)))
     samples = sampling.samples()
     assert of_processes(samples)["agent-0"].values["device_memory_bytes"] == 512
-    (host,) = (sample for sample in samples if isinstance(sample, HostSample))
+    (host,) = (sample for sample in samples if isinstance(sample, HostReading))
     assert (host.values["device_0_utilization"], host.values["device_0_memory_bytes"]) == (0.5, 600)
     sampling.close()
 
@@ -72,8 +79,8 @@ def test_links_are_named_by_the_address_book(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
         with socket.create_connection(address):
-            sampling.show(Scene(book={address: "server-0"}))
-            links = [sample for sample in sampling.samples() if isinstance(sample, LinkSample)]
+            sampling.update_targets(MonitorTargets(book={address: "server-0"}))
+            links = [sample for sample in sampling.samples() if isinstance(sample, LinkReading)]
     assert ("agent-0", "server-0", address[1]) in {(link.of, link.peer, link.port) for link in links}
     sampling.close()
 
@@ -84,7 +91,7 @@ def test_the_thread_records_without_being_asked_and_leaves_no_probe(tmp_path: Pa
     until(lambda: bool(figures_in(tmp_path)), "the first samples")
     sampling.close()
     kinds = {type(record.sample) for record in figures_in(tmp_path)}
-    assert {ProcessSample, HostSample} <= kinds
+    assert {ProcessReading, HostReading} <= kinds
     assert list((tmp_path / "figures").glob("*.probe")) == []
 
 
@@ -107,9 +114,9 @@ class PlayedTable:
 def test_what_was_left_out_is_told_later_with_the_time_at_which_it_was_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kintsugi.cluster.sampling.TcpTable", PlayedTable)
-    monkeypatch.setattr("kintsugi.cluster.sampling.SAMPLE_S", 0.1)
-    monkeypatch.setattr("kintsugi.cluster.sampling.socket_inodes", lambda pid: iter([1]))
+    monkeypatch.setattr("kintsugi.cluster.host_monitor.TcpTable", PlayedTable)
+    monkeypatch.setattr("kintsugi.cluster.host_monitor.SAMPLE_S", 0.1)
+    monkeypatch.setattr("kintsugi.cluster.host_monitor.socket_inodes", lambda pid: iter([1]))
     sampling = sampling_of(tmp_path)
     sampling.begin()
 
@@ -117,13 +124,13 @@ def test_what_was_left_out_is_told_later_with_the_time_at_which_it_was_so(
         return [
             (record.stamp.time, record.sample.values["out_bytes"])
             for record in figures_in(tmp_path)
-            if isinstance(record.sample, LinkSample)
+            if isinstance(record.sample, LinkReading)
         ]
 
     until(lambda: len(links()) >= 3, "the look in which something happened")
     sampling.close()
     times = sorted(
-        {record.stamp.time for record in figures_in(tmp_path) if isinstance(record.sample, HostSample)}
+        {record.stamp.time for record in figures_in(tmp_path) if isinstance(record.sample, HostReading)}
     )
     assert links()[:3] == [(times[0], 100.0), (times[2], 100.0), (times[3], 900.0)]
 
@@ -141,11 +148,11 @@ class BrokenTable:
 def test_what_nobody_thought_of_costs_the_figures_it_concerns_and_is_noted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kintsugi.cluster.sampling.TcpTable", BrokenTable)
+    monkeypatch.setattr("kintsugi.cluster.host_monitor.TcpTable", BrokenTable)
     notes: list[str] = []
     sampling = sampling_of(tmp_path, note=notes.append)
     for _ in range(2):
-        assert {type(sample) for sample in sampling.samples()} == {ProcessSample, HostSample}
+        assert {type(sample) for sample in sampling.samples()} == {ProcessReading, HostReading}
     (note,) = notes
-    assert note.startswith("figures are left out: error('unpack_from")
+    assert note.startswith("readings are left out: error('unpack_from")
     sampling.close()

@@ -13,15 +13,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from kintsugi.cluster.children import Kept, process_start_time
+from kintsugi.cluster.child import ChildProcess
 from kintsugi.cluster.orphans import children_of
-from kintsugi.cluster.placement import PREPARED, Start
-from kintsugi.cluster.restarts import MOST_RESTARTS
+from kintsugi.cluster.restart_policy import MOST_RESTARTS
 from kintsugi.cluster.spares import MOST_FAILURES, PREPARE_S, RESTOCK_S, Spares
+from kintsugi.cluster.spawn import PREPARED, StartOrder
 from kintsugi.errors import StartFailed
-from kintsugi.observe.events import Alert, read_events
-from kintsugi.runtime import Child, SystemProcesses, VirtualClock
-from kintsugi.supervision import ProcessStarted
+from kintsugi.protocol.agents import ProcessStarted
+from kintsugi.runtime.proc import process_start_time
+from kintsugi.runtime.processes import Child, SystemProcesses
+from kintsugi.simulation.virtual_clock import VirtualClock
+from kintsugi.telemetry.events import Alert, read_events
 from kintsugi.types import Placement
 from tests.unit.cluster.conftest import bootstrap_of_an_agent, until
 
@@ -123,24 +125,24 @@ class Births:
         self.spares: Spares | None = None
         self.orders: list[socket.socket] = []
         self.children: list[Child] = []
-        self.starts: list[Start] = []
+        self.starts: list[StartOrder] = []
         self.unwilling = False
 
-    def bring_up(self, kept: Kept) -> None:
-        assert self.spares is not None and kept.start is not None
-        self.starts.append(kept.start)
-        self.orders.append(socket.socket(fileno=os.dup(kept.start.orders)))
+    def start_child(self, child: ChildProcess) -> None:
+        assert self.spares is not None and child.start is not None
+        self.starts.append(child.start)
+        self.orders.append(socket.socket(fileno=os.dup(child.start.orders)))
         if self.unwilling:
-            self.spares.start_failed(
-                kept, StartFailed(process=kept.process, phase="starting", why="no processes left")
+            self.spares.on_start_failed(
+                child, StartFailed(process=child.process, phase="starting", why="no processes left")
             )
             return
         pid = os.posix_spawnp("sleep", ["sleep", "60"], os.environ)
-        kept.child = SystemProcesses().adopt(pid)
+        child.handle = SystemProcesses().adopt(pid)
         self.children.append(SystemProcesses().adopt(pid))
-        self.spares.born(kept)
+        self.spares.on_spawned(child)
 
-    def let_go(self, kept: Kept) -> None:
+    def close_report(self, child: ChildProcess) -> None:
         pass
 
 
@@ -149,12 +151,12 @@ class World:
 
     def __init__(self, run_dir: Path, *, number: int = 1) -> None:
         self.callbacks: dict[int, Callable[[], None]] = {}
-        self.clock, self.births = VirtualClock(), Births()
+        self.clock, self.factory = VirtualClock(), Births()
         self.bootstrap = bootstrap_of_an_agent(run_dir)
         self.spares = Spares(
-            self, number=number, own=self.bootstrap, program="a:b", births=self.births, clock=self.clock
+            self, number=number, own=self.bootstrap, program="a:b", factory=self.factory, clock=self.clock
         )
-        self.births.spares = self.spares
+        self.factory.spares = self.spares
 
     def watch(self, descriptor: int, callback: Callable[[], None]) -> None:
         assert descriptor not in self.callbacks
@@ -170,12 +172,12 @@ class World:
         for descriptor, _ in poller.poll(0):
             self.callbacks[descriptor]()
 
-    def look_after(self, *stopped: int, seconds: float = 0.0, can_make: bool = True) -> None:
+    def maintain(self, *stopped: int, seconds: float = 0.0, can_start: bool = True) -> None:
         self.clock.advance(seconds)
-        self.spares.look_after(stopped, self.clock.monotonic(), can_make=can_make)
+        self.spares.maintain(stopped, self.clock.monotonic(), can_start=can_start)
 
     def prepare(self) -> None:
-        self.births.orders[-1].send(PREPARED)
+        self.factory.orders[-1].send(PREPARED)
         self._turn()
 
     def end(self, child: Child) -> None:
@@ -183,15 +185,15 @@ class World:
         until(child.ended, "the end of a spare")
         self._turn()
 
-    def start(self) -> Start:
-        return Start(program="a:b", placement=Placement(), bootstrap=self.bootstrap, report=-1)
+    def start(self) -> StartOrder:
+        return StartOrder(program="a:b", placement=Placement(), bootstrap=self.bootstrap, report=-1)
 
     def close(self) -> None:
         self.spares.close()
         assert self.callbacks == {}
-        for orders in self.births.orders:
+        for orders in self.factory.orders:
             orders.close()
-        for child in self.births.children:
+        for child in self.factory.children:
             child.send_signal(signal.SIGKILL)
             child.wait_ended(whom="spare", timeout_s=10.0)
             child.close()
@@ -205,87 +207,87 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def test_a_spare_is_given_only_when_it_is_prepared_and_only_once(world: World) -> None:
-    world.look_after()
-    assert world.spares.give(world.start()) is None
+    world.maintain()
+    assert world.spares.take(world.start()) is None
     world.prepare()
-    given = world.spares.give(world.start())
+    given = world.spares.take(world.start())
     assert given is not None and world.spares.pids == set()
-    content, _, _, _ = socket.recv_fds(world.births.orders[0], 65536, 8)
-    assert msgspec.msgpack.decode(content, type=Start) == world.start()
-    assert world.spares.give(world.start()) is None
+    content, _, _, _ = socket.recv_fds(world.factory.orders[0], 65536, 8)
+    assert msgspec.msgpack.decode(content, type=StartOrder) == world.start()
+    assert world.spares.take(world.start()) is None
     given.close()
 
 
 def test_a_spare_is_told_no_secret_when_it_is_made(world: World) -> None:
-    world.look_after()
-    (start,) = world.births.starts
+    world.maintain()
+    (start,) = world.factory.starts
     assert world.bootstrap.secret_key not in msgspec.msgpack.encode(start)
 
 
 def test_a_new_spare_waits_until_the_start_that_took_the_last_had_its_moment(world: World) -> None:
-    world.look_after()
+    world.maintain()
     world.prepare()
     world.spares.postpone()
-    given = world.spares.give(world.start())
+    given = world.spares.take(world.start())
     assert given is not None
-    world.look_after(seconds=RESTOCK_S / 2)
-    assert len(world.births.children) == 1
-    world.look_after(seconds=RESTOCK_S)
-    assert len(world.births.children) == 2
+    world.maintain(seconds=RESTOCK_S / 2)
+    assert len(world.factory.children) == 1
+    world.maintain(seconds=RESTOCK_S)
+    assert len(world.factory.children) == 2
     given.close()
 
 
 def test_none_is_made_while_nobody_could_be_forked(world: World) -> None:
-    world.look_after(can_make=False)
-    assert world.births.children == []
+    world.maintain(can_start=False)
+    assert world.factory.children == []
 
 
 def test_a_spare_that_is_never_prepared_or_stands_still_is_ended(world: World) -> None:
-    world.look_after()
-    world.look_after(seconds=PREPARE_S + 1, can_make=False)
-    until(world.births.children[0].ended, "the end of a spare that hangs")
-    world.end(world.births.children[0])
-    world.look_after(seconds=RESTOCK_S)
+    world.maintain()
+    world.maintain(seconds=PREPARE_S + 1, can_start=False)
+    until(world.factory.children[0].ended, "the end of a spare that hangs")
+    world.end(world.factory.children[0])
+    world.maintain(seconds=RESTOCK_S)
     world.prepare()
-    world.look_after(world.births.children[1].pid, can_make=False)
-    until(world.births.children[1].ended, "the end of a spare that stands still")
+    world.maintain(world.factory.children[1].pid, can_start=False)
+    until(world.factory.children[1].ended, "the end of a spare that stands still")
 
 
 def test_spares_that_always_end_once_prepared_are_made_at_a_bounded_rate(world: World) -> None:
     for _ in range(10 * MOST_RESTARTS):
-        world.look_after(seconds=RESTOCK_S / 10)
+        world.maintain(seconds=RESTOCK_S / 10)
         if world.spares.pids:
             world.prepare()
-            world.end(world.births.children[-1])
-    assert MOST_FAILURES < len(world.births.orders) <= MOST_RESTARTS + 1
+            world.end(world.factory.children[-1])
+    assert MOST_FAILURES < len(world.factory.orders) <= MOST_RESTARTS + 1
 
 
 def test_spares_that_can_not_be_prepared_are_given_up_and_people_are_told_once(world: World) -> None:
-    world.births.unwilling = True
+    world.factory.unwilling = True
     for _ in range(10 * MOST_FAILURES):
-        world.look_after(seconds=RESTOCK_S)
-    assert len(world.births.orders) == MOST_FAILURES
+        world.maintain(seconds=RESTOCK_S)
+    assert len(world.factory.orders) == MOST_FAILURES
     told = [record.event for record in read_events(Path(world.bootstrap.run_dir))]
     why = f"{MOST_FAILURES} in a row could not be prepared; see logs/spare-{MOST_FAILURES - 1}.log"
-    assert told == [Alert(f"no more spares are made: {why}")]
+    assert told == [Alert(f"no more spares are started: {why}")]
 
 
 def test_spares_that_fail_now_and_then_are_made_on(world: World) -> None:
     for number in range(1, 2 * MOST_FAILURES):
-        world.look_after(seconds=60.0)
+        world.maintain(seconds=60.0)
         if number % (MOST_FAILURES - 1) == 0:
             world.prepare()
-        world.end(world.births.children[-1])
-    assert len(world.births.children) == 2 * MOST_FAILURES - 1
+        world.end(world.factory.children[-1])
+    assert len(world.factory.children) == 2 * MOST_FAILURES - 1
 
 
 def test_spares_that_may_hold_a_broken_chip_end(world: World) -> None:
-    world.look_after()
+    world.maintain()
     world.prepare()
     world.spares.avoid(("uuid",))
-    until(world.births.children[0].ended, "the end of the spare")
-    world.end(world.births.children[0])
-    world.look_after(seconds=RESTOCK_S)
-    assert world.births.starts[1].bootstrap.broken_chips == ("uuid",)
+    until(world.factory.children[0].ended, "the end of the spare")
+    world.end(world.factory.children[0])
+    world.maintain(seconds=RESTOCK_S)
+    assert world.factory.starts[1].bootstrap.broken_chips == ("uuid",)
     world.spares.avoid(("uuid",))
-    assert not world.births.children[1].ended(), "it keeps off that one already"
+    assert not world.factory.children[1].ended(), "it keeps off that one already"

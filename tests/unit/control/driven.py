@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 
-from kintsugi.config import (
+from kintsugi.config.schema import (
     ActorSection,
     AlgorithmSection,
     CheckpointSection,
@@ -13,10 +13,9 @@ from kintsugi.config import (
     DataSection,
     EvaluationSection,
 )
-from kintsugi.control.failure import FAULT_GRACE_S
-from kintsugi.control.layout import plan_layout
-from kintsugi.control.master import Master
-from kintsugi.control.phases import Phase
+from kintsugi.control.master import FAULT_GRACE_S, Master
+from kintsugi.control.phases.table import Phase
+from kintsugi.control.placement import plan_layout
 from kintsugi.control.protocol import (
     Began,
     Decision,
@@ -33,10 +32,11 @@ from kintsugi.control.protocol import (
 )
 from kintsugi.control.state import MasterState
 from kintsugi.errors import Fault, KintsugiError, fault_of
-from kintsugi.facts import Fact
-from kintsugi.messages import Body, Drop
-from kintsugi.recovery.processor import Flow
-from kintsugi.supervision import StartProcess, StopProcess
+from kintsugi.journal.facts import Fact
+from kintsugi.protocol.agents import StartProcess, StopProcess
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.rollout import Drop
+from kintsugi.recovery.rank import Flow
 from kintsugi.types import Peer, Role, role_of
 from tests.unit.control.world import Rewards, World, every_second_is_right, scored
 
@@ -94,6 +94,7 @@ class Driven:
         self.open: dict[str, Request] = {}
         self.facts: list[Fact] = []
         self.effects: list[Effect] = []
+        self._held: set[str] = set()
         self.unstartable: set[str] = set()
         """Processes whose start fails."""
 
@@ -131,9 +132,9 @@ class Driven:
         """The agents are there and everything else is ordered; a given step means a run that is resumed from it."""
         path = f"checkpoints/step-{restore_step}" if restore_step else None
         resumed = restore_step is not None
-        self.feed(Began("job", "digest", str(self.state.epoch + 1), resumed, restore_step or 0, path))
+        self.feed(Began("job", "digest", str(self.state.term + 1), resumed, restore_step or 0, path))
         for agent in self.world.agents:
-            self.join(agent, f"{self.state.epoch}.0", self.world.hosts[agent])
+            self.join(agent, f"{self.state.term}.0", self.world.hosts[agent])
 
     def succeed(self, *, carried_out: bool) -> Driven:
         """The master dies after its latest decision, and its agent starts another, which this gives.
@@ -153,7 +154,7 @@ class Driven:
         """Begin as the successor of a master that died; everybody who lives reports."""
         members, living = self.state.members.members, self.world.living()
         agents = [(name, members[name].incarnation, self.world.hosts[name]) for name in self.world.agents]
-        incarnation = str(self.state.epoch + 1)
+        incarnation = str(self.state.term + 1)
         self.feed(Began("job", "digest", incarnation, restore_step=self.state.step, adopting=True))
         for process, incarnation, host in agents + living if agents_first else living + agents:
             self.join(process, incarnation, host)
@@ -167,7 +168,7 @@ class Driven:
 
     def asked(self, kind: type[Body]) -> list[Request]:
         """Requests of a kind whose answers the master waits for."""
-        awaited = [request for request in self.open.values() if self.master.talk.is_open(request.token)]
+        awaited = [request for request in self.open.values() if self.master.pending.is_open(request.token)]
         return [request for request in awaited if isinstance(request.body, kind)]
 
     def serve(self, request: Request) -> Body | Fault:
@@ -212,9 +213,14 @@ class Driven:
             self.go_on()
         raise AssertionError(f"still {self.master.phase} after a thousand answers")
 
+    def hold(self, request: Request) -> None:
+        """Leave a request open until the test answers it."""
+        self._held.add(request.token)
+
     def go_on(self) -> None:
         """One more answer of somebody who lives, or some time."""
-        request = next((one for one in self.open.values() if self.world.is_alive(one.to)), None)
+        answerable = (one for one in self.open.values() if one.token not in self._held)
+        request = next((one for one in answerable if self.world.is_alive(one.to)), None)
         if request is not None:
             self.answer(request)
         else:

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kintsugi.config import Config, WarmupSection
-from kintsugi.control.phases import Phase
-from kintsugi.facts import BatchFormed, EvaluationDone, Fact, RolledBack, RunEnded, StepCommitted
-from kintsugi.recovery.processor import Flow
+from kintsugi.config.schema import Config, WarmupSection
+from kintsugi.control.phases.table import Phase
+from kintsugi.journal.facts import BatchFormed, EvaluationDone, Fact, RolledBack, RunEnded, StepCommitted
+from kintsugi.recovery.rank import Flow
 from tests.unit.control.driven import CONFIG, Driven
 
 TWO_STAGES = msgspec.structs.replace(

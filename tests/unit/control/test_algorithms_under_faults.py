@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kintsugi.config import AlgorithmSection, Config
-from kintsugi.control.phases import Phase
+from kintsugi.config.schema import AlgorithmSection, Config
+from kintsugi.control.phases.table import Phase
 from kintsugi.control.protocol import RecordStep, Tell
-from kintsugi.facts import (
+from kintsugi.journal.facts import (
     BatchFormed,
     EvaluationDone,
     FilterReason,
@@ -17,7 +17,9 @@ from kintsugi.facts import (
     TicketFiltered,
     VersionCurrent,
 )
-from kintsugi.messages import Drop, EpisodesDone, EvaluatePairs, Publish, RunCall, RunEpisodes
+from kintsugi.protocol.rollout import Drop, EpisodesDone, RunEpisodes
+from kintsugi.protocol.training import EvaluatePairs, RunCall
+from kintsugi.protocol.weights import Publish
 from kintsugi.types import Role, SampleText, Ticket
 from tests.unit.control.driven import CONFIG, Driven
 from tests.unit.control.outcomes import outcome
@@ -95,7 +97,7 @@ def test_groups_with_equal_rewards_are_replaced_by_the_next_prompts_until_the_bo
     driven = finished("dapo")
     filtered = [fact for fact in driven.facts if isinstance(fact, TicketFiltered)]
     assert {fact.reason for fact in filtered} == {FilterReason.EQUAL_REWARDS}
-    # At most 2 rounds × 2 groups per step: 0, 1, 3 and 4 go, 2 and 5 stay; then 6, 7, 9 and 10 (an epoch has ten rows,
+    # At most 2 rounds × 2 groups per step: 0, 1, 3 and 4 go, 2 and 5 stay; then 6, 7, 9 and 10 (a term has ten rows,
     # and the second one begins again at 0).
     assert batches(driven) == {
         1: ("dapo:0:2:0", "dapo:0:5:0"),
@@ -172,7 +174,7 @@ def test_what_filtered_groups_said_is_not_kept_when_the_step_is_over() -> None:
     driven.until(Phase.PUBLISHING)
     (record,) = [effect for effect in driven.effects if isinstance(effect, RecordStep)]
     assert len(record.texts) == 4
-    assert driven.master._episodes._texts == {}
+    assert driven.master._dispatch._texts == {}
 
 
 def test_algorithms_without_resampling_keep_groups_with_equal_rewards_and_count_them() -> None:

@@ -7,16 +7,16 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from kintsugi.config import (
+from kintsugi.config.schema import (
     AlgorithmSection,
     AsynchronySection,
     CheckpointSection,
     EvaluationSection,
     RolloutSection,
 )
-from kintsugi.control.phases import Phase
+from kintsugi.control.phases.table import Phase
 from kintsugi.control.protocol import Request
-from kintsugi.facts import (
+from kintsugi.journal.facts import (
     BatchFormed,
     PaceChanged,
     ProcessLost,
@@ -26,7 +26,10 @@ from kintsugi.facts import (
     TicketsIssued,
     VersionCurrent,
 )
-from kintsugi.messages import Body, LoadWeights, RunCall, RunEpisodes, WeightsLoaded
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.rollout import RunEpisodes
+from kintsugi.protocol.training import RunCall
+from kintsugi.protocol.weights import LoadWeights, WeightsLoaded
 from tests.unit.control.driven import CONFIG, Driven, scored
 
 AHEAD = msgspec.structs.replace(

@@ -5,15 +5,22 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kintsugi.config import ActorSection, ClusterSection
-from kintsugi.control.lookout import told_by
-from kintsugi.control.phases import Phase
+from kintsugi.config.schema import ActorSection, ClusterSection
+from kintsugi.control.failure_detector import event_of_report
+from kintsugi.control.phases.table import Phase
 from kintsugi.control.protocol import Joined, Raise, Suspected
-from kintsugi.facts import ProcessLost, RunEnded, StrategyChosen
-from kintsugi.incidents import report_of
-from kintsugi.messages import RunCall
-from kintsugi.recovery.policy import FaultClass, classify
-from kintsugi.supervision import ChipFault, ProcessExited, ProcessSuspected, StartProcess, StopProcess
+from kintsugi.errors import EndedByError, FaultClass, classify
+from kintsugi.journal.facts import ProcessLost, RunEnded, StrategyChosen
+from kintsugi.protocol.agents import (
+    ChipFault,
+    ProcessExited,
+    ProcessSuspected,
+    StartProcess,
+    StopProcess,
+)
+from kintsugi.protocol.training import RunCall
+from kintsugi.run_folder.incidents import report_of
+from kintsugi.telemetry.events import AcceleratorWarning
 from kintsugi.types import Peer, role_of
 from tests.unit.control.driven import CONFIG, Driven
 from tests.unit.control.outcomes import begun, outcome, undisturbed
@@ -39,7 +46,7 @@ def fault_of_chip(**values: object) -> ChipFault:
 def tell(driven: Driven, chip: ChipFault, agent: str = "agent-0") -> None:
     peer = driven.state.members.members[agent].peer
     assert peer is not None
-    driven.feed(told_by(peer, chip, time=7.0))
+    driven.feed(event_of_report(peer, chip, time=7.0))
 
 
 def users(driven: Driven, *processes: str) -> dict[str, str]:
@@ -64,13 +71,13 @@ def driven() -> Driven:
 
 def test_what_agents_tell_becomes_an_event_each() -> None:
     agent = Peer("agent-0", "7", "host-0", "", b"key")
-    exited = told_by(agent, ProcessExited("model-0", "1.2", -9, "bye"), time=3.0)
+    exited = event_of_report(agent, ProcessExited("model-0", "1.2", -9, "bye"), time=3.0)
     assert exited == msgspec.structs.replace(
         exited, process="model-0", incarnation="1.2", status=-9, time=3.0
     )
-    stopped = told_by(agent, ProcessSuspected("model-0", "1.2", "state T"), time=3.0)
+    stopped = event_of_report(agent, ProcessSuspected("model-0", "1.2", "state T"), time=3.0)
     assert stopped == Suspected("model-0", "1.2", "state T", certain=True, time=3.0)
-    chip = told_by(agent, fault_of_chip(), time=3.0)
+    chip = event_of_report(agent, fault_of_chip(), time=3.0)
     assert isinstance(chip, Suspected)
     assert (chip.process, chip.incarnation, chip.kind, chip.chip) == ("agent-0", "7", "chip", fault_of_chip())
 
@@ -119,8 +126,30 @@ def test_a_worrying_sign_is_told_to_people_and_costs_nobody(driven: Driven) -> N
 
 def test_an_agent_that_was_replaced_is_not_believed(driven: Driven) -> None:
     peer = Peer("agent-0", "an earlier one", "host-0", "", b"key")
-    driven.feed(told_by(peer, fault_of_chip(processes=users(driven, "model-1")), time=0.0))
+    driven.feed(event_of_report(peer, fault_of_chip(processes=users(driven, "model-1")), time=0.0))
     assert driven.asked(StopProcess) == [] and alerts(driven) == []
+
+
+def test_the_chip_is_the_cause_of_the_end_of_a_server_that_recorded_a_device_error(driven: Driven) -> None:
+    incarnation = driven.state.members.members["server-0"].incarnation
+    exited = ProcessExited("server-0", incarnation, 1, "Traceback …", "DeviceError")
+    driven.feed(event_of_report(Peer("agent-0", "1", "host-0", "", b"key"), exited, time=0.0))
+    (lost,) = [fact for fact in driven.facts if isinstance(fact, ProcessLost)]
+    assert lost.fault.detail == EndedByError("DeviceError")
+    tell(driven, fault_of_chip())
+    driven.until(Phase.ENDED)
+    (incident,) = report_of(driven.facts).incidents
+    assert incident.cause.kind == "ChipFault"
+
+
+def test_an_alert_about_a_chip_names_its_agent_and_its_sign(driven: Driven) -> None:
+    tell(driven, fault_of_chip())
+    (warning,) = [
+        effect.event
+        for effect in driven.effects
+        if isinstance(effect, Raise) and isinstance(effect.event, AcceleratorWarning)
+    ]
+    assert warning.of == "agent-0" and warning.is_broken
 
 
 def test_the_chip_is_the_cause_of_the_device_error_that_came_before_it(driven: Driven) -> None:

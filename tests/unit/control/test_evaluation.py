@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import msgspec
 
-from kintsugi.config import Config, EvaluationSection
+from kintsugi.config.schema import Config, EvaluationSection
 from kintsugi.control.evaluation import Evaluation
-from kintsugi.messages import EpisodesDone
+from kintsugi.protocol.rollout import EpisodesDone
 from kintsugi.types import SampleMeta
 from tests.unit.control.driven import CONFIG, scored
 

@@ -7,34 +7,36 @@ import math
 import msgspec
 import pytest
 
-from kintsugi.config import ClusterSection
-from kintsugi.control.failure import FAULT_GRACE_S
-from kintsugi.control.phases import Phase
-from kintsugi.control.protocol import Finish, Raise, Replied, RequestFailed, StopRequested, Tick
-from kintsugi.control.saving import AGAIN_S
-from kintsugi.errors import Fault
-from kintsugi.facts import (
+from kintsugi.config.schema import ClusterSection
+from kintsugi.control.master import FAULT_GRACE_S
+from kintsugi.control.phases.save import MOST_REFUSALS, RETRY_S
+from kintsugi.control.phases.table import Phase
+from kintsugi.control.protocol import (
+    Finish,
+    Raise,
+    Replied,
+    Request,
+    RequestFailed,
+    StopRequested,
+    Tick,
+)
+from kintsugi.errors import Fault, StatesDiverged, root_first
+from kintsugi.journal.facts import (
     CheckpointFailed,
     CheckpointSaved,
+    FaultNoted,
     IncidentOpened,
     RunEnded,
     StepCommitted,
     TicketsIssued,
     VersionCurrent,
 )
-from kintsugi.messages import (
-    CallDone,
-    LoadWeights,
-    Ok,
-    Publish,
-    Published,
-    RunCall,
-    RunEpisodes,
-    Save,
-    WeightsLoaded,
-)
-from kintsugi.operations import PreLock, RebuildGroup
-from kintsugi.supervision import StartProcess
+from kintsugi.protocol.agents import StartProcess
+from kintsugi.protocol.membership import Ok
+from kintsugi.protocol.recovery import PreLock, RankReady, RebuildGroup, Rollback
+from kintsugi.protocol.rollout import RunEpisodes
+from kintsugi.protocol.training import CallDone, RunCall, Save, Saved
+from kintsugi.protocol.weights import LoadWeights, Publish, Published, WeightsLoaded
 from kintsugi.types import StreamSource, WeightManifest
 from tests.unit.control.driven import CONFIG, Driven, scored
 from tests.unit.control.outcomes import begun, outcome, undisturbed
@@ -96,7 +98,7 @@ def test_an_answer_that_nobody_waits_for_changes_nothing(driven: Driven) -> None
     ):
         decision = driven.feed(late)
         assert (decision.facts, decision.effects) == ((), ())
-        assert "nobody waits for" in decision.reason
+        assert "is not pending at" in decision.reason
     failed = Fault("a", "StorageError", first.to, "late", 0.0)
     assert driven.feed(RequestFailed(first.token, first.to, failed)).effects == ()
     driven.answer(second)
@@ -124,8 +126,9 @@ def test_a_groups_answer_that_comes_twice_or_from_a_moved_request_is_counted_onc
 
 
 def test_a_failed_save_in_the_middle_raises_an_alert_and_the_run_goes_on(driven: Driven) -> None:
-    driven.until(Phase.SAVING)
+    driven.until(lambda: bool(driven.asked(Save)))
     (save,) = driven.asked(Save)
+    assert driven.master.phase is Phase.COLLECTING, "the run goes on while a rank saves"
     decision = driven.fail(save, "disk full")
     assert [
         (fact.step, fact.fault.message) for fact in decision.facts if isinstance(fact, CheckpointFailed)
@@ -135,6 +138,102 @@ def test_a_failed_save_in_the_middle_raises_an_alert_and_the_run_goes_on(driven:
     driven.until(Phase.ENDED)
     assert ended(driven).outcome == "finished"
     assert [fact.step for fact in driven.facts if isinstance(fact, CheckpointSaved)] == [2, 3]
+
+
+def saved_steps(driven: Driven) -> list[int]:
+    return [fact.step for fact in driven.facts if isinstance(fact, CheckpointSaved)]
+
+
+def held_save(driven: Driven) -> Request:
+    """A save that the driver does not answer by itself."""
+    driven.until(lambda: bool(driven.asked(Save)))
+    (save,) = driven.asked(Save)
+    driven.hold(save)
+    return save
+
+
+def test_steps_go_on_while_a_save_is_under_way_and_its_answer_is_taken_whenever_it_comes(
+    driven: Driven,
+) -> None:
+    save = held_save(driven)
+    driven.until(lambda: driven.master.phase is Phase.TRAINING and driven.state.step == 2)
+    assert driven.asked(Save) == [save], "one save at a time"
+    driven.answer(save, Saved(1, "folder/step-1", "digest"))
+    assert saved_steps(driven) == [1]
+    driven.until(Phase.ENDED)
+    assert saved_steps(driven) == [1, 3]
+    assert ended(driven).outcome == "finished"
+
+
+def test_the_end_of_a_run_waits_for_a_save_that_is_under_way_and_then_for_the_last_one(
+    driven: Driven,
+) -> None:
+    save = held_save(driven)
+    driven.until(lambda: driven.master.phase is Phase.SAVING and driven.state.step == 3)
+    assert driven.asked(Save) == [save]
+    driven.answer(save, Saved(1, "folder/step-1", "digest"))
+    (last,) = driven.asked(Save)
+    assert isinstance(last.body, Save) and last.body.step == 3
+    driven.until(Phase.ENDED)
+    assert saved_steps(driven) == [1, 3]
+
+
+def test_a_save_that_was_lost_with_its_rank_is_made_up_for(driven: Driven) -> None:
+    save = held_save(driven)
+    driven.lose(save.to)
+    assert not driven.master.is_saving
+    driven.until(lambda: bool(driven.asked(Save)))
+    (again,) = driven.asked(Save)
+    assert isinstance(again.body, Save) and again.body.step == driven.state.step == 1
+    driven.until(Phase.ENDED)
+    assert saved_steps(driven) == [1, 2, 3]
+
+
+def test_the_loss_of_another_rank_leaves_a_save_under_way(driven: Driven) -> None:
+    save = held_save(driven)
+    (other,) = {"model-0", "model-1"} - {save.to}
+    driven.lose(other)
+    assert driven.master.phase is Phase.RECOVERING and driven.master.is_saving
+    driven.answer(save, Saved(1, "folder/step-1", "digest"))
+    assert saved_steps(driven) == [1]
+    driven.until(Phase.ENDED)
+    assert saved_steps(driven) == [1, 2, 3]
+
+
+def test_a_new_master_asks_again_and_takes_the_save_that_was_under_way(driven: Driven) -> None:
+    save = held_save(driven)
+    driven.until(lambda: driven.master.phase is Phase.TRAINING and driven.state.step == 1)
+    successor = driven.succeed(carried_out=False)
+    successor.take_over()
+    successor.until(lambda: bool(successor.asked(Save)))
+    (again,) = successor.asked(Save)
+    assert again.to == save.to
+    successor.answer(again, Saved(1, "folder/step-1", "digest"))
+    assert successor.state.saved_steps == [1]
+
+
+def test_a_rank_that_refuses_to_save_is_asked_again_after_the_next_step_and_it_is_no_failure(
+    driven: Driven,
+) -> None:
+    save = held_save(driven)
+    driven.fail(save, "the state was replaced", kind="RefusedError")
+    assert count(driven, CheckpointFailed) == 0 and driven.master.phase is Phase.COLLECTING
+    driven.until(Phase.ENDED)
+    assert saved_steps(driven) == [2, 3]
+
+
+def test_a_last_save_that_is_refused_is_repeated_a_few_times_and_then_the_ranks_recover(
+    driven: Driven,
+) -> None:
+    driven.until(lambda: driven.master.phase is Phase.SAVING and driven.state.step == 3)
+    for _ in range(MOST_REFUSALS):
+        driven.fail(driven.asked(Save)[0], "not now", kind="RefusedError")
+        assert driven.master.phase is Phase.SAVING
+        driven.pass_time(RETRY_S)
+    driven.fail(driven.asked(Save)[0], "not now", kind="RefusedError")
+    assert driven.master.phase is Phase.RECOVERING
+    driven.until(Phase.ENDED)
+    assert saved_steps(driven) == [1, 2, 3]
 
 
 def test_a_stop_that_comes_while_ranks_prepare_ends_the_run_before_its_first_step(driven: Driven) -> None:
@@ -166,7 +265,7 @@ def test_a_last_save_without_room_waits_for_it_and_the_run_finishes(driven: Driv
         for _ in range(3)
         for decision in (
             driven.fail(driven.asked(Save)[0], "full", kind="StorageFull"),
-            driven.pass_time(AGAIN_S),
+            driven.pass_time(RETRY_S),
         )
         for effect in decision.effects
         if isinstance(effect, Raise)
@@ -185,7 +284,7 @@ def test_a_rank_that_dies_while_the_last_save_waits_is_replaced_and_the_save_com
     driven.fail(driven.asked(Save)[0], "full", kind="StorageFull")
     driven.lose("model-0")
     assert driven.master.phase is Phase.RECOVERING
-    driven.pass_time(AGAIN_S)
+    driven.pass_time(RETRY_S)
     assert driven.asked(Save) == []
     driven.until(Phase.ENDED)
     assert ended(driven).outcome == "finished"
@@ -196,7 +295,7 @@ def test_who_does_not_want_to_wait_for_room_stops_the_run(driven: Driven) -> Non
     driven.until(lambda: driven.master.phase is Phase.SAVING and driven.state.step == 3)
     driven.fail(driven.asked(Save)[0], "full", kind="StorageFull")
     driven.feed(StopRequested("SIGTERM"))
-    driven.pass_time(AGAIN_S)
+    driven.pass_time(RETRY_S)
     driven.fail(driven.asked(Save)[0], "full", kind="StorageFull")
     driven.let_grace_pass()
     fact = ended(driven)
@@ -224,9 +323,40 @@ def test_ranks_that_end_a_step_in_different_states_repeat_it(driven: Driven) -> 
     (opened,) = [fact for fact in decision.facts if isinstance(fact, IncidentOpened)]
     assert opened.fault.kind == "IntegrityError"
     assert second.to in opened.fault.message and "state b" in opened.fault.message
+    assert (
+        isinstance(opened.fault.detail, StatesDiverged) and opened.fault.detail.states[second.to] == "state b"
+    )
     assert count(driven, StepCommitted) == 0 and driven.master.phase is Phase.RECOVERING
     driven.until(Phase.ENDED)
     assert outcome(driven.facts) == undisturbed(CONFIG, num_eval_rows=0)
+
+
+def test_ranks_that_differ_twice_give_two_faults_with_ids_of_their_own(driven: Driven) -> None:
+    noted: list[Fault] = []
+    for state in ("state b", "state c"):
+        driven.until(Phase.TRAINING)
+        first, second = driven.asked(RunCall)
+        driven.answer(first)
+        decision = driven.answer(second, CallDone(1, state, {}))
+        noted += [fact.fault for fact in decision.facts if isinstance(fact, IncidentOpened | FaultNoted)]
+    assert [fault.kind for fault in noted] == ["IntegrityError", "IntegrityError"]
+    assert len({fault.id for fault in noted}) == len(root_first(noted)) == 2
+
+
+def test_ranks_that_return_to_different_states_twice_give_two_faults_with_ids_of_their_own(
+    driven: Driven,
+) -> None:
+    driven.until(lambda: driven.state.step == 1 and driven.master.phase is Phase.TRAINING)
+    driven.fail(driven.asked(RunCall)[0], "a rank is gone", kind="GroupBroken")
+    for _ in range(2):
+        driven.until(lambda: len(driven.asked(Rollback)) == 2)
+        for request in driven.asked(Rollback):
+            ready = driven.serve(request)
+            assert isinstance(ready, RankReady)
+            driven.answer(request, msgspec.structs.replace(ready, state_digest=f"state of {request.to}"))
+    noted = [fact.fault for fact in driven.facts if isinstance(fact, FaultNoted)]
+    found = [fault for fault in noted if fault.kind == "IntegrityError"]
+    assert len({fault.id for fault in found}) == len(found) == 2
 
 
 def published(request_version: int, digest: str, process: str) -> Published:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kintsugi.control.phases import Phase
-from kintsugi.messages import RunCall, RunEpisodes
-from kintsugi.recovery.processor import Flow, Operation
+from kintsugi.control.phases.table import Phase
+from kintsugi.protocol.rollout import RunEpisodes
+from kintsugi.protocol.training import RunCall
+from kintsugi.recovery.rank import Flow, Operation
 from tests.unit.control.driven import Driven
 from tests.unit.control.outcomes import begun, outcome, undisturbed
 
@@ -26,7 +27,7 @@ def lose(driven: Driven, choice: int) -> Driven:
 def fail(driven: Driven, choice: int) -> Driven:
     """Something that was asked fails at somebody who lives."""
     kinds = ("GroupBroken", "DeadlineExceeded", "RuntimeError", "DeviceError")
-    open_requests = [driven.open[token] for token, *_ in driven.master.talk.open_requests()]
+    open_requests = [driven.open[token] for token, *_ in driven.master.pending.open_requests()]
     candidates = [one for one in open_requests if isinstance(one.body, RunCall | RunEpisodes | Operation)]
     if candidates:
         driven.fail(candidates[choice % len(candidates)], "it failed", kind=kinds[choice % len(kinds)])

@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from kintsugi.control.protocol import RecordStep
 from kintsugi.control.records import Records
-from kintsugi.observe.events import Alert, EventLog, events_path, read_events
+from kintsugi.errors import Fault, StatesDiverged
+from kintsugi.journal.facts import FaultNoted, StepCommitted
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.telemetry.events import EventLog, OperationFailed, StateCommitted, read_events
 from kintsugi.types import Ticket
 from tests.unit.control.driven import CONFIG, scored
 
 
 def test_the_advantage_of_a_sample_whose_tokens_have_their_own_is_their_mean(tmp_path: Path) -> None:
-    log = EventLog(events_path(tmp_path, "master-0"), process="master-0")
+    log = EventLog(RunFolder(tmp_path).events_file("master-0"), process="master-0")
     records = Records(tmp_path, log, config=CONFIG, job="job")
     metas = scored(Ticket("ppo:0:0:0", "ppo", 0, 0, 0, 3), version=0).samples
     values = {metas[0].key: {"advantage": 0.5}, metas[1].key: {"mean_advantage": -1.5}, metas[2].key: {}}
@@ -27,11 +31,32 @@ def test_the_advantage_of_a_sample_whose_tokens_have_their_own_is_their_mean(tmp
 def test_lines_that_can_not_be_cut_off_are_an_alert_and_do_not_keep_a_master_from_taking_over(
     tmp_path: Path,
 ) -> None:
-    log = EventLog(events_path(tmp_path, "master-0"), process="master-0")
+    log = EventLog(RunFolder(tmp_path).events_file("master-0"), process="master-0")
     records = Records(tmp_path, log, config=CONFIG, job="job")
-    (tmp_path / "metrics.rewriting").mkdir()  # In the way of the file that would replace it.
+    (tmp_path / f".metrics.jsonl.{os.getpid()}.new").mkdir()  # In the way of the file that would replace it.
     records.truncate_after(0)
     records.close()
     log.close()
-    (alert,) = [record.event.message for record in read_events(tmp_path) if isinstance(record.event, Alert)]
-    assert alert.startswith("metrics can not be written, the run goes on without it: ")
+    (alert,) = [record.event for record in read_events(tmp_path) if isinstance(record.event, OperationFailed)]
+    assert alert.message == f"metrics can not be written, the run goes on without it: {alert.error}"
+    assert alert.operation == "metrics" and alert.error.endswith("Is a directory")
+
+
+def test_the_first_step_that_is_committed_after_a_divergence_is_recorded_with_its_state(
+    tmp_path: Path,
+) -> None:
+    log = EventLog(RunFolder(tmp_path).events_file("master-0"), process="master-0")
+    records = Records(tmp_path, log, config=CONFIG, job="job")
+
+    def committed(step: int) -> StepCommitted:
+        return StepCommitted(step=step, state_digest=f"digest {step}", metrics={})
+
+    detail = StatesDiverged("actor_train", {"model-0": "digest 2", "model-1": "other"})
+    records.fact(committed(1))
+    records.fact(FaultNoted(1, Fault("f", "IntegrityError", "model-1", "differ", 0.0, detail=detail)))
+    records.fact(committed(2))
+    records.fact(committed(3))
+    records.close()
+    log.close()
+    found = [record.event for record in read_events(tmp_path) if isinstance(record.event, StateCommitted)]
+    assert [(event.step, event.state) for event in found] == [(2, "digest 2")]

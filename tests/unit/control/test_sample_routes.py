@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from kintsugi.config import ActorSection, AlgorithmSection, ClusterSection, Config, RolloutSection
-from kintsugi.control.phases import Phase
+from kintsugi.config.schema import ActorSection, AlgorithmSection, ClusterSection, Config, RolloutSection
+from kintsugi.control.phases.table import Phase
 from kintsugi.control.protocol import RecordStep
-from kintsugi.facts import StepCommitted
-from kintsugi.messages import CallDone, RunCall
-from kintsugi.transfers import Transfer
+from kintsugi.journal.facts import StepCommitted
+from kintsugi.protocol.sample_transfer import Transfer
+from kintsugi.protocol.training import CallDone, RunCall
 from tests.unit.control.driven import CONFIG, Driven
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kintsugi.config import ClusterSection
-from kintsugi.control.layout import most_servers
-from kintsugi.control.membership import MemberStatus
-from kintsugi.control.phases import Phase
+from kintsugi.config.schema import ClusterSection
+from kintsugi.control.membership import WorkerStatus
+from kintsugi.control.phases.table import Phase
+from kintsugi.control.placement import most_servers
+from kintsugi.control.processes import LEAVE_S, RETIRED
 from kintsugi.control.protocol import Forget, ScaleRequested
-from kintsugi.control.staff import LEAVE_S, RETIRED
-from kintsugi.facts import (
+from kintsugi.journal.facts import (
     IncidentOpened,
     ProcessLost,
     ProcessRequested,
@@ -19,8 +19,9 @@ from kintsugi.facts import (
     ScaleRefused,
     ServersScaled,
 )
-from kintsugi.messages import HashWeights, Retire
-from kintsugi.supervision import StartProcess, StopProcess
+from kintsugi.protocol.agents import StartProcess, StopProcess
+from kintsugi.protocol.generation import Retire
+from kintsugi.protocol.training import HashWeights
 from kintsugi.types import Role
 from tests.unit.control.driven import CONFIG, Driven
 from tests.unit.control.outcomes import TWO_STAGES, begun, outcome, undisturbed
@@ -42,7 +43,7 @@ def live(driven: Driven) -> list[str]:
     return driven.state.members.live(Role.SERVER)
 
 
-def status(driven: Driven, process: str) -> MemberStatus:
+def status(driven: Driven, process: str) -> WorkerStatus:
     return driven.state.members.members[process].status
 
 
@@ -71,12 +72,12 @@ def test_a_surplus_server_ends_when_the_manager_has_taken_its_requests_back_and_
     (retire,) = driven.asked(Retire)
     assert retire.body == Retire("server-1", driven.state.members.members["server-1"].incarnation)
     assert driven.asked(StopProcess) == []
-    assert status(driven, "server-1") is MemberStatus.LEAVING
+    assert status(driven, "server-1") is WorkerStatus.LEAVING
     driven.answer(retire)
     (stop,) = driven.asked(StopProcess)
     assert isinstance(stop.body, StopProcess) and stop.body.grace_s > 0
     driven.answer(stop)
-    assert status(driven, "server-1") is MemberStatus.LOST
+    assert status(driven, "server-1") is WorkerStatus.LOST
     (lost,) = [fact for fact in driven.facts if isinstance(fact, ProcessLost)]
     assert lost.fault.kind == RETIRED
     assert ended_as_undisturbed(driven)
@@ -95,7 +96,7 @@ def test_the_address_book_has_a_leaving_server_until_it_has_ended() -> None:
         return {peer.process for peer in driven.state.members.address_book(master).peers}
 
     assert "server-1" in listed()
-    driven.until(lambda: status(driven, "server-1") is MemberStatus.LOST)
+    driven.until(lambda: status(driven, "server-1") is WorkerStatus.LOST)
     assert "server-1" not in listed()
 
 
@@ -123,7 +124,7 @@ def test_a_server_that_dies_while_it_leaves_has_left() -> None:
     driven = collecting()
     scale(driven, 1)
     driven.lose("server-1")
-    assert status(driven, "server-1") is MemberStatus.LOST
+    assert status(driven, "server-1") is WorkerStatus.LOST
     assert driven.asked(Retire) == [] and driven.asked(StartProcess) == []
     assert ended_as_undisturbed(driven)
     assert not [fact for fact in driven.facts if isinstance(fact, IncidentOpened)]
@@ -133,11 +134,11 @@ def test_a_server_that_has_not_come_yet_is_stopped_without_being_taken_back_from
     driven = collecting()
     scale(driven, 3)
     scale(driven, 2, "b")
-    assert status(driven, "server-2") is MemberStatus.LEAVING
+    assert status(driven, "server-2") is WorkerStatus.LEAVING
     assert driven.asked(StartProcess) == [] and driven.asked(Retire) == []
     driven.pass_time(0.2)
     assert driven.asked(StopProcess)
-    driven.until(lambda: status(driven, "server-2") is MemberStatus.LOST)
+    driven.until(lambda: status(driven, "server-2") is WorkerStatus.LOST)
     assert "server-2" not in {process for process, _, _ in driven.world.living()}
     assert ended_as_undisturbed(driven)
 
@@ -147,9 +148,9 @@ def test_a_leaving_server_that_is_needed_again_is_replaced_once_it_has_ended() -
     scale(driven, 1)
     old = driven.state.members.members["server-1"].incarnation
     scale(driven, 2, "b")
-    assert status(driven, "server-1") is MemberStatus.LEAVING
+    assert status(driven, "server-1") is WorkerStatus.LEAVING
     assert driven.asked(StartProcess) == []
-    driven.until(lambda: status(driven, "server-1") is MemberStatus.LOST)
+    driven.until(lambda: status(driven, "server-1") is WorkerStatus.LOST)
     driven.pass_time(0.2)
     driven.until(lambda: len(live(driven)) == 2)
     assert driven.state.members.members["server-1"].incarnation != old
@@ -181,7 +182,7 @@ def test_a_killed_server_comes_back_only_while_it_is_wanted() -> None:
     driven.lose("server-1")
     scale(driven, 1)
     driven.pass_time(0.2)
-    driven.until(lambda: status(driven, "server-1") is MemberStatus.LOST)
+    driven.until(lambda: status(driven, "server-1") is WorkerStatus.LOST)
     assert ended_as_undisturbed(driven)
     assert live(driven) == ["server-0"]
 
@@ -254,7 +255,7 @@ def test_a_master_that_died_between_the_number_and_the_departures_leaves_them_to
     driven.facts = [fact for fact in driven.facts if not isinstance(fact, ProcessRetired)]
     successor = driven.succeed(carried_out=False)
     successor.take_over()
-    successor.until(lambda: status(successor, "server-1") is MemberStatus.LOST)
+    successor.until(lambda: status(successor, "server-1") is WorkerStatus.LOST)
     assert ended_as_undisturbed(successor)
     assert live(successor) == ["server-0"]
 
@@ -284,7 +285,7 @@ def test_servers_come_and_go_while_the_ranks_recover(servers: int) -> None:
 def test_people_hear_of_a_departure_as_of_no_fault() -> None:
     driven = collecting()
     scale(driven, 1)
-    driven.until(lambda: status(driven, "server-1") is MemberStatus.LOST)
+    driven.until(lambda: status(driven, "server-1") is WorkerStatus.LOST)
     (forget,) = [effect for effect in driven.effects if isinstance(effect, Forget)]
     assert forget.fault.kind == RETIRED
     assert forget.fault.message == "server-1 (pid 1) was not needed any more and has ended"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kintsugi.control.processes import ASK_AGAIN_S
 from kintsugi.control.protocol import Replied, Tick
-from kintsugi.control.staff import ASK_AGAIN_S
-from kintsugi.supervision import ProcessStarted, StartProcess
+from kintsugi.protocol.agents import ProcessStarted, StartProcess
 from tests.unit.control.driven import Driven
 
 

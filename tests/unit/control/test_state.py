@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from kintsugi.control.phases import Phase
+from kintsugi.control.phases.table import Phase
 from kintsugi.control.state import MasterState, Tally
 from kintsugi.errors import Fault
-from kintsugi.facts import (
+from kintsugi.journal.facts import (
     BatchFormed,
     CheckpointFailed,
     CheckpointSaved,
-    EpochStarted,
     EvaluationDone,
     Fact,
     IncidentClosed,
@@ -21,6 +20,7 @@ from kintsugi.facts import (
     StageStarted,
     StepCommitted,
     StopAccepted,
+    TermStarted,
     TicketAssigned,
     TicketsIssued,
     VersionCurrent,
@@ -51,7 +51,7 @@ def fold(*facts: Fact, keep_checkpoints: int = 2) -> MasterState:
 
 
 def run_to(last: int) -> list[Fact]:
-    begun: list[Fact] = [RunStarted("job", "digest"), EpochStarted(1, "1"), StageStarted("grpo", 1)]
+    begun: list[Fact] = [RunStarted("job", "digest"), TermStarted(1, "1"), StageStarted("grpo", 1)]
     return [*begun, *(fact for step in range(1, last + 1) for fact in step_facts(step))]
 
 
@@ -65,7 +65,7 @@ def test_the_facts_of_a_run_lead_to_where_its_master_stands() -> None:
     there = driven.state
     assert (again.step, again.version, again.stage, again.outcome) == (3, 3, "grpo", "finished")
     assert again.ledger.digest() == there.ledger.digest()
-    for name in ("job", "epoch", "weights_sha256", "wall_s", "evaluations", "saved_steps"):
+    for name in ("job", "term", "weights_sha256", "wall_s", "evaluations", "saved_steps"):
         assert getattr(again, name) == getattr(there, name), name
     assert again.members.pids() == there.members.pids()
     assert {name: tally.totals() for name, tally in again.tallies.items()} == {
@@ -96,11 +96,11 @@ def test_a_rollback_forgets_a_failed_save_after_it() -> None:
     assert fold(*run_to(3), CheckpointFailed(3, fault), RolledBack(2, "resumed")).failed_save_step != 3
 
 
-def test_a_new_epoch_opens_a_run_that_had_ended_and_no_version_is_current_in_it() -> None:
+def test_a_new_term_opens_a_run_that_had_ended_and_no_version_is_current_in_it() -> None:
     state = fold(
-        *run_to(1), RunEnded("stopped", None, "sha", 5.0), EpochStarted(2, "2"), RolledBack(1, "resumed")
+        *run_to(1), RunEnded("stopped", None, "sha", 5.0), TermStarted(2, "2"), RolledBack(1, "resumed")
     )
-    assert (state.outcome, state.epoch, state.version, state.step) == (None, 2, -1, 1)
+    assert (state.outcome, state.term, state.version, state.step) == (None, 2, -1, 1)
     state.apply(RunEnded("finished", None, "sha", 7.0))
     assert state.wall_s == 12.0
 
@@ -110,9 +110,9 @@ FAULT = Fault("a", "ProcessDied", "model-0", "it died", 0.0)
 
 def test_a_master_that_adopts_a_run_still_knows_that_it_is_to_stop_and_what_is_being_mended() -> None:
     before = (*run_to(1), StopAccepted("SIGTERM"), IncidentOpened(3, 1, "training", FAULT))
-    adopted = fold(*before, EpochStarted(2, "2", adopting=True))
+    adopted = fold(*before, TermStarted(2, "2", adopting=True))
     assert (adopted.stop_reason, adopted.open_incident, adopted.version) == ("SIGTERM", 3, -1)
-    resumed = fold(*before, EpochStarted(2, "2"))
+    resumed = fold(*before, TermStarted(2, "2"))
     assert (resumed.stop_reason, resumed.open_incident) == (None, 0)
 
 
@@ -184,7 +184,7 @@ def test_a_stage_that_is_undone_from_its_first_step_has_another_first_step_next_
 def test_a_run_that_failed_is_known_with_its_fault_and_one_that_did_not_has_none() -> None:
     failed = fold(*run_to(1), RunEnded("failed", FAULT, "", 1.0))
     assert (failed.outcome, failed.faults) == ("failed", (FAULT,))
-    failed.apply(EpochStarted(2, "2"))
+    failed.apply(TermStarted(2, "2"))
     failed.apply(RunEnded("finished", None, "sha", 1.0))
     assert (failed.outcome, failed.faults, failed.weights_sha256) == ("finished", (), "sha")
 

@@ -3,22 +3,26 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kintsugi.config import AlgorithmSection, WarmupSection
-from kintsugi.control.phases import Phase
+from kintsugi.config.schema import AlgorithmSection, WarmupSection
+from kintsugi.control.phases.table import Phase
 from kintsugi.control.state import Tally
 from kintsugi.control.summary import OTHER_REASONS, REASONS_SHOWN, stage_seconds, summarize_run
 from kintsugi.errors import Fault
-from kintsugi.facts import (
+from kintsugi.journal.facts import (
     FilterReason,
+    ProcessLost,
+    ProcessRequested,
     SampleQuarantined,
     SamplesScored,
     TicketAssigned,
     TicketFiltered,
     TicketsIssued,
 )
-from kintsugi.incidents import report_of
-from kintsugi.summaries import IncidentLine, Summary
-from kintsugi.types import Ticket, sample_key
+from kintsugi.protocol.membership import Heartbeat
+from kintsugi.run_folder.incidents import report_of
+from kintsugi.run_folder.summary import IncidentLine, Summary
+from kintsugi.runtime.peak_memory import PARAMETERS, PEAK_ALLOCATED, PEAK_RSS, PEAK_UPDATE
+from kintsugi.types import Progress, Role, Ticket, sample_key
 from tests.unit.control.driven import CONFIG, Driven, scored
 
 
@@ -181,3 +185,29 @@ def test_samples_that_were_not_trained_are_counted_by_their_reasons() -> None:
     assert isinstance(quarantined, dict) and sum(quarantined.values()) == reasons
     assert len(quarantined) == REASONS_SHOWN + 1 and quarantined[OTHER_REASONS] == 5
     assert not any("\n" in reason for reason in quarantined)
+
+
+def test_peaks_of_memory_are_the_largest_of_all_incarnations_and_a_ranks_also_per_parameter() -> None:
+    driven = Driven(CONFIG)
+    members, rank = driven.state.members, "model-7"
+    fault = Fault("a", "ProcessDied", rank, "it died", 0.0)
+    for name, role in ((rank, Role.MODEL), ("rollout-7", Role.ROLLOUT)):
+        members.apply(ProcessRequested(name, role, "host-0", "1"))
+    for allocated, update in ((40e9, 18e9), (30e9, 17e9)):
+        peaks = {PEAK_RSS: 5e9, PEAK_ALLOCATED: allocated, PEAK_UPDATE: update, PARAMETERS: 1e9}
+        members.on_heartbeat(rank, Heartbeat(Progress({}), 0.0, gauges=peaks), now=1.0)
+        members.apply(ProcessLost(rank, members.members[rank].incarnation, fault))
+        members.apply(ProcessRequested(rank, Role.MODEL, "host-0", "2"))
+    members.on_heartbeat("rollout-7", Heartbeat(Progress({}), 0.0, gauges={PEAK_RSS: 7e7}), now=1.0)
+    memory = summary_of(driven)["memory"]
+    assert memory == {
+        rank: {
+            "host_bytes": 5_000_000_000,
+            "device_allocated_bytes": 40_000_000_000,
+            "device_update_bytes": 18_000_000_000,
+            "bytes_per_parameter": 40.0,
+            "update_bytes_per_parameter": 18.0,
+        },
+        "rollout-7": {"host_bytes": 70_000_000},
+    }
+    assert msgspec.convert({**summary_of(driven), "outcome": "stopped"}, Summary).memory == memory

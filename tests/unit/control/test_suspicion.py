@@ -5,11 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kintsugi.control.phases import Phase
+from kintsugi.control.phases.table import Phase
 from kintsugi.control.protocol import Exited, Raise, Suspected
-from kintsugi.facts import CauseDiagnosed, ProcessLost
-from kintsugi.recovery.detection import SuspicionKind
-from kintsugi.supervision import Inspect, Inspected, StopProcess, Verdict
+from kintsugi.journal.facts import CauseDiagnosed, ProcessLost
+from kintsugi.protocol.agents import DiagnosisVerdict, Inspect, Inspected, StopProcess
+from kintsugi.recovery.liveness import SuspicionKind
+from kintsugi.telemetry.events import ProcessBusy, SlowProcess
 from tests.unit.control.driven import Driven
 from tests.unit.control.outcomes import begun, outcome, undisturbed
 
@@ -28,12 +29,17 @@ def suspicion(driven: Driven, process: str, kind: SuspicionKind, lasting_s: floa
     return Suspected(process, incarnation, "it does not move", kind, lasting_s)
 
 
-def look(driven: Driven, process: str, *looks: Inspected, kind: SuspicionKind, lasting_s: float) -> None:
-    """Suspect a process once for each of these looks."""
+def look(
+    driven: Driven, process: str, *looks: Inspected, kind: SuspicionKind, lasting_s: float
+) -> list[Raise]:
+    """Suspect a process once for each of these looks; what the operator is told."""
+    raised = []
     for inspected in looks:
         driven.feed(suspicion(driven, process, kind, lasting_s))
         (inspect,) = driven.asked(Inspect)
-        driven.answer(inspect, inspected)
+        decision = driven.answer(inspect, inspected)
+        raised += [effect for effect in decision.effects if isinstance(effect, Raise)]
+    return raised
 
 
 def losses(driven: Driven) -> list[tuple[str, str]]:
@@ -59,15 +65,16 @@ def test_a_process_that_its_agent_saw_stopped_is_ended_at_once_and_replaced(
     ("looks", "kind", "fault"),
     [
         ((Inspected("T"),), SuspicionKind.SILENT, "Stopped"),
+        ((Inspected("S", 1.0, frozen=True),), SuspicionKind.SILENT, "Stopped"),
         ((Inspected("S", 1.0), Inspected("S", 1.0)), SuspicionKind.SILENT, "Hung"),
-        ((Inspected("S", 1.0), Inspected("R", 2.0)), SuspicionKind.SILENT, "Unreachable"),
+        ((Inspected("S", 1.0), Inspected("R", 2.0, recorded=5.0)), SuspicionKind.SILENT, "Unreachable"),
         ((Inspected("S", 1.0), Inspected("S", 1.0)), SuspicionKind.STUCK, "Hung"),
     ],
 )
 def test_a_suspicion_that_a_look_confirms_costs_the_process(
     driven: Driven, looks: tuple[Inspected, ...], kind: SuspicionKind, fault: str
 ) -> None:
-    look(driven, "model-1", *looks, kind=kind, lasting_s=20.0)
+    look(driven, "model-1", *looks, kind=kind, lasting_s=70.0)
     assert len(driven.asked(StopProcess)) == 1
     driven.until(Phase.ENDED)
     assert losses(driven) == [("model-1", fault)]
@@ -80,14 +87,37 @@ def test_a_suspicion_that_a_look_confirms_costs_the_process(
         ((Inspected("S", 1.0), Inspected("S", 1.0)), SuspicionKind.SILENT, 0.5),
         ((Inspected("S", 1.0),), SuspicionKind.SILENT, 20.0),
         ((Inspected("R", 1.0), Inspected("R", 2.0)), SuspicionKind.STUCK, 100.0),
+        ((Inspected("S", 1.0), Inspected("S", 1.0)), SuspicionKind.SILENT, 40.0),
+        ((Inspected("R", 1.0), Inspected("R", 2.0)), SuspicionKind.SILENT, 100.0),
     ],
-    ids=["heard again", "only one look", "it computes"],
+    ids=["heard again", "only one look", "it computes", "a call sleeps", "a call computes"],
 )
 def test_a_suspicion_that_a_look_does_not_confirm_costs_nothing(
     driven: Driven, looks: tuple[Inspected, ...], kind: SuspicionKind, lasting_s: float
 ) -> None:
     look(driven, "model-1", *looks, kind=kind, lasting_s=lasting_s)
     assert driven.asked(StopProcess) == [] and driven.master.phase is Phase.TRAINING
+    driven.until(Phase.ENDED)
+    assert losses(driven) == []
+
+
+@pytest.mark.parametrize("cpu_s", [1.0, 2.0], ids=["sleeps", "computes"])
+def test_a_process_that_one_call_keeps_is_an_alert_once(driven: Driven, cpu_s: float) -> None:
+    raised = [
+        each
+        for number, lasting_s in enumerate((2.0, 6.0, 9.0, 12.0, 20.0, 40.0))
+        for each in look(
+            driven,
+            "model-1",
+            Inspected("S", 1.0 + number * (cpu_s - 1.0)),
+            kind=SuspicionKind.SILENT,
+            lasting_s=lasting_s,
+        )
+    ]
+    (alert,) = raised
+    assert isinstance(alert.event, ProcessBusy)
+    assert (alert.event.of, alert.event.computes) == ("model-1", cpu_s > 1.0)
+    assert alert.values == {"silent_s": 12.0}
     driven.until(Phase.ENDED)
     assert losses(driven) == []
 
@@ -137,6 +167,7 @@ def test_a_slow_process_is_an_alert_and_nothing_else(driven: Driven) -> None:
     decision = driven.feed(suspicion(driven, "server-0", SuspicionKind.SLOW, 5.0))
     (alert,) = decision.effects
     assert isinstance(alert, Raise) and "server-0 is slow" in alert.message
+    assert isinstance(alert.event, SlowProcess) and alert.event.of == "server-0"
 
 
 def test_a_condemned_process_whose_exit_is_not_reported_is_lost_when_it_is_said_to_have_ended(
@@ -165,7 +196,9 @@ def test_a_process_that_stands_stopped_before_it_has_registered_is_ended(driven:
 
 def diagnosed(driven: Driven, process: str, *, replace: bool) -> Suspected:
     incarnation = driven.state.members.members[process].incarnation
-    verdict = Verdict(process, incarnation, "cpu", 5.0, 0.9, f"{process}: is starved", (process,), replace)
+    verdict = DiagnosisVerdict(
+        process, incarnation, "cpu", 5.0, 0.9, f"{process}: is starved", (process,), replace
+    )
     return Suspected(process, incarnation, verdict.summary, SuspicionKind.DIAGNOSED, verdict=verdict)
 
 

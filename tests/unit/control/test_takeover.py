@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kintsugi.config import CheckpointSection, ClusterSection
-from kintsugi.control.phases import Phase
+from kintsugi.config.schema import CheckpointSection, ClusterSection
+from kintsugi.control.phases.table import Phase
 from kintsugi.control.protocol import Admit, Finish, ShareBook, StopRequested, Tell
-from kintsugi.facts import EpochStarted, IncidentClosed, IncidentOpened, StopAccepted, StrategyChosen
-from kintsugi.messages import Drop
-from kintsugi.operations import PreLock
-from kintsugi.recovery.processor import Flow
-from kintsugi.supervision import StartProcess, StopProcess
+from kintsugi.journal.facts import IncidentClosed, IncidentOpened, StopAccepted, StrategyChosen, TermStarted
+from kintsugi.protocol.agents import StartProcess, StopProcess
+from kintsugi.protocol.recovery import PreLock
+from kintsugi.protocol.rollout import Drop
+from kintsugi.recovery.rank import Flow
 from tests.unit.control.driven import CONFIG, Driven
 from tests.unit.control.outcomes import TWO_STAGES, begun, outcome, undisturbed
 
@@ -117,7 +117,7 @@ def test_a_new_master_admits_and_greets_everybody_of_its_journal_before_anybody_
     assert admitted[: len(known)] == known and len(known) == 8
     assert any(isinstance(effect, ShareBook) for effect in successor.effects)
     assert successor.asked(StartProcess) == []
-    assert [fact.adopting for fact in successor.facts if isinstance(fact, EpochStarted)] == [False, True]
+    assert [fact.adopting for fact in successor.facts if isinstance(fact, TermStarted)] == [False, True]
 
 
 def test_a_take_over_is_an_incident_that_is_over_with_the_next_step() -> None:
@@ -130,11 +130,12 @@ def test_a_take_over_is_an_incident_that_is_over_with_the_next_step() -> None:
     assert (opened.fault.process, closed.processes, closed.step) == ("master-0", ("master-0",), 1)
 
 
-@pytest.mark.parametrize("carried_out", [True, False], ids=["done", "never heard"])
-def test_a_stop_that_was_accepted_is_obeyed_by_the_next_master(carried_out: bool) -> None:
+@pytest.mark.parametrize(("carried_out", "step"), [(True, 0), (False, 1)], ids=["done", "never heard"])
+def test_a_stop_that_was_accepted_is_obeyed_by_the_next_master(carried_out: bool, step: int) -> None:
+    """After the step that the ranks are in, which counts; a step that no rank has begun is not trained."""
     never = msgspec.structs.replace(TWO_STAGES.checkpoint, every=0)
     driven = begun(msgspec.structs.replace(TWO_STAGES, checkpoint=never))
-    driven.until(lambda: driven.state.step == 1 and driven.master.phase is Phase.TRAINING)
+    driven.until(lambda: driven.state.step == step and driven.master.phase is Phase.TRAINING)
     driven.feed(StopRequested("SIGTERM"))
     successor = driven.succeed(carried_out=carried_out)
     finish(successor)

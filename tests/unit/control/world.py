@@ -10,34 +10,31 @@ import hashlib
 from collections.abc import Callable
 
 from kintsugi.errors import GroupBroken, RefusedError
-from kintsugi.messages import (
-    Body,
+from kintsugi.protocol.agents import Inspect, Inspected, ProcessStarted, StartProcess, StopProcess
+from kintsugi.protocol.generation import Retire
+from kintsugi.protocol.membership import Ok
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.recovery import AskStanding, RebuildGroup
+from kintsugi.protocol.rollout import EpisodesDone, RunEpisodes
+from kintsugi.protocol.training import (
     CallDone,
     CommitStep,
-    EpisodesDone,
     EvaluatePairs,
     HashWeights,
-    LoadWeights,
-    Ok,
     PairsEvaluated,
-    Publish,
-    Published,
-    Retire,
     RunCall,
-    RunEpisodes,
     Save,
     Saved,
     StartStage,
     WeightsHashed,
-    WeightsLoaded,
 )
-from kintsugi.operations import RebuildGroup
-from kintsugi.recovery.adapters import ReplayAdapter, Snapshot, Snapshots
-from kintsugi.recovery.processor import Flow, Operation, Processor
-from kintsugi.supervision import Inspect, Inspected, ProcessStarted, StartProcess, StopProcess
+from kintsugi.protocol.weights import LoadWeights, Publish, Published, WeightsLoaded
+from kintsugi.recovery.rank import Flow, Operation, Processor
+from kintsugi.recovery.step_calls import StepCalls
+from kintsugi.simulation.replay_adapter import ReplayAdapter, ReplaySnapshot, Snapshots
 from kintsugi.types import (
     ChildReport,
-    Finish,
+    FinishReason,
     Role,
     SampleMeta,
     StreamSource,
@@ -66,7 +63,9 @@ def scored(
     for index in range(ticket.num_samples):
         reward, key = rewards(ticket, index), sample_key(ticket.id, index)
         metas.append(
-            SampleMeta(key, ticket.id, 8, 4, reward, {"exact": reward}, Finish.EOS, version, holder, key)
+            SampleMeta(
+                key, ticket.id, 8, 4, reward, {"exact": reward}, FinishReason.EOS, version, holder, key
+            )
         )
     return EpisodesDone(ticket.id, tuple(metas))
 
@@ -80,7 +79,9 @@ class Rank:
         self.adapter = ReplayAdapter(name, snapshots, flow=world.flow, fetch=self._fetch, probe=self._probe)
         self._processor = Processor(self.adapter)
         self._group: dict[str, Rank] = {}
-        self._done: dict[tuple[int, str], CallDone] = {}
+        self._calls = StepCalls()
+        self.num_calls = 0
+        """Calls that were run, not counting answers from the record."""
         self.operations: list[Operation] = []
         """That were carried out, in their order."""
 
@@ -90,7 +91,7 @@ class Rank:
                 return self._run(body)
             case CommitStep(step=step):
                 self.adapter.commit(step)
-                self._done = {}
+                self._calls.forget()
                 return Ok()
             case StartStage(stage=stage):
                 self.adapter.start_stage(stage)
@@ -109,26 +110,43 @@ class Rank:
                 )
             case HashWeights():
                 return WeightsHashed(self._weights(self.adapter.committed.step))
+            case AskStanding():
+                return self._calls.standing(
+                    self.adapter.standing(),
+                    group=self.adapter.generation,
+                    ranks=tuple(self._group) if self.adapter.generation else (),
+                    is_normal=self._processor.is_normal,
+                    is_between_calls=self.adapter.is_between_calls,
+                    queued=(),
+                )
             case _:
                 assert isinstance(body, Operation), body
                 ready = self._processor.carry_out(body)
-                self._done = {}
+                self._calls.forget()
                 self.operations.append(body)
                 return ready
 
     def _run(self, call: RunCall) -> CallDone:
         standing = self.adapter.standing()
-        if (call.step, call.call) in self._done:
-            return self._done[call.step, call.call]
+        known = self._calls.answer_to(call)
+        if known is not None:
+            return known
         self._processor.admit(call.step, goes_on=self.adapter.is_between_calls)
         if call.generation != self.adapter.generation or call.stage != standing.stage:
             raise RefusedError(f"expected {self.adapter.generation} {standing.stage}, got {call.generation}")
+        self._calls.begin(call)
+        try:
+            return self._train(call)
+        finally:
+            self._calls.fail()
+
+    def _train(self, call: RunCall) -> CallDone:
         self._check_group()
         for shard in call.shards:
             for item in shard.items:
                 if item.key not in self._world.kept.get(item.holder, ()):
                     raise GroupBroken(f"{item.holder} has no {item.key}")
-        before = tuple(name for _, name in self._done)
+        before = self._calls.names
         assert before == call.after, f"{call.call} was sent after {call.after}, done is {before}"
         digest, keys = "", [item.key for shard in call.shards for item in shard.items]
         if call.interface.endswith("_train"):
@@ -140,7 +158,8 @@ class Rank:
             outputs["reference_kl"] = {key: float(len(key) + ord(key[-1])) for key in keys}
         name = "loss" if call.call == "actor_train" else f"{call.call}_loss"
         done = CallDone(call.step, digest, {name: 0.5}, {"forward": 0.1}, outputs)
-        self._done[call.step, call.call] = done
+        self._calls.end(call, done)
+        self.num_calls += 1
         return done
 
     def _check_group(self) -> None:
@@ -160,7 +179,7 @@ class Rank:
             raise RefusedError(f"stands at step {committed.step}, not at {step}")
         return hashlib.sha256(repr(committed.vector).encode()).hexdigest()[:12]
 
-    def _fetch(self, source: str, step: int) -> Snapshot:
+    def _fetch(self, source: str, step: int) -> ReplaySnapshot:
         """A checkpoint by its path, a replica by its name; nobody else keeps anything here."""
         if source in self._world.checkpoints:
             return self._world.checkpoints[source]
@@ -187,7 +206,7 @@ class World:
         self.ranks: dict[str, Rank] = {}
         self.snapshots: dict[str, Snapshots] = {}
         """Host → what its agent holds."""
-        self.checkpoints: dict[str, Snapshot] = {}
+        self.checkpoints: dict[str, ReplaySnapshot] = {}
         self.kept: dict[str, set[str]] = {}
         """Rollout worker → keys of the samples that it keeps."""
         self.batches: dict[tuple[int, int, str], set[str]] = {}

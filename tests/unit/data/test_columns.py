@@ -2,23 +2,23 @@ from typing import Any
 
 import pytest
 
-from kintsugi.config import AlgorithmSection, Config, SourceSection, WarmupSection
-from kintsugi.data.columns import Needs, Unusable, needs_of, row_of
+from kintsugi.config.schema import AlgorithmSection, Config, SourceSection, WarmupSection
+from kintsugi.data.columns import RequiredColumns, UnusableRow, needs_of, row_of
 
 USER, ASSISTANT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
 WRONG = {"role": "assistant", "content": "3"}
-SFT, PAIR = Needs(completion=True), Needs(pair=True)
+SFT, PAIR = RequiredColumns(completion=True), RequiredColumns(pair=True)
 
 
 def test_the_stages_say_what_a_row_must_have() -> None:
     warmed_up = Config(name="t", algorithm=AlgorithmSection(name="dpo"), warmup=WarmupSection())
-    assert needs_of(Config(name="t")) == Needs()
-    assert needs_of(warmed_up) == Needs(completion=True, pair=True)
+    assert needs_of(Config(name="t")) == RequiredColumns()
+    assert needs_of(warmed_up) == RequiredColumns(completion=True, pair=True)
 
 
 def test_a_conversation_is_a_prompt_of_several_turns() -> None:
     earlier = [{"role": "system", "content": "Be brief."}, USER, ASSISTANT, USER]
-    row = row_of({"turns": earlier}, SourceSection(prompt_column="turns"), needs=Needs())
+    row = row_of({"turns": earlier}, SourceSection(prompt_column="turns"), needs=RequiredColumns())
     assert list(row.messages) == earlier
     assert row.prompt == "system: Be brief.\nuser: 1+1?\nassistant: 2\nuser: 1+1?"
 
@@ -46,13 +46,17 @@ def test_a_pair_is_given_as_text_or_as_conversations_with_or_without_a_prompt(re
 @pytest.mark.parametrize(
     ("record", "needs", "reason"),
     [
-        ({"prompt": ""}, Needs(), "at least one token"),
-        ({"prompt": None}, Needs(), "expected text in column 'prompt', columns there: prompt"),
-        ({"prompt": ["1+1?"]}, Needs(), "`role` and `content` of turn 1 in column 'prompt', got '1\\+1\\?'"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, Needs(), "turn 1"),
-        ({"prompt": [ASSISTANT]}, Needs(), "a turn to answer"),
-        ({"prompt": []}, Needs(), "a turn to answer"),
-        ({"prompt": "a", "prompts": 1}, Needs(), "column 'prompts' has the name of an argument"),
+        ({"prompt": ""}, RequiredColumns(), "at least one token"),
+        ({"prompt": None}, RequiredColumns(), "expected text in column 'prompt', columns there: prompt"),
+        (
+            {"prompt": ["1+1?"]},
+            RequiredColumns(),
+            "`role` and `content` of turn 1 in column 'prompt', got '1\\+1\\?'",
+        ),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, RequiredColumns(), "turn 1"),
+        ({"prompt": [ASSISTANT]}, RequiredColumns(), "a turn to answer"),
+        ({"prompt": []}, RequiredColumns(), "a turn to answer"),
+        ({"prompt": "a", "prompts": 1}, RequiredColumns(), "column 'prompts' has the name of an argument"),
         ({"prompt": "a"}, SFT, "`data.completion_column`"),
         ({"prompt": "a", "chosen": "b"}, PAIR, "expected text in column 'rejected', got nothing"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, PAIR, "two different answers"),
@@ -64,6 +68,8 @@ def test_a_pair_is_given_as_text_or_as_conversations_with_or_without_a_prompt(re
         ),
     ],
 )
-def test_a_record_that_is_no_row_says_why(record: dict[str, Any], needs: Needs, reason: str) -> None:
-    with pytest.raises(Unusable, match=reason):
+def test_a_record_that_is_no_row_says_why(
+    record: dict[str, Any], needs: RequiredColumns, reason: str
+) -> None:
+    with pytest.raises(UnusableRow, match=reason):
         row_of(record, SourceSection(), needs=needs)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kintsugi.config import Config, DataSection
-from kintsugi.data import lines
-from kintsugi.data.source import DataSet, open_data, pin_data
+from kintsugi.config.schema import Config, DataSection
+from kintsugi.data import jsonl_rows
+from kintsugi.data.dataset import DataSet, open_data, pin_data
 from kintsugi.errors import DataError
 
 ROWS = [{"prompt": f"p{number}", "n": number} for number in range(4)]
@@ -255,7 +255,7 @@ class TestCache:
 class TestIndex:
     @pytest.fixture(autouse=True)
     def keep_every_index(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(lines, "_WORTH_KEEPING", 0)
+        monkeypatch.setattr(jsonl_rows, "_WORTH_KEEPING", 0)
 
     def index(self, tmp_path: Path) -> Path:
         (path,) = (tmp_path / "cache" / "index").glob("*")
@@ -264,7 +264,7 @@ class TestIndex:
     def test_a_large_file_is_looked_at_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "a.jsonl").write_text(as_lines(ROWS))
         opened(tmp_path / "a.jsonl", tmp_path)
-        monkeypatch.setattr(lines, "_look", None)
+        monkeypatch.setattr(jsonl_rows, "_look", None)
         assert prompts(opened(tmp_path / "a.jsonl", tmp_path)) == ["p0", "p1", "p2", "p3"]
 
     def test_other_content_or_other_columns_are_looked_at_again(self, tmp_path: Path) -> None:

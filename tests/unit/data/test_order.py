@@ -1,7 +1,7 @@
 import pytest
 
 from kintsugi.data import order as order_module
-from kintsugi.data.order import Mixing, Order, scattered
+from kintsugi.data.order import RowOrder, SourceMixing, scattered
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 64, 1000])
@@ -14,7 +14,7 @@ def test_rows_are_scattered_without_a_table_each_to_its_own_place(num_rows: int)
 
 def test_many_rows_have_another_order_in_every_epoch_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(order_module, "_LARGEST_TABLE", 10)
-    order = Order(num_rows=50, seed=3, stage="grpo", shuffle=True)
+    order = RowOrder(num_rows=50, seed=3, stage="grpo", shuffle=True)
     first, second = ([order.index(epoch=epoch, position=at) for at in range(50)] for epoch in range(2))
     assert sorted(first) == sorted(second) == list(range(50))
     assert first != second
@@ -24,7 +24,7 @@ def test_many_rows_have_another_order_in_every_epoch_too(monkeypatch: pytest.Mon
     "weights", [[1.0], [1.0, 1.0], [0.7, 0.3], [5.0, 1.0, 0.5], [0.001, 1.0], [0.1, 0.333]]
 )
 def test_at_every_moment_no_source_is_more_than_one_row_from_its_share(weights: list[float]) -> None:
-    mixing, met = Mixing(weights), [0] * len(weights)
+    mixing, met = SourceMixing(weights), [0] * len(weights)
     for number in range(2000):
         source, before = mixing.place(number)
         assert before == met[source]
@@ -35,7 +35,7 @@ def test_at_every_moment_no_source_is_more_than_one_row_from_its_share(weights: 
 
 
 def test_an_epoch_meets_every_row_of_every_source() -> None:
-    mixing, lengths = Mixing([3.0, 1.0]), [7, 5]
+    mixing, lengths = SourceMixing([3.0, 1.0]), [7, 5]
     places = [mixing.place(number) for number in range(mixing.epoch_length(lengths))]
     for source, length in enumerate(lengths):
         assert {before % length for each, before in places if each == source} == set(range(length))

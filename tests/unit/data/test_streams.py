@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.config import Config, DataSection, MixedSource
+from kintsugi.config.schema import Config, DataSection, MixedSource
 from kintsugi.data import streams
-from kintsugi.data.source import DataSet, open_data, pin_data
+from kintsugi.data.dataset import DataSet, open_data, pin_data
 from kintsugi.data.streams import RowNotYet, Spool
 from kintsugi.errors import DataError, UserError
 

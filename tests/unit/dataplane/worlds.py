@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hypothesis import strategies as st
 
-from kintsugi.buffer.packing import logical_shards
+from kintsugi.samples.sharding import logical_shards
 from kintsugi.types import LogicalShard, ShardItem
 
 RANKS = ("model-0", "model-1", "model-2", "model-3")

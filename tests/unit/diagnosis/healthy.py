@@ -6,11 +6,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kintsugi.diagnosis.evidence import MASTER, Bundle
-from kintsugi.diagnosis.reading import take_event
-from kintsugi.errors import Fault
-from kintsugi.observe.events import FaultSeen, ProcessBegan, ProcessGone, Span, Transition
-from kintsugi.observe.figures import Beat, HostSample, LinkSample, ProcessSample
+from kintsugi.diagnosis.evidence import MASTER, EvidenceBundle
+from kintsugi.diagnosis.reader import take_event
+from kintsugi.errors import Fault, FaultDetail
+from kintsugi.telemetry.events import FaultSeen, ProcessBegan, ProcessGone, Span, Transition
+from kintsugi.telemetry.readings import HeartbeatReading, HostReading, LinkReading, ProcessReading
 from kintsugi.types import Wait
 
 START = 1_700_000_000.0
@@ -36,7 +36,7 @@ Change = Callable[[float, dict[str, float]], None]
 class HealthyRun:
     """`run = HealthyRun(); run.play(40)`; `change` hooks are called for each second that is played."""
 
-    bundle: Bundle = field(default_factory=lambda: Bundle(run="runs/fake"))
+    bundle: EvidenceBundle = field(default_factory=lambda: EvidenceBundle(run="runs/fake"))
     changes: dict[object, Change] = field(default_factory=dict)
     waits: dict[str, tuple[str, str, float]] = field(default_factory=dict)
     """Process → whom it waits for, for what, since when (seconds since the start)."""
@@ -73,14 +73,14 @@ class HealthyRun:
         for host, processes in HOSTS.items():
             agent = processes[0]
             if agent not in self.silent:
-                self._take(agent, HostSample(host, self._host(host)))
+                self._take(agent, HostReading(host, self._host(host)))
                 for process in processes:
                     values = self._process(process)
                     state = self.states.get(process, "S")
-                    self._take(agent, ProcessSample(process, self.pids[process], state, values))
+                    self._take(agent, ProcessReading(process, self.pids[process], state, values))
                 for of, peer in LINKS:
                     if of in processes:
-                        self._take(agent, LinkSample(of, peer, 4000, "ESTABLISHED", self._link(of, peer)))
+                        self._take(agent, LinkReading(of, peer, 4000, "ESTABLISHED", self._link(of, peer)))
         for process in PROCESSES:
             if process not in self.silent:
                 self._beat(process)
@@ -97,7 +97,7 @@ class HealthyRun:
         busy = {"idle_s": 0.5 * self.now, "alive_s": self.now}
         for ago_s in (0.5, 0.0):
             time = self.time - ago_s
-            self.bundle.take(time, time, process, Beat("1", counters, 0.0, (wait,), busy))
+            self.bundle.take(time, time, process, HeartbeatReading("1", counters, 0.0, (wait,), busy))
 
     def _take_a_step(self) -> None:
         at = 1.0
@@ -171,8 +171,15 @@ class HealthyRun:
         self.say(process, ProcessBegan(process.rsplit("-", 1)[0], "2", self.pids[process]), ago_s=-0.2)
 
     def fault(
-        self, kind: str, process: str, message: str, *, by: str = MASTER, cause: Fault | None = None
+        self,
+        kind: str,
+        process: str,
+        message: str,
+        *,
+        by: str = MASTER,
+        cause: Fault | None = None,
+        detail: FaultDetail | None = None,
     ) -> Fault:
-        fault = Fault(f"{kind}.{process}.{self.now}", kind, process, message, self.time, cause)
+        fault = Fault(f"{kind}.{process}.{self.now}", kind, process, message, self.time, cause, detail)
         self.say(by, FaultSeen(fault))
         return fault

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kintsugi.diagnosis.diagnosing import look
+from kintsugi.diagnosis.diagnose import look
 from kintsugi.diagnosis.verdict import Diagnosis
 from tests.unit.diagnosis.healthy import HealthyRun
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kintsugi.diagnosis.bottleneck import Bottleneck, bottleneck_of, tell
-from kintsugi.diagnosis.evidence import MASTER, Bundle
-from kintsugi.diagnosis.stations import Stations
+from kintsugi.diagnosis.activity import ActivityTable
+from kintsugi.diagnosis.bottleneck import Bottleneck, bottleneck_of, format_bottleneck
+from kintsugi.diagnosis.evidence import MASTER, EvidenceBundle
 from kintsugi.errors import UserError
-from kintsugi.observe.events import ProcessBegan, Transition
+from kintsugi.telemetry.events import ProcessBegan, Transition
 from tests.unit.diagnosis.healthy import START, HealthyRun
 
 SERVERS, RANKS = ("server-0", "server-1"), ("model-0", "model-1")
@@ -24,8 +24,8 @@ def in_phases(run: HealthyRun, *phases: tuple[str, int]) -> HealthyRun:
     return run
 
 
-def generating(begin: float, end: float) -> Stations:
-    return Stations(generating={server: [(START + begin, START + end)] for server in SERVERS})
+def generating(begin: float, end: float) -> ActivityTable:
+    return ActivityTable(generating={server: [(START + begin, START + end)] for server in SERVERS})
 
 
 def share(report: Bottleneck, kind: str, where: str) -> float:
@@ -36,7 +36,7 @@ def test_the_shares_of_all_kinds_are_all_of_the_time() -> None:
     report = bottleneck_of(HealthyRun().play(20).bundle)
     assert sum(report.shares.values()) == pytest.approx(1.0, abs=0.001)
     assert report.seconds == pytest.approx(20.0)
-    assert report.dominant in tell(report)
+    assert report.dominant in format_bottleneck(report)
 
 
 def test_processes_that_wait_for_a_processor_while_they_work_make_it_the_system() -> None:
@@ -45,7 +45,7 @@ def test_processes_that_wait_for_a_processor_while_they_work_make_it_the_system(
         run.changes[process] = lambda _, rates: rates.update(cpu_s=0.15, run_delay_s=0.8)
     report = bottleneck_of(in_phases(run, ("collecting", 10), ("training", 10)).bundle, generating(0, 10))
     assert report.dominant == "system"
-    assert "More processors" in report.suggestion
+    assert "More CPUs" in report.suggestion
     assert share(report, "system", "sampling") == pytest.approx(0.4, abs=0.03)
 
 
@@ -73,7 +73,7 @@ def test_a_phase_shorter_than_a_look_is_taken_for_the_time_in_which_they_waited(
         run.changes[process] = lambda _, rates: rates.update(cpu_s=0.15, run_delay_s=0.15)
     run.play(20)
     spans = [(START + second, START + second + 0.3) for second in range(20)]
-    report = bottleneck_of(run.bundle, Stations(generating={"server-0": spans, "server-1": spans}))
+    report = bottleneck_of(run.bundle, ActivityTable(generating={"server-0": spans, "server-1": spans}))
     assert share(report, "system", "sampling") == pytest.approx(0.15, abs=0.01)
     assert share(report, "compute", "sampling") == pytest.approx(0.15, abs=0.01)
 
@@ -112,8 +112,8 @@ def test_the_part_of_a_phase_counts_that_lies_after_the_beginning_of_what_is_loo
 
 def test_servers_that_generate_beside_training_are_told_of() -> None:
     run = in_phases(HealthyRun(), ("collecting", 2), ("training", 20))
-    assert "servers generate beside 50% of it" in bottleneck_of(run.bundle, generating(0, 12)).figure
-    assert "beside" not in tell(bottleneck_of(run.bundle, generating(0, 2)))
+    assert "servers generate during 50% of it" in bottleneck_of(run.bundle, generating(0, 12)).figure
+    assert "beside" not in format_bottleneck(bottleneck_of(run.bundle, generating(0, 2)))
 
 
 def test_the_use_of_accelerators_and_their_memory_are_those_of_the_phase() -> None:
@@ -151,4 +151,4 @@ def test_without_spans_collecting_is_sampling_and_that_is_said() -> None:
 
 def test_of_a_run_that_recorded_nothing_nothing_is_said() -> None:
     with pytest.raises(UserError, match="no phase of its work"):
-        bottleneck_of(Bundle(run="runs/empty"))
+        bottleneck_of(EvidenceBundle(run="runs/empty"))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from kintsugi.diagnosis.diagnosing import look
-from kintsugi.diagnosis.evidence import Bundle
-from kintsugi.diagnosis.ranking import ADVICE, EXPLAINS_AT_HOME, replaceable
+from kintsugi.diagnosis.diagnose import look
+from kintsugi.diagnosis.evidence import EvidenceBundle
+from kintsugi.diagnosis.ranking import ADVICE, EXPLAINS_LOCALLY, replaceable
 from kintsugi.diagnosis.verdict import FaultKind
-from kintsugi.observe.events import Alert
+from kintsugi.telemetry.events import SlowProcess
 from tests.unit.diagnosis.healthy import HealthyRun
 from tests.unit.diagnosis.looking import diagnosis_of, named
-from tests.unit.diagnosis.test_rules import starve, throttle
+from tests.unit.diagnosis.test_thresholds import starve, throttle
 
 
 def test_a_run_that_recorded_nothing_is_not_said_to_warm_up() -> None:
-    assert look(Bundle(), at=1.0).abstained == "nothing was recorded of its processes"
+    assert look(EvidenceBundle(), at=1.0).abstained == "nothing was recorded of its processes"
 
 
 def test_a_run_that_stands_still_is_not_said_to_be_well_though_nobody_is_to_blame() -> None:
@@ -24,7 +24,7 @@ def test_a_run_that_stands_still_is_not_said_to_be_well_though_nobody_is_to_blam
 
 
 def test_every_kind_of_fault_has_its_advice_and_its_consequences() -> None:
-    assert set(ADVICE) == set(EXPLAINS_AT_HOME) == set(FaultKind)
+    assert set(ADVICE) == set(EXPLAINS_LOCALLY) == set(FaultKind)
 
 
 def test_a_neighbour_that_is_starved_while_somebody_is_replaced_is_no_cause() -> None:
@@ -80,7 +80,23 @@ def test_only_workers_are_replaced_and_only_for_what_another_may_do_better() -> 
 def test_that_somebody_is_slow_is_said_only_when_what_would_explain_it_had_time_to_show() -> None:
     run = HealthyRun().play(30)
     run.stalled = True
-    run.say("master-0", Alert("server-0 is slow: a call takes 3 s, the median of its peers is 0.1 s"))
+    run.say("master-0", SlowProcess("a call takes 3 s", of="server-0"))
     assert named(run.play(1)) == []
-    run.say("master-0", Alert("server-0 is slow: a call takes 3 s, the median of its peers is 0.1 s"))
+    run.say("master-0", SlowProcess("a call takes 3 s", of="server-0"))
     assert ("server-0", "slow") in named(run.play(5))
+
+
+def test_a_hang_of_long_ago_does_not_explain_a_kill_of_its_successor() -> None:
+    run = HealthyRun().play(30)
+    run.fault("Hung", "server-1", "no heartbeat of server-1 for 6.6 s")
+    run.play(25)
+    run.kill("server-1")
+    assert named(run.play(2)) == [("server-1", "killed")]
+
+
+def test_a_process_that_was_missed_before_its_end_was_reported_was_killed() -> None:
+    run = HealthyRun().play(30)
+    run.fault("Hung", "model-1", "no heartbeat of model-1 for 1.5 s")
+    run.play(1)
+    run.kill("model-1")
+    assert named(run.play(2)) == [("model-1", "killed")]

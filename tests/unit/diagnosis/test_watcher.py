@@ -10,28 +10,29 @@ from typing import cast
 import msgspec
 import pytest
 
-from kintsugi.config import MonitoringSection
+from kintsugi.config.schema import MonitoringSection
 from kintsugi.diagnosis import watcher as module
-from kintsugi.diagnosis.telling import earlier, tell
+from kintsugi.diagnosis.format import earlier, format_diagnosis
 from kintsugi.diagnosis.verdict import Cause, Diagnosis, Evidence, FaultKind, Hop
-from kintsugi.diagnosis.watcher import Watcher
+from kintsugi.diagnosis.watcher import DiagnosisWatcher
 from kintsugi.errors import UserError
-from kintsugi.observe.alerts import Notification, Webhook
-from kintsugi.observe.events import (
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.simulation.virtual_clock import VirtualClock
+from kintsugi.telemetry.events import (
     Alert,
     EventLog,
     Note,
+    OperationFailed,
     ProcessBegan,
     ProcessEnded,
     ProcessGone,
     Stamp,
     Transition,
-    events_path,
     read_events,
     stamped,
 )
-from kintsugi.observe.verdicts import DIAGNOSES_FILE, WATCHER, hand_over, take_verdicts
-from kintsugi.runtime import VirtualClock
+from kintsugi.telemetry.export.webhooks import Notification, Webhook
+from kintsugi.telemetry.verdict_files import WATCHER, hand_over, take_verdicts
 
 
 class World:
@@ -40,10 +41,10 @@ class World:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.clock = run_dir, VirtualClock()
         self.posted: list[Notification] = []
-        self.agent = EventLog(events_path(run_dir, "agent-0"), process="agent-0", clock=self.clock)
+        self.agent = EventLog(RunFolder(run_dir).events_file("agent-0"), process="agent-0", clock=self.clock)
         self.agent.emit(ProcessBegan("agent", "1", 1))
-        log = EventLog(events_path(run_dir, WATCHER), process=WATCHER, clock=self.clock)
-        self.watcher = Watcher(run_dir, log=log, webhook=cast("Webhook", self), clock=self.clock)
+        log = EventLog(RunFolder(run_dir).events_file(WATCHER), process=WATCHER, clock=self.clock)
+        self.watcher = DiagnosisWatcher(run_dir, log=log, webhook=cast("Webhook", self), clock=self.clock)
 
     def send(self, notification: Notification) -> None:
         """As a webhook."""
@@ -82,7 +83,7 @@ def test_the_file_has_a_line_for_every_change_also_for_the_end_of_a_trouble(worl
     world.kill("server-0")
     for _ in range(12):
         world.pass_a_second()
-    lines = (world.run_dir / DIAGNOSES_FILE).read_bytes().partition(b"\0")[0].splitlines()
+    lines = RunFolder(world.run_dir).diagnoses_file.read_bytes().partition(b"\0")[0].splitlines()
     diagnoses = [msgspec.json.decode(line, type=Diagnosis) for line in lines]
     assert [len(diagnosis.causes) for diagnosis in diagnoses] == [1, 0]
 
@@ -93,7 +94,7 @@ def test_what_was_told_before_is_found_again(world: World) -> None:
     world.clock.advance(60.0)
     ((_, cause),) = earlier(world.run_dir, before=world.clock.wall())
     assert cause.process == "server-0"
-    assert "earlier in this run" in tell(world.pass_a_second())
+    assert "earlier in this run" in format_diagnosis(world.pass_a_second())
 
 
 def test_one_that_is_killed_again_while_its_first_end_still_shows_is_told_again(world: World) -> None:
@@ -108,7 +109,7 @@ def test_what_is_read_late_is_posted_though_it_happened_before_the_last_look(wor
     happened = world.clock.wall() + 0.1
     for _ in range(3):
         world.pass_a_second()
-    path = events_path(world.run_dir, "model-1")
+    path = RunFolder(world.run_dir).events_file("model-1")
     path.write_bytes(stamped(Stamp(happened, 1.0, "model-1"), Alert("it was hot", {"degrees": 91.0})))
     for _ in range(2):
         world.pass_a_second()
@@ -118,7 +119,7 @@ def test_what_is_read_late_is_posted_though_it_happened_before_the_last_look(wor
 
 
 def test_what_happened_before_the_watcher_began_is_not_posted(tmp_path: Path) -> None:
-    path = events_path(tmp_path, "model-1")
+    path = RunFolder(tmp_path).events_file("model-1")
     path.parent.mkdir()
     path.write_bytes(stamped(Stamp(VirtualClock().wall() - 1.0, 1.0, "model-1"), Alert("it was hot")))
     world = World(tmp_path)
@@ -139,7 +140,7 @@ def test_an_end_that_nobody_ordered_is_posted_and_so_is_its_cause(world: World) 
 
 
 def test_ends_with_the_run_are_not_posted(world: World) -> None:
-    log = EventLog(events_path(world.run_dir, "master-0"), process="master-0", clock=world.clock)
+    log = EventLog(RunFolder(world.run_dir).events_file("master-0"), process="master-0", clock=world.clock)
     world.clock.advance(0.1)
     log.emit(Transition("master", "run", "saving", "ended", "the run failed"))
     world.clock.advance(0.1)
@@ -157,8 +158,8 @@ def test_the_figures_are_offered_where_the_configuration_says(
         offered.append((host, port))
         return nullcontext()
 
-    monkeypatch.setattr(module, "FiguresServer", offer)
-    log = EventLog(events_path(tmp_path, WATCHER), process=WATCHER)
+    monkeypatch.setattr(module, "MetricsServer", offer)
+    log = EventLog(RunFolder(tmp_path).events_file(WATCHER), process=WATCHER)
     log.emit(ProcessBegan("watcher", "1", 1))
     lifeline, write = os.pipe()
     os.close(write)
@@ -195,7 +196,7 @@ def lasting_cause(at: float) -> Diagnosis:
 def test_a_process_is_to_be_replaced_only_when_it_lastingly_holds_the_run_up(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "is_held_up", lambda *_, **__: True)
+    monkeypatch.setattr(module, "is_delayed", lambda *_, **__: True)
     monkeypatch.setattr(world.watcher._follower, "look", lambda: lasting_cause(world.clock.wall()))
     asked = []
     for _ in range(8):
@@ -207,7 +208,7 @@ def test_a_process_is_to_be_replaced_only_when_it_lastingly_holds_the_run_up(
 def test_that_a_process_is_to_be_replaced_is_said_again_every_minute_while_it_holds(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "is_held_up", lambda *_, **__: True)
+    monkeypatch.setattr(module, "is_delayed", lambda *_, **__: True)
     monkeypatch.setattr(world.watcher._follower, "look", lambda: lasting_cause(world.clock.wall()))
     for _ in range(130):
         world.pass_a_second()
@@ -238,7 +239,7 @@ def test_the_file_of_verdicts_is_bounded_and_the_older_ones_are_found(
         world.kill(f"server-{number}")
         for _ in range(12):
             world.pass_a_second()
-    assert (world.run_dir / DIAGNOSES_FILE).stat().st_size <= 2000
+    assert RunFolder(world.run_dir).diagnoses_file.stat().st_size <= 2000
     found = earlier(world.run_dir, before=world.clock.wall())
     assert [cause.process for _, cause in found] == [f"server-{number}" for number in range(4)]
 
@@ -246,7 +247,7 @@ def test_the_file_of_verdicts_is_bounded_and_the_older_ones_are_found(
 def test_a_run_that_goes_on_as_usual_keeps_its_processes(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "is_held_up", lambda *_, **__: False)
+    monkeypatch.setattr(module, "is_delayed", lambda *_, **__: False)
     monkeypatch.setattr(world.watcher._follower, "look", lambda: lasting_cause(world.clock.wall()))
     for _ in range(10):
         world.pass_a_second()
@@ -261,13 +262,13 @@ def test_a_new_watcher_that_finds_nothing_says_that_it_is_over(world: World) -> 
     after.clock.advance(world.clock.monotonic())
     after.pass_a_second()
     after.pass_a_second()
-    lines = (world.run_dir / DIAGNOSES_FILE).read_bytes().replace(b"\0", b"").splitlines()
+    lines = RunFolder(world.run_dir).diagnoses_file.read_bytes().replace(b"\0", b"").splitlines()
     told = [msgspec.json.decode(line, type=Diagnosis) for line in lines]
     assert [bool(each.causes) for each in told] == [True, False]
 
 
 def test_that_a_trouble_is_over_is_posted_once(world: World) -> None:
-    world.agent.emit(Alert("checkpoints: No space left on device"))
+    world.agent.emit(OperationFailed("no checkpoint", operation="save", error="No space left on device"))
     world.pass_a_second()
     for _ in range(12):
         world.pass_a_second()

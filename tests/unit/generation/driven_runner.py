@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kintsugi.generation.cpu import CpuRunner
-from kintsugi.generation.noise import stream_key
-from kintsugi.generation.requests import Request, Tokens
-from kintsugi.generation.runner import Chunk, Decoded, Row, Runner
+from kintsugi.generation.cpu.runner import CpuRunner
+from kintsugi.generation.engine.requests import GenerationRequest, Tokens
+from kintsugi.generation.engine.rng import stream_key
+from kintsugi.generation.engine.runner import DecodedTokens, DecodeRow, PrefillChunk, Runner
 from kintsugi.model.attention import PackedLayout
 from kintsugi.model.transformer import Transformer
-from kintsugi.types import Sampling
+from kintsugi.types import SamplingParams
 
 
 def runner_of(
@@ -39,12 +39,12 @@ def runner_of(
 
 def request_of(
     prompt: Sequence[int], *, produced: Sequence[int] = (), number: int = 0, **sampling: object
-) -> Request:
-    request = Request(
+) -> GenerationRequest:
+    request = GenerationRequest(
         (number, 0),
         prompt=np.asarray(prompt, np.int32),
-        noise_key=stream_key(str(number), seed=0, sample=0, turn=0),
-        sampling=Sampling(**{"max_new_tokens": 8, **sampling}),  # type: ignore[arg-type]
+        rng_key=stream_key(str(number), seed=0, sample=0, turn=0),
+        sampling=SamplingParams(**{"max_new_tokens": 8, **sampling}),  # type: ignore[arg-type]
     )
     if not produced:
         return request
@@ -68,12 +68,12 @@ class Driven(Generic[R]):
             part = tokens[first : first + shape.chunk_size]
             num_pages = -(-(first + len(part)) // shape.page_size)
             known = min(max(num_known - first, 0), len(part))
-            self.runner.prefill([Chunk(part, first, pages[:num_pages], known)])
+            self.runner.prefill([PrefillChunk(part, first, pages[:num_pages], known)])
 
     def start(
         self,
         slot: int,
-        request: Request,
+        request: GenerationRequest,
         *,
         pages: Sequence[int] | None = None,
         end_token_ids: tuple[int, ...] = (),
@@ -87,15 +87,20 @@ class Driven(Generic[R]):
         self.start_prefilled(slot, request, pages=pages, end_token_ids=end_token_ids)
 
     def start_prefilled(
-        self, slot: int, request: Request, *, pages: Sequence[int], end_token_ids: tuple[int, ...] = ()
+        self,
+        slot: int,
+        request: GenerationRequest,
+        *,
+        pages: Sequence[int],
+        end_token_ids: tuple[int, ...] = (),
     ) -> None:
         known = request.prompt
         if request.produced is not None:
             known = np.concatenate([known, request.produced.ids])
-        self.runner.start([Row(slot, request, len(request.prompt) - 1, known, end_token_ids)])
+        self.runner.start([DecodeRow(slot, request, len(request.prompt) - 1, known, end_token_ids)])
         self.runner.set_pages({slot: list(pages)})
 
-    def decode(self, slots: Sequence[int], num_steps: int) -> Decoded:
+    def decode(self, slots: Sequence[int], num_steps: int) -> DecodedTokens:
         return self.runner.decode(slots, num_steps=num_steps).result()
 
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Literal
 
 import numpy as np
 
 from kintsugi.errors import DeviceError, IntegrityError
-from kintsugi.generation.server import Server
-from kintsugi.messages import Body, Cancel, Generate, Generated, LoadWeights, Produced
-from kintsugi.runtime import VirtualClock
-from kintsugi.transport import Delivery
-from kintsugi.types import Completion, FolderSource, Peer, Sampling, WeightManifest, WeightSource
+from kintsugi.generation.server import GenerationServer
+from kintsugi.process.shell import ReplyHandle
+from kintsugi.protocol.generation import Cancel, Generate, Generated, Produced
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.weights import LoadWeights
+from kintsugi.protocol.wire import Envelope, MessageKind
+from kintsugi.simulation.virtual_clock import VirtualClock
+from kintsugi.transport import Blob, Delivery
+from kintsugi.types import Completion, FolderSource, Peer, SamplingParams, WeightManifest, WeightSource
 from kintsugi.weights.fetch import Fetched
-from kintsugi.wire import Envelope, MessageKind
 from tests.unit.generation.fake_backend import FakeBackend
 
 Policy = Literal["keep", "recompute", "interrupt"]
@@ -39,11 +43,11 @@ class FakeShell:
         self.incarnations: dict[str, str] = {}
         """Of askers that were replaced."""
 
-    def ask(self, body: Body, *, asker: str = "manager-0") -> int:
+    def ask(self, body: Body, *, requester: str = "manager-0") -> int:
         self._num_requests += 1
         kind = MessageKind.ONE_WAY if isinstance(body, Cancel) else MessageKind.REQUEST
-        peer = self.peer(asker)
-        envelope = Envelope("job", 0, asker, peer.incarnation, self._num_requests, kind)
+        peer = self.peer(requester)
+        envelope = Envelope("job", 0, requester, peer.incarnation, self._num_requests, kind)
         self._requests.append(Delivery(envelope, body, (), peer, b""))
         return self._num_requests
 
@@ -58,7 +62,7 @@ class FakeShell:
         self._requests.clear()
         return deliveries
 
-    def reply(self, delivery: Delivery, body: Body) -> None:
+    def reply(self, delivery: Delivery, body: Body, *, blobs: Sequence[Blob] = ()) -> None:
         assert delivery.envelope.sequence not in self.replies, "answered twice"
         self.replies[delivery.envelope.sequence] = body
 
@@ -66,26 +70,31 @@ class FakeShell:
         assert delivery.envelope.sequence not in self.errors, "answered twice"
         self.errors[delivery.envelope.sequence] = error
 
-    def send(self, process: str, body: Body) -> None:
+    def send(self, process: str, body: Body, *, blobs: Sequence[Blob] = ()) -> None:
         assert isinstance(body, Produced)
         self.sent.append((process, body))
 
     def report(self, *, load: float, gauges: dict[str, float]) -> None:
         self.load, self.gauges = load, gauges
 
+    def submit(
+        self, process: str, body: Body, *, deadline_s: float, blobs: Sequence[Blob] = ()
+    ) -> ReplyHandle:
+        raise AssertionError("a server fetches weights through the `fetch` that it was given")
+
     def wake(self) -> None:
         pass
 
-    def generated(self, asked: int) -> Generated:
-        answer = self.replies[asked]
+    def generated(self, requested: int) -> Generated:
+        answer = self.replies[requested]
         assert isinstance(answer, Generated)
         return answer
 
-    def told(self, number: int, *, asker: str = "manager-0") -> dict[int, list[int]]:
+    def told(self, number: int, *, requester: str = "manager-0") -> dict[int, list[int]]:
         """What was said of a request, joined as it came; a repetition is told again."""
         samples: dict[int, list[int]] = {}
         for process, body in self.sent:
-            for fragment in body.fragments.get(number, ()) if process == asker else ():
+            for fragment in body.fragments.get(number, ()) if process == requester else ():
                 known = samples.setdefault(fragment.sample, [])
                 assert fragment.offset in (0, len(known)), "a token is missing"
                 known[fragment.offset :] = array("i", fragment.tokens)
@@ -99,23 +108,29 @@ class Setup:
         self.clock = VirtualClock()
         self.shell = FakeShell()
         self.backend = FakeBackend()
-        self.server = Server(
+        self.server = GenerationServer(
             self.shell,
             self.backend,
             fetch=self._fetch,
             clock=self.clock,
-            beside=lambda work: work(),
+            background=lambda work: work(),
             verify=self._verify,
         )
         self.trusted = True
         self.fetched: list[int] = []
         self.damaged = 0
+        self.checks: Iterator[bool] = repeat(True)
+        """Whether fetched weights are still there, for each check of them."""
 
     def _fetch(self, manifest: WeightManifest, sources: Sequence[WeightSource]) -> Fetched:
         self.fetched.append(manifest.version)
         if manifest.version == self.damaged:
             raise IntegrityError("expected xxh3 00, got ff")
-        return Fetched(manifest, FolderSource("nowhere"))
+        return Fetched(manifest, FolderSource("nowhere"), check=self._check)
+
+    def _check(self) -> None:
+        if not next(self.checks):
+            raise IntegrityError("overwritten while it was copied")
 
     def _verify(self) -> None:
         if not self.trusted:
@@ -149,7 +164,7 @@ def generate(
     produced: tuple[Completion, ...] = (),
     endless: bool = False,
 ) -> Generate:
-    sampling = Sampling(
+    sampling = SamplingParams(
         max_new_tokens=max_new_tokens, num_samples=num_samples, seed=5, top_logprobs=2, ignore_end=endless
     )
     return Generate(

@@ -10,8 +10,8 @@ import numpy as np
 
 from kintsugi.errors import DataError, UserError
 from kintsugi.generation.backend import Running
-from kintsugi.generation.requests import Output, Request, RequestId, Tokens
-from kintsugi.types import Finish
+from kintsugi.generation.engine.requests import GenerationOutput, GenerationRequest, RequestId, Tokens
+from kintsugi.types import FinishReason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,8 +20,8 @@ END = 0
 VOCABULARY = 11
 
 
-def next_token(request: Request, index: int, *, salt: int = 0) -> int:
-    return zlib.crc32(f"{request.noise_key}/{index}/{salt}".encode()) % VOCABULARY
+def next_token(request: GenerationRequest, index: int, *, salt: int = 0) -> int:
+    return zlib.crc32(f"{request.rng_key}/{index}/{salt}".encode()) % VOCABULARY
 
 
 def sampled(token: int, *, version: int, num_top: int) -> Tokens:
@@ -43,7 +43,7 @@ class FakeBackend:
         self._slots = slots
         self._salt = salt
         self._max_length = max_length
-        self._held: dict[RequestId, tuple[Request, Tokens]] = {}
+        self._held: dict[RequestId, tuple[GenerationRequest, Tokens]] = {}
         self.version = -1
         self.num_steps = 0
         self.num_sampled = 0
@@ -59,7 +59,7 @@ class FakeBackend:
     def idle(self) -> bool:
         return not self._held
 
-    def submit(self, requests: Iterable[Request]) -> None:
+    def submit(self, requests: Iterable[GenerationRequest]) -> None:
         requests = list(requests)
         for request in requests:
             if len(request.prompt) == 0 or request.max_length > self._max_length:
@@ -72,10 +72,10 @@ class FakeBackend:
         """Find out in the next step what is wrong with it."""
         self._refusals[request_id] = refusal
 
-    def step(self) -> list[Output]:
+    def step(self) -> list[GenerationOutput]:
         self.num_steps += 1
         ended = [
-            Output(*self._held.pop(request_id), None, refusal)
+            GenerationOutput(*self._held.pop(request_id), None, refusal)
             for request_id, refusal in self._refusals.items()
         ]
         self._refusals.clear()
@@ -89,17 +89,17 @@ class FakeBackend:
             self._held[request.id] = (request, tokens)
             finish = None
             if token == END and not request.sampling.ignore_end:
-                finish = Finish.EOS
+                finish = FinishReason.EOS
             elif len(tokens.ids) == request.sampling.max_new_tokens:
-                finish = Finish.LENGTH
+                finish = FinishReason.LENGTH
             if finish is not None:
                 del self._held[request.id]
-                ended.append(Output(request, tokens, finish))
+                ended.append(GenerationOutput(request, tokens, finish))
         return ended
 
-    def interrupt(self, request_id: RequestId) -> Output | None:
+    def interrupt(self, request_id: RequestId) -> GenerationOutput | None:
         held = self._held.pop(request_id, None)
-        return None if held is None else Output(*held, None)
+        return None if held is None else GenerationOutput(*held, None)
 
     def produced(self, request_id: RequestId) -> Tokens | None:
         held = self._held.get(request_id)

@@ -15,9 +15,9 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from kintsugi.generation.requests import Request
-from kintsugi.generation.runner import Chunk, Decoded, Done, Row, RunnerShape
-from kintsugi.types import Finish, Sampling
+from kintsugi.generation.engine.requests import GenerationRequest
+from kintsugi.generation.engine.runner import DecodedTokens, DecodeRow, PrefillChunk, RunnerDone, RunnerShape
+from kintsugi.types import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,24 +64,26 @@ def make_shape(**changes: int) -> RunnerShape:
     return RunnerShape(**{**fields, **changes})
 
 
-def make_request(number: int, sample: int = 0, *, prompt: Sequence[int], **sampling: object) -> Request:
-    return Request(
+def make_request(
+    number: int, sample: int = 0, *, prompt: Sequence[int], **sampling: object
+) -> GenerationRequest:
+    return GenerationRequest(
         (number, sample),
         prompt=np.array(prompt, np.int32),
-        noise_key=number * 1000 + sample,
-        sampling=Sampling(**{"max_new_tokens": 8, **sampling}),  # type: ignore[arg-type]
+        rng_key=number * 1000 + sample,
+        sampling=SamplingParams(**{"max_new_tokens": 8, **sampling}),  # type: ignore[arg-type]
     )
 
 
-def draw(tokens: NDArray[np.int32], noise_key: int) -> tuple[int, np.float32]:
+def draw(tokens: NDArray[np.int32], rng_key: int) -> tuple[int, np.float32]:
     """The token after these, and its log-probability."""
-    number = crc32(tokens.tobytes(), noise_key & 0xFFFFFFFF)
+    number = crc32(tokens.tobytes(), rng_key & 0xFFFFFFFF)
     return number % VOCAB_SIZE, np.float32(-(number >> 8) / 2**24)
 
 
 def expected(
-    request: Request, *, end_token_ids: Sequence[int] = (END,)
-) -> tuple[list[int], list[float], Finish]:
+    request: GenerationRequest, *, end_token_ids: Sequence[int] = (END,)
+) -> tuple[list[int], list[float], FinishReason]:
     """Tokens, log-probabilities and end of a request that nothing disturbs."""
     sampling = request.sampling
     ends = {*(() if sampling.ignore_end else end_token_ids), *sampling.stop_token_ids}
@@ -89,21 +91,21 @@ def expected(
     ids: list[int] = []
     logprobs: list[float] = []
     while True:
-        token, logprob = draw(tokens, request.noise_key)
+        token, logprob = draw(tokens, request.rng_key)
         ids.append(token)
         logprobs.append(float(logprob))
         tokens = np.append(tokens, np.int32(token))
         if token in ends:
-            return ids, logprobs, Finish.EOS
+            return ids, logprobs, FinishReason.EOS
         if any(text in text_of(ids) for text in sampling.stop):
-            return ids, logprobs, Finish.STOP
+            return ids, logprobs, FinishReason.STOP
         if len(ids) == sampling.max_new_tokens:
-            return ids, logprobs, Finish.LENGTH
+            return ids, logprobs, FinishReason.LENGTH
 
 
 @dataclass(eq=False)
 class _Live:
-    row: Row
+    row: DecodeRow
     position: int
     tokens: NDArray[np.int32]
     pages: list[int] = field(default_factory=list)
@@ -129,7 +131,7 @@ class FakeRunner:
         self.prefilled: list[tuple[int, int]] = []
         """(start, number of tokens) of every chunk, in order."""
         self.copied: list[tuple[int, int]] = []
-        self.started: list[Row] = []
+        self.started: list[DecodeRow] = []
         self.num_sampled = 0
 
     @property
@@ -140,7 +142,7 @@ class FakeRunner:
     def num_live(self) -> int:
         return len(self._live)
 
-    def prefill(self, chunks: Sequence[Chunk]) -> None:
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         assert 0 < len(chunks) <= self._shape.max_chunks
         for chunk in chunks:
             end = chunk.start + len(chunk.tokens)
@@ -174,7 +176,7 @@ class FakeRunner:
                 memory[target] = memory[source]
         self.copied += pairs
 
-    def start(self, rows: Sequence[Row]) -> None:
+    def start(self, rows: Sequence[DecodeRow]) -> None:
         for row in rows:
             assert row.slot not in self._live
             assert len(row.tokens) == row.request.num_forced
@@ -195,7 +197,7 @@ class FakeRunner:
         for slot in slots:
             del self._live[slot]
 
-    def decode(self, slots: Sequence[int], *, num_steps: int) -> Done:
+    def decode(self, slots: Sequence[int], *, num_steps: int) -> RunnerDone:
         assert len(slots) > 0 and sorted(set(slots)) == list(slots) and num_steps > 0
         shape = (num_steps, len(slots))
         tokens, logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
@@ -205,7 +207,7 @@ class FakeRunner:
                 if not live.ended:
                     tokens[step, column], logprobs[step, column] = self._feed(live)
         tops = np.arange(NUM_TOP) + tokens[:, :, None]
-        return Done(Decoded(tokens, logprobs, tops.astype(np.int32), -tops.astype(np.float32)))
+        return RunnerDone(DecodedTokens(tokens, logprobs, tops.astype(np.int32), -tops.astype(np.float32)))
 
     def _feed(self, live: _Live) -> tuple[int, np.float32]:
         position, request = live.position, live.row.request
@@ -220,9 +222,9 @@ class FakeRunner:
         if self._deterministic:
             assert (self._kinds[page[:-1], place[:-1]] == "p")[: len(request.prompt) - 1].all()
             assert (self._kinds[page, place] == "d")[len(request.prompt) - 1 :].all()
-        is_poisoned = position >= self.poison.get(request.noise_key, self._shape.max_length)
+        is_poisoned = position >= self.poison.get(request.rng_key, self._shape.max_length)
         self._poisoned[page[-1], place[-1]] = is_poisoned
-        token, logprob = draw(read, request.noise_key)
+        token, logprob = draw(read, request.rng_key)
         if self._poisoned[page, place].any():
             logprob = np.float32("nan")
         live.position += 1

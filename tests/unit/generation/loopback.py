@@ -1,22 +1,24 @@
-"""What a `worker.Shell` is to a server, in the thread of the test."""
+"""A `Mailbox` in the thread of the test."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
-from kintsugi.messages import Body
-from kintsugi.transport import Delivery, Endpoint
+from kintsugi.process.shell import ReplyHandle
+from kintsugi.protocol.messages import Body
+from kintsugi.transport import Blob, Delivery, Endpoint
 from kintsugi.types import Peer
 
 
 class Loopback:
-    """Receives when it is asked to, and keeps what is to be sent until it is let go."""
+    """Receives when it is polled, and keeps outgoing messages until `flush`."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self.process = endpoint.process
         self.unsent: deque[tuple[str, Body]] = deque()
-        """`Produced` that the test lets go when, and as often as, it likes."""
+        """`Produced` messages that the test delivers when, and as often as, it likes."""
 
     def peer(self, process: str) -> Peer | None:
         return self._endpoint.peers.get(process)
@@ -27,14 +29,20 @@ class Loopback:
     def take_all(self) -> list[Delivery]:
         return self._endpoint.poll(0)
 
-    def reply(self, delivery: Delivery, body: Body) -> None:
-        self._endpoint.reply(delivery, body)
+    def reply(self, delivery: Delivery, body: Body, *, blobs: Sequence[Blob] = ()) -> None:
+        self._endpoint.reply(delivery, body, blobs=blobs)
 
     def fail(self, delivery: Delivery, error: BaseException) -> None:
         self._endpoint.fail(delivery, error)
 
-    def send(self, process: str, body: Body) -> None:
+    def send(self, process: str, body: Body, *, blobs: Sequence[Blob] = ()) -> None:
+        assert not blobs
         self.unsent.append((process, body))
+
+    def submit(
+        self, process: str, body: Body, *, deadline_s: float, blobs: Sequence[Blob] = ()
+    ) -> ReplyHandle:
+        raise AssertionError("a server fetches weights through the `fetch` that it was given")
 
     def report(self, *, load: float, gauges: dict[str, float]) -> None:
         pass

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kintsugi.config import Config, GenerationSection, ModelSection, NewModel
+from kintsugi.config.schema import Config, GenerationSection, ModelSection, NewModel
 from kintsugi.errors import ConfigError, DataError, IntegrityError, UserError, WorldError
 from kintsugi.generation.backends import open_backend, remote
 from kintsugi.generation.backends.dialect import Dialect
@@ -20,10 +20,10 @@ from kintsugi.generation.backends.http import HttpClient
 from kintsugi.generation.backends.remote import RemoteBackend
 from kintsugi.generation.backends.sglang import SGLang
 from kintsugi.generation.backends.vllm import Vllm
-from kintsugi.generation.requests import Output, Request, Tokens
+from kintsugi.generation.engine.requests import GenerationOutput, GenerationRequest, Tokens
 from kintsugi.model.architecture import ModelConfig, parameter_shapes
-from kintsugi.runtime import VirtualClock
-from kintsugi.types import Finish, Sampling
+from kintsugi.simulation.virtual_clock import VirtualClock
+from kintsugi.types import FinishReason, SamplingParams
 from tests.unit.generation.fake_servers import (
     MAX_LENGTH,
     VOCAB_SIZE,
@@ -71,16 +71,19 @@ def expected(tokens: list[int], count: int, *, offset: int) -> list[int]:
     return tokens[-count:]
 
 
-def request(number: int = 0, prompt: tuple[int, ...] = (3, 5), **sampling: Any) -> Request:
+def request(number: int = 0, prompt: tuple[int, ...] = (3, 5), **sampling: Any) -> GenerationRequest:
     sampling = {"max_new_tokens": 6, "ignore_end": True, **sampling}
-    return Request(
-        (number, 0), prompt=np.array(prompt, np.int32), noise_key=7 + number, sampling=Sampling(**sampling)
+    return GenerationRequest(
+        (number, 0),
+        prompt=np.array(prompt, np.int32),
+        rng_key=7 + number,
+        sampling=SamplingParams(**sampling),
     )
 
 
-def finished(backend: RemoteBackend) -> list[Output]:
+def finished(backend: RemoteBackend) -> list[GenerationOutput]:
     """All outputs, in the order of their requests."""
-    outputs: list[Output] = []
+    outputs: list[GenerationOutput] = []
     while not backend.idle:
         outputs += backend.step()
     return sorted(outputs, key=lambda output: output.request.id)
@@ -168,7 +171,7 @@ def test_tokens_come_with_logprobs_at_the_temperature_and_versions(
     backend.submit([request(temperature=temperature)])
     (output,) = finished(backend)
     tokens = expected([3, 5], 6, offset=1)
-    assert output.finish is Finish.LENGTH
+    assert output.finish is FinishReason.LENGTH
     assert output.tokens.ids.tolist() == tokens
     assert output.tokens.logprobs.tolist() == pytest.approx([logprob(token, temperature) for token in tokens])
     assert output.tokens.versions.tolist() == [1] * 6
@@ -194,7 +197,7 @@ def test_what_was_produced_elsewhere_is_continued_not_sampled_again(
         top_ids=np.empty((2, 0), np.int32),
         top_logprobs=np.empty((2, 0), np.float32),
     )
-    backend.submit([Request((0, 0), request().prompt, 7, request().sampling, before)])
+    backend.submit([GenerationRequest((0, 0), request().prompt, 7, request().sampling, before)])
     (output,) = finished(backend)
     assert server.orders[-1].tokens == [3, 5, 9, 8] and server.orders[-1].max_new_tokens == 4
     assert output.tokens.ids.tolist() == [9, 8, *expected([3, 5, 9, 8], 4, offset=1)]
@@ -208,9 +211,9 @@ def test_an_end_token_ends_and_a_stop_token_too(server: FakeServer, opened: Open
         [request(ignore_end=False), request(1, stop_token_ids=(tokens[1],)), request(2, ignore_end=True)]
     )
     ended, stopped, ignored = finished(backend)
-    assert (ended.tokens.ids.tolist(), ended.finish) == (tokens[:4], Finish.EOS)
-    assert (stopped.tokens.ids.tolist(), stopped.finish) == (tokens[:2], Finish.EOS)
-    assert (ignored.tokens.ids.tolist(), ignored.finish) == (tokens, Finish.LENGTH)
+    assert (ended.tokens.ids.tolist(), ended.finish) == (tokens[:4], FinishReason.EOS)
+    assert (stopped.tokens.ids.tolist(), stopped.finish) == (tokens[:2], FinishReason.EOS)
+    assert (ignored.tokens.ids.tolist(), ignored.finish) == (tokens, FinishReason.LENGTH)
 
 
 def test_a_stop_text_ends_what_the_server_would_go_on_with(server: FakeServer, opened: Opened) -> None:
@@ -220,7 +223,7 @@ def test_a_stop_text_ends_what_the_server_would_go_on_with(server: FakeServer, o
     server.release_after = 4
     backend.submit([request(stop=(text[1:3],))])
     (output,) = finished(backend)
-    assert (output.tokens.ids.tolist(), output.finish) == (tokens[:3], Finish.STOP)
+    assert (output.tokens.ids.tolist(), output.finish) == (tokens[:3], FinishReason.STOP)
 
 
 def test_at_most_as_many_streams_are_open_as_there_are_slots(server: FakeServer, opened: Opened) -> None:
@@ -407,10 +410,10 @@ def test_what_the_server_refuses_is_the_users_mistake_and_no_concern_of_others(
     while not (refused := backend.step()):
         pass
     assert [output.request.id for output in refused] == [(1, 0)]
-    assert isinstance(refused[0].refusal, UserError) and "too clever" in str(refused[0].refusal)
+    assert isinstance(refused[0].user_error, UserError) and "too clever" in str(refused[0].user_error)
     server.release()
     (output,) = finished(backend)
-    assert output.refusal is None and output.tokens.ids.tolist() == expected([3, 5], 6, offset=1)
+    assert output.user_error is None and output.tokens.ids.tolist() == expected([3, 5], 6, offset=1)
 
 
 def test_a_request_that_ends_by_an_error_in_its_stream_is_refused_alone(
@@ -420,7 +423,7 @@ def test_a_request_that_ends_by_an_error_in_its_stream_is_refused_alone(
     server.fault = "refuses late"
     backend.submit([request()])
     (output,) = finished(backend)
-    assert isinstance(output.refusal, UserError) and "too late" in str(output.refusal)
+    assert isinstance(output.user_error, UserError) and "too late" in str(output.user_error)
 
 
 def test_what_waits_is_found_without_a_search(vllm: FakeVllm, opened: Opened) -> None:

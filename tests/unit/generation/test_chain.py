@@ -9,28 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kintsugi.bootstrap import Bootstrap
-from kintsugi.config import Config, GenerationSection, ModelSection, NewModel
+from kintsugi.config.recipe import dump
+from kintsugi.config.schema import Config, GenerationSection, ModelSection, NewModel
 from kintsugi.generation import manager, server
-from kintsugi.messages import (
-    AddressBook,
-    FetchWeights,
-    Generate,
-    Generated,
-    Heartbeat,
-    LoadWeights,
-    Publish,
-    Register,
-    Registered,
-    Shutdown,
-    WeightsLoaded,
-)
 from kintsugi.model.plan import plan_model
 from kintsugi.model.transformer import Transformer, initialize
-from kintsugi.observe.events import Note, read_events
-from kintsugi.recipe import dump
+from kintsugi.protocol.bootstrap import Bootstrap
+from kintsugi.protocol.generation import Generate, Generated
+from kintsugi.protocol.membership import AddressBook, Heartbeat, Register, Registered, Shutdown
+from kintsugi.protocol.weights import FetchWeights, LoadWeights, Publish, WeightsLoaded
+from kintsugi.telemetry.events import Note, read_events
 from kintsugi.transport import Delivery, Endpoint, PendingReply, new_key_pair
-from kintsugi.types import Peer, Role, Sampling, role_of
+from kintsugi.types import Peer, Role, SamplingParams, role_of
 from kintsugi.weights.publish import Publisher
 
 _CONFIG = Config(
@@ -146,7 +136,7 @@ class _Run:
 
     def generate(self, ticket: str, *, num_samples: int, max_new_tokens: int = 12) -> PendingReply:
         prompt = np.array([1, 10, 2, 11], dtype="<i4").tobytes()
-        sampling = Sampling(max_new_tokens=max_new_tokens, num_samples=num_samples)
+        sampling = SamplingParams(max_new_tokens=max_new_tokens, num_samples=num_samples)
         return self.rollout.request("manager-0", Generate(ticket, 0, prompt, sampling, 1), deadline_s=20)
 
     def close(self) -> None:

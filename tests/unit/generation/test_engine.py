@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kintsugi.errors import UserError
-from kintsugi.generation.engine import Engine
-from kintsugi.generation.requests import Output, Request, RequestId, Tokens
-from kintsugi.types import Finish
+from kintsugi.generation.engine.engine import Engine
+from kintsugi.generation.engine.requests import GenerationOutput, GenerationRequest, RequestId, Tokens
+from kintsugi.types import FinishReason
 from tests.unit.generation.fake_runner import (
     END,
     FakeRunner,
@@ -26,7 +26,7 @@ from tests.unit.generation.fake_runner import (
 def _make(
     *,
     deterministic: bool = True,
-    steps_per_visit: int = 1,
+    steps_per_iteration: int = 1,
     overlap: bool = False,
     end_token_ids: Sequence[int] = (END,),
     **shape: int,
@@ -37,15 +37,15 @@ def _make(
         end_token_ids=end_token_ids,
         deterministic=deterministic,
         text_of=text_of,
-        steps_per_visit=steps_per_visit,
+        steps_per_iteration=steps_per_iteration,
         overlap=overlap,
     )
     engine.load(1, {})
     return engine, runner
 
 
-def _drain(engine: Engine, *, max_visits: int = 2000) -> dict[RequestId, Output]:
-    outputs: dict[RequestId, Output] = {}
+def _drain(engine: Engine, *, max_visits: int = 2000) -> dict[RequestId, GenerationOutput]:
+    outputs: dict[RequestId, GenerationOutput] = {}
     for _ in range(max_visits):
         if engine.idle:
             return outputs
@@ -53,12 +53,12 @@ def _drain(engine: Engine, *, max_visits: int = 2000) -> dict[RequestId, Output]
     raise AssertionError(f"not idle after {max_visits} visits: {engine.stats()}")
 
 
-def _generate(engine: Engine, requests: Iterable[Request]) -> dict[RequestId, Output]:
+def _generate(engine: Engine, requests: Iterable[GenerationRequest]) -> dict[RequestId, GenerationOutput]:
     engine.submit(requests)
     return _drain(engine)
 
 
-def _assert_undisturbed(output: Output) -> None:
+def _assert_undisturbed(output: GenerationOutput) -> None:
     ids, logprobs, finish = expected(output.request)
     assert output.tokens.ids.tolist() == ids
     assert output.tokens.logprobs.tolist() == logprobs
@@ -71,7 +71,7 @@ def _assert_empty(engine: Engine, runner: FakeRunner) -> None:
     assert stats["pages_free"] + stats["pages_cached"] == runner.shape.num_pages
 
 
-def _long(number: int, sample: int = 0, **sampling: Any) -> Request:
+def _long(number: int, sample: int = 0, **sampling: Any) -> GenerationRequest:
     """One that uses all its tokens."""
     prompt = [(number * 7 + place * 3) % 20 for place in range(10)]
     return make_request(number, sample, prompt=prompt, ignore_end=True, **{"max_new_tokens": 20, **sampling})
@@ -162,7 +162,7 @@ def test_the_youngest_gives_way_and_loses_nothing(overlap: bool) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_one_request_of_the_longest_kind_always_fits(overlap: bool) -> None:
-    engine, runner = _make(num_pages=10, max_length=40, steps_per_visit=8, overlap=overlap)
+    engine, runner = _make(num_pages=10, max_length=40, steps_per_iteration=8, overlap=overlap)
     outputs = _generate(engine, [_long(number, max_new_tokens=30) for number in range(5)])
     for output in outputs.values():
         _assert_undisturbed(output)
@@ -175,7 +175,7 @@ def test_memory_for_less_than_one_request_is_refused() -> None:
 
 
 def test_rows_take_one_step_between_two_calls_while_prompts_are_prefilled() -> None:
-    engine, runner = _make(steps_per_visit=8, num_slots=2, max_chunks=1)
+    engine, runner = _make(steps_per_iteration=8, num_slots=2, max_chunks=1)
     engine.submit([_long(0)])
     engine.step()
     engine.step()
@@ -189,17 +189,17 @@ def test_rows_take_one_step_between_two_calls_while_prompts_are_prefilled() -> N
     assert engine.num_steps == before + 10 and len(runner.started) == 2
 
 
-@pytest.mark.parametrize("steps_per_visit", [1, 3, 8])
+@pytest.mark.parametrize("steps_per_iteration", [1, 3, 8])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_a_row_samples_after_its_end_is_not_reported(steps_per_visit: int, overlap: bool) -> None:
-    engine, _ = _make(steps_per_visit=steps_per_visit, overlap=overlap)
+def test_what_a_row_samples_after_its_end_is_not_reported(steps_per_iteration: int, overlap: bool) -> None:
+    engine, _ = _make(steps_per_iteration=steps_per_iteration, overlap=overlap)
     outputs = _generate(
         engine, [make_request(number, prompt=[number % 20], max_new_tokens=30) for number in range(30)]
     )
     finishes = {output.finish for output in outputs.values()}
     for output in outputs.values():
         _assert_undisturbed(output)
-    assert finishes == {Finish.EOS, Finish.LENGTH}
+    assert finishes == {FinishReason.EOS, FinishReason.LENGTH}
 
 
 def test_end_tokens_are_ignored_on_request_but_stop_tokens_are_not() -> None:
@@ -211,15 +211,15 @@ def test_end_tokens_are_ignored_on_request_but_stop_tokens_are_not() -> None:
     engine, _ = _make()
     stopping = make_request(3, 0, prompt=[1, 2], max_new_tokens=38, ignore_end=True, stop_token_ids=(stop,))
     (output,) = _generate(engine, [stopping]).values()
-    assert output.tokens.ids.tolist() == ids[: first + 1] and output.finish is Finish.EOS
+    assert output.tokens.ids.tolist() == ids[: first + 1] and output.finish is FinishReason.EOS
 
 
-@pytest.mark.parametrize("steps_per_visit", [1, 2, 5, 8])
+@pytest.mark.parametrize("steps_per_iteration", [1, 2, 5, 8])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_stop_text_ends_at_the_token_that_completes_it_however_long_a_visit_is(
-    steps_per_visit: int, overlap: bool
+    steps_per_iteration: int, overlap: bool
 ) -> None:
-    engine, runner = _make(steps_per_visit=steps_per_visit, overlap=overlap, num_slots=8)
+    engine, runner = _make(steps_per_iteration=steps_per_iteration, overlap=overlap, num_slots=8)
     stops = [("stop",), ("€",), ("é", "ij"), ("a", "b"), ("st", "op"), ("dc", "ca", " a"), ("y",)]
     requests = [
         make_request(number, prompt=[number % 20, 3], max_new_tokens=30, stop=stops[number % len(stops)])
@@ -228,7 +228,7 @@ def test_a_stop_text_ends_at_the_token_that_completes_it_however_long_a_visit_is
     outputs = _generate(engine, requests)
     for output in outputs.values():
         _assert_undisturbed(output)
-    assert {output.finish for output in outputs.values()} == set(Finish)
+    assert {output.finish for output in outputs.values()} == set(FinishReason)
     sampled = sum(len(output.tokens.ids) for output in outputs.values())
     assert engine.stats()["decoded_tokens"] == sampled
     _assert_empty(engine, runner)
@@ -239,7 +239,7 @@ def test_a_stop_text_may_begin_in_what_was_produced_elsewhere() -> None:
     text = text_of(expected(request)[0][:8])[-3:]
     stopping = make_request(3, prompt=[1, 2], max_new_tokens=30, ignore_end=True, stop=(text,))
     ids, _, finish = expected(stopping)
-    assert finish is Finish.STOP and len(ids) > 2
+    assert finish is FinishReason.STOP and len(ids) > 2
     first, _ = _make()
     first.submit([stopping])
     while len(_produced(first, stopping)) < len(ids) - 1:
@@ -248,17 +248,17 @@ def test_a_stop_text_may_begin_in_what_was_produced_elsewhere() -> None:
     assert interrupted is not None
     second, _ = _make(deterministic=False)
     (output,) = _generate(second, [interrupted.resume()]).values()
-    assert output.tokens.ids.tolist() == ids and output.finish is Finish.STOP
+    assert output.tokens.ids.tolist() == ids and output.finish is FinishReason.STOP
 
 
-def _produced(engine: Engine, request: Request) -> list[int]:
+def _produced(engine: Engine, request: GenerationRequest) -> list[int]:
     tokens = engine.produced(request.id)
     assert tokens is not None
     return tokens.ids.tolist()
 
 
 def test_the_most_likely_tokens_are_reported_to_those_who_asked() -> None:
-    engine, _ = _make(steps_per_visit=3, num_pages=12)
+    engine, _ = _make(steps_per_iteration=3, num_pages=12)
     requests = [_long(number, top_logprobs=number, max_new_tokens=15) for number in range(4)]
     outputs = _generate(engine, requests)
     assert engine.stats()["preemptions"] > 0
@@ -271,7 +271,7 @@ def test_the_most_likely_tokens_are_reported_to_those_who_asked() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_is_produced_grows_and_is_what_an_interruption_gives(overlap: bool) -> None:
-    engine, runner = _make(overlap=overlap, steps_per_visit=2)
+    engine, runner = _make(overlap=overlap, steps_per_iteration=2)
     request = _long(0)
     engine.submit([request])
     seen: list[int] = []
@@ -290,7 +290,7 @@ def test_what_is_produced_grows_and_is_what_an_interruption_gives(overlap: bool)
 def test_an_interrupted_request_that_waits_has_what_it_came_with() -> None:
     engine, _ = _make(num_slots=1)
     produced = Tokens(np.ones(2, np.int32), np.zeros(2, np.float32), np.ones(2, np.int32), *_no_tops(2))
-    waiting = Request((1, 0), np.array([1], np.int32), 1, _long(0).sampling, produced)
+    waiting = GenerationRequest((1, 0), np.array([1], np.int32), 1, _long(0).sampling, produced)
     engine.submit([_long(0), waiting])
     engine.step()
     interrupted = engine.interrupt((1, 0))
@@ -379,7 +379,7 @@ def test_a_prompt_that_is_being_prefilled_begins_again_with_new_weights() -> Non
 def test_an_overflowed_sample_is_marked_and_leaves_nothing_behind(deterministic: bool) -> None:
     engine, runner = _make(deterministic=deterministic, num_pages=24)
     broken, sibling, other = _long(0, 0), _long(0, 1), _long(1)
-    runner.poison[broken.noise_key] = 13
+    runner.poison[broken.rng_key] = 13
     outputs = _generate(engine, [broken, sibling, other])
     assert [output.finite for _, output in sorted(outputs.items())] == [False, True, True]
     assert len(outputs[0, 0].tokens.ids) == 5
@@ -389,13 +389,13 @@ def test_an_overflowed_sample_is_marked_and_leaves_nothing_behind(deterministic:
     _assert_empty(engine, runner)
 
 
-@pytest.mark.parametrize("steps_per_visit", [1, 8])
-def test_a_stop_text_that_was_complete_before_the_logits_overflowed_counts(steps_per_visit: int) -> None:
-    engine, runner = _make(steps_per_visit=steps_per_visit)
+@pytest.mark.parametrize("steps_per_iteration", [1, 8])
+def test_a_stop_text_that_was_complete_before_the_logits_overflowed_counts(steps_per_iteration: int) -> None:
+    engine, runner = _make(steps_per_iteration=steps_per_iteration)
     requests = (_long(number, stop=("a",)) for number in range(100))
     stopped = next(request for request in requests if 2 <= len(expected(request)[0]) <= 5)
     num_tokens = len(expected(stopped)[0])
-    runner.poison[stopped.noise_key] = len(stopped.prompt) - 1 + num_tokens
+    runner.poison[stopped.rng_key] = len(stopped.prompt) - 1 + num_tokens
     (output,) = _generate(engine, [stopped]).values()
     _assert_undisturbed(output)
     assert output.finite and engine.stats()["decoded_tokens"] == num_tokens
@@ -436,7 +436,7 @@ def test_a_request_costs_the_same_however_many_are_held() -> None:
 
 def test_the_runner_without_a_model_notices_a_wrong_page() -> None:
     """The tests here are worth what its checks are worth."""
-    engine, runner = _make(steps_per_visit=2)
+    engine, runner = _make(steps_per_iteration=2)
     engine.submit([_long(0), _long(1)])
     engine.step()
     engine.step()

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from kintsugi.errors import ModelError
-from kintsugi.generation.cpu import PAGE_SIZE, CpuRunner
-from kintsugi.generation.engine import Engine
-from kintsugi.generation.noise import stream_key
-from kintsugi.generation.requests import Output, Request, RequestId
+from kintsugi.generation.cpu.runner import PAGE_SIZE, CpuRunner
+from kintsugi.generation.engine.engine import Engine
+from kintsugi.generation.engine.requests import GenerationOutput, GenerationRequest, RequestId
+from kintsugi.generation.engine.rng import stream_key
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.attention import PackedLayout
 from kintsugi.model.transformer import Transformer, initialize
-from kintsugi.types import Finish, Sampling
+from kintsugi.types import FinishReason, SamplingParams
 
 _CONFIG = ModelConfig(
     family="llama",
@@ -50,7 +50,7 @@ def _engine(
     num_pages: int | None = None,
     end_token_ids: Sequence[int] = (),
     deterministic: bool = True,
-    steps_per_visit: int = 1,
+    steps_per_iteration: int = 1,
     overlap: bool = False,
 ) -> Engine:
     """With a model of its own, which starts as a copy of `model`."""
@@ -66,37 +66,39 @@ def _engine(
         runner,
         end_token_ids=end_token_ids,
         deterministic=deterministic,
-        steps_per_visit=steps_per_visit,
+        steps_per_iteration=steps_per_iteration,
         overlap=overlap,
     )
     engine.load(0, _weights(model))
     return engine
 
 
-def _request(sample: int, *, job: int = 0, prompt: Sequence[int] | None = None, **sampling: Any) -> Request:
+def _request(
+    sample: int, *, job: int = 0, prompt: Sequence[int] | None = None, **sampling: Any
+) -> GenerationRequest:
     """A request whose prompt and lengths depend on `sample`, so that neighbours are out of step."""
     own = (np.arange(3 + sample % 23, dtype=np.int32) * 5 + sample) % 12
-    return Request(
+    return GenerationRequest(
         (job, sample),
         prompt=own if prompt is None else np.array(prompt, np.int32),
-        noise_key=stream_key(f"ticket {job}", seed=0, sample=sample, turn=0),
-        sampling=Sampling(**{"max_new_tokens": 6 + sample % 7, **sampling}),
+        rng_key=stream_key(f"ticket {job}", seed=0, sample=sample, turn=0),
+        sampling=SamplingParams(**{"max_new_tokens": 6 + sample % 7, **sampling}),
     )
 
 
-def _drain(engine: Engine) -> dict[RequestId, Output]:
-    outputs: dict[RequestId, Output] = {}
+def _drain(engine: Engine) -> dict[RequestId, GenerationOutput]:
+    outputs: dict[RequestId, GenerationOutput] = {}
     while not engine.idle:
         outputs |= {output.request.id: output for output in engine.step()}
     return outputs
 
 
-def _generate(engine: Engine, requests: Iterable[Request]) -> dict[RequestId, Output]:
+def _generate(engine: Engine, requests: Iterable[GenerationRequest]) -> dict[RequestId, GenerationOutput]:
     engine.submit(requests)
     return _drain(engine)
 
 
-def _bits(output: Output) -> tuple[bytes, bytes, Finish | None]:
+def _bits(output: GenerationOutput) -> tuple[bytes, bytes, FinishReason | None]:
     return output.tokens.ids.tobytes(), output.tokens.logprobs.tobytes(), output.finish
 
 
@@ -143,7 +145,7 @@ def test_the_length_of_a_visit_and_looking_late_do_not_change_a_bit(
 ) -> None:
     requests = [_request(sample, max_new_tokens=20) for sample in range(20)]
     expected = _generate(_engine(model, end_token_ids=[_END]), requests)
-    visits = _engine(model, end_token_ids=[_END], steps_per_visit=5, overlap=overlap)
+    visits = _engine(model, end_token_ids=[_END], steps_per_iteration=5, overlap=overlap)
     for key, output in _generate(visits, requests).items():
         assert _bits(output) == _bits(expected[key])
 
@@ -205,8 +207,8 @@ def test_log_probabilities_are_those_of_a_packed_forward_pass(
 def test_an_end_token_is_kept_when_sampled_and_never_appended(model: Transformer) -> None:
     requests = [_request(sample, max_new_tokens=12) for sample in range(60)]
     outputs = _generate(_engine(model, end_token_ids=[_END]), requests).values()
-    ended = [output for output in outputs if output.finish is Finish.EOS]
-    truncated = [output for output in outputs if output.finish is Finish.LENGTH]
+    ended = [output for output in outputs if output.finish is FinishReason.EOS]
+    truncated = [output for output in outputs if output.finish is FinishReason.LENGTH]
     assert len(ended) + len(truncated) == 60 and ended and truncated
     for output in ended:
         assert output.tokens.ids[-1] == _END and _END not in output.tokens.ids[:-1]
@@ -228,7 +230,7 @@ def test_new_keys_and_values_are_computed_when_new_weights_ask_for_it(model: Tra
         engine.load(1, _weights(other), running=running)
         (outputs[running],) = _drain(engine).values()
         assert outputs[running].tokens.versions.tolist() == [0] * 5 + [1] * 7
-    interrupted = Output(request, outputs["recompute"].tokens.between(0, 5), None)
+    interrupted = GenerationOutput(request, outputs["recompute"].tokens.between(0, 5), None)
     (resumed,) = _generate(_engine(other), [interrupted.resume()]).values()
     assert _bits(resumed) == _bits(outputs["recompute"])
     assert not np.array_equal(outputs["keep"].tokens.logprobs, outputs["recompute"].tokens.logprobs)
@@ -253,11 +255,11 @@ def test_what_bent_the_last_request_of_a_row_does_not_bend_the_next_one(
     model: Transformer, deterministic: bool
 ) -> None:
     """Nor what bends its neighbour, for whom the biases of all rows are added."""
-    asked = [_request(2, max_new_tokens=12), _request(3, top_k=4)]
-    expected = _generate(_engine(model, deterministic=deterministic), asked)
+    requested = [_request(2, max_new_tokens=12), _request(3, top_k=4)]
+    expected = _generate(_engine(model, deterministic=deterministic), requested)
     engine = _engine(model, deterministic=deterministic)
     _generate(engine, [_request(sample, logit_bias=((1, 50.0),)) for sample in range(8)])
-    again = _generate(engine, asked)
+    again = _generate(engine, requested)
     assert {key: output.tokens.ids.tolist() for key, output in again.items()} == {
         key: output.tokens.ids.tolist() for key, output in expected.items()
     }

@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kintsugi.generation.engine import Engine
-from kintsugi.generation.requests import Output, Request, RequestId
+from kintsugi.generation.engine.engine import Engine
+from kintsugi.generation.engine.requests import GenerationOutput, GenerationRequest, RequestId
 from tests.unit.generation.fake_runner import (
     END,
     FakeRunner,
@@ -33,7 +33,7 @@ class Setup:
     page_size: int
     pages_per_chunk: int
     max_chunks: int
-    steps_per_visit: int
+    steps_per_iteration: int
     overlap: bool
 
     def build(self, *, deterministic: bool) -> tuple[Engine, FakeRunner]:
@@ -51,7 +51,7 @@ class Setup:
             end_token_ids=(END,),
             deterministic=deterministic,
             text_of=text_of,
-            steps_per_visit=self.steps_per_visit,
+            steps_per_iteration=self.steps_per_iteration,
             overlap=self.overlap,
         )
         engine.load(1, {})
@@ -97,7 +97,7 @@ _setups = st.builds(
     page_size=st.sampled_from([1, 2, 4, 5]),
     pages_per_chunk=st.integers(1, 3),
     max_chunks=st.integers(1, 4),
-    steps_per_visit=st.integers(1, 8),
+    steps_per_iteration=st.integers(1, 8),
     overlap=st.booleans(),
 )
 _events = st.lists(
@@ -126,8 +126,8 @@ class World:
         self.engines, self.runners = zip(
             *(setup.build(deterministic=deterministic) for setup in setups), strict=True
         )
-        self.held: list[tuple[Engine, Request]] = []
-        self.outputs: dict[RequestId, Output] = {}
+        self.held: list[tuple[Engine, GenerationRequest]] = []
+        self.outputs: dict[RequestId, GenerationOutput] = {}
         self.num_asked = 0
         self.version = 1
 

@@ -18,19 +18,19 @@ os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="Triton is not installed: kernels are tested with it and on a device")
 
 from benchmarks import gpu_checks
-from kintsugi.generation.kernels.chunks import PrefillShape, packed_chunks, unpacked
-from kintsugi.generation.kernels.network import PagedNetwork
-from kintsugi.generation.kernels.products import MAX_SPLIT_ROWS, split_tiling
-from kintsugi.generation.kernels.sampling import Summary, draw, summarize
-from kintsugi.generation.kernels.state import ALIVE, NOISE_KEY, POSITION, packed_rows
-from kintsugi.generation.kernels.step import DecodeStep, Slots, StepKind
-from kintsugi.generation.noise import stream_key, uniforms
-from kintsugi.generation.requests import Request
-from kintsugi.generation.runner import Chunk, Row
+from kintsugi.generation.cuda.decode_step import DecodeStep, Slots, StepKind
+from kintsugi.generation.cuda.matmul import MAX_SPLIT_ROWS, split_tiling
+from kintsugi.generation.cuda.network import PagedNetwork
+from kintsugi.generation.cuda.prefill_inputs import PrefillShape, packed_chunks, unpacked
+from kintsugi.generation.cuda.sampling import SamplingSummary, draw, summarize
+from kintsugi.generation.cuda.slot_state import ALIVE, POSITION, RNG_KEY, packed_rows
+from kintsugi.generation.engine.requests import GenerationRequest
+from kintsugi.generation.engine.rng import stream_key, uniforms
+from kintsugi.generation.engine.runner import DecodeRow, PrefillChunk
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.attention import PackedLayout
 from kintsugi.model.transformer import Transformer, initialize
-from kintsugi.types import Sampling
+from kintsugi.types import SamplingParams
 
 pytestmark = [
     pytest.mark.slow,
@@ -110,18 +110,18 @@ def test_what_a_blocks_mass_is_rounded_by_is_not_the_probability_of_its_last_tok
     num_rows, vocab_size, key = 64, 4096, 13629332
     (uniform,) = uniforms(torch.tensor([key]), counters=torch.tensor([1])).tolist()
     assert 1 - 3e-8 < uniform < 1 - 2e-8
-    state = torch.from_numpy(packed_rows(gpu_checks.rows_of([Sampling()] * num_rows)))
-    state[:, NOISE_KEY] = key
+    state = torch.from_numpy(packed_rows(gpu_checks.rows_of([SamplingParams()] * num_rows)))
+    state[:, RNG_KEY] = key
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 2
     logits[:, -1] = -60.0
     slots = torch.arange(num_rows, dtype=torch.int32)
-    summary = Summary.empty(num_rows, vocab_size=vocab_size, device=CPU)
+    summary = SamplingSummary.empty(num_rows, vocab_size=vocab_size, device=CPU)
     summarize(logits, slots=slots, state=state, is_scaled=False, summary=summary)
     tokens = torch.zeros(1, num_rows, dtype=torch.int32)
     draw(
         logits,
         summary,
-        bent=None,
+        processed=None,
         slots=slots,
         state=state,
         known=torch.zeros(num_rows, 8, dtype=torch.int32),
@@ -166,8 +166,8 @@ def test_what_edits_a_slots_logits_is_that_of_its_last_request() -> None:
     slots, prompt = new_slots(3), np.array([5, 9, 5], np.int32)
 
     def start(slot: int, **sampling: Any) -> None:
-        request = Request((slot, 0), prompt, 0, Sampling(max_new_tokens=4, **sampling))
-        slots.start([Row(slot, request, 2, prompt, ())])
+        request = GenerationRequest((slot, 0), prompt, 0, SamplingParams(max_new_tokens=4, **sampling))
+        slots.start([DecodeRow(slot, request, 2, prompt, ())])
 
     start(0, repetition_penalty=2.0)
     start(1, logit_bias=((299, -3.0), (0, 4.0)))
@@ -195,12 +195,12 @@ def test_a_step_feeds_replays_samples_and_ends_rows_by_itself(dtype: torch.dtype
     known = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 24).astype(np.int32)
     prompt, pages = known[:21], [5, 2, 7]
     shape = PrefillShape(num_rows=24, num_chunks=2, max_tokens=20, max_pages=4)
-    chunk = Chunk(prompt[:20], 0, pages[:2])
+    chunk = PrefillChunk(prompt[:20], 0, pages[:2])
     packed = packed_chunks([chunk], shape=shape, page_size=PAGE_SIZE, scratch_page=8)
     network.prefill(unpacked(torch.from_numpy(packed), shape=shape))
     key = stream_key("grpo:0:0:0", seed=0, sample=0, turn=0)
-    request = Request((0, 0), prompt, key, Sampling(temperature=0.9, max_new_tokens=6))
-    slots.start([Row(1, request, 20, known, ())])
+    request = GenerationRequest((0, 0), prompt, key, SamplingParams(temperature=0.9, max_new_tokens=6))
+    slots.start([DecodeRow(1, request, 20, known, ())])
     slots.set_pages({1: pages})
     step.rows[:2] = torch.tensor([1, 3])
     for _ in range(6):

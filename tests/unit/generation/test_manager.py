@@ -3,12 +3,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from kintsugi.config import Strategy
+from kintsugi.config.schema import Strategy
 from kintsugi.errors import DataError, DeadlineExceeded, RefusedError, RemoteError
-from kintsugi.generation import fleet
-from kintsugi.generation.distribution import MAX_LOAD_ATTEMPTS
+from kintsugi.generation import server_fleet
 from kintsugi.generation.manager import MAX_ATTEMPTS
-from kintsugi.messages import Generated, Ping, WeightsLoaded
+from kintsugi.generation.weight_distribution import MAX_LOAD_ATTEMPTS
+from kintsugi.protocol.generation import Generated
+from kintsugi.protocol.membership import Ping
+from kintsugi.protocol.weights import WeightsLoaded
 from kintsugi.transport import PendingReply
 from kintsugi.transport.sockets import QUEUED_MESSAGES
 from kintsugi.types import StreamSource
@@ -66,20 +68,20 @@ def test_requests_that_begin_alike_are_spread_as_the_strategy_says(
 
 def test_a_dead_servers_requests_are_sent_again_and_answered_once(world: World) -> None:
     world.load(1)
-    asked = {ticket: world.generate(ticket) for ticket in ("a", "b", "c", "d")}
+    requested = {ticket: world.generate(ticket) for ticket in ("a", "b", "c", "d")}
     world.until(lambda: len(_held(world)) == 4)
     assert len(world.servers["server-0"].tickets) == 2
     answers: list[str] = []
-    for ticket, pending in asked.items():
+    for ticket, pending in requested.items():
         pending.on_done = lambda _, ticket=ticket: answers.append(ticket)
     world.kill("server-0")
     world.publish_book()
     world.until(lambda: len(world.servers["server-1"].tickets) == 4)
     world.servers["server-1"].answer()
-    world.until(lambda: all(pending.done for pending in asked.values()))
+    world.until(lambda: all(pending.done for pending in requested.values()))
     assert sorted(answers) == ["a", "b", "c", "d"]
     assert "server-0 a has left" in world.notes
-    assert all(_texts(pending) == _both(ticket) for ticket, pending in asked.items())
+    assert all(_texts(pending) == _both(ticket) for ticket, pending in requested.items())
 
 
 def test_a_request_that_a_server_fails_is_tried_on_another(world: World) -> None:
@@ -151,10 +153,10 @@ def test_a_server_that_loads_other_bytes_is_found_out(world: World) -> None:
     with pytest.raises(RemoteError, match="server-1: expected version 1 with digest digest-1"):
         pending.result()
     assert world.servers["server-1"].loaded == [1] * MAX_LOAD_ATTEMPTS
-    asked = [world.generate(str(index)) for index in range(4)]
+    requested = [world.generate(str(index)) for index in range(4)]
     world.until(lambda: len(world.servers["server-0"].held) == 4)
     world.servers["server-0"].answer()
-    world.until(lambda: all(pending.done for pending in asked))
+    world.until(lambda: all(pending.done for pending in requested))
 
 
 def test_a_server_that_joins_later_is_not_used_until_it_has_loaded_the_weights(world: World) -> None:
@@ -216,26 +218,26 @@ def test_newer_weights_supersede_those_that_are_still_being_loaded(world: World)
 
 def test_the_queue_is_bounded(world: World) -> None:
     world.restart_manager(max_requests=3)
-    asked = [world.generate(str(index)) for index in range(4)]
-    world.until(lambda: asked[3].done)
+    requested = [world.generate(str(index)) for index in range(4)]
+    world.until(lambda: requested[3].done)
     with pytest.raises(RemoteError, match="3 requests are unanswered"):
-        asked[3].result()
-    assert not any(pending.done for pending in asked[:3])
+        requested[3].result()
+    assert not any(pending.done for pending in requested[:3])
 
 
 def test_a_server_is_sent_no_more_than_its_endpoint_takes_beside_weights_and_cancels(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert fleet.MAX_SENT < QUEUED_MESSAGES
-    monkeypatch.setattr(fleet, "MAX_SENT", 2)
+    assert server_fleet.MAX_SENT < QUEUED_MESSAGES
+    monkeypatch.setattr(server_fleet, "MAX_SENT", 2)
     world.load(1)
-    asked = [world.generate(str(index)) for index in range(6)]
+    requested = [world.generate(str(index)) for index in range(6)]
     world.until(lambda: world.manager.gauges() == {"waiting": 2, "sent": 4, "servers": 2})
     world.until(lambda: [len(server.held) for server in world.servers.values()] == [2, 2])
     assert any("server-0 full at version 1" in wait.what for wait in world.waits.declared())
     for server in world.servers.values():
         server.answer()
-    world.until(lambda: sum(pending.done for pending in asked) == 4 and len(_held(world)) == 2)
+    world.until(lambda: sum(pending.done for pending in requested) == 4 and len(_held(world)) == 2)
 
 
 def test_requests_of_a_process_that_is_gone_are_dropped(world: World) -> None:
@@ -326,17 +328,17 @@ def test_a_request_survives_more_deaths_than_it_may_meet_faults(world: World) ->
 def test_requests_and_weights_wait_for_a_stopped_server_until_it_is_killed(world: World) -> None:
     world.load(1)
     world.stopped.add("server-0")
-    asked = [world.generate(str(index)) for index in range(4)]
+    requested = [world.generate(str(index)) for index in range(4)]
     world.until(lambda: len(world.servers["server-1"].held) == 2)
     loaded = world.load(2, wait=False)
     world.until(lambda: world.servers["server-1"].loaded == [1, 2])
-    assert not loaded.done and not any(pending.done for pending in asked)
+    assert not loaded.done and not any(pending.done for pending in requested)
     world.kill("server-0")
     world.publish_book()
     world.until(lambda: loaded.done and len(world.servers["server-1"].held) == 4)
     world.servers["server-1"].answer()
-    world.until(lambda: all(pending.done for pending in asked))
-    assert [_texts(pending) for pending in asked] == [_both(str(index)) for index in range(4)]
+    world.until(lambda: all(pending.done for pending in requested))
+    assert [_texts(pending) for pending in requested] == [_both(str(index)) for index in range(4)]
     assert loaded.result().expect(WeightsLoaded).servers == ("server-1",)
     assert not any("did not load" in note for note in world.notes)
 
@@ -376,7 +378,7 @@ def test_a_master_that_took_over_joins_the_loading_that_its_predecessor_began(wo
     world.until(lambda: world.servers["server-0"].loaded == [1])
     world.restart_master()
     again = world.load(1, wait=False)
-    world.until(lambda: len(world.manager._distribution._asked) == 2)
+    world.until(lambda: len(world.manager._distribution._callbacks) == 2)
     world.stopped.clear()
     world.until(lambda: again.done)
     assert again.result().expect(WeightsLoaded).servers == ("server-0", "server-1")

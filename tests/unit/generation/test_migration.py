@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kintsugi.config import Config, GenerationSection, ModelSection, NewModel
-from kintsugi.generation.building import build_engine
-from kintsugi.generation.server import Server
-from kintsugi.messages import Generated
+from kintsugi.config.schema import Config, GenerationSection, ModelSection, NewModel
+from kintsugi.generation.engine.factory import build_engine
+from kintsugi.generation.server import GenerationServer
 from kintsugi.model.plan import plan_model
 from kintsugi.model.transformer import Transformer, initialize
+from kintsugi.protocol.generation import Generated
 from kintsugi.transport import Endpoint
 from kintsugi.types import FolderSource, WeightManifest, WeightSource
 from kintsugi.weights.fetch import Fetched
@@ -40,13 +40,15 @@ class _EngineServer:
             deterministic=True,
         )
         self._loopback = Loopback(endpoint)
-        self._server = Server(self._loopback, self.engine, fetch=self._fetch, beside=lambda work: work())
+        self._server = GenerationServer(
+            self._loopback, self.engine, fetch=self._fetch, background=lambda work: work()
+        )
 
     def _fetch(self, manifest: WeightManifest, sources: Sequence[WeightSource]) -> Fetched:
         model = Transformer(self._architecture)
         initialize(model, manifest.version)
         weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        return Fetched(manifest, FolderSource("nowhere"), on_card=weights)
+        return Fetched(manifest, FolderSource("nowhere"), on_device=weights)
 
     def turn(self) -> None:
         self._server.turn(0)
@@ -58,27 +60,27 @@ def _run(*, disturb: str) -> tuple[Generated, int]:
     cluster = Cluster(_EngineServer)
     try:
         cluster.load(1)
-        _, asker = cluster.ask("a", num_samples=4, max_new_tokens=40, endless=True)
+        _, requester = cluster.ask("a", num_samples=4, max_new_tokens=40, endless=True)
         known = 0
         if disturb:
-            cluster.until(lambda: _num_known(asker) >= 40)
+            cluster.until(lambda: _num_known(requester) >= 40)
             (busy,) = [name for name, server in cluster.servers.items() if not server.engine.idle]
             if disturb == "kill":
-                known = _num_known(asker)
+                known = _num_known(requester)
                 cluster.kill(busy)
                 cluster.publish_book()
             else:
                 cluster.manager.retire(busy, lambda: None)
-                known = _num_known(asker)
-        cluster.until(lambda: asker.ended)
-        assert asker.generated is not None
-        return asker.generated, known
+                known = _num_known(requester)
+        cluster.until(lambda: requester.ended)
+        assert requester.generated is not None
+        return requester.generated, known
     finally:
         cluster.close()
 
 
-def _num_known(asker: FakeAsker) -> int:
-    return sum(map(len, asker.streamed.values()))
+def _num_known(requester: FakeAsker) -> int:
+    return sum(map(len, requester.streamed.values()))
 
 
 @pytest.fixture(scope="module")

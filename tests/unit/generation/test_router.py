@@ -2,10 +2,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kintsugi.config import Strategy
-from kintsugi.generation.router import AFFINITY_REQUESTS, PREFIX_BYTES, Health, ServerView, choose
+from kintsugi.config.schema import Strategy
+from kintsugi.generation.router import AFFINITY_REQUESTS, PREFIX_BYTES, ServerHealth, ServerView, choose
 
-_HEALTHY, _SUSPECT, _STALE, _DEAD = Health.HEALTHY, Health.SUSPECT, Health.STALE, Health.DEAD
+_HEALTHY, _SUSPECT, _STALE, _DEAD = (
+    ServerHealth.HEALTHY,
+    ServerHealth.SUSPECT,
+    ServerHealth.STALE,
+    ServerHealth.DEAD,
+)
 _STRATEGIES: tuple[Strategy, ...] = ("least_loaded", "round_robin", "prefix_affine")
 
 
@@ -30,7 +35,7 @@ _STRATEGIES: tuple[Strategy, ...] = ("least_loaded", "round_robin", "prefix_affi
         pytest.param([("a", _HEALTHY, 3, 0, False, True)], None, id="full and alone"),
     ],
 )
-def test_a_request_goes_to(servers: list[tuple[str, Health, int, int]], chosen: str | None) -> None:
+def test_a_request_goes_to(servers: list[tuple[str, ServerHealth, int, int]], chosen: str | None) -> None:
     choice = choose([ServerView(*server) for server in servers], version=3)
     assert choice.server == chosen
     assert choice.reason
@@ -52,7 +57,7 @@ _VIEWS = st.lists(
     st.builds(
         ServerView,
         st.integers(0, 9).map("server-{}".format),
-        st.sampled_from(Health),
+        st.sampled_from(ServerHealth),
         st.integers(-1, 4),
         st.integers(0, 500),
         st.booleans(),

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kintsugi.generation.noise import stream_key, uniforms
-from kintsugi.generation.sampler import Bending, Sampled, sample
+from kintsugi.generation.engine.rng import stream_key, uniforms
+from kintsugi.generation.engine.sampler import LogitsEditing, Sampled, sample
 
 
 def _noise(rows: int) -> Tensor:
@@ -31,7 +31,7 @@ def _sample(logits: Tensor, **arguments: Any) -> Sampled:
 
 
 @dataclass
-class Bend:
+class Processors:
     """One row's bending, and what it does to a distribution, by sorting, in float64."""
 
     penalty: float = 1.0
@@ -41,13 +41,13 @@ class Bend:
     top_p: float = 1.0
     min_p: float = 0.0
 
-    def rows(self, count: int, *, vocabulary: int) -> Bending:
+    def rows(self, count: int, *, vocabulary: int) -> LogitsEditing:
         seen = torch.zeros(count, vocabulary, dtype=torch.bool)
         seen[:, self.seen] = True
         biases = torch.zeros(count, vocabulary)
         for token, bias in self.biases.items():
             biases[:, token] = bias
-        return Bending(
+        return LogitsEditing(
             penalties=torch.full((count,), self.penalty),
             seen=seen,
             biases=biases,
@@ -57,12 +57,12 @@ class Bend:
         )
 
     def distribution(self, logits: Tensor, *, temperature: float) -> Tensor:
-        bent = logits.double()
+        processed = logits.double()
         for token in self.seen:
-            bent[token] *= 1 / self.penalty if bent[token] > 0 else self.penalty
+            processed[token] *= 1 / self.penalty if processed[token] > 0 else self.penalty
         for token, bias in self.biases.items():
-            bent[token] += bias
-        probabilities = (bent / temperature).softmax(-1)
+            processed[token] += bias
+        probabilities = (processed / temperature).softmax(-1)
         order = probabilities.argsort(descending=True)
         if self.top_k:
             probabilities[order[self.top_k :]] = 0.0
@@ -75,12 +75,12 @@ class Bend:
 
 BENDS = {
     "none": None,
-    "top_k": Bend(top_k=5),
-    "top_p": Bend(top_p=0.8),
-    "min_p": Bend(min_p=0.1),
-    "penalty": Bend(penalty=1.7, seen=[0, 3, 4, 9]),
-    "bias": Bend(biases={2: 1.5, 7: -100.0}),
-    "all": Bend(penalty=1.3, seen=[1, 2], biases={2: 1.0}, top_k=9, top_p=0.9, min_p=0.02),
+    "top_k": Processors(top_k=5),
+    "top_p": Processors(top_p=0.8),
+    "min_p": Processors(min_p=0.1),
+    "penalty": Processors(penalty=1.7, seen=[0, 3, 4, 9]),
+    "bias": Processors(biases={2: 1.5, 7: -100.0}),
+    "all": Processors(penalty=1.3, seen=[1, 2], biases={2: 1.0}, top_k=9, top_p=0.9, min_p=0.02),
 }
 
 
@@ -103,17 +103,19 @@ def test_sampled_frequencies_pass_a_chi_square_test(name: str, temperature: floa
     logits = torch.full((vocabulary,), float("-inf"))
     likely = torch.arange(14) if vocabulary == 14 else torch.arange(14) * 37 + 5
     logits[likely] = _logits(1, vocabulary=14)[0].div(2)
-    bend = BENDS[name]
-    if bend is not None and vocabulary > 14:
-        bend = Bend(**{**vars(bend), "seen": likely[bend.seen].tolist()})
-        bend.biases = {int(likely[token]): bias for token, bias in bend.biases.items()}
+    process_logits = BENDS[name]
+    if process_logits is not None and vocabulary > 14:
+        process_logits = Processors(**{**vars(process_logits), "seen": likely[process_logits.seen].tolist()})
+        process_logits.biases = {int(likely[token]): bias for token, bias in process_logits.biases.items()}
     tokens = _sample(
         logits.expand(rows, vocabulary),
         temperatures=torch.full((rows,), temperature),
         uniforms=_many_uniforms(rows),
-        bending=None if bend is None else bend.rows(rows, vocabulary=vocabulary),
+        logits_processors=None
+        if process_logits is None
+        else process_logits.rows(rows, vocabulary=vocabulary),
     ).tokens
-    distribution = (bend or Bend()).distribution(logits, temperature=temperature)
+    distribution = (process_logits or Processors()).distribution(logits, temperature=temperature)
     assert _passes_chi_square(tokens, distribution)
 
 
@@ -165,8 +167,12 @@ def test_log_probabilities_are_those_at_the_sampling_temperature() -> None:
 
 def test_bending_does_not_change_the_reported_log_probabilities() -> None:
     logits, temperatures = _logits(8, vocabulary=50), torch.full((8,), 0.7)
-    bending = Bend(penalty=2.0, seen=[1, 2, 3], biases={7: 4.0}, top_k=3).rows(8, vocabulary=50)
-    sampled = _sample(logits, temperatures=temperatures, uniforms=_noise(8), bending=bending, num_top=4)
+    logits_processors = Processors(penalty=2.0, seen=[1, 2, 3], biases={7: 4.0}, top_k=3).rows(
+        8, vocabulary=50
+    )
+    sampled = _sample(
+        logits, temperatures=temperatures, uniforms=_noise(8), logits_processors=logits_processors, num_top=4
+    )
     expected = (logits / 0.7).log_softmax(-1)
     torch.testing.assert_close(
         sampled.logprobs, expected.gather(-1, sampled.tokens[:, None]).squeeze(-1), atol=1e-5, rtol=0
@@ -186,19 +192,30 @@ def test_greedy_rows_take_the_most_likely_token_at_its_plain_log_probability() -
 
 
 def test_greedy_rows_follow_the_bias() -> None:
-    bending = Bend(biases={11: 100.0}).rows(4, vocabulary=50)
+    logits_processors = Processors(biases={11: 100.0}).rows(4, vocabulary=50)
     logits = _logits(4, vocabulary=50)
-    sampled = _sample(logits, temperatures=torch.zeros(4), uniforms=_noise(4), bending=bending)
+    sampled = _sample(
+        logits, temperatures=torch.zeros(4), uniforms=_noise(4), logits_processors=logits_processors
+    )
     assert sampled.tokens.tolist() == [11] * 4
 
 
 def test_rows_are_bent_each_by_its_own_measure() -> None:
-    rows = [Bend(), Bend(top_k=1), Bend(top_p=1e-6), Bend(min_p=1.0), Bend(top_k=2), Bend()]
+    rows = [
+        Processors(),
+        Processors(top_k=1),
+        Processors(top_p=1e-6),
+        Processors(min_p=1.0),
+        Processors(top_k=2),
+        Processors(),
+    ]
     parts = [row.rows(1, vocabulary=3000) for row in rows]
-    bending = Bending(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    logits_processors = LogitsEditing(*(torch.cat(column) for column in zip(*parts, strict=True)))
     logits = _logits(1, vocabulary=3000).expand(6, 3000)
     almost_one = torch.full((6,), 1 - 2.0**-52, dtype=torch.float64)
-    tokens = _sample(logits, temperatures=torch.ones(6), uniforms=almost_one, bending=bending).tokens
+    tokens = _sample(
+        logits, temperatures=torch.ones(6), uniforms=almost_one, logits_processors=logits_processors
+    ).tokens
     likeliest = logits[0].topk(2).indices
     assert tokens[1:4].tolist() == [int(likeliest[0])] * 3
     assert tokens[4] == likeliest.max()
@@ -208,16 +225,23 @@ def test_rows_are_bent_each_by_its_own_measure() -> None:
 def test_a_nucleus_beyond_the_first_thousand_tokens_is_found() -> None:
     logits = torch.zeros(2, 5000)
     logits[:, 0] = 1.0
-    bending = Bend(top_p=0.5).rows(2, vocabulary=5000)
+    logits_processors = Processors(top_p=0.5).rows(2, vocabulary=5000)
     ends = torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64)
-    tokens = _sample(logits, temperatures=torch.ones(2), uniforms=ends, bending=bending).tokens
+    tokens = _sample(
+        logits, temperatures=torch.ones(2), uniforms=ends, logits_processors=logits_processors
+    ).tokens
     assert tokens.tolist() == [0, 4999], "tokens as likely as the last of the nucleus stay"
 
 
 def test_tokens_as_likely_as_the_last_that_stays_stay_too() -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]]).expand(200, 5)
-    bending = Bend(top_k=2).rows(200, vocabulary=5)
-    sampled = _sample(logits, temperatures=torch.ones(200), uniforms=_many_uniforms(200), bending=bending)
+    logits_processors = Processors(top_k=2).rows(200, vocabulary=5)
+    sampled = _sample(
+        logits,
+        temperatures=torch.ones(200),
+        uniforms=_many_uniforms(200),
+        logits_processors=logits_processors,
+    )
     assert set(sampled.tokens.tolist()) == {0, 1, 2, 3}
 
 
@@ -257,8 +281,10 @@ def test_logits_that_are_not_finite_give_a_log_probability_that_is_not_finite(
 ) -> None:
     logits = torch.zeros(4, vocabulary)
     logits[2, 1] = value
-    bend = BENDS[name]
-    bending = None if bend is None else bend.rows(4, vocabulary=vocabulary)
-    sampled = _sample(logits, temperatures=torch.ones(4), uniforms=_noise(4), bending=bending)
+    process_logits = BENDS[name]
+    logits_processors = None if process_logits is None else process_logits.rows(4, vocabulary=vocabulary)
+    sampled = _sample(
+        logits, temperatures=torch.ones(4), uniforms=_noise(4), logits_processors=logits_processors
+    )
     assert sampled.logprobs.isfinite().tolist() == [True, True, False, True]
     assert 0 <= sampled.tokens[2] < vocabulary

@@ -2,12 +2,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kintsugi.generation.scheduler import (
-    Part,
-    Span,
+from kintsugi.generation.engine.scheduler import (
+    PrefillPart,
+    PrefillSpan,
     admit,
-    must_give_way,
-    num_steps_of_visit,
+    must_preempt,
+    num_steps_of_iteration,
     plan_chunks,
 )
 
@@ -30,11 +30,13 @@ def test_nobody_is_admitted_without_a_slot() -> None:
 
 
 def test_chunks_begin_at_multiples_of_their_size_and_say_what_is_known() -> None:
-    assert plan_chunks([Part(0, 19), Part(20, 21), Part(7, 7)], chunk_size=8, max_chunks=9) == [
-        Span(0, 0, 8, 0),
-        Span(0, 8, 16, 0),
-        Span(0, 16, 19, 0),
-        Span(1, 16, 21, 4),
+    assert plan_chunks(
+        [PrefillPart(0, 19), PrefillPart(20, 21), PrefillPart(7, 7)], chunk_size=8, max_chunks=9
+    ) == [
+        PrefillSpan(0, 0, 8, 0),
+        PrefillSpan(0, 8, 16, 0),
+        PrefillSpan(0, 16, 19, 0),
+        PrefillSpan(1, 16, 21, 4),
     ]
 
 
@@ -46,7 +48,7 @@ def test_chunks_begin_at_multiples_of_their_size_and_say_what_is_known() -> None
 def test_calls_of_a_few_chunks_prefill_everything_once_and_the_oldest_first(
     ranges: list[tuple[int, int]], chunk_size: int, max_chunks: int
 ) -> None:
-    parts = [Part(min(pair), max(pair)) for pair in ranges]
+    parts = [PrefillPart(min(pair), max(pair)) for pair in ranges]
     computed: list[list[int]] = [list(range(part.num_filled)) for part in parts]
     while spans := plan_chunks(parts, chunk_size=chunk_size, max_chunks=max_chunks):
         assert len(spans) <= max_chunks and [span.part for span in spans] == sorted(
@@ -55,26 +57,26 @@ def test_calls_of_a_few_chunks_prefill_everything_once_and_the_oldest_first(
         for index, start, end, num_known in spans:
             assert start % chunk_size == 0 and start + num_known < end <= start + chunk_size
             computed[index] += range(start + num_known, end)
-            parts[index] = Part(end, parts[index].length)
+            parts[index] = PrefillPart(end, parts[index].length)
         unfinished = [index for index, part in enumerate(parts) if part.num_filled < part.length]
         assert not unfinished or spans[-1].part <= unfinished[0]
     assert computed == [list(range(part.length)) for part in parts]
 
 
 def test_a_visit_takes_as_many_steps_as_any_row_can_use_and_one_while_prompts_are_prefilled() -> None:
-    assert num_steps_of_visit(steps_per_visit=8, num_left=100, is_prefill_left=False) == 8
-    assert num_steps_of_visit(steps_per_visit=8, num_left=3, is_prefill_left=False) == 3
-    assert num_steps_of_visit(steps_per_visit=8, num_left=100, is_prefill_left=True) == 1
+    assert num_steps_of_iteration(steps_per_iteration=8, num_left=100, is_prefill_left=False) == 8
+    assert num_steps_of_iteration(steps_per_iteration=8, num_left=3, is_prefill_left=False) == 3
+    assert num_steps_of_iteration(steps_per_iteration=8, num_left=100, is_prefill_left=True) == 1
 
 
 def test_somebody_gives_way_only_when_pages_are_missing() -> None:
-    assert not must_give_way(num_needed=3, num_available=3, num_admitted=2).is_needed
-    assert must_give_way(num_needed=3, num_available=2, num_admitted=2) == (
+    assert not must_preempt(num_needed=3, num_available=3, num_admitted=2).is_needed
+    assert must_preempt(num_needed=3, num_available=2, num_admitted=2) == (
         True,
-        "3 pages needed to go on, 2 are available",
+        "3 pages needed to continue, 2 are available",
     )
 
 
 def test_the_last_one_never_has_to_give_way() -> None:
     with pytest.raises(AssertionError, match="alone does not fit"):
-        must_give_way(num_needed=3, num_available=2, num_admitted=1)
+        must_preempt(num_needed=3, num_available=2, num_admitted=1)

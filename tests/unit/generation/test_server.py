@@ -5,19 +5,13 @@ import pytest
 import torch
 
 from kintsugi.errors import DeviceError, DeviceOutOfMemory, IntegrityError, RefusedError, UserError
-from kintsugi.generation.jobs import Incarnation, Job
 from kintsugi.generation.server import ORPHANED_S, PROGRESS_S
-from kintsugi.messages import (
-    Cancel,
-    Generate,
-    Generated,
-    Interrupt,
-    Ok,
-    Ping,
-    WeightsLoaded,
-)
+from kintsugi.generation.server_jobs import Incarnation, ServerJob
+from kintsugi.protocol.generation import Cancel, Generate, Generated, Interrupt
+from kintsugi.protocol.membership import Ok, Ping
+from kintsugi.protocol.weights import WeightsLoaded
 from kintsugi.transport import Delivery
-from kintsugi.types import Completion, Finish, Sampling
+from kintsugi.types import Completion, FinishReason, SamplingParams
 from tests.unit.generation.driven_server import PROMPT, Policy, Setup, generate
 from tests.unit.generation.fake_backend import END
 
@@ -34,16 +28,16 @@ def _tokens(completion: Completion) -> list[int]:
 
 
 def test_a_request_is_answered_when_all_of_its_samples_are_done(setup: Setup) -> None:
-    asked = setup.shell.ask(generate("a"))
+    requested = setup.shell.ask(generate("a"))
     setup.run()
-    generated = setup.shell.generated(asked)
+    generated = setup.shell.generated(requested)
     assert (generated.ticket, generated.turn, generated.server) == ("a", 0, "server-0")
     assert [completion.sample for completion in generated.completions] == list(range(6))
     for completion in generated.completions:
         assert len(completion.logprobs) == len(completion.versions) == len(completion.tokens)
         assert len(completion.top_tokens) == len(completion.top_logprobs) == 2 * len(completion.tokens)
         assert set(array("i", completion.versions)) == {1}
-        assert (completion.finish is Finish.EOS) == (_tokens(completion)[-1] == END)
+        assert (completion.finish is FinishReason.EOS) == (_tokens(completion)[-1] == END)
     assert len({completion.tokens for completion in generated.completions}) > 1
     assert setup.shell.load == 0
 
@@ -72,17 +66,17 @@ def acknowledged(version: int) -> WeightsLoaded:
 
 def test_loaded_weights_are_acknowledged_by_version_and_digest() -> None:
     setup = Setup()
-    asked = setup.load(3)
+    requested = setup.load(3)
     setup.run()
-    assert setup.shell.replies[asked] == acknowledged(3)
+    assert setup.shell.replies[requested] == acknowledged(3)
     assert setup.backend.version == 3
 
 
 def test_weights_that_it_holds_are_acknowledged_without_fetching_them_again() -> None:
     setup = Setup()
-    asked = [setup.load(version) for version in (3, 3, 4, 3)]
+    requested = [setup.load(version) for version in (3, 3, 4, 3)]
     setup.run()
-    assert [setup.shell.replies[each] for each in asked] == [
+    assert [setup.shell.replies[each] for each in requested] == [
         acknowledged(3),
         WeightsLoaded(3, "digest-3", ("server-0",)),
         acknowledged(4),
@@ -97,7 +91,7 @@ def test_a_request_that_is_asked_again_is_computed_once_and_both_are_answered(se
     num_requests = setup.backend.num_requests
     setup.load(1)
     again = setup.shell.ask(
-        msgspec.structs.replace(generate("a", number=1, stream=True), timeout_s=7.0), asker="manager-1"
+        msgspec.structs.replace(generate("a", number=1, stream=True), timeout_s=7.0), requester="manager-1"
     )
     setup.turn()
     assert setup.backend.num_requests <= num_requests
@@ -109,10 +103,10 @@ def test_who_asks_again_is_told_everything_from_the_first_token_on(setup: Setup)
     setup.shell.ask(generate("a", number=7, stream=True, num_samples=1, endless=True))
     setup.turn(3)
     again = setup.shell.ask(
-        generate("a", number=1, stream=True, num_samples=1, endless=True), asker="manager-1"
+        generate("a", number=1, stream=True, num_samples=1, endless=True), requester="manager-1"
     )
     setup.turn(3)
-    assert setup.shell.told(1, asker="manager-1") == setup.shell.told(7)
+    assert setup.shell.told(1, requester="manager-1") == setup.shell.told(7)
     setup.run()
     (completion,) = setup.shell.generated(again).completions
     assert _tokens(completion)[:6] == setup.shell.told(7)[0][:6]
@@ -132,10 +126,32 @@ def test_a_request_that_is_asked_again_with_other_weights_starts_over(setup: Set
 def test_weights_that_do_not_arrive_as_sent_leave_the_old_version_in_place(setup: Setup) -> None:
     setup.damaged = 2
     damaged = setup.load(2)
-    asked = setup.shell.ask(generate("a"))
+    requested = setup.shell.ask(generate("a"))
     setup.run()
     assert isinstance(setup.shell.errors[damaged], IntegrityError)
-    assert asked in setup.shell.replies
+    assert requested in setup.shell.replies
+
+
+def test_weights_that_were_overwritten_before_the_swap_leave_the_old_version_in_place(setup: Setup) -> None:
+    setup.run()
+    setup.checks = iter([False])
+    overwritten = setup.load(2)
+    requested = setup.shell.ask(generate("a"))
+    setup.run()
+    assert next(setup.checks, None) is None, "nothing was checked"
+    assert isinstance(setup.shell.errors[overwritten], IntegrityError)
+    assert [version for version, _ in setup.backend.loaded] == [1]
+    assert requested in setup.shell.replies
+
+
+def test_weights_that_were_overwritten_during_the_swap_end_the_server(setup: Setup) -> None:
+    setup.run()
+    setup.checks = iter([True, False])
+    loading = setup.load(2)
+    with pytest.raises(IntegrityError, match="overwritten while it was copied"):
+        setup.run()
+    assert [version for version, _ in setup.backend.loaded] == [1, 2]
+    assert loading not in setup.shell.replies
 
 
 def test_weights_that_the_back_end_did_not_take_whole_are_not_there_nor_are_the_old_ones(
@@ -159,11 +175,11 @@ def test_weights_that_the_back_end_did_not_take_whole_are_not_there_nor_are_the_
 @pytest.mark.parametrize(
     "impossible",
     [
-        Generate("a", 0, b"", Sampling(), 1),
-        Generate("a", 0, b"\x00\x00\x00", Sampling(), 1),
-        Generate("a", 0, PROMPT, Sampling(num_samples=0), 1),
-        Generate("a", 0, PROMPT, Sampling(num_samples=-2), 1),
-        Generate("a", 0, PROMPT, Sampling(), 1, (2, 2)),
+        Generate("a", 0, b"", SamplingParams(), 1),
+        Generate("a", 0, b"\x00\x00\x00", SamplingParams(), 1),
+        Generate("a", 0, PROMPT, SamplingParams(num_samples=0), 1),
+        Generate("a", 0, PROMPT, SamplingParams(num_samples=-2), 1),
+        Generate("a", 0, PROMPT, SamplingParams(), 1, (2, 2)),
         generate("a", produced=(Completion(9, b"", b"", b"", None),)),
         generate("a", produced=(Completion(0, b"1234", b"", b"", None),)),
     ],
@@ -176,9 +192,9 @@ def test_an_impossible_request_is_refused_and_the_next_one_served(setup: Setup, 
 
 
 def test_a_message_that_is_not_its_business_is_refused(setup: Setup) -> None:
-    asked = setup.shell.ask(Ping())
+    requested = setup.shell.ask(Ping())
     setup.run()
-    assert isinstance(setup.shell.errors[asked], RefusedError)
+    assert isinstance(setup.shell.errors[requested], RefusedError)
 
 
 def test_a_request_that_the_back_end_refuses_later_fails_alone(setup: Setup) -> None:
@@ -197,24 +213,24 @@ def test_a_model_that_overflows_fails_the_request_and_not_the_server(setup: Setu
     setup.run()
     assert isinstance(setup.shell.errors[broken], IntegrityError)
     setup.backend.overflows = False
-    asked = setup.shell.ask(generate("a", num_samples=num_samples))
+    requested = setup.shell.ask(generate("a", num_samples=num_samples))
     setup.run()
-    assert asked in setup.shell.replies and setup.shell.load == 0
+    assert requested in setup.shell.replies and setup.shell.load == 0
 
 
 def test_a_streaming_request_is_told_of_every_token_as_it_comes(setup: Setup) -> None:
-    asked = setup.shell.ask(generate("a", num_samples=2, stream=True, number=4, endless=True))
+    requested = setup.shell.ask(generate("a", num_samples=2, stream=True, number=4, endless=True))
     for count in range(1, 8):
         setup.turn()
         assert {sample: len(tokens) for sample, tokens in setup.shell.told(4).items()} == {0: count, 1: count}
     setup.run()
     told = setup.shell.told(4)
-    for completion in setup.shell.generated(asked).completions:
+    for completion in setup.shell.generated(requested).completions:
         assert _tokens(completion)[:7] == told[completion.sample]
 
 
 def test_a_sample_that_ends_before_the_others_is_told_with_its_end(setup: Setup) -> None:
-    asked = setup.shell.ask(generate("a", num_samples=4, stream=True, number=4, max_new_tokens=40))
+    requested = setup.shell.ask(generate("a", num_samples=4, stream=True, number=4, max_new_tokens=40))
     setup.run()
     ends = {
         fragment.sample: fragment.finish
@@ -222,7 +238,7 @@ def test_a_sample_that_ends_before_the_others_is_told_with_its_end(setup: Setup)
         for fragment in body.fragments[4]
         if fragment.finish is not None
     }
-    completions = setup.shell.generated(asked).completions
+    completions = setup.shell.generated(requested).completions
     last = max(completions, key=lambda completion: len(completion.tokens))
     for completion in completions:
         if len(completion.tokens) < len(last.tokens):
@@ -232,7 +248,7 @@ def test_a_sample_that_ends_before_the_others_is_told_with_its_end(setup: Setup)
 
 def test_requests_that_do_not_stream_are_told_of_now_and_then_in_one_message(setup: Setup) -> None:
     setup.clock.advance(10.0)
-    asked = [
+    requested = [
         setup.shell.ask(generate(name, num_samples=1, number=index, endless=True, max_new_tokens=40))
         for index, name in enumerate("ab")
     ]
@@ -242,7 +258,7 @@ def test_requests_that_do_not_stream_are_told_of_now_and_then_in_one_message(set
     assert len(setup.shell.sent) == 4
     assert all(set(body.fragments) == {0, 1} for _, body in setup.shell.sent)
     setup.run()
-    assert _tokens(setup.shell.generated(asked[1]).completions[0])[:12] == setup.shell.told(1)[0][:12]
+    assert _tokens(setup.shell.generated(requested[1]).completions[0])[:12] == setup.shell.told(1)[0][:12]
 
 
 def test_requests_that_are_done_sooner_are_not_told_of_at_all(setup: Setup) -> None:
@@ -269,30 +285,30 @@ def test_a_request_goes_on_from_what_it_brings_and_samples_only_the_rest(setup: 
         completion.top_tokens[:40],
         completion.top_logprobs[:40],
     )
-    asked = setup.shell.ask(
+    requested = setup.shell.ask(
         generate("a", num_samples=1, endless=True, produced=(part,), stream=True, number=3)
     )
     setup.run()
-    assert setup.shell.generated(asked).completions == (completion,)
+    assert setup.shell.generated(requested).completions == (completion,)
     assert setup.backend.num_sampled - sampled == 3
     assert all(fragment.offset >= 5 for _, body in setup.shell.sent for fragment in body.fragments.get(3, ()))
 
 
 def test_who_leaves_frees_what_it_held_at_once(setup: Setup) -> None:
-    asked = setup.shell.ask(generate("a", number=5, endless=True))
+    requested = setup.shell.ask(generate("a", number=5, endless=True))
     other = setup.shell.ask(generate("b", number=6))
     setup.turn(2)
     setup.shell.ask(Cancel(5))
     setup.server.turn(0)
     assert setup.backend.num_requests <= 6
     setup.run()
-    assert setup.shell.replies[asked] == Ok() and not setup.shell.errors
+    assert setup.shell.replies[requested] == Ok() and not setup.shell.errors
     assert isinstance(setup.shell.replies[other], Generated) and setup.shell.load == 0
 
 
 def test_a_request_that_two_wait_for_goes_on_when_one_leaves(setup: Setup) -> None:
     first = setup.shell.ask(generate("a", number=5))
-    second = setup.shell.ask(generate("a", number=5), asker="manager-1")
+    second = setup.shell.ask(generate("a", number=5), requester="manager-1")
     setup.server.turn(0)
     setup.shell.ask(Cancel(5))
     setup.run()
@@ -307,13 +323,13 @@ def test_a_cancelled_request_costs_the_same_however_many_others_there_are(
         setup.shell.ask(generate(f"t{number}", number=number, num_samples=1))
     setup.server.turn(0)
     looked_at: list[str] = []
-    leave = Job.leave
+    leave = ServerJob.leave
 
-    def counted(job: Job, asker: Incarnation, number: int | None = None) -> list[Delivery]:
+    def counted(job: ServerJob, requester: Incarnation, number: int | None = None) -> list[Delivery]:
         looked_at.append(job.request.ticket)
-        return leave(job, asker, number)
+        return leave(job, requester, number)
 
-    monkeypatch.setattr(Job, "leave", counted)
+    monkeypatch.setattr(ServerJob, "leave", counted)
     for number in range(50):
         setup.shell.ask(Cancel(number))
     setup.server.turn(0)
@@ -326,10 +342,10 @@ def test_a_cancel_takes_nothing_from_a_successor_that_uses_the_same_number(setup
     late = setup.shell._requests.pop()
     assert late.envelope.sequence == cancel
     setup.shell.incarnations["manager-0"] = "b"
-    asked = setup.shell.ask(generate("b", number=5, endless=True))
+    requested = setup.shell.ask(generate("b", number=5, endless=True))
     setup.shell._requests.append(late)
     setup.run()
-    assert isinstance(setup.shell.replies[asked], Generated)
+    assert isinstance(setup.shell.replies[requested], Generated)
 
 
 def test_what_nobody_waits_for_any_more_ends_though_nobody_says_so(setup: Setup) -> None:
@@ -348,12 +364,12 @@ def test_what_nobody_waits_for_any_more_ends_though_nobody_says_so(setup: Setup)
 
 
 def test_an_interrupt_answers_every_request_with_what_it_has(setup: Setup) -> None:
-    asked = setup.shell.ask(generate("a", num_samples=5, endless=True))
+    requested = setup.shell.ask(generate("a", num_samples=5, endless=True))
     setup.turn(3)
     interrupted = setup.shell.ask(Interrupt())
     setup.server.turn(0)
     assert setup.shell.replies[interrupted] == Ok()
-    completions = setup.shell.generated(asked).completions
+    completions = setup.shell.generated(requested).completions
     assert [len(completion.tokens) // 4 for completion in completions] == [3, 3, 3, 3, 0]
     assert all(completion.finish is None for completion in completions)
     assert setup.backend.idle
@@ -361,11 +377,11 @@ def test_an_interrupt_answers_every_request_with_what_it_has(setup: Setup) -> No
 
 @pytest.mark.parametrize("running", ["keep", "recompute", "interrupt"])
 def test_running_requests_go_on_with_new_weights_or_are_given_back(setup: Setup, running: Policy) -> None:
-    asked = setup.shell.ask(generate("a", num_samples=2, endless=True))
+    requested = setup.shell.ask(generate("a", num_samples=2, endless=True))
     setup.turn(3)
     setup.load(2, running=running)
     setup.run()
-    versions = [array("i", each.versions).tolist() for each in setup.shell.generated(asked).completions]
+    versions = [array("i", each.versions).tolist() for each in setup.shell.generated(requested).completions]
     assert versions == [[1, 1, 1] if running == "interrupt" else [1, 1, 1, 2, 2, 2, 2, 2]] * 2
     assert setup.backend.loaded[-1] == (2, "recompute" if running == "recompute" else "keep")
 
@@ -407,9 +423,9 @@ def test_a_device_that_fails_ends_the_server_by_its_own_name(
 
 
 def test_what_a_device_that_can_not_be_trusted_computed_is_not_given_out(setup: Setup) -> None:
-    asked = setup.shell.ask(generate("a"))
+    requested = setup.shell.ask(generate("a"))
     setup.turn()
     setup.trusted = False
     with pytest.raises(DeviceError, match="does not compute"):
         setup.run()
-    assert asked not in setup.shell.replies
+    assert requested not in setup.shell.replies

@@ -8,15 +8,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kintsugi.errors import RefusedError, RemoteError
-from kintsugi.generation import fleet
-from kintsugi.generation.router import Health
-from kintsugi.generation.server import Server
-from kintsugi.messages import Generate, Generated, Interrupt, Ok, Produced, Retire
-from kintsugi.runtime import COUNTERS
+from kintsugi.generation import server_fleet
+from kintsugi.generation.router import ServerHealth
+from kintsugi.generation.server import GenerationServer
+from kintsugi.protocol.generation import Generate, Generated, Interrupt, Produced, Retire
+from kintsugi.protocol.membership import Ok
+from kintsugi.protocol.wire import MessageKind
+from kintsugi.runtime.counters import COUNTERS
 from kintsugi.transport import Endpoint
-from kintsugi.types import Finish, FolderSource, Sampling
+from kintsugi.types import FinishReason, FolderSource, SamplingParams
 from kintsugi.weights.fetch import Fetched
-from kintsugi.wire import MessageKind
 from tests.unit.generation.fake_backend import FakeBackend
 from tests.unit.generation.loopback import Loopback
 from tests.unit.generation.world import Cluster, FakeAsker, World, said
@@ -29,9 +30,9 @@ def world() -> Iterator[World]:
     world.close()
 
 
-def _tokens(asker: FakeAsker) -> dict[int, list[int]]:
-    assert asker.generated is not None
-    return {part.sample: array("i", part.tokens).tolist() for part in asker.generated.completions}
+def _tokens(requester: FakeAsker) -> dict[int, list[int]]:
+    assert requester.generated is not None
+    return {part.sample: array("i", part.tokens).tolist() for part in requester.generated.completions}
 
 
 def _kill(world: World, process: str) -> str:
@@ -42,19 +43,19 @@ def _kill(world: World, process: str) -> str:
     return other
 
 
-def _finish(world: World, process: str, asker: FakeAsker) -> None:
+def _finish(world: World, process: str, requester: FakeAsker) -> None:
     world.servers[process].answer()
-    world.until(lambda: asker.ended)
-    assert _tokens(asker) == asker.streamed == {0: said("a", 0), 1: said("a", 1)}
-    assert set(asker.finishes.values()) == {Finish.EOS}
+    world.until(lambda: requester.ended)
+    assert _tokens(requester) == requester.streamed == {0: said("a", 0), 1: said("a", 1)}
+    assert set(requester.finishes.values()) == {FinishReason.EOS}
 
 
 def test_a_stream_goes_on_from_the_tokens_that_a_dead_server_produced(world: World) -> None:
     world.load(1)
-    _, asker = world.ask("a")
+    _, requester = world.ask("a")
     first = world.holder("a")
     world.servers[first].tell("a", {0: 2, 1: 1})
-    world.until(lambda: len(asker.streamed) == 2)
+    world.until(lambda: len(requester.streamed) == 2)
     other = _kill(world, first)
     assert world.holder("a") == other
     request = world.servers[other].request("a")
@@ -62,45 +63,45 @@ def test_a_stream_goes_on_from_the_tokens_that_a_dead_server_produced(world: Wor
         said("a", 0, count=2),
         said("a", 1, count=1),
     ]
-    _finish(world, other, asker)
+    _finish(world, other, requester)
 
 
 def test_a_request_whose_server_dies_before_the_first_token_begins_elsewhere(world: World) -> None:
     world.load(1)
-    _, asker = world.ask("a")
+    _, requester = world.ask("a")
     other = _kill(world, world.holder("a"))
     world.holder("a")
     assert world.servers[other].request("a").produced == ()
-    _finish(world, other, asker)
+    _finish(world, other, requester)
 
 
 def test_samples_that_a_dead_server_had_finished_are_not_asked_for_again(world: World) -> None:
     world.load(1)
-    _, asker = world.ask("a")
+    _, requester = world.ask("a")
     first = world.holder("a")
     world.servers[first].tell("a", {0: 2, 1: 3}, finished=(1,))
-    world.until(lambda: asker.finishes)
+    world.until(lambda: requester.finishes)
     other = _kill(world, first)
     world.holder("a")
     request = world.servers[other].request("a")
     assert request.wanted == (0,) and [part.sample for part in request.produced] == [0]
-    _finish(world, other, asker)
+    _finish(world, other, requester)
 
 
 def test_a_request_whose_samples_were_all_told_finished_is_still_answered_once(world: World) -> None:
     world.load(1)
-    _, asker = world.ask("a")
+    _, requester = world.ask("a")
     first = world.holder("a")
     world.servers[first].tell("a", {0: 3, 1: 3}, finished=(0, 1))
-    world.until(lambda: len(asker.finishes) == 2)
+    world.until(lambda: len(requester.finishes) == 2)
     _kill(world, first)
-    world.until(lambda: asker.ended)
-    assert _tokens(asker) == {0: said("a", 0), 1: said("a", 1)}
+    world.until(lambda: requester.ended)
+    assert _tokens(requester) == {0: said("a", 0), 1: said("a", 1)}
 
 
 def test_what_comes_late_of_an_attempt_that_was_given_up_is_ignored(world: World) -> None:
     world.load(1)
-    _, asker = world.ask("a")
+    _, requester = world.ask("a")
     first = world.holder("a")
     number = world.servers[first].request("a").number
     world.servers[first].fail(RefusedError("not now"))
@@ -111,44 +112,44 @@ def test_what_comes_late_of_an_attempt_that_was_given_up_is_ignored(world: World
     world.servers[first].tell("a", {0: 2})
     for _ in range(20):
         world.turn()
-    assert asker.streamed == {}
+    assert requester.streamed == {}
     world.servers[first].held = []
-    _finish(world, second, asker)
+    _finish(world, second, requester)
 
 
 def test_an_answer_that_contradicts_what_was_streamed_is_not_accepted(world: World) -> None:
     world.load(1)
-    _, asker = world.ask("a")
+    _, requester = world.ask("a")
     first = world.holder("a")
     world.servers[first].tell("a", {0: 2})
-    world.until(lambda: asker.streamed)
+    world.until(lambda: requester.streamed)
     world.servers[first].give_back({0: 1, 1: 1})
     world.until(lambda: world.servers[first].tickets == [] and world.holder("a") != first)
     assert any(f"{first} is suspect: sample 0 of a turn 0" in note for note in world.notes)
-    _finish(world, world.holder("a"), asker)
+    _finish(world, world.holder("a"), requester)
 
 
 def test_a_suspect_server_is_probed_and_healthy_again_when_it_answers(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "SUSPICION_S", 0.02)
+    monkeypatch.setattr(server_fleet, "SUSPICION_S", 0.02)
     world.load(1)
     world.ask("a")
     first = world.holder("a")
     world.servers[first].fail(RefusedError("not now"))
 
-    def health() -> Health:
+    def health() -> ServerHealth:
         (view,) = [view for view in world.manager.servers() if view.process == first]
         return view.health
 
-    world.until(lambda: health() is Health.SUSPECT)
-    world.until(lambda: health() is Health.HEALTHY)
+    world.until(lambda: health() is ServerHealth.SUSPECT)
+    world.until(lambda: health() is ServerHealth.HEALTHY)
     assert world.servers[first].probed == [1]
 
 
 def test_a_retired_server_gives_back_what_it_has_and_gets_nothing_more(world: World) -> None:
     world.load(1)
-    _, asker = world.ask("a")
+    _, requester = world.ask("a")
     first = world.holder("a")
     pending = world.master.request("manager-0", Retire(first, "a"), deadline_s=20)
     world.until(lambda: world.servers[first].interrupts)
@@ -161,9 +162,9 @@ def test_a_retired_server_gives_back_what_it_has_and_gets_nothing_more(world: Wo
     for index in range(3):
         world.ask(f"b{index}")
     world.until(lambda: len(world.servers[other].held) == 4)
-    assert asker.streamed == {0: said("a", 0, count=2)}
+    assert requester.streamed == {0: said("a", 0, count=2)}
     world.servers[other].held = [world.servers[other].held[0]]
-    _finish(world, other, asker)
+    _finish(world, other, requester)
     world.load(2)
     assert world.servers[first].loaded == [1]
     world.kill(first)
@@ -174,7 +175,7 @@ def test_a_retired_server_gives_back_what_it_has_and_gets_nothing_more(world: Wo
 
 def test_retiring_a_server_that_dies_meanwhile_is_over_too(world: World) -> None:
     world.load(1)
-    _, asker = world.ask("a")
+    _, requester = world.ask("a")
     first = world.holder("a")
     called: list[str] = []
     world.manager.retire(first, lambda: called.append("first"))
@@ -184,7 +185,7 @@ def test_retiring_a_server_that_dies_meanwhile_is_over_too(world: World) -> None
     other = _kill(world, first)
     world.until(lambda: len(called) == 2)
     world.holder("a")
-    _finish(world, other, asker)
+    _finish(world, other, requester)
 
 
 def test_a_dead_server_is_listed_as_dead_until_its_name_is_taken_again(world: World) -> None:
@@ -197,7 +198,7 @@ def test_a_dead_server_is_listed_as_dead_until_its_name_is_taken_again(world: Wo
     ]
     world.add_server("server-0", incarnation="b")
     world.publish_book()
-    world.until(lambda: all(view.health is Health.HEALTHY for view in world.manager.servers()))
+    world.until(lambda: all(view.health is ServerHealth.HEALTHY for view in world.manager.servers()))
 
 
 def test_the_versions_are_listed_with_who_holds_them(world: World) -> None:
@@ -213,7 +214,7 @@ def test_the_versions_are_listed_with_who_holds_them(world: World) -> None:
 
 def test_who_cancels_hears_nothing_more_and_its_server_is_told(world: World) -> None:
     world.load(1)
-    job, asker = world.ask("a")
+    job, requester = world.ask("a")
     waiting, unsent = world.ask("b")
     world.manager.cancel(waiting)
     first = world.holder("a")
@@ -226,7 +227,7 @@ def test_who_cancels_hears_nothing_more_and_its_server_is_told(world: World) -> 
     world.servers[first].answer()
     for _ in range(20):
         world.turn()
-    assert asker.streamed == {} and not asker.ended and not unsent.ended
+    assert requester.streamed == {} and not requester.ended and not unsent.ended
 
 
 def test_the_requests_of_a_process_that_is_gone_are_cancelled_at_their_server(world: World) -> None:
@@ -248,7 +249,7 @@ def test_a_request_that_is_out_of_time_is_cancelled_at_its_server(world: World) 
 
 def test_what_was_drawn_with_weights_that_were_taken_back_does_not_count(world: World) -> None:
     world.load(3)
-    _, asker = world.ask("a", stream=False)
+    _, requester = world.ask("a", stream=False)
     first = world.holder("a")
     world.servers[first].tell("a", {0: 2})
     for _ in range(20):
@@ -258,8 +259,8 @@ def test_what_was_drawn_with_weights_that_were_taken_back_does_not_count(world: 
     world.holder("a")
     assert world.servers[other].request("a").produced == ()
     world.servers[other].answer()
-    world.until(lambda: asker.ended)
-    assert asker.streamed == {} and _tokens(asker)[0] == said("a", 0)
+    world.until(lambda: requester.ended)
+    assert requester.streamed == {} and _tokens(requester)[0] == said("a", 0)
 
 
 def test_what_runs_with_weights_that_were_taken_back_is_drawn_again_when_its_version_is_there(
@@ -296,11 +297,11 @@ class _RealServer:
         self.backend = FakeBackend(salt=_RealServer.num_servers)
         self.loopback = Loopback(endpoint)
         self.withholds = False
-        self._server = Server(
+        self._server = GenerationServer(
             self.loopback,
             self.backend,
             fetch=lambda manifest, sources: Fetched(manifest, FolderSource("nowhere")),
-            beside=lambda work: work(),
+            background=lambda work: work(),
         )
 
     def turn(self) -> None:
@@ -326,24 +327,26 @@ def test_whatever_dies_is_retired_or_comes_twice_every_token_is_told_once(
     cluster = Cluster(_RealServer)
     try:
         cluster.load(1)
-        asked = [cluster.ask(name, num_samples=3, max_new_tokens=24) for name in "abcd"]
+        requested = [cluster.ask(name, num_samples=3, max_new_tokens=24) for name in "abcd"]
         given_up: set[int] = set()
         for number, (action, index) in enumerate(actions):
             process = f"server-{index}"
             _act(cluster, action, process, number)
             if action == "cancel":
-                cluster.manager.cancel(asked[index][0])
+                cluster.manager.cancel(requested[index][0])
                 given_up.add(index)
             for _ in range(3):
                 cluster.turn()
         cluster.until(
-            lambda: all(asker.ended for index, (_, asker) in enumerate(asked) if index not in given_up)
+            lambda: all(
+                requester.ended for index, (_, requester) in enumerate(requested) if index not in given_up
+            )
         )
-        for index, (_, asker) in enumerate(asked):
-            if index not in given_up or asker.ended:
-                assert asker.error is None
-                assert asker.streamed == _tokens(asker)
-                assert set(asker.finishes) == {0, 1, 2}
+        for index, (_, requester) in enumerate(requested):
+            if index not in given_up or requester.ended:
+                assert requester.error is None
+                assert requester.streamed == _tokens(requester)
+                assert set(requester.finishes) == {0, 1, 2}
         assert cluster.manager.num_unanswered == 0 and cluster.manager.load == 0
         cluster.until(lambda: all(server.backend.idle for server in cluster.servers.values()))
     finally:
@@ -383,13 +386,13 @@ def test_a_request_that_is_repeated_is_answered_and_not_computed_again() -> None
     try:
         cluster.load(1)
         (server,) = cluster.servers.values()
-        _, asker = cluster.ask("a", max_new_tokens=8)
-        cluster.until(lambda: asker.ended)
+        _, requester = cluster.ask("a", max_new_tokens=8)
+        cluster.until(lambda: requester.ended)
         num_sampled, repeated = server.backend.num_sampled, "transport.answered_again"
         before = COUNTERS.snapshot().counters.get(repeated, 0)
         endpoint = cluster.manager_endpoint
         link = endpoint._links["server-0"]
-        body = Generate("a", 0, b"", Sampling(), 1)
+        body = Generate("a", 0, b"", SamplingParams(), 1)
         endpoint._transmit(link, link.sequence, MessageKind.REQUEST, body, (), None)
         cluster.until(lambda: COUNTERS.snapshot().counters.get(repeated, 0) > before)
         assert server.backend.idle and server.backend.num_sampled == num_sampled
@@ -401,17 +404,17 @@ def test_a_stream_over_two_servers_is_the_answer_though_each_alone_would_say_som
     cluster = Cluster(_RealServer)
     try:
         cluster.load(1)
-        _, asker = cluster.ask("a", num_samples=2, max_new_tokens=40, endless=True)
-        cluster.until(lambda: len(asker.streamed.get(1, [])) >= 5)
+        _, requester = cluster.ask("a", num_samples=2, max_new_tokens=40, endless=True)
+        cluster.until(lambda: len(requester.streamed.get(1, [])) >= 5)
         (first,) = [name for name, server in cluster.servers.items() if not server.backend.idle]
         cluster.kill(first)
         cluster.publish_book()
-        before = {sample: list(tokens) for sample, tokens in asker.streamed.items()}
-        cluster.until(lambda: asker.ended)
-        assert asker.streamed == _tokens(asker)
-        assert all(asker.streamed[sample][: len(tokens)] == tokens for sample, tokens in before.items())
+        before = {sample: list(tokens) for sample, tokens in requester.streamed.items()}
+        cluster.until(lambda: requester.ended)
+        assert requester.streamed == _tokens(requester)
+        assert all(requester.streamed[sample][: len(tokens)] == tokens for sample, tokens in before.items())
         (other,) = cluster.servers.values()
         assert other.backend.num_sampled == 80 - sum(map(len, before.values()))
-        assert isinstance(asker.generated, Generated) and asker.generated.server != first
+        assert isinstance(requester.generated, Generated) and requester.generated.server != first
     finally:
         cluster.close()

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from kintsugi.errors import DataError, UserError
-from kintsugi.generation.engine import Engine
-from kintsugi.generation.requests import Tokens
-from kintsugi.generation.stops import TextOf
+from kintsugi.generation.engine.engine import Engine
+from kintsugi.generation.engine.requests import Tokens
+from kintsugi.generation.engine.stop_strings import TextOf
 from tests.unit.generation.fake_runner import END, FakeRunner, make_request, make_shape, text_of
 
 

@@ -8,23 +8,23 @@ from array import array
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from kintsugi.config import Strategy
+from kintsugi.config.schema import Strategy
 from kintsugi.errors import KintsugiError
-from kintsugi.generation.manager import MAX_REQUESTS, Job, Manager
-from kintsugi.messages import (
-    AddressBook,
-    Cancel,
-    Generate,
-    Generated,
-    Interrupt,
-    LoadWeights,
-    Ok,
-    Produced,
-    WeightsLoaded,
-)
-from kintsugi.runtime import WaitTable
+from kintsugi.generation.manager import MAX_REQUESTS, GenerationManager, ManagerJob
+from kintsugi.protocol.generation import Cancel, Generate, Generated, Interrupt, Produced
+from kintsugi.protocol.membership import AddressBook, Ok
+from kintsugi.protocol.weights import LoadWeights, WeightsLoaded
+from kintsugi.runtime.waits import WaitTable
 from kintsugi.transport import Delivery, Endpoint, PendingReply, new_key_pair
-from kintsugi.types import Completion, Finish, Fragment, Peer, Sampling, WeightManifest, WeightSource
+from kintsugi.types import (
+    Completion,
+    FinishReason,
+    Fragment,
+    Peer,
+    SamplingParams,
+    WeightManifest,
+    WeightSource,
+)
 
 
 def said(ticket: str, sample: int, *, count: int = 3) -> list[int]:
@@ -47,7 +47,7 @@ class FakeAsker:
 
     def __init__(self) -> None:
         self.streamed: dict[int, list[int]] = {}
-        self.finishes: dict[int, Finish] = {}
+        self.finishes: dict[int, FinishReason] = {}
         self.generated: Generated | None = None
         self.error: KintsugiError | None = None
         self.is_gone = False
@@ -120,7 +120,7 @@ class FakeServer:
 
     def _answer_probe(self, delivery: Delivery, request: Generate) -> None:
         version = request.version if self.probe_version is None else self.probe_version
-        completion = Completion(0, *columns([1], version=version), Finish.LENGTH)
+        completion = Completion(0, *columns([1], version=version), FinishReason.LENGTH)
         self.endpoint.reply(
             delivery, Generated(request.ticket, request.turn, (completion,), self.endpoint.process)
         )
@@ -140,7 +140,7 @@ class FakeServer:
             Fragment(sample, start, *columns(said(ticket, sample, count=length)[start:]))
             if sample not in finished
             else Fragment(
-                sample, start, *columns(said(ticket, sample, count=length)[start:]), finish=Finish.EOS
+                sample, start, *columns(said(ticket, sample, count=length)[start:]), finish=FinishReason.EOS
             )
             for sample, length in lengths.items()
         )
@@ -151,7 +151,7 @@ class FakeServer:
             request = delivery.body
             assert isinstance(request, Generate)
             completions = tuple(
-                Completion(sample, *columns(said(request.ticket, sample)), Finish.EOS)
+                Completion(sample, *columns(said(request.ticket, sample)), FinishReason.EOS)
                 for sample in request.wanted
             )
             self.endpoint.reply(
@@ -221,9 +221,9 @@ class Cluster(Generic[DrivenType]):
         strategy: Strategy = "least_loaded",
     ) -> None:
         self.manager_endpoint = self._endpoint("manager-0", incarnation=incarnation)
-        self.manager = Manager(
+        self.manager = GenerationManager(
             self.manager_endpoint,
-            note=self.notes.append,
+            emit=lambda event: self.notes.append(event.message),
             waits=self.waits,
             max_requests=max_requests,
             strategy=strategy,
@@ -238,17 +238,17 @@ class Cluster(Generic[DrivenType]):
         self.publish_book()
 
     def restart_master(self) -> None:
-        """Another one takes over: same key pair, next epoch."""
+        """Another one takes over: same key pair, next term."""
         self._endpoints.remove(self.master)
         self.master.close()
-        self.master = self._endpoint("master-0", incarnation="b", epoch=self.master.epoch + 1)
+        self.master = self._endpoint("master-0", incarnation="b", term=self.master.term + 1)
         self.publish_book()
 
     @staticmethod
     def _names(servers: int) -> list[str]:
         return [f"server-{index}" for index in range(servers)]
 
-    def _endpoint(self, process: str, *, incarnation: str = "a", epoch: int = 0) -> Endpoint:
+    def _endpoint(self, process: str, *, incarnation: str = "a", term: int = 0) -> Endpoint:
         is_master = process == "master-0"
         public_key, secret_key = self._master_keys if is_master else new_key_pair()
         endpoint = Endpoint(
@@ -257,7 +257,7 @@ class Cluster(Generic[DrivenType]):
             incarnation=incarnation,
             public_key=public_key,
             secret_key=secret_key,
-            epoch=epoch,
+            term=term,
         )
         self._endpoints.append(endpoint)
         self._peers[process] = endpoint.peer(host="host-0")
@@ -290,8 +290,8 @@ class Cluster(Generic[DrivenType]):
         for process, server in self.servers.items():
             if process not in self.stopped:
                 server.turn()
-        for asker in (self.master, self.rollout):
-            asker.turn(0)
+        for requester in (self.master, self.rollout):
+            requester.turn(0)
 
     def until(self, condition: Callable[[], object], *, timeout_s: float = 10.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -315,7 +315,7 @@ class Cluster(Generic[DrivenType]):
             ticket,
             0,
             b"\x01\x00\x00\x00",
-            Sampling(num_samples=2, max_new_tokens=max_new_tokens),
+            SamplingParams(num_samples=2, max_new_tokens=max_new_tokens),
             version,
             timeout_s=timeout_s,
         )
@@ -329,12 +329,12 @@ class Cluster(Generic[DrivenType]):
         max_new_tokens: int = 4,
         stream: bool = True,
         endless: bool = False,
-    ) -> tuple[Job, FakeAsker]:
+    ) -> tuple[ManagerJob, FakeAsker]:
         """From within the manager's process."""
-        sampling = Sampling(num_samples=num_samples, max_new_tokens=max_new_tokens, ignore_end=endless)
-        asker = FakeAsker()
+        sampling = SamplingParams(num_samples=num_samples, max_new_tokens=max_new_tokens, ignore_end=endless)
+        requester = FakeAsker()
         request = Generate(ticket, 0, b"\x01\x00\x00\x00", sampling, 1, stream=stream)
-        return self.manager.submit(request, asker), asker
+        return self.manager.submit(request, requester), requester
 
     def close(self) -> None:
         for endpoint in self._endpoints:

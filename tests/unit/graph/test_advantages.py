@@ -5,7 +5,8 @@ import math
 import msgspec
 import pytest
 
-from kintsugi.config import AlgorithmSection, Config, RewardModelSection
+from kintsugi.config.schema import AlgorithmSection, Config, RewardModelSection
+from kintsugi.config.stages import Stage, stages
 from kintsugi.graph.advantages import (
     MASTER_CALLS,
     STD_EPSILON,
@@ -17,8 +18,7 @@ from kintsugi.graph.advantages import (
     leave_one_out,
     overlong_cost,
 )
-from kintsugi.stages import Stage, stages
-from kintsugi.types import Finish, SampleMeta, ShardItem
+from kintsugi.types import FinishReason, SampleMeta, ShardItem
 
 
 def stage_of(section: AlgorithmSection, *, reward_model: RewardModelSection | None = None) -> Stage:
@@ -30,7 +30,7 @@ MASKING = stage_of(AlgorithmSection(name="dr_grpo", mask_truncated=True))
 
 
 def meta(
-    ticket: str, index: int, reward: float, *, tokens: int = 3, finish: Finish = Finish.EOS
+    ticket: str, index: int, reward: float, *, tokens: int = 3, finish: FinishReason = FinishReason.EOS
 ) -> SampleMeta:
     return SampleMeta(
         f"{ticket}/{index}", ticket, tokens + 2, tokens, reward, {"r": reward}, finish, 0, "rollout-0", ""
@@ -131,7 +131,7 @@ def test_items_begin_with_their_shaped_reward_and_how_they_ended() -> None:
     stage = stage_of(
         AlgorithmSection(name="dapo", overlong_buffer=4, overlong_penalty=0.5, mask_truncated=True)
     )
-    metas = [meta("g", 0, 1.0, tokens=6), meta("g", 1, 1.0, tokens=8, finish=Finish.LENGTH)]
+    metas = [meta("g", 0, 1.0, tokens=6), meta("g", 1, 1.0, tokens=8, finish=FinishReason.LENGTH)]
     assert initial_values(stage, metas, max_new_tokens=8, version=0) == {
         "g/0": {"reward": 0.75, "truncated": 0.0, "mask": 1.0, "staleness": 0.0},
         "g/1": {"reward": 0.5, "truncated": 1.0, "mask": 0.0, "staleness": 0.0},
@@ -139,7 +139,7 @@ def test_items_begin_with_their_shaped_reward_and_how_they_ended() -> None:
 
 
 def test_a_cut_off_sample_is_learned_from_unless_the_recipe_says_otherwise() -> None:
-    cut_off = [meta("g", 0, 1.0, finish=Finish.LENGTH)]
+    cut_off = [meta("g", 0, 1.0, finish=FinishReason.LENGTH)]
     (values,) = initial_values(GRPO, cut_off, max_new_tokens=8, version=0).values()
     assert values == {"reward": 1.0, "truncated": 1.0, "mask": 1.0, "staleness": 0.0}
 
@@ -157,7 +157,7 @@ def test_a_group_is_uninformative_when_its_valid_samples_earned_the_same() -> No
     equal = [meta("g", 0, 1.0), meta("g", 1, 1.0)]
     assert is_uninformative(GRPO, equal, max_new_tokens=8)
     assert not is_uninformative(GRPO, [*equal, meta("g", 2, 0.0)], max_new_tokens=8)
-    cut_off = meta("g", 2, 0.0, finish=Finish.LENGTH)
+    cut_off = meta("g", 2, 0.0, finish=FinishReason.LENGTH)
     assert is_uninformative(MASKING, [*equal, cut_off], max_new_tokens=8)
 
 
@@ -175,7 +175,7 @@ def test_a_group_that_a_reward_model_will_score_is_not_judged_beforehand() -> No
 @pytest.mark.parametrize("num_valid", [0, 1])
 def test_a_group_with_fewer_than_two_valid_samples_says_nothing_whoever_scores_it(num_valid: int) -> None:
     algorithm = AlgorithmSection(name="dapo", mask_truncated=True)
-    group = [meta("g", i, 1.0, finish=Finish.LENGTH) for i in range(2 - num_valid)]
+    group = [meta("g", i, 1.0, finish=FinishReason.LENGTH) for i in range(2 - num_valid)]
     group += [meta("g", 2, 0.0)] * num_valid
     for stage in (stage_of(algorithm), stage_of(algorithm, reward_model=RewardModelSection(path="r"))):
         assert is_uninformative(stage, group, max_new_tokens=8)
@@ -185,7 +185,7 @@ def test_denominators_count_what_is_learned_from_in_the_whole_batch() -> None:
     metas = [
         meta("a", 0, 1.0, tokens=5),
         meta("a", 1, 0.0, tokens=0),
-        meta("b", 0, 0.0, tokens=7, finish=Finish.LENGTH),
+        meta("b", 0, 0.0, tokens=7, finish=FinishReason.LENGTH),
     ]
     assert batch_totals(GRPO, metas, max_new_tokens=8) == {
         "tokens": 12.0,

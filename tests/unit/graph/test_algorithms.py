@@ -2,11 +2,17 @@
 
 import pytest
 
-from kintsugi.config import AlgorithmName, AlgorithmSection, AsynchronySection, Config, RewardModelSection
+from kintsugi.config.schema import (
+    AlgorithmName,
+    AlgorithmSection,
+    AsynchronySection,
+    Config,
+    RewardModelSection,
+)
+from kintsugi.config.stages import Stage, stages
 from kintsugi.graph.algorithms import ALGORITHMS, build_graph
 from kintsugi.graph.dfg import Graph
 from kintsugi.graph.mfc import Per
-from kintsugi.stages import Stage, stages
 from kintsugi.types import Role
 
 PAIRS_AND_ROWS: tuple[AlgorithmName, ...] = ("sft", "reward_model", "dpo")

@@ -1,11 +1,11 @@
 import pytest
 
-from kintsugi.config import AlgorithmSection, Config
+from kintsugi.config.schema import AlgorithmSection, Config
+from kintsugi.config.stages import Stage, stages
 from kintsugi.errors import ConfigError
 from kintsugi.graph.algorithms import grpo, sft
 from kintsugi.graph.dfg import Graph
 from kintsugi.graph.mfc import Call, Key, Per, estimate
-from kintsugi.stages import Stage, stages
 from kintsugi.types import Role
 
 A, B, C = Key("a", "int32", ("tokens",)), Key("b", "float32"), Key("c", "float32")

@@ -2,16 +2,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kintsugi.config import AlgorithmName, AlgorithmSection, Config, RewardModelSection
-from kintsugi.dataplane.plan import Plan, in_order
+from kintsugi.config.schema import AlgorithmName, AlgorithmSection, Config, RewardModelSection
+from kintsugi.config.stages import Stage, stages
+from kintsugi.dataplane.plan import TransferPlan, in_order
+from kintsugi.errors import StatesDiverged
 from kintsugi.graph.advantages import MASTER_CALLS
 from kintsugi.graph.algorithms import build_graph
 from kintsugi.graph.dfg import Graph
-from kintsugi.graph.executor import Dispatch, Planner, Walk
+from kintsugi.graph.executor import CallDispatch, GraphExecution, Planner
 from kintsugi.graph.mfc import Call, Key, Per
-from kintsugi.messages import CallDone
-from kintsugi.stages import Stage, stages
-from kintsugi.transfers import Routes, Transfer
+from kintsugi.protocol.sample_transfer import Routes, Transfer
+from kintsugi.protocol.training import CallDone
 from kintsugi.types import Role, ShardItem
 
 RANKS = {Role.MODEL: ["model-0", "model-1"]}
@@ -35,8 +36,8 @@ def walk_of(
     ranks: Sequence[str] = RANKS[Role.MODEL],
     shuffled: bool = False,
     planner: Planner = lambda shards, ranks: in_order(len(ranks)),
-) -> Walk:
-    return Walk(
+) -> GraphExecution:
+    return GraphExecution(
         build_graph(stage),
         ITEMS[::-1] if shuffled else ITEMS,
         workers={Role.MODEL: ranks},
@@ -46,7 +47,7 @@ def walk_of(
     )
 
 
-def walk(*, beta: float = 0.0, shuffled: bool = False) -> Walk:
+def walk(*, beta: float = 0.0, shuffled: bool = False) -> GraphExecution:
     return walk_of(stage_of("grpo", beta=beta), shuffled=shuffled)
 
 
@@ -58,11 +59,11 @@ def done(digest: str = "d", **outputs: dict[str, float]) -> CallDone:
     return CallDone(1, digest, {}, outputs=outputs)
 
 
-def names(dispatches: Sequence[Dispatch]) -> list[str]:
+def names(dispatches: Sequence[CallDispatch]) -> list[str]:
     return list(dict.fromkeys(dispatch.call.name for dispatch in dispatches))
 
 
-def answer_all(batch: Walk, dispatches: Sequence[Dispatch], *, now: float = 1.0) -> None:
+def answer_all(batch: GraphExecution, dispatches: Sequence[CallDispatch], *, now: float = 1.0) -> None:
     """Every worker does what it was sent; scalars are 0.5."""
     for dispatch in dispatches:
         keys = [item.key for shard in dispatch.shards for item in shard.items]
@@ -121,10 +122,11 @@ def test_ranks_that_end_in_different_states_are_reported() -> None:
     batch.answered("actor_train", "model-0", done("here"), now=1.0)
     problem = batch.answered("actor_train", "model-1", done("there"), now=1.0)
     assert problem is not None and "model-0 here, model-1 there" in problem
+    assert batch.divergence == StatesDiverged("actor_train", {"model-0": "here", "model-1": "there"})
     assert batch.culprit == ""
 
 
-def valued_walk() -> Walk:
+def valued_walk() -> GraphExecution:
     """A graph whose call gives a scalar per sample, which the training call reads."""
     value = Key("value", "float32")
     tokens, update = Key("tokens", "int32", ("tokens",)), Key("update", "float32", ("state",))
@@ -136,7 +138,7 @@ def valued_walk() -> Walk:
         sources=(tokens,),
         wanted=("update",),
     )
-    return Walk(graph, ITEMS, workers=RANKS, num_shards=4, compute=nothing)
+    return GraphExecution(graph, ITEMS, workers=RANKS, num_shards=4, compute=nothing)
 
 
 def test_an_output_must_cover_exactly_the_workers_own_samples() -> None:
@@ -182,7 +184,7 @@ def test_calls_without_an_edge_between_them_are_sent_out_at_once_in_one_order() 
 
 def test_a_worker_is_told_what_it_was_sent_before_and_which_training_call_is_the_last() -> None:
     batch = walk_of(stage_of("ppo", beta=0.1))
-    sent: list[Dispatch] = []
+    sent: list[CallDispatch] = []
     while dispatches := batch.ready(now=0.0):
         sent += dispatches
         answer_all(batch, dispatches)
@@ -207,7 +209,7 @@ def test_a_call_never_overtakes_one_that_precedes_it_in_the_order() -> None:
         wanted=("c",),
     )
     graph.order = ["waits", "slow", "trains"]
-    assert Walk(graph, ITEMS, workers=RANKS, num_shards=4, compute=nothing).ready(now=0.0) == []
+    assert GraphExecution(graph, ITEMS, workers=RANKS, num_shards=4, compute=nothing).ready(now=0.0) == []
 
 
 def test_every_call_of_a_step_has_the_same_cut() -> None:
@@ -273,7 +275,9 @@ def test_the_master_computes_after_a_model_call_whose_scalars_it_needs() -> None
 
 def test_pairs_stay_on_one_worker() -> None:
     stage = stage_of("dpo", beta=0.1)
-    batch = Walk(build_graph(stage), ITEMS, workers=RANKS, num_shards=4, compute=nothing, keep_groups=True)
+    batch = GraphExecution(
+        build_graph(stage), ITEMS, workers=RANKS, num_shards=4, compute=nothing, keep_groups=True
+    )
     for dispatch in batch.ready(now=0.0):
         for shard in dispatch.shards:
             tickets = [item.key.partition("/")[0] for item in shard.items]
@@ -282,7 +286,7 @@ def test_pairs_stay_on_one_worker() -> None:
 
 def test_shards_are_where_the_plan_wants_them_in_every_call_and_samples_are_fetched_by_the_first() -> None:
     routes = (Routes(via={"rollout-0": "model-1"}), Routes(relay=tuple(ITEMS[:1])))
-    batch = walk_of(stage_of("ppo"), planner=lambda shards, ranks: Plan("turned", (1, 0), routes))
+    batch = walk_of(stage_of("ppo"), planner=lambda shards, ranks: TransferPlan("turned", (1, 0), routes))
     first = batch.ready(now=0.0)
     assert [dispatch.routes for dispatch in first] == list(routes)
     answer_all(batch, first)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from kintsugi.errors import ProcessDied
-from kintsugi.lab.blind import BlindDiagnosis, Look
-from kintsugi.runtime import wait
+from kintsugi.lab.campaign.blind import BlindDiagnosis, Look
+from kintsugi.runtime.waits import wait
 
 
 def until_said(blind: BlindDiagnosis, *, count: int) -> list[Look]:

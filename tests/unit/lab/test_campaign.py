@@ -8,19 +8,19 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kintsugi.config import Config
+from kintsugi.config.recipe import load
+from kintsugi.config.schema import Config
 from kintsugi.diagnosis.verdict import Cause, Diagnosis, FaultKind, Hop
 from kintsugi.errors import StorageError
-from kintsugi.lab import campaign
-from kintsugi.lab.blind import Look
-from kintsugi.lab.campaign import Campaign, Cluster
-from kintsugi.lab.campaign_records import CampaignFile, Counted, Reason
-from kintsugi.lab.cases import Benign, Case, CaseClass
-from kintsugi.lab.experiments import Places, experiments_folder
-from kintsugi.lab.injection import Ability, Injected, Injection
-from kintsugi.recipe import load
-from kintsugi.runtime import SYSTEM_CLOCK
-from tests.unit.lab.test_outcomes import injected
+from kintsugi.lab.campaign import campaign
+from kintsugi.lab.campaign.blind import Look
+from kintsugi.lab.campaign.campaign import Campaign, CampaignCluster, CampaignPace
+from kintsugi.lab.campaign.cases import Benign, CampaignCase, CaseClass
+from kintsugi.lab.campaign.records import CampaignFile, CountedAs, ExclusionReason
+from kintsugi.lab.injector.injection import Ability, Injected, Injection
+from kintsugi.lab.scenarios.experiments import TestbedSpec, experiments_folder
+from kintsugi.runtime.clock import SYSTEM_CLOCK
+from tests.unit.lab.test_outcome import injected
 
 CONFIG = load(experiments_folder() / "workloads" / "campaign.yaml").config
 
@@ -57,12 +57,12 @@ class Watch:
         self.step = 0
         self.begun: list[tuple[float, str]] = []
 
-    def phases(self) -> list[tuple[float, str]]:
-        return list(self.begun)
+    def num_times(self, phase: str) -> int:
+        return sum(name == phase for _, name in self.begun)
 
 
 class Fake:
-    """In the place of a cluster; time does not pass in it."""
+    """Stand-in for a cluster; time does not pass in it."""
 
     says: tuple[Cause, ...] = ()
     """To every look of a case."""
@@ -73,7 +73,7 @@ class Fake:
     fails_to_undo = False
     made: ClassVar[list[Fake]] = []
 
-    def __init__(self, config: Config, *, places: Places, folder: Path) -> None:
+    def __init__(self, config: Config, *, places: TestbedSpec, folder: Path) -> None:
         self.run_dir = folder / "run"
         (self.run_dir / "logs").mkdir(parents=True)
         self.system, self.watch = Run(), Watch()
@@ -105,23 +105,26 @@ class Fake:
         self.waited_s.append(timeout_s)
         return any(condition() for _ in range(10))
 
-    until_well = Cluster.until_well
+    until_healthy = CampaignCluster.until_healthy
+    pace = CampaignPace.of(0.3)
 
     def close(self) -> None:
         pass
 
 
-CPU = Case(number=1, what=CaseClass.FAULT, injections=(Injection(ability=Ability.CPU, target="model-1"),))
+CPU = CampaignCase(
+    number=1, what=CaseClass.FAULT, injections=(Injection(ability=Ability.CPU, target="model-1"),)
+)
 
 
 @pytest.fixture
 def carried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., CampaignFile]:
     def carry_out(
-        *cases: Case, of: type[Fake] = Fake, is_felt: bool = True, **behaviour: Any
+        *cases: CampaignCase, of: type[Fake] = Fake, is_felt: bool = True, **behaviour: Any
     ) -> CampaignFile:
-        monkeypatch.setattr(campaign, "Cluster", type("Chosen", (of,), {"made": [], **behaviour}))
-        monkeypatch.setattr(campaign, "impact_of", lambda *_, **__: {"real": is_felt})
-        return Campaign(CONFIG, places=Places(), folder=tmp_path, seed=1).run(cases)
+        monkeypatch.setattr(campaign, "CampaignCluster", type("Chosen", (of,), {"made": [], **behaviour}))
+        monkeypatch.setattr(campaign, "effect_of", lambda *_, **__: {"real": is_felt})
+        return Campaign(CONFIG, places=TestbedSpec(), folder=tmp_path, seed=1).run(cases)
 
     return carry_out
 
@@ -130,7 +133,7 @@ def test_a_wrong_answer_to_a_fault_that_changed_nothing_is_not_lost(
     carried_out: Callable[..., CampaignFile],
 ) -> None:
     result = carried_out(CPU, is_felt=False, says=(cause("server-0", FaultKind.DNS),))
-    assert result.cases[0].counted is Counted.FAINT
+    assert result.cases[0].counted is CountedAs.FAINT
     assert result.table["ours"].misdiagnosed == 1.0
 
 
@@ -139,9 +142,9 @@ def test_what_goes_wrong_after_the_answer_does_not_take_the_case_out_of_the_coun
 ) -> None:
     result = carried_out(CPU, says=(cause("server-0", FaultKind.DNS),), fails_to_undo=True)
     (case,) = result.cases
-    assert case.counted is Counted.FAULT and "the rule is still there" in case.trouble
+    assert case.counted is CountedAs.FAULT and "the rule is still there" in case.trouble
     assert result.table["ours"].misdiagnosed == 1.0
-    assert [each.reason for each in result.unwell] == [Reason.NOT_UNDONE]
+    assert [each.reason for each in result.unwell] == [ExclusionReason.NOT_UNDONE]
 
 
 def test_a_case_counts_whose_run_can_not_be_read_any_more_once_it_is_answered(
@@ -154,7 +157,7 @@ def test_a_case_counts_whose_run_can_not_be_read_any_more_once_it_is_answered(
             return super().until(condition, timeout_s=timeout_s)
 
     (case,) = carried_out(CPU, of=Unreadable, says=(cause("server-0", FaultKind.DNS),)).cases
-    assert case.counted is Counted.FAULT and "can not be read" in case.trouble
+    assert case.counted is CountedAs.FAULT and "can not be read" in case.trouble
 
 
 def test_of_two_faults_the_second_is_undone_where_the_first_can_not_be(
@@ -162,7 +165,9 @@ def test_of_two_faults_the_second_is_undone_where_the_first_can_not_be(
 ) -> None:
     made: list[Fake] = []
     carried_out(
-        Case(number=1, what=CaseClass.TWO, injections=CPU.injections * 2), fails_to_undo=True, made=made
+        CampaignCase(number=1, what=CaseClass.TWO, injections=CPU.injections * 2),
+        fails_to_undo=True,
+        made=made,
     )
     assert len(made[0].ended) == 2
 
@@ -179,7 +184,7 @@ def test_errors_that_stood_in_a_log_before_the_case_are_nobodys_answer(
     carried_out: Callable[..., CampaignFile],
 ) -> None:
     class Failed(Fake):
-        def __init__(self, config: Config, *, places: Places, folder: Path) -> None:
+        def __init__(self, config: Config, *, places: TestbedSpec, folder: Path) -> None:
             super().__init__(config, places=places, folder=folder)
             self._log = self.run_dir / "logs" / "master-0.log"
             self._log.write_text("OSError: No space left on device\n")
@@ -198,8 +203,8 @@ def test_errors_that_stood_in_a_log_before_the_case_are_nobodys_answer(
 def test_a_benign_case_that_never_happened_does_not_count(
     what: Benign, carried_out: Callable[..., CampaignFile]
 ) -> None:
-    result = carried_out(Case(number=1, what=CaseClass.BENIGN, benign=what))
-    assert result.cases[0].counted is Counted.NOT
+    result = carried_out(CampaignCase(number=1, what=CaseClass.BENIGN, benign=what))
+    assert result.cases[0].counted is CountedAs.NOT
     assert "phase" in result.cases[0].why_not
 
 
@@ -210,18 +215,27 @@ def test_a_phase_that_is_over_between_two_looks_has_happened(
         self.watch.begun += [(1.0, "saving"), (1.1, "collecting")]
         return any(condition() for _ in range(10))
 
-    result = carried_out(Case(number=1, what=CaseClass.BENIGN, benign=Benign.CHECKPOINT), until=until)
-    assert result.cases[0].counted is Counted.QUIET
+    result = carried_out(CampaignCase(number=1, what=CaseClass.BENIGN, benign=Benign.CHECKPOINT), until=until)
+    assert result.cases[0].counted is CountedAs.QUIET
 
 
-def test_a_diagnosis_that_names_something_while_steps_go_on_is_a_false_alarm(
+def test_a_diagnosis_that_names_something_while_steps_are_committed_is_a_false_alarm(
     carried_out: Callable[..., CampaignFile],
 ) -> None:
     result = carried_out(CPU, alarm=(cause("agent-1", FaultKind.DISK_SLOW),))
-    assert [(each.reason, each.said) for each in result.unwell] == [(Reason.ALARM, ("disk_slow agent-1",))]
+    assert [(each.reason, each.said) for each in result.unwell] == [
+        (ExclusionReason.ALARM, ("disk_slow agent-1",))
+    ]
 
 
 def test_a_cluster_that_stands_still_is_no_false_alarm(carried_out: Callable[..., CampaignFile]) -> None:
     result = carried_out(CPU, alarm=(cause("agent-1", FaultKind.DISK_SLOW),), goes_on=False)
-    assert [each.reason for each in result.unwell] == [Reason.NO_STEPS]
+    assert [each.reason for each in result.unwell] == [ExclusionReason.NO_STEPS]
     assert result.false_alarms == []
+
+
+def test_slow_steps_give_a_diagnosis_more_time_and_fast_ones_do_not_take_any_away() -> None:
+    assert CampaignPace.of(0.3) == CampaignPace.of(0.0)
+    slow = CampaignPace.of(6.0)
+    assert slow.window_s == 24.0 and slow.healthy_timeout_s == 90.0 and slow.healthy_steps == 1
+    assert CampaignPace.of(100.0).window_s == 60.0

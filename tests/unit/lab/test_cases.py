@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 
+from kintsugi.config.recipe import load
 from kintsugi.errors import UserError
-from kintsugi.lab.cases import ROLES, Benign, CaseClass, plan
-from kintsugi.lab.experiments import check_faults, experiments_folder
-from kintsugi.lab.injection import Ability
-from kintsugi.recipe import load
+from kintsugi.lab.campaign.cases import EACH, ROLES, Benign, CaseClass, each_once, plan
+from kintsugi.lab.injector.injection import Ability
+from kintsugi.lab.scenarios.experiments import check_faults, experiments_folder
 from kintsugi.types import role_of
 
 CONFIG = load(experiments_folder() / "workloads" / "campaign.yaml").config
@@ -67,3 +67,29 @@ def test_every_kind_of_benign_slowness_comes_up() -> None:
 def test_where_nothing_can_be_injected_there_is_nothing_to_plan() -> None:
     with pytest.raises(UserError, match="kintsugi lab abilities"):
         plan(10, seed=0, config=CONFIG, abilities=())
+
+
+def test_each_fault_is_tried_once_on_a_process_that_the_run_has_and_the_full_disk_in_a_save() -> None:
+    cases = each_once(config=CONFIG, abilities=EVERYTHING, has_accelerator=False)
+    assert len(cases) == len(EACH) == 16
+    injections = [each for case in cases for each in case.injections]
+    check_faults(injections, CONFIG, where="each")
+    assert len({(each.ability, each.target) for each in injections}) == 16
+    assert {role_of(each.target).value for each in injections if each.ability is Ability.KILL} == {
+        "master", "manager", "model", "rollout", "server"
+    }  # fmt: skip
+    (full,) = (each for each in injections if each.ability is Ability.DISK_FILL)
+    assert full.trigger.phase == "saving"
+
+
+def test_what_a_machine_can_not_do_is_left_out_and_growth_is_larger_on_an_accelerator() -> None:
+    only = each_once(config=CONFIG, abilities=(Ability.GROW, Ability.KILL), has_accelerator=True)
+    assert [case.number for case in only] == [1, 2, 3, 4, 5, 6]
+    (grow,) = (each for case in only for each in case.injections if each.ability is Ability.GROW)
+    assert grow.amount["limit"] > 1e10
+
+
+def test_a_run_that_never_saves_has_no_full_disk_in_a_save() -> None:
+    config = load(experiments_folder() / "workloads" / "campaign.yaml", ["checkpoint.every=0"]).config
+    cases = each_once(config=config, abilities=EVERYTHING, has_accelerator=False)
+    assert not any(each.ability is Ability.DISK_FILL for case in cases for each in case.injections)

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kintsugi.cli_lab import app
+from kintsugi.cli.lab import app
 from kintsugi.errors import UserError
-from kintsugi.lab import commands, hosts, probing, tools
-from kintsugi.lab.abilities import network
-from kintsugi.lab.abilities.catalogue import MECHANISMS
-from kintsugi.lab.experiments import Places, Profile, experiments_folder
-from kintsugi.lab.injection import Ability
+from kintsugi.lab import commands, probing
+from kintsugi.lab.faults import network
+from kintsugi.lab.faults.catalogue import MECHANISMS
+from kintsugi.lab.injector.injection import Ability
+from kintsugi.lab.scenarios.experiments import Profile, TestbedSpec, experiments_folder
+from kintsugi.lab.testbed import hosts, tools
 
 DELAYS = [mechanism.name for mechanism in MECHANISMS[Ability.NETWORK_DELAY]]
 
@@ -73,12 +74,12 @@ def test_a_program_that_is_missing_and_a_disk_that_does_not_fit_are_found_before
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(UserError, match=r"expected at most what is free in .*, got 1000000000"):
-        commands.check_places(Places(disk_mib=10**9), name="mine", folder=tmp_path / "new" / "lab")
+        commands.check_places(TestbedSpec(disk_mib=10**9), name="mine", folder=tmp_path / "new" / "lab")
     monkeypatch.setattr(tools, "has", lambda program: program != "mount")
     with pytest.raises(
         UserError, match="mine: a disk of its own can not be mounted here: mount not installed"
     ):
-        commands.check_places(Places(disk_mib=64), name="mine", folder=None)
+        commands.check_places(TestbedSpec(disk_mib=64), name="mine", folder=None)
 
 
 def test_a_fault_of_packets_without_hosts_of_their_own_is_refused_where_the_mechanism_needs_them(

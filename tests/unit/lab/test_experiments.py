@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
+from kintsugi.config.validation import validate
 from kintsugi.errors import UserError
-from kintsugi.lab import experiments
-from kintsugi.lab.experiments import Profile
-from kintsugi.validation import validate
+from kintsugi.lab.scenarios import experiments
+from kintsugi.lab.scenarios.experiments import Profile
 
 RECIPE = {
     "name": "small",

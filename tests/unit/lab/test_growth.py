@@ -1,50 +1,54 @@
+"""Processes of a run in the laboratory that can be made to grow."""
+
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-import pytest
+import msgspec
 
-from kintsugi.lab import growth as growth_module
-from kintsugi.lab.growth import MIN_SAMPLES, Growth, Sample, fd_growth_of, rss_growth_of
+from kintsugi.cluster.handover import PROGRAMS
+from kintsugi.lab.faults.memory import GrowingProcess
+from kintsugi.lab.testbed.growth import POLL_S, ROLES, Growth, GrowthOrder, order_file, with_growth
+from kintsugi.lab.testbed.run import cold
+from kintsugi.types import Role
 
-
-@pytest.fixture
-def growth(monkeypatch: pytest.MonkeyPatch) -> Growth:
-    """One that looks whenever it is asked to, at processes of any age."""
-    monkeypatch.setattr(growth_module, "SAMPLE_S", 0.0)
-    monkeypatch.setattr(growth_module, "SETTLED_S", 0.0)
-    return Growth()
+MIB = 1 << 20
 
 
-def test_growth_is_from_the_first_quarter_to_the_last() -> None:
-    samples = [Sample(10, 100.0)] * 10 + [Sample(14, 130.0)] * 20 + [Sample(12, 120.0)] * 10
-    assert fd_growth_of(samples) == 2
-    assert rss_growth_of(samples) == 20.0
+def test_a_process_grows_at_the_rate_of_its_order_up_to_the_limit_and_gives_all_back(tmp_path: Path) -> None:
+    path = order_file(1, folder=tmp_path)
+    growth = Growth(path)
+    growth.step(0.0)
+    assert growth.size == 0
+    path.write_bytes(msgspec.json.encode(GrowthOrder(rate=4.0 * MIB, limit=2.5 * MIB)))
+    sizes = []
+    for number in range(1, 5):
+        growth.step(number * POLL_S)
+        sizes.append(growth.size / MIB)
+    assert sizes == [1.0, 2.0, 2.5, 2.5]
+    path.unlink()
+    growth.step(9.0)
+    assert growth.size == 0
 
 
-def test_nothing_is_said_of_a_process_that_was_there_for_a_moment(growth: Growth) -> None:
-    for _ in range(MIN_SAMPLES - 1):
-        growth.sample({"server-0": os.getpid()})
-    assert (growth.by_process, growth.num_processes) == ({}, 0)
-    assert (growth.fd_growth, growth.rss_growth_mb) == (None, None)
+def test_a_pause_of_the_process_is_not_made_up_for_at_once(tmp_path: Path) -> None:
+    path = order_file(1, folder=tmp_path)
+    growth = Growth(path)
+    growth.step(0.0)
+    path.write_bytes(msgspec.json.encode(GrowthOrder(rate=1.0 * MIB, limit=100.0 * MIB)))
+    growth.step(50.0)
+    assert growth.size == MIB
 
 
-def test_a_process_counts_over_its_own_life_however_long_the_others_lived(growth: Growth) -> None:
-    for _ in range(5 * MIN_SAMPLES):
-        growth.sample({"launcher": os.getpid()})
-    held = []
-    for _ in range(MIN_SAMPLES):
-        held.append(os.open(os.devnull, os.O_RDONLY))
-        growth.sample({"server-0": os.getpid()})
-    for descriptor in held:
-        os.close(descriptor)
-    assert growth.num_processes == 2
-    assert growth.by_process["launcher"][0] == 0
-    assert growth.fd_growth == growth.by_process["server-0"][0] == 15
+def test_the_programs_of_a_laboratory_grow_and_are_otherwise_the_same() -> None:
+    programs = with_growth(PROGRAMS)
+    changed = {role for role, entry in programs.entries.items() if entry != PROGRAMS.entries[role]}
+    assert changed == set(ROLES) and Role.MASTER not in changed
+    assert set(programs.preload) > set(PROGRAMS.preload)
+    assert with_growth(cold(PROGRAMS)).preload == ()
 
 
-def test_the_worst_of_those_that_had_a_name_is_told(growth: Growth) -> None:
-    steady, leaking = [Sample(5, 50.0)] * 20, [Sample(5, 60.0)] * 10 + [Sample(9, 50.0)] * 10
-    growth._samples = {("server-0", 1, 1.0): leaking, ("server-0", 2, 2.0): steady}
-    assert growth.by_process == {"server-0": (4, 0.0)}
-    assert growth.num_processes == 2
+def test_a_process_that_the_laboratory_has_not_started_can_not_be_made_to_grow() -> None:
+    reason = GrowingProcess.unsupported_for(os.getpid())
+    assert reason is not None and "that the laboratory has started" in reason

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 
-from kintsugi.lab.host_diff import HostSnapshot, difference, host_snapshot
+from kintsugi.lab.residue.host_diff import HostSnapshot, difference, host_snapshot
 
 
 @pytest.fixture

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import msgspec
 
-from kintsugi.lab import measuring
-from kintsugi.lab.records import Spread
-from kintsugi.observe.events import EventLog, Span, events_path
-from kintsugi.observe.figures import HostSample, LinkSample, ProcessSample, Sample, figures_in
-from kintsugi.runtime import VirtualClock
+from kintsugi.lab.scenarios import measuring
+from kintsugi.lab.scenarios.records import Spread
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.simulation.virtual_clock import VirtualClock
+from kintsugi.telemetry.events import EventLog, Span
+from kintsugi.telemetry.readings import HostReading, LinkReading, ProcessReading, Sample, figures_in
 
 STEADY = Spread(1.0, 0.1)
 
@@ -39,10 +40,10 @@ def test_a_step_is_overdue_before_it_ends() -> None:
     assert measuring.first_overdue([(10.0, 1.0), (20.0, 10.0)], STEADY, since=9.0) == 11.2
 
 
-def test_the_first_effect_is_the_earliest_of_figures_steps_and_errors() -> None:
+def test_the_first_effect_is_the_earliest_of_metrics_steps_and_errors() -> None:
     effect = measuring.first_effect(
         steps={"timing/step": [(20.0, 10.0)]},
-        figures={"model-1 cpu_s": [(12.0, 9.0), (13.0, 9.0)]},
+        metrics={"model-1 cpu_s": [(12.0, 9.0), (13.0, 9.0)]},
         baseline={"timing/step": STEADY, "model-1 cpu_s": STEADY},
         since=10.5,
         errors=[30.0],
@@ -58,9 +59,9 @@ def test_a_step_that_never_ended_was_overdue_when_it_should_have_ended() -> None
 
 
 def test_a_figure_that_was_not_there_before_counts_if_it_is_of_the_fault() -> None:
-    def effect(figures: measuring.Series) -> float | None:
+    def effect(metrics: measuring.Series) -> float | None:
         return measuring.first_effect(
-            steps={}, figures=figures, baseline={}, since=10.0, errors=[], least={"throttled_s": 0.2}
+            steps={}, metrics=metrics, baseline={}, since=10.0, errors=[], least={"throttled_s": 0.2}
         )
 
     assert effect({"model-1 throttled_s": [(9.0, 0.5), (11.0, 0.1), (12.0, 0.4)]}) == 12.0
@@ -68,7 +69,7 @@ def test_a_figure_that_was_not_there_before_counts_if_it_is_of_the_fault() -> No
 
 
 def test_without_any_effect_there_is_no_moment_of_it() -> None:
-    assert measuring.first_effect(steps={}, figures={}, baseline={}, since=0.0, errors=[]) is None
+    assert measuring.first_effect(steps={}, metrics={}, baseline={}, since=0.0, errors=[]) is None
 
 
 def record(run_dir: Path, recorder: str, *samples: tuple[float, Sample]) -> None:
@@ -82,22 +83,22 @@ def record(run_dir: Path, recorder: str, *samples: tuple[float, Sample]) -> None
     (folder / f"{recorder}.jsonl").write_bytes(b"\n".join(lines) + b'\n{"torn')
 
 
-def test_figures_are_those_of_the_process_its_host_and_its_links(tmp_path: Path) -> None:
+def test_metrics_are_those_of_the_process_its_host_and_its_links(tmp_path: Path) -> None:
     samples: list[tuple[float, Sample]] = []
     for t in (1.0, 2.0):
         samples += [
-            (t, ProcessSample("model-1", 7, "S", {"cpu_s": t / 2, "rss_bytes": 5.0})),
-            (t, ProcessSample("model-0", 8, "S", {"cpu_s": t})),
-            (t, HostSample("host-1", {"fsync_s": 0.01})),
-            (t, LinkSample("model-1", "agent-0", 99, "ESTABLISHED", {"rtt_s": 0.002})),
+            (t, ProcessReading("model-1", 7, "S", {"cpu_s": t / 2, "rss_bytes": 5.0})),
+            (t, ProcessReading("model-0", 8, "S", {"cpu_s": t})),
+            (t, HostReading("host-1", {"fsync_s": 0.01})),
+            (t, LinkReading("model-1", "agent-0", 99, "ESTABLISHED", {"rtt_s": 0.002})),
         ]
     record(tmp_path, "agent-1", *samples)
-    record(tmp_path, "agent-0", (1.0, HostSample("host-0", {"fsync_s": 9.0})))
+    record(tmp_path, "agent-0", (1.0, HostReading("host-0", {"fsync_s": 9.0})))
     read = figures_in(tmp_path)
     assert len(read) == len(samples) + 1
     assert measuring.hosts_of(read, "model-1") == ["host-1"]
     assert measuring.hosts_of(read, "model-7") == []
-    assert measuring.figures_of(read, process="model-1") == {
+    assert measuring.metrics_of(read, process="model-1") == {
         "model-1 cpu_s": [(2.0, 0.5)],
         "model-1 rss_bytes": [(1.0, 5.0), (2.0, 5.0)],
         "host-1 fsync_s": [(1.0, 0.01), (2.0, 0.01)],
@@ -107,7 +108,7 @@ def test_figures_are_those_of_the_process_its_host_and_its_links(tmp_path: Path)
 
 def test_of_several_connections_of_a_link_the_worst_counts_at_each_moment(tmp_path: Path) -> None:
     links = [
-        (t, LinkSample("model-1", "agent-0", port, "ESTABLISHED", {"rtt_s": rtt_s, "retransmits": total}))
+        (t, LinkReading("model-1", "agent-0", port, "ESTABLISHED", {"rtt_s": rtt_s, "retransmits": total}))
         for t, port, rtt_s, total in [
             (1.0, 80, 0.1, 10),
             (1.0, 81, 0.9, 500),
@@ -116,7 +117,7 @@ def test_of_several_connections_of_a_link_the_worst_counts_at_each_moment(tmp_pa
         ]
     ]
     record(tmp_path, "agent-1", *links)
-    assert measuring.figures_of(figures_in(tmp_path), process="model-1") == {
+    assert measuring.metrics_of(figures_in(tmp_path), process="model-1") == {
         "model-1>agent-0 rtt_s": [(1.0, 0.9), (2.0, 0.3)],
         "model-1>agent-0 retransmits": [(2.0, 4.0)],
     }
@@ -128,7 +129,9 @@ def test_a_step_whose_metrics_could_not_be_written_is_known_by_its_event(tmp_pat
     )
     for step, wall in ((1, 101.0), (2, 103.5)):
         log = EventLog(
-            events_path(tmp_path, "master-0"), process="master-0", clock=VirtualClock(start=0.0, wall=wall)
+            RunFolder(tmp_path).events_file("master-0"),
+            process="master-0",
+            clock=VirtualClock(start=0.0, wall=wall),
         )
         log.emit(Span("step", 0.0, 2.5, {"step": str(step)}))
         log.close()
@@ -139,5 +142,5 @@ def test_a_step_whose_metrics_could_not_be_written_is_known_by_its_event(tmp_pat
 
 
 def test_a_run_without_figures_or_metrics_has_no_series(tmp_path: Path) -> None:
-    assert measuring.figures_of(figures_in(tmp_path), process="model-1") == {}
+    assert measuring.metrics_of(figures_in(tmp_path), process="model-1") == {}
     assert measuring.steps_of(tmp_path) == {}

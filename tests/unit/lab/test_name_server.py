@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import struct
 
-from kintsugi.lab.name_server import answer
+from kintsugi.lab.testbed.name_server import answer
 
 TABLE = {"host-1.lab": "10.77.0.11"}
 

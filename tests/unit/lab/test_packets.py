@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import struct
 
-from kintsugi.lab import packets
+from kintsugi.lab.testbed import packets
 
 
 def message(number: int, *, kind: int = 3 << 8) -> bytes:

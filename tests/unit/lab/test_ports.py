@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import socket
 
-from kintsugi.lab.ports import ports_of
+from kintsugi.lab.testbed.ports import ports_of
 
 
 def test_listening_and_connected_ports_of_a_process_are_its_own() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from kintsugi.errors import UserError
 from kintsugi.lab import probing
-from kintsugi.lab.abilities.catalogue import MECHANISMS
-from kintsugi.lab.injection import Ability, Injection
+from kintsugi.lab.faults.catalogue import MECHANISMS
+from kintsugi.lab.injector.injection import Ability, Injection
 
 
 def test_every_ability_has_a_mechanism_and_every_name_is_its_own() -> None:

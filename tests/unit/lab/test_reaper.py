@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from kintsugi.errors import DeadlineExceeded, UserError
-from kintsugi.lab import reaper
-from kintsugi.lab.reaper import Guard, reap_abandoned
-from kintsugi.lab.undo import Remove, UndoJournal, Who
-from kintsugi.runtime import Child, SystemProcesses
+from kintsugi.lab.injector import reaper
+from kintsugi.lab.injector.reaper import ReaperGuard, reap_abandoned
+from kintsugi.lab.injector.undo_log import ProcessIdentity, RemovePath, UndoJournal
+from kintsugi.runtime.processes import Child, SystemProcesses
 
 LEASE_S = 60.0
 
@@ -34,15 +34,15 @@ def until_gone(path: Path) -> None:
 
 def a_change_by_somebody_who_ends(journal: Path, path: Path, *, lease_s: float) -> None:
     program = (
-        "import sys; from pathlib import Path; from kintsugi.lab.undo import *\n"
-        f"UndoJournal(Path({str(journal)!r})).before(Remove({str(path)!r}), lease_s={lease_s})\n"
+        "import sys; from pathlib import Path; from kintsugi.lab.injector.undo_log import *\n"
+        f"UndoJournal(Path({str(journal)!r})).before(RemovePath({str(path)!r}), lease_s={lease_s})\n"
         f"Path({str(path)!r}).touch()\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
 
 
 def test_what_a_dead_process_changed_is_undone(tmp_path: Path) -> None:
-    guard = Guard(tmp_path / "undo.jsonl")
+    guard = ReaperGuard(tmp_path / "undo.jsonl")
     a_change_by_somebody_who_ends(guard.path, tmp_path / "made", lease_s=LEASE_S)
     until_gone(tmp_path / "made")
     guard.close()
@@ -50,8 +50,8 @@ def test_what_a_dead_process_changed_is_undone(tmp_path: Path) -> None:
 
 
 def test_what_is_left_is_undone_when_the_laboratory_closes(tmp_path: Path) -> None:
-    guard = Guard(tmp_path / "undo.jsonl")
-    guard.before(Remove(str(tmp_path / "made")), lease_s=LEASE_S)
+    guard = ReaperGuard(tmp_path / "undo.jsonl")
+    guard.before(RemovePath(str(tmp_path / "made")), lease_s=LEASE_S)
     (tmp_path / "made").touch()
     for entry in guard.outstanding():
         guard.undo(entry)
@@ -61,7 +61,7 @@ def test_what_is_left_is_undone_when_the_laboratory_closes(tmp_path: Path) -> No
 
 
 def test_a_killed_reaper_is_replaced(tmp_path: Path) -> None:
-    guard = Guard(tmp_path / "undo.jsonl")
+    guard = ReaperGuard(tmp_path / "undo.jsonl")
     pid = reaper_of(guard)
     os.kill(pid, 9)
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
@@ -72,7 +72,7 @@ def test_a_killed_reaper_is_replaced(tmp_path: Path) -> None:
     guard.close()
 
 
-def reaper_of(guard: Guard) -> int:
+def reaper_of(guard: ReaperGuard) -> int:
     """Known by its arguments, which the kernel shows a moment after it was started."""
     deadline = time.monotonic() + 10.0
     while time.monotonic() < deadline:
@@ -106,7 +106,7 @@ def test_what_a_laboratory_left_that_was_killed_with_its_reaper_is_undone_by_the
     world = os.stat("/proc/self/ns/pid").st_ino
     (folder / "1-4194303-1-cccc").symlink_to(tmp_path / "of another container")
     (folder / "somebody's-dddd").touch()
-    (folder / f"{world}-{os.getpid()}-{Who.of(os.getpid()).born}-bbbb").symlink_to(
+    (folder / f"{world}-{os.getpid()}-{ProcessIdentity.of(os.getpid()).born}-bbbb").symlink_to(
         tmp_path / "of a living one"
     )
     assert reap_abandoned() == 1
@@ -120,7 +120,7 @@ def test_a_list_that_others_may_write_to_is_not_carried_out(tmp_path: Path) -> N
     assert reap_abandoned() == 0
     assert made.exists()
     with pytest.raises(UserError, match="expected a folder of yours"):
-        Guard(tmp_path / "own.jsonl")
+        ReaperGuard(tmp_path / "own.jsonl")
 
 
 def test_a_list_that_is_a_link_to_elsewhere_is_not_carried_out(tmp_path: Path) -> None:
@@ -141,14 +141,14 @@ def test_a_journal_that_others_may_write_is_not_carried_out(tmp_path: Path) -> N
 GUARDED = """
 import os, signal, sys, time
 from pathlib import Path
-from kintsugi.lab.reaper import Guard
-from kintsugi.lab.undo import Remove
+from kintsugi.lab.injector.reaper import ReaperGuard
+from kintsugi.lab.injector.undo_log import RemovePath
 folder = Path(sys.argv[1])
-guard = Guard(folder / "undo.jsonl")
-guard.before(Remove(str(folder / "made")), lease_s=60.0)
+guard = ReaperGuard(folder / "undo.jsonl")
+guard.before(RemovePath(str(folder / "made")), lease_s=60.0)
 (folder / "made").touch()
 (folder / "first").touch()
-guard.before(Remove(str(folder / "first")), lease_s=-2.0)
+guard.before(RemovePath(str(folder / "first")), lease_s=-2.0)
 while (folder / "first").exists():  # Then the reaper is there.
     time.sleep(0.005)
 if sys.argv[2] == "gone":
@@ -177,16 +177,16 @@ def test_what_a_reaper_could_not_undo_is_said_and_left_to_the_next_laboratory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reaper, "SystemProcesses", ReapersThatGiveUp)
-    guard = Guard(tmp_path / "undo.jsonl")
-    guard.before(Remove(str(tmp_path / "made")), lease_s=LEASE_S)
-    with pytest.raises(DeadlineExceeded, match=r"to undo Remove\(.*made"):
+    guard = ReaperGuard(tmp_path / "undo.jsonl")
+    guard.before(RemovePath(str(tmp_path / "made")), lease_s=LEASE_S)
+    with pytest.raises(DeadlineExceeded, match=r"to undo RemovePath\(.*made"):
         guard.close()
     assert len(list(reaper.lists_folder().iterdir())) == 1
 
 
 def test_a_reaper_undoes_what_its_laboratory_left_too_long_and_lets_it_live(tmp_path: Path) -> None:
-    guard = Guard(tmp_path / "undo.jsonl")
-    guard.before(Remove(str(tmp_path / "made")), lease_s=0.0)
+    guard = ReaperGuard(tmp_path / "undo.jsonl")
+    guard.before(RemovePath(str(tmp_path / "made")), lease_s=0.0)
     (tmp_path / "made").touch()
     until_gone(tmp_path / "made")
     guard.close()

@@ -3,9 +3,17 @@ from __future__ import annotations
 import pytest
 
 from kintsugi.diagnosis.verdict import Cause, FaultKind, Hop
-from kintsugi.lab import scoring
-from kintsugi.lab.injection import Ability
-from kintsugi.lab.scoring import Culprit, Scored, culprit, is_right_path, num_hops, row, score
+from kintsugi.lab.campaign import scoring
+from kintsugi.lab.campaign.scoring import (
+    ExpectedCause,
+    ScoredAnswer,
+    expected_cause,
+    is_right_path,
+    num_hops,
+    row,
+    score,
+)
+from kintsugi.lab.injector.injection import Ability
 
 HOSTS = {"model-0": "host-0", "model-1": "host-1", "server-1": "host-1"}
 
@@ -23,8 +31,8 @@ def cause(process: str, kind: FaultKind, *, onset: float = 10.0, path: tuple[str
     )
 
 
-def slow_link() -> Culprit:
-    return culprit(Ability.NETWORK_DELAY, target="model-1", start=10.0, host_of=HOSTS)
+def slow_link() -> ExpectedCause:
+    return expected_cause(Ability.NETWORK_DELAY, target="model-1", start=10.0, host_of=HOSTS)
 
 
 @pytest.mark.parametrize("ability", Ability)
@@ -57,7 +65,7 @@ def test_a_cause_in_second_place_is_among_the_first_three_and_not_the_first() ->
 
 
 def test_of_two_faults_one_has_to_be_first_and_whether_both_are_named_is_told() -> None:
-    both = [slow_link(), culprit(Ability.CPU, target="rollout-0", start=10.0, host_of=HOSTS)]
+    both = [slow_link(), expected_cause(Ability.CPU, target="rollout-0", start=10.0, host_of=HOSTS)]
     one = [cause("rollout-0", FaultKind.CPU)]
     assert score(one, both, t=11.0, start=10.0).top1
     assert not score(one, both, t=11.0, start=10.0).every
@@ -68,16 +76,16 @@ def test_of_two_faults_one_has_to_be_first_and_whether_both_are_named_is_told() 
 
 
 def test_a_full_disk_is_found_at_whoever_uses_it_and_a_broken_name_service_at_its_host() -> None:
-    full = culprit(Ability.DISK_FILL, target="model-1", start=0.0, host_of=HOSTS)
+    full = expected_cause(Ability.DISK_FILL, target="model-1", start=0.0, host_of=HOSTS)
     assert full.processes == {"model-0", "model-1", "server-1"}
-    nameless = culprit(Ability.DNS, target="model-1", start=0.0, host_of=HOSTS)
+    nameless = expected_cause(Ability.DNS, target="model-1", start=0.0, host_of=HOSTS)
     assert nameless.processes == {"model-1", "server-1"}
 
 
 def test_naming_a_cause_where_there_is_none_is_a_misdiagnosis() -> None:
     quiet = score([cause("model-1", FaultKind.CPU)], [], t=11.0, start=10.0)
     assert quiet.said and not quiet.top1 and not quiet.top3
-    assert score([], [], t=None, start=10.0) == Scored(said=False)
+    assert score([], [], t=None, start=10.0) == ScoredAnswer(said=False)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +107,7 @@ def test_a_path_goes_from_the_culprit_along_who_waits_for_whom(path: tuple[str, 
 
 
 def test_of_two_faults_the_path_begins_with_the_one_that_was_named() -> None:
-    both = [slow_link(), culprit(Ability.CPU, target="rollout-0", start=10.0, host_of=HOSTS)]
+    both = [slow_link(), expected_cause(Ability.CPU, target="rollout-0", start=10.0, host_of=HOSTS)]
     crossed = cause("model-1", FaultKind.NETWORK_DELAY, path=("rollout-0", "master-0"))
     assert not score([crossed], both, t=11.0, start=10.0).path
 
@@ -111,11 +119,11 @@ def test_hops_are_counted_between_processes() -> None:
 
 def test_a_table_row_adds_up_right_wrong_and_silent() -> None:
     faulty = [
-        Scored(said=True, top1=True, top3=True, path=True, onset_error_s=0.5, verdict_s=2.0),
-        Scored(said=True, verdict_s=4.0),
-        Scored(said=False),
+        ScoredAnswer(said=True, top1=True, top3=True, path=True, onset_error_s=0.5, verdict_s=2.0),
+        ScoredAnswer(said=True, verdict_s=4.0),
+        ScoredAnswer(said=False),
     ]
-    quiet = [Scored(said=False), Scored(said=True)]
+    quiet = [ScoredAnswer(said=False), ScoredAnswer(said=True)]
     summed = row(faulty, quiet)
     assert (summed.cases, summed.top1, summed.abstained) == (3, 1 / 3, 0.5)
     assert summed.misdiagnosed == 2 / 5
@@ -125,3 +133,11 @@ def test_a_table_row_adds_up_right_wrong_and_silent() -> None:
 def test_a_table_without_cases_has_no_shares_and_does_not_fail() -> None:
     nothing = row([], [])
     assert (nothing.verdict_s, nothing.top1, nothing.abstained, nothing.misdiagnosed) == (None,) * 4
+
+
+def test_a_neighbour_on_an_accelerator_is_found_at_every_rank_and_server_of_its_host() -> None:
+    hosts = {**HOSTS, "rollout-1": "host-1"}
+    full = expected_cause(
+        Ability.DEVICE_MEMORY, target="model-1", start=0.0, host_of=hosts, shares_device=True
+    )
+    assert full.processes == {"model-1", "server-1"}

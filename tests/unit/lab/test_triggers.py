@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from kintsugi.errors import UserError
-from kintsugi.lab.fault_checks import check_trigger
-from kintsugi.lab.injection import Trigger
-from kintsugi.lab.triggers import LineWatch, TriggerWatch
-from kintsugi.lab.watching import Watch
-from kintsugi.observe.events import EventLog, Span, Transition, events_path
+from kintsugi.lab.injector.checks import check_trigger
+from kintsugi.lab.injector.injection import Trigger
+from kintsugi.lab.injector.triggers import LineWatch, TriggerWatch
+from kintsugi.lab.testbed.watch import RunWatch
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.telemetry.events import EventLog, Span, Transition
 
 
 class Life:
@@ -18,8 +19,8 @@ class Life:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self.log = EventLog(events_path(run_dir, "master-0"), process="master-0")
-        self.watch = Watch(run_dir)
+        self.log = EventLog(RunFolder(run_dir).events_file("master-0"), process="master-0")
+        self.watch = RunWatch(run_dir)
         self.alive = True
 
     def phase(self, name: str) -> None:

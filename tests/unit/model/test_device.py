@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from kintsugi.model.device import CPU_IDENTITY, choose_device, device_index, identity
+from kintsugi.model.device import CPU_IDENTITY, choose_device, identity
+from kintsugi.model.memory import device_index
 
 
 def test_ranks_and_servers_have_devices_of_their_own_while_there_are_enough() -> None:

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from kintsugi.errors import DeviceError
-from kintsugi.lab import floating
+from kintsugi.lab.faults import fpu_rounding
 from kintsugi.model.known_answer import KnownAnswer
 
 CPU = torch.device("cpu")
 TOWARDS_ZERO, DOWNWARD, UPWARD = 0xC00, 0x400, 0x800
 """As `fesetround` names them on x86."""
 
-pytestmark = pytest.mark.skipif(floating.missing() is not None, reason=str(floating.missing()))
+pytestmark = pytest.mark.skipif(fpu_rounding.missing() is not None, reason=str(fpu_rounding.missing()))
 
 
 @contextmanager

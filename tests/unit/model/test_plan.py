@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kintsugi.config import (
+from kintsugi.config.schema import (
     AlgorithmSection,
     Config,
     CriticSection,

@@ -16,6 +16,7 @@ from kintsugi.model.architecture import (
 )
 from kintsugi.model.attention import PackedLayout, packed_attention
 from kintsugi.model.transformer import DecoderLayer, Transformer, initialize
+from tests.unit.model.layer_checks import model_result
 
 LLAMA3 = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32)
 YARN = YarnRope(factor=4.0, original_max_positions=32)
@@ -249,3 +250,70 @@ def test_initialisation_depends_on_the_seed_alone() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert not torch.equal(first.output_weight, other.output_weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama-full-heads-biases", "qwen2", "qwen3-tied-biases"])
+def test_recomputation_of_activations_does_not_change_a_bit(name: str, dtype: torch.dtype) -> None:
+    model = make_model(make_config(**CONFIGS[name])).to(dtype)
+    expected = model_result(model, LENGTHS)
+    model.recompute = True
+    found = model_result(model, LENGTHS)
+    assert found.keys() == expected.keys() and len(found) == 1 + len(list(model.parameters()))
+    assert all(found[name].equal(each) for name, each in expected.items())
+
+
+def test_recomputation_keeps_only_the_input_of_each_layer() -> None:
+    model = make_model(make_config(family="llama", num_layers=6))
+    layout = PackedLayout.from_lengths(LENGTHS)
+    tokens = random_tokens(model.config, layout.num_tokens)
+
+    def kept_bytes(*, recompute: bool) -> int:
+        model.recompute, kept = recompute, []
+
+        def keep(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, torch.nn.Parameter):
+                kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.forward_packed(tokens, layout.positions, layout)
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in kept}.values())
+
+    layer_input = layout.num_tokens * model.config.hidden_size * 4
+    assert kept_bytes(recompute=True) < (6 + 4) * layer_input < kept_bytes(recompute=False) / 4
+
+
+def test_hooks_see_each_gradient_once_and_layer_by_layer_when_activations_are_recomputed() -> None:
+    model = make_model(make_config(family="llama"))
+    seen: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    model.recompute = True
+    model_result(model, LENGTHS)
+    assert sorted(seen) == sorted(name for name, _ in model.named_parameters())
+    layers = [name.split(".")[2] for name in seen if ".layers." in name]
+    assert layers == sorted(layers, reverse=True)
+
+
+def test_frozen_parameters_get_no_gradient_and_the_others_the_same_when_activations_are_recomputed() -> None:
+    model = make_model(make_config(family="llama"))
+    expected = model_result(model, LENGTHS)
+    frozen = {"model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    model.recompute = True
+    found = model_result(model, LENGTHS)
+    assert found.keys() == expected.keys() - frozen
+    assert all(each.equal(expected[name]) for name, each in found.items())
+
+
+def test_without_gradient_nothing_is_kept_for_recomputation() -> None:
+    model = make_model(make_config(family="llama"))
+    model.recompute = True
+    layout = PackedLayout.from_lengths(LENGTHS)
+    with torch.no_grad():
+        hidden = model.forward_packed(
+            random_tokens(model.config, layout.num_tokens), layout.positions, layout
+        )
+    assert not hidden.requires_grad

@@ -15,12 +15,12 @@ from openai import AsyncOpenAI
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from kintsugi.model.tokenizer import Tokenizer
-from kintsugi.rollout.capture import Capture
-from kintsugi.rollout.endpoint import Bounds, Endpoint, Session
-from kintsugi.rollout.environment import EpisodeFailed
-from kintsugi.rollout.episode import int32
-from kintsugi.serving.openai import Limits
-from kintsugi.types import Completion, Finish
+from kintsugi.openai_api.requests import ApiLimits
+from kintsugi.rollout.environments.protocol import EpisodeFailed
+from kintsugi.rollout.trajectory import int32
+from kintsugi.rollout.user_code.openai_endpoint import AgentSession, EndpointLimits, OpenAIEndpoint
+from kintsugi.rollout.user_code.token_capture import TokenCapture
+from kintsugi.types import Completion, FinishReason
 
 CHATML = """\
 {%- if tools %}
@@ -93,7 +93,7 @@ def tokenizer(template: str = CHATML) -> Tokenizer:
 
 
 def completed(
-    ids: Sequence[int], *, finish: Finish = Finish.EOS, version: int = 0, end: int | None = None
+    ids: Sequence[int], *, finish: FinishReason = FinishReason.EOS, version: int = 0, end: int | None = None
 ) -> Completion:
     """Sampled tokens, each with a log-probability that tells it from its neighbours."""
     sampled = [*ids, end] if end is not None else list(ids)
@@ -143,11 +143,11 @@ class ScriptedPolicy:
         text = self.says(self.tokens.decode(prompt, skip_special=False))
         ends = [text.find(each) + len(each) for each in stop if each in text]
         if ends:
-            ids, finish = self.tokens.encode(text[: min(ends)]), Finish.STOP
+            ids, finish = self.tokens.encode(text[: min(ends)]), FinishReason.STOP
         else:
-            ids, finish = [*self.tokens.encode(text), self.tokens.eos_token_id], Finish.EOS
+            ids, finish = [*self.tokens.encode(text), self.tokens.eos_token_id], FinishReason.EOS
         if len(ids) > max_new_tokens:
-            ids, finish = ids[:max_new_tokens], Finish.LENGTH
+            ids, finish = ids[:max_new_tokens], FinishReason.LENGTH
         return completed(ids, finish=finish)
 
 
@@ -168,8 +168,8 @@ class Unhurried:
 class Opened:
     """One episode at an endpoint that really listens."""
 
-    endpoint: Endpoint
-    session: Session
+    endpoint: OpenAIEndpoint
+    session: AgentSession
     base_url: str
     clients: list[AsyncOpenAI] = field(default_factory=list)
 
@@ -184,11 +184,11 @@ async def opened(
     policy: ScriptedPolicy, *, max_length: int = 512, max_new_tokens: int = 128, max_requests: int = 8
 ) -> AsyncIterator[Opened]:
     tokens = policy.tokens
-    limits = Limits("tiny", vocab_size=tokens.vocab_size, max_length=max_length)
-    bounds = Bounds(limits, max_new_tokens=max_new_tokens, max_requests=max_requests)
+    limits = ApiLimits("tiny", vocab_size=tokens.vocab_size, max_length=max_length)
+    bounds = EndpointLimits(limits, max_new_tokens=max_new_tokens, max_requests=max_requests)
     outcome = asyncio.get_running_loop().create_future()
-    session = Session(7, Capture(tokens), policy, bounds, Unhurried(), outcome)
-    endpoint = Endpoint(tokens)
+    session = AgentSession(7, TokenCapture(tokens), policy, bounds, Unhurried(), outcome)
+    endpoint = OpenAIEndpoint(tokens)
     await endpoint.start()
     world = Opened(endpoint, session, endpoint.open(session))
     try:

@@ -3,9 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.config import (
-    Config,
-)
+from kintsugi.config.schema import Config
 from kintsugi.rollout import worker as worker_module
 from tests.unit.rollout.reward_functions import FOLDER
 from tests.unit.rollout.worlds import InlineJudging, World

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from kintsugi.rollout.environment import Observation, Step
+from kintsugi.rollout.environments.protocol import Observation, Step
 from kintsugi.types import Row
 from tests.unit.rollout.reward_functions import tell, told
 
@@ -84,26 +84,26 @@ class Wrong(Echo):
 
     def __init__(self, *, way: str = "") -> None:
         super().__init__()
-        self._way = way
+        self._sampled_groups = way
 
     def reset(self, row: Row, *, seed: int) -> Any:
         tell("reset", str(os.getpid()))
-        if self._way == "reset":
+        if self._sampled_groups == "reset":
             return 17
-        if self._way == "nothing":
+        if self._sampled_groups == "nothing":
             return ""
-        if self._way == "foreign":
+        if self._sampled_groups == "foreign":
             return "Ω"
-        if self._way == "halved":
+        if self._sampled_groups == "halved":
             return "\ud800"
-        if self._way == "dict":
+        if self._sampled_groups == "dict":
             return {"observation": "1+1="}
-        if self._way == "stops at nothing":
+        if self._sampled_groups == "stops at nothing":
             return Observation(stop=("",))
         return None
 
     def step(self, action: str) -> Any:
-        match self._way:
+        match self._sampled_groups:
             case "raises":
                 raise RuntimeError("no idea")
             case "stops":
@@ -133,8 +133,8 @@ class Wrong(Echo):
         return super().step(action)
 
     def close(self) -> None:
-        tell("closed", self._way)
-        if self._way == "close":
+        tell("closed", self._sampled_groups)
+        if self._sampled_groups == "close":
             raise RuntimeError("will not close")
 
 

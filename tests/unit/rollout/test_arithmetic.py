@@ -1,6 +1,6 @@
 import pytest
 
-from kintsugi.rollout.arithmetic import LONGEST, NotAnExpression, evaluate
+from kintsugi.rollout.environments.arithmetic import LONGEST, NotAnExpression, evaluate
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 import pytest
 
-from kintsugi.data.tasks import open_task
+from kintsugi.data.reasoning_gym import open_task
 from kintsugi.errors import ConfigError, DataError
-from kintsugi.rollout.environment import Step
-from kintsugi.rollout.environments import Calculator, NumberGame, ReasoningGym
+from kintsugi.rollout.environments.builtin import Calculator, NumberGame, ReasoningGym
+from kintsugi.rollout.environments.protocol import Step
 from kintsugi.types import Row
 
 SUM = Row("(1+2)*3=", {"answer": "9"})

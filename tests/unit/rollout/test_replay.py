@@ -2,11 +2,11 @@ from __future__ import annotations
 
 from array import array
 
-from kintsugi.data.saved import SAVED
-from kintsugi.rollout.episode import describe
+from kintsugi.data.saved_rollouts import SAVED
 from kintsugi.rollout.replay import replay
-from kintsugi.types import Finish, Row, SampleText, Ticket
-from tests.unit.observe.test_rollouts import saved
+from kintsugi.rollout.trajectory import describe
+from kintsugi.types import FinishReason, Row, SampleText, Ticket
+from tests.unit.telemetry.test_saved_rollouts import saved
 
 
 def ticket(num_samples: int) -> Ticket:
@@ -19,7 +19,7 @@ def test_a_saved_sample_is_given_under_the_ticket_of_this_run_as_it_was_sampled(
     trajectory = sample.trajectory
     assert (trajectory.key, trajectory.finish, sample.text) == (
         "grpo:0:7:0/0",
-        Finish.EOS,
+        FinishReason.EOS,
         SampleText("1+1=", "2"),
     )
     assert array("i", trajectory.tokens).tolist() == [3, 12, 4, 1]

@@ -5,9 +5,15 @@ from typing import Any
 import pytest
 
 from kintsugi.errors import DataError
-from kintsugi.rollout import rewards
-from kintsugi.rollout.rewards import exact_answer, gsm8k_answer, math_answer, program_of, program_output
-from kintsugi.rollout.sandbox import Outcome
+from kintsugi.rollout.rewards import builtin
+from kintsugi.rollout.rewards.builtin import (
+    exact_answer,
+    gsm8k_answer,
+    math_answer,
+    program_of,
+    program_output,
+)
+from kintsugi.rollout.sandbox.sandbox import SandboxOutcome
 
 
 @pytest.mark.parametrize(
@@ -66,7 +72,7 @@ def test_an_exact_answer_may_stand_in_the_data_as_text_or_number(answer: Any) ->
 def test_a_comparison_that_does_not_end_is_set_aside_and_the_others_are_judged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rewards, "_COMPARISON_CPU_S", 0.2)
+    monkeypatch.setattr(builtin, "_COMPARISON_CPU_S", 0.2)
     since = time.process_time()
     monster, right = math_answer(["\\boxed{9^{9^{9^9}}}", "72"], answer=["72", "72"])
     assert isinstance(monster, TimeoutError) and "took more than 0.2 s" in str(monster)
@@ -123,8 +129,8 @@ def test_programs_are_judged_by_tests_that_really_ran() -> None:
 def test_why_a_program_scored_nothing_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = Outcome("", "", -24, "used more than 2 s of processor time")
-    monkeypatch.setattr(rewards, "run_python", lambda *_, **__: slow)
+    slow = SandboxOutcome("", "", -24, "used more than 2 s of processor time")
+    monkeypatch.setattr(builtin, "run_python", lambda *_, **__: slow)
     with caplog.at_level("INFO", logger="kintsugi"):
         assert program_output(["while True: pass"], expected_output=["1"]) == [0.0]
     assert caplog.messages == ["program_output: used more than 2 s of processor time"]

@@ -18,8 +18,8 @@ import pytest
 
 from kintsugi.cluster.orphans import subreaper
 from kintsugi.errors import ConfigError, UserError
-from kintsugi.rollout import jail, sandbox
-from kintsugi.rollout.sandbox import Limits, Outcome, SandboxFailed, run, run_python
+from kintsugi.rollout.sandbox import jail, sandbox
+from kintsugi.rollout.sandbox.sandbox import SandboxFailed, SandboxLimits, SandboxOutcome, run, run_python
 from tests.unit.rollout.escapes import ATTEMPTS, DAEMON, FORK_BOMB
 
 ROOT = Path(__file__).parents[3]
@@ -104,7 +104,7 @@ def test_an_ordinary_user_has_the_same_sandbox(world: str) -> None:
     check_refusals(outcome)
 
 
-def check_refusals(outcome: Outcome) -> None:
+def check_refusals(outcome: SandboxOutcome) -> None:
     """That every attempt was made, and what the kernel said to it."""
     found = json.loads(outcome.stdout)
     user, processes = found.pop("user"), found.pop("processes")
@@ -118,7 +118,7 @@ def check_refusals(outcome: Outcome) -> None:
     assert SECRET not in outcome.stdout
 
 
-def without_rights(work: Callable[[], Outcome]) -> Outcome | str:
+def without_rights(work: Callable[[], SandboxOutcome]) -> SandboxOutcome | str:
     """Do it in a process that has given up every capability; gives the message where isolation is impossible."""
 
     def body() -> Any:
@@ -128,7 +128,7 @@ def without_rights(work: Callable[[], Outcome]) -> Outcome | str:
         return [outcome.stdout, outcome.stderr, outcome.code, outcome.reason]
 
     answer = in_child(body)
-    return answer if isinstance(answer, str) else Outcome(*answer)
+    return answer if isinstance(answer, str) else SandboxOutcome(*answer)
 
 
 def in_child(body: Callable[[], Any]) -> Any:
@@ -211,13 +211,13 @@ def test_any_command_can_be_run() -> None:
 
 
 def test_a_fork_bomb_reaches_its_limit() -> None:
-    outcome = run_python(FORK_BOMB, limits=Limits(processes=6))
+    outcome = run_python(FORK_BOMB, limits=SandboxLimits(processes=6))
     assert outcome.stdout == f"4 {errno.EAGAIN}\n"
 
 
 def test_a_memory_bomb_reaches_its_limit() -> None:
     outcome = run_python(
-        "kept = []\nwhile True: kept.append(bytearray(2**20))", limits=Limits(memory_bytes=2**27)
+        "kept = []\nwhile True: kept.append(bytearray(2**20))", limits=SandboxLimits(memory_bytes=2**27)
     )
     assert outcome.code == 1 and outcome.reason == "needed more than 128 MiB of memory"
     assert outcome.memory_bytes > 2**26
@@ -225,26 +225,26 @@ def test_a_memory_bomb_reaches_its_limit() -> None:
 
 @pytest.mark.slow
 def test_an_endless_loop_is_ended_by_its_processor_time() -> None:
-    outcome = run_python("while True: pass", limits=Limits(cpu_s=1))
+    outcome = run_python("while True: pass", limits=SandboxLimits(cpu_s=1))
     assert outcome.reason == "used more than 1 s of processor time"
 
 
 @pytest.mark.slow
 def test_an_endless_loop_that_ignores_the_signal_is_killed() -> None:
     ignoring = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n"
-    outcome = run_python(ignoring + "while True: pass", limits=Limits(cpu_s=1))
+    outcome = run_python(ignoring + "while True: pass", limits=SandboxLimits(cpu_s=1))
     assert outcome.reason == "used more than 1 s of processor time" and outcome.code == -signal.SIGKILL
 
 
 def test_a_program_that_waits_for_ever_is_ended() -> None:
-    outcome = run_python("import time\nwhile True: time.sleep(9)", limits=Limits(idle_s=0.4))
+    outcome = run_python("import time\nwhile True: time.sleep(9)", limits=SandboxLimits(idle_s=0.4))
     assert outcome.reason == "stood still for 0.4 s"
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_endless_output_is_cut(stream: str) -> None:
     source = f"import sys\nwhile True: sys.{stream}.write('x' * 4096)"
-    outcome = run_python(source, limits=Limits(output_bytes=10_000))
+    outcome = run_python(source, limits=SandboxLimits(output_bytes=10_000))
     assert outcome.reason == "wrote more than 10000 bytes"
     assert getattr(outcome, stream) == "x" * 10_000
 
@@ -305,7 +305,7 @@ def test_a_sandbox_that_is_killed_is_no_verdict_on_the_program(victim: int) -> N
 
 
 def test_nothing_is_left_when_the_caller_is_killed() -> None:
-    program = f"from kintsugi.rollout.sandbox import run_python\nrun_python({SLEEPING!r})"
+    program = f"from kintsugi.rollout.sandbox.sandbox import run_python\nrun_python({SLEEPING!r})"
     caller = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     held = [os.pidfd_open(pid) for pid in jail_of(caller.pid)]
     caller.kill()
@@ -317,7 +317,7 @@ def test_nothing_is_left_when_the_caller_is_killed() -> None:
 
 def test_a_machine_too_busy_to_be_done_is_no_verdict_on_the_program() -> None:
     with pytest.raises(SandboxFailed, match=r"a program was not done after 0\.3 s"):
-        run_python("while True: pass", limits=Limits(deadline_s=0.3))
+        run_python("while True: pass", limits=SandboxLimits(deadline_s=0.3))
 
 
 def test_a_program_that_is_killed_while_the_machine_runs_out_of_memory_has_no_verdict(

@@ -10,13 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.config import AlgorithmSection, Config, RolloutSection
+from kintsugi.config.schema import AlgorithmSection, Config, RolloutSection
 from kintsugi.errors import ConfigError, DataError
-from kintsugi.rollout import user_process
-from kintsugi.rollout.channel import Case, Failed, Judged, Refused, attempt_send, receive
-from kintsugi.rollout.judge import call
-from kintsugi.rollout.scoring import RewardFailed, load_rewards
-from kintsugi.rollout.user_process import MOST_STARTS, UserProcess
+from kintsugi.rollout.rewards.spec import RewardFailed, load_rewards
+from kintsugi.rollout.user_code import process
+from kintsugi.rollout.user_code.channel import (
+    GroupScored,
+    RewardCase,
+    UserCodeFailed,
+    UserCodeRefused,
+    attempt_send,
+    receive,
+)
+from kintsugi.rollout.user_code.process import MOST_STARTS, UserProcess
+from kintsugi.rollout.user_code.reward_runner import call
 from tests.unit.rollout.reward_functions import FOLDER, told
 
 HERE = "tests.unit.rollout.reward_functions"
@@ -59,33 +66,33 @@ class Court:
 
     def ask(self, *completions: str, alone: bool = False) -> int:
         self._count += 1
-        self.judging.submit(Case(self._count, "1+1=", completions, {"answer": "2"}), alone=alone)
+        self.judging.submit(RewardCase(self._count, "1+1=", completions, {"answer": "2"}), alone=alone)
         return self._count
 
-    def verdicts(self, count: int) -> dict[int, Judged | Failed]:
-        found: dict[int, Judged | Failed] = {}
+    def verdicts(self, count: int) -> dict[int, GroupScored | UserCodeFailed]:
+        found: dict[int, GroupScored | UserCodeFailed] = {}
         until = time.monotonic() + 20.0
         while len(found) < count:
             assert time.monotonic() < until, "no verdict"
             self._loop.turn()
             said = self.judging.take(time.monotonic())
-            found |= {each.id: each for each in said if isinstance(each, Judged | Failed)}
+            found |= {each.id: each for each in said if isinstance(each, GroupScored | UserCodeFailed)}
         return found
 
-    def judge(self, *completions: str) -> Judged | Failed:
+    def judge(self, *completions: str) -> GroupScored | UserCodeFailed:
         name = self.ask(*completions)
         return self.verdicts(1)[name]
 
     def message(self, *completions: str) -> str:
         verdict = self.judge(*completions)
-        assert isinstance(verdict, Failed)
+        assert isinstance(verdict, UserCodeFailed)
         return verdict.message
 
 
 @pytest.fixture
 def court(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Court]]:
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    monkeypatch.setattr(user_process, "GRACE_S", 0.1)
+    monkeypatch.setattr(process, "GRACE_S", 0.1)
     opened: list[Court] = []
 
     def build(*names: str, timeout_s: float = 10.0) -> Court:
@@ -100,7 +107,7 @@ def court(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 def test_functions_run_in_a_process_of_their_own_in_the_recipes_order(court: Callable[..., Court]) -> None:
     here = court("length * 0.5", "half", "one_thread")
     verdict = here.judge("12", "")
-    assert isinstance(verdict, Judged)
+    assert isinstance(verdict, GroupScored)
     assert [list(parts.items()) for parts in verdict.components] == [
         [("length", 2.0), ("half", 0.5), ("one_thread", 1.0)],
         [("length", 0.0), ("half", 0.5), ("one_thread", 1.0)],
@@ -108,6 +115,20 @@ def test_functions_run_in_a_process_of_their_own_in_the_recipes_order(court: Cal
     assert set(verdict.seconds) == {"length", "half", "one_thread"} and min(verdict.seconds.values()) >= 0.0
     assert told("process") == [f"{here.judging.pid} False False"]
     assert here.judging.pid != os.getpid()
+
+
+def test_a_worker_that_did_not_run_itself_blames_no_function_that_has_answered_meanwhile(
+    court: Callable[..., Court],
+) -> None:
+    here = court("half", timeout_s=0.3)
+    here.judge("a")
+    pid, asked = here.judging.pid, here.ask("b")
+    time.sleep(1.0)
+    assert here.judging.next_deadline() < time.monotonic(), "the time of the function is over"
+    taken = here.judging.take(time.monotonic())
+    verdict = taken[0] if taken else here.verdicts(1)[asked]
+    assert isinstance(verdict, GroupScored) and verdict.id == asked
+    assert (here.judging.pid, here.notes) == (pid, [])
 
 
 def test_a_worker_that_judges_nothing_has_no_reward_process(court: Callable[..., Court]) -> None:
@@ -122,13 +143,13 @@ def test_asynchronous_functions_of_many_groups_run_at_once(court: Callable[..., 
     assert sorted(told("meeting")) == ["a", "b", "c"]
     for name in asked:
         verdict = verdicts[name]
-        assert isinstance(verdict, Judged)
+        assert isinstance(verdict, GroupScored)
         assert list(verdict.components[0].items()) == [("meeting", 1.0), ("half", 0.5)]
 
 
 def test_a_value_that_is_no_number_concerns_its_sample_only(court: Callable[..., Court]) -> None:
     verdict = court("half", "some_unjudged").judge("a", "b", "c", "d", "e")
-    assert isinstance(verdict, Judged)
+    assert isinstance(verdict, GroupScored)
     assert verdict.components == [{"half": 0.5, "some_unjudged": 1.0}, {}, {}, {}, {}]
     assert [why.partition(": ")[2] for why in verdict.reasons.values()] == [
         "expected a finite number, got None",
@@ -154,7 +175,7 @@ def test_each_way_to_fail_gives_one_clear_reason(
 ) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
     (reward,) = load_rewards([f"{HERE}.{name}"])
-    answer, _ = call(reward, Case(1, "1+1=", ("a", "b"), {}))
+    answer, _ = call(reward, RewardCase(1, "1+1=", ("a", "b"), {}))
     assert isinstance(answer, RewardFailed) and str(answer).startswith(expected)
 
 
@@ -187,8 +208,11 @@ def test_a_function_that_hangs_is_killed_and_those_that_waited_are_judged(
     first = here.judging.pid
     verdicts = here.verdicts(2)
     refused, judged = verdicts[guilty], verdicts[innocent]
-    assert isinstance(refused, Failed) and "longer than `rollout.reward_timeout_s`=0.2 s" in refused.message
-    assert isinstance(judged, Judged)
+    assert (
+        isinstance(refused, UserCodeFailed)
+        and "longer than `rollout.reward_timeout_s`=0.2 s" in refused.message
+    )
+    assert isinstance(judged, GroupScored)
     assert told("hanging") == ["x", "a"]
     assert here.judging.pid != first and not Path(f"/proc/{first}").exists()
     assert len(here.notes) == 1
@@ -211,21 +235,21 @@ def has_ended(pid: int) -> bool:
 
 def test_a_function_that_forks_and_returns_twice_is_heard_once(court: Callable[..., Court]) -> None:
     here = court("forking")
-    assert all(isinstance(here.judge(name), Judged) for name in "abc")
+    assert all(isinstance(here.judge(name), GroupScored) for name in "abc")
     assert here.notes == []
 
 
 def test_a_function_that_closes_everything_has_failed_and_its_process_is_replaced(
     court: Callable[..., Court], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(user_process, "EXIT_S", 0.2)
+    monkeypatch.setattr(process, "EXIT_S", 0.2)
     here = court("closing")
     assert here.message("a") == "the reward process closed its connection to the worker"
 
 
 def test_a_process_that_says_what_can_not_be_understood_is_replaced(court: Callable[..., Court]) -> None:
     here = court("babbling")
-    assert here.message("a").startswith("the reward process said what can not be understood")
+    assert here.message("a").startswith("the reward process sent a message that cannot be decoded")
 
 
 def test_a_process_that_dies_with_groups_unread_is_replaced_and_they_are_judged(
@@ -242,7 +266,7 @@ def test_a_process_that_dies_with_groups_unread_is_replaced_and_they_are_judged(
     assert has_ended(here.judging.pid)
     os.close(judge)
     here.ask("c")
-    assert all(isinstance(verdict, Judged) for verdict in here.verdicts(2).values())
+    assert all(isinstance(verdict, GroupScored) for verdict in here.verdicts(2).values())
     assert here.notes == ["the reward process killed by SIGKILL; it is replaced"]
 
 
@@ -250,8 +274,8 @@ def test_what_was_said_last_is_heard_though_something_was_left_unread() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         with theirs:
-            attempt_send(ours, Case(1, "1+1=", ("2",), {}))
-            attempt_send(theirs, Refused("not importable"))
+            attempt_send(ours, RewardCase(1, "1+1=", ("2",), {}))
+            attempt_send(theirs, UserCodeRefused("not importable"))
         content = receive(ours)
         assert content is not None and b"not importable" in content
         assert receive(ours) is None
@@ -262,8 +286,8 @@ def test_a_function_that_crashes_its_process_is_blamed_alone_in_the_end(court: C
     first, guilty, last = here.ask("a"), here.ask("x"), here.ask("b")
     verdicts = here.verdicts(3)
     refused = verdicts[guilty]
-    assert isinstance(refused, Failed) and refused.message == "the reward process killed by SIGSEGV"
-    assert isinstance(verdicts[first], Judged) and isinstance(verdicts[last], Judged)
+    assert isinstance(refused, UserCodeFailed) and refused.message == "the reward process killed by SIGSEGV"
+    assert isinstance(verdicts[first], GroupScored) and isinstance(verdicts[last], GroupScored)
     assert told("killing") == ["a", "x", "b"]
     (started,) = told("started")
     assert has_ended(int(started)), "what the function had started was left"
@@ -274,10 +298,12 @@ def test_whoever_was_blamed_with_another_is_cleared_when_judged_alone(court: Cal
     here = court("async_blocking_on_x", timeout_s=0.2)
     innocent, guilty = here.ask("a"), here.ask("x")
     verdicts = here.verdicts(2)
-    assert isinstance(verdicts[guilty], Failed)
+    assert isinstance(verdicts[guilty], UserCodeFailed)
     again = [here.ask("x", alone=True), here.ask("a", alone=True)]
     verdicts |= here.verdicts(2)
-    assert isinstance(verdicts[again[0]], Failed) and isinstance(verdicts[again[1]], Judged), innocent
+    assert isinstance(verdicts[again[0]], UserCodeFailed) and isinstance(verdicts[again[1]], GroupScored), (
+        innocent
+    )
 
 
 def test_a_module_that_can_not_be_imported_is_refused_with_what_was_searched(
@@ -323,16 +349,16 @@ def test_a_reward_that_uses_torch_and_its_device_finds_a_process_that_was_not_fo
     here = Court(f"{file}:reward", timeout_s=60.0)
     verdict = here.judge("a", "bc")
     here.judging.close()
-    assert isinstance(verdict, Judged)
+    assert isinstance(verdict, GroupScored)
     assert verdict.components == [{"reward": 2.0}, {"reward": 4.0}]
 
 
 def test_a_column_that_can_not_be_handed_over_is_the_datas_fault(court: Callable[..., Court]) -> None:
     here = court("half")
     with pytest.raises(DataError, match="columns of prompt '1=' can not be given to the reward"):
-        here.judging.submit(Case(1, "1=", ("a",), {"image": object()}))
+        here.judging.submit(RewardCase(1, "1=", ("a",), {"image": object()}))
     with pytest.raises(DataError, match="surrogates not allowed"):
-        here.judging.submit(Case(1, "1=", ("a",), {"half": "\ud800"}))
+        here.judging.submit(RewardCase(1, "1=", ("a",), {"half": "\ud800"}))
 
 
 def test_the_process_ends_when_its_worker_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,20 +3,14 @@ from collections.abc import Callable
 
 import pytest
 
-from kintsugi.config import (
-    Config,
-)
+from kintsugi.config.schema import Config
 from kintsugi.errors import RefusedError, RemoteError
-from kintsugi.messages import (
-    Drop,
-    EpisodesDone,
-    FetchSamples,
-    Generate,
-    Ping,
-    SamplesFetched,
-)
-from kintsugi.rollout.episode import trajectory_digest
-from kintsugi.runtime import WAITS
+from kintsugi.protocol.generation import Generate
+from kintsugi.protocol.membership import Ping
+from kintsugi.protocol.rollout import Drop, EpisodesDone, FetchSamples, SamplesFetched
+from kintsugi.rollout.trajectory import trajectory_digest
+from kintsugi.runtime.waits import WAITS
+from kintsugi.telemetry.events import QuarantineCause
 from kintsugi.types import Wait
 from tests.unit.rollout.worlds import InlineJudging, World, config, run
 
@@ -51,6 +45,7 @@ def test_a_completion_of_zero_tokens_is_set_aside_with_its_reason(world: Callabl
     done = here.ask(run()).result().expect(EpisodesDone)
     assert done.samples == ()
     assert set(done.quarantined.values()) == {"a completion of zero tokens"}
+    assert here.quarantines() == [("grpo:0:0:0", QuarantineCause.SAMPLE)]
 
 
 def test_dropped_samples_are_gone(world: Callable[[Config], World]) -> None:

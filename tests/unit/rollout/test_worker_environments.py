@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.config import Config
+from kintsugi.config.schema import Config
 from kintsugi.errors import ConfigError
-from kintsugi.messages import Drop, EpisodesDone, FetchSamples, SamplesFetched
-from kintsugi.rollout import user_process
+from kintsugi.protocol.rollout import Drop, EpisodesDone, FetchSamples, SamplesFetched
 from kintsugi.rollout import worker as worker_module
-from kintsugi.rollout.user_process import UserProcess
-from kintsugi.runtime import WAITS
+from kintsugi.rollout.user_code import process
+from kintsugi.rollout.user_code.process import UserProcess
+from kintsugi.runtime.waits import WAITS
+from kintsugi.telemetry.events import QuarantineCause
 from tests.unit.rollout.reward_functions import told
 from tests.unit.rollout.worlds import World, config, run
 
@@ -24,7 +25,7 @@ HERE = "tests.unit.rollout.environment_classes"
 @pytest.fixture(autouse=True)
 def _for_real(monkeypatch: pytest.MonkeyPatch, world: Callable[[Config], World]) -> None:
     monkeypatch.setattr(worker_module, "UserProcess", UserProcess)
-    monkeypatch.setattr(user_process, "GRACE_S", 0.1)
+    monkeypatch.setattr(process, "GRACE_S", 0.1)
 
 
 def acted(here: World) -> EpisodesDone:
@@ -68,6 +69,7 @@ def test_an_environment_that_raises_is_tried_again_and_then_quarantined_with_its
     done = acted(here)
     assert done.samples == () and set(done.quarantined) == {"grpo:0:0:0/0", "grpo:0:0:0/1"}
     assert all("`step` of the environment raised RuntimeError" in why for why in done.quarantined.values())
+    assert here.quarantines() == [("grpo:0:0:0", QuarantineCause.USER_CODE)]
     assert len(told("reset")) == 4 and here.num_generated == 2, "nothing is sampled twice"
 
 
@@ -93,7 +95,7 @@ def test_a_late_answer_to_a_process_that_is_gone_reaches_nobody_else(
     pending = here.begin(run(num_samples=4))
     here.until(lambda: len(here.held) == 4)
     done_before = len(told("reset"))
-    pid = here.worker._beside.pid
+    pid = here.worker._user_process.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     here.until(lambda: len(told("reset")) == 2 * done_before)
@@ -127,7 +129,7 @@ def test_an_episode_that_comes_back_twice_is_heard_once(world: Callable[[Config]
     here = world(config(environment=f"{HERE}.Forking"))
     here.answers = ["9"]
     assert len(acted(here).samples) == 2
-    assert told("forked") == [str(here.worker._beside.pid)], "its process was replaced"
+    assert told("forked") == [str(here.worker._user_process.pid)], "its process was replaced"
     assert here.num_generated == 2
 
 
@@ -139,8 +141,8 @@ def test_episodes_of_a_group_that_was_dropped_end(world: Callable[[Config], Worl
     here.master.send("rollout-0", Drop(("grpo:0:0:0",)))
     here.until(lambda: not here.worker._running)
     here.holding = False
-    here.until(lambda: not here.worker._beside.is_asked)
-    assert told("closed") == ["thread"] * 2 and here.worker._way.load == 0
+    here.until(lambda: not here.worker._user_process.is_busy)
+    assert told("closed") == ["thread"] * 2 and here.worker._sampled_groups.load == 0
 
 
 @pytest.mark.slow
@@ -151,6 +153,7 @@ def test_an_environment_that_kills_its_process_is_found_out_and_set_aside(
     here.answers = ["1"]
     done = acted(here)
     assert set(done.quarantined.values()) == {"the environment process killed by SIGSEGV"}
+    assert here.quarantines() == [("grpo:0:0:0", QuarantineCause.SAMPLE)]
     assert len(told("killing")) >= 4
 
 
@@ -158,6 +161,7 @@ def test_a_completion_of_zero_tokens_is_set_aside(world: Callable[[Config], Worl
     here = world(config(environment=f"{HERE}.Echo"))
     here.answers = [""]
     assert set(acted(here).quarantined.values()) == {"turn 0: a completion of zero tokens"}
+    assert here.quarantines() == [("grpo:0:0:0", QuarantineCause.SAMPLE)]
 
 
 @pytest.mark.slow

@@ -3,19 +3,14 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from kintsugi.config import (
-    AlgorithmSection,
-    Config,
-)
+from kintsugi.config.schema import AlgorithmSection, Config
 from kintsugi.errors import ConfigError, RemoteError
-from kintsugi.messages import (
-    EpisodesDone,
-    FetchSamples,
-)
-from kintsugi.rollout import user_process
+from kintsugi.protocol.rollout import EpisodesDone, FetchSamples
 from kintsugi.rollout import worker as worker_module
-from kintsugi.rollout.user_process import UserProcess
-from kintsugi.runtime import WAITS
+from kintsugi.rollout.user_code import process
+from kintsugi.rollout.user_code.process import UserProcess
+from kintsugi.runtime.waits import WAITS
+from kintsugi.telemetry.events import QuarantineCause
 from tests.unit.rollout.reward_functions import told
 from tests.unit.rollout.worlds import InlineJudging, World, config, run
 
@@ -25,7 +20,7 @@ REWARDS = "tests.unit.rollout.reward_functions"
 def for_real(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rewards in a process of their own, as in a run."""
     monkeypatch.setattr(worker_module, "UserProcess", UserProcess)
-    monkeypatch.setattr(user_process, "GRACE_S", 0.1)
+    monkeypatch.setattr(process, "GRACE_S", 0.1)
 
 
 def test_a_reward_that_raises_is_tried_again_and_then_quarantined_with_its_reason(
@@ -38,6 +33,7 @@ def test_a_reward_that_raises_is_tried_again_and_then_quarantined_with_its_reaso
     assert done.samples == ()
     assert set(done.quarantined) == {"grpo:0:0:0/0", "grpo:0:0:0/1"}
     assert all("RuntimeError: no verdict" in reason for reason in done.quarantined.values())
+    assert here.quarantines() == [("grpo:0:0:0", QuarantineCause.USER_CODE)]
     assert told("broken") == ["2", "2"]
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kintsugi.config import AlgorithmSection, Config, DataSection
+from kintsugi.config.schema import AlgorithmSection, Config, DataSection
 from kintsugi.errors import RemoteError
-from kintsugi.messages import Drop, EpisodesDone, FetchSamples, SamplesFetched
-from kintsugi.runtime import WAITS
+from kintsugi.protocol.rollout import Drop, EpisodesDone, FetchSamples, SamplesFetched
+from kintsugi.runtime.waits import WAITS
 from tests.unit.rollout.worlds import World, config, run
 
 MakeWorld = Callable[[Config], World]

@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kintsugi.bootstrap import Bootstrap
-from kintsugi.config import (
+from kintsugi.config.schema import (
     AlgorithmSection,
     Config,
     ModelSection,
@@ -19,25 +18,20 @@ from kintsugi.config import (
     SamplingSection,
     WarmupSection,
 )
-from kintsugi.messages import (
-    AddressBook,
-    Body,
-    FetchSamples,
-    Generate,
-    Generated,
-    Register,
-    Registered,
-    RunEpisodes,
-)
 from kintsugi.model.plan import plan_model
-from kintsugi.observe.events import EventLog
-from kintsugi.rollout.channel import Case, Failed, Judged
-from kintsugi.rollout.episode import int32
-from kintsugi.rollout.judge import call
-from kintsugi.rollout.scoring import combined, load_rewards
+from kintsugi.protocol.bootstrap import Bootstrap
+from kintsugi.protocol.generation import Generate, Generated
+from kintsugi.protocol.membership import AddressBook, Register, Registered
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.rollout import FetchSamples, RunEpisodes
+from kintsugi.rollout.rewards.spec import combined, load_rewards
+from kintsugi.rollout.trajectory import int32
+from kintsugi.rollout.user_code.channel import GroupScored, RewardCase, UserCodeFailed
+from kintsugi.rollout.user_code.reward_runner import call
 from kintsugi.rollout.worker import RolloutWorker
+from kintsugi.telemetry.events import EventLog, QuarantineCause, SamplesQuarantined, records_in
 from kintsugi.transport import Delivery, Endpoint, PendingReply, new_key_pair
-from kintsugi.types import Completion, Finish, Role, Sampling, Ticket
+from kintsugi.types import Completion, FinishReason, Role, SamplingParams, Ticket
 
 
 class InlineJudging:
@@ -48,10 +42,10 @@ class InlineJudging:
 
     def __init__(self, settings: Config, **_: Any) -> None:
         self._rewards = load_rewards(settings.algorithm.reward)
-        self.verdicts: list[Judged | Failed] = []
+        self.verdicts: list[GroupScored | UserCodeFailed] = []
 
     @property
-    def is_asked(self) -> bool:
+    def is_busy(self) -> bool:
         return bool(self.verdicts)
 
     @property
@@ -61,13 +55,13 @@ class InlineJudging:
     def prepare(self) -> None:
         pass
 
-    def submit(self, case: Case, *, alone: bool) -> None:
+    def submit(self, case: RewardCase, *, alone: bool) -> None:
         outcomes = {reward.name: call(reward, case) for reward in self._rewards}
         values = {name: answer for name, (answer, _) in outcomes.items() if isinstance(answer, list)}
         components, reasons = combined(values, count=len(case.completions))
-        self.verdicts.append(Judged(case.id, components, reasons, {}))
+        self.verdicts.append(GroupScored(case.id, components, reasons, {}))
 
-    def take(self, now: float) -> list[Judged | Failed]:
+    def take(self, now: float) -> list[GroupScored | UserCodeFailed]:
         given, self.verdicts = ([], self.verdicts) if InlineJudging.holding else (self.verdicts, [])
         return given
 
@@ -123,7 +117,8 @@ class World:
             lifeline=read_end,
         )
         _, self.tokenizer = plan_model(settings)
-        log = EventLog(tmp_path / "events.jsonl", process="rollout-0")
+        self.events = tmp_path / "events.jsonl"
+        log = EventLog(self.events, process="rollout-0")
         self.worker = RolloutWorker(bootstrap, settings, self.tokenizer, log=log)
         self.answers: list[str] = []
         """Of each turn; `#` stands for the sample."""
@@ -136,7 +131,12 @@ class World:
         self.until(lambda: self.worker.membership.registered)
         self.publish_book()
 
-    def _endpoint(self, name: str, *, incarnation: str = "a", epoch: int = 0, bind: str = "") -> Endpoint:
+    def quarantines(self) -> list[tuple[str, QuarantineCause]]:
+        """Return ticket and cause of every group that the worker recorded to have given no sample."""
+        events = (record.event for record in records_in(self.events.read_bytes().splitlines()))
+        return [(event.ticket, event.cause) for event in events if isinstance(event, SamplesQuarantined)]
+
+    def _endpoint(self, name: str, *, incarnation: str = "a", term: int = 0, bind: str = "") -> Endpoint:
         public_key, secret_key = self._keys[name]
         return Endpoint(
             job="j",
@@ -145,7 +145,7 @@ class World:
             public_key=public_key,
             secret_key=secret_key,
             bind=bind or "tcp://127.0.0.1:*",
-            epoch=epoch,
+            term=term,
         )
 
     def publish_book(self, *, manager_registered: bool = True) -> None:
@@ -174,12 +174,12 @@ class World:
         self.manager = self._endpoint("manager-0", incarnation="b")
 
     def restart_master(self) -> None:
-        """Another one takes over: same key pair, same address, next epoch."""
-        address, epoch = self.master.address, self.master.epoch + 1
+        """Another one takes over: same key pair, same address, next term."""
+        address, term = self.master.address, self.master.term + 1
         self.master.close()
-        self.master = self._endpoint("master-0", incarnation=f"m{epoch}", epoch=epoch, bind=address)
+        self.master = self._endpoint("master-0", incarnation=f"m{term}", term=term, bind=address)
         self.publish_book()
-        self.until(lambda: self.worker.membership.registered and self.worker.endpoint.epoch == epoch)
+        self.until(lambda: self.worker.membership.registered and self.worker.endpoint.term == term)
 
     def until(self, condition: Callable[[], bool], *, turns: int = 2000) -> None:
         for _ in range(turns):
@@ -194,7 +194,7 @@ class World:
     def master_turn(self) -> None:
         for delivery in self.master.poll(0.002):
             if isinstance(delivery.body, Register):
-                self.master.reply(delivery, Registered(self.master.epoch))
+                self.master.reply(delivery, Registered(self.master.term))
 
     def manager_turn(self) -> None:
         if self.manager is None:
@@ -217,7 +217,7 @@ class World:
         said = said.replace("#", str(sample))
         ids = [*self.tokenizer.encode(said), self.tokenizer.eos_token_id] if said else []
         logprobs = array("f", [-0.5] * len(ids)).tobytes()
-        return Completion(sample, int32(ids), logprobs, int32([3] * len(ids)), Finish.EOS)
+        return Completion(sample, int32(ids), logprobs, int32([3] * len(ids)), FinishReason.EOS)
 
     def begin(self, body: Body) -> PendingReply:
         asker = self.model if isinstance(body, FetchSamples) else self.master
@@ -248,7 +248,7 @@ def run(
     timeout_s: float = 20.0,
     lineage: int = 0,
 ) -> RunEpisodes:
-    sampling = Sampling(max_new_tokens=new_tokens, num_samples=num_samples)
+    sampling = SamplingParams(max_new_tokens=new_tokens, num_samples=num_samples)
     return RunEpisodes(
         Ticket(ticket, stage, 0, 0, 0, num_samples), split, sampling, version, timeout_s, lineage
     )

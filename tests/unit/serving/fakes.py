@@ -12,21 +12,21 @@ import numpy as np
 from aiohttp.test_utils import TestClient, TestServer
 
 from kintsugi.errors import Fault, KintsugiError, RemoteError
-from kintsugi.messages import Generate, Generated
 from kintsugi.model.tokenizer import Tokenizer, character_tokenizer
-from kintsugi.serving.backstage import Listener, Outcome, Picture
-from kintsugi.serving.gateway import Gateway, Rules
-from kintsugi.serving.metrics import ServerFigures
-from kintsugi.serving.openai import Limits
-from kintsugi.types import Completion, Finish, Fragment
+from kintsugi.openai_api.requests import ApiLimits
+from kintsugi.protocol.generation import Generate, Generated
+from kintsugi.serving.control_thread import Outcome, ServerSnapshot, TokenListener
+from kintsugi.serving.gateway import Gateway, GatewayLimits
+from kintsugi.serving.metrics import ServerMetrics
+from kintsugi.types import Completion, FinishReason, Fragment
 
 ALPHABET = 'abcdefghijklmnopqrstuvwxyz .:?{}"ABC<>|_\n/'
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
     "{% if tools %}{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% endif %}A:"
 )
-LIMITS = Limits("tiny", vocab_size=len(ALPHABET) + 2, max_length=128)
-READY = Picture((ServerFigures("server-0", "running", "healthy", 0),), 0, 0)
+LIMITS = ApiLimits("tiny", vocab_size=len(ALPHABET) + 2, max_length=128)
+READY = ServerSnapshot((ServerMetrics("server-0", "running", "healthy", 0),), 0, 0)
 
 
 def tokenizer() -> Tokenizer:
@@ -35,14 +35,14 @@ def tokenizer() -> Tokenizer:
     return made
 
 
-def continued(request: Generate, sample: int) -> tuple[list[int], Finish]:
+def continued(request: Generate, sample: int) -> tuple[list[int], FinishReason]:
     """The prompt again from its first token on, shifted by the sample's number, for as long as is asked."""
     prompt = list(array("i", request.prompt))
     wanted = [
         2 + (prompt[place % len(prompt)] - 2 + sample) % len(ALPHABET)
         for place in range(request.sampling.max_new_tokens)
     ]
-    return wanted, Finish.LENGTH
+    return wanted, FinishReason.LENGTH
 
 
 def columns(ids: list[int], *, num_top: int) -> dict[str, bytes]:
@@ -60,20 +60,20 @@ def columns(ids: list[int], *, num_top: int) -> dict[str, bytes]:
 class FakeGeneration:
     """Answers at once, token by token; or holds everything back until `release`."""
 
-    picture: Picture = READY
-    rule: Callable[[Generate, int], tuple[list[int], Finish]] = continued
+    snapshot: ServerSnapshot = READY
+    rule: Callable[[Generate, int], tuple[list[int], FinishReason]] = continued
     holds: bool = False
     error: KintsugiError | None = None
     error_after: int = 0
     """Tokens that come before the error."""
     submitted: list[Generate] = field(default_factory=list)
-    listeners: list[Listener] = field(default_factory=list)
-    cancelled: list[Listener] = field(default_factory=list)
+    listeners: list[TokenListener] = field(default_factory=list)
+    cancelled: list[TokenListener] = field(default_factory=list)
     faults: list[BaseException] = field(default_factory=list)
     _moved: asyncio.Event | None = None
 
-    def submit(self, request: Generate, hear: Callable[[Outcome], None]) -> Listener:
-        listener = Listener(hear, lambda _listener, _outcome: None)
+    def submit(self, request: Generate, on_outcome: Callable[[Outcome], None]) -> TokenListener:
+        listener = TokenListener(on_outcome, lambda _listener, _outcome: None)
         self.submitted.append(request)
         self.listeners.append(listener)
         self._move()
@@ -81,7 +81,7 @@ class FakeGeneration:
             self._answer(request, listener)
         return listener
 
-    def cancel(self, listener: Listener) -> None:
+    def cancel(self, listener: TokenListener) -> None:
         listener.left = True
         self.cancelled.append(listener)
         self._move()
@@ -104,9 +104,9 @@ class FakeGeneration:
         for request, listener in zip(self.submitted, self.listeners, strict=True):
             self._answer(request, listener)
 
-    def _answer(self, request: Generate, listener: Listener) -> None:
+    def _answer(self, request: Generate, listener: TokenListener) -> None:
         for outcome in self._outcomes(request):
-            asyncio.get_running_loop().call_soon(_hear, listener, outcome)
+            asyncio.get_running_loop().call_soon(_on_outcome, listener, outcome)
 
     def _outcomes(self, request: Generate) -> list[Outcome]:
         num_top = request.sampling.top_logprobs
@@ -128,9 +128,9 @@ class FakeGeneration:
         return [*fragments, Generated(request.ticket, 0, completions, "server-0")]
 
 
-def _hear(listener: Listener, outcome: Outcome) -> None:
+def _on_outcome(listener: TokenListener, outcome: Outcome) -> None:
     if not listener.left:
-        listener.hear(outcome)
+        listener.on_outcome(outcome)
 
 
 def user_error(message: str) -> RemoteError:
@@ -145,7 +145,7 @@ def with_client(
     """Run a test against a gateway that really listens."""
 
     async def run() -> None:
-        gateway = Gateway(generation or FakeGeneration(), tokenizer(), Rules(LIMITS, **rules))
+        gateway = Gateway(generation or FakeGeneration(), tokenizer(), GatewayLimits(LIMITS, **rules))
         server = TestServer(gateway.application(), handler_cancellation=True)
         async with TestClient(server) as client:
             await body(client)

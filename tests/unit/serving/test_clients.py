@@ -14,10 +14,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from kintsugi.errors import KintsugiError
-from kintsugi.messages import Generate
-from kintsugi.serving import http
-from kintsugi.serving.gateway import Gateway, Rules
-from kintsugi.types import Finish
+from kintsugi.openai_api import http
+from kintsugi.protocol.generation import Generate
+from kintsugi.serving.gateway import Gateway, GatewayLimits
+from kintsugi.types import FinishReason
 from tests.unit.serving.fakes import LIMITS, FakeGeneration, tokenizer
 
 SMALL_BYTES = 4096
@@ -36,7 +36,7 @@ async def listening(
     generation: FakeGeneration, *, queue: int = 1024
 ) -> AsyncIterator[tuple[web.Server, socket.socket]]:
     """A gateway, and a client that is connected to it and takes little at a time."""
-    application = Gateway(generation, tokenizer(), Rules(LIMITS, queue=queue)).application()
+    application = Gateway(generation, tokenizer(), GatewayLimits(LIMITS, queue=queue)).application()
     async with TestServer(application, socket_factory=small_buffers, handler_cancellation=True) as server:
         with socket.socket() as client:
             client.setblocking(False)
@@ -92,8 +92,8 @@ def test_a_body_that_does_not_arrive_is_not_waited_for_for_ever(monkeypatch: pyt
 
 
 def test_a_mistake_of_ours_in_the_middle_of_a_stream_is_its_last_event() -> None:
-    def rule(request: Generate, sample: int) -> tuple[list[int], Finish]:
-        return [2, 3], Finish.LENGTH
+    def rule(request: Generate, sample: int) -> tuple[list[int], FinishReason]:
+        return [2, 3], FinishReason.LENGTH
 
     class Odd(KintsugiError):
         @property

@@ -11,10 +11,10 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from kintsugi.errors import DeadlineExceeded
-from kintsugi.messages import Generate
-from kintsugi.serving.backstage import Picture
-from kintsugi.serving.metrics import ServerFigures
-from kintsugi.types import Finish
+from kintsugi.protocol.generation import Generate
+from kintsugi.serving.control_thread import ServerSnapshot
+from kintsugi.serving.metrics import ServerMetrics
+from kintsugi.types import FinishReason
 from tests.unit.serving.fakes import ALPHABET, FakeGeneration, tokenizer, user_error, with_client
 
 Client = TestClient[Any, Any]
@@ -130,8 +130,8 @@ def test_a_stop_text_ends_the_answer_and_is_not_in_it(stream: bool) -> None:
 
 
 def test_an_end_token_is_counted_but_not_shown() -> None:
-    def rule(request: Generate, sample: int) -> tuple[list[int], Finish]:
-        return [2, 3, 1], Finish.EOS
+    def rule(request: Generate, sample: int) -> tuple[list[int], FinishReason]:
+        return [2, 3, 1], FinishReason.EOS
 
     async def body(client: Client) -> None:
         _, answer = await posted(client, COMPLETIONS, asked(logprobs=0))
@@ -374,7 +374,7 @@ def test_beyond_the_queue_requests_are_refused_and_let_in_again_later() -> None:
 
 
 def test_without_a_ready_server_requests_are_refused_with_503() -> None:
-    picture = Picture((ServerFigures("server-0", "starting", "stale"),))
+    snapshot = ServerSnapshot((ServerMetrics("server-0", "starting", "stale"),))
 
     async def body(client: Client) -> None:
         status, answer = await posted(client, COMPLETIONS, asked())
@@ -383,7 +383,7 @@ def test_without_a_ready_server_requests_are_refused_with_503() -> None:
             assert response.status == 503
             assert (await response.json())["servers"][0]["state"] == "starting"
 
-    with_client(body, FakeGeneration(picture=picture))
+    with_client(body, FakeGeneration(snapshot=snapshot))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -421,7 +421,7 @@ def test_a_client_that_leaves_cancels_its_requests(stream: bool) -> None:
 
 
 def test_a_mistake_of_ours_is_written_down_and_told_in_the_apis_shape() -> None:
-    def broken(request: Generate, sample: int) -> tuple[list[int], Finish]:
+    def broken(request: Generate, sample: int) -> tuple[list[int], FinishReason]:
         raise ZeroDivisionError
 
     generation = FakeGeneration(rule=broken)

@@ -13,9 +13,10 @@ import pytest
 from kintsugi.cluster.handover import Programs
 from kintsugi.cluster.orphans import subreaper
 from kintsugi.errors import KintsugiError, ProcessDied, UserError
-from kintsugi.runtime import SYSTEM_CLOCK, SystemProcesses
+from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.processes import SystemProcesses
 from kintsugi.serving import pool as pools
-from kintsugi.serving.pool import Pool
+from kintsugi.serving.pool import ServerPool
 from kintsugi.transport import Endpoint, new_key_pair
 from kintsugi.types import Role
 
@@ -26,7 +27,7 @@ PATIENCE_S = 30.0
 class World:
     """A pool, its endpoint, and the loop that a gateway would run."""
 
-    def __init__(self, pool: Pool, endpoint: Endpoint, notes: list[str], retired: list[str]) -> None:
+    def __init__(self, pool: ServerPool, endpoint: Endpoint, notes: list[str], retired: list[str]) -> None:
         self.pool, self.notes, self.retired = pool, notes, retired
         self.endpoint = endpoint
 
@@ -39,7 +40,7 @@ class World:
                 self.pool.handle(delivery)
 
     def states(self) -> dict[str, str]:
-        return {process: place.state.value for process, place in self.pool.places.items()}
+        return {process: slot.state.value for process, slot in self.pool.slots.items()}
 
     def listed(self) -> set[str]:
         """As the manager sees them."""
@@ -56,7 +57,7 @@ def world(folder: Path) -> Iterator[World]:
     retired: list[str] = []
     reader, writer = os.pipe2(os.O_CLOEXEC)
     with subreaper():
-        pool = Pool(
+        pool = ServerPool(
             endpoint,
             run_dir=str(folder),
             programs=PROGRAMS,
@@ -78,12 +79,12 @@ def test_a_server_that_is_killed_is_replaced_and_known_by_its_new_address(tmp_pa
     with world(tmp_path) as each:
         each.pool.begin(1)
         each.until(lambda: each.listed() == {"server-0"})
-        place = each.pool.places["server-0"]
-        pid, address = place.pid, each.endpoint.peers["server-0"].address
+        slot = each.pool.slots["server-0"]
+        pid, address = slot.pid, each.endpoint.peers["server-0"].address
         os.kill(pid, signal.SIGKILL)
-        each.until(lambda: place.pid not in (0, pid) and each.listed() == {"server-0"})
+        each.until(lambda: slot.pid not in (0, pid) and each.listed() == {"server-0"})
         assert each.endpoint.peers["server-0"].address != address
-        assert place.num_restarts == 1
+        assert slot.num_restarts == 1
         assert each.notes == ["server-0 killed by SIGKILL; another one takes its place"]
 
 
@@ -91,10 +92,10 @@ def test_a_server_that_is_stopped_in_its_tracks_is_replaced(tmp_path: Path) -> N
     with world(tmp_path) as each:
         each.pool.begin(1)
         each.until(lambda: each.listed() == {"server-0"})
-        place = each.pool.places["server-0"]
-        pid = place.pid
+        slot = each.pool.slots["server-0"]
+        pid = slot.pid
         os.kill(pid, signal.SIGSTOP)
-        each.until(lambda: place.pid not in (0, pid) and each.listed() == {"server-0"})
+        each.until(lambda: slot.pid not in (0, pid) and each.listed() == {"server-0"})
 
 
 def test_servers_that_are_too_many_are_retired_before_they_are_ended(tmp_path: Path) -> None:

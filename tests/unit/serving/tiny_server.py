@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kintsugi.bootstrap import Bootstrap
 from kintsugi.errors import UserError
-from kintsugi.worker import Shell, run_worker
+from kintsugi.process.main import run_worker
+from kintsugi.process.shell import Shell
+from kintsugi.protocol.bootstrap import Bootstrap
 
 
 def main(bootstrap: Bootstrap) -> int:

@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+from torch import Tensor
 
-from kintsugi.checkpoint.snapshot import Segments
-from kintsugi.config import AlgorithmSection, Config, ModelSection, NewModel, ReferenceSection, WarmupSection
-from kintsugi.errors import RefusedError, WorldError, fault_of
-from kintsugi.messages import (
-    Body,
-    CallDone,
-    CommitStep,
-    Failed,
-    FetchSamples,
-    Ok,
-    RunCall,
-    SamplesFetched,
-    StartStage,
+from kintsugi.checkpoint.snapshot import SnapshotSegments
+from kintsugi.config.schema import (
+    AlgorithmSection,
+    Config,
+    ModelSection,
+    NewModel,
+    ReferenceSection,
+    WarmupSection,
 )
+from kintsugi.config.stages import stages
+from kintsugi.errors import RefusedError, WorldError, fault_of
 from kintsugi.model.plan import plan_companions, plan_model
 from kintsugi.model.tokenizer import Tokenizer
-from kintsugi.operations import RankReady, RebuildGroup
-from kintsugi.stages import stages
-from kintsugi.training.origins import load_model
+from kintsugi.process.membership import ShuttingDown
+from kintsugi.process.shell import ReplyHandle
+from kintsugi.protocol.membership import Failed, Ok
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.recovery import RankReady, RebuildGroup
+from kintsugi.protocol.rollout import FetchSamples, SamplesFetched
+from kintsugi.protocol.training import CallDone, CommitStep, RunCall, StartStage
+from kintsugi.protocol.wire import Envelope, MessageKind
+from kintsugi.training.initial_weights import load_model
 from kintsugi.training.state import TrainingState
 from kintsugi.training.worker import ModelWorker
 from kintsugi.transport import Blob, Delivery, Reply
 from kintsugi.types import Peer
 from kintsugi.weights.publish import Publisher
-from kintsugi.weights.stream import Answer
-from kintsugi.wire import Envelope, MessageKind
-from kintsugi.worker import ShuttingDown
 from tests.unit.training.world import CPU, Batch, calls_of, new_batch, rewarded
 
 CONFIG = Config(
@@ -83,10 +85,13 @@ class FakeShell:
         self.shutting_down = False
 
     def arrive(self, *bodies: Body) -> None:
+        self.arrivals.extend(self.delivery_of(body) for body in bodies)
+        self.num_arrived += len(bodies)
+
+    def delivery_of(self, body: Body) -> Delivery:
         envelope = Envelope("job", 1, "master-0", "a", 1, MessageKind.REQUEST)
         peer = self.peer("master-0") or Peer("master-0", "a", "host-0", "", b"")
-        self.arrivals.extend(Delivery(envelope, body, (), peer, b"") for body in bodies)
-        self.num_arrived += len(bodies)
+        return Delivery(envelope, body, (), peer, b"")
 
     def peer(self, process: str) -> Peer | None:
         known = process in self.peers or process in self.hosts
@@ -108,10 +113,26 @@ class FakeShell:
     def fail(self, delivery: Delivery, error: BaseException) -> None:
         self.replies.append((Failed(fault_of(error, process=self.process, time=0.0)), ()))
 
-    def submit(self, process: str, body: Body, *, deadline_s: float, blobs: Sequence[Blob] = ()) -> Answer:
+    def submit(
+        self, process: str, body: Body, *, deadline_s: float, blobs: Sequence[Blob] = ()
+    ) -> ReplyHandle:
         self.asked.append((process, body))
         self.on_send(body)
         return Done(lambda: self.peers[process](body))
+
+    def send(self, process: str, body: Body, *, blobs: Sequence[Blob] = ()) -> None:
+        raise AssertionError("a rank sends no message that expects no reply")
+
+    def report(self, *, load: float, gauges: dict[str, float]) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
+
+def _fill_with_nothing(weights: Mapping[str, Tensor]) -> None:
+    for view in weights.values():
+        view.fill_(math.nan)
 
 
 class Rank:
@@ -123,10 +144,11 @@ class Rank:
         *,
         batch: Batch = BATCH,
         seed: int = 7,
-        segments: Segments | None = None,
+        segments: SnapshotSegments | None = None,
         config: Config = CONFIG,
+        is_blank: bool = False,
     ) -> None:
-        """`seed` is that of the initial weights."""
+        """`seed` is that of the initial weights; a blank rank has none yet."""
         assert config.model.new is not None
         new = msgspec.structs.replace(config.model.new, seed=seed)
         model = load_model(
@@ -141,17 +163,22 @@ class Rank:
             model, companions=plan_companions(config), process=process, segments=segments
         )
         self.num_renewed = 0
+        self.saves_beside = False
+        """Whether requests go on while a save is under way."""
         self.worker = ModelWorker(
             self.shell,
             self.state,
             config=config,
-            tokenizer=tokenizer(),
+            tokenizer=tokenizer,
             publisher=Publisher(process=process, host="host-0", segments=None),
             host="host-0",
             run_dir=Path("nowhere"),
             segments=segments,
             renew=self._renew,
+            is_blank=is_blank,
         )
+        if is_blank:
+            self.state.fill_initial(_fill_with_nothing)
 
     def _renew(self) -> None:
         self.num_renewed += 1
@@ -169,6 +196,13 @@ class Rank:
         while self.shell.arrivals or before < len(replies) < self.shell.num_arrived:
             before = len(replies)
             self.worker.turn(0.0)
+            self.end_save()
+
+    def end_save(self) -> None:
+        """Wait until a save, which replies from its own thread, has ended."""
+        thread = self.worker._saver._thread
+        if thread is not None and not self.saves_beside:
+            thread.join(10)
 
     def start(self) -> Rank:
         """Stand before the first step of the main stage: both warm-up steps are skipped over."""

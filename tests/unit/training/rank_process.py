@@ -10,8 +10,8 @@ import msgspec
 import torch
 
 from kintsugi.errors import WorldError
-from kintsugi.training.group import ProcessGroup, StoreServer, join_group
-from kintsugi.training.interfaces import ModelCalls
+from kintsugi.training.model_calls import ModelCalls
+from kintsugi.training.process_group import ProcessGroup, StoreServer, join_group
 from tests.unit.training.world import CPU, every_length, new_stage, new_state, run_call
 
 
@@ -23,12 +23,12 @@ class Rank:
         self.server = StoreServer()
         self.group: ProcessGroup | None = None
 
-    def join(self, *, generation: int, ranks: list[str], store: str, timeout_s: float) -> int:
+    def join(self, *, group_id: int, ranks: list[str], store: str, timeout_s: float) -> int:
         if self.group is not None:
             self.group.close()
         self.group = None
         self.group = join_group(
-            generation=generation,
+            group_id=group_id,
             ranks=ranks,
             me=self.name,
             store_address=store,
@@ -66,7 +66,8 @@ def answer(rank: Rank, command: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"result": getattr(rank, command.pop("do"))(**command)}
     except WorldError as error:
-        return {"error": type(error).__name__, "message": str(error)}
+        detail = msgspec.to_builtins(error.detail)
+        return {"error": type(error).__name__, "message": str(error), "detail": detail}
 
 
 def main() -> None:

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from kintsugi.config import AsynchronySection, CriticSection
+from kintsugi.config.schema import AsynchronySection, CriticSection
+from kintsugi.config.stages import Stage
 from kintsugi.errors import IntegrityError, RefusedError
-from kintsugi.stages import Stage
 from kintsugi.training.batch import sample_of
-from kintsugi.training.interfaces import ModelCalls
+from kintsugi.training.model_calls import ModelCalls
 from kintsugi.types import ShardItem, Trajectory
-from tests.unit.training.test_interfaces import alone
+from tests.unit.training.test_model_calls import alone
 from tests.unit.training.world import (
     Batch,
     Outcome,

@@ -1,4 +1,4 @@
-"""A digest depends on the bytes and on nothing else, least of all on where it is computed."""
+"""A digest of a state depends on its bytes and on nothing else; its definition does not change."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 import xxhash
 
-from kintsugi.training import digests as module
-from kintsugi.training.digests import SLICE_BYTES, device_slices, digest
+from kintsugi.training.digests import SLICE_BYTES, digest
 
 
 def some_bytes(count: int, *, seed: int = 0) -> torch.Tensor:
@@ -15,18 +14,17 @@ def some_bytes(count: int, *, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
 
 
-def test_slices_hashed_side_by_side_are_what_the_library_makes_of_them() -> None:
-    content = some_bytes(5 * SLICE_BYTES)
-    found = device_slices(content).numpy().astype("<i8").tobytes()
-    expected = [xxhash.xxh3_64_intdigest(piece.numpy().data) for piece in content.split(SLICE_BYTES)]
-    assert found == b"".join(number.to_bytes(8, "little") for number in expected)
+@pytest.mark.parametrize("size", [0, 4, SLICE_BYTES, 3 * SLICE_BYTES + 4])
+def test_a_digest_is_that_of_the_prefix_and_the_digests_of_slices_of_32_kib(size: int) -> None:
+    content = some_bytes(size)
+    numbers = [xxhash.xxh3_64_intdigest(part.numpy().data) for part in content.split(32768) if len(part)]
+    together = b"step 1" + b"".join(number.to_bytes(8, "little") for number in numbers)
+    assert digest(b"step 1", content) == xxhash.xxh3_64_hexdigest(together)
 
 
-def test_how_many_slices_are_hashed_at_once_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    content = some_bytes(5 * SLICE_BYTES, seed=1)
-    expected = device_slices(content)
-    monkeypatch.setattr(module, "GROUP_SLICES", 2)
-    assert torch.equal(device_slices(content), expected)
+def test_the_digest_of_known_bytes_is_the_one_that_older_checkpoints_have() -> None:
+    content = torch.arange(20_000, dtype=torch.float32)
+    assert digest(b"step 1", content) == "7848f0f8c5a527d1"
 
 
 @pytest.mark.parametrize("size", [0, 4, SLICE_BYTES, 3 * SLICE_BYTES + 4])

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kintsugi.config import AlgorithmSection, resolved
+from kintsugi.config.schema import AlgorithmSection, resolved
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.attention import PackedLayout
 from kintsugi.model.transformer import Transformer

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 import torch
 
-from kintsugi.config import LEARN_PAIRS, CriticSection, ReferenceSection
+from kintsugi.config.schema import LEARN_PAIRS, CriticSection, ReferenceSection
+from kintsugi.config.stages import Stage
 from kintsugi.errors import IntegrityError, RefusedError
-from kintsugi.stages import Stage
-from kintsugi.training.group import ProcessGroup
-from kintsugi.training.interfaces import ModelCalls
+from kintsugi.training.model_calls import ModelCalls
+from kintsugi.training.process_group import ProcessGroup
 from tests.unit.training.world import (
     Batch,
     Outcome,

@@ -12,14 +12,14 @@ import xxhash
 from msgspec import msgpack
 from torch import Tensor
 
-from kintsugi.config import ActorSection, CriticSection, ReferenceSection
+from kintsugi.config.schema import ActorSection, CriticSection, ReferenceSection
+from kintsugi.config.stages import Stage
 from kintsugi.model.architecture import value_config
 from kintsugi.model.attention import PackedLayout
 from kintsugi.model.transformer import Transformer, initialize
-from kintsugi.stages import Stage
-from kintsugi.training.group import join_group
-from kintsugi.training.interfaces import ModelCalls
-from kintsugi.types import Finish, ShardItem, Trajectory
+from kintsugi.training.model_calls import ModelCalls
+from kintsugi.training.process_group import join_group
+from kintsugi.types import FinishReason, ShardItem, Trajectory
 from tests.unit.training.world import CPU, TINY, Batch, calls_of, new_stage, new_state, run_call
 
 NUM_STEPS = 3
@@ -41,7 +41,7 @@ def several_turns() -> Batch:
             loss_mask=mask.tobytes(),
             logprobs=logprobs.astype("<f4").tobytes(),
             versions=np.zeros(num_tokens, "<i4").tobytes(),
-            finish=Finish.EOS,
+            finish=FinishReason.EOS,
         )
         trajectories[key] = sample
         digest = xxhash.xxh3_64_hexdigest(msgpack.encode(sample))
@@ -196,7 +196,7 @@ def test_actor_critic_and_moving_reference_end_where_a_second_implementation_doe
     batch, by_hand, state = several_turns(), ByHand(stage), new_state(stage)
     calls = ModelCalls(state, deterministic=True)
     group = join_group(
-        generation=1, ranks=["model-0"], me="model-0", store_address="", device=CPU, timeout_s=1.0
+        group_id=1, ranks=["model-0"], me="model-0", store_address="", device=CPU, timeout_s=1.0
     )
     for step in range(1, NUM_STEPS + 1):
         for interface in calls_of(stage):

@@ -5,16 +5,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kintsugi.buffer.packing import shards_of_rank
-from kintsugi.training.group import ProcessGroup
-from kintsugi.training.reduction import (
-    Contribution,
-    Node,
-    finish_tree,
-    owned_nodes,
-    sum_any_order,
-    sum_owned,
-)
+from kintsugi.samples.sharding import shards_of_rank
+from kintsugi.training import reduction
+from kintsugi.training.process_group import ProcessGroup
+from kintsugi.training.reduction import Contribution, Node, finish_tree, owned_nodes, sum_any_order, sum_owned
 from tests.unit.training.world import in_world
 
 SIZE = 37
@@ -76,6 +70,33 @@ def test_the_sum_has_the_same_bits_on_every_rank_and_for_every_number_of_ranks(
         assert torch.equal(total.gradient, alone.gradient)
         assert torch.equal(total.sums, alone.sums)
         assert torch.equal(total.maxima, alone.maxima)
+
+
+@pytest.mark.parametrize("size", [1, 8, SIZE])
+def test_the_sum_has_the_same_bits_however_small_the_pieces_are_that_are_exchanged(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (alone,) = tree(1, 5)
+    monkeypatch.setattr(reduction, "PIECE_ELEMENTS", size)
+    for total in tree(3, 5):
+        assert torch.equal(total.gradient, alone.gradient)
+        assert torch.equal(total.sums, alone.sums)
+        assert torch.equal(total.maxima, alone.maxima)
+
+
+@pytest.mark.parametrize("num_shards", range(1, 9))
+def test_shards_may_be_computed_in_one_buffer_and_the_last_is_never_copied(num_shards: int) -> None:
+    (expected,) = tree(1, num_shards)
+    buffer = torch.empty(SIZE)
+
+    def in_buffer(index: int) -> Contribution:
+        found = shard(index)
+        return Contribution(buffer.copy_(found.gradient), found.sums, found.maxima)
+
+    (total,) = sum_owned(num_shards, owned=range(num_shards), of_shard=in_buffer).values()
+    assert torch.equal(total.gradient, expected.gradient)
+    assert (total.gradient is buffer) == (num_shards == 1)
+    assert torch.equal(buffer, shard(num_shards - 1).gradient)
 
 
 @pytest.mark.parametrize("blocks", [(1, 0), (2, 0, 1), (3, 1, 0, 2)])

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kintsugi.config import ActorSection
-from kintsugi.training.schedule import learning_rate
+from kintsugi.config.schema import ActorSection
+from kintsugi.training.state import learning_rate
 
 
 def rates(actor: ActorSection, *, num_updates: int) -> list[float]:

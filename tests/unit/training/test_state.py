@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kintsugi.config import ActorSection, CriticSection, ReferenceSection
+from kintsugi.config.schema import ActorSection, CriticSection, ReferenceSection
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.model.transformer import Transformer, initialize
-from kintsugi.training.copies import Counters
+from kintsugi.training.snapshots import CopyCounters
 from kintsugi.training.state import TrainingState
-from tests.unit.training.world import TINY, new_stage, new_state
+from tests.unit.training.world import TINY, StoredTensors, new_stage, new_state
 
 ACTOR = ActorSection(learning_rate=0.01, weight_decay=0.1, schedule="linear", max_grad_norm=1e9)
 STAGE = new_stage(actor=ACTOR, steps=10)
@@ -72,7 +72,7 @@ def test_a_large_gradient_is_clipped_to_the_norm_and_reported_unclipped() -> Non
     flat = gradient(clipped, 0)
     norm = float(torch.linalg.vector_norm(flat.double()))
     clipped.begin_update()
-    assert clipped.update(flat).grad_norm == pytest.approx(norm)
+    assert clipped.update(flat.clone()).grad_norm == pytest.approx(norm)
     scaled.begin_update()
     scaled.update(flat * (0.5 / norm))
     clipped.end_update(1)
@@ -90,7 +90,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(bad: float) -> Non
     assert not state.update(flat).applied
     state.end_update(1)
     state.commit(1)
-    assert state.counters == Counters(step=1, stage="grpo", updates=0, skipped=1)
+    assert state.counters == CopyCounters(step=1, stage="grpo", updates=0, skipped=1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.weights().items())
 
 
@@ -160,7 +160,7 @@ def test_a_new_stage_keeps_the_weights_and_forgets_the_optimizer() -> None:
     state.commit(1)
     weights = {name: tensor.clone() for name, tensor in state.weights().items()}
     state.start_stage(new_stage(first_step=2, actor=ACTOR), step=1)
-    assert state.counters == Counters(step=1, stage="grpo", updates=0)
+    assert state.counters == CopyCounters(step=1, stage="grpo", updates=0)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in state.weights().items())
     moments = [tensor for name, tensor in state.tensors().items() if name.startswith("moment")]
     assert all(not bool(tensor.any()) for tensor in moments)
@@ -191,7 +191,7 @@ def test_a_restored_state_continues_with_the_same_bits(beta: float, dtype: torch
     model = Transformer(TINY)
     initialize(model, seed=99)
     restored = TrainingState(model, compute_dtype=dtype)
-    restored.restore(saved, counters=state.committed_counters, stage=stage)
+    restored.restore(StoredTensors(saved), counters=state.committed_counters, stage=stage)
     assert restored.digest() == state.digest() and restored.committed_step == 2
     advance(state, 3)
     advance(restored, 3)
@@ -209,11 +209,11 @@ def test_the_state_of_another_model_is_refused_by_name_and_changes_nothing() -> 
     before = state.digest()
     missing = {name: tensor for name, tensor in saved.items() if name != "weights/model.norm.weight"}
     with pytest.raises(IntegrityError, match=r"weights/model\.norm\.weight"):
-        state.restore(missing, counters=Counters(stage="grpo"), stage=STAGE)
+        state.restore(StoredTensors(missing), counters=CopyCounters(stage="grpo"), stage=STAGE)
     with pytest.raises(IntegrityError, match=r"expected moment1/model\.norm\.weight"):
         state.restore(
-            {**saved, "moment1/model.norm.weight": torch.zeros(3)},
-            counters=Counters(stage="grpo"),
+            StoredTensors({**saved, "moment1/model.norm.weight": torch.zeros(3)}),
+            counters=CopyCounters(stage="grpo"),
             stage=STAGE,
         )
     assert state.digest() == before
@@ -238,7 +238,7 @@ def test_a_state_whose_reference_weights_were_changed_is_refused_and_changes_not
     saved["reference/model.norm.weight"][0] += 1
     before = other.digest()
     with pytest.raises(IntegrityError, match="the reference weights of stage 'grpo' hash to"):
-        other.restore(saved, counters=state.committed_counters, stage=stage)
+        other.restore(StoredTensors(saved), counters=state.committed_counters, stage=stage)
     assert (other.digest(), other.committed_step) == (before, 0)
 
 
@@ -248,7 +248,7 @@ def test_a_state_that_was_saved_without_its_references_digest_is_still_restored(
     advance(state, 1)
     state.commit(1)
     counters = msgspec.structs.replace(state.committed_counters, reference="")
-    other.restore(state.tensors(), counters=counters, stage=stage)
+    other.restore(StoredTensors(state.tensors()), counters=counters, stage=stage)
     assert other.digest() == state.digest()
 
 

@@ -10,35 +10,31 @@ import pytest
 import torch
 
 from kintsugi.errors import GroupBroken, IntegrityError, fault_of
-from kintsugi.messages import (
-    Body,
+from kintsugi.model import huggingface
+from kintsugi.model.tokenizer import Tokenizer
+from kintsugi.process.membership import ShuttingDown
+from kintsugi.protocol.membership import Failed, Ok
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.recovery import DeviceStop, RankReady, Repair
+from kintsugi.protocol.rollout import FetchSamples
+from kintsugi.protocol.sample_transfer import FetchRelayed, Relayed, Routes
+from kintsugi.protocol.training import (
     CallDone,
     CommitStep,
-    Failed,
-    FetchSamples,
-    FetchWeights,
     HashWeights,
-    Ok,
-    Publish,
-    Published,
     RunCall,
     Save,
     Saved,
     StartStage,
-    WeightsFetched,
     WeightsHashed,
 )
-from kintsugi.model import huggingface
-from kintsugi.model.tokenizer import Tokenizer
-from kintsugi.operations import DeviceStop, RankReady, Repair
-from kintsugi.training import adapter as adapter_module
+from kintsugi.protocol.weights import FetchWeights, Publish, Published, WeightsFetched
+from kintsugi.training import recovery_adapter as adapter_module
 from kintsugi.training import worker as worker_module
-from kintsugi.training.origins import load_model
-from kintsugi.transfers import FetchRelayed, Relayed, Routes
+from kintsugi.training.initial_weights import load_model
 from kintsugi.transport import Reply
 from kintsugi.types import StreamSource
 from kintsugi.weights.manifest import weights_sha256
-from kintsugi.worker import ShuttingDown
 from tests.unit.training.fakes import (
     BATCH,
     CONFIG,
@@ -321,3 +317,16 @@ def test_the_same_seed_gives_the_same_new_model() -> None:
     first, second = (load_model(CONFIG, device=CPU) for _ in range(2))
     for name, parameter in first.named_parameters():
         assert torch.equal(parameter, dict(second.named_parameters())[name])
+
+
+def test_a_bug_of_ours_is_answered_and_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank().start()
+
+    def broken(step: int) -> None:
+        raise AssertionError("a step was committed twice")
+
+    monkeypatch.setattr(rank.state, "commit", broken)
+    with pytest.raises(AssertionError, match="committed twice"):
+        rank.ask(CommitStep(3))
+    answer, _ = rank.shell.replies[-1]
+    assert isinstance(answer, Failed) and answer.fault.kind == "AssertionError"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,8 +13,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from kintsugi.buffer.packing import logical_shards, shards_of_rank
-from kintsugi.config import (
+from kintsugi.config.schema import (
     LEARN_PAIRS,
     ActorSection,
     AlgorithmSection,
@@ -23,19 +22,20 @@ from kintsugi.config import (
     ReferenceSection,
     resolved,
 )
+from kintsugi.config.stages import Stage
 from kintsugi.graph.algorithms import build_graph
-from kintsugi.messages import RunCall
 from kintsugi.model.architecture import ModelConfig, value_config
 from kintsugi.model.attention import PackedLayout
 from kintsugi.model.plan import Companions
+from kintsugi.model.tensor_file import TensorFile
 from kintsugi.model.transformer import Transformer, initialize
-from kintsugi.stages import Stage
+from kintsugi.protocol.training import RunCall
+from kintsugi.samples.sharding import logical_shards, shards_of_rank
 from kintsugi.training.batch import sample_of
-from kintsugi.training.group import ProcessGroup, StoreServer, join_group
-from kintsugi.training.interfaces import ModelCalls
-from kintsugi.training.passes import CallResult
+from kintsugi.training.model_calls import CallResult, ModelCalls
+from kintsugi.training.process_group import ProcessGroup, StoreServer, join_group
 from kintsugi.training.state import TrainingState, Update
-from kintsugi.types import Finish, Role, ShardItem, Trajectory
+from kintsugi.types import FinishReason, Role, ShardItem, Trajectory
 
 TINY = ModelConfig(
     family="qwen2",
@@ -62,12 +62,25 @@ def new_state(
     config: ModelConfig = TINY,
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
+    recompute: bool = False,
 ) -> TrainingState:
     model = Transformer(config, device=device)
     initialize(model, seed=3)
-    state = TrainingState(model, companions=companions_of(stage), compute_dtype=dtype)
+    state = TrainingState(model, companions=companions_of(stage), compute_dtype=dtype, recompute=recompute)
     state.start_stage(stage, step=stage.first_step - 1)
     return state
+
+
+class StoredTensors:
+    """A state that is stored in tensors of the test."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.places = {place.name: place for place in TensorFile(self._tensors).places}
+
+    def read(self, into: Mapping[str, Tensor]) -> None:
+        for name, tensor in into.items():
+            tensor.copy_(self._tensors[name])
 
 
 def new_stage(
@@ -110,7 +123,7 @@ def trajectory(key: str, *, num_tokens: int, num_loss_tokens: int, seed: int) ->
         loss_mask=mask.tobytes(),
         logprobs=logprobs.astype("<f4").tobytes(),
         versions=np.where(mask, 0, -1).astype("<i4").tobytes(),
-        finish=Finish.EOS,
+        finish=FinishReason.EOS,
     )
 
 
@@ -307,7 +320,7 @@ def in_world(
 
     def run(rank: int) -> T:
         group = join_group(
-            generation=1,
+            group_id=1,
             ranks=ranks,
             me=ranks[rank],
             store_address=server.address,

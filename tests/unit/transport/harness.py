@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 import zmq
 
-from kintsugi import wire
-from kintsugi.messages import Body, Ok
-from kintsugi.runtime import wait
+from kintsugi.protocol import wire
+from kintsugi.protocol.membership import Ok
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.wire import Envelope, MessageKind
+from kintsugi.runtime.waits import wait
 from kintsugi.transport import Delivery, Endpoint, Reply, new_key_pair
-from kintsugi.wire import Envelope, MessageKind
 
 TIMEOUT_S = 10.0
 

@@ -14,10 +14,10 @@ import pytest
 import zmq
 
 from kintsugi.errors import DeadlineExceeded
-from kintsugi.messages import Ok, Ping
-from kintsugi.runtime import VirtualClock
+from kintsugi.protocol.membership import Ok, Ping
+from kintsugi.simulation.virtual_clock import VirtualClock
 from kintsugi.transport import Delivery, Endpoint, PendingReply, endpoint
-from kintsugi.transport.links import BLOCKED_S
+from kintsugi.transport.endpoint import BLOCKED_S
 from kintsugi.transport.sockets import UNACKNOWLEDGED_S
 from kintsugi.types import Peer
 from tests.unit.transport.harness import ask, introduce, pump
@@ -173,14 +173,14 @@ def test_a_queue_that_is_full_is_given_up_only_after_a_while_in_which_it_took_no
     client, server = make("model-0", clock=clock), make("agent-0")
     introduce(client, server)
     assert client.send("agent-0", Ping())
-    link, dial = client._links["agent-0"], client._links._dial
+    link, dial = client._links["agent-0"], client._links._open_socket
     dialled: list[Peer] = []
 
     def note(peer: Peer) -> zmq.Socket[bytes]:
         dialled.append(peer)
         return dial(peer)
 
-    monkeypatch.setattr(client._links, "_dial", note)
+    monkeypatch.setattr(client._links, "_open_socket", note)
 
     def refuse(*_: object, **__: object) -> None:
         raise zmq.Again

@@ -13,7 +13,6 @@ import zmq
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kintsugi import wire
 from kintsugi.errors import (
     DeadlineExceeded,
     Fault,
@@ -23,21 +22,16 @@ from kintsugi.errors import (
     RemoteError,
     StorageError,
 )
-from kintsugi.messages import (
-    AddressBook,
-    Failed,
-    FetchWeights,
-    Ok,
-    Ping,
-    Register,
-    Registered,
-    WeightsFetched,
-)
-from kintsugi.runtime import COUNTERS, WAITS, VirtualClock
+from kintsugi.protocol import wire
+from kintsugi.protocol.membership import AddressBook, Failed, Ok, Ping, Register, Registered
+from kintsugi.protocol.weights import FetchWeights, WeightsFetched
+from kintsugi.protocol.wire import MessageKind
+from kintsugi.runtime.counters import COUNTERS
+from kintsugi.runtime.waits import WAITS
+from kintsugi.simulation.virtual_clock import VirtualClock
 from kintsugi.transport import Endpoint, PendingReply, bulk_digest, chunks, new_key_pair, verify_bulk
-from kintsugi.transport.exchange import CHUNK_BYTES, SAVED_BYTES
+from kintsugi.transport.rpc import CHUNK_BYTES, SAVED_BYTES
 from kintsugi.types import Role
-from kintsugi.wire import MessageKind
 from tests.unit.transport.harness import (
     ask,
     envelope,
@@ -222,35 +216,35 @@ def test_an_error_of_the_receiver_becomes_the_cause(make: Make) -> None:
     assert caught.value.cause == fault
 
 
-def test_an_old_epoch_is_refused_and_registering_is_not(make: Make) -> None:
-    model, master = make("model-0", epoch=1), make("master-0", epoch=2)
+def test_an_old_term_is_refused_and_registering_is_not(make: Make) -> None:
+    model, master = make("model-0", term=1), make("master-0", term=2)
     introduce(model, master)
     register = Register(model.peer(host="here"), Role.MODEL, os.getpid())
     assert ask(model, master, register, answer=Registered(2)).body == Registered(2)
     pending = model.request("master-0", Ping(b"1"), deadline_s=0.2)
     assert pump(master, model, until=lambda: pending.done) == []
     assert isinstance(pending.error, DeadlineExceeded)
-    assert model.seen_epoch == 2
+    assert model.seen_term == 2
 
 
-def test_a_request_refused_for_its_epoch_gets_through_once_the_epoch_is_adopted(make: Make) -> None:
+def test_a_request_refused_for_its_term_gets_through_once_the_term_is_adopted(make: Make) -> None:
     clock = VirtualClock()
-    model, master = make("model-0", epoch=1, clock=clock), make("master-0", epoch=2)
+    model, master = make("model-0", term=1, clock=clock), make("master-0", term=2)
     introduce(model, master)
     pending = model.request("master-0", Ping(b"1"), deadline_s=10)
-    pump(master, model, until=lambda: model.seen_epoch == 2)
+    pump(master, model, until=lambda: model.seen_term == 2)
     assert not pending.done
-    model.epoch = model.seen_epoch
+    model.term = model.seen_term
     clock.advance(0.3)
     (delivery,) = receive(master, model)
-    assert delivery.envelope.epoch == 2
+    assert delivery.envelope.term == 2
 
 
-def test_the_sender_of_a_one_way_message_learns_of_a_newer_epoch(make: Make) -> None:
-    model, master = make("model-0", epoch=1), make("master-0", epoch=2)
+def test_the_sender_of_a_one_way_message_learns_of_a_newer_term(make: Make) -> None:
+    model, master = make("model-0", term=1), make("master-0", term=2)
     introduce(model, master)
     model.send("master-0", Ping())
-    assert pump(master, model, until=lambda: model.seen_epoch == 2) == []
+    assert pump(master, model, until=lambda: model.seen_term == 2) == []
 
 
 def test_an_old_incarnation_is_refused_once_its_replacement_is_admitted(make: Make) -> None:
@@ -263,15 +257,15 @@ def test_an_old_incarnation_is_refused_once_its_replacement_is_admitted(make: Ma
         ask(old, server, Ping())
 
 
-def test_a_master_that_took_over_is_recognised_by_its_key_and_newer_epoch(make: Make) -> None:
+def test_a_master_that_took_over_is_recognised_by_its_key_and_newer_term(make: Make) -> None:
     keys = new_key_pair()
-    dead, model = make("master-0", keys=keys, epoch=1), make("model-0", epoch=1)
+    dead, model = make("master-0", keys=keys, term=1), make("model-0", term=1)
     introduce(dead, model)
     ask(dead, model, Ping())
-    living = make("master-0", keys=keys, incarnation="b", epoch=2)
+    living = make("master-0", keys=keys, incarnation="b", term=2)
     living.admit(model.peer(host="here"))
     ask(living, model, Ping())
-    assert (model.seen_epoch, model.peers["master-0"].incarnation) == (2, "b")
+    assert (model.seen_term, model.peers["master-0"].incarnation) == (2, "b")
     with pytest.raises(RemoteError, match="master-0 a is not b"):
         ask(dead, model, Ping())
 
@@ -408,19 +402,19 @@ def test_a_malformed_reply_is_dropped_and_the_good_one_taken(make: Make) -> None
 def test_a_listening_socket_serves_a_second_endpoint_after_the_first(make: Make) -> None:
     keys = new_key_pair()
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        dead = make_endpoint("master-0", keys=keys, listener=listening.fileno(), epoch=1)
-        model = make("model-0", epoch=1)
+        dead = make_endpoint("master-0", keys=keys, listener=listening.fileno(), term=1)
+        model = make("model-0", term=1)
         introduce(dead, model)
         ask(model, dead, Ping())
         dead.close()
-        living = make("master-0", keys=keys, incarnation="b", listener=listening.fileno(), epoch=2)
+        living = make("master-0", keys=keys, incarnation="b", listener=listening.fileno(), term=2)
         assert living.address == dead.address
         living.admit(model.peer(host="here"))
         pending = model.request("master-0", Register(model.peer(host="here"), Role.MODEL, 1), deadline_s=10)
         (delivery,) = receive(living, model)
         living.reply(delivery, Registered(2))
         pump(model, living, until=lambda: pending.done)
-        assert pending.result().expect(Registered).epoch == 2
+        assert pending.result().expect(Registered).term == 2
 
 
 def test_a_watched_descriptor_calls_back_from_the_loop(make: Make) -> None:
@@ -470,6 +464,63 @@ def test_who_waits_for_what_closing_fails_is_still_answered(make: Make) -> None:
     pump(rollout, until=lambda: asked.done)
     with pytest.raises(RemoteError, match="manager-0 closed its endpoint"):
         asked.result()
+
+
+def test_a_request_that_a_callback_makes_while_closing_fails_as_well(make: Make) -> None:
+    master, model = make("master-0"), make_endpoint("model-0")
+    introduce(master, model)
+    again: list[PendingReply] = []
+
+    def ask_again(pending: PendingReply) -> None:
+        again.append(model.request("master-0", Ping(), deadline_s=60.0, on_done=again.append))
+
+    first = [model.request("master-0", Ping(), deadline_s=60.0, on_done=ask_again) for _ in range(2)]
+    model.close()
+    assert all(isinstance(pending.error, ProcessDied) for pending in (*first, *again))
+    assert len(again) == 4, "each of the two was settled and returned"
+
+
+def test_a_callback_may_forget_the_process_whose_requests_closing_fails(make: Make) -> None:
+    master, model = make("master-0"), make_endpoint("model-0")
+    introduce(master, model)
+
+    def forget(pending: PendingReply) -> None:
+        model.forget("master-0", Fault("f", "ProcessDied", "master-0", "gone", 0.0))
+
+    pending = [model.request("master-0", Ping(), deadline_s=60.0, on_done=forget) for _ in range(2)]
+    model.close()
+    assert all(each.done for each in pending)
+
+
+def test_an_event_of_a_closed_descriptor_does_not_reach_the_next_one_with_its_number(make: Make) -> None:
+    endpoint = make("model-0")
+    pipes = [os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) for _ in range(2)]
+    called: list[str] = []
+    reused: list[int] = []
+
+    def replace_the_other(index: int) -> None:
+        """Close both, and open a pipe under the number of the other one, which has an event already."""
+        called.append(f"first {index}")
+        for reader, _ in pipes:
+            endpoint.unwatch(reader)
+        other = pipes[1 - index][0]
+        reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.dup2(reader, other)
+        reused.extend((reader, writer))
+        endpoint.watch(other, lambda: called.append("second"))
+
+    for index, (reader, writer) in enumerate(pipes):
+        os.write(writer, b"x")
+        endpoint.watch(reader, lambda index=index: replace_the_other(index))  # type: ignore[misc]
+    endpoint.turn(1.0)
+    endpoint.turn(0.01)
+    assert len(called) == 1, "nothing was written to the new pipe"
+    os.write(reused[1], b"x")
+    endpoint.turn(1.0)
+    assert called[1:] == ["second"]
+    for descriptor in {*reused, *(each for pipe in pipes for each in pipe)}:
+        endpoint.unwatch(descriptor)
+        os.close(descriptor)
 
 
 def test_a_reply_of_the_wrong_type_is_an_error(make: Make) -> None:

@@ -10,15 +10,17 @@ import pytest
 import torch
 
 from kintsugi.errors import IntegrityError, RefusedError
-from kintsugi.messages import FetchWeights, Publish, WeightsFetched
+from kintsugi.protocol.weights import FetchWeights, Publish, WeightsFetched
+from kintsugi.runtime.counters import COUNTERS
+from kintsugi.telemetry.events import Alert, Event
 from kintsugi.transport import Reply
 from kintsugi.types import SegmentSource, StreamSource, WeightManifest, WeightSource
-from kintsugi.weights import stream as stream_module
 from kintsugi.weights.fetch import Fetched, Fetcher
 from kintsugi.weights.manifest import build_manifest
-from kintsugi.weights.memory import Segments
 from kintsugi.weights.publish import Publisher
-from kintsugi.weights.stream import Answered
+from kintsugi.weights.transports import stream as stream_module
+from kintsugi.weights.transports.shared_memory import WeightSegments
+from kintsugi.weights.transports.stream import StreamAnswered
 
 MESH = {"dp": 0, "tp": 0, "pp": 0}
 
@@ -81,13 +83,13 @@ def fetch(
     sources: Sequence[WeightSource],
     *,
     host: str,
-    segments: Segments | None,
+    segments: WeightSegments | None,
     fetch_stream: FetchStream,
 ) -> Fetched:
     fetcher = Fetcher(
         process="server-0",
         host=host,
-        ask=lambda process, request, _: Answered(fetch_stream(process, request)),
+        send_request=lambda process, request, _: StreamAnswered(fetch_stream(process, request)),
     )
     return fetcher.fetch(manifest, sources, segments=segments)
 
@@ -279,3 +281,30 @@ def test_a_piece_that_does_not_exist_is_refused() -> None:
     publisher.publish(some_weights(), Publish(3, 3))
     with pytest.raises(RefusedError, match="6 pieces"):
         publisher.answer(FetchWeights(3, (6,)))
+
+
+class FlakySegments(MemorySegments):
+    """Shared memory of an agent that may be gone."""
+
+    is_gone = False
+
+    def create(self, name: str, size: int) -> int:
+        if self.is_gone:
+            raise RefusedError("the agent of host-0 is gone")
+        return super().create(name, size)
+
+
+def test_a_fall_back_to_private_memory_is_counted_and_alerted_once() -> None:
+    segments, events = FlakySegments(), list[Event]()
+    publisher = Publisher(process="model-0", host="host-0", segments=segments, emit=events.append)
+    before = COUNTERS.snapshot().counters.get("weights_in_private_memory", 0)
+    publisher.publish(some_weights(), Publish(1, 1))
+    assert events == []
+    segments.is_gone = True
+    for version in (2, 3):
+        _, sources = publisher.publish(some_weights(), Publish(version, version))
+        assert sources == (StreamSource("model-0"),)
+    assert COUNTERS.snapshot().counters["weights_in_private_memory"] == before + 2
+    (alert,) = events
+    assert isinstance(alert, Alert) and alert.values["version"] == 2
+    assert "private memory" in alert.message and "the agent of host-0 is gone" in alert.message

@@ -8,20 +8,23 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from kintsugi.cluster.metaserver import MetaServer
+from kintsugi.cluster.weight_relay import WeightRelay
 from kintsugi.errors import DeadlineExceeded, IntegrityError, KintsugiError, RefusedError
-from kintsugi.messages import Body, FetchWeights, Ok, Publish, Published, UploadWeights, WeightsFetched
-from kintsugi.runtime import VirtualClock
+from kintsugi.process.membership import ShuttingDown
+from kintsugi.protocol.membership import Ok
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.weights import FetchWeights, Publish, Published, UploadWeights, WeightsFetched
+from kintsugi.protocol.wire import Envelope, MessageKind
+from kintsugi.simulation.virtual_clock import VirtualClock
+from kintsugi.telemetry.events import Alert, BytesDamaged, Note, SlowLink
 from kintsugi.transport import Blob, Delivery, Reply
 from kintsugi.types import Peer, StreamSource
-from kintsugi.weights import stream as stream_module
-from kintsugi.weights.choice import join
 from kintsugi.weights.manifest import verify
 from kintsugi.weights.publish import Publisher
-from kintsugi.weights.stream import IN_FLIGHT, PATIENCE_S, SLOW_S, Answered, Pull
-from kintsugi.weights.upload import UploadOutlet
-from kintsugi.wire import Envelope, MessageKind
-from kintsugi.worker import ShuttingDown
+from kintsugi.weights.selection import join
+from kintsugi.weights.transports import stream as stream_module
+from kintsugi.weights.transports.relay import RelayTransport
+from kintsugi.weights.transports.stream import IN_FLIGHT, PATIENCE_S, SLOW_S, Pull, StreamAnswered
 
 META = "agent-0"
 
@@ -51,7 +54,7 @@ class Meta:
     """Uploads that have not arrived yet."""
 
     def __post_init__(self) -> None:
-        self.server = MetaServer(self.endpoint, capacity=1 << 20)  # type: ignore[arg-type]
+        self.server = WeightRelay(self.endpoint, capacity=1 << 20)  # type: ignore[arg-type]
 
     def send(self, sender: str, body: Body, blobs: Sequence[Blob] = ()) -> int:
         self.num_sent += 1
@@ -112,13 +115,13 @@ class Direct:
         return Reply(body, tuple(blobs))
 
 
-class Timed(list[str]):
+class Timed(list[Alert | Note]):
     """What was said, and when."""
 
-    def __init__(self, clock: VirtualClock, came: list[tuple[float, str]]) -> None:
+    def __init__(self, clock: VirtualClock, came: list[tuple[float, Alert | Note]]) -> None:
         self._clock, self._came = clock, came
 
-    def append(self, said: str) -> None:
+    def append(self, said: Alert | Note) -> None:
         super().append(said)
         self._came.append((self._clock.monotonic(), said))
 
@@ -128,7 +131,7 @@ class Setting:
 
     def __init__(self, num_ranks: int) -> None:
         self.meta = Meta()
-        self.said: list[str] = []
+        self.said: list[Alert | Note] = []
         self.asked: list[str] = []
         self.asked_at: list[tuple[float, str]] = []
         self.answered: list[FetchWeights] = []
@@ -148,10 +151,10 @@ class Setting:
 
     def upload(self, rank: str, *, now: bool) -> None:
         publisher = self.publishers[rank]
-        laid_out = publisher._versions[3]
-        for index in laid_out.pieces:
-            data = laid_out.bytes_of(index)
-            body = UploadWeights(3, laid_out.manifest.digest, {index: data.nbytes})
+        version_layout = publisher._versions[3]
+        for index in version_layout.pieces:
+            data = version_layout.bytes_of(index)
+            body = UploadWeights(3, version_layout.manifest.digest, {index: data.nbytes})
             if now:
                 self.meta.send(rank, body, [data])
             else:
@@ -173,9 +176,9 @@ class Setting:
         Pull(
             self.version.manifest,
             source,
-            into=into,
-            ask=self.ask,
-            say=self.said.append,
+            into=lambda piece: into[piece.offset : piece.offset + piece.size],
+            send_request=self.ask,
+            emit=self.said.append,
             clock=self.meta.clock,
         ).run()
         verify(self.version.manifest, into, source="test")
@@ -211,8 +214,8 @@ def test_a_rank_whose_upload_does_not_come_is_named_and_asked_itself() -> None:
         setting.upload(rank, now=True)
     setting.pull()
     assert {"model-1"} == set(setting.asked) - {META}
-    assert any("slow to come from model-1 through agent-0" in said for said in setting.said)
-    assert not any("from model-0" in said or "from model-2" in said for said in setting.said)
+    assert any("slow to come from model-1 through agent-0" in said.message for said in setting.said)
+    assert not any("from model-0" in said.message or "from model-2" in said.message for said in setting.said)
     # What the others gave did not wait for it, and it was waited for once, not once per piece.
     assert setting.meta.clock.monotonic() <= 2 * PATIENCE_S
 
@@ -220,15 +223,18 @@ def test_a_rank_whose_upload_does_not_come_is_named_and_asked_itself() -> None:
 def test_a_piece_that_was_damaged_in_the_meta_server_is_fetched_from_its_rank() -> None:
     setting = Setting(2)
     setting.upload("model-0", now=True)
-    laid_out = setting.publishers["model-1"]._versions[3]
-    for index in laid_out.pieces:
-        damaged = bytearray(laid_out.bytes_of(index))
+    version_layout = setting.publishers["model-1"]._versions[3]
+    for index in version_layout.pieces:
+        damaged = bytearray(version_layout.bytes_of(index))
         damaged[0] ^= 1
         setting.meta.send(
-            "model-1", UploadWeights(3, laid_out.manifest.digest, {index: len(damaged)}), [bytes(damaged)]
+            "model-1",
+            UploadWeights(3, version_layout.manifest.digest, {index: len(damaged)}),
+            [bytes(damaged)],
         )
     setting.pull()
-    assert any("expected xxh3" in said for said in setting.said)
+    assert any("expected xxh3" in said.message for said in setting.said)
+    assert {said.origin for said in setting.said if isinstance(said, BytesDamaged)} == {META}
 
 
 def test_a_version_that_was_withdrawn_is_refused_to_who_waits_for_it() -> None:
@@ -304,11 +310,11 @@ def test_who_is_slow_is_named_before_it_answers_and_holds_up_nobody_else() -> No
     setting = Setting(3)
     for rank in ("model-0", "model-2"):
         setting.upload(rank, now=True)
-    came: list[tuple[float, str]] = []
+    came: list[tuple[float, Alert | Note]] = []
     setting.said = Timed(setting.meta.clock, came)
     setting.pull()
     named_at, said = came[0]
-    assert named_at < PATIENCE_S and "slow to come from model-1" in said
+    assert named_at < PATIENCE_S and "slow to come from model-1" in said.message
     last_of_others = max(at for at, process in setting.asked_at if process == META)
     assert last_of_others < SLOW_S
 
@@ -316,7 +322,7 @@ def test_who_is_slow_is_named_before_it_answers_and_holds_up_nobody_else() -> No
 def test_who_is_gone_around_is_asked_for_little_at_a_time_and_said_so_once() -> None:
     setting = Setting(1)
     setting.pull()
-    assert sum("it is asked itself now" in said for said in setting.said) == 1
+    assert sum("it is asked itself now" in said.message for said in setting.said) == 1
     assert setting.asked.count(META) == IN_FLIGHT
     assert setting.most_under_way <= IN_FLIGHT
 
@@ -324,24 +330,24 @@ def test_who_is_gone_around_is_asked_for_little_at_a_time_and_said_so_once() -> 
 @pytest.mark.filterwarnings("error")
 def test_an_upload_ends_quietly_with_its_process() -> None:
     setting = Setting(1)
-    said: list[str] = []
+    said: list[Alert | Note] = []
 
-    def submit(process: str, body: Body, blobs: Sequence[Blob], deadline_s: float) -> Answered:
+    def submit(process: str, body: Body, blobs: Sequence[Blob], deadline_s: float) -> StreamAnswered:
         raise ShuttingDown("the run is over")
 
-    outlet = UploadOutlet(submit, process="model-0", say=said.append)
-    outlet.offer(
+    transport = RelayTransport(submit, process="model-0", emit=said.append)
+    transport.publish(
         setting.publishers["model-0"]._versions[3],
         Publish(3, 3, transports=("stream",), meta_server=META),
     )
-    for thread in outlet._threads:
+    for thread in transport._threads:
         thread.join(10)
     assert not said
 
 
 def test_a_rank_uploads_its_share_in_the_background_and_says_that_its_link_is_slow() -> None:
     setting = Setting(2)
-    said: list[str] = []
+    said: list[Alert | Note] = []
 
     class Slow:
         done = True
@@ -354,13 +360,14 @@ def test_a_rank_uploads_its_share_in_the_background_and_says_that_its_link_is_sl
         setting.meta.send("model-1", body, blobs)
         return Slow()
 
-    outlet = UploadOutlet(submit, process="model-1", say=said.append, clock=setting.meta.clock)
-    laid_out = setting.publishers["model-1"]._versions[3]
+    transport = RelayTransport(submit, process="model-1", emit=said.append, clock=setting.meta.clock)
+    version_layout = setting.publishers["model-1"]._versions[3]
     order = Publish(3, 3, transports=("stream",), share=(1, 2), meta_server=META)
-    assert outlet.offer(laid_out, order) == (StreamSource(META, owners=("model-1",)),)
-    for thread in outlet._threads:
+    assert transport.publish(version_layout, order) == (StreamSource(META, owners=("model-1",)),)
+    for thread in transport._threads:
         thread.join(10)
-    assert said[0].startswith("the link from model-1 to agent-0 is slow: uploading version 3")
+    assert isinstance(said[0], SlowLink) and (said[0].of, said[0].peer) == ("model-1", "agent-0")
+    assert said[0].message.startswith("the link from model-1 to agent-0 is slow: uploading version 3")
     assert len(said) == 1
     setting.upload("model-0", now=True)
     setting.pull()

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from kintsugi.errors import DeadlineExceeded, IntegrityError, WorldError
-from kintsugi.messages import FetchWeights, Publish
-from kintsugi.training.group import StoreServer
+from kintsugi.protocol.weights import FetchWeights, Publish
+from kintsugi.telemetry.events import OperationFailed
+from kintsugi.training.process_group import StoreServer
 from kintsugi.types import (
     CollectiveSource,
     DeviceSource,
@@ -28,13 +29,13 @@ from kintsugi.types import (
     WeightManifest,
     WeightSource,
 )
-from kintsugi.weights import collective
-from kintsugi.weights.collective import CollectiveOutlet, receive
-from kintsugi.weights.device import MappedSlots
 from kintsugi.weights.fetch import Fetched, Fetcher
 from kintsugi.weights.manifest import build_manifest
 from kintsugi.weights.publish import Publisher
-from kintsugi.weights.stream import Answered
+from kintsugi.weights.transports import collective
+from kintsugi.weights.transports.collective import CollectiveTransport, receive
+from kintsugi.weights.transports.device import MappedSlots
+from kintsugi.weights.transports.stream import StreamAnswered
 from tests.unit.weights.test_publish_and_fetch import MemorySegments, stream_from
 
 
@@ -67,7 +68,7 @@ def assert_same(fetched: Fetched, weights: dict[str, torch.Tensor]) -> None:
 
 def test_memory_is_used_again_once_nobody_reads_it(segments: MemorySegments) -> None:
     publisher = Publisher(process="model-0", host="host-0", segments=segments)
-    fetcher = Fetcher(process="server-0", host="host-0", ask=no_stream)
+    fetcher = Fetcher(process="server-0", host="host-0", send_request=no_stream)
     for version in range(1, 6):
         manifest, sources = publisher.publish(some_weights(version), Publish(version, version))
         fetched = fetcher.fetch(manifest, sources, segments=segments)
@@ -78,12 +79,12 @@ def test_memory_is_used_again_once_nobody_reads_it(segments: MemorySegments) -> 
 
 def test_what_is_being_read_is_left_alone_and_its_name_gets_other_memory(segments: MemorySegments) -> None:
     publisher = Publisher(process="model-0", host="host-0", segments=segments)
-    slow = Fetcher(process="server-0", host="host-0", ask=no_stream)
+    slow = Fetcher(process="server-0", host="host-0", send_request=no_stream)
     held = slow.fetch(*publisher.publish(some_weights(1), Publish(1, 1)), segments=segments)
     for version in (2, 3):
         last = publisher.publish(some_weights(version), Publish(version, version))
     assert_same(held, some_weights(1))
-    fast = Fetcher(process="server-1", host="host-0", ask=no_stream)
+    fast = Fetcher(process="server-1", host="host-0", send_request=no_stream)
     assert_same(fast.fetch(*last, segments=segments), some_weights(3))
     assert segments.num_created == 3
 
@@ -95,7 +96,9 @@ def test_who_comes_too_late_for_a_version_gets_none_of_a_later_one(segments: Mem
         publisher.publish(some_weights(version), Publish(version, version))
     ask = stream_from(publisher)
     late = Fetcher(
-        process="server-0", host="host-0", ask=lambda process, request, _: Answered(ask(process, request))
+        process="server-0",
+        host="host-0",
+        send_request=lambda process, request, _: StreamAnswered(ask(process, request)),
     )
     with pytest.raises(IntegrityError, match="of version 1 from segment") as caught:
         late.fetch(manifest, sources, segments=segments)
@@ -105,7 +108,7 @@ def test_who_comes_too_late_for_a_version_gets_none_of_a_later_one(segments: Mem
 def test_weights_arrive_by_disk_and_only_two_versions_are_kept(tmp_path: Path) -> None:
     folder = tmp_path / "model-0"
     publisher = Publisher(process="model-0", host="host-0", segments=None, folder=folder)
-    fetcher = Fetcher(process="server-0", host="host-9", ask=no_stream)
+    fetcher = Fetcher(process="server-0", host="host-9", send_request=no_stream)
     for version in range(1, 5):
         order = Publish(version, version, transports=("disk",))
         manifest, sources = publisher.publish(some_weights(version), order)
@@ -127,7 +130,9 @@ def test_a_wrong_byte_on_the_disk_is_found_and_the_rank_asked_instead(tmp_path: 
     path.write_bytes(content)
     ask = stream_from(publisher)
     fetcher = Fetcher(
-        process="server-0", host="host-9", ask=lambda process, request, _: Answered(ask(process, request))
+        process="server-0",
+        host="host-9",
+        send_request=lambda process, request, _: StreamAnswered(ask(process, request)),
     )
     fetched = fetcher.fetch(manifest, sources)
     assert_same(fetched, some_weights())
@@ -141,19 +146,19 @@ def store() -> Iterator[StoreServer]:
         yield server
 
 
-def broadcast(store: StoreServer, *, said: list[str], servers: tuple[str, ...]) -> Publisher:
-    outlet = CollectiveOutlet(process="model-0", store=store.address, say=said.append)
-    return Publisher(process="model-0", host="host-0", segments=None, outlets=(outlet,))
+def broadcast(store: StoreServer, *, said: list[OperationFailed], servers: tuple[str, ...]) -> Publisher:
+    transport = CollectiveTransport(process="model-0", store=store.address, emit=said.append)
+    return Publisher(process="model-0", host="host-0", segments=None, transports=(transport,))
 
 
 def test_all_servers_get_a_broadcast(store: StoreServer) -> None:
-    said: list[str] = []
+    said: list[OperationFailed] = []
     names = ("server-0", "server-1")
     publisher = broadcast(store, said=said, servers=names)
     found: dict[str, Fetched] = {}
 
     def fetch(name: str, manifest: WeightManifest, sources: Sequence[WeightSource]) -> None:
-        fetcher = Fetcher(process=name, host="host-9", ask=no_stream, join=receive)
+        fetcher = Fetcher(process=name, host="host-9", send_request=no_stream, join=receive)
         found[name] = fetcher.fetch(manifest, sources)
 
     for version in (1, 2):
@@ -174,7 +179,7 @@ def test_a_server_that_does_not_come_costs_the_others_the_deadline_and_no_more(
     store: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collective, "COLLECTIVE_TIMEOUT_S", 0.5)
-    said: list[str] = []
+    said: list[OperationFailed] = []
     names = ("server-0", "server-1")
     publisher = broadcast(store, said=said, servers=names)
     order = Publish(1, 1, transports=("collective",), servers=names)
@@ -183,7 +188,7 @@ def test_a_server_that_does_not_come_costs_the_others_the_deadline_and_no_more(
     fetcher = Fetcher(
         process="server-0",
         host="host-9",
-        ask=lambda process, request, _: Answered(ask(process, request)),
+        send_request=lambda process, request, _: StreamAnswered(ask(process, request)),
         join=receive,
     )
     fetched = fetcher.fetch(manifest, sources)
@@ -219,7 +224,7 @@ def test_who_writes_late_writes_to_nothing_that_was_verified() -> None:
     fetcher = Fetcher(
         process="server-0",
         host="host-9",
-        ask=lambda process, request, _: Answered(ask(process, request)),
+        send_request=lambda process, request, _: StreamAnswered(ask(process, request)),
         join=given_up,
     )
     broadcast = CollectiveSource("model-0", "127.0.0.1:1", "key", ("server-0", "server-1"))
@@ -236,17 +241,17 @@ def test_memory_of_an_accelerator_whose_owner_is_gone_is_one_source_less(
         raise RuntimeError("CUDA error: invalid argument\nCUDA kernel errors might be reported later")
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", gone)
-    card = MappedSlots(torch.device("cpu"))
+    device = MappedSlots(torch.device("cpu"))
     publisher = Publisher(process="model-0", host="host-0", segments=None)
     manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
     ask = stream_from(publisher)
     fetcher = Fetcher(
         process="server-0",
         host="host-0",
-        ask=lambda process, request, _: Answered(ask(process, request)),
-        card=card,
+        send_request=lambda process, request, _: StreamAnswered(ask(process, request)),
+        device=device,
     )
-    held = DeviceSource("host-0", card.chip, b"handle", manifest.size, 0, b"", 0, b"", False)
+    held = DeviceSource("host-0", device.chip, b"handle", manifest.size, 0, b"", 0, b"", False)
     fetched = fetcher.fetch(manifest, [held, *sources])
     assert_same(fetched, some_weights())
     (failure,) = fetched.failures
@@ -255,7 +260,7 @@ def test_memory_of_an_accelerator_whose_owner_is_gone_is_one_source_less(
 
 KILLED = """
 import os, signal, sys
-from kintsugi.weights.memory import ReadableSegments, WritableSegments
+from kintsugi.weights.transports.shared_memory import ReadableSegments, WritableSegments
 
 class Given:
     def create(self, name, size):
@@ -293,7 +298,7 @@ def test_what_a_publisher_was_killed_in_the_middle_of_is_refused_and_written_ane
     publisher = Publisher(process="model-0", host="host-0", segments=segments)
     manifest, sources = publisher.publish(some_weights(1), Publish(1, 1))
     kill_while_it("writes", segments.descriptors["weights/model-0/1"])
-    fetcher = Fetcher(process="server-0", host="host-0", ask=no_stream)
+    fetcher = Fetcher(process="server-0", host="host-0", send_request=no_stream)
     with pytest.raises(IntegrityError, match=r"half\.weight of version 1 from segment"):
         fetcher.fetch(manifest, sources[:1], segments=segments)
     successor = Publisher(process="model-0", host="host-0", segments=segments)
@@ -323,7 +328,7 @@ def test_memory_that_a_late_reader_takes_at_once_is_done_without() -> None:
 
 
 def test_no_memory_or_descriptor_is_left_behind_by_many_versions(segments: MemorySegments) -> None:
-    fetcher = Fetcher(process="server-0", host="host-0", ask=no_stream)
+    fetcher = Fetcher(process="server-0", host="host-0", send_request=no_stream)
     held: list[tuple[int, int]] = []
     for version in range(200):
         # Ranks come and go, and with them the names of what they published.
@@ -343,7 +348,9 @@ def test_a_source_of_another_host_is_not_mapped(segments: MemorySegments) -> Non
     manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
     ask = stream_from(publisher)
     fetcher = Fetcher(
-        process="server-0", host="host-1", ask=lambda process, request, _: Answered(ask(process, request))
+        process="server-0",
+        host="host-1",
+        send_request=lambda process, request, _: StreamAnswered(ask(process, request)),
     )
     fetched = fetcher.fetch(manifest, sources, segments=segments)
     assert not isinstance(fetched.source, SegmentSource)

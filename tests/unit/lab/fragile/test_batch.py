@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from kintsugi.lab.fragile.batch import BatchSizeMismatch, DistributedBatchMemory
-from kintsugi.lab.fragile.orders import RolledOut
-from kintsugi.rollout.episode import demonstrated_trajectory, describe
+from kintsugi.lab.fragile.messages import RolledOut
+from kintsugi.rollout.trajectory import demonstrated_trajectory, describe
 
 
 def rolled_out(ticket: str) -> RolledOut:

@@ -4,23 +4,26 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.cluster.hosts import HostPlace
-from kintsugi.config import ActorSection, AlgorithmSection, ClusterSection, Config, RolloutSection
-from kintsugi.lab.fragile.process import Process, place_of, read_hosts, write_hosts
-from kintsugi.lab.fragile.scale import Scale
+from kintsugi.cluster.namespaces import HostNamespaces
+from kintsugi.config.schema import ActorSection, AlgorithmSection, ClusterSection, Config, RolloutSection
+from kintsugi.lab.fragile.process import FragileProcess, placement_of, read_hosts, write_hosts
+from kintsugi.lab.fragile.timeouts import Scale
 
 WHO = ("master-0", "scheduler-0", "model-1", "rollout-2", "monitor-1")
-HOSTS = (HostPlace("host-0", address="10.0.0.1", namespaces=("/proc/1/ns/net",)), HostPlace("host-1"))
+HOSTS = (
+    HostNamespaces("host-0", address="10.0.0.1", namespaces=("/proc/1/ns/net",)),
+    HostNamespaces("host-1"),
+)
 
 
-def process(name: str, config: Config, *, place: HostPlace = HOSTS[1]) -> Process:
-    return Process(name, Path("run"), place, config, Scale())
+def process(name: str, config: Config, *, placement: HostNamespaces = HOSTS[1]) -> FragileProcess:
+    return FragileProcess(name, Path("run"), placement, config, Scale())
 
 
 def test_workers_go_round_the_hosts_and_the_others_are_on_the_first(tmp_path: Path) -> None:
     write_hosts(tmp_path, HOSTS)
     hosts = read_hosts(tmp_path)
-    found = {name: place_of(name, hosts).name for name in WHO}
+    found = {name: placement_of(name, hosts).name for name in WHO}
     assert found == {
         "master-0": "host-0",
         "scheduler-0": "host-0",
@@ -32,13 +35,13 @@ def test_workers_go_round_the_hosts_and_the_others_are_on_the_first(tmp_path: Pa
 
 def test_a_run_without_hosts_is_on_this_machine(tmp_path: Path) -> None:
     write_hosts(tmp_path, ())
-    assert read_hosts(tmp_path) == [HostPlace("host-0")]
+    assert read_hosts(tmp_path) == [HostNamespaces("host-0")]
 
 
 def test_ports_are_the_usual_ones_on_hosts_of_their_own_only() -> None:
     config = Config(name="test")
-    assert process("master-0", config, place=HOSTS[0]).port(8080) == 8080
-    assert process("master-0", config, place=HOSTS[1]).port(8080) == 0
+    assert process("master-0", config, placement=HOSTS[0]).port(8080) == 8080
+    assert process("master-0", config, placement=HOSTS[1]).port(8080) == 0
 
 
 @pytest.mark.parametrize(("name", "shares"), [("rollout-0", True), ("rollout-1", False), ("model-0", True)])

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from kintsugi.lab.fragile.orders import Job
-from kintsugi.lab.fragile.places import Address
+from kintsugi.lab.fragile.directory import Address
+from kintsugi.lab.fragile.messages import JobSpec
 from kintsugi.lab.fragile.rpc import (
     CONNECTIONS,
     CallTimedOut,
@@ -17,9 +17,9 @@ from kintsugi.lab.fragile.rpc import (
     RpcServer,
     ServerError,
     WorkerGone,
-    ask,
     begin,
     call,
+    request,
     wait_future_ordered,
 )
 
@@ -28,19 +28,19 @@ SOON_S = 5.0
 
 def served(**routes: object) -> Address:
     server = RpcServer({f"/{name}": route for name, route in routes.items()}, host="127.0.0.1")  # type: ignore[misc]
-    server.serve_beside()
+    server.serve_in_thread()
     return server.address
 
 
 def test_an_answer_comes_back_as_what_it_was() -> None:
-    address = served(job=lambda body: Job("a"))
-    assert ask(address, "/job", Job("b"), whom="it", kind=Job, timeout_s=SOON_S) == Job("a")
+    address = served(job=lambda body: JobSpec("a"))
+    assert request(address, "/job", JobSpec("b"), peer="it", kind=JobSpec, timeout_s=SOON_S) == JobSpec("a")
 
 
 def test_connections_are_kept() -> None:
     address = served(job=lambda body: body)
     for _ in range(3):
-        call(address, "/job", whom="it", timeout_s=SOON_S)
+        call(address, "/job", peer="it", timeout_s=SOON_S)
     kept = CONNECTIONS.take(address, timeout_s=SOON_S)
     assert kept.sock is not None
     assert CONNECTIONS.take(address, timeout_s=SOON_S).sock is None
@@ -52,7 +52,7 @@ def test_an_exception_is_a_500_that_says_nothing(caplog: pytest.LogCaptureFixtur
         raise RuntimeError("CUDA out of memory")
 
     with caplog.at_level(logging.ERROR), pytest.raises(ServerError) as caught:
-        call(served(train_batch=breaks), "/train_batch", whom="model-1", timeout_s=SOON_S)
+        call(served(train_batch=breaks), "/train_batch", peer="model-1", timeout_s=SOON_S)
     assert str(caught.value) == "Non-retryable HTTP error: 500 (model-1/train_batch)"
     assert "CUDA out of memory" in caplog.text
 
@@ -62,22 +62,22 @@ def test_an_error_that_was_foreseen_reaches_the_caller() -> None:
         raise EngineError("Invalid checkpoint format")
 
     with pytest.raises(ServerError, match="Invalid checkpoint format"):
-        call(served(upload=breaks), "/upload", whom="model-0", timeout_s=SOON_S)
+        call(served(upload=breaks), "/upload", peer="model-0", timeout_s=SOON_S)
 
 
 def test_what_nobody_serves_is_not_found() -> None:
     with pytest.raises(KeyNotFound):
-        call(served(), "/nothing", whom="it", timeout_s=SOON_S)
+        call(served(), "/nothing", peer="it", timeout_s=SOON_S)
 
 
 def test_nobody_there_is_told_from_nobody_answering() -> None:
     release = threading.Event()
     slow = served(slow=lambda body: release.wait() and None)
     with pytest.raises(CallTimedOut, match="Read timed out"):
-        call(slow, "/slow", whom="it", timeout_s=0.05)
+        call(slow, "/slow", peer="it", timeout_s=0.05)
     release.set()
     with pytest.raises(WorkerGone):
-        call(Address("127.0.0.1", 1), "/slow", whom="it", timeout_s=SOON_S)
+        call(Address("127.0.0.1", 1), "/slow", peer="it", timeout_s=SOON_S)
 
 
 def test_requests_have_their_turns_and_one_whose_caller_hung_up_has_none() -> None:
@@ -89,13 +89,13 @@ def test_requests_have_their_turns_and_one_whose_caller_hung_up_has_none() -> No
         release.wait()
 
     address = served(rollout=rollout, event=taken.append)
-    first = begin(lambda: call(address, "/rollout", whom="it", timeout_s=SOON_S), name="first")
+    first = begin(lambda: call(address, "/rollout", peer="it", timeout_s=SOON_S), name="first")
     assert begun.wait(SOON_S)
     with pytest.raises(CallTimedOut):
-        call(address, "/event", b"late", whom="it", timeout_s=0.05)
+        call(address, "/event", b"late", peer="it", timeout_s=0.05)
     release.set()
     wait_future_ordered([first], whom="it", what="its end", timeout_s=SOON_S)
-    call(address, "/event", b"in time", whom="it", timeout_s=SOON_S)
+    call(address, "/event", b"in time", peer="it", timeout_s=SOON_S)
     assert taken == [b"in time"]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kintsugi.errors import StorageError
-from kintsugi.lab.fragile.storage import latest_folder, write_at_once, write_checkpoint
+from kintsugi.lab.fragile.storage import latest_folder, write_checkpoint, write_without_retry
 
 FILES = (("optimizer", b"o" * 100_000), ("model", b"m" * 100_000))
 
@@ -39,4 +39,4 @@ def test_a_full_disk_is_waited_for_and_leaves_a_part(tmp_path: Path) -> None:
 
 def test_plain_training_says_at_once_that_the_disk_is_full(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
-        write_at_once(full_disk(tmp_path / "checkpoint", "model"), FILES)
+        write_without_retry(full_disk(tmp_path / "checkpoint", "model"), FILES)

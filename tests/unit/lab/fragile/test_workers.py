@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kintsugi.cluster.hosts import HostPlace
-from kintsugi.config import ActorSection, ClusterSection, Config, RolloutSection
-from kintsugi.lab.fragile import orders
-from kintsugi.lab.fragile.places import announce
-from kintsugi.lab.fragile.process import Process
+from kintsugi.cluster.namespaces import HostNamespaces
+from kintsugi.config.schema import ActorSection, ClusterSection, Config, RolloutSection
+from kintsugi.lab.fragile import messages
+from kintsugi.lab.fragile.directory import announce
+from kintsugi.lab.fragile.process import FragileProcess
 from kintsugi.lab.fragile.rpc import RpcServer
-from kintsugi.lab.fragile.scale import Scale
+from kintsugi.lab.fragile.timeouts import Scale
 from kintsugi.lab.fragile.workers import Workers
 
 
@@ -26,8 +26,10 @@ class World:
         self.obstacles: dict[str, Callable[[], object]] = {}
         """Path → what happens before it is answered."""
         self._run_dir = run_dir
-        self._serve("scheduler-0", start=orders.Job("job-1"), cancel=None, status=orders.JobStatus({}))
-        self._serve("model-0", meeting=orders.Meeting("127.0.0.1:1"), join=None, upload_weights=None)
+        self._serve(
+            "scheduler-0", start=messages.JobSpec("job-1"), cancel=None, status=messages.JobStatus({})
+        )
+        self._serve("model-0", rendezvous=messages.Rendezvous("127.0.0.1:1"), join=None, upload_weights=None)
         self._serve("rollout-0", update_weights=None, notify_event=None)
         config = Config(
             name="test",
@@ -36,7 +38,7 @@ class World:
             cluster=ClusterSection(share_device="keep"),
         )
         scale = Scale(hour_s=0.6, half_minute_s=0.1)
-        self.workers = Workers(Process("master-0", run_dir, HostPlace("host-0"), config, scale))
+        self.workers = Workers(FragileProcess("master-0", run_dir, HostNamespaces("host-0"), config, scale))
         self.workers.start()
         self.asked.clear()
 
@@ -50,7 +52,7 @@ class World:
             return answer
 
         server = RpcServer({f"/{path}": route(path) for path in answers}, host="127.0.0.1")
-        server.serve_beside()
+        server.serve_in_thread()
         announce(self._run_dir, name, server.address)
 
 
@@ -79,11 +81,11 @@ def test_a_slow_scheduler_makes_clean_up_fail_with_an_error_of_its_own(
 def test_an_event_that_nobody_takes_in_time_is_given_up(world: World) -> None:
     never = threading.Event()
     world.obstacles["notify_event"] = lambda: never.wait(0.5)
-    failures = world.workers.notify(orders.NotifyEvent("rollout_start", 3))
+    failures = world.workers.notify(messages.NotifyEvent("rollout_start", 3))
     assert list(failures) == ["rollout-0"]
     assert "timed out" in str(failures["rollout-0"])
 
 
 def test_weights_go_both_ways_at_once(world: World) -> None:
-    world.workers.update_weights(orders.UpdateWeights(1, ("a",)), orders.UploadWeights(1))
+    world.workers.update_weights(messages.UpdateWeights(1, ("a",)), messages.UploadShard(1))
     assert set(world.asked) == {("rollout-0", "update_weights"), ("model-0", "upload_weights")}

@@ -9,21 +9,29 @@ from typing import Any
 import pytest
 
 from kintsugi.diagnosis.verdict import Cause, FaultKind, Hop
-from kintsugi.lab import scoring
-from kintsugi.lab.baselines import FIRST_ERROR, LAST_ERROR
-from kintsugi.lab.campaign_records import Answer, CampaignFile, CaseRecord, Counted, Reason, Unwell, summed
-from kintsugi.lab.cases import CaseClass
-from kintsugi.lab.injection import Ability
-from kintsugi.lab.records import (
+from kintsugi.lab.campaign import scoring
+from kintsugi.lab.campaign.cases import CaseClass
+from kintsugi.lab.campaign.log_readers import FIRST_ERROR, LAST_ERROR
+from kintsugi.lab.campaign.records import (
+    CampaignFile,
+    CaseRecord,
+    CountedAs,
+    ExclusionReason,
+    MethodAnswer,
+    UnhealthyCluster,
+    summarize,
+)
+from kintsugi.lab.injector.injection import Ability
+from kintsugi.lab.scenarios.records import (
     CAMPAIGN_FILE,
     RUNS_FILE,
-    Diagnosed,
+    DiagnosisRecord,
     InjectedRecord,
-    Moment,
     RunRecord,
     RunsFile,
     Spread,
-    Surfaced,
+    SurfacedError,
+    TimedEvent,
     write_json,
 )
 
@@ -62,12 +70,12 @@ def run_of(scenario: str, profile: str) -> RunRecord:
     process, message, delay_s = ERRORS[scenario]
     is_fragile = profile == "fragile"
     path = (
-        Moment(target, "its sends take 1.1 s instead of 2 ms", START + 0.4),
-        Moment("agent-0", "waits for the pieces of model-1", START + 0.9),
-        Moment("server-0", "waits for version 14", START + 1.3),
-        Moment("master-0", "step 14 is overdue", START + 2.0),
+        TimedEvent(target, "its sends take 1.1 s instead of 2 ms", START + 0.4),
+        TimedEvent("agent-0", "waits for the pieces of model-1", START + 0.9),
+        TimedEvent("server-0", "waits for version 14", START + 1.3),
+        TimedEvent("master-0", "step 14 is overdue", START + 2.0),
     )[: hops + 1]
-    last = Diagnosed(
+    last = DiagnosisRecord(
         process=process,
         kind="network_delay" if scenario != "S4" else "memory",
         path=(),
@@ -76,7 +84,7 @@ def run_of(scenario: str, profile: str) -> RunRecord:
         onset=START + delay_s,
         by="last error in the controller's log",
     )
-    verdict = Diagnosed(
+    verdict = DiagnosisRecord(
         process=target,
         kind={"disk_fill": "disk_full"}.get(kind, kind),
         path=path,
@@ -88,7 +96,7 @@ def run_of(scenario: str, profile: str) -> RunRecord:
     )
     values = series(seed=hops, strength=1.1)
     name = f"sft_{scenario}" if profile == "sft" else scenario
-    surfaced = Surfaced("publishing", process, message, START + delay_s)
+    surfaced = SurfacedError("publishing", process, message, START + delay_s)
     return RunRecord(
         scenario=name,
         profile=profile,
@@ -120,10 +128,10 @@ def run_of(scenario: str, profile: str) -> RunRecord:
         as_expected=True,
         baseline={"timing/step": Spread(0.8, 0.02), "model-1>agent-0 rtt_s": Spread(0.002, 0.0003)},
         timeline=(
-            Moment(target, f"injected: {kind}", START),
-            Moment(target, "upload is retried", START + 2.0),
-            Moment("master-0", "HTTP 500 from the train worker", START + 3.0),
-            Moment(process, message, START + delay_s),
+            TimedEvent(target, f"injected: {kind}", START),
+            TimedEvent(target, "upload is retried", START + 2.0),
+            TimedEvent("master-0", "HTTP 500 from the train worker", START + 3.0),
+            TimedEvent(process, message, START + delay_s),
         ),
         series=values,
         folder="",
@@ -145,7 +153,9 @@ def case_of(number: int) -> CaseRecord:
     ability = Ability.CPU if number % 2 else Ability.NETWORK_DELAY
     is_quiet = number % 3 == 0
     kind = FaultKind.CPU if number % 2 else FaultKind.NETWORK_DELAY
-    culprits = [] if is_quiet else [scoring.culprit(ability, target="model-1", start=start, host_of={})]
+    expected = (
+        [] if is_quiet else [scoring.expected_cause(ability, target="model-1", start=start, host_of={})]
+    )
     said = (
         ()
         if is_quiet and number
@@ -153,12 +163,12 @@ def case_of(number: int) -> CaseRecord:
     )
     read = (cause("model-1" if number % 6 == 1 else "master-0", kind, t=start + 4),)
     answers = {
-        "ours": Answer(said, start + 2 + number % 5 if said else None),
-        LAST_ERROR: Answer(read, start + 4.0),
-        FIRST_ERROR: Answer((), None),
+        "ours": MethodAnswer(said, start + 2 + number % 5 if said else None),
+        LAST_ERROR: MethodAnswer(read, start + 4.0),
+        FIRST_ERROR: MethodAnswer((), None),
     }
     scores = {
-        name: scoring.score(each.causes, culprits, t=each.t, start=start) for name, each in answers.items()
+        name: scoring.score(each.causes, expected, t=each.t, start=start) for name, each in answers.items()
     }
     fault: dict[str, Any] = {
         "target": "model-1",
@@ -184,13 +194,13 @@ def case_of(number: int) -> CaseRecord:
     )
 
 
-def _counted(number: int, *, is_quiet: bool) -> Counted:
+def _counted(number: int, *, is_quiet: bool) -> CountedAs:
     """One case could not be done; one fault changed nothing and was named, another was not, and something else was."""
     if number == 7:
-        return Counted.NOT
+        return CountedAs.NOT
     if number in (5, 10):
-        return Counted.FAINT
-    return Counted.QUIET if is_quiet else Counted.FAULT
+        return CountedAs.FAINT
+    return CountedAs.QUIET if is_quiet else CountedAs.FAULT
 
 
 @pytest.fixture(scope="session")
@@ -203,9 +213,9 @@ def runs() -> RunsFile:
 
 @pytest.fixture(scope="session")
 def campaign() -> CampaignFile:
-    alarm = Unwell(before=12, reason=Reason.ALARM, said=("cpu model-0",))
+    alarm = UnhealthyCluster(before=12, reason=ExclusionReason.ALARM, said=("cpu model-0",))
     cases = [case_of(number) for number in range(30)]
-    return summed(cases, seed=7, clusters=2, seconds=450.0, unwell=[alarm])
+    return summarize(cases, seed=7, clusters=2, seconds=450.0, unwell=[alarm])
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from kintsugi.lab.campaign_records import METHODS, CampaignFile
+from kintsugi.lab.campaign.records import METHODS, CampaignFile
 from kintsugi.lab.report import campaign as campaigns
-from kintsugi.lab.report.document import Table
+from kintsugi.lab.report.document import ReportTable
 from kintsugi.lab.report.raw import cases_table
 
 
-def cells(table: Table, name: str) -> tuple[str, ...]:
+def cells(table: ReportTable, name: str) -> tuple[str, ...]:
     return next(row[1:] for row in table.rows if row[0] == name)
 
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kintsugi.lab.records import RunsFile
 from kintsugi.lab.report import contrast, measures
 from kintsugi.lab.report.abstract import abstract_of
 from kintsugi.lab.report.document import Bullets
 from kintsugi.lab.report.results import Results
+from kintsugi.lab.scenarios.records import RunsFile
 from tests.unit.lab.report.conftest import run_of
 from tests.unit.lab.report.test_tables import row
 

@@ -6,20 +6,20 @@ from kintsugi.lab.report.document import (
     Bullets,
     Document,
     Paragraph,
+    ReportTable,
     Section,
-    Table,
     to_html,
     to_markdown,
     write_tables,
 )
 
 
-def document(*blocks: Paragraph | Bullets | Table) -> Document:
+def document(*blocks: Paragraph | Bullets | ReportTable) -> Document:
     return Document(title="T & U", subtitle="s", abstract=(), sections=(Section("1 One", blocks),))
 
 
-def table(*cells: str) -> Table:
-    return Table(name="t", caption="c", head=("name", "value"), rows=(tuple(cells),))
+def table(*cells: str) -> ReportTable:
+    return ReportTable(name="t", caption="c", head=("name", "value"), rows=(tuple(cells),))
 
 
 def test_what_was_measured_can_not_become_part_of_the_page() -> None:

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from kintsugi.errors import UserError
-from kintsugi.lab.campaign_records import CampaignFile
-from kintsugi.lab.records import RunsFile
+from kintsugi.lab.campaign.records import CampaignFile
 from kintsugi.lab.report import campaign as campaigns
-from kintsugi.lab.report import drawing, figures, measures, propagation
+from kintsugi.lab.report import figures, measures, plotting, propagation
+from kintsugi.lab.scenarios.records import RunsFile
 
 
 def test_the_same_data_give_the_same_bytes(campaign: CampaignFile) -> None:
@@ -19,13 +19,13 @@ def test_the_same_data_give_the_same_bytes(campaign: CampaignFile) -> None:
     assert first == second
 
 
-def test_a_run_that_nobody_diagnosed_and_that_showed_nothing_can_be_drawn(runs: RunsFile) -> None:
+def test_a_run_without_verdict_and_without_error_can_be_drawn(runs: RunsFile) -> None:
     silent = msgspec.structs.replace(runs.runs[0], diagnosed=None, surfaced=None, timeline=(), correct=False)
 
     drawn = propagation.propagation([silent], name="silent")
 
     assert "no cause was named" in drawn.svg
-    assert "no error was seen" in drawn.svg
+    assert "no visible error" in drawn.svg
 
 
 def test_a_long_timeline_keeps_its_beginning_and_its_end(runs: RunsFile) -> None:
@@ -47,7 +47,7 @@ def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
     with pytest.raises(UserError, match=r"kintsugi\[plots\]"):
-        drawing.require_matplotlib()
+        plotting.require_matplotlib()
 
 
 def test_a_mark_stands_at_its_time_and_shares_it_with_those_beside_it() -> None:

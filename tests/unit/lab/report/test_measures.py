@@ -3,9 +3,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kintsugi.lab.records import RunsFile
 from kintsugi.lab.report import measures
 from kintsugi.lab.report.measures import Share
+from kintsugi.lab.scenarios.records import RunsFile
 
 
 def test_an_interval_holds_the_share_and_never_leaves_0_to_1() -> None:

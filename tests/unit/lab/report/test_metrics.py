@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import msgspec
 
-from kintsugi.lab.records import RunsFile
 from kintsugi.lab.report import metrics
+from kintsugi.lab.scenarios.records import RunsFile
 
 
 def test_what_was_hit_is_shown_beside_what_that_held_up(runs: RunsFile) -> None:

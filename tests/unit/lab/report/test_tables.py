@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import msgspec
 
-from kintsugi.lab.records import RunsFile
 from kintsugi.lab.report import tables
-from kintsugi.lab.report.document import MISSING, Table
+from kintsugi.lab.report.document import MISSING, ReportTable
+from kintsugi.lab.scenarios.records import RunsFile
 
 
-def row(table: Table, name: str) -> dict[str, str]:
+def row(table: ReportTable, name: str) -> dict[str, str]:
     found = next(row for row in table.rows if row[0] == name)
     return dict(zip(table.head, found, strict=True))
 

@@ -1,0 +1,49 @@
+"""Arguments that several commands share, and the step from a recipe to a validated configuration."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from kintsugi.config.recipe import Resolved
+
+Recipe = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="A recipe file, or a name that `kintsugi recipes` lists.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="FIELD=VALUE…", help="Overrides, e.g. actor.learning_rate=3e-4 seed=1."),
+]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its name in runs/.")]
+Step = Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the last one.")]
+
+
+def load_validated(recipe: Path, overrides: list[str] | None) -> Resolved:
+    """Load a recipe with overrides and validate it."""
+    return validated(loaded(recipe, overrides))
+
+
+def loaded(recipe: Path, overrides: list[str] | None) -> Resolved:
+    """Load a recipe with overrides. Rewards, environments and algorithms may be modules of the current folder."""
+    from kintsugi.config.recipe import load
+
+    add_current_folder_to_path()
+    return load(recipe, overrides or ())
+
+
+def validated(resolved: Resolved) -> Resolved:
+    """Validate a loaded recipe; UserError names the first wrong field."""
+    from kintsugi.config.validation import validate
+
+    validate(resolved.config, origins=resolved.origins)
+    return resolved
+
+
+def add_current_folder_to_path() -> None:
+    """Make modules of the current folder importable, as `python -m` does. Workers do the same."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)

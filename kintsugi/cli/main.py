@@ -1,0 +1,468 @@
+"""The command line `kintsugi`. Commands import what they need themselves, so that `--help` is fast.
+
+Exit codes: 0 success, or stopped on request with a checkpoint; 1 failure, or aborted by a second Ctrl-C; 2 user error.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kintsugi.cli import lab, observe
+from kintsugi.cli.arguments import (
+    Overrides,
+    Recipe,
+    Run,
+    Step,
+    add_current_folder_to_path,
+    load_validated,
+    loaded,
+    validated,
+)
+from kintsugi.run_folder.layout import RunFolder
+
+if TYPE_CHECKING:
+    from kintsugi.config.recipe import Resolved
+    from kintsugi.config.schema import Config
+
+app = typer.Typer(
+    help="Fault-tolerant, distributed RL post-training of language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(observe.app)
+app.add_typer(lab.app)
+
+SAMPLES_SHOWN = 20
+ALERTS_SHOWN = 5
+
+
+def main() -> None:
+    """Run the command line. Expected errors become one message and an exit code."""
+    from kintsugi.errors import KintsugiError
+
+    try:
+        app()
+    except KintsugiError as error:
+        from kintsugi.cli.session import print_error
+
+        sys.exit(print_error(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        _print_error(f"error: {error}")
+        sys.exit(1)
+
+
+@app.command()
+def init(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write.")] = Path("recipe.yaml"),
+    algorithm: Annotated[str, typer.Option(help="Algorithm: sft, dpo, ppo, grpo, dapo, …")] = "grpo",
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Hugging Face folder; default: a small new model."),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="SOURCE", help="Data file or folder; default: generated arithmetic.")
+    ] = None,
+) -> None:
+    """Write a commented recipe that is valid as it is."""
+    from kintsugi.cli.recipe_template import write_starter
+
+    written = write_starter(file, algorithm=algorithm, model=model, data=data)
+    typer.echo(f"{', '.join(map(str, written))}: try `kintsugi check {file}`, then `kintsugi train {file}`")
+
+
+@app.command()
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Print this recipe instead of the list.")
+    ] = None,
+    copy: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the recipe NAME to a file instead.")
+    ] = None,
+) -> None:
+    """List the recipes of the package. Every command that takes a recipe accepts their names."""
+    from kintsugi.cli.recipes import copy_recipe, recipe_list, recipe_text
+    from kintsugi.errors import UserError
+
+    if name is None and copy is not None:
+        raise UserError(
+            "--copy: expected the name of a recipe, got none: `kintsugi recipes NAME --copy FILE`"
+        )
+    if name is None:
+        typer.echo(recipe_list())
+    elif copy is None:
+        typer.echo(recipe_text(name), nl=False)
+    else:
+        typer.echo(f"{copy_recipe(name, copy)}: try `kintsugi check {copy}`")
+
+
+@app.command()
+def train(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Train a model as described by a recipe, and show progress and results."""
+    _train(loaded(recipe, overrides))
+
+
+def _train(resolved: Resolved) -> None:
+    from kintsugi.errors import KintsugiError
+    from kintsugi.run_folder.creation import make_run_folder, remove_unused
+
+    config, run_dir = make_run_folder(validated(resolved))
+    try:
+        _launch(config, run_dir=run_dir, resume=False)
+    except KintsugiError:
+        remove_unused(run_dir)
+        raise
+
+
+@app.command()
+def rollout(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="Number of batches to sample.")] = 1,
+) -> None:
+    """Sample and score without training. The samples in RUN/rollouts can be used as a data source later."""
+    from kintsugi.config.recipe import rollout_only
+
+    _train(rollout_only(loaded(recipe, overrides), steps=steps))
+
+
+@app.command()
+def check(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Validate a recipe and show its values with origins, data, graph, processes and memory. Starts nothing.
+
+    Refuses a run that does not fit the accelerators of this machine.
+    """
+    from kintsugi.cli.capacity import check_devices
+    from kintsugi.cli.check import overview
+
+    resolved = load_validated(recipe, overrides)
+    typer.echo(overview(resolved))
+    check_devices(resolved.config)
+
+
+@app.command()
+def resume(run: Run) -> None:
+    """Resume a run that was stopped, failed or killed, from its last checkpoint."""
+    import msgspec
+
+    from kintsugi.config.validation import validate
+    from kintsugi.errors import UserError
+    from kintsugi.run_folder import reader
+
+    folder = reader.find_run(run)
+    status = reader.read_status(folder)
+    if status.state is reader.RunState.RUNNING:
+        raise UserError(f"{folder} is running (process {status.pid}); there is nothing to resume")
+    if status.state is reader.RunState.FINISHED:
+        _print_error(
+            f"{folder} is finished ({status.step} of {status.total_steps} steps); there is nothing to resume"
+        )
+        raise typer.Exit(1)
+    add_current_folder_to_path()
+    validate(msgspec.structs.replace(status.config, run_dir=None), resumed=folder)
+    RunFolder(folder).summary_file.unlink(missing_ok=True)
+    _launch(status.config, run_dir=folder, resume=True)
+
+
+@app.command()
+def stop(
+    run: Run,
+    timeout_s: Annotated[
+        float, typer.Option(min=0.0, help="Timeout for the end of the step and its checkpoint, in seconds.")
+    ] = 600,
+) -> None:
+    """Stop a run after its current step, with a checkpoint."""
+    import signal
+
+    from kintsugi.errors import UserError
+    from kintsugi.run_folder import reader
+    from kintsugi.runtime.processes import SystemProcesses
+
+    folder = reader.find_run(run)
+    record = reader.living_launcher(folder)
+    if record is None:
+        raise UserError(
+            f"{folder} is not running (it is {reader.read_status(folder).state}); there is nothing to stop"
+        )
+    launcher = SystemProcesses().adopt(record.pid)
+    try:
+        launcher.send_signal(signal.SIGTERM)
+        typer.echo(f"{folder}: sent the stop request to process {launcher.pid}; it ends after its step")
+        launcher.wait_ended(whom=f"process {launcher.pid}", timeout_s=timeout_s)
+    finally:
+        launcher.close()
+    status = reader.read_status(folder)
+    typer.echo(f"{folder}: {status.state} at step {status.step} of {status.total_steps}")
+
+
+@app.command()
+def scale(
+    run: Run,
+    servers: Annotated[int, typer.Option(min=1, help="New number of generation servers.")],
+    timeout_s: Annotated[
+        float, typer.Option(min=0.0, help="Timeout for the reply of the run, in seconds.")
+    ] = 60,
+) -> None:
+    """Scale the generation servers of a running run. Results are unaffected."""
+    from kintsugi.cli.scale import scale_run
+    from kintsugi.run_folder import reader
+
+    folder = reader.find_run(run)
+    scale_run(folder, servers=servers, timeout_s=timeout_s)
+    typer.echo(f"{folder}: scaled to {servers} generation servers; see `kintsugi status`")
+
+
+@app.command()
+def status(run: Run) -> None:
+    """Show state, progress and processes of a run."""
+    from rich.console import Console
+
+    from kintsugi.cli import tables
+    from kintsugi.cli.session import print_faults
+    from kintsugi.run_folder import reader
+    from kintsugi.telemetry.process_reports import read_processes
+
+    folder = reader.find_run(run)
+    current = reader.read_status(folder)
+    console = Console()
+    console.print(tables.status_table(current, reader.read_journal(folder)))
+    if current.state is reader.RunState.RUNNING and (reports := read_processes(folder)) is not None:
+        if (recovery := tables.recovery_line(reports)) is not None:
+            console.print(recovery, highlight=False, markup=False)
+        console.print(tables.processes_table(reports))
+    for alert in reader.read_alerts(folder, count=ALERTS_SHOWN):
+        console.print(tables.alert_line(alert), highlight=False, markup=False, soft_wrap=True)
+    if current.state is reader.RunState.FAILED and (summary := reader.read_summary(folder)) is not None:
+        print_faults(summary.faults)
+
+
+@app.command()
+def incidents(
+    run: Run,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON with all fields.")] = False,
+) -> None:
+    """Show the incidents of a run: cause, recovery, duration and cost."""
+    import msgspec
+
+    from kintsugi.cli import tables
+    from kintsugi.run_folder import reader
+
+    folder = reader.find_run(run)
+    report = reader.read_incidents(folder)
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
+        return
+    running = any(each.is_open for each in report.incidents) and reader.living_launcher(folder) is not None
+    typer.echo(tables.incidents_text(report, run=str(folder), running=running))
+
+
+@app.command("runs")
+def list_runs(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that contains run folders.")] = Path(
+        "runs"
+    ),
+) -> None:
+    """List runs, newest first."""
+    from rich.console import Console
+
+    from kintsugi.cli import tables
+    from kintsugi.run_folder import reader
+
+    found = reader.list_runs(folder)
+    if not found:
+        typer.echo(f"no runs in {folder}/")
+        return
+    Console().print(tables.runs_table(found))
+
+
+@app.command()
+def compare(
+    compared: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN RUN…", help="Two or more run folders, or their names in runs/."),
+    ],
+    metric: Annotated[
+        list[str] | None, typer.Option(help="Metric of metrics.jsonl to show instead; may be repeated.")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also plot the curves to this file.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON with all points.")] = False,
+) -> None:
+    """Compare runs: configuration, metric curves, and held-out accuracy with confidence intervals."""
+    import msgspec
+
+    from kintsugi.cli.compare import compare as compare_runs
+    from kintsugi.cli.compare import comparison_text, plot
+    from kintsugi.run_folder import reader
+
+    comparison = compare_runs([reader.find_run(name) for name in compared], metrics=metric or ())
+    if png is not None:
+        plot(comparison, png)
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(comparison), indent=2))
+    else:
+        typer.echo(comparison_text(comparison))
+
+
+@app.command()
+def samples(
+    run: Run,
+    step: Annotated[int | None, typer.Option(help="Only samples of this step.")] = None,
+    worst: Annotated[
+        int | None, typer.Option(min=1, help="Show this many samples with the lowest reward.")
+    ] = None,
+    grep: Annotated[
+        str | None, typer.Option(help="Only samples with this text in prompt or completion.")
+    ] = None,
+) -> None:
+    """Show trained samples: prompts, completions, rewards."""
+    from kintsugi.cli import tables
+    from kintsugi.run_folder import reader
+
+    chosen = reader.read_samples(reader.find_run(run), step=step, worst=worst, grep=grep)
+    shown = chosen if worst else chosen[-SAMPLES_SHOWN:]
+    if len(shown) < len(chosen):
+        typer.echo(
+            f"the last {len(shown)} of {len(chosen):,} samples (select others with --step, --worst and --grep)"
+        )
+    typer.echo("\n".join(map(tables.sample_line, shown)) if shown else "no matching samples")
+
+
+@app.command("eval")
+def evaluate(run: Run, step: Step = None) -> None:
+    """Evaluate a checkpoint of a run on its held-out problems."""
+    from kintsugi.cli import tables
+    from kintsugi.errors import UserError
+    from kintsugi.run_folder import reader
+
+    folder = reader.find_run(run)
+    if (launcher := reader.living_launcher(folder)) is not None:
+        raise UserError(
+            f"{folder} is running (process {launcher.pid}) and evaluates its own weights; see `kintsugi status`"
+        )
+    from kintsugi.cli.evaluate import evaluate_checkpoint
+
+    add_current_folder_to_path()
+    metrics = evaluate_checkpoint(folder, step=step)
+    typer.echo(tables.evaluation_text(metrics))
+
+
+@app.command()
+def export(
+    run: Run,
+    to: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder to write; must not exist. Default: NAME-step-N in the current folder.",
+        ),
+    ] = None,
+    step: Step = None,
+) -> None:
+    """Verify a checkpoint and export it as a Hugging Face folder."""
+    from kintsugi.cli.export import export_checkpoint
+    from kintsugi.run_folder import reader
+
+    written = export_checkpoint(reader.find_run(run), to=to, step=step)
+    typer.echo(f"{written[0].parent}: {', '.join(sorted(path.name for path in written))}")
+
+
+@app.command("import")
+def import_model(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Hugging Face folder or GGUF file.")],
+    destination: Annotated[Path, typer.Argument(metavar="DEST", help="Folder to write; must not exist.")],
+) -> None:
+    """Convert a model to a folder that `model.path` accepts."""
+    from kintsugi.cli.import_progress import import_bar
+    from kintsugi.model.import_gguf import import_model
+
+    with import_bar() as progress:
+        written = import_model(source, destination, progress=progress)
+    typer.echo(f"{destination}: {', '.join(sorted(path.name for path in written))}")
+
+
+@app.command()
+def serve(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Hugging Face folder, e.g. of an export.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 accepts connections from other hosts.")
+    ] = "127.0.0.1",
+    servers: Annotated[int, typer.Option(min=1, max=64, help="Number of generation servers.")] = 1,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="KINTSUGI_API_KEY", help="API key that clients must send; default: none."),
+    ] = None,
+    slots: Annotated[int, typer.Option(min=1, help="Sequences that a server decodes concurrently.")] = 64,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Maximum prompt + completion in tokens; default: that of the model, at most 4096."
+        ),
+    ] = None,
+    kv_cache_gib: Annotated[float | None, typer.Option(help="KV cache size of one server, in GiB.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    queue: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=65536,
+            help="Maximum number of completions in flight; further ones are refused with 429.",
+        ),
+    ] = 1024,
+    strategy: Annotated[
+        str, typer.Option(help="Routing: least_loaded, round_robin or prefix_affine.")
+    ] = "least_loaded",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Bitwise reproducible completions; slower.")
+    ] = False,
+) -> None:
+    """Serve a model with an OpenAI-compatible API: completions and chat, with streaming."""
+    from kintsugi.serving.session import ServeOptions
+    from kintsugi.serving.session import serve as serve_model
+
+    options = ServeOptions(
+        model=model,
+        host=host,
+        port=port,
+        num_servers=servers,
+        queue=queue,
+        api_key=api_key,
+        max_length=max_length,
+    )
+    plan = {
+        "slots": slots,
+        "kv_cache_gib": kv_cache_gib,
+        "dtype": dtype,
+        "device": device,
+        "strategy": strategy,
+        "deterministic": deterministic,
+    }
+    raise typer.Exit(serve_model(options, plan, print_line=typer.echo))
+
+
+def _launch(config: Config, *, run_dir: Path, resume: bool) -> None:
+    """Run to the end and show the outcome; a failed run exits with its code."""
+    from kintsugi.cli.session import run_session
+    from kintsugi.runtime.stacks import enable_stack_dumps
+
+    enable_stack_dumps()
+    code = run_session(config, run_dir=run_dir, resume=resume)
+    if code != 0:
+        raise typer.Exit(code)
+
+
+def _print_error(message: str) -> None:
+    typer.echo(message, err=True)

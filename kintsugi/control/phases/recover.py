@@ -1,0 +1,442 @@
+"""RECOVERING: the incident log, and the recovery of the ranks.
+
+The protocol is `recovery.rank_protocol`, the choice of a strategy `recovery.strategy`; both know nothing of journals,
+requests or samples. This module connects them with the run: which processes are lost, which step is committed, and
+where its state can be found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+
+import msgspec
+
+from kintsugi.config.schema import Config
+from kintsugi.config.stages import next_stage
+from kintsugi.control.decision import DecisionBuilder
+from kintsugi.control.dispatch import EpisodeDispatch
+from kintsugi.control.due import carried_stage
+from kintsugi.control.pending import PendingRequests, Purpose
+from kintsugi.control.phases.table import RUNNING, Phase, PhaseReport, PhaseResult
+from kintsugi.control.processes import ProcessManager
+from kintsugi.control.protocol import Raise, ShareBook
+from kintsugi.errors import (
+    DeadlineExceeded,
+    DeviceError,
+    EndedByError,
+    Fault,
+    FaultClass,
+    classify,
+    root_first,
+)
+from kintsugi.journal.facts import FaultNoted, IncidentClosed, IncidentOpened, RolledBack, StrategyChosen
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.recovery import RebuildGroup
+from kintsugi.protocol.training import Save
+from kintsugi.recovery.incident_log import IncidentLog
+from kintsugi.recovery.rank import Flow
+from kintsugi.recovery.rank_protocol import RankOrders, RankProtocol, RankSet
+from kintsugi.recovery.states import RecoveryState
+from kintsugi.recovery.strategy import (
+    FaultSituation,
+    Strategy,
+    impact,
+    plan,
+    unrecoverable_reason,
+)
+from kintsugi.telemetry.events import FaultHandled
+from kintsugi.types import Role
+
+LONGEST_WAIT_S = 15.0
+"""Longest wait for a replacement that neither registers nor fails; longer where starts have taken longer."""
+START_FACTOR = 10.0
+USUAL_STEPS = 20
+SLOW_FACTOR = 3.0
+SLOW_MARGIN_S = 0.5
+SLOW_STEPS = 5
+"""Steps for which slow ranks keep an incident open; then it is closed with an alert."""
+MEETING_SHARE = 0.8
+"""Share of the request deadline that the ranks have to form a group."""
+REPAIR_ATTEMPTS = 3
+"""Repairs that may fail before steps are undone: a holder of the state may be unreachable only briefly."""
+FIRST_PAUSE_S = 0.2
+"""Pause before the third attempt; each further one is twice as long."""
+
+_S = RecoveryState
+
+
+class RecoveryCoordinator:
+    """One recovery at a time, and the incident that it belongs to."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        decision: DecisionBuilder,
+        pending: PendingRequests,
+        processes: ProcessManager,
+        dispatch: EpisodeDispatch,
+        checkpoint_folder: str,
+    ) -> None:
+        self._config, self._decision, self._pending = config, decision, pending
+        self._processes, self._dispatch = processes, dispatch
+        self._folder = checkpoint_folder
+        self._incidents = IncidentLog()
+        self.protocol = RankProtocol()
+        self.restore_paths: dict[int, str] = {}
+        """Step → checkpoint that the run was resumed from; those of this session are in the journal."""
+        self._begin_at = math.inf
+        """Time at which a failed recovery is repeated."""
+        self._dump_again = False
+        """The last checkpoint is requested while another save is under way, which may be the answer."""
+        self.step_s = 1.0
+        """Duration of the last step."""
+        self._usual_s: deque[float] = deque(maxlen=USUAL_STEPS)
+        """Training time of the last steps without an incident."""
+
+    @property
+    def active(self) -> bool:
+        return self.protocol.active or self._begin_at < math.inf
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        """Ranks of the current group, in rank order."""
+        return self.protocol.ranks
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether the group continued smaller and could now be complete again."""
+        return set(self._decision.state.members.live(Role.MODEL)) > set(self.ranks)
+
+    # The incident log.
+
+    def note(self, fault: Fault, now: float, *, phase: str, lost: str = "") -> None:
+        """Add a fault, of a lost process or a live one, to the open incident, or open one."""
+        state = self._decision.state
+        number = state.open_incident or state.num_incidents + 1
+        self._incidents.fault(fault, number=number, now=now, lost=lost)
+        if state.open_incident:
+            self._decision.add_fact(FaultNoted(number, fault))
+        else:
+            self._decision.add_fact(IncidentOpened(number, state.step, phase, fault))
+        if lost:
+            message = f"{root_first([fault])[0].message}. {impact([lost])}"
+            self._decision.add_effect(Raise.of(FaultHandled(message, of=lost, fault=fault.id)))
+
+    def attribute_device_errors(self, cause: Fault, *, host: str) -> None:
+        """Give the device errors that processes of a host reported in the open incident their cause, and journal them
+        again."""
+        incident, members = self._incidents.current, self._decision.state.members.members
+        for index, fault in enumerate(incident.faults if incident is not None else ()):
+            # A rank reports the error in its answer, a server in its event log before it ends.
+            says_so = DeviceError.__name__ in (fault.kind, _error_at_end(fault))
+            member = members.get(fault.process)
+            if says_so and fault.cause is None and member is not None and member.host == host:
+                assert incident is not None
+                incident.faults[index] = explained = msgspec.structs.replace(fault, cause=cause)
+                self._decision.add_fact(FaultNoted(incident.number, explained))
+
+    def adopt(self, now: float) -> None:
+        """Restore the incident that was open when the last master died."""
+        number = self._decision.state.open_incident
+        faults, lost = self._decision.state.incidents.unfinished()
+        for fault in faults:
+            self._incidents.fault(fault, number=number, now=now)
+        if self._incidents.current is not None:
+            self._incidents.current.processes |= dict.fromkeys(lost)
+            self._incidents.current.progressed()
+
+    def continue_group(self, ranks: tuple[str, ...], *, generation: int) -> None:
+        """Take the group of the last master over: no rank is interrupted."""
+        incident = self._incidents.current
+        assert incident is not None, "the loss of a master is an incident"
+        self.protocol.adopt(ranks, generation=generation)
+        incident.strategy = Strategy.CONTINUE
+        reason = f"all {len(ranks)} ranks are in generation {generation} at the committed step: they go on"
+        self._decision.add_fact(StrategyChosen(incident.number, Strategy.CONTINUE, reason, ()))
+        self._decision.explain(reason)
+
+    def observe_start(self, seconds: float) -> None:
+        """Record how long the start of the run took, as a measure for replacements."""
+        self._incidents.start_s = max(self._incidents.start_s, seconds)
+
+    def unrecoverable(self) -> str:
+        """Return why the incident cannot be recovered by replacing and repeating; empty while it can."""
+        return unrecoverable_reason(self._situation(replacements_fail=False))
+
+    def committed(self, now: float, *, training_s: float, step_s: float) -> None:
+        """Close the incident after a committed step, if no process is missing and the ranks are as fast as before."""
+        incident, self.step_s = self._incidents.current, step_s
+        if incident is None:
+            self._usual_s.append(training_s)
+            return
+        incident.progressed()
+        incident.num_steps += 1
+        usual_s = median(self._usual_s) if self._usual_s else training_s
+        slow = training_s > max(SLOW_FACTOR * usual_s, usual_s + SLOW_MARGIN_S)
+        if slow and incident.num_steps < SLOW_STEPS:
+            self._decision.explain(f"training took {training_s:.2f} s, {usual_s:.2f} s are usual")
+            return
+        if slow:
+            values = {"training_s": training_s, "usual_s": usual_s}
+            self._decision.add_effect(Raise("the ranks are slower than before the incident", values))
+        self.close(now)
+
+    def close(self, now: float) -> None:
+        """Close the incident, unless a process is missing."""
+        incident = self._incidents.current
+        smaller = incident is not None and incident.strategy is Strategy.ELASTIC
+        if incident is None or self.active or (self._processes.missing() and not smaller):
+            return
+        self._incidents.close()
+        timing = incident.timing(self.protocol.since, now)
+        processes = tuple(incident.processes)
+        self._decision.add_fact(
+            IncidentClosed(incident.number, incident.strategy, self._decision.state.step, processes, timing)
+        )
+        cause = root_first(incident.faults)[0]
+        message = f"recovered by {incident.strategy}: {cause.message}"
+        handled = FaultHandled(message, timing, of=cause.process, fault=cause.id)
+        self._decision.add_effect(Raise.of(handled))
+
+    @property
+    def cause(self) -> Fault | None:
+        """Cause of the open incident. The user's mistake precedes all others, which could have been recovered."""
+        faults = root_first(self._incidents.current.faults) if self._incidents.current is not None else []
+        mistakes = [fault for fault in faults if classify(fault) is FaultClass.USER]
+        return next(iter([*mistakes, *faults]), None)
+
+    # The recovery.
+
+    def begin(self, now: float) -> PhaseReport:
+        """Bring all ranks to the last committed step: at the start, after a fault, after a takeover."""
+        self._pending.withdraw_all(Purpose.OPERATION)
+        self._begin_at = math.inf
+        if self.protocol.state is _S.DUMPING:
+            if not self._pending.is_asked(Purpose.DUMP):  # The rank that writes is lost as well.
+                return self._end(now)
+            return RUNNING
+        if self.unrecoverable():
+            return self._choose(now, replacements_fail=False)
+        orders = self.protocol.begin(self._view(), now, term=self._decision.state.term)
+        chosen = RUNNING
+        if self.protocol.state is not _S.PRE_LOCKING:  # There is no live rank to lock.
+            chosen = self._choose(now, replacements_fail=False)
+        return _first(chosen, self._follow(orders, now))
+
+    def answered(self, process: str, body: Body, now: float) -> PhaseReport:
+        """Take the answer of a rank to an operation. When all are locked, the strategy is chosen."""
+        before = self.protocol.state
+        orders = self.protocol.answered(process, body, self._view(), now)
+        if orders is None:
+            return RUNNING
+        chosen = RUNNING
+        if before is _S.PRE_LOCKING:
+            chosen = self._choose(now, replacements_fail=False)
+        return _first(chosen, self._follow(orders, now))
+
+    def joined(self, now: float) -> PhaseReport:
+        """Continue if the process that joined was the last one missing."""
+        if not self._processes.missing():
+            self._incidents.all_live(now)
+        orders = self.protocol.check(self._view(), now)
+        return RUNNING if orders is None else self._follow(orders, now)
+
+    def tick(self, now: float) -> PhaseReport:
+        """Repeat a failed recovery when its pause is over, and end the wait for a replacement at its limit."""
+        report = self.begin(now) if now >= self._begin_at else RUNNING
+        if self.protocol.state is not _S.WAITING:
+            return report
+        waited_s = now - self.protocol.since[_S.WAITING]
+        limit_s = max(LONGEST_WAIT_S, START_FACTOR * self._incidents.start_s)
+        if not self._decision.state.members.live(Role.MODEL):  # No rank is left to continue without them.
+            limit_s = max(limit_s, self._config.cluster.start_timeout_s)
+        if waited_s <= limit_s and not self._processes.cannot_start(Role.MODEL):
+            return report
+        chosen, incident = self._choose(now, replacements_fail=True), self._incidents.current
+        if incident is None or incident.strategy is not Strategy.ELASTIC:
+            return chosen
+        self.protocol.smaller = True
+        orders = self.protocol.check(self._view(), now)
+        assert orders is not None, "a rank is live, and none is missing"
+        return self._follow(orders, now)
+
+    def failed(self, process: str, fault: Fault, now: float, *, phase: str) -> PhaseReport:
+        """Take the failure of an operation or a model call at a live rank: repeat, or replace the rank first."""
+        repairing = self.protocol.state is _S.REPAIRING and process in self.protocol.waits_for
+        if repairing and fault.kind != DeadlineExceeded.__name__:
+            orders = self.protocol.repair_failed(process, self._view(), now)
+            if orders is None:
+                return RUNNING
+            if not orders.problem:
+                return self._follow(orders, now)
+        self.note(fault, now, phase=phase)
+        incident = self._incidents.current
+        assert incident is not None
+        incident.attempts += 1
+        kind = classify(fault)
+        if self.protocol.state is _S.REPAIRING and fault.kind != DeadlineExceeded.__name__:
+            incident.repairs += 1
+            self._decision.add_effect(ShareBook())  # The rank may not have the addresses of the others yet.
+            step, living = self._decision.state.step, self._decision.state.members.live(Role.MODEL)
+            holders = [rank for rank in living if self.protocol.holds(rank, step)]
+            if incident.repairs >= REPAIR_ATTEMPTS and not holders:
+                self._fall_back(fault, now)
+            elif incident.repairs >= REPAIR_ATTEMPTS and process in living and process not in holders:
+                self._processes.terminate(process, fault, now)
+        elif kind is not FaultClass.CONSEQUENCE and self._decision.state.members.is_live(process):
+            incident.blamed[process] += 1
+            again = incident.blamed[process] > 1
+            if again or kind in (FaultClass.LINK, FaultClass.DEVICE):
+                self._processes.terminate(process, fault, now)
+        self.protocol.fail(now)
+        if incident.attempts > 1 and not self.unrecoverable():
+            # A fault that repeats immediately may need time: for example, an agent is restarting.
+            self._pending.withdraw_all(Purpose.OPERATION)
+            self._begin_at = now + FIRST_PAUSE_S * 2.0 ** (incident.attempts - 2)
+            return RUNNING
+        return self.begin(now)
+
+    def dumped(self, now: float) -> PhaseReport:
+        """End the recovery: the last checkpoint is written, or cannot be. The answer to the first request may be a save
+        of an earlier step that was under way."""
+        state = self._decision.state
+        if self._dump_again and state.step not in state.saved_steps:
+            self._dump_again = False
+            return self._ask_dump(now)
+        return self._end(now)
+
+    def _follow(self, orders: RankOrders, now: float) -> PhaseReport:
+        self._decision.explain(orders.reason)
+        if orders.problem:
+            fault = self._decision.new_fault("IntegrityError", orders.problem, detail=orders.divergence)
+            for culprit in orders.culprits[: max(0, len(self.ranks) - 1)]:
+                self._processes.terminate(culprit, fault, now)
+            return self.failed(self.ranks[0], fault, now, phase=Phase.RECOVERING)
+        if orders.bodies:
+            bodies = {rank: self._timed(body) for rank, body in orders.bodies.items()}
+            self._pending.ask_each(Purpose.OPERATION, bodies, now)
+        elif not self.active:
+            return PhaseReport(PhaseResult.RECOVERED)
+        return RUNNING
+
+    def _timed(self, body: Body) -> Body:
+        """Limit the time that ranks wait for each other in a new group to less than the deadline of the request."""
+        if not isinstance(body, RebuildGroup):
+            return body
+        limit_s = MEETING_SHARE * self._pending.deadline_s(RebuildGroup)
+        return msgspec.structs.replace(body, timeout_s=limit_s)
+
+    def _choose(self, now: float, *, replacements_fail: bool) -> PhaseReport:
+        """Choose a strategy for the open incident, if there is one."""
+        incident = self._incidents.current
+        if incident is None:
+            return RUNNING
+        chosen = plan(self._situation(replacements_fail=replacements_fail))
+        incident.strategy = chosen.strategy
+        options = tuple(str(option) for option in chosen.options)
+        self._decision.add_fact(StrategyChosen(incident.number, chosen.strategy, chosen.reason, options))
+        self._decision.explain(f"{chosen.strategy}: {chosen.reason}")
+        if chosen.strategy in (Strategy.DUMP, Strategy.EXIT):
+            return self._dump(now, dump=chosen.strategy is Strategy.DUMP)
+        return RUNNING
+
+    def _dump(self, now: float, *, dump: bool) -> PhaseReport:
+        """Write a last checkpoint if possible, then end with the cause."""
+        state = self._decision.state
+        self.protocol.give_up(now)
+        if not dump or state.step in (0, *state.saved_steps):
+            return self._end(now)
+        self._dump_again = self._pending.is_asked(Purpose.SAVE)
+        return self._ask_dump(now)
+
+    def _ask_dump(self, now: float) -> PhaseReport:
+        state = self._decision.state
+        stage = carried_stage(self._config, step=state.step).name
+        living = state.members.live(Role.MODEL)
+        holders = [rank for rank in living if self.protocol.holds(rank, state.step)] or living
+        # The rank that reported the fault is free, while the others may be blocked in a collective.
+        free = [fault.process for fault in [self.cause] if fault is not None]
+        writer = min(holders, key=lambda rank: (self._processes.is_terminating(rank), rank not in free))
+        self._pending.ask_each(Purpose.DUMP, {writer: Save(state.step, stage, self._folder)}, now)
+        return RUNNING
+
+    def _end(self, now: float) -> PhaseReport:
+        fault = self.cause
+        assert fault is not None, "only an incident is given up"
+        self.protocol.dumped(now)
+        return PhaseReport(PhaseResult.UNRECOVERABLE, fault=fault)
+
+    def _fall_back(self, fault: Fault, now: float) -> None:
+        """Undo steps after their state is lost: return to the step before, which a snapshot or a peer replica may still
+        have, else to the last checkpoint, else to the beginning, where every fresh rank is."""
+        state, incident = self._decision.state, self._incidents.current
+        assert incident is not None
+        step = max((saved for saved in state.saved_steps if saved < state.step), default=0)
+        if not incident.fell_back and state.step - 1 in state.digests:
+            step = max(step, state.step - 1)
+        back = RolledBack(step, f"the state of step {state.step} is lost: {fault.message}")
+        if state.ledger.accepts(back) is not None:
+            incident.unrecoverable = "no readable state is left of any step that the run still knows"
+            return
+        incident.fell_back, incident.attempts, incident.repairs = True, 0, 0
+        self._pending.withdraw_all(Purpose.SAVE)  # Of a step that is undone now.
+        self._decision.add_fact(back)
+        self._decision.add_effect(Raise(f"back to step {step}: the state of later steps is lost"))
+        for rank in self.protocol.begun if step == 0 else ():
+            self._processes.terminate(rank, fault, now)
+        self._dispatch.discard_all()
+
+    def _situation(self, *, replacements_fail: bool) -> FaultSituation:
+        return self._incidents.situation(
+            missing=tuple(self._processes.missing(Role.MODEL)),
+            living=tuple(self._decision.state.members.live(Role.MODEL)),
+            replacements_fail=replacements_fail,
+            step_s=self.step_s,
+        )
+
+    def _view(self) -> RankSet:
+        state = self._decision.state
+        members, step = state.members.members, state.step
+        living = tuple(state.members.live(Role.MODEL))
+        # Their number is ranks times processes, so they are computed only when needed.
+        may_repair = self.protocol.state in (_S.REBUILDING, _S.REPAIRING)
+        return RankSet(
+            living=living,
+            missing=tuple(self._processes.missing(Role.MODEL)),
+            stores={name: members[name].capabilities.get("store", "") for name in living},
+            sources={name: self._sources(name) for name in living} if may_repair else {},
+            step=step,
+            digest=state.digests.get(step, ""),
+            stage=carried_stage(self._config, step=step).name,
+            next_stage=next_stage(self._config, step=step).name,
+            flow=next((members[n].capabilities.get("flow", Flow.ROLLBACK) for n in living), Flow.ROLLBACK),
+        )
+
+    def _sources(self, rank: str) -> tuple[str, ...]:
+        """Return the places where a rank may find its state: snapshots of its host (its own first), agents of other
+        hosts, the checkpoint."""
+        members = self._decision.state.members
+        host = members.members[rank].host
+        here = [
+            name
+            for name, member in members.members.items()
+            if member.role is Role.MODEL and member.host == host and name != rank
+        ]
+        snapshots = [f"snapshot:{name}" for name in (rank, *sorted(here))]
+        keepers = [name for name in members.live(Role.AGENT) if members.members[name].host != host]
+        state = self._decision.state
+        path = state.checkpoint_paths.get(state.step) or self.restore_paths.get(state.step)
+        return (*snapshots, *keepers, *([path] if path is not None else []))
+
+
+def _first(*reports: PhaseReport) -> PhaseReport:
+    """Return the first report that is not RUNNING."""
+    return next((report for report in reports if report.result is not PhaseResult.RUNNING), RUNNING)
+
+
+def _error_at_end(fault: Fault) -> str:
+    """Return the kind of the error that ended the process, of a fault that reports its end."""
+    return fault.detail.kind if isinstance(fault.detail, EndedByError) else ""

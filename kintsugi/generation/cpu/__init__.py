@@ -1,0 +1,1 @@
+"""The eager CPU runner, where nothing can be compiled."""

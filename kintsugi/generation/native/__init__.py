@@ -1,0 +1,1 @@
+"""The compiled CPU runner: one call of `kernels.cpp` per step."""

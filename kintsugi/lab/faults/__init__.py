@@ -1,0 +1,1 @@
+"""Mechanisms of faults, one module per kind; `catalogue.py` lists them, the preferred ones first."""

@@ -1,0 +1,426 @@
+"""Injects faults into a running job, records what was done, and leaves nothing behind.
+
+    injector = Injector(run, folder)
+    injected = injector.begin(Injection(ability=Ability.CPU, target="rollout-1", amount={"share": 0.9}))
+    …
+    injected = injector.end(injected)
+    injector.close()
+
+`begin` returns when the fault has begun. It raises `UserError` for a fault that is impossible (unknown process, a
+trigger that does not occur, a mechanism that this machine lacks) and `ProcessDied` when the target ended before the
+fault. A fault ends after its `duration_s`; `end` ends it earlier and returns the marker with the time of the end.
+
+`signal_in_phase` kills or stops processes directly, without a process per fault, and undoes nothing. The soak uses it,
+where the run has to replace the processes. The folder contains:
+
+    undo.jsonl      how every change is undone, written before the change is made
+    markers/N.json  what was done (`Injected`)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+import msgspec
+
+from kintsugi.errors import DeadlineExceeded, ProcessDied, UserError
+from kintsugi.lab import probing
+from kintsugi.lab.faults.mechanism import FaultContext, FaultMechanism
+from kintsugi.lab.faults.signals import KillSignal, StopSignal
+from kintsugi.lab.injector.checks import check_injection
+from kintsugi.lab.injector.injection import Ability, Injected, Injection
+from kintsugi.lab.injector.injector_process import InjectorReport
+from kintsugi.lab.injector.reaper import ReaperGuard
+from kintsugi.lab.injector.triggers import TriggerWatch
+from kintsugi.lab.injector.undo_log import ProcessIdentity, ResumeProcess, network_of
+from kintsugi.lab.testbed.testbed import RunTestbed
+from kintsugi.lab.testbed.tools import ToolFailed
+from kintsugi.lab.testbed.watch import MASTER, RunWatch
+from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.disk import write_atomically
+from kintsugi.runtime.processes import Child, SystemProcesses
+from kintsugi.runtime.waits import wait
+
+READY_TIMEOUT_S = 20.0
+END_TIMEOUT_S = 15.0
+HOLD_LEASE_S = 120.0
+"""Lease of the undo entry that resumes a held master if the laboratory dies meanwhile."""
+SIGNALS: dict[Ability, type[KillSignal | StopSignal]] = {Ability.KILL: KillSignal, Ability.STOP: StopSignal}
+"""Faults that are one signal and need no process to prepare them."""
+
+
+class InjectableRun(Protocol):
+    """Interface of a run that faults are injected into; `MarkedRun` implements it."""
+
+    run_dir: Path
+    testbed: RunTestbed | None
+
+    @property
+    def running(self) -> bool: ...
+
+    def is_ours(self, pid: int) -> bool: ...
+
+
+class _FaultProcess:
+    """Handle on the process that carries out one fault (`injector_process.py`)."""
+
+    def __init__(self, context: FaultContext) -> None:
+        orders, self._orders = os.pipe2(os.O_CLOEXEC)
+        self._reports, reports = os.pipe2(os.O_CLOEXEC)
+        try:
+            self.child: Child = SystemProcesses().spawn(
+                [sys.executable, "-m", "kintsugi.lab.injector.injector_process", str(orders), str(reports)],
+                pass_fds=(orders, reports),
+                new_session=True,
+            )
+        finally:
+            os.close(orders)
+            os.close(reports)
+        self._unread = b""
+        self._order(msgspec.json.encode(context))
+
+    def _order(self, line: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._orders, line + b"\n")
+
+    def go(self) -> None:
+        self._order(b"go")
+
+    def end(self) -> None:
+        self._order(b"end")
+
+    def receive(self, *, timeout_s: float) -> InjectorReport | None:
+        """Return its next report; None when its pipe has ended."""
+        poller = select.poll()
+        poller.register(self._reports, select.POLLIN)
+
+        def attempt(remaining_s: float) -> tuple[InjectorReport | None] | None:
+            line, newline, rest = self._unread.partition(b"\n")
+            if newline:
+                self._unread = rest
+                return (msgspec.json.decode(line, type=InjectorReport),)
+            if not poller.poll(remaining_s * 1000):
+                return None
+            content = os.read(self._reports, 1 << 16)
+            self._unread += content
+            return None if content else (None,)
+
+        return wait(attempt, whom=f"injector {self.child.pid}", what="its report", timeout_s=timeout_s)[0]
+
+    def close(self) -> None:
+        """Close its orders: it then undoes what there is to undo, and exits."""
+        os.close(self._orders)
+        try:
+            self.child.wait_ended(whom="injector", timeout_s=END_TIMEOUT_S)
+        except DeadlineExceeded:
+            self.child.send_signal(signal.SIGKILL)
+            self.child.wait_ended(whom="injector", timeout_s=END_TIMEOUT_S)
+        self.child.close()
+        os.close(self._reports)
+
+
+class _MasterHold:
+    """Whether a held master is resumed afterwards."""
+
+    def __init__(self) -> None:
+        self.resumes = True
+
+    def keep_stopped(self) -> None:
+        """Leave the master stopped: that is the fault."""
+        self.resumes = False
+
+
+class Injector:
+    """Faults of one run. Several may be active at a time."""
+
+    def __init__(self, run: InjectableRun, folder: Path, *, watch: RunWatch | None = None) -> None:
+        """`watch` follows the run and stays open; without one, the injector follows the run itself."""
+        self._run = run
+        self._markers = folder / "markers"
+        self._markers.mkdir(parents=True, exist_ok=True)
+        self._guard = ReaperGuard(folder / "undo.jsonl")
+        self._watch = watch if watch is not None else RunWatch(run.run_dir)
+        self._owns_watch = watch is None
+        self._active: dict[int, tuple[_FaultProcess, Injected]] = {}
+        self._count = len(list(self._markers.glob("*.json")))
+
+    # Begin.
+
+    def begin(self, injection: Injection) -> Injected:
+        """Wait for the trigger and begin the fault."""
+        try:
+            return self._begin(injection)
+        except UserError as error:
+            raise UserError(f"{injection.ability.value} on {injection.target}: {error}") from error
+
+    def _begin(self, injection: Injection) -> Injected:
+        check_injection(injection)
+        trigger = TriggerWatch(
+            injection.trigger, watch=self._watch, run_dir=self._run.run_dir, alive=lambda: self._run.running
+        )
+        target = self._identify(injection.target)
+        mechanism = probing.choose(injection, pid=target.pid)
+        self._guard.renew()
+        if self._run.testbed is not None:
+            self._run.testbed.renew()
+        process = _FaultProcess(self._context(injection, mechanism, target))
+        try:
+            self._expect(process, "ready", injection, target)
+            trigger.until_holds()
+            trigger.pause()
+            began = self._start(process, injection, target, trigger, stops_it=mechanism is StopSignal)
+        except BaseException:
+            process.close()
+            raise
+        injected = self._record(
+            injection,
+            process=injection.target,
+            target=target,
+            mechanism=mechanism,
+            wall=began.wall,
+            monotonic=began.monotonic,
+        )
+        self._active[injected.number] = process, injected
+        return injected
+
+    def _start(
+        self,
+        process: _FaultProcess,
+        injection: Injection,
+        target: ProcessIdentity,
+        trigger: TriggerWatch,
+        *,
+        stops_it: bool,
+    ) -> InjectorReport:
+        """Begin the fault; where the trigger names a phase, hold the master so that the phase can not pass."""
+        if (
+            injection.trigger.phase is None
+            or injection.trigger.after_s
+            or MASTER not in self._watch.processes
+        ):
+            process.go()
+            return self._expect(process, "began", injection, target)
+        while True:
+            with self._master_held() as hold:
+                if trigger.holds:
+                    process.go()
+                    report = self._expect(process, "began", injection, target)
+                    if injection.target == MASTER and stops_it:
+                        hold.keep_stopped()
+                    return report
+            trigger.until_holds()
+
+    def signal_in_phase(self, injection: Injection, pids: Mapping[str, int]) -> tuple[Injected, ...]:
+        """Kill or stop all of `pids` in one instant if the master is in the phase of the trigger; else return ().
+
+        Processes that have ended, or that do not belong to the run, are left out. Nothing is undone later.
+        """
+        mechanism = SIGNALS[injection.ability]
+        trigger = TriggerWatch(
+            injection.trigger, watch=self._watch, run_dir=self._run.run_dir, alive=lambda: self._run.running
+        )
+        hit: dict[str, ProcessIdentity] = {}
+        try:
+            with self._master_held() as hold:
+                if not trigger.holds:
+                    return ()
+                monotonic, wall = SYSTEM_CLOCK.monotonic(), SYSTEM_CLOCK.wall()
+                for process, pid in pids.items():
+                    with contextlib.suppress(ProcessLookupError):
+                        identity = ProcessIdentity.of(pid)
+                        if self._run.is_ours(pid) and identity.signal(mechanism.number):
+                            hit[process] = identity
+                if MASTER in hit and injection.ability is Ability.STOP:
+                    hold.keep_stopped()
+        except (ProcessDied, UserError):  # There is no master at this moment.
+            return ()
+        return tuple(
+            self._record(
+                injection, process=process, target=target, mechanism=mechanism, wall=wall, monotonic=monotonic
+            )
+            for process, target in hit.items()
+        )
+
+    @contextlib.contextmanager
+    def _master_held(self) -> Iterator[_MasterHold]:
+        """Stop the master while its phase is checked and a fault begins, so that the phase can not pass in between."""
+        master = self._identify(MASTER)
+        entry = self._guard.before(ResumeProcess(master), lease_s=HOLD_LEASE_S)
+        hold = _MasterHold()
+        try:
+            master.signal(signal.SIGSTOP)
+            self._watch.glance()
+            yield hold
+        except BaseException:
+            hold.resumes = True
+            raise
+        finally:
+            if hold.resumes:
+                self._guard.undo(entry)
+            else:
+                self._guard.forget(entry)
+
+    def _record(
+        self,
+        injection: Injection,
+        *,
+        process: str,
+        target: ProcessIdentity,
+        mechanism: type[FaultMechanism],
+        wall: float,
+        monotonic: float,
+    ) -> Injected:
+        """Write the marker of a fault that has begun."""
+        self._count += 1
+        injected = Injected(
+            injection=injection,
+            process=process,
+            pid=target.pid,
+            host=self._host_of(target),
+            mechanism=mechanism.name,
+            start=wall,
+            monotonic=monotonic,
+            phase=self._watch.phase_at(monotonic),
+            step=self._watch.step + 1,
+            number=self._count,
+            end=None if mechanism.lasts else wall,
+        )
+        self._mark(injected)
+        return injected
+
+    def _identify(self, process: str) -> ProcessIdentity:
+        """Return a process of the run; UserError when the name is unknown, ProcessDied when the process has ended."""
+        self._watch.look(force=True)
+        presence = self._watch.processes.get(process)
+        if presence is None:
+            known = ", ".join(sorted(self._watch.processes)) or "none yet"
+            raise UserError(f"target: this run has no process {process!r}; it has {known}")
+        with contextlib.suppress(ProcessLookupError):
+            identity = ProcessIdentity.of(presence.pid)
+            # The start time is read before the mark, so a later process with the same pid can not be meant.
+            if self._run.is_ours(identity.pid) and identity.alive:
+                return identity
+        raise ProcessDied(f"{process} (pid {presence.pid}) has ended and has not been replaced yet")
+
+    def _context(
+        self, injection: Injection, mechanism: type[FaultMechanism], target: ProcessIdentity
+    ) -> FaultContext:
+        testbed = self._run.testbed
+        peers = (self._identify(injection.peer),) if injection.peer is not None else ()
+        disk = testbed.disk if testbed is not None else None
+        on_disk = disk is not None and self._run.run_dir.resolve().is_relative_to(disk.resolve())
+        return FaultContext(
+            injection=injection,
+            mechanism=mechanism.name,
+            target=target,
+            peers=peers,
+            run_dir=str(self._run.run_dir),
+            disk=str(disk) if on_disk else None,
+            named=testbed is not None and testbed.named,
+            journal=str(self._guard.path),
+            seed=self._count,
+        )
+
+    def _host_of(self, target: ProcessIdentity) -> str:
+        """Return the name of the isolated host that the process runs on; the machine's own name where there is none."""
+        testbed = self._run.testbed
+        with contextlib.suppress(OSError):
+            found = testbed.host_of(network_of(target.pid)) if testbed is not None else None
+            if found is not None:
+                return found
+        return socket.gethostname()
+
+    def _expect(
+        self, process: _FaultProcess, what: str, injection: Injection, target: ProcessIdentity
+    ) -> InjectorReport:
+        """Wait for one kind of report; ProcessDied or UserError when another one, or none, comes."""
+        report = process.receive(timeout_s=READY_TIMEOUT_S)
+        if report is not None and report.what == what:
+            return report
+        if not target.alive:
+            raise ProcessDied(f"{injection.target} (pid {target.pid}) ended before the fault could begin")
+        if report is not None:
+            raise UserError(report.why)
+        raise UserError(f"the injector was {'killed' if process.child.ended() else 'silent'}")
+
+    # End.
+
+    def end(self, injected: Injected) -> Injected:
+        """Undo a fault, unless it has ended already; return its marker with the time of the end."""
+        if injected.number not in self._active:
+            return injected
+        process, injected = self._active.pop(injected.number)
+        process.end()
+        report: InjectorReport | None = None
+        with contextlib.suppress(DeadlineExceeded):
+            report = process.receive(timeout_s=END_TIMEOUT_S)
+        ended = self._settle(process, injected, report)
+        self._mark(ended)
+        return ended
+
+    def _settle(self, process: _FaultProcess, injected: Injected, report: InjectorReport | None) -> Injected:
+        """Make sure that the fault is undone, even when its process was killed or hangs."""
+        replace = msgspec.structs.replace
+        if report is None or report.what != "ended":
+            try:
+                process.child.send_signal(signal.SIGKILL)
+                process.child.wait_ended(whom="injector", timeout_s=END_TIMEOUT_S)
+                self._undo_for(process.child.pid)
+            finally:
+                process.close()
+            return replace(injected, end=injected.end or SYSTEM_CLOCK.wall())
+        process.close()
+        return replace(
+            injected,
+            end=injected.end or report.wall,
+            measured=report.measured,
+            target_ended=report.target_ended,
+        )
+
+    def _undo_for(self, pid: int) -> None:
+        """Undo the changes of a killed process; the reaper does the same, and the second undo has no effect."""
+
+        def attempt(remaining_s: float) -> bool | None:
+            mine = [entry for entry in self._guard.outstanding() if entry.owner.pid == pid]
+            for entry in mine:
+                with contextlib.suppress(OSError, ToolFailed, DeadlineExceeded):
+                    self._guard.undo(entry)
+            return None if mine else True
+
+        wait(attempt, whom="injector", what="its changes to be undone", timeout_s=END_TIMEOUT_S)
+
+    @property
+    def active(self) -> tuple[Injected, ...]:
+        """Faults that were begun and not ended by `end`."""
+        return tuple(injected for _, injected in self._active.values())
+
+    def _mark(self, injected: Injected) -> None:
+        write_atomically(
+            self._markers / f"{injected.number}.json", msgspec.json.encode(injected), durable=False
+        )
+
+    def close(self) -> None:
+        """End every fault, the last one first, and undo every change; an error in one does not keep the others."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._guard.close)
+            if self._owns_watch:
+                stack.callback(self._watch.close)
+            for injected in self.active:
+                stack.callback(self.end, injected)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,393 @@
+"""Undo journal: how each change of the laboratory is reverted, written before the change is made.
+
+`<lab folder>/undo.jsonl` has a line for every change, with the process that made it and its lease, and a line for every
+change that was undone. The process that made the change, the reaper, or the next laboratory on this machine can undo
+it. Undoing twice, or undoing a change that was never made, has no effect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from kintsugi.lab.faults import fpu_rounding
+from kintsugi.lab.testbed import tools
+from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.proc import process_start_time
+from kintsugi.runtime.processes import SystemProcesses
+from kintsugi.runtime.waits import wait
+
+GROUP_TIMEOUT_S = 5.0
+POLL_S = 0.005
+SHAPING_HANDLE = "6b01"
+"""Handle by which our traffic shaping is recognised."""
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True):
+    """Process identified by pid and start time, so that a later process with the same pid is not mistaken for it."""
+
+    pid: int
+    born: int
+    """Start time in clock ticks after boot."""
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessIdentity:
+        """Return the identity of a running process; ProcessLookupError when there is none."""
+        born = process_start_time(pid)
+        if born is None:
+            raise ProcessLookupError(errno.ESRCH, f"there is no process {pid}")
+        return cls(pid, born)
+
+    @property
+    def alive(self) -> bool:
+        return process_start_time(self.pid) == self.born
+
+    def signal(self, number: signal.Signals) -> bool:
+        """Signal this process and no other; False when it has ended."""
+        try:
+            child = SystemProcesses().adopt(self.pid)
+        except ProcessLookupError:
+            return False
+        try:
+            if not self.alive:
+                return False
+            child.send_signal(number)
+            return True
+        finally:
+            child.close()
+
+
+class _Undo(msgspec.Struct, frozen=True, tag=True):
+    """Reversal of one change.
+
+    `carry_out` raises OSError, ToolFailed or DeadlineExceeded when it failed and must be retried.
+    """
+
+    def carry_out(self) -> None:
+        raise NotImplementedError
+
+
+class ResumeProcess(_Undo, frozen=True, tag="Continue"):
+    """Resumes a process that was stopped."""
+
+    who: ProcessIdentity
+
+    def carry_out(self) -> None:
+        self.who.signal(signal.SIGCONT)
+
+
+class LeaveGroup(_Undo, frozen=True, tag="Leave"):
+    """Removes a control group that was created, and moves its processes back."""
+
+    group: str
+    home: str
+
+    def carry_out(self) -> None:
+        """Move the processes back and remove the group; repeated until no process is left that was forked into it
+        meanwhile."""
+        group = Path(self.group)
+
+        def attempt(remaining_s: float) -> bool | None:
+            try:
+                thaw(group)
+                home = _nearest(Path(self.home))
+                for pid in (group / "cgroup.procs").read_text().split():
+                    with contextlib.suppress(ProcessLookupError):
+                        (home / "cgroup.procs").write_text(pid)
+                group.rmdir()
+            except FileNotFoundError:
+                # Either another process has undone it, or the home group has just been removed.
+                if not group.exists():
+                    return True
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    raise
+            else:
+                return True
+            time.sleep(min(remaining_s, POLL_S))
+            return None
+
+        wait(attempt, whom=f"control group {group}", what="to be empty", timeout_s=GROUP_TIMEOUT_S)
+
+
+def _nearest(home: Path) -> Path:
+    """Return the nearest existing group above a home group that was removed meanwhile."""
+    return next((group for group in (home, *home.parents) if (group / "cgroup.procs").exists()), home)
+
+
+def thaw(group: Path) -> None:
+    """Resume the processes of a frozen group; no effect on a group that can not be frozen."""
+    for file, word in (("freezer.state", "THAWED"), ("cgroup.freeze", "0")):
+        if (group / file).exists():
+            (group / file).write_text(word)
+
+
+class RemovePath(_Undo, frozen=True, tag="Remove"):
+    """Removes a file or folder that was created. A folder contains only files of the laboratory."""
+
+    path: str
+
+    def carry_out(self) -> None:
+        path = Path(self.path)
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+class UnmountPath(_Undo, frozen=True, tag="Unmount"):
+    """Unmounts a file system that was mounted."""
+
+    path: str
+
+    def carry_out(self) -> None:
+        """Unmount; a mount that stays busy is detached lazily, and the kernel frees it with its last user."""
+        for patience in (True, False):
+            while os.path.ismount(self.path):
+                try:
+                    tools.call("umount", *([] if patience else ["--lazy"]), self.path)
+                except tools.ToolFailed:
+                    if not patience:
+                        raise
+                    break
+
+
+class RestoreLimit(_Undo, frozen=True, tag="Limit"):
+    """Restores a resource limit of a process."""
+
+    who: ProcessIdentity
+    name: str
+    soft: int
+    hard: int
+
+    def carry_out(self) -> None:
+        if self.who.alive:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(
+                    self.who.pid, getattr(resource, f"RLIMIT_{self.name}"), (self.soft, self.hard)
+                )
+
+
+class RestoreOomScore(_Undo, frozen=True, tag="Score"):
+    """Restores the OOM score of a process."""
+
+    who: ProcessIdentity
+    score: str
+
+    def carry_out(self) -> None:
+        if self.who.alive:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                Path("/proc", str(self.who.pid), "oom_score_adj").write_text(self.score)
+
+
+class RestoreAffinity(_Undo, frozen=True, tag="Processors"):
+    """Restores CPU affinity and niceness of the threads of a process."""
+
+    who: ProcessIdentity
+    processors: tuple[int, ...]
+    nice: int
+
+    def carry_out(self) -> None:
+        if not self.who.alive:
+            return
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            for thread in threads_of(self.who.pid):
+                os.sched_setaffinity(thread, self.processors)
+                # Raising the priority again needs a privilege; without it the laboratory never lowers the
+                # priority.
+                if os.getpriority(os.PRIO_PROCESS, thread) != self.nice:
+                    os.setpriority(os.PRIO_PROCESS, thread, self.nice)
+
+
+class RestoreRounding(_Undo, frozen=True, tag="Rounding"):
+    """Restores the floating point rounding mode of the threads of a process."""
+
+    who: ProcessIdentity
+
+    def carry_out(self) -> None:
+        if self.who.alive:
+            fpu_rounding.set_rounding(self.who.pid, fpu_rounding.NEAREST)
+
+
+class RemoveRules(_Undo, frozen=True, tag="Rules"):
+    """Removes packet filter rules from a network namespace."""
+
+    network: int
+    """Inode number of the namespace; it is gone when its last process is."""
+    table: str
+    """Table of nftables; all its content is ours."""
+    commands: tuple[tuple[str, ...], ...] = ()
+    """Commands that remove other rules; each may fail when its rule does not exist."""
+
+    def carry_out(self) -> None:
+        pid = process_in(self.network)
+        if pid is None:
+            return
+        there = ("nsenter", "--target", str(pid), "--net")
+        for command in self.commands:
+            with contextlib.suppress(tools.ToolFailed):
+                tools.call(*there, *command)
+        if not self._has_table(there):
+            return
+        try:
+            tools.call(*there, "nft", "delete", "table", "inet", self.table)
+        except tools.ToolFailed:
+            # Another process may have undone the same change just now.
+            if self._has_table(there):
+                raise
+
+    def _has_table(self, there: tuple[str, ...]) -> bool:
+        return f" {self.table}\n" in tools.call(*there, "nft", "list", "tables")
+
+
+class RemoveShaping(_Undo, frozen=True, tag="Shaping"):
+    """Removes traffic shaping from a network device."""
+
+    network: int
+    """Inode number of the network namespace."""
+    interface: str
+
+    def carry_out(self) -> None:
+        pid = process_in(self.network)
+        if pid is None:
+            return
+        there = ("nsenter", "--target", str(pid), "--net", "tc", "qdisc")
+        if not self._is_set(there):
+            return
+        try:
+            tools.call(*there, "del", "dev", self.interface, "root")
+        except tools.ToolFailed:
+            # Another process may have undone the same change just now.
+            if self._is_set(there):
+                raise
+
+    def _is_set(self, there: tuple[str, ...]) -> bool:
+        """Whether our shaping is set; shaping of others is left alone, and the device may be gone."""
+        try:
+            return f" {SHAPING_HANDLE}: root" in tools.call(*there, "show", "dev", self.interface)
+        except tools.ToolFailed as error:
+            if "Cannot find device" in str(error):
+                return False
+            raise
+
+
+Undo = (
+    ResumeProcess
+    | LeaveGroup
+    | RemovePath
+    | UnmountPath
+    | RestoreLimit
+    | RestoreOomScore
+    | RestoreAffinity
+    | RestoreRounding
+    | RemoveRules
+    | RemoveShaping
+)
+
+
+def threads_of(pid: int) -> list[int]:
+    return [int(entry) for entry in os.listdir(f"/proc/{pid}/task")]
+
+
+def network_of(pid: int | str) -> int:
+    """Return the inode number of a process's network namespace."""
+    return os.stat(f"/proc/{pid}/ns/net").st_ino
+
+
+def process_in(network: int) -> int | None:
+    """Return a process in a network namespace; None when the namespace has no process and so no longer exists."""
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            with contextlib.suppress(OSError):
+                if network_of(entry) == network:
+                    return int(entry)
+    return None
+
+
+class UndoEntry(msgspec.Struct, frozen=True):
+    """Journal line: a change that is about to be made."""
+
+    number: str
+    owner: ProcessIdentity
+    until: float
+    """Monotonic time at which the lease ends."""
+    undo: Undo
+
+
+class UndoDone(msgspec.Struct, frozen=True):
+    """Journal line: a change was undone."""
+
+    done: str
+
+
+class UndoJournal:
+    """Append-only journal of undo entries, written by several processes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._owner = ProcessIdentity.of(os.getpid())
+        self._count = 0
+
+    def before(self, undo: Undo, *, lease_s: float) -> UndoEntry:
+        """Write how a change is undone; the change may be made when this has returned."""
+        self._count += 1
+        number = f"{self._owner.pid}-{self._owner.born}-{self._count}"
+        entry = UndoEntry(number, self._owner, SYSTEM_CLOCK.monotonic() + lease_s, undo)
+        self._append(entry)
+        return entry
+
+    def undo(self, entry: UndoEntry) -> None:
+        """Undo the change and journal that."""
+        entry.undo.carry_out()
+        self.forget(entry)
+
+    def forget(self, entry: UndoEntry) -> None:
+        self._append(UndoDone(entry.number))
+
+    def _append(self, line: UndoEntry | UndoDone) -> None:
+        # Starts with a newline: a killed process may have left a partial line.
+        content = b"\n" + msgspec.json.encode(line) + b"\n"
+        if os.write(self._descriptor, content) != len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        os.fdatasync(self._descriptor)
+
+    @property
+    def size(self) -> int:
+        """Size of the journal in bytes."""
+        return os.fstat(self._descriptor).st_size
+
+    def outstanding(self) -> list[UndoEntry]:
+        """Return the changes that are not undone, the last one first: changes are undone in reverse order."""
+        entries: dict[str, UndoEntry] = {}
+        for line in self._lines():
+            if isinstance(line, UndoEntry):
+                entries[line.number] = line
+            else:
+                entries.pop(line.done, None)
+        return list(reversed(entries.values()))
+
+    def _lines(self) -> Iterator[UndoEntry | UndoDone]:
+        # Read through the descriptor: the changes must be undone even after the folder of the experiment was
+        # removed.
+        for line in os.pread(self._descriptor, self.size, 0).splitlines():
+            # A partial line of a killed process belongs to a change that it did not make.
+            with contextlib.suppress(msgspec.MsgspecError):
+                if line.startswith(b'{"done"'):
+                    yield msgspec.json.decode(line, type=UndoDone)
+                else:
+                    yield msgspec.json.decode(line, type=UndoEntry)
+
+    def close(self) -> None:
+        os.close(self._descriptor)

@@ -1,0 +1,1 @@
+"""Proof that injected faults leave nothing on the host."""

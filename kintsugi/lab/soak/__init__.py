@@ -1,0 +1,1 @@
+"""A run under random kills and stops, compared step by step with an undisturbed twin."""

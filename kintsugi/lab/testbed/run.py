@@ -1,0 +1,190 @@
+"""Run that faults are injected into: started as a process of its own; all its processes carry a mark.
+
+`python -m kintsugi.lab.testbed.run RUN_DIR start|resume warm|cold [HOSTS]` is the launcher that an experiment starts.
+`cold` disables the fork server: every process imports its libraries itself. HOSTS is a file with the isolated hosts of
+the agents (`testbed.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from uuid import uuid4
+
+import msgspec
+
+from kintsugi.cluster.handover import PROGRAMS, Programs
+from kintsugi.cluster.launcher import launch
+from kintsugi.cluster.namespaces import HostNamespaces
+from kintsugi.config.recipe import dump, load_config
+from kintsugi.config.schema import Config
+from kintsugi.errors import KintsugiError, UserError
+from kintsugi.lab.testbed.growth import with_growth
+from kintsugi.lab.testbed.process_tags import carriers, carries
+from kintsugi.lab.testbed.testbed import RunTestbed
+from kintsugi.process.exit_codes import EXIT_ERROR, EXIT_USER_ERROR
+from kintsugi.run_folder.creation import create_run_dir
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.proc import die_with_parent
+from kintsugi.runtime.processes import Child, Processes, SystemProcesses
+from kintsugi.runtime.waits import wait
+
+MARK = "KINTSUGI_LAB_MARK"
+LAUNCHER = (sys.executable, "-m", "kintsugi.lab.testbed.run")
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+"""Makes the C library return freed memory to the kernel immediately. Where there is no accelerator, tensors are in host
+memory, and memory that the C library keeps could not be refused to the process."""
+END_DEADLINE_S = 20.0
+
+
+def cold(programs: Programs) -> Programs:
+    """Return the same programs without a fork server."""
+    return msgspec.structs.replace(programs, preload=(), forked=())
+
+
+class MarkedRun:
+    """One run folder and the launcher that runs it. Processes that carry the mark may be signalled and killed."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        run_dir: Path,
+        cold: bool = False,
+        command: Sequence[str] = LAUNCHER,
+        testbed: RunTestbed | None = None,
+    ) -> None:
+        """`command` is the launcher; its arguments are the folder, `start` or `resume`, `warm` or `cold`, and the hosts
+        file if `testbed` has hosts."""
+        self.run_dir = run_dir
+        self.testbed = testbed
+        self._command = command
+        self.config = msgspec.structs.replace(config, run_dir=str(run_dir))
+        self.launcher: Child | None = None
+        self._cold = cold
+        self._mark = uuid4().hex
+        create_run_dir(run_dir)
+        dump(self.config, RunFolder(run_dir).config_file)
+
+    def start(self, *, resume: bool = False) -> None:
+        if self.launcher is not None:
+            self.launcher.close()
+        how = ["resume" if resume else "start", "cold" if self._cold else "warm"]
+        if self.testbed is not None and self.testbed.hosts:
+            how.append(str(self.testbed.hosts_file))
+        with (self.run_dir / "launcher.log").open("ab") as log:
+            self.launcher = SystemProcesses().spawn(
+                [*self._command, str(self.run_dir), *how],
+                environment={
+                    **os.environ,
+                    **(GIVES_BACK if self.testbed is not None else {}),
+                    MARK: self._mark,
+                },
+                stdout=log,
+                stderr=log,
+                new_session=True,
+            )
+
+    @property
+    def running(self) -> bool:
+        return self.launcher is not None and not self.launcher.ended()
+
+    def exit_code(self) -> int | None:
+        """Return the exit code of the launcher once it has ended."""
+        return self.launcher.status() if self.launcher is not None else None
+
+    def output(self) -> str:
+        """Return the output of the launcher."""
+        return (self.run_dir / "launcher.log").read_text(errors="replace").strip()
+
+    def is_ours(self, pid: int) -> bool:
+        """Whether a process carries the mark of this run."""
+        return carries(pid, self._mark)
+
+    def pids(self) -> list[int]:
+        """Return all running processes of the run."""
+        return carriers(self._mark)
+
+    def kill_everything(self) -> None:
+        """Kill all processes, as when the machine goes down: no process is left that could clean up."""
+
+        def attempt(remaining_s: float) -> bool | None:
+            pids = self.pids()
+            for pid in pids:
+                signal_ours(self, pid, signal.SIGKILL)
+            return True if not pids else None
+
+        wait(attempt, whom="all processes of the run", what="their end", timeout_s=END_DEADLINE_S)
+        if self.launcher is not None:
+            self.launcher.wait_ended(whom="launcher", timeout_s=END_DEADLINE_S)
+
+    def close(self) -> None:
+        """End the remaining processes of the run."""
+        self.kill_everything()
+        if self.launcher is not None:
+            self.launcher.close()
+            self.launcher = None
+
+
+def signal_ours(run: MarkedRun, pid: int, number: signal.Signals) -> bool:
+    """Signal a process of the run and no other, even when its pid has been reused meanwhile."""
+    try:
+        process = SystemProcesses().adopt(pid)
+    except ProcessLookupError:
+        return False
+    try:
+        # The descriptor is opened first, so the mark is checked on the process that gets the signal.
+        if not run.is_ours(pid) or process.ended():
+            return False
+        process.send_signal(number)
+        return True
+    finally:
+        process.close()
+
+
+def main(arguments: list[str]) -> int:
+    """Body of the launcher's process."""
+    folder, how, temperature, *hosts = arguments
+    programs = with_growth(cold(PROGRAMS) if temperature == "cold" else PROGRAMS)
+    places = read_hosts(Path(hosts[0])) if hosts else ()
+    return launch_for_a_lab(Path(folder), resume=how == "resume", programs=programs, hosts=places)
+
+
+def read_hosts(path: Path) -> tuple[HostNamespaces, ...]:
+    """Read the hosts file of a `RunTestbed`."""
+    return msgspec.json.decode(path.read_bytes(), type=tuple[HostNamespaces, ...])
+
+
+def launch_for_a_lab(
+    run_dir: Path,
+    *,
+    resume: bool,
+    programs: Programs,
+    processes: Processes | None = None,
+    hosts: Sequence[HostNamespaces] = (),
+) -> int:
+    """Launch the configuration of the folder; this process is killed when its parent ends."""
+    die_with_parent()
+    config = load_config(RunFolder(run_dir).config_file)
+    if resume:
+        RunFolder(run_dir).summary_file.unlink(missing_ok=True)
+    try:
+        return launch(
+            config,
+            run_dir=run_dir,
+            on_tick=lambda: None,
+            resume=resume,
+            programs=programs,
+            processes=processes,
+            hosts=hosts,
+        )
+    except KintsugiError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

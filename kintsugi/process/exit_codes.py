@@ -1,0 +1,8 @@
+"""Exit codes of every process of a run."""
+
+from __future__ import annotations
+
+EXIT_ERROR = 1
+EXIT_USER_ERROR = 2
+EXIT_ORPHANED = 70
+"""The process ended because its agent and launcher had ended."""

@@ -1,0 +1,177 @@
+"""Every message between processes, and which process sends it to which. `Body` is their union.
+
+One module per link holds the structs. Nothing is pickled or evaluated; decoding is strict (`protocol/wire.py`).
+
+| request                          | from → to            | reply              |
+|----------------------------------|----------------------|--------------------|
+| Ping                             | any → any            | Ok                 |
+| Register                         | any → master         | Registered         |
+| StartProcess                     | master → agent       | ProcessStarted     |
+| StopProcess                      | master → agent       | Ok                 |
+| Inspect                          | master → agent       | Inspected          |
+| AskTime                          | agent → master       | TimeTold           |
+| RunEpisodes                      | master → rollout     | EpisodesDone       |
+| Generate                         | rollout → manager, manager → server | Generated |
+| Retire                           | master → manager     | Ok                 |
+| Interrupt                        | manager → server     | Ok                 |
+| RunCall                          | master → model       | CallDone           |
+| EvaluatePairs                    | master → model       | PairsEvaluated     |
+| StartStage                       | master → model       | RankReady          |
+| CommitStep                       | master → model       | Ok                 |
+| Publish                          | master → model       | Published          |
+| Save                             | master → model       | Saved              |
+| HashWeights                      | master → model       | WeightsHashed      |
+| LoadWeights                      | master → manager, manager → server | WeightsLoaded |
+| PreLock, DeviceStop, DeviceClean, RebuildGroup, Repair, Rollback, NotifyNormal | master → model | RankReady |
+| AskStanding                      | master → model       | RankStanding       |
+| FetchSamples                     | model → rollout      | SamplesFetched     |
+| FetchRelayed                     | model → model        | Relayed            |
+| FetchWeights                     | server → model, server → agent | WeightsFetched (+ bulk frames) |
+| UploadWeights (+ bulk frames)    | model → agent        | Ok                 |
+| FetchState                       | model → model, model → agent | StateFetched, WeightsFetched (+ bulk frames) |
+| KeepState (+ bulk frames)        | model → agent        | Ok                 |
+
+Any request can be answered with Failed instead.
+
+| one-way message                  | from → to            |
+|----------------------------------|----------------------|
+| Heartbeat                        | any → master         |
+| AddressBook, Shutdown            | master → any         |
+| ProcessExited, ProcessSuspected, ChipFault | agent → master |
+| Drop                             | master → rollout     |
+| Produced                         | server → manager     |
+| Cancel                           | manager → server     |
+| LeaseRequested, LeaseAcknowledged, LeaseReleased | model → agent, server → agent |
+| LeaseGranted, LeaseExtended, LeaseRecalled | agent → model, agent → server |
+"""
+
+from __future__ import annotations
+
+from kintsugi.protocol.agents import (
+    AskTime,
+    ChipFault,
+    Inspect,
+    Inspected,
+    ProcessExited,
+    ProcessStarted,
+    ProcessSuspected,
+    StartProcess,
+    StopProcess,
+    TimeTold,
+)
+from kintsugi.protocol.device_lease import ToArbiter, ToHolder
+from kintsugi.protocol.generation import Cancel, Generate, Generated, Interrupt, Produced, Retire
+from kintsugi.protocol.membership import (
+    AddressBook,
+    Failed,
+    Heartbeat,
+    Ok,
+    Ping,
+    Register,
+    Registered,
+    Shutdown,
+)
+from kintsugi.protocol.recovery import (
+    AskStanding,
+    DeviceClean,
+    DeviceStop,
+    FetchState,
+    KeepState,
+    NotifyNormal,
+    PreLock,
+    RankReady,
+    RankStanding,
+    RebuildGroup,
+    Repair,
+    Rollback,
+    StateFetched,
+)
+from kintsugi.protocol.rollout import Drop, EpisodesDone, FetchSamples, RunEpisodes, SamplesFetched
+from kintsugi.protocol.sample_transfer import FetchRelayed, Relayed
+from kintsugi.protocol.training import (
+    CallDone,
+    CommitStep,
+    EvaluatePairs,
+    HashWeights,
+    PairsEvaluated,
+    RunCall,
+    Save,
+    Saved,
+    StartStage,
+    WeightsHashed,
+)
+from kintsugi.protocol.weights import (
+    FetchWeights,
+    LoadWeights,
+    Publish,
+    Published,
+    UploadWeights,
+    WeightsFetched,
+    WeightsLoaded,
+)
+
+Body = (
+    Ok
+    | Failed
+    | Ping
+    | Register
+    | Registered
+    | Heartbeat
+    | AddressBook
+    | Shutdown
+    | StartProcess
+    | ProcessStarted
+    | StopProcess
+    | ProcessExited
+    | ProcessSuspected
+    | ChipFault
+    | Inspect
+    | Inspected
+    | AskTime
+    | TimeTold
+    | RunEpisodes
+    | EpisodesDone
+    | FetchSamples
+    | SamplesFetched
+    | FetchRelayed
+    | Relayed
+    | Drop
+    | Generate
+    | Generated
+    | Produced
+    | Cancel
+    | Interrupt
+    | Retire
+    | RunCall
+    | CallDone
+    | EvaluatePairs
+    | PairsEvaluated
+    | CommitStep
+    | Publish
+    | Published
+    | FetchWeights
+    | WeightsFetched
+    | UploadWeights
+    | LoadWeights
+    | WeightsLoaded
+    | Save
+    | Saved
+    | HashWeights
+    | WeightsHashed
+    | StartStage
+    | PreLock
+    | DeviceStop
+    | DeviceClean
+    | RebuildGroup
+    | Repair
+    | FetchState
+    | StateFetched
+    | Rollback
+    | NotifyNormal
+    | RankReady
+    | AskStanding
+    | RankStanding
+    | KeepState
+    | ToArbiter
+    | ToHolder
+)

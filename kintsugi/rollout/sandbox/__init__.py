@@ -1,0 +1,1 @@
+"""Execution of untrusted programs in namespaces with limits."""

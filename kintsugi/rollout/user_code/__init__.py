@@ -1,0 +1,1 @@
+"""The process that runs user code: reward functions, environments, agent programs."""

@@ -1,0 +1,82 @@
+"""Creation of run folders, and removal of those in which nothing was started."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import msgspec
+
+from kintsugi.config.recipe import Resolved, anchored, dump
+from kintsugi.config.schema import Config
+from kintsugi.errors import ConfigError, StorageError
+from kintsugi.run_folder.layout import RunFolder
+
+_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENFILE, errno.EMFILE})
+"""Error codes that are not a mistake in `run_dir`."""
+
+
+def make_run_folder(resolved: Resolved, *, rewards: Path | None = None) -> tuple[Config, Path]:
+    """Create the folder of a validated configuration and write configuration and origins into it.
+
+    `rewards` is a file with captured reward functions (`source_capture.py`). If it exists, it is copied into the folder
+    and the reward paths of the configuration refer to the copy.
+    """
+    config = resolved.config
+    run_dir = Path(config.run_dir) if config.run_dir else next_run_dir(config.name)
+    run = RunFolder(run_dir)
+    config = msgspec.structs.replace(config, run_dir=str(run_dir))
+    source = rewards.read_bytes() if rewards is not None and rewards.exists() else None
+    if source is not None:
+        config = _with_rewards_in(run.rewards_file.resolve(), config, instead_of=rewards)
+    config = anchored(config)
+    create_run_dir(run_dir)
+    try:
+        dump(config, run.config_file)
+        _write(run.origins_file, msgspec.json.format(msgspec.json.encode(resolved.origins), indent=1))
+        if source is not None:
+            _write(run.rewards_file, source)
+    except StorageError:
+        remove_unused(run_dir)
+        raise
+    return config, run_dir
+
+
+def _with_rewards_in(file: Path, config: Config, *, instead_of: Path | None) -> Config:
+    paths = tuple(path.replace(str(instead_of), str(file), 1) for path in config.algorithm.reward)
+    return msgspec.structs.replace(config, algorithm=msgspec.structs.replace(config.algorithm, reward=paths))
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise StorageError(f"could not write {path}: {error.strerror or error}") from error
+
+
+def next_run_dir(name: str, *, folder: Path = Path("runs")) -> Path:
+    """`runs/<name>-<number>`, with the number after the highest one in use."""
+    taken = [path.name.removeprefix(f"{name}-") for path in folder.glob(f"{name}-*")]
+    return folder / f"{name}-{1 + max((int(number) for number in taken if number.isdecimal()), default=0)}"
+
+
+def create_run_dir(folder: Path) -> None:
+    """Create the folder. An existing one is refused: two runs never share a folder."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(f"`run_dir`: expected a folder that does not exist yet, found {folder}") from None
+    except OSError as error:
+        if error.errno in _DISK_ERRORS:
+            raise StorageError(f"could not make the run folder {folder}: {error.strerror}") from error
+        raise ConfigError(f"`run_dir`: expected a place to write, {folder}: {error.strerror}") from error
+
+
+def remove_unused(folder: Path) -> None:
+    """Remove the folder of a run that never started, if it contains nothing but the files of `make_run_folder`."""
+    run = RunFolder(folder)
+    given = {run.config_file, run.origins_file, run.rewards_file, run.data_file}
+    if set(folder.iterdir()) <= given:
+        for path in given:
+            path.unlink(missing_ok=True)
+        folder.rmdir()

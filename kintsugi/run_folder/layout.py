@@ -1,0 +1,178 @@
+"""Layout of a run folder: the path of every file that a run writes, defined once.
+
+    config.yaml             the configuration, as it runs
+    origins.json            source of each configuration value: recipe, override, default
+    rewards.py              reward functions that were passed from Python
+    data.json               data sources with their digests, pinned when the run starts
+    journal                 facts that the master committed; a resume and a takeover replay them
+    inputs                  events that the master handled, for replay in the simulator
+    summary.json            outcome of the run, written at its end
+    launcher.json           process that runs this folder, while it runs
+    processes.json          status, counters and waits of each process, refreshed by the master
+    metrics.jsonl           metrics of each step and evaluation
+    samples.jsonl           trained samples: prompt, completion, rewards
+    verdicts.jsonl          held-out problems of each evaluation, answered right or wrong
+    diagnoses.jsonl         diagnoses of the watcher process
+    store.db                search index over events, logs and journal (built by `kintsugi logs`)
+    devices.json            memory of the accelerators before the run started
+    steps                   whether the generation servers of a deterministic CPU run use the compiled decode step
+    agents/AGENT.json       child processes of each agent
+    checkpoints/step-N/     Hugging Face model folder and trainer state
+    evaluations/NAME/       run folders of `kintsugi eval`
+    events/PROCESS.jsonl    typed events of each process
+    events/PROCESS.spans.jsonl  timed spans of each process
+    figures/PROCESS.jsonl   periodic readings of each process: heartbeats, CPU, memory, links
+    handed_over/SERVER/     weights for an external generation backend (vLLM, SGLang)
+    logs/PROCESS.log        standard error of each process
+    requests/NAME.json      requests of `kintsugi scale`, until the master has answered them
+    rollouts/               samples of `kintsugi rollout`, with tokens and log-probabilities
+    streams/                rows that were read from pipes and standard input
+    tensorboard/            the metrics for TensorBoard
+    weights/PROCESS/        published weights, where the disk transport is used
+
+Names are stable: scripts and dashboards read these files.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class RunFolder:
+    """Paths inside one run folder: `RunFolder("runs/a").log_file("model-0") == Path("runs/a/logs/model-0.log")`."""
+
+    path: Path
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        object.__setattr__(self, "path", Path(path))
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def origins_file(self) -> Path:
+        return self.path / "origins.json"
+
+    @property
+    def rewards_file(self) -> Path:
+        return self.path / "rewards.py"
+
+    @property
+    def data_file(self) -> Path:
+        return self.path / "data.json"
+
+    @property
+    def journal_file(self) -> Path:
+        return self.path / "journal"
+
+    @property
+    def inputs_file(self) -> Path:
+        return self.path / "inputs"
+
+    @property
+    def summary_file(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def launcher_file(self) -> Path:
+        return self.path / "launcher.json"
+
+    @property
+    def processes_file(self) -> Path:
+        return self.path / "processes.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples_file(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def eval_answers_file(self) -> Path:
+        return self.path / "verdicts.jsonl"
+
+    @property
+    def diagnoses_file(self) -> Path:
+        return self.path / "diagnoses.jsonl"
+
+    @property
+    def index_file(self) -> Path:
+        return self.path / "store.db"
+
+    @property
+    def decode_step_file(self) -> Path:
+        return self.path / "steps"
+
+    @property
+    def devices_file(self) -> Path:
+        return self.path / "devices.json"
+
+    @property
+    def checkpoints_folder(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def evaluations_folder(self) -> Path:
+        return self.path / "evaluations"
+
+    @property
+    def events_folder(self) -> Path:
+        return self.path / "events"
+
+    @property
+    def readings_folder(self) -> Path:
+        return self.path / "figures"
+
+    @property
+    def logs_folder(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def requests_folder(self) -> Path:
+        return self.path / "requests"
+
+    @property
+    def rollouts_folder(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def streams_folder(self) -> Path:
+        return self.path / "streams"
+
+    @property
+    def tensorboard_folder(self) -> Path:
+        return self.path / "tensorboard"
+
+    def agent_file(self, agent: str) -> Path:
+        return self.path / "agents" / f"{agent}.json"
+
+    def events_file(self, process: str) -> Path:
+        return self.events_folder / f"{process}.jsonl"
+
+    def spans_file(self, process: str) -> Path:
+        return self.events_folder / f"{process}.spans.jsonl"
+
+    def readings_file(self, process: str) -> Path:
+        return self.readings_folder / f"{process}.jsonl"
+
+    def log_file(self, process: str) -> Path:
+        return self.logs_folder / f"{process}.log"
+
+    def request_file(self, name: str) -> Path:
+        return self.requests_folder / f"{name}.json"
+
+    def external_weights_folder(self, server: str) -> Path:
+        return self.path / "handed_over" / server
+
+    def published_weights_folder(self, process: str) -> Path:
+        return self.path / "weights" / process
+
+
+RELATIVE = RunFolder("")
+"""Paths relative to a run folder, for texts: `str(RELATIVE.events_file("model-0")) == "events/model-0.jsonl"`."""

@@ -1,0 +1,376 @@
+"""Status, metrics, samples and faults of a run, read from its folder (`layout.py`) while it runs or after its end."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kintsugi.config.recipe import load_config
+from kintsugi.config.schema import Config
+from kintsugi.config.stages import next_stage, stages
+from kintsugi.errors import Fault, KintsugiError, StorageError, UserError, root_first
+from kintsugi.journal.facts import (
+    CheckpointSaved,
+    Fact,
+    ProcessJoined,
+    ProcessLost,
+    RunEnded,
+    ScaleRefused,
+    ServersScaled,
+)
+from kintsugi.run_folder.incidents import IncidentHistory, IncidentIndex, IncidentReport, report_of
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.run_folder.summary import FaultLine, Summary
+from kintsugi.runtime.disk import write_atomically
+from kintsugi.runtime.proc import boot_id, process_start_time
+from kintsugi.telemetry.events import Alert, FaultSeen, Record, read_events, records_in
+from kintsugi.telemetry.step_metrics import (
+    EvalAnswerRecord,
+    SampleRecord,
+)
+from kintsugi.types import Role, process_id
+
+MetricLine = dict[str, float | None]
+
+
+class RunState(StrEnum):
+    """State of a run."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    """Stopped on request, with a checkpoint; can be resumed."""
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+    """The launcher is gone and no outcome was recorded: it was killed, or the machine went down."""
+
+
+class Launcher(msgspec.Struct, frozen=True):
+    """`launcher.json`: the process that runs this folder. The four fields identify it uniquely."""
+
+    pid: int
+    start_time: int
+    """Start time in clock ticks since boot (`/proc/PID/stat`)."""
+    host_name: str
+    boot_id: str
+
+
+class RunStatus(msgspec.Struct, frozen=True):
+    """Current status of a run."""
+
+    folder: Path
+    config: Config
+    state: RunState
+    step: int
+    total_steps: int
+    stage: str
+    metrics: MetricLine
+    """Latest value of each metric."""
+    evaluations: tuple[MetricLine, ...]
+    pid: int | None
+    """PID of the launcher while it runs."""
+
+
+class JournalStatus(msgspec.Struct, frozen=True):
+    """Status that only the journal contains."""
+
+    processes: dict[str, int]
+    """PIDs of the registered processes."""
+    saved_steps: tuple[int, ...]
+    incident: IncidentHistory | None = None
+    """Last incident if it is open."""
+    scaled_to: int | None = None
+    """Number of generation servers after `kintsugi scale`; None if it was not used."""
+    answers: dict[str, str] = {}
+    """Reason for the refusal of each request of `kintsugi scale`; empty for an accepted one."""
+
+    def num_servers(self, config: Config) -> int:
+        """Current target number of generation servers."""
+        return config.generation.servers if self.scaled_to is None else self.scaled_to
+
+
+def find_run(name: str, *, folder: Path = Path("runs")) -> Path:
+    """Find the folder of a run by its path, or by its name in `runs/`."""
+    for candidate in (Path(name), folder / name):
+        if RunFolder(candidate).config_file.is_file():
+            return candidate
+    found = "a folder without config.yaml" if Path(name).is_dir() else "nothing"
+    raise UserError(f"{name}: expected a run folder, or the name of one in {folder}/, found {found}")
+
+
+def read_status(folder: Path) -> RunStatus:
+    """Read the status from the small files, without the journal."""
+    config = load_config(RunFolder(folder).config_file)
+    lines, _ = read_metrics(folder)
+    steps = [line for line in lines if not is_evaluation(line)]
+    step = int(steps[-1]["step"] or 0) if steps else 0
+    metrics = {name: value for line in lines for name, value in line.items()}
+    launcher = living_launcher(folder)
+    pid = launcher.pid if launcher else None
+    return RunStatus(
+        folder=folder,
+        config=config,
+        state=_state(folder, pid=pid),
+        step=step,
+        total_steps=stages(config)[-1].last_step,
+        stage=next_stage(config, step=step).name,
+        metrics=metrics,
+        evaluations=tuple(line for line in lines if is_evaluation(line)),
+        pid=pid,
+    )
+
+
+def _state(folder: Path, *, pid: int | None) -> RunState:
+    if pid is not None:
+        return RunState.RUNNING
+    summary = read_summary(folder)
+    if summary is None or summary.outcome not in {state.value for state in RunState}:
+        return RunState.INTERRUPTED
+    return RunState(summary.outcome)
+
+
+def read_journal(folder: Path) -> JournalStatus:
+    """Read processes, checkpoints and requests from the journal."""
+    from kintsugi.journal.journal import read_facts
+
+    path = RunFolder(folder).journal_file
+    return summarize_facts(read_facts(path) if path.exists() else ())
+
+
+def read_incidents(folder: Path) -> IncidentReport:
+    """Read the incidents so far; none if there is no journal yet."""
+    from kintsugi.journal.journal import read_facts
+
+    path = RunFolder(folder).journal_file
+    return report_of(read_facts(path) if path.exists() else ())
+
+
+def summarize_facts(facts: Iterable[Fact]) -> JournalStatus:
+    processes: dict[str, int] = {}
+    saved: list[int] = []
+    answers: dict[str, str] = {}
+    scaled_to = None
+    index = IncidentIndex()
+    for fact in facts:
+        index.take(fact)
+        match fact:
+            case ProcessJoined():
+                processes[fact.peer.process] = fact.pid
+            case ProcessLost():
+                processes.pop(fact.process, None)
+            case CheckpointSaved():
+                saved.append(fact.step)
+            case ServersScaled():
+                scaled_to, answers[fact.request] = fact.servers, ""
+            case ScaleRefused():
+                answers[fact.request] = fact.reason
+            case _:
+                pass
+    incident = next((each for each in index.report().incidents[-1:] if each.is_open), None)
+    return JournalStatus(processes, tuple(saved), incident, scaled_to, answers)
+
+
+def read_metrics(folder: Path, *, offset: int = 0) -> tuple[list[MetricLine], int]:
+    """Read the complete lines of `metrics.jsonl` from a byte offset on; returns the next offset too."""
+    path = RunFolder(folder).metrics_file
+    lines, offset = _whole_lines(path, offset=offset)
+    decoder = msgspec.json.Decoder(MetricLine)
+    return [_decoded(decoder, line, path=path) for line in lines], offset
+
+
+def _whole_lines(path: Path, *, offset: int) -> tuple[list[bytes], int]:
+    """Read complete lines from an offset; a file that became shorter is read from its start."""
+    try:
+        with path.open("rb") as file:
+            if offset > file.seek(0, 2):
+                offset = 0
+            file.seek(offset)
+            contents = file.read()
+    except FileNotFoundError:
+        return [], 0
+    whole = contents[: contents.rfind(b"\n") + 1]
+    return whole.splitlines(), offset + len(whole)
+
+
+def _decoded(decoder: msgspec.json.Decoder[Any], line: bytes, *, path: Path) -> Any:
+    try:
+        return decoder.decode(line)
+    except msgspec.DecodeError as error:
+        raise StorageError(f"{path}: expected one JSON object a line, got {line[:60]!r} ({error})") from error
+
+
+def is_evaluation(line: MetricLine) -> bool:
+    return "eval/accuracy" in line
+
+
+def read_samples(
+    folder: Path, *, step: int | None = None, worst: int | None = None, grep: str | None = None
+) -> list[SampleRecord]:
+    """Read trained samples, filtered; `worst` selects that many scored ones, by lowest reward, then latest step."""
+    chosen = [
+        record
+        for record in _samples(folder)
+        if (step is None or record.step == step)
+        and (grep is None or grep in record.prompt or grep in record.completion)
+    ]
+    if worst is not None:
+        scored = [record for record in chosen if record.reward_components]
+        chosen = sorted(scored, key=lambda record: (record.reward, -record.step))[:worst]
+    return chosen
+
+
+def _samples(folder: Path) -> Iterator[SampleRecord]:
+    path = RunFolder(folder).samples_file
+    if not path.exists():
+        return
+    decoder = msgspec.json.Decoder(SampleRecord)
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield _decoded(decoder, line, path=path)
+
+
+def read_verdicts(folder: Path) -> list[EvalAnswerRecord]:
+    """Read which held-out problems were answered correctly, for each evaluation."""
+    path = RunFolder(folder).eval_answers_file
+    lines, _ = _whole_lines(path, offset=0)
+    decoder = msgspec.json.Decoder(EvalAnswerRecord)
+    return [_decoded(decoder, line, path=path) for line in lines]
+
+
+def read_summary(folder: Path) -> Summary | None:
+    """Read `summary.json`; None if it does not exist yet."""
+    path = RunFolder(folder).summary_file
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Summary)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        raise StorageError(f"{path}: not the summary of a run: {error}") from error
+
+
+def read_faults(folder: Path, *, since: float) -> tuple[FaultLine, ...]:
+    """Read the faults of a session that started at this wall time, the first cause first; empty if none were recorded.
+
+    They are in the summary; if the disk was too full for one, in the space that the journal reserves for its end; if
+    the master failed before it opened the journal, in its events.
+    """
+    summary = read_summary(folder)
+    if summary is not None:
+        return summary.faults
+    return tuple(
+        FaultLine(kind=fault.kind, process=fault.process, message=fault.message)
+        for fault in root_first(
+            _journaled_faults(folder, since=since) or _recorded_faults(folder, since=since)
+        )
+    )
+
+
+def _journaled_faults(folder: Path, *, since: float) -> list[Fault]:
+    from kintsugi.journal.journal import read_facts
+
+    path = RunFolder(folder).journal_file
+    try:
+        last = read_facts(path)[-1:] if path.exists() else ()
+    except StorageError:
+        return []
+    return [
+        f.fault for f in last if isinstance(f, RunEnded) and f.fault is not None and f.fault.time >= since
+    ]
+
+
+def _recorded_faults(folder: Path, *, since: float) -> list[Fault]:
+    records = read_events(folder, process=process_id(Role.MASTER, 0))
+    return [
+        record.event.fault
+        for record in records
+        if isinstance(record.event, FaultSeen) and record.stamp.time >= since
+    ]
+
+
+def read_alerts(folder: Path, *, count: int) -> list[Record]:
+    """Read the last alerts of the master."""
+    records = read_events(folder, process=process_id(Role.MASTER, 0))
+    return [record for record in records if isinstance(record.event, Alert)][-count:]
+
+
+def read_new_alerts(folder: Path, *, offset: int) -> tuple[list[Record], int]:
+    """Read the master's alerts from a byte offset of its events on; returns the next offset too."""
+    path = RunFolder(folder).events_file(process_id(Role.MASTER, 0))
+    lines, offset = _whole_lines(path, offset=offset)
+    return [record for record in records_in(lines) if isinstance(record.event, Alert)], offset
+
+
+def write_launcher(folder: Path, *, pid: int) -> None:
+    """Record the process that runs this folder."""
+    start_time = process_start_time(pid)
+    assert start_time is not None, f"process {pid} does not exist"
+    record = Launcher(pid, start_time, socket.gethostname(), boot_id())
+    path = RunFolder(folder).launcher_file
+    try:
+        write_atomically(path, msgspec.json.encode(record), durable=False)
+    except OSError as error:
+        raise StorageError(f"could not write {path}: {error.strerror or error}") from error
+
+
+def living_launcher(folder: Path) -> Launcher | None:
+    """Return the running launcher of this folder, if any; a reused PID does not count."""
+    path = RunFolder(folder).launcher_file
+    try:
+        record = msgspec.json.decode(path.read_bytes(), type=Launcher)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+    if record.host_name != socket.gethostname():
+        raise UserError(
+            f"{path}: process {record.pid} of host {record.host_name} runs this folder; continue there, "
+            "or remove the file if that host is gone"
+        )
+    alive = record.boot_id == boot_id() and process_start_time(record.pid) == record.start_time
+    return record if alive else None
+
+
+def list_runs(folder: Path) -> list[tuple[Path, RunStatus | KintsugiError]]:
+    """List the runs in a folder, newest first; an unreadable run is listed with its error."""
+    configs = sorted(
+        folder.glob(str(RunFolder("*").config_file)),
+        key=lambda path: (path.stat().st_mtime, path.parent.name),
+        reverse=True,
+    )
+    return [(path.parent, _status_or_error(path.parent)) for path in configs]
+
+
+def _status_or_error(folder: Path) -> RunStatus | KintsugiError:
+    try:
+        return read_status(folder)
+    except KintsugiError as error:
+        return error
+
+
+def checkpoint_folders(folder: Path) -> dict[int, Path]:
+    """Checkpoint folders by step, in ascending order; the last one if a step was saved repeatedly."""
+    found: dict[int, Path] = {}
+    for path in sorted(RunFolder(folder).checkpoints_folder.glob("step-*")):
+        step = path.name.removeprefix("step-").partition(".")[0]
+        if step.isdecimal():
+            found[int(step)] = path
+    return dict(sorted(found.items()))
+
+
+def chosen_checkpoint(folder: Path, *, step: int | None) -> Path:
+    """Find and verify the checkpoint of a step, or the newest one."""
+    from kintsugi.checkpoint.store import verify
+
+    checkpoints = checkpoint_folders(folder)
+    if not checkpoints:
+        raise UserError(f"{folder}: expected a run with a checkpoint, it has none yet")
+    chosen = max(checkpoints) if step is None else step
+    if chosen not in checkpoints:
+        have = ", ".join(map(str, checkpoints))
+        raise UserError(f"--step: expected a step with a checkpoint ({have}), got {chosen}")
+    verify(checkpoints[chosen])
+    return checkpoints[chosen]

@@ -1,0 +1,52 @@
+"""Progress counters and idle time of this process, as heartbeats report them."""
+
+from __future__ import annotations
+
+import threading
+
+from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
+from kintsugi.types import Progress
+
+
+class Counters:
+    """Progress counters of this process. They only grow; a process in which none of them moves is stuck, not slow."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[str, int] = {}
+
+    def add(self, name: str, amount: int = 1) -> None:
+        assert amount >= 0, f"counter {name} only grows, got {amount}"
+        with self._lock:
+            self._values[name] = self._values.get(name, 0) + amount
+
+    def snapshot(self) -> Progress:
+        with self._lock:
+            return Progress(dict(self._values))
+
+
+COUNTERS = Counters()
+
+
+class Idleness:
+    """Time in which this process had no work, since its start; shows where the bottleneck is not."""
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+        self._since = clock.monotonic()
+        self._idle_s = 0.0
+
+    def begin(self) -> None:
+        """Reset: this process may have been forked from one that has waited."""
+        self._since = self._clock.monotonic()
+        self._idle_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._idle_s += seconds
+
+    def gauges(self) -> dict[str, float]:
+        alive_s = self._clock.monotonic() - self._since
+        return {"idle_s": round(self._idle_s, 3), "alive_s": round(alive_s, 3)}
+
+
+IDLENESS = Idleness()

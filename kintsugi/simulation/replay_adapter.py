@@ -1,0 +1,242 @@
+"""A second framework under the same protocol, without torch, arrays or devices: for the simulator and tests.
+
+It trains a vector of integers by a rule that depends on the step and on the exact samples in it; so two ranks agree in
+their digests only if they trained the same samples in the same order. It is a real state machine: an update can be left
+half-way, a step is prepared before it is committed, and a snapshot of each lies in a dictionary that survives the
+process, as the memory of the agent does.
+
+Its native flow is `restore` (as in MindSpore): clean only resets the snapshot state, and the device is reset while the
+group is formed again, so that nothing in its memory counts afterwards, and every rank is repaired from its snapshot.
+With `flow=Flow.ROLLBACK` the same machine keeps its memory and follows the flow of PyTorch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from kintsugi.errors import IntegrityError, RefusedError
+from kintsugi.protocol.recovery import RankReady, RebuildGroup
+from kintsugi.recovery.rank import SNAPSHOT_PREFIX, Flow
+
+WIDTH = 4
+"""Numbers in the vector: enough to be interrupted between two of them."""
+_MODULUS = (1 << 61) - 1
+_FACTOR = 6364136223846793005 % _MODULUS
+
+Vector = tuple[int, ...]
+
+
+class ReplaySnapshot(NamedTuple):
+    """State of one step outside of the process."""
+
+    step: int
+    stage: str
+    vector: Vector
+    digest: str
+    committed: bool
+
+
+Snapshots = dict[str, tuple[ReplaySnapshot, ...]]
+"""Process → its committed step and, if there is one, the prepared next: the snapshots that the agent of a host
+keeps."""
+
+Fetch = Callable[[str, int], ReplaySnapshot]
+"""(source, step) → committed state of a replica, a peer or a checkpoint; a WorldError if it has none."""
+
+
+def _fetch_nothing(source: str, step: int) -> ReplaySnapshot:
+    raise RefusedError(f"{source} can not be reached")
+
+
+def _ignore(request: RebuildGroup) -> None:
+    pass
+
+
+class ReplayAdapter:
+    """One rank. `train` prepares a step, `commit` adopts it; the callbacks of recovery are those of `Adapter`."""
+
+    def __init__(
+        self,
+        process: str,
+        snapshots: Snapshots,
+        *,
+        flow: Flow = Flow.RESTORE,
+        fetch: Fetch = _fetch_nothing,
+        probe: Callable[[RebuildGroup], None] = _ignore,
+    ) -> None:
+        """`snapshots` survives the process. `probe` is the collective that tests a new group."""
+        self.process = process
+        self._snapshots = snapshots
+        self._flow = flow
+        self._fetch = fetch
+        self._probe = probe
+        self._generation = 0
+        self._heard_generation = 0
+        self._device_is_set = True
+        self._stage = ""
+        self._vector: Vector = (0,) * WIDTH
+        self._prepared: ReplaySnapshot | None = None
+        self._half_updated = False
+        self._between_calls = False
+        self._committed = ReplaySnapshot(0, "", self._vector, digest_of(0, "", self._vector), committed=True)
+
+    @property
+    def flow(self) -> Flow:
+        return self._flow
+
+    @property
+    def generation(self) -> int:
+        """Generation of the group that calls may use; 0 while there is none."""
+        return self._generation
+
+    @property
+    def is_between_calls(self) -> bool:
+        """Whether it is half updated as expected: one training call of the step is done, and another one follows."""
+        return self._half_updated and self._between_calls
+
+    @property
+    def committed(self) -> ReplaySnapshot:
+        """State that a replica is given."""
+        return self._committed
+
+    def standing(self) -> RankReady:
+        committed = self._committed
+        return RankReady(
+            committed.step,
+            committed.digest,
+            self._half_updated,
+            -1 if self._prepared is None else self._prepared.step,
+            self._heard_generation,
+            self._stage,
+        )
+
+    # Training.
+
+    def start_stage(self, stage: str) -> None:
+        """Start a fresh optimizer on the committed state. Starting the current stage again does nothing."""
+        if stage == self._stage:
+            return
+        if self._prepared is not None or self._half_updated:
+            raise RefusedError(f"stage {stage!r} cannot start on top of a step that is not committed")
+        self._stage = stage
+        step = self._committed.step
+        self._keep(
+            ReplaySnapshot(step, stage, self._vector, digest_of(step, stage, self._vector), committed=True)
+        )
+
+    def train(
+        self, step: int, keys: Iterable[str], *, prepares: bool = True, interrupted: bool = False
+    ) -> str:
+        """Update from the samples of the whole batch; the last training call of a step `prepares` it and returns its
+        digest. An `interrupted` update stops in the middle: the rank is half updated."""
+        assert self._prepared is None and step == self._committed.step + 1
+        assert not self._half_updated or self._between_calls
+        assert self._device_is_set, "no step runs on a device that was reset"
+        content = f"{step}|{self._stage}|{','.join(sorted(keys))}".encode()
+        change = hashlib.blake2b(content, digest_size=8 * WIDTH).digest()
+        moved = [
+            (number * _FACTOR + int.from_bytes(change[8 * index : 8 * index + 8], "little")) % _MODULUS
+            for index, number in enumerate(self._vector)
+        ]
+        if interrupted:
+            self._vector = (*moved[: WIDTH // 2], *self._vector[WIDTH // 2 :])
+            self._half_updated, self._between_calls = True, False
+            return ""
+        self._vector = tuple(moved)
+        self._half_updated = self._between_calls = not prepares
+        if not prepares:
+            return ""
+        prepared = ReplaySnapshot(
+            step, self._stage, self._vector, digest_of(step, self._stage, self._vector), committed=False
+        )
+        self._prepared = prepared
+        self._snapshots[self.process] = (self._committed, prepared)
+        return prepared.digest
+
+    def commit(self, step: int) -> None:
+        """Adopt the prepared step. Committing the committed step again does nothing."""
+        if step == self._committed.step and self._prepared is None:
+            return
+        if self._prepared is None or self._half_updated or step != self._prepared.step:
+            raise RefusedError(
+                f"step {step} cannot be committed: this rank committed {self._committed.step} and prepared "
+                f"{-1 if self._prepared is None else self._prepared.step}"
+            )
+        self._keep(self._prepared)
+
+    # Recovery.
+
+    def stop(self, generation: int) -> None:
+        self._heard_generation = max(self._heard_generation, generation)
+        if self._generation <= generation:
+            self._generation = 0
+
+    def clean(self) -> None:
+        """Do nothing: only memory can be left over here, and a dictionary never holds half a snapshot."""
+
+    def rebuild(self, request: RebuildGroup) -> None:
+        if request.generation == self._generation:
+            return
+        if request.generation <= self._heard_generation:
+            raise RefusedError(
+                f"generation {request.generation} is over: this rank has heard of {self._heard_generation}"
+            )
+        if self.process not in request.ranks:
+            raise RefusedError(f"{self.process} is not among the ranks {', '.join(request.ranks)}")
+        self._generation, self._heard_generation = 0, request.generation
+        if self._flow is Flow.RESTORE and self._stage:
+            self._reset_device()
+        self._probe(request)
+        self._generation = request.generation
+        self._device_is_set = True
+
+    def repair(self, step: int, *, source: str, digest: str) -> None:
+        found = self._find(step, source=source, digest=digest)
+        actual = digest_of(found.step, found.stage, found.vector)
+        if found.step != step or actual != (digest or found.digest):
+            raise IntegrityError(
+                f"expected step {step} with digest {digest or found.digest} from {source}, "
+                f"got step {found.step} with {actual}"
+            )
+        self._stage, self._vector, self._half_updated = found.stage, found.vector, False
+        self._keep(found)
+
+    def rollback(self, step: int) -> None:
+        if self._prepared is not None and step == self._prepared.step:
+            self._keep(self._prepared)
+            return
+        if step != self._committed.step:
+            raise RefusedError(f"this rank can return to step {self._committed.step} only, not to {step}")
+        self._stage, self._vector, self._half_updated = self._committed.stage, self._committed.vector, False
+        self._keep(self._committed)
+
+    def _find(self, step: int, *, source: str, digest: str) -> ReplaySnapshot:
+        """Return the snapshot of a step. A prepared one counts as well: the master only requests committed steps."""
+        if not source.startswith(SNAPSHOT_PREFIX):
+            return self._fetch(source, step)
+        held = self._snapshots.get(source.removeprefix(SNAPSHOT_PREFIX), ())
+        for snapshot in reversed(held):
+            if snapshot.step == step and digest in ("", snapshot.digest):
+                return snapshot
+        steps = ", ".join(str(snapshot.step) for snapshot in held) or "none"
+        raise RefusedError(f"{source} has no snapshot of step {step}; there are: {steps}")
+
+    def _keep(self, snapshot: ReplaySnapshot) -> None:
+        """Make this the committed state; later states are dropped, or a repair could use them by mistake."""
+        self._committed = snapshot._replace(committed=True)
+        self._prepared = None
+        self._snapshots[self.process] = (self._committed,)
+
+    def _reset_device(self) -> None:
+        """Lose the device memory: only a repair makes this rank usable again. A rank that has begun no stage has
+        nothing there yet."""
+        self._device_is_set = False
+        self._vector = (0,) * WIDTH
+        self._half_updated, self._between_calls = True, False
+
+
+def digest_of(step: int, stage: str, vector: Vector) -> str:
+    """Return the digest of a state. `digest_of(0, "", (0, 0, 0, 0))` is that of every fresh rank."""
+    return hashlib.blake2b(repr((step, stage, vector)).encode(), digest_size=8).hexdigest()

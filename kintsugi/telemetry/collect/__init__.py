@@ -1,0 +1,1 @@
+"""Collection of readings: processes, hosts, connections, clocks, disk and name probes."""

@@ -1,0 +1,1 @@
+"""Exports: Prometheus, OpenTelemetry, Chrome trace, webhooks."""

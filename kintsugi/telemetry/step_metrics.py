@@ -1,0 +1,369 @@
+"""Metrics of a step, under names that are usual in the field, and the files they are written to. `docs/metrics.md`
+explains each name.
+
+`metrics.jsonl` has one object a line: `{"step": 12, "time": 1.7e9, "reward/mean": 0.4, …}`; an evaluation is a line of
+its own. `samples.jsonl` has one line per trained sample. Both are cut back to the resumed step when a run resumes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from io import BytesIO, FileIO
+from math import isfinite, sqrt
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+import msgspec
+
+from kintsugi.errors import StorageError
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.clock import Clock, SystemClock
+from kintsugi.runtime.disk import append_whole, write_atomically
+from kintsugi.types import FinishReason, SampleMeta, SampleText
+
+_BLOCK_SIZE = 1 << 16
+
+_Result = TypeVar("_Result")
+
+
+class SampleRecord(msgspec.Struct, frozen=True):
+    """One line of `samples.jsonl`."""
+
+    step: int
+    ticket: str
+    sample: int
+    version: int
+    prompt: str
+    completion: str
+    reward: float
+    reward_components: dict[str, float]
+    finish: FinishReason
+    advantage: float | None
+
+
+class EvalAnswerRecord(msgspec.Struct, frozen=True):
+    """One line of `verdicts.jsonl`: held-out problems that the greedy answers of one evaluation solved."""
+
+    step: int
+    problems: str
+    """Digest of the held-out set; runs with equal digests had the same problems in the same order."""
+    right: tuple[bool, ...]
+
+
+def step_metrics(
+    metas: Sequence[SampleMeta],
+    *,
+    advantages: Mapping[str, float],
+    call_metrics: Mapping[str, float],
+    timing: Mapping[str, float],
+) -> dict[str, float]:
+    """Return all metrics of one step.
+
+    `call_metrics` come from the model calls under their final names (kl, entropy, clip_ratio, grad_norm,
+    logprob_abs_diff_mean, …). `timing` has the seconds of each phase and of the whole `step`. Without rewards (SFT)
+    there are no reward metrics.
+    """
+    lengths = [float(meta.num_loss_tokens) for meta in metas]
+    tokens = sum(lengths)
+    metrics = dict(call_metrics)
+    if any(meta.reward_components for meta in metas):
+        metrics |= _reward_metrics(metas, lengths=lengths)
+        if advantages:
+            metrics["advantage/abs_mean"] = _mean([abs(advantages.get(meta.key, 0.0)) for meta in metas])
+        truncated = [meta.finish is FinishReason.LENGTH for meta in metas]
+        metrics["completions/clipped_ratio"] = _mean([float(cut) for cut in truncated])
+        cut_tokens = sum(length for length, cut in zip(lengths, truncated, strict=True) if cut)
+        metrics["truncated_share"] = cut_tokens / tokens if tokens else 0.0
+        metrics["repetition"] = _mean([meta.repetition for meta in metas])
+    if metas:
+        metrics["completions/mean_length"] = _mean(lengths)
+        metrics["completions/min_length"] = min(lengths)
+        metrics["completions/max_length"] = max(lengths)
+    step_s = timing.get("step", 0.0)
+    metrics["tokens_per_s"] = tokens / step_s if step_s > 0 else 0.0
+    return metrics | {f"timing/{phase}": seconds for phase, seconds in timing.items()}
+
+
+def _reward_metrics(metas: Sequence[SampleMeta], *, lengths: Sequence[float]) -> dict[str, float]:
+    """Return reward metrics by component; `reward_std` is the mean over groups of their deviations, as in TRL."""
+    rewards = [meta.reward for meta in metas]
+    groups: dict[str, list[float]] = {}
+    components: dict[str, list[float]] = {}
+    for meta in metas:
+        groups.setdefault(meta.ticket, []).append(meta.reward)
+        for name, value in meta.reward_components.items():
+            components.setdefault(name, []).append(value)
+    deviations = [_deviation(group) for group in groups.values()]
+    metrics = {f"reward/{name}": _mean(values) for name, values in components.items()}
+    return metrics | {
+        "reward/mean": _mean(rewards),
+        "reward_std": _mean(deviations),
+        "frac_reward_zero_std": _mean([float(deviation == 0.0) for deviation in deviations]),
+        "reward_length_correlation": _correlation(rewards, lengths),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Return the sample standard deviation (n − 1); exactly 0 when all values are equal."""
+    if len(values) < 2 or min(values) == max(values):
+        return 0.0
+    mean = _mean(values)
+    return sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def _correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return Pearson's correlation; 0 where one of the two does not vary."""
+    deviations = _deviation(first) * _deviation(second)
+    if deviations == 0.0:
+        return 0.0
+    first_mean, second_mean = _mean(first), _mean(second)
+    covariance = sum((a - first_mean) * (b - second_mean) for a, b in zip(first, second, strict=True))
+    return covariance / (len(first) - 1) / deviations
+
+
+class _Lines:
+    """An append-only file of JSON objects with a step each; a torn last line is cut when it is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._encoder = msgspec.json.Encoder()
+        self._guarded(self._repair)
+        self._file = self._guarded(self._open)
+
+    def _open(self) -> FileIO:
+        """Open unbuffered: a later flush must not repeat what a full disk refused."""
+        return self._path.open("ab", buffering=0)
+
+    def append(self, records: Sequence[Any]) -> None:
+        """Append all lines or none: half a line would make the rest of the file unreadable."""
+        lines = b"".join(self._encoder.encode(record) + b"\n" for record in records)
+
+        self._guarded(lambda: append_whole(self._file, lines))
+
+    def truncate_after(self, step: int) -> None:
+        """Keep the lines up to this step; the file is replaced as a whole."""
+        decoder = msgspec.json.Decoder(_Stepped)
+
+        def rewrite() -> None:
+            with self._path.open("rb") as lines:
+                kept = (line for line in lines if decoder.decode(line).step <= step)
+                write_atomically(self._path, kept, durable=False)
+            self._file.close()
+            self._file = self._open()
+
+        self._guarded(rewrite)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _repair(self) -> None:
+        """Return the end of the last complete line, searched from the back."""
+        if not self._path.is_file():
+            return
+        with self._path.open("r+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            start = end
+            while start > 0:
+                start = max(0, start - _BLOCK_SIZE)
+                file.seek(start)
+                newline = file.read(_BLOCK_SIZE).rfind(b"\n")
+                if newline >= 0:
+                    start += newline + 1
+                    break
+            if start < end:
+                file.truncate(start)
+
+    def _guarded(self, action: Callable[[], _Result]) -> _Result:
+        try:
+            return action()
+        except OSError as error:
+            raise StorageError(f"{self._path}: {error.strerror or error}") from error
+
+
+class _Stepped(msgspec.Struct):
+    step: int
+
+
+class MetricsWriter:
+    """Writes the metrics of a step to `metrics.jsonl`, TensorBoard and, if configured, W&B.
+
+    A failure of one does not keep the metrics from the others; StorageError then names those that failed.
+    """
+
+    def __init__(self, run_dir: Path, *, wandb_id: str | None = None, clock: Clock | None = None) -> None:
+        """`wandb_id` names the run at W&B, where a resumed run continues under the same name; None disables W&B."""
+        self._clock = clock or SystemClock()
+        self._lines = _Lines(RunFolder(run_dir).metrics_file)
+        self._trackers: list[_Tracker] = [
+            _TensorBoard(RunFolder(run_dir).tensorboard_folder, time=self._clock.wall())
+        ]
+        if wandb_id is not None:
+            self._trackers.append(_WeightsAndBiases(run_dir, run_id=wandb_id))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write one line; a value that is not finite becomes null."""
+        time = self._clock.wall()
+        finite = {name: value for name, value in values.items() if isfinite(value)}
+        _try_all(
+            lambda: self._lines.append([{"step": step, "time": time, **values}]),
+            *(partial(tracker.write, step, finite, time=time) for tracker in self._trackers),
+        )
+
+    def truncate_after(self, step: int) -> None:
+        self._lines.truncate_after(step)
+        for tracker in self._trackers:
+            tracker.truncate_after(step, time=self._clock.wall())
+
+    def close(self) -> None:
+        _try_all(self._lines.close, *(tracker.close for tracker in self._trackers))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _try_all(*actions: Callable[[], None]) -> None:
+    """Call all of them, then raise the errors of any."""
+    failures: list[str] = []
+    for action in actions:
+        try:
+            action()
+        except (StorageError, OSError) as error:
+            failures.append(str(error))
+    if failures:
+        raise StorageError("; ".join(failures))
+
+
+class SamplesWriter:
+    """Writes every trained sample to `samples.jsonl`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._lines = _Lines(RunFolder(run_dir).samples_file)
+
+    def write(
+        self,
+        step: int,
+        metas: Sequence[SampleMeta],
+        *,
+        texts: Mapping[str, SampleText],
+        advantages: Mapping[str, float],
+    ) -> None:
+        nothing = SampleText("", "")
+        self._lines.append(
+            [
+                SampleRecord(
+                    step=step,
+                    ticket=meta.ticket,
+                    sample=int(meta.key.rsplit("/", 1)[1]),
+                    version=meta.version,
+                    prompt=texts.get(meta.key, nothing).prompt,
+                    completion=texts.get(meta.key, nothing).completion,
+                    reward=meta.reward,
+                    reward_components=meta.reward_components,
+                    finish=meta.finish,
+                    advantage=advantages.get(meta.key),
+                )
+                for meta in metas
+            ]
+        )
+
+    def truncate_after(self, step: int) -> None:
+        self._lines.truncate_after(step)
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+class EvalAnswersWriter:
+    """Writes the verdicts of every evaluation to `verdicts.jsonl`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._lines = _Lines(RunFolder(run_dir).eval_answers_file)
+
+    def write(self, record: EvalAnswerRecord) -> None:
+        self._lines.append([record])
+
+    def truncate_after(self, step: int) -> None:
+        self._lines.truncate_after(step)
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+class _Tracker(Protocol):
+    def write(self, step: int, values: Mapping[str, float], *, time: float) -> None: ...
+
+    def truncate_after(self, step: int, *, time: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _TensorBoard:
+    """Event files, written without torch or TensorFlow; imported late because that takes a while.
+
+    TensorBoard's own writer has a thread that ends for good at its first error; a record a step needs none.
+    """
+
+    def __init__(self, folder: Path, *, time: float) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary, self._session = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
+        self._record_writer = RecordWriter
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time:010.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (folder / name).open("ab", buffering=0)
+        self._add(self._event(wall_time=time, file_version="brain.Event:2"))
+
+    def _add(self, event: Any) -> None:
+        record = BytesIO()
+        self._record_writer(record).write(event.SerializeToString())
+        append_whole(self._file, record.getvalue())
+
+    def write(self, step: int, values: Mapping[str, float], *, time: float) -> None:
+        summary = self._summary(
+            value=[self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        )
+        self._add(self._event(step=step, wall_time=time, summary=summary))
+
+    def truncate_after(self, step: int, *, time: float) -> None:
+        """A start mark makes TensorBoard drop what an earlier file says of this step and later ones."""
+        started = self._session(status=self._session.START)
+        self._add(self._event(step=step + 1, wall_time=time, session_log=started))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _WeightsAndBiases:
+    def __init__(self, run_dir: Path, *, run_id: str) -> None:
+        import wandb
+
+        self._error: type[Exception] = wandb.Error
+        self._run = wandb.init(
+            project="kintsugi", id=run_id, name=run_dir.name, dir=str(run_dir), resume="allow"
+        )
+
+    def write(self, step: int, values: Mapping[str, float], *, time: float) -> None:
+        try:
+            self._run.log(dict(values), step=step)
+        except self._error as error:
+            raise StorageError(f"W&B: {error}") from error
+
+    def truncate_after(self, step: int, *, time: float) -> None:
+        """W&B keeps its history; repeated steps are ignored there."""
+
+    def close(self) -> None:
+        self._run.finish()

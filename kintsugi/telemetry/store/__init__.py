@@ -1,0 +1,1 @@
+"""Index over a run's records, search, and the trace of one prompt."""

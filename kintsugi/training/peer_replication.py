@@ -1,0 +1,256 @@
+"""Peer replication: when all ranks run on one host, the agent of another host keeps their latest state in memory.
+
+The copy survives the loss of the ranks' host. It is sent by a background thread while training continues, in pieces and
+straight from the snapshot slot: neither side needs memory for a second copy. The thread holds the slot meanwhile. When
+the step after the next needs the slot, the copy is given up: peer replication never makes training wait.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from torch import Tensor
+
+from kintsugi.checkpoint.snapshot import SlotHeader
+from kintsugi.dataplane.rate_limit import RateLimit
+from kintsugi.model.tensor_file import PIECE_BYTES, view_of
+from kintsugi.process.membership import ShuttingDown
+from kintsugi.process.shell import ReplyHandle
+from kintsugi.protocol.membership import Ok
+from kintsugi.protocol.recovery import KeepState
+from kintsugi.runtime.counters import COUNTERS
+from kintsugi.runtime.digests import piece_digest
+from kintsugi.runtime.waits import wait
+from kintsugi.telemetry.events import OperationFailed
+from kintsugi.training.snapshots import CopyCounters, SlotHold, state_fetched
+from kintsugi.transport import Blob, chunks
+from kintsugi.types import Peer, Piece, PieceKind, WeightManifest
+from kintsugi.weights.manifest import layout, layout_size, manifest_of
+from kintsugi.weights.publish import WHOLE_MODEL
+
+KEEP_TIMEOUT_S = 120.0
+"""Deadline of one message."""
+IN_FLIGHT = 2
+"""Messages in flight: one is on its way while the agent takes in the other."""
+POLL_S = 0.005
+OVERTAKEN_LIMIT = 3
+"""Copies in a row that were given up for a later step, before this is reported."""
+
+Send = Callable[[str, KeepState, Sequence[Blob]], ReplyHandle]
+"""Send pieces of a state to an agent without waiting for its answer; may be called by any thread."""
+
+
+def describe_state(tensors: Mapping[str, Tensor], *, step: int) -> WeightManifest:
+    """Describe a state in host memory, in the order of names. Large tensors are cut into pieces of some rows, so that
+    neither a message nor the memory that it needs on either side is large."""
+    pieces: list[Piece] = []
+    for name, offset, size in layout(tensors):
+        tensor = tensors[name]
+        for start, stop in _rows(tuple(tensor.shape), size=size):
+            rows = ((start, stop),) if tensor.dim() else ()
+            piece = Piece(
+                name=name,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(tensor.shape),
+                slice=(*rows, *((0, extent) for extent in tensor.shape[1:])),
+                mesh=dict(WHOLE_MODEL),
+                kind=PieceKind.FULL,
+                offset=offset,
+                size=size if not tensor.dim() else size // max(1, tensor.shape[0]) * (stop - start),
+                digest="",
+            )
+            first, _ = piece_range(piece)
+            digest = piece_digest(piece_bytes(tensor, piece))
+            pieces.append(msgspec.structs.replace(piece, offset=offset + first, digest=digest))
+    return manifest_of(pieces, version=step, step=step)
+
+
+def piece_range(piece: Piece) -> tuple[int, int]:
+    """[start, stop) of a piece of whole rows within the bytes of its tensor."""
+    start, stop = piece.slice[0] if piece.slice else (0, 1)
+    first = piece.size // max(1, stop - start) * start
+    return first, first + piece.size
+
+
+def piece_bytes(tensor: Tensor, piece: Piece) -> memoryview:
+    """Bytes of a piece, as a view of its tensor, which is in host memory."""
+    first, last = piece_range(piece)
+    return view_of(tensor.cpu())[first:last]
+
+
+def _rows(shape: tuple[int, ...], *, size: int) -> Iterator[tuple[int, int]]:
+    """[start, stop) of the rows of each piece of a tensor."""
+    if not shape or shape[0] == 0 or size <= PIECE_BYTES:
+        yield 0, shape[0] if shape else 1
+        return
+    step = max(1, PIECE_BYTES // (size // shape[0]))
+    for start in range(0, shape[0], step):
+        yield start, min(start + step, shape[0])
+
+
+def choose_agent(*, rank: int, host: str, others: Sequence[Peer], agents: Sequence[Peer]) -> Peer | None:
+    """Choose the agent to which a rank on `host` sends its state; None if no copy is needed or no agent qualifies.
+
+    No copy is needed while another rank runs on another host, because that rank holds the same state. Of the ranks of
+    one host only rank 0 sends.
+
+    >>> choose_agent(rank=0, host="host-0", others=[], agents=[Peer("agent-1", "0", "host-1", "", b"")]).process
+    'agent-1'
+    """
+    if rank != 0 or any(other.host != host for other in others):
+        return None
+    elsewhere = (agent for agent in agents if agent.host != host)
+    return min(elsewhere, key=lambda agent: agent.process, default=None)
+
+
+@dataclass(frozen=True)
+class StateCopy:
+    """A prepared or committed state in its snapshot slot."""
+
+    counters: CopyCounters
+    digest: str
+    tensors: Mapping[str, Tensor]
+    header: Callable[[], SlotHeader | None]
+    """Wait until the slot is completely written, then return its header."""
+    hold: SlotHold
+    """Keeps the slot as it is until it is released, or taken away for a later step."""
+
+
+class PeerReplica:
+    """Sends states to an agent in the background, one at a time; after each, the latest state is next.
+
+    A step is sent as soon as it is prepared, so that the copy has usually arrived when the master commits the step.
+    The agent keeps the previous step as well. A copy counts as kept once the agent has confirmed it, and only for that
+    incarnation of the agent: a restarted agent has lost its copies.
+
+    A copy that fails is reported and counted, and the next `offer` tries again. So is a network that is so slow that
+    copies are given up for later steps again and again.
+    """
+
+    def __init__(
+        self,
+        send: Send,
+        *,
+        process: str,
+        bytes_per_s: float | None = None,
+        emit: Callable[[OperationFailed], object] = lambda event: None,
+    ) -> None:
+        """`bytes_per_s`: a copy that would exceed this rate is not sent. `emit` receives the failure of a copy, in the
+        background thread."""
+        self._rate_limit = RateLimit(bytes_per_s)
+        self._send = send
+        self._process = process
+        self._emit = emit
+        self._reported = ""
+        self._num_overtaken = 0
+        self._thread: threading.Thread | None = None
+        self._kept: tuple[str, str, str] | None = None
+        """Digest, agent and the agent's incarnation, once the agent has confirmed the copy."""
+
+    def offer(self, take: Callable[[], StateCopy | None], *, digest: str, agent: Peer) -> bool:
+        """Send the state with this digest, which `take` holds for this purpose, unless the agent has it or another copy
+        is in progress; return whether it will be sent."""
+        wanted = (digest, agent.process, agent.incarnation)
+        if (self._thread is not None and self._thread.is_alive()) or wanted == self._kept:
+            return False
+        if not self._rate_limit.admits(time.monotonic()):
+            return False
+        copy = take()
+        if copy is None:
+            return False
+        self._rate_limit.take(layout_size(copy.tensors), now=time.monotonic())
+        self._thread = threading.Thread(
+            target=self._run, args=(copy, wanted), name="peer-replica", daemon=True
+        )
+        self._thread.start()
+        return True
+
+    def _run(self, copy: StateCopy, wanted: tuple[str, str, str]) -> None:
+        """Boundary of the background thread: a failure is counted, and reported unless it repeats the last one."""
+        agent = wanted[1]
+        try:
+            if self._replicate(copy, agent):
+                self._kept, self._reported, self._num_overtaken = wanted, "", 0
+        except ShuttingDown:
+            return
+        except Exception as error:  # noqa: BLE001 - the boundary of a thread: reported with its cause, then retried.
+            if copy.hold.revoked:
+                self._overtaken(copy, agent)
+                return
+            COUNTERS.add("buddy_copies_failed")
+            self._report(
+                f"the state could not be copied to {agent}: {type(error).__name__}: {error}", error=str(error)
+            )
+        finally:
+            copy.hold.release()
+
+    def _overtaken(self, copy: StateCopy, agent: str) -> None:
+        COUNTERS.add("buddy_copies_overtaken")
+        self._num_overtaken += 1
+        if self._num_overtaken >= OVERTAKEN_LIMIT:
+            self._report(
+                f"{self._num_overtaken} copies of the state to {agent} in a row took longer than two steps",
+                error=f"step {copy.counters.step} was given up for a later one",
+            )
+
+    def _report(self, message: str, *, error: str) -> None:
+        if message != self._reported:
+            self._reported = message
+            self._emit(OperationFailed(message, operation="peer replication", error=error))
+
+    def _replicate(self, copy: StateCopy, agent: str) -> bool:
+        """Send the slot; False if it was given up for a later step."""
+        header = copy.header()
+        if header is None or header.digest != copy.digest:
+            self._overtaken(copy, agent)
+            return False
+        state = state_fetched(describe_state(copy.tensors, step=copy.counters.step), copy.counters)
+        in_flight: deque[ReplyHandle] = deque()
+        for indices in _messages(state.manifest):
+            copy.hold.check()
+            pieces = [state.manifest.pieces[index] for index in indices]
+            frames = [
+                frame for piece in pieces for frame in chunks(piece_bytes(copy.tensors[piece.name], piece))
+            ]
+            in_flight.append(self._send(agent, KeepState(self._process, state, indices), frames))
+            COUNTERS.add("buddy_bytes", sum(piece.size for piece in pieces))
+            if len(in_flight) == IN_FLIGHT:
+                _await(in_flight.popleft(), copy.hold, agent=agent)
+        while in_flight:
+            _await(in_flight.popleft(), copy.hold, agent=agent)
+        COUNTERS.add("buddy_copies")
+        return True
+
+
+def _messages(manifest: WeightManifest) -> Iterator[tuple[int, ...]]:
+    """Indices of the pieces of each message: about `PIECE_BYTES` together."""
+    indices: list[int] = []
+    size = 0
+    for index, piece in enumerate(manifest.pieces):
+        if indices and size + piece.size > PIECE_BYTES:
+            yield tuple(indices)
+            indices, size = [], 0
+        indices.append(index)
+        size += piece.size
+    if indices:
+        yield tuple(indices)
+
+
+def _await(pending: ReplyHandle, hold: SlotHold, *, agent: str) -> None:
+    """Wait for the agent's confirmation of a message; raises what the agent replied, or if the copy is given up."""
+    idle = threading.Event()
+
+    def attempt(remaining_s: float) -> bool | None:
+        hold.check()
+        if pending.done:
+            return True
+        idle.wait(min(POLL_S, remaining_s))
+        return None
+
+    wait(attempt, whom=agent, what=KeepState.__name__, timeout_s=KEEP_TIMEOUT_S)
+    pending.result().expect(Ok)

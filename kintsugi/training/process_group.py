@@ -1,0 +1,433 @@
+"""The data-parallel process group of the ranks: it can be abandoned and rebuilt while the processes stay alive.
+
+Each group has a number (`group_id`; the field `generation` of the messages). Groups are numbered in the order in which
+the master rebuilds them, and a number is never used twice.
+
+torch's global default group is not used: a group that hangs is abandoned, and the next one is created alongside it.
+Nothing below blocks inside the collective library, because its waits cannot be interrupted. A collective is started and
+then polled through `runtime.wait`, which declares the other ranks as the processes waited for.
+
+Ranks with an accelerator each communicate through NCCL. NCCL refuses two ranks on one device, so ranks that share a
+device, like those without any, communicate through gloo and host memory. The ranks derive the route from each other's
+device identities when they meet.
+
+`end` may be called from any thread; every collective of the group that is running then raises `GroupBroken`.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from datetime import timedelta
+from enum import StrEnum
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from kintsugi.errors import DeadlineExceeded, GroupBroken, GroupFailed, Unfit
+from kintsugi.model.device import CPU_IDENTITY, identity
+from kintsugi.model.torch_internals import (
+    Backend,
+    Store,
+    Work,
+    connect_store,
+    gloo_group,
+    nccl_group,
+    prefix_store,
+    serve_store,
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+)
+from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.waits import join, wait
+
+SHORTEST_POLL_S = 0.0002
+LONGEST_POLL_S = 0.005
+CLOSE_GRACE_S = 0.5
+LONGEST_CONNECT_S = 1.0
+STORE_ANSWERS_S = 1.0
+
+T = TypeVar("T")
+
+Interruption = Callable[[], str | None]
+"""Called while waiting. A returned reason ends the group; the function may also raise to end the wait."""
+
+
+class StoreServer:
+    """Store at which the ranks of a group meet, if this process is the group's first rank.
+
+    It runs from the start of the process, so the master knows its address before it builds a group. Each group uses a
+    key prefix of its own. The listening socket is created here because the library would listen on all interfaces.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", *, known_as: str = "") -> None:
+        listener = socket.create_server((host, 0), backlog=128)
+        port = listener.getsockname()[1]
+        self.address = f"{known_as or host}:{port}"
+        self._store: Store | None = serve_store(host, port, listener=listener.detach())
+
+    def close(self) -> None:
+        self._store = None
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """`split_address("127.0.0.1:4001") == ("127.0.0.1", 4001)`."""
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+class Route(StrEnum):
+    """Library and path that collectives use; the value is the text shown to operators."""
+
+    NCCL = "NCCL, one accelerator per rank"
+    HOST = "gloo"
+    STAGED = "gloo through host memory, because ranks share an accelerator"
+
+
+def choose_route(identities: Sequence[str]) -> Route:
+    """Choose the route from the devices of all ranks (`device.identity`), so that all ranks choose the same one.
+
+    >>> choose_route(["GPU-a", "GPU-b"]).name, choose_route(["GPU-a", "GPU-a"]).name, choose_route(["cpu", "cpu"]).name
+    ('NCCL', 'STAGED', 'HOST')
+    """
+    if CPU_IDENTITY in identities:
+        return Route.HOST
+    return Route.NCCL if len(set(identities)) == len(identities) else Route.STAGED
+
+
+class ProcessGroup:
+    """One data-parallel group. A group of one rank has no sockets and no collectives."""
+
+    def __init__(
+        self,
+        *,
+        group_id: int,
+        ranks: Sequence[str],
+        rank: int,
+        backend: Backend | None,
+        route: Route,
+        interruption: Interruption,
+    ) -> None:
+        assert (backend is None) == (len(ranks) == 1)
+        self.group_id = group_id
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.route = route
+        self._backend = backend
+        self._interruption = interruption
+        self._over = threading.Event()
+        self._why_over = ""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def others(self) -> str:
+        """Names of the other ranks: a collective waits for these."""
+        return ", ".join(name for name in self.ranks if name != self.ranks[self.rank])
+
+    def all_reduce(self, tensor: Tensor, *, timeout_s: float) -> None:
+        """Sum a tensor over all ranks, in place."""
+        timeout = timedelta(seconds=timeout_s)
+        staged = self._staged(tensor)
+        self._run(
+            lambda backend: start_all_reduce(backend, staged, timeout=timeout),
+            what="all-reduce",
+            timeout_s=timeout_s,
+        )
+        if staged is not tensor:
+            tensor.copy_(staged)
+
+    def all_gather(self, tensor: Tensor, *, timeout_s: float) -> Tensor:
+        """Return the tensors of all ranks, stacked in rank order; all must have the same shape."""
+        timeout = timedelta(seconds=timeout_s)
+        flat = self._staged(tensor.contiguous().flatten())
+        gathered = flat.new_empty(self.size * flat.numel())
+        self._run(
+            lambda backend: start_all_gather(backend, flat, into=gathered, timeout=timeout),
+            what="all-gather",
+            timeout_s=timeout_s,
+        )
+        return gathered.to(tensor.device).view(self.size, *tensor.shape)
+
+    def all_to_all(
+        self, tensor: Tensor, *, sent: Sequence[int], received: Sequence[int], timeout_s: float
+    ) -> Tensor:
+        """Send consecutive parts of a flat tensor, one to each rank; return the parts received, in rank order."""
+        timeout = timedelta(seconds=timeout_s)
+        staged = self._staged(tensor)
+        incoming = staged.new_empty(sum(received))
+        self._run(
+            lambda backend: start_all_to_all(
+                backend, staged, into=incoming, sent=sent, received=received, timeout=timeout
+            ),
+            what="all-to-all",
+            timeout_s=timeout_s,
+        )
+        return incoming.to(tensor.device)
+
+    def _staged(self, tensor: Tensor) -> Tensor:
+        """Return the tensor in memory that the route can access: on the device for NCCL, else on the host."""
+        return tensor if self.route is Route.NCCL else tensor.cpu()
+
+    def end(self, why: str) -> None:
+        """End the group: a collective that is running or is started later raises. Thread-safe."""
+        if not self._over.is_set():
+            self._why_over = why
+            self._over.set()
+
+    def close(self) -> None:
+        """End the group and release its sockets.
+
+        The library's destructor waits for a collective that still hangs. The last reference is therefore dropped by a
+        daemon thread, for which this method waits only `CLOSE_GRACE_S`.
+        """
+        self.end("the group was closed")
+        if self._backend is None:
+            return
+        backends, self._backend = [self._backend], None
+        dropping = threading.Thread(
+            target=_drop, args=(backends,), name=f"drop-group-{self.group_id}", daemon=True
+        )
+        dropping.start()
+        with suppress(DeadlineExceeded):
+            join(dropping, whom=self.others, what="the end of a collective", timeout_s=CLOSE_GRACE_S)
+
+    def _run(
+        self,
+        start: Callable[[Backend], Work],
+        *,
+        what: str,
+        timeout_s: float,
+    ) -> None:
+        """Start a collective and poll it until it completes."""
+        what = f"{what} of generation {self.group_id}"
+        self.check(what)
+        assert self._backend is not None, "collectives need a group of several ranks"
+        try:
+            work = start(self._backend)
+            wait(self._completion(work, what=what), whom=self.others, what=what, timeout_s=timeout_s)
+            work.wait()
+        except (RuntimeError, DeadlineExceeded) as error:
+            self.end(str(error))
+            peers = tuple(name for name in self.ranks if name != self.ranks[self.rank])
+            failed = GroupFailed(self.group_id, peers, _plain(error))
+            raise GroupBroken(f"{what} with {self.others} failed: {failed.reason}", detail=failed) from error
+
+    def _completion(self, work: Work, *, what: str) -> Callable[[float], bool | None]:
+        """Return a poll function with a growing interval, so that a long wait uses little CPU."""
+        interval_s = SHORTEST_POLL_S
+
+        def attempt(remaining_s: float) -> bool | None:
+            nonlocal interval_s
+            if work.is_completed():
+                return True
+            self._over.wait(min(interval_s, remaining_s))
+            self.check(what)
+            interval_s = min(interval_s * 1.2, LONGEST_POLL_S)
+            return None
+
+        return attempt
+
+    def check(self, what: str) -> None:
+        """Raise GroupBroken if the group has ended."""
+        why = self._interruption()
+        if why is not None:
+            self.end(why)
+        if self._over.is_set():
+            raise GroupBroken(f"{what}: generation {self.group_id} is over: {self._why_over}")
+
+
+def join_group(
+    *,
+    group_id: int,
+    ranks: Sequence[str],
+    me: str,
+    store_address: str,
+    device: torch.device,
+    timeout_s: float,
+    interruption: Interruption = lambda: None,
+) -> ProcessGroup:
+    """Create the group with the other ranks, within `timeout_s`."""
+    backend, route = None, Route.HOST
+    if len(ranks) > 1:
+        rendezvous = _Rendezvous(
+            group_id=group_id,
+            ranks=ranks,
+            me=me,
+            store_address=store_address,
+            timeout_s=timeout_s,
+            interruption=interruption,
+        )
+        backend, route = rendezvous.connect(device)
+    return ProcessGroup(
+        group_id=group_id,
+        ranks=ranks,
+        rank=ranks.index(me),
+        backend=backend,
+        route=route,
+        interruption=interruption,
+    )
+
+
+class _Rendezvous:
+    """Rendezvous of one rank with the others of a new group.
+
+    The library connects all ranks in one call that cannot be interrupted. Each rank therefore first announces itself
+    in the store; the library is called only when all ranks have done so, and then has no rank to wait for. A store in
+    a stopped process does not answer, and the library waits for that as well. All of it runs in a daemon thread, which
+    is abandoned when the group has ended.
+    """
+
+    def __init__(
+        self,
+        *,
+        group_id: int,
+        ranks: Sequence[str],
+        me: str,
+        store_address: str,
+        timeout_s: float,
+        interruption: Interruption,
+    ) -> None:
+        self._ranks = ranks
+        self._rank = ranks.index(me)
+        self._address = split_address(store_address)
+        self._prefix = f"generation-{group_id}"
+        self._deadline = SYSTEM_CLOCK.monotonic() + timeout_s
+        self._timeout = timedelta(seconds=timeout_s)
+        self._interruption = interruption
+        self._others = ", ".join(name for name in ranks if name != me)
+        self._what = f"joining generation {group_id} of the process group"
+        self._over = threading.Event()
+        """Set when `connect` has returned or raised: the background thread gives up."""
+
+    def connect(self, device: torch.device) -> tuple[Backend, Route]:
+        joining = _in_background(lambda: self._join(device), name=self._prefix)
+
+        def attempt(remaining_s: float) -> tuple[Backend, Route] | None:
+            why = self._interruption()
+            if why is not None:
+                raise GroupBroken(f"{self._what} with {self._others}: {why}")
+            if not joining.done():
+                self._over.wait(min(LONGEST_POLL_S, remaining_s))
+                return None
+            failure = joining.exception()
+            if failure is not None:
+                # Not raised itself: its traceback would reference this frame, and through it the future and the error.
+                raise self._broken(failure) from failure
+            return joining.result()
+
+        try:
+            return wait(attempt, whom=self._others, what=self._what, timeout_s=self._remaining_s())
+        except DeadlineExceeded as error:
+            if self._rank == 0 and not self._store_answers():
+                raise Unfit("the store of this process, at which ranks meet, does not answer") from error
+            raise self._broken(error) from error
+        finally:
+            self._over.set()
+
+    def _store_answers(self) -> bool:
+        """Whether the store of this process answers. Only the first rank asks, because it serves the store."""
+        answer = _in_background(lambda: self._store().set("question", ""), name="checking its store")
+
+        def attempt(remaining_s: float) -> bool | None:
+            if not answer.done():
+                self._over.wait(min(LONGEST_POLL_S, remaining_s))
+                return None
+            return answer.exception() is None
+
+        try:
+            return wait(attempt, whom="its own store", what="an answer", timeout_s=STORE_ANSWERS_S)
+        except DeadlineExceeded:
+            return False
+
+    def _broken(self, error: BaseException) -> GroupBroken:
+        host, port = self._address
+        return GroupBroken(f"{self._what} with {self._others} at {host}:{port} failed: {_plain(error)}")
+
+    def _join(self, device: torch.device) -> tuple[Backend, Route]:
+        """Announce this rank, wait for the others and connect; runs in the background thread."""
+        interface = self._poll(self._reach, whom=self._ranks[0])
+        store = self._announce(identity(device))
+        here = [f"here-{rank}" for rank in range(len(self._ranks))]
+        self._poll(lambda: store.check(here) or None, whom=self._others)
+        route = choose_route([store.get(key).decode() for key in here])
+        return self._backend(store, interface=interface, route=route), route
+
+    def _reach(self) -> str | None:
+        """Connect to the store's address; return this rank's own address on that connection, None if it failed."""
+        try:
+            with socket.create_connection(self._address, timeout=LONGEST_CONNECT_S) as connection:
+                interface: str = connection.getsockname()[0]
+                return interface
+        except OSError as error:
+            if error.errno == errno.EMFILE:
+                raise RuntimeError("no socket can be opened") from error
+            return None
+
+    def _announce(self, identity: str) -> Store:
+        """Write this rank's device identity into the store."""
+        store = self._store()
+        store.set(f"here-{self._rank}", identity)
+        return store
+
+    def _store(self) -> Store:
+        return prefix_store(self._prefix, connect_store(*self._address, timeout=self._timeout))
+
+    def _backend(self, store: Store, *, interface: str, route: Route) -> Backend:
+        size = len(self._ranks)
+        if route is Route.NCCL:
+            return nccl_group(store, rank=self._rank, size=size, timeout=self._timeout)
+        return gloo_group(store, rank=self._rank, size=size, interface=interface, timeout=self._timeout)
+
+    def _poll(self, look: Callable[[], T | None], *, whom: str) -> T:
+        """Call `look` until it returns a value; stop at the deadline or when `connect` has ended."""
+
+        def attempt(remaining_s: float) -> T | None:
+            if self._over.is_set():
+                raise RuntimeError("joining this generation was given up")
+            found = look()
+            if found is None:
+                self._over.wait(min(LONGEST_POLL_S, remaining_s))
+            return found
+
+        return wait(attempt, whom=whom, what=self._what, timeout_s=self._remaining_s())
+
+    def _remaining_s(self) -> float:
+        return max(0.0, self._deadline - SYSTEM_CLOCK.monotonic())
+
+
+def _drop(backends: list[Backend]) -> None:
+    """Abort the collectives that still run, then drop the group."""
+    for backend in backends:
+        backend.abort()
+    backends.clear()
+
+
+def _in_background(function: Callable[[], T], *, name: str) -> Future[T]:
+    """Run a function in a daemon thread: unlike an executor's, a hanging thread does not keep the process alive."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except (RuntimeError, DeadlineExceeded) as error:
+            # Without its traceback, which references this frame, and through it the future that holds the error.
+            future.set_exception(error.with_traceback(None))
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def _plain(error: BaseException) -> str:
+    """Message of a library error without its source file, advice and stack."""
+    text = str(error).partition("\n")[0].partition(" This is typically")[0]
+    return re.sub(r"^\[\S+\] ", "", text)

@@ -1,0 +1,169 @@
+"""Saving of a rank's committed state beside training: a background thread writes the checkpoint from the snapshot.
+
+    main thread                 save thread
+    Save arrives ─ hold slot ─► wait until the snapshot is complete
+    RunCall, CommitStep, …      write it, digest it          (the slot is held)
+    RunCall, …                  release the slot, sync, read back, rename
+                                reply Saved
+
+The thread reads host memory only: it needs neither the device nor a lease on it. It gives up the interpreter's lock for
+every piece, so heartbeats and training continue. `bytes_saved` counts the bytes written and read back, as progress.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+
+from kintsugi.checkpoint.store import save_checkpoint
+from kintsugi.errors import DeadlineExceeded, Unfit
+from kintsugi.model.device_errors import as_world_error
+from kintsugi.model.tensor_file import FileContent
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.training import Save, Saved
+from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.counters import COUNTERS
+from kintsugi.runtime.spans import SPANS
+from kintsugi.runtime.waits import join
+from kintsugi.telemetry.events import Alert, AlertEvent
+from kintsugi.training.snapshots import HeldState
+from kintsugi.transport import Delivery, subject
+
+STALL_S = 0.5
+"""Training that stood still for longer because of a save is reported."""
+CLOSE_TIMEOUT_S = 5.0
+
+ModelFiles = Callable[[HeldState], Iterable[tuple[str, FileContent]]]
+"""Files of a Hugging Face folder with the weights of a state."""
+
+
+class CheckpointSaver:
+    """One save at a time. A request that arrives meanwhile joins it: a new master repeats the request of its
+    predecessor, and the answer says which step was saved."""
+
+    def __init__(
+        self,
+        *,
+        model_files: ModelFiles,
+        keep: int,
+        reply: Callable[[Delivery, Body], None],
+        fail: Callable[[Delivery, BaseException], None],
+        emit: Callable[[AlertEvent], object] = lambda event: None,
+    ) -> None:
+        """`reply`, `fail` and `emit` are called in the background thread."""
+        self._model_files = model_files
+        self._keep = keep
+        self._reply, self._fail, self._emit = reply, fail, emit
+        self._lock = threading.Lock()
+        self._waiting: list[Delivery] = []
+        """Requests to which the current save is the answer; empty if none is under way."""
+        self._held: HeldState | None = None
+        self._thread: threading.Thread | None = None
+        self._fatal: Exception | None = None
+
+    def join(self, delivery: Delivery) -> bool:
+        """Let the save that is under way answer this request; False if there is none."""
+        with self._lock:
+            if not self._waiting:
+                return False
+            self._waiting.append(delivery)
+            return True
+
+    def begin(self, delivery: Delivery, *, request: Save, held: HeldState) -> None:
+        """Start to save a state; the request is answered when it is durable and verified, or has failed."""
+        with self._lock:
+            assert not self._waiting, "a request that arrives during a save joins it"
+            self._waiting = [delivery]
+        self._held = held
+        self._thread = threading.Thread(target=self._run, args=(request, held), name="save", daemon=True)
+        self._thread.start()
+
+    def raise_fatal(self) -> None:
+        """Raise, in the main thread, an error of a save that has to end this process."""
+        if self._fatal is not None:
+            raise self._fatal
+
+    def close(self) -> None:
+        """End the save that is under way, if any; what it has written is removed."""
+        thread, held = self._thread, self._held
+        if thread is None or held is None:
+            return
+        held.hold.revoke("this process ends")
+        try:
+            join(thread, whom="this process", what="the end of its save", timeout_s=CLOSE_TIMEOUT_S)
+        except DeadlineExceeded:
+            return  # The disk hangs. The thread ends with the process, and the next save removes what is left.
+
+    def _run(self, request: Save, held: HeldState) -> None:
+        """Boundary of the background thread: its outcome is the answer to all requests that wait."""
+        since = SYSTEM_CLOCK.monotonic()
+        saved: Saved | None = None
+        fault: Exception | None = None
+        try:
+            saved = self._save(request, held, since=since)
+        except Exception as error:  # noqa: BLE001 - the boundary of a thread: the failure is the reply, with its cause.
+            fault = as_world_error(error)
+            if isinstance(fault, Unfit | AssertionError):
+                self._fatal = fault
+        finally:
+            held.hold.release()
+        error_name = None if fault is None else type(fault).__name__
+        SPANS.add("save", {**subject(request), "error": error_name}, since=since)
+        self._report_stall(held)
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for delivery in waiting:
+            if saved is not None:
+                self._reply(delivery, saved)
+            else:
+                assert fault is not None
+                self._fail(delivery, fault)
+        del fault  # Its traceback references this frame, and with it the state.
+
+    def _save(self, request: Save, held: HeldState, *, since: float) -> Saved:
+        held.await_copy()
+        read_at = since
+        num_bytes = 0
+
+        def on_bytes(size: int) -> None:
+            nonlocal num_bytes
+            num_bytes += size
+            COUNTERS.add("bytes_saved", size)
+            held.hold.check()
+
+        def on_read() -> None:
+            nonlocal read_at
+            read_at = SYSTEM_CLOCK.monotonic()
+            held.hold.release()
+
+        checkpoint = save_checkpoint(
+            Path(request.folder),
+            step=held.counters.step,
+            stage=held.counters.stage,
+            state=held.tensors,
+            extra=msgspec.to_builtins(held.counters),
+            model_files=self._model_files(held),
+            keep=self._keep,
+            on_bytes=on_bytes,
+            on_read=on_read,
+        )
+        ended = SYSTEM_CLOCK.monotonic()
+        timing = {
+            "write": read_at - since,
+            "verify": ended - read_at,
+            "stall": held.hold.stalled_s,
+            "bytes": float(num_bytes // 2),
+        }
+        return Saved(checkpoint.step, str(checkpoint.path), checkpoint.digest, timing)
+
+    def _report_stall(self, held: HeldState) -> None:
+        stalled_s = held.hold.stalled_s
+        if stalled_s > STALL_S:
+            message = (
+                f"training stood still for {stalled_s:.1f} s, because step {held.counters.step} was not "
+                "written to the disk two steps later"
+            )
+            self._emit(Alert(message, {"step": held.counters.step, "stalled_s": stalled_s}))

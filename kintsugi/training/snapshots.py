@@ -1,0 +1,605 @@
+"""Snapshots of a rank's state in host memory: written in the background, verified when they are used.
+
+The live state is one flat tensor (`layout.py`). A background thread copies a finished step into the snapshot slot that
+does not hold the committed step, while the step is committed and the next one begins. Every change of the live state
+waits for that thread first. A process killed during the copy leaves a snapshot of the previous step; the other ranks
+still have the new one.
+
+A thread that saves the committed step holds its slot (`SlotHold`). Training goes on: the next step is prepared in the
+other slot. The copy of the step after that waits, in its background thread, until the hold is released; training itself
+waits only if it is about to change the live state again before that, which takes a disk that needs more than two steps
+for the state. No further copy of the state is made, and the latest committed snapshot is never overwritten.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from kintsugi.checkpoint.snapshot import HeldSnapshots, SlotHeader, Snapshots, SnapshotSlot, find_slot
+from kintsugi.errors import IntegrityError, RefusedError
+from kintsugi.model.tensor_file import TensorPlace
+from kintsugi.protocol.recovery import StateFetched
+from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.waits import join, wait
+from kintsugi.training.digests import digest as digest_bytes
+from kintsugi.types import WeightManifest
+
+INLINE_BYTES = 4 << 20
+"""Smaller states are copied inline, because starting a thread would take longer."""
+TRANSFER_BYTES = 32 << 20
+"""Size of one transfer to the host. Small transfers of other threads can run between two of these."""
+PINNED_BYTES = 32 * TRANSFER_BYTES
+"""Memory that is pinned in one call: a multiple of what is copied in one."""
+POPULATING_THREADS = 8
+_MADV_POPULATE_WRITE = 23
+COPY_TIMEOUT_S = 600.0
+HOLD_TIMEOUT_S = 3600.0
+"""Limit for a save to read its snapshot. A save that hangs is ended by the deadline of its request long before."""
+REVOKE_TIMEOUT_S = 30.0
+"""Limit for a save to notice that its snapshot is taken away: it looks after every piece."""
+MOST_HOLDS = 8
+"""Holds of a slot that are remembered. A save that has read its snapshot can still be given up."""
+POLL_S = 0.02
+"""Interval at which a wait for a save looks for requests that end it."""
+
+
+class CopyCounters(msgspec.Struct, frozen=True):
+    """Counters that are part of the state: hashed, saved and rolled back with the tensors."""
+
+    step: int = 0
+    """The last finished step of the run."""
+    stage: str = ""
+    updates: int = 0
+    """Optimizer updates applied in this stage; drives the schedule and Adam's bias correction."""
+    skipped: int = 0
+    """Updates left out in this stage because their gradient was not finite."""
+    reference: str = ""
+    """Digest of the stage's frozen reference weights, which makes them part of the state's digest; empty if none."""
+    critic_updates: int = 0
+    """Updates of the critic, counted separately because it also learns while the actor waits."""
+    critic_skipped: int = 0
+
+
+def digest_of(counters: CopyCounters, tensor: Tensor) -> str:
+    """Digest of counters, weights and moments and, through the counters, of the reference weights; equal on all ranks
+    after the same steps."""
+    return digest_bytes(msgspec.msgpack.encode(counters), tensor)
+
+
+def reference_digest(reference: Tensor | None) -> str:
+    """Digest of reference weights as in `CopyCounters.reference`."""
+    return "" if reference is None else digest_bytes(b"", reference)
+
+
+def state_fetched(manifest: WeightManifest, counters: CopyCounters) -> StateFetched:
+    """Describe a state that is sent to another process."""
+    return StateFetched(
+        manifest,
+        counters.stage,
+        counters.updates,
+        counters.skipped,
+        counters.reference,
+        counters.critic_updates,
+        counters.critic_skipped,
+    )
+
+
+def counters_of(fetched: StateFetched) -> CopyCounters:
+    """Counters of a state received from another process."""
+    return CopyCounters(
+        fetched.manifest.step,
+        fetched.stage,
+        fetched.updates,
+        fetched.skipped,
+        fetched.reference,
+        fetched.critic_updates,
+        fetched.critic_skipped,
+    )
+
+
+class StoredState(Protocol):
+    """A state outside this process: in a checkpoint, at another rank or at an agent."""
+
+    @property
+    def places(self) -> Mapping[str, TensorPlace]:
+        """Name, dtype and shape of every tensor."""
+        ...
+
+    def read(self, into: Mapping[str, Tensor]) -> None:
+        """Fill these tensors, in pieces, and verify the bytes."""
+        ...
+
+
+class SlotHold:
+    """Right of one thread to read a slot: nothing is written into the slot until `release`. A thread whose hold was
+    taken away by `revoke` notices it by `check`, and releases it."""
+
+    def __init__(self, step: int, *, purpose: str, yields: bool) -> None:
+        """`yields`: the hold is taken away as soon as a later step needs the slot."""
+        self.step, self.purpose, self.yields = step, purpose, yields
+        self.stalled_s = 0.0
+        """Time for which training stood still because of this hold."""
+        self._released = threading.Event()
+        self._revoked = ""
+
+    @property
+    def released(self) -> bool:
+        return self._released.is_set()
+
+    @property
+    def revoked(self) -> bool:
+        return bool(self._revoked)
+
+    def check(self) -> None:
+        """Raise RefusedError if the hold was taken away; also after `release`, because a state that was replaced must
+        not be saved any more."""
+        if self._revoked:
+            raise RefusedError(f"the {self.purpose} of step {self.step} was given up: {self._revoked}")
+
+    def release(self) -> None:
+        """The slot has been read."""
+        self._released.set()
+
+    def revoke(self, reason: str) -> None:
+        self._revoked = self._revoked or reason
+
+    def await_release(self, *, given_up: Callable[[], bool] = lambda: False, timeout_s: float) -> bool:
+        """Wait until the slot has been read; False if `given_up` says so before."""
+
+        def attempt(remaining_s: float) -> bool | None:
+            if self._released.wait(min(POLL_S, remaining_s)):
+                return True
+            return False if given_up() else None
+
+        what = f"the {self.purpose} of step {self.step} to read its snapshot"
+        return wait(attempt, whom="this process", what=what, timeout_s=timeout_s)
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """The committed state in its snapshot slot, for a thread that saves it beside training."""
+
+    counters: CopyCounters
+    tensors: Mapping[str, Tensor]
+    """All tensors of the state, in host memory."""
+    weights: Mapping[str, Tensor]
+    """Weights of the actor by Hugging Face name: those of `tensors`, not yet converted to the compute dtype."""
+    dtype: torch.dtype
+    """Compute dtype, in which the model is saved."""
+    await_copy: Callable[[], None]
+    """Wait until the slot is completely written."""
+    hold: SlotHold
+
+
+class StateSnapshots:
+    """Snapshots of one rank: the committed state and, if there is one, the prepared state."""
+
+    def __init__(self, live: Tensor, *, snapshots: Snapshots) -> None:
+        self._live = live
+        self._snapshots = snapshots
+        self._views = tuple(_view(slot, like=live) for slot in snapshots.slots)
+        self._committed: int | None = None
+        self._prepared: int | None = None
+        self._copy: _Copy | None = None
+        self._holds: tuple[list[SlotHold], ...] = ([], [])
+        """Holds by slot; those that were released are dropped when the next one is taken."""
+        if live.is_cuda:
+            # In the background, because it takes seconds for a large state. Nothing waits for it.
+            threading.Thread(target=self._pin, name="pin-snapshots", daemon=True).start()
+
+    @property
+    def committed(self) -> Tensor | None:
+        """The committed state; None before the first copy, when the live state has not changed yet."""
+        return None if self._committed is None else self._views[self._committed]
+
+    def prepare(self, counters: CopyCounters) -> str:
+        """Start to copy the live state, which `counters` describe; return its digest, perhaps before the copy ends."""
+        self.settle()
+        index = self._spare()  # It need not be pinned yet: then the copy, which nothing waits for, is slower.
+        slot, view = self._snapshots.slots[index], self._views[index]
+        serial = self._snapshots.next_serial
+        holds = [hold for hold in self._holds[index] if not hold.released]
+        for hold in holds:
+            if hold.yields:
+                hold.revoke(f"step {counters.step} needs its memory")
+        if not holds:
+            slot.begin()
+        self._prepared = index
+        # Before the copy starts: the digest would otherwise wait in the device's queue behind the copy.
+        digest = digest_of(counters, self._live)
+        self._copy = _Copy(self._live, into=view, holds=holds, begin=slot.begin)
+        self._copy.then(lambda: slot.prepare(_header(counters, digest=digest, serial=serial)))
+        return digest
+
+    def commit(self) -> None:
+        """Make the prepared copy the committed one, now or as soon as it is complete."""
+        assert self._prepared is not None
+        slot = self._snapshots.slots[self._prepared]
+        if self._copy is None:
+            slot.commit()
+        else:
+            self._copy.then(slot.commit)
+        self._committed, self._prepared = self._prepared, None
+
+    def hold_committed(self, step: int) -> tuple[Tensor, Callable[[], None], SlotHold]:
+        """Keep the committed slot as it is until the hold is released: its tensor, a function that waits until it is
+        completely written, and the hold."""
+        if self._committed is None:
+            raise RefusedError("nothing is committed on this rank that could be saved")
+        hold = self._take_hold(self._committed, SlotHold(step, purpose="save", yields=False))
+        copy = self._copy
+        return self._views[self._committed], copy.finish if copy is not None else lambda: None, hold
+
+    def _take_hold(self, index: int, hold: SlotHold) -> SlotHold:
+        # Revoked ones are released only when their thread has noticed.
+        for holds in self._holds:
+            holds[:] = [each for each in holds if not each.released or each.purpose == "save"][-MOST_HOLDS:]
+        self._holds[index].append(hold)
+        return hold
+
+    def reference_copy(self, stage: str, *, like: Tensor) -> Tensor:
+        """The copy of a stage's frozen reference weights that is kept with the snapshots."""
+        return _view(self._snapshots.reference(stage, size=like.nbytes), like=like)
+
+    def hold_latest(self, step: int) -> tuple[Tensor, Callable[[], SlotHeader | None], SlotHold] | None:
+        """Keep the newest copy, prepared or committed, as it is until a later step needs its slot, for a thread that
+        reads it during training; None before the first. The function waits until the copy is complete and returns the
+        slot's header."""
+        index = self._committed if self._prepared is None else self._prepared
+        if index is None:
+            return None
+        slot, copy = self._snapshots.slots[index], self._copy
+        hold = self._take_hold(index, SlotHold(step, purpose="peer copy", yields=True))
+
+        def header() -> SlotHeader | None:
+            if copy is not None:
+                copy.finish()
+            return slot.header
+
+        return self._views[index], header, hold
+
+    def drop_prepared(self) -> None:
+        """Clear the prepared copy, which will not be committed, so that it cannot be mistaken for the retried step."""
+        if self._prepared is not None and self._copy is not None:
+            self._copy.give_up()
+        self.settle()
+        if self._prepared is not None:
+            self._snapshots.slots[self._prepared].clear()
+            self._prepared = None
+
+    def load(self) -> None:
+        """Make the live state the committed one again."""
+        assert self._committed is not None
+        self.drop_prepared()
+        copy_pieces(self._views[self._committed], into=self._live)
+
+    def digest(self, counters: CopyCounters) -> str:
+        """Digest of the live state as it is now."""
+        return digest_of(counters, self._live)
+
+    def adopt(self, step: int, *, digest: str) -> CopyCounters:
+        """Adopt the snapshot of `step` that the previous incarnation of this process left, verified."""
+        self._revoke()
+        self.settle()
+        slot, header = find_slot(self._snapshots.slots, step, digest=digest)
+        index = self._snapshots.slots.index(slot)
+        counters, view = _counters(header), self._views[index]
+        if self._live.is_cuda:  # A device hashes the copy much faster than the host the original.
+            copy_pieces(view, into=self._live)
+        found = digest_of(counters, self._live if self._live.is_cuda else view)
+        if found != header.digest:
+            raise IntegrityError(f"the snapshot of step {step} hashes to {found}, expected {header.digest}")
+        self._keep(index, is_loaded=self._live.is_cuda)
+        return counters
+
+    def copy_from(
+        self, held: HeldSnapshots, step: int, *, digest: str, reference: Tensor | None = None
+    ) -> CopyCounters:
+        """Adopt another process's snapshot of `step` on this host, verified; its owner may be writing meanwhile."""
+        slot, header = find_slot(held.slots, step, digest=digest)
+        if slot.payload.nbytes != self._live.nbytes:
+            raise IntegrityError(
+                f"expected a snapshot of {self._live.nbytes} bytes, got one of {slot.payload.nbytes}"
+            )
+        counters, theirs = _counters(header), _view(slot, like=self._live)
+        self.fill(counters, lambda view: view.copy_(theirs), digest=header.digest, reference=reference)
+        return counters
+
+    def fill(
+        self,
+        counters: CopyCounters,
+        write: Callable[[Tensor], object],
+        *,
+        digest: str = "",
+        reference: Tensor | None = None,
+        is_older: bool = False,
+    ) -> tuple[str, CopyCounters]:
+        """Adopt the state that `write` fills a tensor with, and its stage's reference weights, which it may fill as
+        well; return digest and counters. A state with the wrong digest changes nothing.
+
+        `is_older`: the counters were saved without the digest of the reference.
+        """
+        self._revoke()
+        self.drop_prepared()
+        index = self._spare()
+        slot, view = self._snapshots.slots[index], self._views[index]
+        serial = self._snapshots.next_serial
+        slot.begin()
+        write(view)
+        found = reference_digest(reference)
+        if is_older:
+            counters = msgspec.structs.replace(counters, reference=found)
+        if found != counters.reference:
+            slot.clear()
+            raise IntegrityError(
+                f"the reference weights of stage {counters.stage!r} hash to {found or 'none'}, "
+                f"expected {counters.reference or 'none'}"
+            )
+        found = digest_of(counters, view)
+        if digest not in ("", found):
+            slot.clear()
+            raise IntegrityError(f"the state of step {counters.step} hashes to {found}, expected {digest}")
+        self.keep_reference(counters, reference)
+        slot.prepare(_header(counters, digest=found, serial=serial))
+        self._keep(index)
+        self.forget_references(counters.stage)
+        return found, counters
+
+    def keep_reference(self, counters: CopyCounters, reference: Tensor | None) -> None:
+        """Store a stage's reference weights with the snapshots, before the first snapshot that needs them. Intact ones
+        are not rewritten, because a process killed meanwhile would leave none."""
+        if reference is None:
+            return
+        slot = self._snapshots.reference(counters.stage, size=reference.nbytes)
+        view = _view(slot, like=reference)
+        if slot.header is not None and digest_bytes(b"", view) == counters.reference:
+            return
+        slot.begin()
+        view.copy_(reference)
+        slot.prepare(SlotHeader(0, counters.stage, 0, 0, counters.reference, 0))
+        slot.commit()
+
+    def forget_references(self, stage: str) -> None:
+        """Drop the reference weights of all other stages; only once a snapshot of this stage is committed."""
+        if self._snapshots.has_references_besides({stage}):
+            self.settle()
+            self._snapshots.keep_references({stage})
+
+    def load_reference(
+        self, stage: str, *, into: Tensor, digest: str, held: HeldSnapshots | None = None
+    ) -> None:
+        """Load a stage's reference weights, which hash to `digest`, from this rank's snapshots or from `held`."""
+        slot = held.reference(stage) if held else self._snapshots.reference(stage, size=into.nbytes)
+        header = slot.header
+        if header is None or header.stage != stage or slot.payload.nbytes != into.nbytes:
+            raise RefusedError(f"there are no reference weights of stage {stage!r}")
+        copied = _view(slot, like=into).clone()
+        found = digest_bytes(b"", copied)
+        if found != digest:
+            raise IntegrityError(
+                f"the reference weights of stage {stage!r} hash to {found}, expected {digest}"
+            )
+        into.copy_(copied)
+
+    def settle(self, check: Callable[[], None] = lambda: None) -> None:
+        """Wait until the running copy has ended; raises if it failed. `check` is called while the copy waits for a
+        save, and raises if the wait has to be given up."""
+        copy = self._copy
+        if copy is None:
+            return
+        copy.await_holds(check)
+        self._copy = None
+        copy.finish()
+
+    def await_copy(self) -> None:
+        """Wait as `settle` does, without a change of state; for threads other than the training thread."""
+        copy = self._copy
+        if copy is not None:
+            copy.finish()
+
+    def _pin(self) -> None:
+        """Register the slots as pinned memory, the one first that a repair would read or, without a snapshot, that is
+        written first. In pieces: the driver serves no other thread of the process meanwhile. If the device refuses,
+        copies are only slower."""
+        runtime: Any = torch.cuda.cudart()
+        first = self._spare()
+        if any(slot.header is not None for slot in self._snapshots.slots):
+            first = 1 - first
+        for view in (self._views[first], self._views[1 - first]):
+            for start in range(0, view.nbytes, PINNED_BYTES):
+                address, size = view.data_ptr() + start, min(PINNED_BYTES, view.nbytes - start)
+                populate(address, size)
+                if int(runtime.cudaHostRegister(address, size, 0)) == 0:
+                    weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
+                    continue
+                with suppress(RuntimeError):  # The next operation reports the refusal; this one consumes it.
+                    torch.zeros(1, device=self._live.device)
+                return
+
+    def _spare(self) -> int:
+        """Index of the slot to overwrite: not the committed one, else the older one."""
+        if self._committed is not None:
+            return 1 - self._committed
+        serials = [-1 if (header := slot.header) is None else header.serial for slot in self._snapshots.slots]
+        return serials.index(min(serials))
+
+    def _revoke(self) -> None:
+        """Take the slots away from every reader: the state is about to be replaced."""
+        for hold in [hold for holds in self._holds for hold in holds]:
+            hold.revoke("the state of this rank was replaced")
+            hold.await_release(timeout_s=REVOKE_TIMEOUT_S)
+
+    def _keep(self, index: int, *, is_loaded: bool = False) -> None:
+        """Commit this slot, clear the other, and load the slot into the live state, unless it is there already."""
+        slots = self._snapshots.slots
+        slots[index].commit()
+        slots[1 - index].clear()
+        self._committed, self._prepared = index, None
+        if not is_loaded:
+            copy_pieces(self._views[index], into=self._live)
+
+
+class _Copy:
+    """Copy of a tensor into host memory, in a background thread if it is large or the target is held."""
+
+    def __init__(
+        self, tensor: Tensor, *, into: Tensor, holds: Sequence[SlotHold], begin: Callable[[], None]
+    ) -> None:
+        """With `holds` on the target the copy begins, with a call of `begin`, when they are released."""
+        self._tensor = tensor
+        self._into = into
+        self._holds = holds
+        self._begin = begin
+        self._given_up = False
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        self._copied = False
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+        self._ready = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+        if tensor.nbytes < INLINE_BYTES and not holds:
+            self._run()
+        else:
+            self._thread = threading.Thread(target=self._run, name="snapshot", daemon=True)
+            self._thread.start()
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """Call a function once the bytes are copied, perhaps now; in the order of the calls of `then`. After a failure
+        no function is called."""
+        with self._lock:
+            if self._error is not None:
+                return
+            if self._copied:
+                callback()
+            else:
+                self._callbacks.append(callback)
+
+    def give_up(self) -> None:
+        """Do not begin, if the copy still waits for a hold."""
+        self._given_up = True
+
+    def await_holds(self, check: Callable[[], None]) -> None:
+        """Wait until no hold is in the way; `check` raises if the wait has to be given up."""
+
+        def given_up() -> bool:
+            check()
+            return self._given_up
+
+        for hold in self._holds:
+            if hold.released:
+                continue
+            since = SYSTEM_CLOCK.monotonic()
+            try:
+                hold.await_release(given_up=given_up, timeout_s=HOLD_TIMEOUT_S)
+            finally:
+                hold.stalled_s += SYSTEM_CLOCK.monotonic() - since
+
+    def finish(self) -> None:
+        """Wait until copy and callbacks have ended; raises the exception that ended either."""
+        if self._thread is not None:
+            limit_s = HOLD_TIMEOUT_S if self._holds else COPY_TIMEOUT_S
+            join(self._thread, whom="this process", what="the copy of its state", timeout_s=limit_s)
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            for hold in self._holds:
+                limit_s = HOLD_TIMEOUT_S - COPY_TIMEOUT_S
+                if not hold.await_release(given_up=lambda: self._given_up, timeout_s=limit_s):
+                    return
+            if self._holds:
+                self._begin()
+            self._transfer()
+            with self._lock:
+                self._copied = True
+                for callback in self._callbacks:
+                    callback()
+        except Exception as error:  # noqa: BLE001 - the boundary of a thread: `finish` raises it.
+            self._error = error
+
+    def _transfer(self) -> None:
+        if self._ready is None:
+            self._into.copy_(self._tensor)
+            return
+        stream = torch.cuda.Stream(self._tensor.device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(self._ready)
+            copy_pieces(self._tensor, into=self._into)
+        stream.synchronize()
+
+
+def copy_pieces(tensor: Tensor, *, into: Tensor) -> None:
+    """Copy between host and device in pieces, none of which lies in two ranges of pinned memory. To a device the copy
+    is only enqueued, after everything that was enqueued on the current stream.
+
+    To the host each piece is awaited: the device copies in the order of requests, and with a second one in its queue it
+    would not bring anything else to the host, such as the digests of published weights, before the whole state.
+    """
+    numel = TRANSFER_BYTES // tensor.element_size()
+    for source, target in zip(tensor.view(-1).split(numel), into.view(-1).split(numel), strict=True):
+        target.copy_(source, non_blocking=True)
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
+
+
+def populate(address: int, size: int) -> None:
+    """Let the kernel allocate these pages, without a change of their contents and without a lock of the interpreter or
+    the driver. One thread clears about 2 GB/s, so several share the work. Kernels before 5.14 refuse, and allocate the
+    pages at first use."""
+    madvise = ctypes.CDLL(None).madvise
+
+    def part(start: int, stop: int) -> None:
+        madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(stop - start), _MADV_POPULATE_WRITE)
+
+    count = min(POPULATING_THREADS, os.cpu_count() or 1)
+    ends = [size * index // count // mmap.PAGESIZE * mmap.PAGESIZE for index in range(count)] + [size]
+    threads = [threading.Thread(target=part, args=each, daemon=True) for each in pairwise(ends)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        join(thread, whom="this process", what="memory for its snapshots", timeout_s=COPY_TIMEOUT_S)
+
+
+def _view(slot: SnapshotSlot, *, like: Tensor) -> Tensor:
+    """Payload of a slot as a tensor in host memory."""
+    return torch.frombuffer(slot.payload, dtype=like.dtype, count=like.numel()).view(like.shape)
+
+
+def _header(counters: CopyCounters, *, digest: str, serial: int) -> SlotHeader:
+    return SlotHeader(
+        counters.step,
+        counters.stage,
+        counters.updates,
+        counters.skipped,
+        digest,
+        serial,
+        counters.reference,
+        counters.critic_updates,
+        counters.critic_skipped,
+    )
+
+
+def _counters(header: SlotHeader) -> CopyCounters:
+    return CopyCounters(
+        header.step,
+        header.stage,
+        header.updates,
+        header.skipped,
+        header.reference,
+        header.critic_updates,
+        header.critic_skipped,
+    )

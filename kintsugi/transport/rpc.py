@@ -1,0 +1,198 @@
+"""One exchange between two processes: the delivered message, its reply, and the pending request of the sender.
+
+`Endpoint` transfers these; nothing here touches a socket.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+import xxhash
+
+from kintsugi.errors import IntegrityError, KintsugiError, RefusedError
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.wire import Envelope, MessageKind
+from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.spans import SPANS
+from kintsugi.types import Peer
+
+Blob = bytes | memoryview
+BodyType = TypeVar("BodyType", bound=Body)
+
+SLOW_S = 1.0
+"""A request that takes longer is recorded as a span."""
+CHUNK_BYTES = 16 << 20
+SAVED_REPLIES = 512
+SAVED_BYTES = 2 << 20
+SLOWEST_BULK_BYTES_PER_S = 50e6
+"""A bulk transfer counts as under way for as long as it would take at this rate."""
+
+
+def bulk_digest(blobs: Iterable[Blob]) -> str:
+    """Compute xxh3-64 over all frames in order; it does not depend on where they were cut."""
+    digest = xxhash.xxh3_64()
+    for blob in blobs:
+        digest.update(blob)
+    return digest.hexdigest()
+
+
+def verify_bulk(blobs: Iterable[Blob], *, expected: str, what: str) -> None:
+    """Raise IntegrityError unless the frames are the bytes that were announced."""
+    found = bulk_digest(blobs)
+    if found != expected:
+        raise IntegrityError(f"{what}: expected xxh3 {expected}, got {found}")
+
+
+def chunks(data: Blob) -> list[memoryview]:
+    """Cut bulk data into frames of bounded size, without copying."""
+    view = memoryview(data).cast("B")
+    return [view[start : start + CHUNK_BYTES] for start in range(0, len(view), CHUNK_BYTES)]
+
+
+def bulk_size(blobs: Sequence[Blob]) -> int:
+    """Total size in bytes."""
+    return sum(memoryview(blob).nbytes for blob in blobs)
+
+
+class Delivery(msgspec.Struct, eq=False):
+    """An inbound request or one-way message, with its sender."""
+
+    envelope: Envelope
+    body: Body
+    blobs: tuple[memoryview, ...]
+    peer: Peer
+    route: bytes
+    """Connection on which it arrived last; a repeated request may arrive on another one."""
+    running: dict[int, Delivery] = {}
+    """The sender's requests that are not answered yet; this one is among them until it is."""
+
+    @property
+    def wants_reply(self) -> bool:
+        return self.envelope.kind is MessageKind.REQUEST
+
+
+class Reply(msgspec.Struct, frozen=True, eq=False):
+    """Reply of a peer."""
+
+    body: Body
+    blobs: tuple[memoryview, ...] = ()
+
+    def expect(self, kind: type[BodyType]) -> BodyType:
+        """Return the body as the type with which this request is answered; RefusedError for another one."""
+        if not isinstance(self.body, kind):
+            raise RefusedError(f"expected {kind.__name__} as answer, got {type(self.body).__name__}")
+        return self.body
+
+
+def subject(body: Body) -> dict[str, object]:
+    """Identifiers of a request's subject, by which it is traced through the processes."""
+    ticket, manifest = getattr(body, "ticket", None), getattr(body, "manifest", None)
+    return {
+        "ticket": getattr(ticket, "id", ticket),
+        "step": getattr(body, "step", None),
+        "version": getattr(body, "version", getattr(manifest, "version", None)),
+    }
+
+
+class EndpointTurn(Protocol):
+    """The part of an endpoint that a pending reply uses: one round of its loop."""
+
+    def turn(self, timeout_s: float) -> None: ...
+
+
+class PendingReply(msgspec.Struct, eq=False):
+    """A pending request. `done` once it was answered, failed or expired; `result()` then returns or raises."""
+
+    endpoint: EndpointTurn
+    process: str
+    body: Body
+    blobs: Sequence[Blob]
+    cause_id: str | None
+    on_done: Callable[[PendingReply], None] | None
+    since: float
+    deadline: float
+    interval_s: float
+    """Time until it is sent again."""
+    sequence: int = 0
+    done: bool = False
+    reply: Reply | None = None
+    error: KintsugiError | None = None
+
+    @property
+    def what(self) -> str:
+        """Name of the request, as `runtime.wait` declares it."""
+        return type(self.body).__name__
+
+    def result(self) -> Reply:
+        """Return the reply, or raise the error that it ended with; only once `done`."""
+        if self.error is not None:
+            raise self.error
+        assert self.reply is not None, f"{self.what} to {self.process} is still under way"
+        return self.reply
+
+    def settle(self, reply: Reply | None, error: KintsugiError | None) -> None:
+        """End the request, once, with a reply or an error."""
+        assert not self.done, f"{self.what} to {self.process} ended twice"
+        self.reply, self.error, self.done = reply, error, True
+        self.blobs = ()
+        if SYSTEM_CLOCK.monotonic() - self.since > SLOW_S:
+            ended = None if error is None else type(error).__name__
+            about = {"to": self.process, "what": self.what, "error": ended, **subject(self.body)}
+            SPANS.add("slow_request", about, since=self.since)
+        if self.on_done is not None:
+            self.on_done(self)
+
+    def attempt(self, remaining_s: float) -> PendingReply | None:
+        """Run the endpoint's loop for at most this long; an attempt of `runtime.wait`."""
+        if not self.done:
+            self.endpoint.turn(remaining_s)
+        return self if self.done else None
+
+
+class SavedReply(msgspec.Struct, frozen=True, eq=False):
+    """A reply as it was sent; without the frame when it was too large to keep.
+
+    It is kept encoded, because the objects take several times the memory. Its term is the one at which it was sent; a
+    receiver ignores older terms than its own.
+    """
+
+    frame: bytes | None
+    blobs: Sequence[Blob]
+    size: int
+    until: float = 0.0
+    """For a reply that was not kept: when its first copy must have arrived or be lost."""
+
+
+class SavedReplies:
+    """Replies by (sender, incarnation, sequence), bounded in number and in bytes; the oldest is dropped first.
+
+    A bulk reply that does not fit is only noted: repetitions of its request are ignored while the first copy may still
+    be under way, and are carried out again after that (a repeated fetch is harmless).
+    """
+
+    def __init__(self) -> None:
+        self._replies: OrderedDict[tuple[str, str, int], SavedReply] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, envelope: Envelope) -> SavedReply | None:
+        return self._replies.get((envelope.sender, envelope.incarnation, envelope.sequence))
+
+    def drop(self, envelope: Envelope) -> None:
+        saved = self._replies.pop((envelope.sender, envelope.incarnation, envelope.sequence))
+        self._bytes -= saved.size
+
+    def put(self, envelope: Envelope, frame: bytes, *, blobs: Sequence[Blob] = (), now: float) -> None:
+        """Save a reply."""
+        size = len(frame) + bulk_size(blobs)
+        if size > SAVED_BYTES:
+            saved = SavedReply(None, (), 0, now + 1.0 + size / SLOWEST_BULK_BYTES_PER_S)
+        else:
+            saved = SavedReply(frame, blobs, size)
+        self._replies[envelope.sender, envelope.incarnation, envelope.sequence] = saved
+        self._bytes += saved.size
+        while self._bytes > SAVED_BYTES or len(self._replies) > SAVED_REPLIES:
+            _, oldest = self._replies.popitem(last=False)
+            self._bytes -= oldest.size

@@ -1,0 +1,195 @@
+"""Weights in an accelerator's memory: digested there, held for other processes on the same accelerator, and read from
+there.
+
+The two latest versions are held in memory that is allocated once and never freed, because the publisher does not know
+when the last reader in another process is done. A reader verifies a version where it is held and copies it straight
+into place, so it needs no memory of its own. Since the publisher does not wait for readers, its memory carries a
+number that changes before a version is overwritten: a reader that finds another number after its copy has copied parts
+of two versions.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import cycle
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kintsugi.errors import IntegrityError, RefusedError
+from kintsugi.model.device import identity
+from kintsugi.model.torch_internals import SharedGpuMemory, copy_all, map_gpu_memory, share_gpu_memory
+from kintsugi.runtime.digests import PieceDigest
+from kintsugi.types import DeviceSource, WeightManifest
+from kintsugi.weights.device_digests import piece_digests, to_host, wait_for
+from kintsugi.weights.manifest import ALIGNMENT, aligned, check_digest, check_whole, layout, layout_size
+from kintsugi.weights.transports.shared_memory import VERSIONS_KEPT
+
+PINNED_BYTES = 16 << 20
+"""Bytes that are copied to the host together to be digested."""
+NUM_PINNED = 4
+"""Number of copies in flight while one is digested: most tensors are small, and waiting for each would take longer than
+copying it."""
+_BEING_WRITTEN = 0
+"""Number of memory while a version is copied into it."""
+
+
+def copies_digested(tensors: Sequence[Tensor], into: Sequence[memoryview]) -> list[str]:
+    """Copy tensors of a device to host memory; return the digests of the copies."""
+    digests = [PieceDigest() for _ in tensors]
+    for index, offset, data in _brought_to_host(tensors):
+        target = np.frombuffer(into[index][offset : offset + data.nbytes], np.uint8)
+        target[...] = data
+        digests[index].update(target.data)
+    return [digest.hexdigest() for digest in digests]
+
+
+def _brought_to_host(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, npt.NDArray[np.uint8]]]:
+    """Index of the tensor, offset in it, and the bytes there, valid until the next iteration."""
+    pinned = [torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(NUM_PINNED)]
+    on_their_way: deque[tuple[int, int, Tensor, torch.cuda.Event]] = deque()
+    slots = cycle(pinned)
+
+    def arrived() -> tuple[int, int, npt.NDArray[np.uint8]]:
+        index, offset, part, event = on_their_way.popleft()
+        wait_for(event, what="weights on their way to the host")
+        return index, offset, part.numpy()
+
+    for index, tensor in enumerate(tensors):
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        stream = torch.cuda.current_stream(flat.device)
+        for offset in range(0, flat.numel(), PINNED_BYTES):
+            if len(on_their_way) == NUM_PINNED:
+                yield arrived()
+            part = flat[offset : offset + PINNED_BYTES]
+            target = next(slots)[: part.numel()]
+            target.copy_(part, non_blocking=True)
+            on_their_way.append((index, offset, target, stream.record_event()))
+    while on_their_way:
+        yield arrived()
+
+
+class DeviceSlots:
+    """The publisher's memory: each version takes the place of the last but one."""
+
+    def __init__(self, device: torch.device, *, host: str) -> None:
+        self._device = device
+        self._host = host
+        self._slots: dict[int, tuple[Tensor, DeviceSource]] = {}
+        self._number = _BEING_WRITTEN
+
+    def hold(self, named: Mapping[str, Tensor], *, version: int) -> tuple[dict[str, Tensor], DeviceSource]:
+        """Copy the weights; return the copies and their source. A version that is published again does not overwrite
+        itself, because it may be read meanwhile."""
+        self._number += 1
+        memory, source = self._slot(self._number, size=aligned(layout_size(named)) + ALIGNMENT)
+        held = {}
+        with torch.no_grad():
+            for name, offset, size in layout(named):
+                tensor = named[name]
+                held[name] = memory[offset : offset + size].view(tensor.dtype).view(tensor.shape)
+            number = _number_of(memory)
+            number.fill_(_BEING_WRITTEN)
+            copy_all(list(held.values()), [named[name].detach() for name in held])
+            number.fill_(self._number)
+        # Readers in other processes are not ordered after this stream.
+        to_host([number], what=f"a copy of version {version}")
+        return held, source
+
+    def _slot(self, number: int, *, size: int) -> tuple[Tensor, DeviceSource]:
+        slot = self._slots.get(number % VERSIONS_KEPT)
+        if slot is None or slot[0].numel() != size:
+            memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+            slot = self._slots[number % VERSIONS_KEPT] = (memory, self._exported(memory))
+        return slot
+
+    def _exported(self, memory: Tensor) -> DeviceSource:
+        return DeviceSource(self._host, identity(self._device), *share_gpu_memory(memory))
+
+
+def _number_of(memory: Tensor) -> Tensor:
+    return memory[-ALIGNMENT:].view(torch.int64)[:1]
+
+
+class MappedSlots:
+    """The fetching side: each slot is mapped once, and everything runs on one stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.chip = identity(device)
+        self._mapped: dict[tuple[bytes, int], Tensor] = {}
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def take(
+        self, manifest: WeightManifest, source: DeviceSource
+    ) -> tuple[dict[str, Tensor], Callable[[], None]]:
+        """Verify a version where it is held. Return its tensors, which are not copied, and a function that raises
+        IntegrityError if they have been overwritten since; it is to be called after they have been copied."""
+        memory = self._memory(source)
+        if memory.numel() < manifest.size + ALIGNMENT:
+            raise IntegrityError(
+                f"version {manifest.version} on {source.chip}: expected {manifest.size} bytes, "
+                f"got {memory.numel() - ALIGNMENT}"
+            )
+        where = f"the memory of {source.chip}"
+        with self._on_stream(), torch.no_grad():
+            number = self._number(memory)
+            found = {
+                piece.name: memory[piece.offset : piece.offset + piece.size]
+                .view(getattr(torch, piece.dtype))
+                .view(piece.shape)
+                for piece in manifest.pieces
+            }
+            digests = piece_digests(list(found.values()))
+        for piece, digest in zip(manifest.pieces, digests, strict=True):
+            check_digest(manifest, piece, found=digest, source=where)
+        check_whole(manifest, source=where)
+
+        def check() -> None:
+            with self._on_stream():
+                now = self._number(memory)
+            if now != number or number == _BEING_WRITTEN:
+                raise IntegrityError(
+                    f"version {manifest.version} from {where} was overwritten while it was copied: expected "
+                    f"number {number}, got {now}"
+                )
+
+        return found, check
+
+    def _number(self, memory: Tensor) -> int:
+        (number,) = to_host([_number_of(memory)], what="the number of a version")
+        return int(number[0])
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _memory(self, source: DeviceSource) -> Tensor:
+        key = (source.handle, source.offset)
+        mapped = self._mapped.get(key)
+        if mapped is None:
+            mapped = self._map(source)
+            while len(self._mapped) >= VERSIONS_KEPT:
+                self._mapped.pop(next(iter(self._mapped)))
+            self._mapped[key] = mapped
+        return mapped
+
+    def _map(self, source: DeviceSource) -> Tensor:
+        shared = SharedGpuMemory(
+            source.handle,
+            source.size,
+            source.offset,
+            source.counter,
+            source.counter_offset,
+            source.event,
+            source.event_is_needed,
+        )
+        try:
+            return map_gpu_memory(shared, device=self._device)
+        except RuntimeError as error:
+            # The publisher is gone, and its memory with it: not fatal, there are other sources.
+            reason = str(error).partition("\n")[0]
+            raise RefusedError(f"the memory of {source.chip} can not be mapped: {reason}") from error

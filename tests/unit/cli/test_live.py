@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from kintsugi.cli.live import LiveView, ProgressView, accuracy_text, duration, print_closing, seconds_text
+from kintsugi.config.schema import AlgorithmSection, Config, WarmupSection
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.run_folder.summary import IncidentLine, Summary
+from kintsugi.simulation.virtual_clock import VirtualClock
+from kintsugi.telemetry.events import Alert, EventLog, Note
+
+CONFIG = Config(name="mine", warmup=WarmupSection(steps=2), algorithm=AlgorithmSection(steps=8))
+STEP = {
+    "timing/generate": 3.0,
+    "timing/reward": 1.0,
+    "timing/train": 3.0,
+    "timing/commit": 1.0,
+    "timing/weights": 1.0,
+}
+
+SUMMARY = Summary(
+    outcome="finished",
+    name="mine",
+    seed=0,
+    run_dir="runs/mine-1",
+    steps=10,
+    wall_s=61.0,
+    samples_trained=1234,
+    tokens_generated=1000,
+    tokens_trained=2000,
+    reward_first=0.1,
+    reward_last=0.9,
+    eval_accuracy_before=0.2,
+    eval_accuracy_after=0.9,
+    weights_sha256="ab" * 32,
+    weight_version=5,
+    processes={},
+    timing={"generate": 30.0, "train": 20.0},
+    logprob_abs_diff_mean=None,
+)
+
+
+def line(step: int, **values: float) -> dict[str, float | None]:
+    return {"step": step, "time": 10.0 * step, "tokens_per_s": 100.0, "timing/step": 9.0, **STEP, **values}
+
+
+def test_the_end_is_estimated_from_the_time_between_steps() -> None:
+    progress = ProgressView(CONFIG)
+    progress.take(line(1))
+    assert progress.eta_s() is None
+    progress.take(line(2))
+    progress.take(line(3))
+    assert progress.eta_s() == 10.0 * 7
+    assert progress.stage == "grpo"
+
+
+def test_time_is_shared_out_by_what_a_person_asks_about() -> None:
+    progress = ProgressView(CONFIG)
+    progress.take(line(1, **{"timing/evaluate": 1.0}))
+    assert progress.shares() == {"generate": 0.3, "reward": 0.1, "train": 0.4, "weights": 0.1, "other": 0.1}
+
+
+def test_an_evaluation_is_no_step() -> None:
+    progress = ProgressView(CONFIG)
+    progress.take(line(1, **{"reward/mean": 0.5}))
+    progress.take({"step": 2, "time": 30.0, "eval/accuracy": 0.25})
+    assert (progress.step, progress.accuracy, progress.reward) == (1, 0.25, 0.5)
+
+
+def shown(display_width: int, *, terminal: bool, folder: Path) -> str:
+    clock = VirtualClock()
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=display_width)
+    with LiveView(CONFIG, run_dir=folder, console=console, clock=clock) as display:
+        for step in range(1, 11):
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(line(step, **{"reward/mean": step / 10})) + "\n")
+            for _ in range(10):
+                clock.advance(0.3)
+                display.tick()
+    return output.getvalue()
+
+
+def test_without_a_terminal_a_plain_line_comes_every_few_seconds(tmp_path: Path) -> None:
+    lines = shown(80, terminal=False, folder=tmp_path).splitlines()
+    assert "\x1b" not in "".join(lines)
+    assert 4 <= len(lines) <= 8
+    assert "step 10/10" in lines[-1] and "reward 1.000" in lines[-1] and "generate 33%" in lines[-1]
+
+
+def test_on_a_terminal_progress_is_redrawn_in_place(tmp_path: Path) -> None:
+    text = shown(80, terminal=True, folder=tmp_path)
+    assert "\x1b[" in text and "10/10" in text and "tokens/s" in text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_loss_and_its_recovery_are_printed_immediately_and_old_ones_are_not(
+    tmp_path: Path, terminal: bool
+) -> None:
+    clock, output = VirtualClock(), io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=80)
+    log = EventLog(RunFolder(tmp_path).events_file("master-0"), process="master-0")
+    log.emit(Alert("of an earlier session"))
+    with LiveView(CONFIG, run_dir=tmp_path, console=console, clock=clock) as display:
+        log.emit(Alert("model-1 was lost; its last words: Traceback:\n  f()\nKeyError: 'x'"))
+        log.emit(Note("nothing to look at"))
+        clock.advance(0.3)
+        display.tick()
+        assert "model-1 was lost: KeyError: 'x'\n" in output.getvalue()
+        log.emit(Alert("mended by recover: model-1 was lost", {"total": 0.25, "start": 0.1}))
+    log.close()
+    text = output.getvalue()
+    assert text.count("mended by recover: model-1 was lost (250 ms)") == 1
+    assert "earlier session" not in text and "nothing to look at" not in text
+
+
+def printed(summary: Summary, *, config: Config = CONFIG) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    with console.capture() as capture:
+        print_closing(console, summary, config=config, folder=Path("runs/mine-1"))
+    return capture.get()
+
+
+def test_the_closing_says_what_came_out_and_what_to_try_next() -> None:
+    text = printed(SUMMARY)
+    for part in (
+        "20.0%",
+        "90.0%",
+        "500 problems",
+        "1,234",
+        "generate 30.0 s",
+        "runs/mine-1",
+        "kintsugi export",
+    ):
+        assert part in text
+
+
+def test_the_closing_says_why_samples_were_not_trained() -> None:
+    summary = msgspec.structs.replace(SUMMARY, samples_filtered={"all rewards are equal": 1200})
+    text = printed(summary)
+    assert "samples filtered" in text and "1,200: all rewards are equal" in text
+    assert "quarantined" not in text
+
+
+def test_a_reward_model_is_judged_by_the_pairs_it_ranks() -> None:
+    config = msgspec.structs.replace(CONFIG, algorithm=AlgorithmSection(name="reward_model"))
+    assert "held-out pairs ranked right after" in printed(SUMMARY, config=config)
+
+
+def test_the_closing_says_how_many_incidents_were_resolved_and_how_to_see_them() -> None:
+    mended = IncidentLine(1, "killed by SIGKILL", "model-1", "recover", 7, ("model-1",), 1.25)
+    open_one = msgspec.structs.replace(mended, incident=2, seconds=None)
+    assert "incidents" not in printed(SUMMARY)
+    text = printed(msgspec.structs.replace(SUMMARY, incidents=(mended,)))
+    assert "incidents: 1 recovered, 1.2 s lost; " in text and "kintsugi incidents runs/mine-1\n" in text
+    text = printed(msgspec.structs.replace(SUMMARY, incidents=(mended, open_one), incidents_open=1))
+    assert "1 recovered, 1 unresolved, 1.2 s lost" in text
+
+
+def test_a_run_that_did_not_finish_can_be_resumed() -> None:
+    unfinished = msgspec.structs.replace(
+        SUMMARY, outcome="stopped", eval_accuracy_after=None, reward_last=None
+    )
+    text = printed(unfinished)
+    assert "kintsugi resume runs/mine-1" in text and "not measured" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (65.4, "1:05"), (3723, "1:02:03"), (59.7, "1:00")]
+)
+def test_durations_read_like_a_clock(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_an_accuracy_comes_with_its_interval() -> None:
+    assert accuracy_text(0.9, count=500) == "90.0% (87.1% – 92.3% at 95 %, 500 problems)"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.24, "240 ms"), (1.26, "1.3 s"), (65.4, "1:05")])
+def test_short_times_keep_their_precision(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from kintsugi.config.schema import (
+    ActorSection,
+    AlgorithmSection,
+    ClusterSection,
+    Config,
+    GenerationSection,
+    ModelSection,
+    NewModel,
+)
+from kintsugi.control.placement import num_spread_processes, plan_layout
+from kintsugi.types import Role
+
+
+def config_with(*, hosts: int = 1, workers: int = 2, servers: int = 2) -> Config:
+    return Config(
+        name="a",
+        model=ModelSection(new=NewModel()),
+        actor=ActorSection(workers=workers),
+        generation=GenerationSection(servers=servers),
+        cluster=ClusterSection(hosts=hosts),
+    )
+
+
+def test_one_host_runs_at_least_one_of_everything() -> None:
+    roles = Counter(process.role for process in plan_layout(config_with()))
+    assert roles == {
+        Role.AGENT: 1,
+        Role.MASTER: 1,
+        Role.MANAGER: 1,
+        Role.MODEL: 2,
+        Role.ROLLOUT: 2,
+        Role.SERVER: 2,
+    }
+
+
+def test_every_host_has_an_agent_and_the_first_has_master_and_manager() -> None:
+    hosts = {process.process: process.host for process in plan_layout(config_with(hosts=3))}
+    assert [hosts[f"agent-{index}"] for index in range(3)] == ["host-0", "host-1", "host-2"]
+    assert hosts["master-0"] == hosts["manager-0"] == "host-0"
+
+
+def test_hosts_differ_by_one_worker_at_most() -> None:
+    for hosts in range(1, 8):
+        config = config_with(hosts=hosts, workers=1, servers=4)
+        spread = [
+            process
+            for process in plan_layout(config)
+            if process.role in (Role.MODEL, Role.ROLLOUT, Role.SERVER)
+        ]
+        counts = Counter(process.host for process in spread)
+        assert len(spread) == num_spread_processes(config) == 7
+        assert len(counts) == hosts
+        assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_two_hosts_share_every_role() -> None:
+    placed = {(process.role, process.host) for process in plan_layout(config_with(hosts=2))}
+    assert {
+        (role, host) for role in (Role.MODEL, Role.ROLLOUT, Role.SERVER) for host in ("host-0", "host-1")
+    } <= placed
+
+
+def test_what_samples_nothing_has_neither_manager_nor_servers() -> None:
+    config = msgspec.structs.replace(config_with(hosts=2), algorithm=AlgorithmSection(name="reward_model"))
+    roles = Counter(process.role for process in plan_layout(config))
+    assert roles == {Role.AGENT: 2, Role.MASTER: 1, Role.MODEL: 2, Role.ROLLOUT: 2}
+    assert num_spread_processes(config) == 4

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kintsugi.config.schema import (
+    ActorSection,
+    AlgorithmSection,
+    ClusterSection,
+    Config,
+    GenerationSection,
+    ReferenceSection,
+    RewardModelSection,
+)
+from kintsugi.config.stages import stages
+from kintsugi.model.architecture import ModelConfig, num_parameters, value_config
+from kintsugi.model.memory import ProcessMemory, RunMemory
+from kintsugi.model.plan import Companions
+from kintsugi.types import Role
+
+QWEN = ModelConfig(
+    family="qwen2",
+    vocab_size=151936,
+    hidden_size=1536,
+    intermediate_size=8960,
+    num_layers=28,
+    num_heads=12,
+    num_kv_heads=2,
+    head_dim=128,
+    max_positions=32768,
+    attention_bias=True,
+)
+PARAMETERS = num_parameters(QWEN)
+STATIC = ("state", "gradient", "compute weights", "reference")
+GENERATION = GenerationSection(servers=1, slots=64, max_length=640)
+H200 = 150_754_820_096
+
+
+def memory(*, num_devices: int = 1, actor: dict[str, Any] | None = None, **sections: Any) -> RunMemory:
+    section = ActorSection(**{"workers": 1, "dtype": "bfloat16", **(actor or {})})
+    config = Config(name="a", actor=section, generation=sections.pop("generation", GENERATION), **sections)
+    found = stages(config)
+    companions = Companions(
+        critic=value_config(QWEN) if any(stage.has_critic for stage in found) else None,
+        moving_reference=any(stage.moves_reference for stage in found),
+        reward_model=value_config(QWEN) if config.reward_model else None,
+    )
+    return RunMemory(config, QWEN, companions, num_devices)
+
+
+def static(each: ProcessMemory) -> float:
+    """Bytes per parameter that stay on the device."""
+    return sum(each.device.get(name, 0) for name in STATIC) / PARAMETERS
+
+
+def test_a_rank_has_18_bytes_per_parameter_a_reference_2_and_a_critic_18() -> None:
+    assert static(memory().of_role(Role.MODEL)) == pytest.approx(18)
+    assert static(memory(algorithm=AlgorithmSection(beta=0.1)).of_role(Role.MODEL)) == pytest.approx(20)
+    moving = ReferenceSection(copy_every=1)
+    follows = memory(algorithm=AlgorithmSection(beta=0.1), reference=moving)
+    assert static(follows.of_role(Role.MODEL)) == pytest.approx(24)
+    critic = num_parameters(value_config(QWEN), with_value_head=True) / PARAMETERS
+    with_critic = memory(algorithm=AlgorithmSection(name="ppo", beta=0.0))
+    assert static(with_critic.of_role(Role.MODEL)) == pytest.approx(18 + 18 * critic)
+
+
+@pytest.mark.parametrize(("shards", "more"), [(1, 0), (2, 4), (3, 4), (4, 8), (8, 12)])
+def test_shards_beyond_one_per_worker_cost_a_gradient_per_level_of_their_tree(shards: int, more: int) -> None:
+    assert static(memory(actor={"logical_shards": shards}).of_role(Role.MODEL)) == pytest.approx(18 + more)
+
+
+def test_recomputation_and_smaller_micro_batches_need_less_for_activations() -> None:
+    whole, recomputed, small = (
+        memory(actor=actor).of_role(Role.MODEL).device["activations"]
+        for actor in ({}, {"recompute": True}, {"micro_batch_tokens": 1024})
+    )
+    assert whole > 10 * recomputed
+    assert whole == 16 * small
+
+
+def test_the_longest_sequence_bounds_the_smallest_micro_batch() -> None:
+    generation = msgspec.structs.replace(GENERATION, max_length=32768)
+    long, small = (
+        memory(actor={"micro_batch_tokens": tokens}, generation=generation).of_role(Role.MODEL)
+        for tokens in (32768, 1024)
+    )
+    assert long.device["activations"] == small.device["activations"]
+
+
+def test_host_and_device_are_estimated_separately() -> None:
+    rank, server = memory().of_role(Role.MODEL), memory().of_role(Role.SERVER)
+    assert rank.host["snapshots"] == 24 * PARAMETERS
+    assert "state" not in rank.host and "snapshots" not in rank.device
+    assert server.device["weights"] == 4 * PARAMETERS
+    assert server.host_bytes < 10**9
+    assert memory().of_role(Role.ROLLOUT).device == {}
+
+
+def test_without_accelerators_everything_is_the_hosts() -> None:
+    rank = memory(num_devices=0).of_role(Role.MODEL)
+    assert rank.device == {}
+    assert {"state", "gradient", "activations", "snapshots"} <= rank.host.keys()
+
+
+def test_weights_are_published_on_the_card_only_beside_a_server() -> None:
+    beside, apart = memory(num_devices=1), memory(num_devices=2)
+    assert beside.on_device(0) == ["model-0", "server-0"]
+    assert (apart.on_device(0), apart.on_device(1)) == (["model-0"], ["server-0"])
+    assert "published" in beside.of_process("model-0").device
+    assert "published" in apart.of_process("model-0").host
+
+
+def test_a_server_leaves_the_ranks_of_its_card_their_peak_and_other_servers_their_share() -> None:
+    one, apart = memory(), memory(num_devices=2)
+    peak = one.of_process("model-0").device_bytes
+    most = one.most_cache_bytes("server-0", total_bytes=H200)
+    assert most + peak + one.server_bytes == H200
+    assert apart.most_cache_bytes("server-0", total_bytes=H200) == H200 - apart.server_bytes
+    assert one.most_cache_bytes("server-0", total_bytes=H200, foreign_bytes=10**9) == most - 10**9
+    two = memory(generation=msgspec.structs.replace(GENERATION, servers=2))
+    assert two.most_cache_bytes("server-1", total_bytes=H200) == (H200 - peak - 2 * two.server_bytes) // 2
+    assert one.most_cache_bytes("server-0", total_bytes=peak) == 0
+
+
+def test_an_offloaded_rank_leaves_its_card_to_the_cache() -> None:
+    kept, moved = (
+        memory(cluster=ClusterSection(share_device=policy)).most_cache_bytes("server-0", total_bytes=H200)
+        for policy in ("keep", "offload")
+    )
+    assert moved - kept > 18 * PARAMETERS
+    assert memory(cluster=ClusterSection(share_device="offload")).needed_on_device(
+        0
+    ) < memory().needed_on_device(0)
+
+
+def test_models_beside_the_actor_take_memory_of_the_trainer() -> None:
+    scored = memory(algorithm=AlgorithmSection(beta=0.1), reward_model=RewardModelSection("folder"))
+    alone, with_both = memory().of_role(Role.MODEL), scored.of_role(Role.MODEL)
+    assert with_both.device["reward model"] > 0
+    assert with_both.device_bytes > alone.device_bytes
+
+
+def test_servers_of_another_backend_need_nothing_here() -> None:
+    generation = GenerationSection(servers=1, backend="vllm", urls=("http://a",))
+    assert memory(generation=generation).computing() == ["model-0"]
+
+
+def test_a_checkpoint_has_the_state_and_the_weights() -> None:
+    assert memory().checkpoint_bytes == 14 * PARAMETERS
+    assert memory(algorithm=AlgorithmSection(beta=0.1)).checkpoint_bytes == 16 * PARAMETERS

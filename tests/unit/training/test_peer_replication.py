@@ -1,0 +1,263 @@
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from kintsugi.checkpoint.snapshot import SlotHeader
+from kintsugi.cluster.peer_snapshots import PeerSnapshotStore
+from kintsugi.errors import KintsugiError, ProcessDied, RefusedError
+from kintsugi.process.membership import ShuttingDown
+from kintsugi.protocol.membership import Ok
+from kintsugi.protocol.recovery import FetchState, KeepState
+from kintsugi.runtime.counters import COUNTERS
+from kintsugi.telemetry.events import OperationFailed
+from kintsugi.training import peer_replication as module
+from kintsugi.training.peer_replication import OVERTAKEN_LIMIT, PeerReplica, StateCopy, choose_agent
+from kintsugi.training.snapshots import CopyCounters, SlotHold
+from kintsugi.training.state_transfer import fetch_state
+from kintsugi.transport import Blob, Reply
+from kintsugi.types import Peer
+
+
+def peers(**hosts: str) -> list[Peer]:
+    return [Peer(name.replace("_", "-"), "a", host, "", b"") for name, host in hosts.items()]
+
+
+AGENTS = peers(agent_0="host-0", agent_1="host-1", agent_2="host-2")
+
+
+@pytest.mark.parametrize(
+    ("rank", "host", "others", "agents", "chosen"),
+    [
+        (0, "host-0", peers(model_1="host-0"), AGENTS, "agent-1"),
+        (1, "host-0", peers(model_0="host-0"), AGENTS, None),
+        (0, "host-0", peers(model_1="host-1"), AGENTS, None),
+        (0, "host-1", [], AGENTS, "agent-0"),
+        (0, "host-0", [], AGENTS[:1], None),
+        (0, "host-0", [], [], None),
+    ],
+)
+def test_a_peer_copy_is_needed_only_where_no_other_host_has_the_state(
+    rank: int, host: str, others: list[Peer], agents: list[Peer], chosen: str | None
+) -> None:
+    assert choose_agent(rank=rank, host=host, others=others, agents=agents) == next(
+        (agent for agent in agents if agent.process == chosen), None
+    )
+
+
+class Travelling:
+    """An answer that comes when the test says so."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.error: KintsugiError | None = None
+
+    def result(self) -> Reply:
+        if self.error is not None:
+            raise self.error
+        return Reply(Ok())
+
+
+class Agent:
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.messages: list[tuple[KeepState, bytes]] = []
+        self.answers: list[Travelling] = []
+        self.sent = threading.Semaphore(0)
+
+    def send(self, agent: str, body: KeepState, blobs: Sequence[Blob]) -> Travelling:
+        self.steps.append(body.state.manifest.step)
+        self.messages.append((body, b"".join(bytes(blob) for blob in blobs)))
+        self.answers.append(Travelling())
+        self.sent.release()
+        return self.answers[-1]
+
+
+def copy_of(step: int, *, tensors: Mapping[str, Tensor] | None = None, digest: str = "") -> StateCopy:
+    header = SlotHeader(step, "grpo", 0, 0, digest or f"d{step}", 1)
+    hold = SlotHold(step, purpose="peer copy", yields=True)
+    return StateCopy(
+        CopyCounters(step), f"d{step}", tensors or {"weights/a": torch.ones(4)}, lambda: header, hold
+    )
+
+
+def offer(replica: PeerReplica, copy: StateCopy, *, incarnation: str = "a") -> bool:
+    agent = msgspec.structs.replace(AGENTS[1], incarnation=incarnation)
+    return replica.offer(lambda: copy, digest=copy.digest, agent=agent)
+
+
+def settle(replica: PeerReplica) -> None:
+    assert replica._thread is not None
+    replica._thread.join(10)
+    assert not replica._thread.is_alive()
+
+
+def offer_and_answer(
+    replica: PeerReplica,
+    copy: StateCopy,
+    agent: Agent,
+    *,
+    incarnation: str = "a",
+    error: KintsugiError | None = None,
+) -> bool:
+    """Offer a copy; if it is sent, let the agent answer."""
+    if not offer(replica, copy, incarnation=incarnation):
+        return False
+    assert agent.sent.acquire(timeout=10)
+    agent.answers[-1].error = error
+    agent.answers[-1].done = True
+    settle(replica)
+    return True
+
+
+def test_only_one_copy_is_under_way_and_the_next_is_the_latest() -> None:
+    agent = Agent()
+    replica = PeerReplica(agent.send, process="model-0")
+    assert offer(replica, copy_of(1))
+    assert agent.sent.acquire(timeout=10)
+    assert not offer(replica, copy_of(2))
+    agent.answers[0].done = True
+    settle(replica)
+    assert offer_and_answer(replica, copy_of(3), agent)
+    assert not offer(replica, copy_of(3)), "it was sent when it was prepared"
+    assert agent.steps == [1, 3]
+
+
+def test_a_copy_that_the_agent_did_not_keep_is_offered_again() -> None:
+    agent = Agent()
+    replica = PeerReplica(agent.send, process="model-0")
+    assert offer_and_answer(replica, copy_of(1), agent, error=ProcessDied("agent-1 is gone"))
+    assert offer_and_answer(replica, copy_of(1), agent)
+    assert not offer(replica, copy_of(1)), "this time it was kept"
+    assert agent.steps == [1, 1]
+
+
+def test_a_copy_is_kept_by_one_incarnation_of_an_agent_and_not_by_the_next() -> None:
+    agent = Agent()
+    replica = PeerReplica(agent.send, process="model-0")
+    assert offer_and_answer(replica, copy_of(1), agent)
+    assert not offer(replica, copy_of(1))
+    assert offer_and_answer(replica, copy_of(1), agent, incarnation="b")
+    assert agent.steps == [1, 1]
+
+
+def test_a_slot_that_holds_another_state_by_now_is_not_sent() -> None:
+    agent = Agent()
+    replica = PeerReplica(agent.send, process="model-0")
+    offer(replica, copy_of(1, digest="of a later step"))
+    settle(replica)
+    assert agent.steps == []
+
+
+def test_a_copy_is_given_up_at_once_when_a_later_step_needs_the_slot_and_repetition_is_reported() -> None:
+    agent, alerts = Agent(), list[OperationFailed]()
+    replica = PeerReplica(agent.send, process="model-0", emit=alerts.append)
+    for step in range(1, OVERTAKEN_LIMIT + 1):
+        copy = copy_of(step)
+        assert offer(replica, copy)
+        assert agent.sent.acquire(timeout=10)
+        copy.hold.revoke("a later step needs its memory")
+        copy.hold.await_release(timeout_s=10)
+        settle(replica)
+    assert [alert.message for alert in alerts] == [
+        f"{OVERTAKEN_LIMIT} copies of the state to agent-1 in a row took longer than two steps"
+    ]
+    assert offer_and_answer(replica, copy_of(9), agent)
+
+
+def test_a_large_state_is_sent_in_messages_of_pieces_from_where_it_lies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "PIECE_BYTES", 64)
+    tensors = {
+        "weights/a": torch.arange(40.0).view(10, 4),
+        "weights/b": torch.arange(3.0),
+        "weights/c": torch.tensor(5.0),
+        "weights/d": torch.zeros(0, 2),
+    }
+    agent = Agent()
+    replica = PeerReplica(agent.send, process="model-0")
+    assert offer(replica, copy_of(1, tensors=tensors))
+    while replica._thread is not None and replica._thread.is_alive():
+        if agent.sent.acquire(timeout=0.1):
+            for answer in list(agent.answers):  # Two messages may be in flight by now.
+                answer.done = True
+    keeper = PeerSnapshotStore(capacity=1000)
+    for body, data in agent.messages:
+        assert len(data) <= 64
+        with pytest.raises(RefusedError, match="no state of step 1"):
+            keeper.answer(FetchState(1))
+        keeper.keep(body, [data])
+    assert len(agent.messages) == 3
+    fetched, _ = fetch_state(
+        1,
+        replica="agent-1",
+        ask=lambda _, body: Reply(*keeper.answer(body)),  # type: ignore[arg-type]
+    )
+    received = {name: torch.full_like(tensor, -1.0) for name, tensor in tensors.items()}
+    fetched.read(received)
+    for name, tensor in tensors.items():
+        assert torch.equal(received[name], tensor), name
+
+
+def test_a_copy_that_would_exceed_the_bandwidth_is_left_out() -> None:
+    agent = Agent()
+    replica = PeerReplica(agent.send, process="model-0", bytes_per_s=1.0)
+    assert offer_and_answer(replica, copy_of(1), agent)
+    assert not offer(replica, copy_of(2))
+    assert agent.steps == [1]
+
+
+def test_a_copy_that_fails_is_counted_and_reported_once_and_tried_again() -> None:
+    agent, alerts = Agent(), list[OperationFailed]()
+    failures = iter([RuntimeError("CUDA error"), RuntimeError("CUDA error"), None])
+
+    def send(name: str, body: KeepState, blobs: Sequence[Blob]) -> Travelling:
+        failure = next(failures)
+        if failure is not None:
+            raise failure
+        return agent.send(name, body, blobs)
+
+    before = COUNTERS.snapshot().counters.get("buddy_copies_failed", 0)
+    replica = PeerReplica(send, process="model-0", emit=alerts.append)
+    for _ in range(2):
+        assert offer(replica, copy_of(1))
+        settle(replica)
+    assert offer_and_answer(replica, copy_of(1), agent)
+    assert [alert.message for alert in alerts] == [
+        "the state could not be copied to agent-1: RuntimeError: CUDA error"
+    ]
+    assert COUNTERS.snapshot().counters["buddy_copies_failed"] - before == 2
+    assert agent.steps == [1]
+
+
+def test_a_copy_that_cannot_be_read_is_reported() -> None:
+    alerts = list[OperationFailed]()
+
+    def broken() -> SlotHeader | None:
+        raise MemoryError("no memory left")
+
+    replica = PeerReplica(Agent().send, process="model-0", emit=alerts.append)
+    offer(replica, dataclasses.replace(copy_of(1), header=broken))
+    settle(replica)
+    assert [alert.message for alert in alerts] == [
+        "the state could not be copied to agent-1: MemoryError: no memory left"
+    ]
+
+
+def test_a_copy_that_ends_with_its_process_is_no_failure() -> None:
+    alerts = list[OperationFailed]()
+
+    def send(name: str, body: KeepState, blobs: Sequence[Blob]) -> Travelling:
+        raise ShuttingDown("the run ends")
+
+    replica = PeerReplica(send, process="model-0", emit=alerts.append)
+    offer(replica, copy_of(1))
+    settle(replica)
+    assert alerts == []

@@ -1,0 +1,131 @@
+"""Versions in a device's memory: their memory is allocated once, read in place, and an overwritten one is noticed.
+
+The memory is the host's here, and 'sharing' it means finding it again; `tests/gpu` has a device and two processes.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from kintsugi.errors import IntegrityError
+from kintsugi.model.torch_internals import SharedGpuMemory
+from kintsugi.types import DeviceSource, WeightManifest
+from kintsugi.weights.manifest import aligned, build_manifest
+from kintsugi.weights.transports import device as module
+from kintsugi.weights.transports.device import DeviceSlots, MappedSlots
+
+CPU = torch.device("cpu")
+
+
+class SharedMemories:
+    """Memory that was exported, and what was mapped of it."""
+
+    def __init__(self) -> None:
+        self.exported: list[Tensor] = []
+        self.num_mapped = 0
+
+    def share(self, tensor: Tensor) -> SharedGpuMemory:
+        self.exported.append(tensor)
+        return SharedGpuMemory(b"%d" % len(self.exported), tensor.nbytes, 0, b"", 0, b"", False)
+
+    def map(self, shared: SharedGpuMemory, *, device: torch.device) -> Tensor:
+        self.num_mapped += 1
+        return self.exported[int(shared.handle) - 1]
+
+
+@pytest.fixture
+def memories(monkeypatch: pytest.MonkeyPatch) -> SharedMemories:
+    memories = SharedMemories()
+    monkeypatch.setattr(module, "share_gpu_memory", memories.share)
+    monkeypatch.setattr(module, "map_gpu_memory", memories.map)
+    return memories
+
+
+def weights_of(version: int) -> dict[str, Tensor]:
+    return {
+        "head": torch.full((3, 5), float(version), dtype=torch.bfloat16),
+        "norm": torch.arange(7, dtype=torch.float32) + version,
+        "none": torch.empty(0),
+    }
+
+
+def published(slots: DeviceSlots, version: int) -> tuple[WeightManifest, DeviceSource]:
+    held, source = slots.hold(weights_of(version), version=version)
+    return build_manifest(held, version=version, step=version, mesh={}), source
+
+
+def test_two_hundred_versions_are_held_and_read_in_the_memory_of_two(memories: SharedMemories) -> None:
+    slots, reader = DeviceSlots(CPU, host="host-0"), MappedSlots(CPU)
+    for version in range(200):
+        manifest, source = published(slots, version)
+        found, check = reader.take(manifest, source)
+        check()
+        expected = weights_of(version)
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            assert torch.equal(tensor, expected[name]) and tensor.dtype == expected[name].dtype
+            shared = {each.untyped_storage().data_ptr() for each in memories.exported}
+            assert tensor.numel() == 0 or tensor.untyped_storage().data_ptr() in shared, f"{name} was copied"
+    assert len(memories.exported) == memories.num_mapped == 2
+
+
+def test_a_version_that_is_overwritten_after_it_was_verified_is_noticed(memories: SharedMemories) -> None:
+    slots, reader = DeviceSlots(CPU, host="host-0"), MappedSlots(CPU)
+    manifest, source = published(slots, 1)
+    _, check = reader.take(manifest, source)
+    published(slots, 2)
+    check()
+    published(slots, 3)
+    with pytest.raises(IntegrityError, match=r"version 1 from the memory of .* was overwritten while"):
+        check()
+
+
+def test_a_version_that_is_published_again_does_not_overwrite_the_one_that_is_read(
+    memories: SharedMemories,
+) -> None:
+    slots, reader = DeviceSlots(CPU, host="host-0"), MappedSlots(CPU)
+    manifest, source = published(slots, 1)
+    _, check = reader.take(manifest, source)
+    published(slots, 1)
+    check()
+
+
+def test_a_version_is_refused_while_another_is_copied_over_it(memories: SharedMemories) -> None:
+    slots, reader = DeviceSlots(CPU, host="host-0"), MappedSlots(CPU)
+    manifest, source = published(slots, 1)
+    memories.exported[0][-64:] = 0  # As the publisher leaves it before its first byte.
+    _, check = reader.take(manifest, source)
+    with pytest.raises(IntegrityError, match="was overwritten while it was copied"):
+        check()
+
+
+def test_a_reader_that_comes_too_late_for_a_version_gets_none_of_a_later_one(
+    memories: SharedMemories,
+) -> None:
+    slots, reader = DeviceSlots(CPU, host="host-0"), MappedSlots(CPU)
+    manifest, source = published(slots, 1)
+    published(slots, 2)
+    published(slots, 3)
+    with pytest.raises(IntegrityError, match=r"^head of version 1 from the memory of"):
+        reader.take(manifest, source)
+
+
+def test_memory_that_is_too_small_for_the_version_is_refused(memories: SharedMemories) -> None:
+    manifest, source = published(DeviceSlots(CPU, host="host-0"), 1)
+    larger = msgspec.structs.replace(manifest, size=aligned(manifest.size) + 64)
+    expected = f"expected {larger.size} bytes, got {aligned(manifest.size)}"
+    with pytest.raises(IntegrityError, match=expected):
+        MappedSlots(CPU).take(larger, source)
+
+
+def test_a_model_of_another_size_gets_other_memory(memories: SharedMemories) -> None:
+    slots, reader = DeviceSlots(CPU, host="host-0"), MappedSlots(CPU)
+    published(slots, 1)
+    held, source = slots.hold({"wide": torch.ones(100)}, version=2)
+    manifest = build_manifest(held, version=2, step=2, mesh={})
+    found, check = reader.take(manifest, source)
+    check()
+    assert torch.equal(found["wide"], torch.ones(100)) and len(memories.exported) == 2
