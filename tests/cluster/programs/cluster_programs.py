@@ -85,12 +85,12 @@ def hungry(bootstrap: Bootstrap) -> int:
 
 
 def slow_to_end(bootstrap: Bootstrap) -> int:
-    """Maps the same memory many times, which the kernel undoes for a while at its end, as it frees that of a large
-    process."""
+    """Maps the same memory many times, which the kernel undoes at its end: it takes twice as long as an agent takes
+    between two looks at its children, as with a large process."""
     descriptor, size = os.memfd_create("mapped"), 64 << 20
     os.ftruncate(descriptor, size)
     flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-    mapped = [mmap.mmap(descriptor, size, flags=flags) for _ in range(200)]
+    mapped = [mmap.mmap(descriptor, size, flags=flags) for _ in range(500)]
     _write(bootstrap, "mapped", len(mapped))
     return idle(bootstrap)
 

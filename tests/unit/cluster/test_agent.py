@@ -78,23 +78,30 @@ def test_a_kill_is_reported_with_its_signal_while_the_kernel_still_frees_the_mem
     make_host: MakeHost,
 ) -> None:
     host = make_host(model="slow_to_end")
-    started = host.start("model-0", incarnation="1.0")
-    host.wrote("model-0", "mapped")
-    pidfd = os.pidfd_open(started.pid)
-    os.kill(started.pid, signal.SIGKILL)
-    exited = host.exit_of("model-0")
-    assert not select.select([pidfd], [], [], 0)[0], "it should still have been ending"
-    assert (exited.status, exited.incarnation) == (-signal.SIGKILL, "1.0")
-    assert host.start("model-0", incarnation="1.1").pid != started.pid
+    # A busy host may give the agent no turn until the memory is free; such an end does not show anything.
+    for attempt in range(5):
+        process = f"model-{attempt}"
+        started = host.start(process, incarnation="1.0")
+        host.wrote(process, "mapped")
+        pidfd = os.pidfd_open(started.pid)
+        os.kill(started.pid, signal.SIGKILL)
+        exited = host.exit_of(process)
+        assert (exited.status, exited.incarnation) == (-signal.SIGKILL, "1.0")
+        if not select.select([pidfd], [], [], 0)[0]:
+            break
+        os.close(pidfd)
+    else:
+        raise AssertionError("the agent reported five ends only after the memory was free")
+    assert host.start(process, incarnation="1.1").pid != started.pid
     assert select.select([pidfd], [], [], 0)[0], "its memory is free before another one starts"
     os.close(pidfd)
-    assert [exit.incarnation for exit in host.exits] == ["1.0"], "an exit is reported once"
-    (gone,) = [
+    assert [exit.incarnation for exit in host.exits if exit.process == process] == ["1.0"], "reported once"
+    gone = [
         record.event
         for record in read_events(host.run_dir, process="agent-0")
         if isinstance(record.event, ProcessGone)
     ]
-    assert (gone.status, gone.ordered) == (-signal.SIGKILL, False)
+    assert [(each.status, each.ordered) for each in gone if each.of == process] == [(-signal.SIGKILL, False)]
 
 
 @FORKED
