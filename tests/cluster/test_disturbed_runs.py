@@ -185,7 +185,7 @@ def interrupt_twice(run: Run) -> None:
     began = time.monotonic()
     launcher.send_signal(signal.SIGINT)
     code, errors = run.end()
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 15.0
     assert code == 1
     assert "the run was interrupted; `kintsugi resume" in errors
     run.assert_nothing_left()

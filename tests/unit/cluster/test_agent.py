@@ -44,7 +44,7 @@ def segment_service(pid: int) -> str:
 
 
 @FORKED
-def test_a_kill_is_reported_with_its_signal_within_a_tenth_of_a_second(
+def test_a_kill_is_reported_with_its_signal_within_a_fifth_of_a_second(
     make_host: MakeHost, preload: tuple[str, ...]
 ) -> None:
     host = make_host(preload=preload, model="idle")
@@ -56,7 +56,7 @@ def test_a_kill_is_reported_with_its_signal_within_a_tenth_of_a_second(
         exited = host.exit_of(f"model-{index}")
         latencies_s.append(time.monotonic() - begun)
         assert (exited.status, exited.incarnation) == (-signal.SIGKILL, started.incarnation)
-    assert min(latencies_s) < 0.1
+    assert min(latencies_s) < 0.2, "sooner than the agent looks at its children"
 
 
 def test_an_inspection_shows_state_work_and_recorded_heartbeats(make_host: MakeHost) -> None:

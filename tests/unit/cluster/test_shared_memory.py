@@ -309,7 +309,7 @@ def test_an_agent_that_comes_a_moment_later_is_waited_for(job: str) -> None:
 
 
 def test_an_agent_that_does_not_come_is_waited_for_once(monkeypatch: pytest.MonkeyPatch, job: str) -> None:
-    monkeypatch.setattr(shared_memory, "_RECONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(shared_memory, "_RECONNECT_TIMEOUT_S", 0.5)
     agent = Agent(job)
     client = SegmentClient(agent.server.name)
     agent.die()
@@ -317,7 +317,7 @@ def test_an_agent_that_does_not_come_is_waited_for_once(monkeypatch: pytest.Monk
     for _ in range(10):
         with pytest.raises(WorldError, match="the agent of this host is gone"):
             client.open("weights")
-    assert 0.2 <= time.monotonic() - begun < 1.0
+    assert 0.5 <= time.monotonic() - begun < 4.0
     client.close()
 
 

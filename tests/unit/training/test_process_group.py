@@ -152,7 +152,7 @@ def test_a_killed_rank_is_noticed_at_once_and_replaced_in_the_next_generation(
     victim.signal(signal.SIGKILL)
     broken = survivor.answer()
     assert broken["error"] == "GroupBroken"
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 10.0, "not at the deadline of the sum"
     assert join(survivor, spare, group_id=51) == [{"result": 0}, {"result": 1}]
     assert sum_of(survivor, spare) == [{"result": 3.0}] * 2
 
@@ -249,8 +249,8 @@ def test_a_join_that_failed_leaves_no_connection_to_the_collector(no_collector: 
 def test_joining_is_given_up_when_the_generation_is_over() -> None:
     start = time.monotonic()
     with pytest.raises(GroupBroken, match="told to stop"):
-        new_group(ranks=["model-0", "model-1"], timeout_s=5.0, why_over="told to stop")
-    assert time.monotonic() - start < 2.0
+        new_group(ranks=["model-0", "model-1"], timeout_s=20.0, why_over="told to stop")
+    assert time.monotonic() - start < 10.0
 
 
 def test_a_waiting_rank_is_freed_when_its_generation_ends() -> None:
@@ -262,12 +262,12 @@ def test_a_waiting_rank_is_freed_when_its_generation_ends() -> None:
             return ""
         waiting.put(group)
         with pytest.raises(GroupBroken, match="another generation") as broken:
-            group.all_reduce(torch.ones(3), timeout_s=10.0)
+            group.all_reduce(torch.ones(3), timeout_s=30.0)
         return str(broken.value)
 
     start = time.monotonic()
     assert "all-reduce" in in_world(2, rank_main)[0]
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < 20.0
 
 
 def test_gathered_tensors_keep_their_shape_and_the_order_of_ranks() -> None:
