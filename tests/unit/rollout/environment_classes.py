@@ -158,18 +158,18 @@ class Slow(Showing):
 
     def __init__(self) -> None:
         super().__init__()
-        time.sleep(0.3)
+        time.sleep(0.6)
 
     def reset(self, row: Row, *, seed: int) -> Any:
-        time.sleep(0.3)
+        time.sleep(0.6)
         return super().reset(row, seed=seed)
 
     def step(self, action: str) -> Any:
-        time.sleep(0.3)
+        time.sleep(0.6)
         return super().step(action)
 
     def close(self) -> None:
-        time.sleep(0.3)
+        time.sleep(0.6)
 
 
 class Undermining(Echo):

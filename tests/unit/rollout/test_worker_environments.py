@@ -109,7 +109,7 @@ def test_a_late_answer_to_a_process_that_is_gone_reaches_nobody_else(
 
 @pytest.mark.slow
 def test_each_call_of_an_environment_has_its_own_time(world: Callable[[Config], World]) -> None:
-    here = world(config(environment=f"{HERE}.Slow", timeout_s=0.4))
+    here = world(config(environment=f"{HERE}.Slow", timeout_s=1.6))
     here.answers = ["9"]
     assert len(acted(here).samples) == 2
     shown = here.ask(run("warmup:0:0:0", stage="warmup", num_samples=1)).result().expect(EpisodesDone)
