@@ -25,7 +25,7 @@ const SECTIONS = [
     charts: [
       { title: "Loss", keys: ["loss", "value_loss"], labels: ["policy", "critic"] },
       { title: "Entropy", keys: ["entropy"] },
-      { title: "KL", keys: ["kl", "behaviour_kl"], labels: ["to the reference", "sampler to trainer"] },
+      { title: "KL", keys: ["kl", "behaviour_kl"], labels: ["kl", "behaviour_kl"] },
       { title: "Clipped share", keys: ["clip_ratio", "value_clip_ratio"], labels: ["policy", "critic"], format: share },
       { title: "Sampler − trainer", hint: "Difference of their log-probabilities before the first update; rises when something is wrong", keys: ["logprob_abs_diff_mean", "logprob_abs_diff_max"], labels: ["mean", "max"] },
       { title: "Importance weights", keys: ["importance_weight_mean", "importance_weight_max", "ratio_mean"], labels: ["mean", "max", "ratio"] },
@@ -65,6 +65,7 @@ export async function render(root, context) {
   const group = chartGroup({ cursor, onZoom: showZoom });
   const notes = h("div");
   let data = null;
+  let placed = "";
   let timer = null;
   let closed = false;
 
@@ -179,32 +180,33 @@ export async function render(root, context) {
   /** Build, update and remove charts so that they are those of the data and of the search. */
   function layout() {
     if (!data.steps.length) {
+      placed = "";
       replace(body, empty("No step has been recorded yet", run.state === "running" ? "The curves appear with the first step." : "This run ended before its first step."));
       return;
     }
     replace(notes, problems(data.problems), data.thinned > 1 && h("p", { class: "muted" }, `A place on a curve is the mean of ${plural(data.thinned, "step")}.`));
     const wanted = search.value.trim().toLowerCase();
     const sections = wanted ? [found(wanted)] : [...SECTIONS.map(known), ...others()];
-    const kept = new Set();
-    const parts = sections
-      .filter(({ charts: specs }) => specs.length)
-      .map(({ title, charts: specs, folded }) => {
-        const grid = h("div", { class: "chart-grid" }, specs.map((spec) => chartOf(spec, kept).element));
-        return folded ? foldedSection(title, specs, grid) : h("section", { class: "section" }, h("h2", title), grid);
-      });
-    for (const [key, chart] of charts) {
-      if (kept.has(key)) continue;
-      chart.close();
-      charts.delete(key);
-    }
-    place(parts);
+    const full = sections.filter(({ charts: specs }) => specs.length);
+    const signature = JSON.stringify(full.map(({ title, charts: specs }) => [title, specs.map((spec) => spec.title)]));
+    for (const spec of full.flatMap(({ charts: specs }) => specs)) drawChart(spec);
+    // Where the charts are the same ones, they stay where they are: an update moves neither focus nor pointer.
+    if (signature !== placed) place(full);
+    placed = signature;
   }
 
-  /** Put the sections in place. The charts are the same elements as before, so focus is given back where it was. */
-  function place(parts) {
-    const active = document.activeElement;
+  function place(sections) {
+    const wanted = new Set(sections.flatMap(({ charts: specs }) => specs.map(({ title }) => title)));
+    for (const [title, chart] of charts) {
+      if (wanted.has(title)) continue;
+      chart.close();
+      charts.delete(title);
+    }
+    const parts = sections.map(({ title, charts: specs, folded }) => {
+      const grid = h("div", { class: "chart-grid" }, specs.map((spec) => charts.get(spec.title).element));
+      return folded ? foldedSection(title, specs, grid) : h("section", { class: "section" }, h("h2", title), grid);
+    });
     replace(body, parts.length ? parts : empty("No metric has this in its name", search.value));
-    if (active !== document.activeElement && body.contains(active)) active.focus({ preventScroll: true });
   }
 
   function known({ title, charts: specs }) {
@@ -255,13 +257,11 @@ export async function render(root, context) {
     }));
   }
 
-  function chartOf(spec, kept) {
-    kept.add(spec.title);
+  function drawChart(spec) {
     const changes = { series: spec.series, ...look() };
     const existing = charts.get(spec.title);
     if (existing) existing.update(changes);
     else charts.set(spec.title, lineChart({ title: spec.title, hint: spec.hint, group, format: spec.format, range: spec.range, onMark, ...changes }));
-    return charts.get(spec.title);
   }
 
   function onMark(mark) {

@@ -16,7 +16,7 @@ const COLUMNS = [
   { name: "age", label: "Age", number: true, value: (run) => (run.started ? run.age_s : null), cell: (run) => (run.started ? duration(run.age_s) : "–") },
   { name: "algorithm", label: "Algorithm", value: (run) => text(run.algorithm), cell: (run) => run.algorithm || "–" },
   { name: "model", label: "Model", value: (run) => text(run.model), cell: (run) => visible(run.model || "–") },
-  { name: "incident", label: "Last incident", down: true, value: (run) => run.last_incident?.from ?? null, cell: incidentCell },
+  { name: "incident", label: "Last incident", down: true, value: (run) => run.last_incident?.from ?? run.last_incident?.step ?? null, cell: incidentCell },
 ];
 const REFRESH_MS = 500;
 
@@ -226,5 +226,5 @@ function accuracyCell(run) {
 function incidentCell(run, href) {
   const incident = run.last_incident;
   if (!incident) return h("span", { class: "muted" }, run.state === "unreadable" ? "–" : "none");
-  return h("span", { class: "incident-cell" }, h("a", { href: href(`/run/${encodeURIComponent(run.id)}/incidents`, { incident: incident.id }) }, visible(incident.title)), h("small", ago(incident.from)));
+  return h("span", { class: "incident-cell" }, h("a", { href: href(`/run/${encodeURIComponent(run.id)}/incidents`, { incident: incident.id }) }, visible(incident.title)), h("small", incident.from ? ago(incident.from) : `at step ${count(incident.step)}`, incident.state === "recovered" ? "" : `, ${incident.state}`));
 }
