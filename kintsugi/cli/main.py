@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kintsugi.cli import lab, observe
+from kintsugi.cli import lab, observe, page
 from kintsugi.cli.arguments import (
     Overrides,
     Recipe,
@@ -36,6 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(observe.app)
+app.add_typer(page.app)
 app.add_typer(lab.app)
 
 SAMPLES_SHOWN = 20
@@ -107,21 +109,38 @@ def recipes(
 
 
 @app.command()
-def train(recipe: Recipe, overrides: Overrides = None) -> None:
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    with_page: Annotated[
+        bool, typer.Option("--page", help="Show the run in a browser, as `kintsugi page` does.")
+    ] = False,
+    page_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: any free port.")] = 0,
+) -> None:
     """Train a model as described by a recipe, and show progress and results."""
-    _train(loaded(recipe, overrides))
+    _train(loaded(recipe, overrides), page_port=page_port if with_page else None)
 
 
-def _train(resolved: Resolved) -> None:
+def _train(resolved: Resolved, *, page_port: int | None = None) -> None:
     from kintsugi.errors import KintsugiError
     from kintsugi.run_folder.creation import make_run_folder, remove_unused
 
     config, run_dir = make_run_folder(validated(resolved))
+    beside = None
     try:
-        _launch(config, run_dir=run_dir, resume=False)
+        if page_port is not None:
+            beside = page.PageBesideRun(
+                run_dir, port=page_port, warn=lambda text: _print_error(f"warning: {text}")
+            )
+            if beside.address:
+                typer.echo(f"page: {beside.address}")
+        _launch(config, run_dir=run_dir, resume=False, on_tick=beside.check if beside is not None else None)
     except KintsugiError:
         remove_unused(run_dir)
         raise
+    finally:
+        if beside is not None:
+            beside.close()
 
 
 @app.command()
@@ -153,23 +172,16 @@ def check(recipe: Recipe, overrides: Overrides = None) -> None:
 @app.command()
 def resume(run: Run) -> None:
     """Resume a run that was stopped, failed or killed, from its last checkpoint."""
-    import msgspec
-
-    from kintsugi.config.validation import validate
-    from kintsugi.errors import UserError
+    from kintsugi.cli.run_actions import Finished, check_resumable
     from kintsugi.run_folder import reader
 
     folder = reader.find_run(run)
-    status = reader.read_status(folder)
-    if status.state is reader.RunState.RUNNING:
-        raise UserError(f"{folder} is running (process {status.pid}); there is nothing to resume")
-    if status.state is reader.RunState.FINISHED:
-        _print_error(
-            f"{folder} is finished ({status.step} of {status.total_steps} steps); there is nothing to resume"
-        )
-        raise typer.Exit(1)
     add_current_folder_to_path()
-    validate(msgspec.structs.replace(status.config, run_dir=None), resumed=folder)
+    try:
+        status = check_resumable(folder)
+    except Finished as error:
+        _print_error(str(error))
+        raise typer.Exit(1) from error
     RunFolder(folder).summary_file.unlink(missing_ok=True)
     _launch(status.config, run_dir=folder, resume=True)
 
@@ -182,22 +194,13 @@ def stop(
     ] = 600,
 ) -> None:
     """Stop a run after its current step, with a checkpoint."""
-    import signal
-
-    from kintsugi.errors import UserError
+    from kintsugi.cli.run_actions import find_launcher, request_stop
     from kintsugi.run_folder import reader
-    from kintsugi.runtime.processes import SystemProcesses
 
     folder = reader.find_run(run)
-    record = reader.living_launcher(folder)
-    if record is None:
-        raise UserError(
-            f"{folder} is not running (it is {reader.read_status(folder).state}); there is nothing to stop"
-        )
-    launcher = SystemProcesses().adopt(record.pid)
+    launcher = find_launcher(folder)
     try:
-        launcher.send_signal(signal.SIGTERM)
-        typer.echo(f"{folder}: sent the stop request to process {launcher.pid}; it ends after its step")
+        typer.echo(request_stop(folder, launcher))
         launcher.wait_ended(whom=f"process {launcher.pid}", timeout_s=timeout_s)
     finally:
         launcher.close()
@@ -302,9 +305,9 @@ def compare(
     """Compare runs: configuration, metric curves, and held-out accuracy with confidence intervals."""
     import msgspec
 
-    from kintsugi.cli.compare import compare as compare_runs
     from kintsugi.cli.compare import comparison_text, plot
     from kintsugi.run_folder import reader
+    from kintsugi.run_folder.comparison import compare as compare_runs
 
     comparison = compare_runs([reader.find_run(name) for name in compared], metrics=metric or ())
     if png is not None:
@@ -453,13 +456,15 @@ def serve(
     raise typer.Exit(serve_model(options, plan, print_line=typer.echo))
 
 
-def _launch(config: Config, *, run_dir: Path, resume: bool) -> None:
+def _launch(
+    config: Config, *, run_dir: Path, resume: bool, on_tick: Callable[[], None] | None = None
+) -> None:
     """Run to the end and show the outcome; a failed run exits with its code."""
     from kintsugi.cli.session import run_session
     from kintsugi.runtime.stacks import enable_stack_dumps
 
     enable_stack_dumps()
-    code = run_session(config, run_dir=run_dir, resume=resume)
+    code = run_session(config, run_dir=run_dir, resume=resume, on_tick=on_tick or (lambda: None))
     if code != 0:
         raise typer.Exit(code)
 

@@ -211,6 +211,15 @@ class JournalRecord(msgspec.Struct, frozen=True):
     facts: tuple[Fact, ...]
 
 
+class JournalPayload(msgspec.Struct, frozen=True):
+    """Encoded facts of one decision, and their position."""
+
+    sequence: int
+    offset: int
+    end: int
+    content: bytes
+
+
 def read_records(path: Path, *, offset: int = 0, most: int = 1000) -> list[JournalRecord]:
     """Read records of a journal that may be in use, from the end of a record on; 0 for the first. Reads no more than it
     returns.
@@ -219,9 +228,21 @@ def read_records(path: Path, *, offset: int = 0, most: int = 1000) -> list[Journ
     distinguishes the two.
     """
     records: list[JournalRecord] = []
+    for each in read_payloads(path, offset=offset, most=most):
+        try:
+            facts = _decoder.decode(each.content)
+        except msgspec.DecodeError as error:
+            raise StorageError(f"{path} at offset {each.offset}: unknown kind of record: {error}") from error
+        records.append(JournalRecord(each.sequence, each.offset, each.end, facts))
+    return records
+
+
+def read_payloads(path: Path, *, offset: int = 0, most: int = 1000) -> list[JournalPayload]:
+    """Read records as `read_records` does, and leave their facts encoded, for a reader that needs few of them."""
+    payloads: list[JournalPayload] = []
     offset = max(offset, _HEADER_SIZE)
     with storage_errors(f"could not read {path}"), path.open("rb") as file:
-        while len(records) < most:
+        while len(payloads) < most:
             head = os.pread(file.fileno(), _RECORD.size, offset)
             if len(head) < _RECORD.size:
                 break
@@ -233,12 +254,9 @@ def read_records(path: Path, *, offset: int = 0, most: int = 1000) -> list[Journ
                 break
             sequence, _, payload = found
             end = offset + _RECORD.size + length
-            try:
-                records.append(JournalRecord(sequence, offset, end, _decoder.decode(payload)))
-            except msgspec.DecodeError as error:
-                raise StorageError(f"{path} at offset {offset}: unknown kind of record: {error}") from error
+            payloads.append(JournalPayload(sequence, offset, end, bytes(payload)))
             offset = end
-    return records
+    return payloads
 
 
 @contextmanager

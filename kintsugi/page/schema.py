@@ -207,7 +207,7 @@ class SampleRow(_Answer, frozen=True, kw_only=True):
     """
 
     n: int
-    """Number of the sample: `GET …/samples/17`. Numbers change when a resumed run cuts its files back."""
+    """Number for `GET …/samples/17`: the byte offset of its line. Numbers may change when a run resumes."""
     step: int
     group: str
     """Ticket; the samples of one prompt share it."""

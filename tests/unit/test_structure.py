@@ -38,7 +38,7 @@ ALLOWED: dict[str, frozenset[str]] = {
         "lab",
         "rollout",
     }
-    | {"run_folder", "serving", "simulation"},
+    | {"page", "run_folder", "serving", "simulation"},
     "cluster": SHARED | {"device_lease", "run_folder"},
     "config": GROUND
     | {"model", "telemetry.export", "data", "rollout", "control.placement", "graph.algorithms"},
@@ -66,6 +66,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     | {"run_folder", "simulation", "training"},
     "model": frozenset({"types", "errors", "config.schema", "config.stages"}),
     "openai_api": GROUND | {"model"},
+    "page": SHARED | {"diagnosis", "journal", "run_folder"},
     "process": GROUND | {"telemetry"},
     "protocol": frozenset({"types", "errors"}),
     "recovery": SHARED,
