@@ -159,10 +159,11 @@ async function open() {
 class NoPage extends Error {}
 
 function showFailure(error) {
+  const title = run ? null : h("h1", { class: "visually-hidden" }, current?.route.id ?? "Kintsugi");
   if (error instanceof NoPage) {
-    replace(main, empty("There is no such page", null, h("a", { class: "button", href: "#/" }, "All runs")));
-  } else if (error.status === 401 || error.status === 403) replace(main, tokenForm(error));
-  else replace(main, failure(error, reopen));
+    replace(main, title, empty("There is no such page", null, h("a", { class: "button", href: "#/" }, "All runs")));
+  } else if (error.status === 401 || error.status === 403) replace(main, title, tokenForm(error));
+  else replace(main, title, failure(error, reopen));
 }
 
 function reopen() {
@@ -394,8 +395,8 @@ function runPhase() {
   return text ? h("span", { class: ["phase", run.recovery && "warn"] }, text) : null;
 }
 
-function fact(label, value, detail = null, extra = null) {
-  return h("div", h("dt", label), h("dd", value, detail && h("small", detail), extra));
+function fact(label, value, detail = null, extra = null, name = null) {
+  return h("div", { class: name }, h("dt", label), h("dd", value, detail && h("small", detail), extra));
 }
 
 function facts() {
@@ -408,7 +409,7 @@ function facts() {
     fact(run.ended ? "Ran for" : "Age", duration(run.ended ? run.ended - run.started : run.age_s), run.ended ? ` until ${moment(run.ended)}` : null),
     fact("Algorithm", run.algorithm || "–"),
     fact("Model", visible(run.model || "–")),
-    incident && fact("Last incident", h("a", { href: href(`/run/${encodeURIComponent(run.id)}/incidents`, { incident: incident.id }) }, visible(incident.title))),
+    incident && fact("Last incident", h("a", { href: href(`/run/${encodeURIComponent(run.id)}/incidents`, { incident: incident.id }), title: incident.title }, visible(incident.title)), null, null, "wide"),
   ];
 }
 
@@ -518,25 +519,18 @@ function toast(...children) {
 
 function tokenForm(error) {
   const field = h("input", { type: "password", autocomplete: "off", required: true, "aria-label": "Token" });
-  const problem = h("p", { class: "form-error", role: "alert" });
   return h(
     "form",
     { class: "state", onsubmit: submit },
-    h("strong", "This page needs a token"),
+    h("h2", "This page needs a token"),
     h("p", visible(error.message)),
     h("div", { class: "row" }, field, h("button", { class: "primary", type: "submit" }, "Open")),
-    problem,
   );
 
-  async function submit(event) {
+  /** The server moves the token from the address into a cookie that no script can read. */
+  function submit(event) {
     event.preventDefault();
-    try {
-      session = await api.post("/api/session", { token: field.value });
-      followed = undefined;
-      reopen();
-    } catch (failed) {
-      problem.textContent = failed.message;
-    }
+    location.assign(`/?token=${encodeURIComponent(field.value.trim())}${location.hash}`);
   }
 }
 
@@ -550,6 +544,8 @@ const SHORTCUTS = [
   ["\\", "clear the step cursor"],
   ["← →", "in a chart: move the cursor; with Shift ten times as far"],
   ["+ − 0", "in a chart: zoom in, out, reset"],
+  ["n p", "in a chart: next and previous incident or evaluation"],
+  ["x", "in the list of runs: choose for a comparison"],
   ["↑ ↓", "in a table: previous and next row; Enter opens it"],
   ["t", "theme: system, light, dark"],
   ["?", "this list"],

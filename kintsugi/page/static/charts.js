@@ -19,12 +19,23 @@
  */
 
 import { h, replace, svg } from "./dom.js";
-import { count, number } from "./format.js";
+import { count, number, percent } from "./format.js";
 
 const MARGIN = { top: 14, right: 10, bottom: 20, left: 46 };
 const HEIGHT = 168;
 const MARK_REACH_PX = 7;
 const DRAG_PX = 5;
+
+let numCharts = 0;
+
+/** How values are written: `format(value)` in the legend, `format(value, step)` on an axis whose ticks lie `step` apart. */
+export const figure = (value, step) => (step === undefined ? number(value) : number(value, significant(value, step)));
+export const share = (value, step) => percent(value, step === undefined ? 1 : Math.max(0, -Math.floor(Math.log10(step * 100) + 1e-9)));
+
+/** Significant digits that tell ticks apart. */
+function significant(value, step) {
+  return value === 0 ? 1 : Math.min(6, Math.max(1, Math.floor(Math.log10(Math.abs(value)) + 1e-9) - Math.floor(Math.log10(step) + 1e-9) + 1));
+}
 
 /** State that charts share. `onZoom(range | null)` is told of every change of the zoomed range. */
 export function chartGroup({ cursor = null, onZoom = () => {} } = {}) {
@@ -34,13 +45,21 @@ export function chartGroup({ cursor = null, onZoom = () => {} } = {}) {
     cursor,
     range: null,
     hover: null,
+    first: -Infinity,
     extent() {
       let [low, high] = [Infinity, -Infinity];
       for (const chart of charts) {
         const [from, to] = chart.extent();
         [low, high] = [Math.min(low, from), Math.max(high, to)];
       }
-      return low <= high ? [low, high] : [0, 1];
+      return low <= high ? [Math.min(high, Math.max(low, group.first - 1)), high] : [0, 1];
+    },
+    /** Leave out the steps before this one, unless they are zoomed to. What has `points`, as evaluations do, is shown from
+     * one step earlier: it was measured with the weights that the first step began with. */
+    setFirst(step) {
+      if (step === group.first) return;
+      group.first = step;
+      for (const chart of charts) chart.redraw();
     },
     setRange(range) {
       group.range = range;
@@ -117,16 +136,19 @@ const measured = (value) => value !== null && value !== undefined && Number.isFi
 
 export function lineChart(given) {
   let options = { marks: [], smoothing: 0, log: false, height: HEIGHT, range: null, ...given };
-  options.format ??= number;
+  options.format ??= figure;
+  options.marks = inOrder(options.marks);
   const { group } = options;
   const plot = svg("svg", { class: "plot", "aria-hidden": "true", height: options.height });
+  const clip = svg("rect", { x: MARGIN.left - 4, y: 0, height: options.height - MARGIN.bottom + 4 });
+  const clipId = `clip-${(numCharts += 1)}`;
   const layers = {
     axes: svg("g", { class: "axes" }),
-    curves: svg("g", { class: "curves" }),
+    curves: svg("g", { class: "curves", "clip-path": `url(#${clipId})` }),
     marks: svg("g", { class: "marks" }),
     pointer: svg("g", { class: "pointer" }),
   };
-  plot.append(layers.axes, layers.curves, layers.marks, layers.pointer);
+  plot.append(svg("clipPath", { id: clipId }, clip), layers.axes, layers.curves, layers.marks, layers.pointer);
   const tip = h("div", { class: "chart-tip", hidden: true });
   const slider = { role: "slider", "aria-label": options.title, "aria-valuemin": "0", "aria-valuemax": "0", "aria-valuenow": "0" };
   const area = h("div", { class: "chart-area", tabindex: "0", ...slider }, plot, tip);
@@ -177,6 +199,7 @@ export function lineChart(given) {
 
   function update(changes) {
     options = { ...options, ...changes };
+    options.marks = inOrder(options.marks);
     redraw();
   }
 
@@ -207,6 +230,7 @@ export function lineChart(given) {
     if (width < 40) return;
     dirty = false;
     plot.setAttribute("width", width);
+    clip.setAttribute("width", Math.max(0, width - MARGIN.left - MARGIN.right + 8));
     drawn = options.series.map((each) => ({ ...each, smooth: smoothed(each.y, each.rough ? 0 : options.smoothing) }));
     scale = scales();
     drawAxes();
@@ -242,11 +266,17 @@ export function lineChart(given) {
     };
   }
 
+  function beginOf({ points }) {
+    return group.range === null && !points ? group.first : -Infinity;
+  }
+
   function valueRange(from, to) {
     let [low, high] = [Infinity, -Infinity];
-    for (const { x, y, low: lows, high: highs } of drawn) {
+    for (const series of drawn) {
+      const { x, y, low: lows, high: highs } = series;
+      const begin = Math.max(from, beginOf(series));
       for (let index = 0; index < x.length; index += 1) {
-        if (x[index] < from || x[index] > to) continue;
+        if (x[index] < begin || x[index] > to) continue;
         for (const value of [y[index], lows?.[index], highs?.[index]]) {
           if (!measured(value) || (options.log && value <= 0)) continue;
           if (value < low) low = value;
@@ -257,20 +287,23 @@ export function lineChart(given) {
     if (low > high) return options.log ? [0.1, 1] : [0, 1];
     if (options.log) return low === high ? [low / 2, high * 2] : [low / 1.1, high * 1.1];
     if (options.range) [low, high] = [Math.min(low, options.range[0]), Math.max(high, options.range[1])];
-    const pad = low === high ? Math.abs(low) * 0.1 || 1 : (high - low) * 0.06;
+    // A variation that no axis label could show, such as rounding around 1, is drawn as the constant that it is.
+    const constant = high - low <= 1e-4 * Math.max(Math.abs(low), Math.abs(high));
+    const pad = constant ? Math.abs(low) * 0.1 || 1 : (high - low) * 0.06;
     return [low >= 0 && low < pad * 4 ? 0 : low - pad, high + pad];
   }
 
   function drawAxes() {
     const { x, y, low, high, from, to, right, bottom } = scale;
     const rows = options.log ? logTicks(low, high) : ticks(low, high, 4);
-    const columns = ticks(from, to, Math.max(2, Math.floor(width / 90))).filter(Number.isInteger);
+    const step = (value) => (options.log ? value : (rows[1] ?? rows[0] + 1) - rows[0]);
+    const columns = ticks(from, to, Math.max(3, Math.floor(width / 80))).filter(Number.isInteger);
     const last = columns.at(-1);
     replace(
       layers.axes,
       rows.map((value) => [
         svg("line", { class: "grid", x1: MARGIN.left, x2: right, y1: pixel(y(value)), y2: pixel(y(value)) }),
-        svg("text", { x: MARGIN.left - 6, y: y(value) + 4, "text-anchor": "end" }, options.format(value, 3)),
+        svg("text", { x: MARGIN.left - 6, y: y(value) + 4, "text-anchor": "end" }, options.format(value, step(value))),
       ]),
       svg("line", { class: "axis", x1: MARGIN.left, x2: right, y1: pixel(bottom), y2: pixel(bottom) }),
       columns.map((value) => {
@@ -284,13 +317,15 @@ export function lineChart(given) {
     const { color = 0 } = series;
     const name = `series c${color % 8}`;
     const usesSmooth = options.smoothing > 0 && !series.rough;
+    // Between values that are far apart a line would claim what was not measured.
+    const lonely = !series.points && density(series.y) < 1 / 3;
     return svg(
       "g",
       { class: name },
       series.low && svg("path", { class: "band", d: band(series) }),
-      usesSmooth && svg("path", { class: "raw", d: path(series.x, series.y) }),
-      svg("path", { class: series.dashed ? "line dashed" : "line", d: path(series.x, series.smooth) }),
-      (series.points || countMeasured(series.y) < 2) && dots(series),
+      usesSmooth && svg("path", { class: "raw", d: path(series, series.y) }),
+      !lonely && svg("path", { class: series.dashed ? "line dashed" : "line", d: path(series, series.smooth) }),
+      (series.points || lonely || countMeasured(series.y) < 2) && dots(series),
     );
   }
 
@@ -300,15 +335,17 @@ export function lineChart(given) {
 
   /** Points of the line in view; where there are many per pixel, the lowest and highest of each stay. Values that were
    * not measured are passed over: an evaluation has a step of its own, which must not tear the other curves. */
-  function path(x, y) {
-    const first = Math.max(0, nearest(x, scale.from) - 1);
+  function path(series, y) {
+    const { x } = series;
+    const begin = beginOf(series);
+    const first = Math.max(0, nearest(x, Math.max(begin, scale.from)) - 1);
     const last = Math.min(x.length - 1, nearest(x, scale.to) + 1);
     const bucket = Math.max(1, Math.floor((last - first) / (2 * width)));
     let text = "";
     let pen = "M";
     for (let start = first; start <= last; start += bucket) {
       for (const index of bucket === 1 ? [start] : extremes(y, start, Math.min(last + 1, start + bucket))) {
-        if (!shown(y[index])) continue;
+        if (!shown(y[index]) || x[index] < begin) continue;
         text += `${pen}${scale.x(x[index]).toFixed(1)} ${scale.y(y[index]).toFixed(1)}`;
         pen = "L";
       }
@@ -326,8 +363,10 @@ export function lineChart(given) {
     return least < 0 ? [] : least === most ? [least] : [Math.min(least, most), Math.max(least, most)];
   }
 
-  function band({ x, y, low, high }) {
-    const there = x.map((_, index) => index).filter((index) => shown(low[index]) && shown(high[index]) && measured(y[index]));
+  function band(series) {
+    const { x, y, low, high } = series;
+    const begin = beginOf(series);
+    const there = x.map((_, index) => index).filter((index) => x[index] >= begin && shown(low[index]) && shown(high[index]) && measured(y[index]));
     if (!there.length) return "";
     const up = there.map((index) => `${scale.x(x[index]).toFixed(1)} ${scale.y(high[index]).toFixed(1)}`);
     const down = there.reverse().map((index) => `${scale.x(x[index]).toFixed(1)} ${scale.y(low[index]).toFixed(1)}`);
@@ -376,6 +415,8 @@ export function lineChart(given) {
 
   /** Draw the pointer and the cursor, and write the values there into the legend. */
   function point() {
+    const asked = group.cursor?.step ?? null;
+    if (asked !== null && asked < group.first && group.range === null) group.setFirst(-Infinity);
     if (!scale || (!seen && legend.childElementCount)) {
       dirty = true;
       return;
@@ -531,6 +572,8 @@ export function lineChart(given) {
     if (!acts[event.key]) return;
     event.preventDefault();
     event.stopPropagation();
+    tip.hidden = true;
+    group.hover = null;
     acts[event.key]();
   }
 
@@ -557,7 +600,14 @@ export function lineChart(given) {
 const whenIdle = globalThis.requestIdleCallback ?? ((callback) => setTimeout(callback, 100));
 const pixel = (value) => Math.round(value) + 0.5;
 const title = (word) => word.charAt(0).toUpperCase() + word.slice(1);
+const inOrder = (marks) => marks.toSorted((one, two) => one.step - two.step);
 const countMeasured = (values) => values.reduce((sum, value) => sum + (measured(value) ? 1 : 0), 0);
+
+/** Share of the places from the first to the last measured value that were measured. */
+function density(values) {
+  const amount = countMeasured(values);
+  return amount ? amount / (lastMeasured(values) - values.findIndex(measured) + 1) : 0;
+}
 
 function lastMeasured(values) {
   for (let index = values.length - 1; index >= 0; index -= 1) if (measured(values[index])) return index;

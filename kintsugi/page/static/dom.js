@@ -178,7 +178,7 @@ export function loading(what = "Loading") {
 }
 
 export function empty(title, detail = null, ...actions) {
-  return h("div", { class: "state" }, h("strong", title), detail && h("p", detail), actions);
+  return h("div", { class: "state" }, h("h2", title), detail && h("p", detail), actions);
 }
 
 export function failure(error, retry = null) {
@@ -186,7 +186,7 @@ export function failure(error, retry = null) {
     "div",
     { class: "state failed", role: "alert" },
     icon("alert"),
-    h("strong", error.status === 404 ? "Not found" : "This could not be read"),
+    h("h2", error.status === 404 ? "Not found" : "This could not be read"),
     h("p", visible(error.message)),
     retry && h("button", { type: "button", onclick: retry }, "Try again"),
   );

@@ -9,9 +9,10 @@ export function number(value, digits = 4) {
   if (missing(value)) return NONE;
   const size = Math.abs(value);
   if (size === 0) return "0";
-  if (size >= 1e7 || size < 1e-4) return value.toExponential(Math.max(0, digits - 2)).replace("e+", "e");
-  if (size >= 1000) return Math.round(value).toLocaleString("en");
-  return String(Number(value.toPrecision(digits)));
+  const sign = value < 0 ? "−" : "";
+  if (size >= 1e7 || size < 1e-4) return sign + size.toExponential(Math.min(2, digits - 1)).replace("e+", "e");
+  if (size >= 1000) return sign + Math.round(size).toLocaleString("en");
+  return sign + String(Number(size.toPrecision(digits)));
 }
 
 /** A count: 1,240. */
@@ -44,6 +45,7 @@ export function interval(low, high) {
 export function duration(seconds) {
   if (missing(seconds)) return NONE;
   const size = Math.abs(seconds);
+  if (size === 0) return "0 s";
   if (size < 0.0995) return `${Math.round(seconds * 1000)} ms`;
   if (size < 10) return `${Number(seconds.toFixed(1))} s`;
   if (size < 59.5) return `${Math.round(seconds)} s`;

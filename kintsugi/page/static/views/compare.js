@@ -1,10 +1,9 @@
 /** Two or more runs beside each other: curves over each other, differences in configuration, paired held-out answers. */
 
-import { chartGroup, lineChart } from "../charts.js";
+import { chartGroup, lineChart, share } from "../charts.js";
 import { empty, failure, h, loading, problems, replace, stateBadge, svg, visible } from "../dom.js";
 import { compact, count, number, percent } from "../format.js";
-
-const share = (value, digits) => (digits === 3 ? percent(value, 0) : percent(value));
+import { firstMainStep } from "./learning.js";
 
 const CHARTS = [
   { title: "Reward", key: "reward/mean" },
@@ -161,6 +160,8 @@ export async function render(root, { api, params, setParams, signal, cursor, hre
       const series = runs.map(({ label }, index) => (key ? curve(curves[index], key, label, index) : accuracy(curves[index], label, index))).filter(Boolean);
       if (series.length) charts.push(lineChart({ title, group, series, format, range }));
     }
+    const firsts = curves.map(firstMainStep);
+    if (!firsts.includes(null)) group.setFirst(Math.min(...firsts));
     zoomFromAddress();
     return section(
       "Curves",

@@ -1,11 +1,9 @@
 /** Learning: the curves of a run, with incidents and evaluations as marks on each of them. */
 
-import { chartGroup, lineChart } from "../charts.js";
+import { chartGroup, lineChart, share } from "../charts.js";
 import { empty, failure, h, icon, loading, problems, replace } from "../dom.js";
-import { compact, count, duration, number, percent, plural } from "../format.js";
+import { compact, count, duration, plural } from "../format.js";
 
-const share = (value, digits) => (digits === 3 ? percent(value, 0) : percent(value));
-const rate = (value, digits) => number(value, digits ?? 3);
 const seconds = (value) => duration(value);
 
 /** Charts in reading order. `keys` are names of metrics or a test of them; `labels` their short names. */
@@ -46,7 +44,7 @@ const SECTIONS = [
     title: "Optimisation and speed",
     charts: [
       { title: "Gradient norm", keys: ["grad_norm", "critic_grad_norm"], labels: ["policy", "critic"] },
-      { title: "Learning rate", keys: ["learning_rate", "critic_learning_rate"], labels: ["policy", "critic"], format: rate, rough: true },
+      { title: "Learning rate", keys: ["learning_rate", "critic_learning_rate"], labels: ["policy", "critic"], rough: true },
       { title: "Tokens per second", keys: ["tokens_per_s"], format: (value) => compact(value) },
       { title: "Seconds by phase", keys: (key) => /^timing\/(?!step$)/.test(key), short: /^timing\//, format: seconds, most: 8 },
     ],
@@ -57,13 +55,14 @@ const SETTINGS = "kintsugi.curves";
 
 export async function render(root, context) {
   const { api, run, signal, cursor, params, setParams, navigate } = context;
-  const settings = { smoothing: 0, log: false, incidents: true, evaluations: true, ...stored() };
+  const settings = { smoothing: 0, log: false, warmup: false, incidents: true, evaluations: true, ...stored() };
   const charts = new Map();
   const body = h("div", { class: "sections" }, loading("Reading the curves"));
   const reset = h("button", { type: "button", hidden: true, onclick: () => group.setRange(null) });
   const search = h("input", { type: "search", placeholder: "Find a metric", "aria-label": "Find a metric", value: params.get("find") ?? "" });
   const group = chartGroup({ cursor, onZoom: showZoom });
   const notes = h("div");
+  const warmup = toggle("warmup", "Warm-up");
   let data = null;
   let placed = "";
   let timer = null;
@@ -124,6 +123,7 @@ export async function render(root, context) {
       h("span", { class: "searchbox" }, icon("search"), search),
       h("label", { title: "Exponential moving average; the values themselves stay visible behind it" }, "Smoothing", slider, value),
       toggle("log", "Log scale"),
+      warmup,
       h("span", { class: "grow" }),
       reset,
       markToggle("incidents", "Incidents", "incident"),
@@ -152,7 +152,16 @@ export async function render(root, context) {
     } catch {
       // Storage may be forbidden; the choice then ends with the page.
     }
+    hideWarmup();
     for (const chart of charts.values()) chart.update(look());
+  }
+
+  /** Steps before the first reward are supervised warm-up; they would press the rest into a corner. */
+  function hideWarmup() {
+    const first = firstMainStep(data);
+    warmup.hidden = first === null;
+    warmup.title = first === null ? "" : `Steps before ${count(first)}: supervised, without rewards`;
+    group.setFirst(first === null || settings.warmup ? -Infinity : first);
   }
 
   function look() {
@@ -187,6 +196,7 @@ export async function render(root, context) {
     replace(notes, problems(data.problems), data.thinned > 1 && h("p", { class: "muted" }, `A place on a curve is the mean of ${plural(data.thinned, "step")}.`));
     const wanted = search.value.trim().toLowerCase();
     const sections = wanted ? [found(wanted)] : [...SECTIONS.map(known), ...others()];
+    hideWarmup();
     const full = sections.filter(({ charts: specs }) => specs.length);
     const signature = JSON.stringify(full.map(({ title, charts: specs }) => [title, specs.map((spec) => spec.title)]));
     for (const spec of full.flatMap(({ charts: specs }) => specs)) drawChart(spec);
@@ -267,6 +277,12 @@ export async function render(root, context) {
   function onMark(mark) {
     if (mark.incident !== null) navigate(`/run/${encodeURIComponent(run.id)}/incidents`, { incident: mark.incident });
   }
+}
+
+/** The first step with a reward where steps without one come before it; null otherwise. */
+export function firstMainStep(data) {
+  const at = data?.series["reward/mean"]?.findIndex((value) => value !== null) ?? -1;
+  return at > 0 ? data.steps[at] : null;
 }
 
 function nameOf({ keys, labels, short }, key, total) {
