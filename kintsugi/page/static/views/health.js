@@ -1,7 +1,7 @@
 /** Health: hosts and their processes with state, load, weights and restarts, and the waits between them as arrows. */
 
 import { arrowKeys, empty, failure, h, hostile, loadStyle, loading, problems, redraw, replace, stateBadge, svg, visible } from "../dom.js";
-import { bytes, clock, duration, moment, number, percent, plural } from "../format.js";
+import { bytes, clock, compact, duration, moment, number, percent, plural } from "../format.js";
 
 const LEAST_WAIT_S = 0.4;
 const LONG_WAIT_S = 5;
@@ -79,6 +79,7 @@ export async function render(root, context) {
 
   function processRow(each) {
     const logs = context.href(`/run/${encodeURIComponent(id)}/logs`, { process: each.process });
+    const most = Math.max(...data.hosts.flatMap((host) => host.processes).filter((other) => other.role === each.role).map((other) => other.load));
     const waits = data.waits.filter((wait) => wait.from === each.process);
     return h(
       "tr",
@@ -86,8 +87,8 @@ export async function render(root, context) {
       h("td", { class: "gutter" }),
       h("th", { scope: "row" }, h("a", { class: "mono", href: logs, title: "Its records" }, visible(each.process)), h("small", each.pid ? `pid ${each.pid}` : ""), waits.map(waitText)),
       h("td", { dataset: { label: "State" } }, stateBadge(each.state), each.silent_s > SILENT_S && data.running && h("small", { class: "warn" }, `silent ${duration(each.silent_s)}`)),
-      h("td", { dataset: { label: "Load" } }, loadBar(each.load)),
-      h("td", { class: "number", dataset: { label: "Memory" } }, bytes(each.memory)),
+      h("td", { dataset: { label: "Load" } }, loadBar(each.load, most)),
+      h("td", { class: "number", dataset: { label: "Memory" } }, bytes(each.memory || null)),
       h("td", { class: "number", dataset: { label: "Weights" } }, each.version === null || each.version < 0 ? "–" : String(each.version)),
       h("td", { class: ["number", each.restarts && "warn"], dataset: { label: "Restarts" } }, String(each.restarts)),
       h("td", { class: "last-words" }, each.last_words ? [hostile(each.last_words, { limit: 240 }), each.last_words_line && h("a", { href: lineHref(each) }, "in the log")] : h("span", { class: "muted" }, "–")),
@@ -178,9 +179,10 @@ function waitText(wait) {
   return h("small", { class: wait.since_s >= LONG_WAIT_S ? "wait-text long" : "wait-text" }, `waits ${duration(wait.since_s)} for `, h("b", visible(wait.to)), ": ", visible(wait.what));
 }
 
-function loadBar(load) {
+/** Load is counted differently by each role (queued tokens, running episodes), so the bar compares within the role. */
+function loadBar(load, most) {
   if (load === null || load === undefined) return "–";
-  return h("span", { class: "load", title: `Load ${number(load, 3)}` }, h("i", { style: { width: `${Math.min(100, load * 100)}%` } }), h("span", percent(load, 0)));
+  return h("span", { class: "load", title: `Load ${number(load, 4)}, as this role counts it; the bar compares with the busiest of its role` }, h("i", { style: { width: `${most > 0 ? (load / most) * 100 : 0}%` } }), h("span", compact(load)));
 }
 
 // ---- what matters, in a sentence
@@ -191,8 +193,8 @@ function summary(data) {
   for (const each of processes) states.set(each.state, (states.get(each.state) ?? 0) + 1);
   const restarts = processes.reduce((sum, each) => sum + each.restarts, 0);
   return [
-    h("p", { class: "health-line" }, h("b", `${plural(processes.length, "process", "processes")} on ${plural(data.hosts.length, "host")}`), [...states].map(([state, amount]) => h("span", `${amount} ${state}`)), restarts > 0 && h("span", { class: "warn" }, plural(restarts, "restart")), data.phase && data.running && h("span", `phase ${data.phase}`), data.recovery && h("span", { class: "warn" }, `recovering: ${data.recovery}`), h("span", { class: "muted" }, data.running ? `as of ${clock(data.time)}` : `the run is over; last state, ${moment(data.time)}`)),
-    waitSummary(data.waits),
+    h("p", { class: "health-line" }, h("b", `${plural(processes.length, "process", "processes")} on ${plural(data.hosts.length, "host")}`), [...states].map(([state, amount]) => h("span", `${amount} ${state}`)), restarts > 0 && h("span", { class: "warn" }, plural(restarts, "restart")), data.phase && data.running && h("span", `phase ${data.phase}`), data.running && data.recovery && data.recovery !== "normal" && h("span", { class: "warn" }, `recovering: ${data.recovery}`), h("span", { class: "muted" }, data.running ? `as of ${clock(data.time)}` : `the run is over; last state, ${moment(data.time)}`)),
+    data.running && waitSummary(data.waits),
   ];
 }
 

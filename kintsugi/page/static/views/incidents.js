@@ -9,7 +9,6 @@ const WORDS = {
   broke: "broke",
   noticed: "noticed",
   decided: "decided",
-  rejected: "rejected",
   replaced: "replaced",
   diagnosed: "diagnosed",
   resumed: "went on",
@@ -194,18 +193,30 @@ function facts(detail) {
   );
 }
 
+/** The lines of the story; what was not chosen is one line below the decision. */
 function sentences(detail, linkTo) {
-  const start = detail.from ?? detail.story.find((line) => line.time !== null)?.time ?? null;
-  return detail.story.map((line) =>
+  const times = detail.story.map((line) => line.time).filter((time) => time !== null);
+  const start = times.length ? Math.min(...times) : detail.from;
+  const lines = [];
+  for (const line of detail.story) {
+    if (line.kind === "rejected" && lines.at(-1)?.kind === "rejected") lines.at(-1).texts.push(line.text);
+    else lines.push({ ...line, texts: [line.text] });
+  }
+  return lines.map((line) => sentence(line, start, linkTo));
+}
+
+function sentence(line, start, linkTo) {
+  const isTimed = line.time !== null && start !== null && line.kind !== "rejected";
+  return h(
+    "li",
+    { class: `story-line is-${line.kind}` },
+    h("span", { class: "story-time", title: line.time === null ? "the time was not recorded" : moment(line.time) }, isTimed ? after(line.time - start) : ""),
+    h("span", { class: "story-mark", "aria-hidden": "true" }),
     h(
-      "li",
-      { class: `story-line is-${line.kind}` },
-      h("span", { class: "story-time", title: line.time === null ? "the time was not recorded" : moment(line.time) }, line.time === null || start === null ? "" : after(line.time - start)),
-      h("span", { class: "story-mark", "aria-hidden": "true" }),
-      h(
-        "div",
-        { class: "story-text" },
-        h("p", hostile(line.text, { limit: 600, tag: "span" })),
+      "div",
+      { class: "story-text" },
+      line.texts.map((text) => h("p", hostile(text, { limit: 600, tag: "span" }))),
+      line.kind !== "rejected" &&
         h(
           "p",
           { class: "story-meta" },
@@ -214,7 +225,6 @@ function sentences(detail, linkTo) {
           line.time !== null && h("span", clock(line.time, true)),
           line.link && h("a", { href: linkTo(line.link.process, line.link.line, line.time) }, "in the log"),
         ),
-      ),
     ),
   );
 }
@@ -271,9 +281,9 @@ function evidence(diagnosis, linkTo) {
 }
 
 function alternatives(diagnosis) {
-  if (!diagnosis.alternatives.length) return section("Other explanations", h("p", { class: "muted" }, "None fits the records."));
+  if (!diagnosis.alternatives.length) return section("Other causes", h("p", { class: "muted" }, "None fits the records."));
   return section(
-    "Other explanations",
+    "Other causes",
     h(
       "ul",
       { class: "alternatives" },

@@ -159,8 +159,10 @@ function placeLanes(plan, lanes, options, start) {
   for (const lane of ordered) {
     if (several && lane.host !== host) {
       host = lane.host;
-      plan.hosts.push({ name: host || "unknown host", y });
-      y += HOST;
+      if (host) {
+        plan.hosts.push({ name: host, y });
+        y += HOST;
+      }
     }
     const spans = lane.spans.filter((span) => !options.hidden.has(span.kind) && span.to >= options.from && span.from <= options.to);
     const rows = packed(spans.filter((span) => span.kind !== "wait"));

@@ -11,7 +11,7 @@ const NEAR_END_PX = 60;
 const LIMIT = 600;
 const TICKET = /(?<![\w:.])[A-Za-z_]\w*:\d+:\d+:\d+(?![\w:])/g;
 const TIME_OF_DAY = /^([01]?\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d+)?)?$/;
-const LOUD = { FaultSeen: "bad", ProcessGone: "bad", ProcessLost: "bad", RunEnded: "bad", IncidentOpened: "bad", FaultNoted: "bad", Alert: "warn", OperationFailed: "warn", FaultHandled: "warn", SlowLink: "warn", SlowProcess: "warn", ProcessBusy: "warn", JournalPaused: "warn", CauseDiagnosed: "note", StrategyChosen: "note", IncidentClosed: "good", StepCommitted: "note", Span: "quiet", SamplesScored: "quiet", TicketAssigned: "quiet" };
+const LOUD = { FaultSeen: "bad", ProcessLost: "bad", RunEnded: "bad", IncidentOpened: "bad", FaultNoted: "bad", Alert: "warn", OperationFailed: "warn", FaultHandled: "warn", SlowLink: "warn", SlowProcess: "warn", ProcessBusy: "warn", JournalPaused: "warn", CauseDiagnosed: "note", StrategyChosen: "note", IncidentClosed: "good", StepCommitted: "note", ProcessGone: "note", Span: "quiet", SamplesScored: "quiet", TicketAssigned: "quiet" };
 
 export async function render(root, context) {
   const { api, params, setParams, signal } = context;

@@ -439,6 +439,7 @@ function score(item) {
 }
 
 function signed(value) {
+  if (value === 0) return "0";
   return `${value < 0 ? "−" : "+"}${number(Math.abs(value), 2)}`;
 }
 
