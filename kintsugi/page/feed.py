@@ -104,7 +104,7 @@ class RunFeed:
         self._known: dict[int, tuple[str, int]] | None = None
         self._poller: _Poller | None = None
 
-    def join(self) -> Viewer:
+    def enter(self) -> Viewer:
         viewer = Viewer()
         if self._poller is None:
             self._poller = _Poller(
@@ -170,7 +170,7 @@ class OverviewFeed:
         self._seen: dict[str, object] | None = None
         self._poller: _Poller | None = None
 
-    def join(self) -> Viewer:
+    def enter(self) -> Viewer:
         viewer = Viewer()
         if self._poller is None:
             self._poller = _Poller(self._look, name="changes of the overview", interval_s=self._interval_s)

@@ -15,7 +15,7 @@ from kintsugi.telemetry.events import Span, Transition, records_in
 from kintsugi.telemetry.format import format_event
 from kintsugi.telemetry.process_reports import ProcessReport, ProcessReports, read_processes
 from kintsugi.telemetry.readings import HeartbeatReading, HostReading, ProcessReading, samples_in
-from kintsugi.types import Role, Wait, role_of
+from kintsugi.types import Role, role_of
 
 LAST_SIZE = 64 << 10
 LONGEST_WORDS = 400
@@ -126,7 +126,7 @@ def _process(
         silent_s=report.silent_s if report is not None else None,
         last_words=words,
         last_words_line=line,
-        waits_for=tuple(f"{wait.whom}: {wait.what}" for wait in _of_others(report)) if is_running else (),
+        waits_for=_waits_for(report) if is_running else (),
         counters=counters,
     )
 
@@ -138,8 +138,12 @@ def _role(process: str) -> str:
         return ""
 
 
-def _of_others(report: ProcessReport | None) -> list[Wait]:
-    return [wait for wait in report.waits if awaited_processes(wait)] if report is not None else []
+def _waits_for(report: ProcessReport | None) -> tuple[str, ...]:
+    """Return the declared waits for other processes: `rollout-0: RunEpisodes`."""
+    declared = report.waits if report is not None else ()
+    return tuple(
+        f"{', '.join(awaited)}: {wait.what}" for wait in declared if (awaited := awaited_processes(wait))
+    )
 
 
 def last_words(run_dir: Path, process: str) -> tuple[str, str]:

@@ -40,7 +40,7 @@ from kintsugi.run_folder.incidents import (
     headline,
 )
 from kintsugi.run_folder.layout import RELATIVE, RunFolder
-from kintsugi.telemetry.events import FaultHandled, FaultSeen, ProcessGone, Record, records_in
+from kintsugi.telemetry.events import FaultHandled, FaultSeen, ProcessBegan, ProcessGone, Record, records_in
 from kintsugi.telemetry.format import format_event
 from kintsugi.types import Role, process_id
 
@@ -199,7 +199,9 @@ def story(run_dir: Path, journal: JournalTail, incident: IncidentHistory) -> lis
     facts = journal.facts_between(since, until)
     begin, end = _bounds(facts, incident)
     lines = [*_broken(run_dir, incident, since=since, until=until), *_noticed(incident)]
-    lines += _decided(incident, [each for each in facts if begin <= (each.time or 0.0) <= end])
+    lines += _decided(
+        run_dir, incident, [each for each in facts if begin <= (each.time or 0.0) <= end], end=end
+    )
     lines += _handled(run_dir, since=begin - 1.0, until=end + 1.0, incident=incident)
     lines += _diagnosed(incident)
     lines.append(_cost(incident, end=end))
@@ -268,15 +270,21 @@ def _noticed(incident: IncidentHistory) -> Iterator[StoryLine]:
         )
 
 
-def _decided(incident: IncidentHistory, facts: list[TimedFact]) -> Iterator[StoryLine]:
-    """Yield decisions and replacements, with the times of the facts where they are known."""
+def _decided(
+    run_dir: Path, incident: IncidentHistory, facts: list[TimedFact], *, end: float
+) -> Iterator[StoryLine]:
+    """Yield decisions and replacements, with the times of the facts where they were recorded.
+
+    Otherwise a decision has the time of the last fault, and a replacement that of its first event.
+    """
+    fallback = max((fault.time for fault in incident.faults if fault.time), default=None)
     chosen = {
         fact.fact.strategy: fact.time
         for fact in facts
         if isinstance(fact.fact, StrategyChosen) and fact.fact.incident == incident.incident
     }
     for choice in incident.choices:
-        time = chosen.get(choice.strategy)
+        time = chosen.get(choice.strategy, fallback)
         times = f" ({choice.times} times)" if choice.times > 1 else ""
         text = f"The master decided to {choice.strategy}: {choice.reason}{times}."
         yield StoryLine(time=time, text=text, process=MASTER, kind="decided")
@@ -285,8 +293,9 @@ def _decided(incident: IncidentHistory, facts: list[TimedFact]) -> Iterator[Stor
     lost = {loss.process: loss for loss in incident.losses}
     joined = {_joined(each.fact): each.time for each in facts if _joined(each.fact)}
     for process, loss in lost.items():
+        time = joined.get(process) or _born(run_dir, loss, since=incident.time, until=end)
         yield StoryLine(
-            time=joined.get(process),
+            time=time,
             text=f"{_replaced(loss)}.",
             process=process,
             kind="replaced",
@@ -304,6 +313,15 @@ def _decided(incident: IncidentHistory, facts: list[TimedFact]) -> Iterator[Stor
             case TermStarted(term=term, adopting=True):
                 text = f"A new master took over (term {term}) and adopted the running processes."
                 yield StoryLine(time=each.time, text=text, process=MASTER, kind="replaced")
+
+
+def _born(run_dir: Path, loss: ProcessLoss, *, since: float, until: float) -> float | None:
+    """Return the time of the first event of a replacement."""
+    for record in _records(run_dir, loss.process, since=since, until=until + 1.0):
+        event = record.event
+        if isinstance(event, ProcessBegan) and event.incarnation == loss.replacement:
+            return record.stamp.time
+    return None
 
 
 def _joined(fact: Fact) -> str:

@@ -35,10 +35,10 @@ from kintsugi.journal.facts import (
 )
 from kintsugi.journal.inputs import read_moments
 from kintsugi.journal.journal import read_payloads
-from kintsugi.run_folder.incidents import IncidentIndex, IncidentReport
+from kintsugi.run_folder.incidents import MASTER, IncidentIndex, IncidentReport
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
-from kintsugi.types import kind_of
+from kintsugi.types import Role, kind_of, process_id
 
 READ_S = 0.4
 """Longest time that one request spends on reading; the rest is read by the next one."""
@@ -90,8 +90,6 @@ class JournalTail:
         self.answers: dict[str, str] = {}
         self.dropped: Counter[str] = Counter()
         """Groups and samples that were not trained, by reason."""
-        self.sessions_s = 0.0
-        """Duration of the sessions that have ended."""
         self.ended: RunEnded | None = None
         self.timed: list[tuple[int, Fact]] = []
         """Facts of incidents, with the number of their record."""
@@ -142,7 +140,7 @@ class JournalTail:
                 self.pids.pop(process, None)
                 self.restarts[process] += 1
             case TermStarted(adopting=True):
-                self.restarts["master-0"] += 1
+                self.restarts[MASTER] += 1
                 self.ended = None
             case TermStarted():
                 self.pids.clear()
@@ -153,7 +151,6 @@ class JournalTail:
                 self.committed_step = step
             case RunEnded():
                 self.ended = fact
-                self.sessions_s += fact.wall_s
             case _:
                 self._take_count(fact)
 
@@ -178,6 +175,11 @@ class JournalTail:
     def _drop(self, reason: str) -> None:
         is_kept = reason in self.dropped or len(self.dropped) < MOST_REASONS
         self.dropped[reason if is_kept else "other reasons"] += 1
+
+    def all_hosts(self) -> dict[str, str]:
+        """Return process → host; the master is on the host of the first agent."""
+        first = self.hosts.get(process_id(Role.AGENT, 0))
+        return self.hosts if first is None else {MASTER: first, **self.hosts}
 
     def report(self) -> IncidentReport:
         return self._index.report()

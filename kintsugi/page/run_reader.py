@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -114,6 +115,12 @@ class RunReader:
         except (KintsugiError, OSError, UnicodeDecodeError) as error:
             return None, str(error)
 
+    def read_journal(self) -> bool:
+        """Read a further part of the journal; return whether there is more."""
+        with self.lock:
+            self.journal.refresh()
+            return not self.journal.is_complete
+
     def is_running(self) -> bool:
         try:
             return reader.living_launcher(self.folder) is not None
@@ -145,9 +152,9 @@ class RunReader:
     def row(self) -> RunRow:
         """Return the run for the overview; the journal is read only as far as it is needed."""
         with self.lock:
-            return RunRow(**self._row_fields(with_journal=False))
+            return self._row(with_journal=False)
 
-    def _row_fields(self, *, with_journal: bool) -> dict[str, object]:
+    def _row(self, *, with_journal: bool) -> RunRow:
         config, config_problem = self.config()
         summary, summary_problem = self.summary()
         state, state_problem = self.state(summary)
@@ -161,24 +168,24 @@ class RunReader:
             found += self.journal.problems
         has_records = bool(self.metrics_table.steps) or summary is not None
         is_readable = config is not None or has_records
-        return {
-            "id": self.id,
-            "name": config.name if config else summary.name if summary else self.id,
-            "state": state if is_readable else UNREADABLE,
-            "step": self.metrics_table.steps[-1] if self.metrics_table.steps else 0,
-            "steps": stages(config)[-1].last_step if config else summary.steps if summary else 0,
-            "reward": last.get("reward/mean"),
-            "accuracy": evaluation.accuracy if evaluation else None,
-            "accuracy_low": evaluation.low if evaluation else None,
-            "accuracy_high": evaluation.high if evaluation else None,
-            "tokens_per_s": last.get("tokens_per_s"),
-            "age_s": max(0.0, self._clock.wall() - started) if started else 0.0,
-            "started": started,
-            "algorithm": config.algorithm.name if config else summary.algorithm if summary else "",
-            "model": model_name(config) if config else "",
-            "last_incident": self._last_incident(summary, is_running=state == RunState.RUNNING),
-            "problems": tuple(filter(None, found)),
-        }
+        return RunRow(
+            id=self.id,
+            name=config.name if config else summary.name if summary else self.id,
+            state=state if is_readable else UNREADABLE,
+            step=self.metrics_table.steps[-1] if self.metrics_table.steps else 0,
+            steps=stages(config)[-1].last_step if config else summary.steps if summary else 0,
+            reward=last.get("reward/mean"),
+            accuracy=evaluation.accuracy if evaluation else None,
+            accuracy_low=evaluation.low if evaluation else None,
+            accuracy_high=evaluation.high if evaluation else None,
+            tokens_per_s=last.get("tokens_per_s"),
+            age_s=max(0.0, self._clock.wall() - started) if started else 0.0,
+            started=started,
+            algorithm=config.algorithm.name if config else summary.algorithm if summary else "",
+            model=model_name(config) if config else "",
+            last_incident=self._last_incident(summary, is_running=state == RunState.RUNNING),
+            problems=tuple(filter(None, found)),
+        )
 
     def _last_incident(self, summary: Summary | None, *, is_running: bool) -> IncidentRow | None:
         """Return the last incident: by the journal where it was read, else by the summary."""
@@ -202,10 +209,11 @@ class RunReader:
 
     def header(self) -> RunHeader:
         with self.lock:
-            fields = self._row_fields(with_journal=True)
+            row = self._row(with_journal=True)
+            fields: dict[str, Any] = {name: getattr(row, name) for name in row.__struct_fields__}
             config, _ = self.config()
             summary, _ = self.summary()
-            is_running = fields["state"] == RunState.RUNNING
+            is_running = row.state == RunState.RUNNING
             reports = read_processes(self.folder) if is_running else None
             hosts = self.journal.hosts
             processes = self.journal.pids if is_running and self.journal.pids else hosts
@@ -214,7 +222,7 @@ class RunReader:
                 folder=str(self.folder),
                 configuration=tuple(self._settings(config)),
                 ended=None if is_running else self._ended(),
-                end=None if is_running else self._end(str(fields["state"]), summary),
+                end=None if is_running else self._end(row.state, summary),
                 stage=next_stage(config, step=self._step()).name if config else "",
                 hosts=tuple(sorted(set(hosts.values()))),
                 roles=_by_role(processes),
@@ -350,7 +358,7 @@ class RunReader:
         with self.lock:
             self.metrics_table.refresh()
             self.journal.refresh()
-            hosts = dict(self.journal.hosts)
+            hosts = self.journal.all_hosts()
             first, last = lanes_over_time.extent(self.folder, self.metrics_table)
             end = last if until is None else until
             begin = max(first, end - lanes_over_time.DEFAULT_S) if since is None else since
@@ -430,7 +438,7 @@ class RunReader:
     def logs(self, wanted: LogFilter) -> LogPage:
         with self.lock:
             self.journal.refresh(budget_s=0.1)
-            hosts = dict(self.journal.hosts)
+            hosts = self.journal.all_hosts()
         return read_logs(self.folder, wanted, hosts=hosts, offsets=lanes_over_time.clock_offsets(self.folder))
 
     def service_levels(self) -> ServiceLevels:
@@ -441,12 +449,12 @@ class RunReader:
             is_running = self.is_running()
             levels = service_levels(
                 self.folder,
-                config=self.config()[0],
                 metrics=self.metrics_table,
                 journal=self.journal,
                 summary=None if is_running else summary,
-                until=self._clock.wall() if is_running else None,
-                started=self.started(),
+                wall_s=lanes_over_time.sessions_s(
+                    self.folder, self.metrics_table, until=self._clock.wall() if is_running else None
+                ),
             )
             return msgspec.structs.replace(levels, problems=(*levels.problems, *filter(None, [problem])))
 

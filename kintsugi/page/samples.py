@@ -192,8 +192,11 @@ class SampleIndex:
                 self._rewards,
                 self._advantages,
             )
-            copies = [np.array(each) for each in (*arrays, self._outcomes)]
-            return Columns(*copies, list(self._outcome_names))
+            offsets, steps, groups, lengths, rewards, advantages = (np.array(each) for each in arrays)
+            outcomes = np.array(self._outcomes)
+            return Columns(
+                offsets, steps, groups, lengths, rewards, advantages, outcomes, list(self._outcome_names)
+            )
 
 
 class Columns(NamedTuple):
@@ -289,16 +292,18 @@ def _chosen(columns: Columns, wanted: SampleFilter) -> np.ndarray:
 
 def _sort_keys(columns: Columns, chosen: np.ndarray, sort: str) -> np.ndarray:
     """Return the key of each chosen row, the smallest first."""
+    keys: np.ndarray
     match sort:
         case "worst":
-            return columns.rewards[chosen]
+            keys = columns.rewards[chosen]
         case "longest":
-            return -columns.lengths[chosen].astype(np.float64)
+            keys = -columns.lengths[chosen].astype(np.float64)
         case "surprising":
             surprise = np.abs(columns.advantages[chosen])
-            return -np.where(np.isfinite(surprise), surprise, -1.0)
+            keys = -np.where(np.isfinite(surprise), surprise, -1.0)
         case _:
-            return chosen.astype(np.float64)
+            keys = chosen.astype(np.float64)
+    return keys
 
 
 def _page(

@@ -44,7 +44,7 @@ class Failure(_Answer, frozen=True, kw_only=True):
 
 
 class Session(_Answer, frozen=True, kw_only=True):
-    """What this viewer may do.
+    """Rights of this viewer.
 
     {"role": "viewer", "may": [], "version": "0.1.0", "csrf": "", "demo": false}
     {"role": "operator", "may": ["stop", "scale", "resume"], "version": "0.1.0", "csrf": "9f…", "demo": false}

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from kintsugi.errors import KintsugiError, StorageError, UserError
 from kintsugi.page.access import VIEW, PageAccess, PageDecision
@@ -78,7 +79,7 @@ class Guard:
         if not hmac.compare_digest(csrf.encode(errors="replace"), self.csrf(token_of(request)).encode()):
             raise refused(403, "the secret of this page is out of date; reload it and try again")
 
-    def middleware(self) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+    def middleware(self) -> Middleware:
         @web.middleware
         async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
             return await self._answered(request, handler)

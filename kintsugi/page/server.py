@@ -8,17 +8,18 @@ Handlers never read files in the event loop. Equal requests of several viewers w
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from kintsugi import __version__
 from kintsugi.errors import KintsugiError
 from kintsugi.page.access import ACTIONS, PageAccess
 from kintsugi.page.catalog import RunCatalog
@@ -52,12 +53,16 @@ WRITE_S = 20.0
 """A viewer that reads nothing for this long has left."""
 SEARCH_S = 1.5
 """Time that a request waits for the search index; then its answer says that the index is being built."""
+FIRST_INDEX_S = 0.3
+"""Time that the first answer waits for the index of samples."""
 MOST_BODY = 64 << 10
 MOST_VIEWERS = 200
 PIECE_BYTES = 256 << 10
 SORTS = ("order", "worst", "longest", "surprising")
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 class Actions(Protocol):
@@ -150,7 +155,9 @@ class PageServer:
 
         async def handler(request: web.Request) -> web.Response:
             reader = self._reader(request)
-            return await self._answer(request, lambda: answer(reader, request))
+            response = await self._answer(request, lambda: answer(reader, request))
+            self._read_journal(reader)
+            return response
 
         return handler
 
@@ -181,7 +188,7 @@ class PageServer:
         session = Session(
             role=decision.role,
             may=may,
-            version=__version__,
+            version=version("kintsugi"),
             csrf=self._guard.csrf(token) if may else "",
             demo=self._demo,
         )
@@ -206,8 +213,12 @@ class PageServer:
     async def _samples(self, request: web.Request) -> web.Response:
         reader, wanted = self._reader(request), _sample_filter(request)
         if wanted.step is None:
-            self._index_samples(reader)
+            await self._attempt_index(reader)
         return await self._answer(request, lambda: reader.samples(wanted))
+
+    async def _attempt_index(self, reader: RunReader) -> None:
+        """Index samples; a short file is indexed before the first answer."""
+        await asyncio.wait([self._index_samples(reader)], timeout=FIRST_INDEX_S)
 
     async def _incident(self, request: web.Request) -> web.Response:
         reader, number = (
@@ -247,7 +258,12 @@ class PageServer:
         done, _ = await asyncio.wait([future], timeout=SEARCH_S)
         if done:
             return future.result()
-        future.add_done_callback(lambda each: (_seen(each), self._feed(reader).tell({"logs"})))
+
+        def told(each: asyncio.Future[LogPage]) -> None:
+            _seen(each)
+            self._feed(reader).tell({"logs"})
+
+        future.add_done_callback(told)
         return LogPage(lines=(), next=None, last=None, processes=(), indexed=False)
 
     async def _trace(self, request: web.Request) -> web.StreamResponse:
@@ -271,15 +287,33 @@ class PageServer:
 
     # Work in the background.
 
-    def _start(self, name: str, work: Callable[[], Any]) -> None:
+    def _start(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
         """Start a task of this name unless it runs already."""
         if name not in self._tasks:
             task = asyncio.create_task(work(), name=name)
             self._tasks[name] = task
-            task.add_done_callback(lambda each: (self._tasks.pop(name, None), _seen(each)))
+            task.add_done_callback(self._ended)
+        return self._tasks[name]
 
-    def _index_samples(self, reader: RunReader) -> None:
-        self._start(f"samples of {reader.id}", lambda: self._extend(reader))
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Forget a task that has ended; an error is recorded, and the page goes on without its work."""
+        self._tasks.pop(task.get_name(), None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("%s failed", task.get_name(), exc_info=error)
+
+    def _read_journal(self, reader: RunReader) -> None:
+        """Read the rest of a long journal in the background."""
+        if not reader.journal.is_complete:
+            self._start(f"journal of {reader.id}", lambda: self._rest_of_journal(reader))
+
+    async def _rest_of_journal(self, reader: RunReader) -> None:
+        loop = asyncio.get_running_loop()
+        while await loop.run_in_executor(self._background, reader.read_journal):
+            pass
+        self._feed(reader).tell({"incidents", "metrics", "state", "health"})
+
+    def _index_samples(self, reader: RunReader) -> asyncio.Task[None]:
+        return self._start(f"samples of {reader.id}", lambda: self._extend(reader))
 
     async def _extend(self, reader: RunReader) -> None:
         """Index samples piece by piece; viewers are told when all are indexed."""
@@ -311,14 +345,14 @@ class PageServer:
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         feed = self._feed(self._reader(request))
-        viewer = feed.join()
+        viewer = feed.enter()
         try:
             return await self._attempt_stream(request, viewer)
         finally:
             feed.leave(viewer)
 
     async def _all_events(self, request: web.Request) -> web.StreamResponse:
-        viewer = self._overview.join()
+        viewer = self._overview.enter()
         try:
             return await self._attempt_stream(request, viewer)
         finally:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from kintsugi.config.schema import Config
 from kintsugi.page.journal_tail import JournalTail
 from kintsugi.page.line_files import last_lines
 from kintsugi.page.metrics import MetricsTable
@@ -26,18 +25,15 @@ RECOVERY_TARGET_S = 30.0
 def service_levels(
     run_dir: Path,
     *,
-    config: Config | None,
     metrics: MetricsTable,
     journal: JournalTail,
     summary: Summary | None,
-    until: float | None,
-    started: float,
+    wall_s: float | None,
 ) -> ServiceLevels:
-    """Return the service levels so far. `until`: now for a running job, None for an ended one."""
+    """Return the service levels so far. `wall_s`: duration of all sessions of the run."""
     incidents = journal.report().incidents
     lost = {str(each.incident): each.seconds for each in incidents if each.seconds is not None}
     lost_s = math.fsum(lost.values())
-    wall_s = _wall_s(metrics, journal, summary, until=until, started=started)
     recovered = [each for each in incidents if each.mended_step is not None]
     success = _success(summary, journal, metrics)
     ratio = None if not wall_s else max(0.0, 1.0 - lost_s / wall_s)
@@ -77,24 +73,6 @@ def _target(
 ) -> Target:
     met = None if actual is None else (actual >= target if at_least else actual <= target)
     return Target(name=name, label=label, target=target, actual=actual, met=met, unit=unit, at_least=at_least)
-
-
-def _wall_s(
-    metrics: MetricsTable,
-    journal: JournalTail,
-    summary: Summary | None,
-    *,
-    until: float | None,
-    started: float,
-) -> float | None:
-    """Return the duration of all sessions: those that ended by their records, an open one by the clock."""
-    if until is not None:
-        return max(0.0, until - started) if started else None
-    if journal.sessions_s:
-        return journal.sessions_s
-    if summary is not None:
-        return summary.wall_s
-    return metrics.times[-1] - started if metrics.times and started else None
 
 
 def _success(summary: Summary | None, journal: JournalTail, metrics: MetricsTable) -> float | None:

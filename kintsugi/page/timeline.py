@@ -1,4 +1,4 @@
-"""What each process did over a window of time: spans and phases as lanes, measured load, stages of the steps."""
+"""Activity of each process over a window of time: spans and phases as lanes, measured load, stages of the steps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from kintsugi.diagnosis.evidence import awaited_processes
 from kintsugi.page.line_files import last_lines, window
 from kintsugi.page.metrics import MetricsTable
 from kintsugi.page.schema import HeatMap, Lane, Readings, StepBar, TimelineSpan
 from kintsugi.run_folder.layout import RunFolder
-from kintsugi.telemetry.events import Span, Transition, records_in
+from kintsugi.telemetry.events import ProcessBegan, ProcessEnded, Span, Transition, records_in
 from kintsugi.telemetry.readings import (
     ClockOffsetReading,
     HeartbeatReading,
@@ -100,6 +101,32 @@ def extent(run_dir: Path, metrics: MetricsTable) -> tuple[float, float]:
     if metrics.times:
         first, last = min(first, metrics.times[0]), max(last, metrics.times[-1])
     return (first, last) if last else (0.0, 0.0)
+
+
+def sessions_s(run_dir: Path, metrics: MetricsTable, *, until: float | None) -> float | None:
+    """Return the duration of all sessions of a run, without the time between them; None if nothing was recorded.
+
+    A session is the life of the first agent; where it was killed, its successor continues it. `until`: now, for a run
+    that goes on.
+    """
+    agent = process_id(Role.AGENT, 0)
+    lines, _ = window(RunFolder(run_dir).events_file(agent), since=0.0, until=math.inf, most_bytes=MOST_BYTES)
+    total, begin, end = 0.0, 0.0, 0.0
+    for record in records_in(lines):
+        match record.event:
+            case ProcessBegan() if not begin:
+                begin, end = record.stamp.time, 0.0
+            case ProcessBegan() if end:
+                total += end - begin
+                begin, end = record.stamp.time, 0.0
+            case ProcessEnded():
+                end = record.stamp.time
+            case _:
+                pass
+    if not begin:
+        return None
+    _, last = extent(run_dir, metrics)
+    return total + max(0.0, (until or end or last) - begin)
 
 
 def clock_offsets(run_dir: Path) -> dict[str, float]:
@@ -252,9 +279,9 @@ def _waits(lines: Iterable[bytes]) -> Iterator[_Piece]:
         if not isinstance(record.sample, HeartbeatReading):
             continue
         for wait in record.sample.waits:
-            if _role(wait.whom.partition(",")[0]):
+            if awaited := ", ".join(awaited_processes(wait)):
                 start = record.stamp.time - (record.stamp.monotonic - wait.since)
-                yield _Piece(start, record.stamp.time, "wait", f"{wait.what} of {wait.whom}", None, None)
+                yield _Piece(start, record.stamp.time, "wait", f"{wait.what} of {awaited}", None, None)
 
 
 class _Run:
@@ -294,12 +321,16 @@ def merged(pieces: Iterable[_Piece], *, bin_s: float) -> list[TimelineSpan]:
     return sorted(found, key=lambda span: (span.since, span.until))
 
 
+_Row = tuple[float | None, float | None, float | None, float | None]
+"""CPU, memory, busy share and memory of accelerators."""
+
+
 class _Series:
     """Values of one process or host over time."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
-        self.rows: list[tuple[float | None, float | None, float | None, float | None]] = []
+        self.rows: list[_Row] = []
         self.last: tuple[float, float] | None = None
         """Time and running total of CPU seconds."""
 
@@ -326,7 +357,7 @@ def readings(
                 case ProcessReading(of=name, values=values):
                     series = found.setdefault(name, _Series())
                     cpu = series.rate(time, values.get("cpu_s"))
-                    row = (cpu, values.get("rss_bytes"), None, values.get("device_memory_bytes"))
+                    row: _Row = (cpu, values.get("rss_bytes"), None, values.get("device_memory_bytes"))
                 case HostReading(host=name, values=values):
                     series = found.setdefault(name, _Series())
                     busy = series.rate(time, values.get("cpu_busy_s"))
