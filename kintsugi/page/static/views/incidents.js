@@ -22,9 +22,11 @@ const PHASES = {
   rebuild: "new process group",
   repair: "state from a peer",
   replay: "repeated work",
+  rest: "not measured by phase",
 };
 const STATES = { recovered: "recovered", recovering: "recovering", unresolved: "ended the run" };
 const AROUND_S = 5;
+const LEAST_REST = 0.05;
 
 export async function render(root, context) {
   const { api, params, setParams, signal } = context;
@@ -232,15 +234,22 @@ function sentence(line, start, linkTo) {
 /** Where the time went, as one bar. */
 function timingBar(detail) {
   const parts = Object.entries(detail.timing).filter(([name, seconds]) => name !== "total" && name !== "outage" && seconds > 0);
+  const measured = parts.reduce((total, [, seconds]) => total + seconds, 0);
+  if (!measured) return null;
+  const rest = (detail.cost_s ?? 0) - measured;
+  if (rest > LEAST_REST * measured) parts.push(["rest", rest]);
   const sum = parts.reduce((total, [, seconds]) => total + seconds, 0);
-  if (!sum) return null;
   return h(
     "div",
     { class: "timing" },
     h("h4", "Where the time went"),
-    h("div", { class: "timing-bar", role: "img", "aria-label": parts.map(([name, seconds]) => `${PHASES[name] ?? name} ${duration(seconds)}`).join(", ") }, parts.map(([, seconds], index) => h("span", { class: `timing-${index % 6}`, style: { "flex-grow": seconds / sum } }))),
-    h("ul", { class: "timing-key" }, parts.map(([name, seconds], index) => h("li", h("i", { class: `timing-${index % 6}`, "aria-hidden": "true" }), PHASES[name] ?? name, " ", h("b", duration(seconds))))),
+    h("div", { class: "timing-bar", role: "img", "aria-label": parts.map(([name, seconds]) => `${PHASES[name] ?? name} ${duration(seconds)}`).join(", ") }, parts.map(([name, seconds], index) => h("span", { class: timingClass(name, index), style: { "flex-grow": seconds / sum } }))),
+    h("ul", { class: "timing-key" }, parts.map(([name, seconds], index) => h("li", h("i", { class: timingClass(name, index), "aria-hidden": "true" }), PHASES[name] ?? name, " ", h("b", duration(seconds))))),
   );
+}
+
+function timingClass(name, index) {
+  return name === "rest" ? "timing-rest" : `timing-${index % 6}`;
 }
 
 function cause(diagnosis) {

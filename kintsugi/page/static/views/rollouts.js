@@ -32,6 +32,7 @@ export async function render(root, context) {
   replace(root, parts.toolbar, parts.notes, parts.split, parts.filtered);
   const forget = cursor.subscribe(() => {
     state.group = null;
+    setParams({ group: null });
     load();
   });
   await load();
