@@ -203,6 +203,11 @@ class PageBesideRun:
                 f"the page could not be started: {error.strerror or error}; the run continues without it"
             )
 
+    @property
+    def pid(self) -> int | None:
+        """Process of the page; None if there is none."""
+        return None if self._child is None else self._child.pid
+
     def _start(self, port: int) -> None:
         from kintsugi.runtime.processes import SystemProcesses
 
