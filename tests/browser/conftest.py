@@ -29,7 +29,8 @@ ARGUMENTS = [
 LONGEST_MS = 45_000
 WATCH = """
 window.violations = [];
-document.addEventListener("securitypolicyviolation", (e) => window.violations.push(`${e.violatedDirective} ${e.blockedURI}`));
+document.addEventListener("securitypolicyviolation", (event) =>
+  window.violations.push(`${event.violatedDirective} ${event.blockedURI}`));
 """
 
 

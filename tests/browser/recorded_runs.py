@@ -1,4 +1,4 @@
-"""Folders of runs that the browser looks at: the recorded ones of the package, and copies with something wrong in them."""
+"""Runs that the browser looks at: the recorded ones of the package, and copies with something wrong in them."""
 
 from __future__ import annotations
 
