@@ -1,6 +1,6 @@
 """Samples of a run: an index of byte offsets that is built in the background, and pages of samples by filter and order.
 
-    samples.jsonl ─► SampleIndex (offset, step, reward, length, …, 45 bytes a sample) ─► page of rows, read by offset
+    samples.jsonl ─► SampleIndex (offset, reward, length, …, 29 bytes a sample) ─► page of rows, read by offset
 
 The number of a sample is the byte offset of its line, so a single sample, and the samples of a step (which are in
 order), are found without the index.
@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import os
 import threading
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -61,6 +60,34 @@ _indexed_decoder = msgspec.json.Decoder(_Indexed)
 _step_decoder = msgspec.json.Decoder(_Step)
 
 
+class _Column:
+    """A growing array. Parts that were returned stay valid and unchanged while it grows."""
+
+    def __init__(self, kind: type[np.generic]) -> None:
+        self._values = np.empty(1024, dtype=kind)
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def extend(self, values: list[Any]) -> None:
+        end = self._count + len(values)
+        if end > len(self._values):
+            grown = np.empty(max(end, len(self._values) * 5 // 4), dtype=self._values.dtype)
+            grown[: self._count] = self._values[: self._count]
+            self._values = grown
+        self._values[self._count : end] = values
+        self._count = end
+
+    def part(self) -> np.ndarray:
+        return self._values[: self._count]
+
+
+def _group(ticket: str) -> int:
+    """Return a number for a group; few groups share one, so the ticket itself is compared when a sample is read."""
+    return hash(ticket) & 0x7FFF_FFFF
+
+
 class SampleFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Which samples, in which order."""
 
@@ -95,13 +122,12 @@ class SampleIndex:
 
     def _reset(self) -> None:
         self._inode, self._end, self._size = 0, 0, 0
-        self._offsets = array("q")
-        self._steps = array("i")
-        self._groups = array("q")
-        self._lengths = array("i")
-        self._rewards = array("d")
-        self._advantages = array("d")
-        self._outcomes = array("B")
+        self._offsets = _Column(np.int64)
+        self._groups = _Column(np.int32)
+        self._lengths = _Column(np.int32)
+        self._rewards = _Column(np.float64)
+        self._advantages = _Column(np.float32)
+        self._outcomes = _Column(np.uint8)
         self._outcome_names: list[str] = []
         self.num_damaged = 0
         self.first_damaged = ""
@@ -171,8 +197,7 @@ class SampleIndex:
         with self._lock:
             self._outcome_names = names
             self._offsets.extend([start for start, _ in rows])
-            self._steps.extend([row.step for _, row in rows])
-            self._groups.extend([hash(row.ticket) for _, row in rows])
+            self._groups.extend([_group(row.ticket) for _, row in rows])
             self._lengths.extend([len(row.completion) for _, row in rows])
             self._rewards.extend([row.reward for _, row in rows])
             self._advantages.extend([nan if row.advantage is None else row.advantage for _, row in rows])
@@ -182,20 +207,16 @@ class SampleIndex:
         return grew and end < self._size and not self.is_full
 
     def columns(self) -> Columns:
-        """Return copies of the columns, as far as they are indexed."""
+        """Return the columns, as far as they are indexed."""
         with self._lock:
-            arrays = (
-                self._offsets,
-                self._steps,
-                self._groups,
-                self._lengths,
-                self._rewards,
-                self._advantages,
-            )
-            offsets, steps, groups, lengths, rewards, advantages = (np.array(each) for each in arrays)
-            outcomes = np.array(self._outcomes)
             return Columns(
-                offsets, steps, groups, lengths, rewards, advantages, outcomes, list(self._outcome_names)
+                self._offsets.part(),
+                self._groups.part(),
+                self._lengths.part(),
+                self._rewards.part(),
+                self._advantages.part(),
+                self._outcomes.part(),
+                list(self._outcome_names),
             )
 
 
@@ -203,7 +224,6 @@ class Columns(NamedTuple):
     """Columns of the index: one entry per sample."""
 
     offsets: np.ndarray
-    steps: np.ndarray
     groups: np.ndarray
     lengths: np.ndarray
     rewards: np.ndarray
@@ -265,8 +285,7 @@ def _columns_of_step(descriptor: int, step: int) -> Columns:
                 names.append(row.finish)
     return Columns(
         np.array([start for start, _ in rows], dtype=np.int64),
-        np.array([row.step for _, row in rows], dtype=np.int64),
-        np.array([hash(row.ticket) for _, row in rows], dtype=np.int64),
+        np.array([_group(row.ticket) for _, row in rows], dtype=np.int64),
         np.array([len(row.completion) for _, row in rows], dtype=np.int64),
         np.array([row.reward for _, row in rows], dtype=np.float64),
         np.array([np.nan if row.advantage is None else row.advantage for _, row in rows], dtype=np.float64),
@@ -279,7 +298,7 @@ def _chosen(columns: Columns, wanted: SampleFilter) -> np.ndarray:
     """Return the numbers of the rows that fit, without the words."""
     fits = np.ones(len(columns.offsets), dtype=bool)
     if wanted.group is not None:
-        fits &= columns.groups == hash(wanted.group)
+        fits &= columns.groups == _group(wanted.group)
     if wanted.min is not None:
         fits &= columns.rewards >= wanted.min
     if wanted.max is not None:
@@ -312,7 +331,7 @@ def _page(
     """Return the rows from the cursor on, the next cursor, and the part that was searched for words."""
     first = int(wanted.cursor) if wanted.cursor and wanted.cursor.isdecimal() else 0
     limit = max(1, min(wanted.limit, MOST_LIMIT))
-    accepts = _has_text(wanted.text)
+    accepts = _acceptance(wanted)
     total, window = len(chosen), SEARCHED_LINES if wanted.text else limit
     if wanted.sort != "order":
         # Of equal ones the latest comes first.
@@ -341,16 +360,17 @@ def _smallest(chosen: np.ndarray, keys: np.ndarray, count: int) -> np.ndarray:
     return chosen[np.argsort(keys, kind="stable")]
 
 
-def _has_text(text: str) -> Callable[[int, bytes], SampleRow | None]:
-    """Return a function from a line to its row; None where the words are not in prompt or completion."""
-    needle = msgspec.json.encode(text)[1:-1].lower()
+def _acceptance(wanted: SampleFilter) -> Callable[[int, bytes], SampleRow | None]:
+    """Return a function from a line to its row; None where the group or the words are others."""
+    text, group = wanted.text, wanted.group
+    needle = msgspec.json.encode(text)[1:-1].lower() if text.isascii() else b""
     lowered = text.lower()
 
     def accepts(offset: int, line: bytes) -> SampleRow | None:
-        if needle and needle not in line.lower() and text.isascii():
+        if needle and needle not in line.lower():
             return None
         record = decoded(line)
-        if record is None:
+        if record is None or (group is not None and record.ticket != group):
             return None
         if lowered and lowered not in record.prompt.lower() and lowered not in record.completion.lower():
             return None

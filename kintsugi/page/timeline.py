@@ -7,30 +7,31 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import msgspec
 
 from kintsugi.diagnosis.evidence import awaited_processes
 from kintsugi.page.line_files import last_lines, window
 from kintsugi.page.metrics import MetricsTable
 from kintsugi.page.schema import HeatMap, Lane, Readings, StepBar, TimelineSpan
 from kintsugi.run_folder.layout import RunFolder
-from kintsugi.telemetry.events import ProcessBegan, ProcessEnded, Span, Transition, records_in
+from kintsugi.telemetry.events import ProcessBegan, ProcessEnded, Transition, records_in
 from kintsugi.telemetry.readings import (
     ClockOffsetReading,
-    HeartbeatReading,
     HostReading,
     ProcessReading,
     samples_in,
     time_of,
 )
-from kintsugi.types import Role, process_id, role_of
+from kintsugi.types import Role, Wait, process_id, role_of
 
 DEFAULT_S = 60.0
 """Window without `from` and `to`: the end of the run."""
 LONGEST_SPAN_S = 30.0
 """Spans are written when they end, so the window is read a while longer."""
-MOST_BYTES = 6 << 20
-"""Part of one file that one request reads."""
+MOST_BYTES, MOST_IN_ALL = 6 << 20, 96 << 20
+"""Part of one file, and of all files of a kind, that one request reads."""
 MOST_PROCESSES = 32
 """Above this many processes there is a heat map."""
 HEAT_COLUMNS = 120
@@ -189,10 +190,18 @@ def lanes(
 ) -> tuple[list[Lane], list[str]]:
     """Return one lane per process, and problems."""
     found, thinned = [], []
-    for process in processes_of(run_dir):
+    processes = processes_of(run_dir)
+    most_bytes = min(MOST_BYTES, MOST_IN_ALL // max(1, len(processes)))
+    for process in processes:
         host = hosts.get(process, "")
         spans = spans_of(
-            run_dir, process, since=since, until=until, points=points, offset_s=offsets.get(host, 0.0)
+            run_dir,
+            process,
+            since=since,
+            until=until,
+            points=points,
+            offset_s=offsets.get(host, 0.0),
+            most_bytes=most_bytes,
         )
         if spans.is_thinned:
             thinned.append(process)
@@ -206,21 +215,21 @@ def lanes(
 
 
 def spans_of(
-    run_dir: Path, process: str, *, since: float, until: float, points: int, offset_s: float
+    run_dir: Path, process: str, *, since: float, until: float, points: int, offset_s: float, most_bytes: int
 ) -> ProcessSpans:
     """Return the merged spans of one process in a window, and whether some were not read."""
     run = RunFolder(run_dir)
     begin, end = since + offset_s, until + offset_s
     own, is_cut = window(
-        run.spans_file(process), since=begin, until=end + LONGEST_SPAN_S, most_bytes=MOST_BYTES
+        run.spans_file(process), since=begin, until=end + LONGEST_SPAN_S, most_bytes=most_bytes
     )
     events, is_cut_too = window(
         run.events_file(process),
         since=begin - LONGEST_SPAN_S,
         until=end + LONGEST_SPAN_S,
-        most_bytes=MOST_BYTES,
+        most_bytes=most_bytes,
     )
-    beats, _ = window(run.readings_file(process), since=begin, until=end, most_bytes=MOST_BYTES)
+    beats, _ = window(run.readings_file(process), since=begin, until=end, most_bytes=most_bytes)
     pieces = [*_spans(own, process), *_waits(beats)]
     pieces += _phases(events, end=end) if process == MASTER else _spans(events, process)
     shifted = [
@@ -231,25 +240,53 @@ def spans_of(
     return ProcessSpans(merged(shifted, bin_s=(until - since) / max(1, points)), is_cut or is_cut_too)
 
 
+class _SpanLine(msgspec.Struct, gc=False):
+    """Fields of a line with a span: there are so many that stamp and event are decoded together."""
+
+    time: float
+    monotonic: float
+    name: str
+    start: float
+    duration_s: float
+    attributes: dict[str, str] = {}
+
+
+class _BeatLine(msgspec.Struct, gc=False):
+    """Fields of a heartbeat with waits."""
+
+    time: float
+    monotonic: float
+    waits: tuple[Wait, ...] = ()
+
+
+_span_decoder = msgspec.json.Decoder(_SpanLine)
+_beat_decoder = msgspec.json.Decoder(_BeatLine)
+_Line = TypeVar("_Line")
+
+
+def _decoded(lines: Iterable[bytes], decoder: msgspec.json.Decoder[_Line], *, mark: bytes) -> Iterator[_Line]:
+    """Yield the decoded lines that have a mark; damaged ones are skipped."""
+    for line in lines:
+        if mark in line:
+            try:
+                yield decoder.decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                continue
+
+
 def _spans(lines: Iterable[bytes], process: str) -> Iterator[_Piece]:
     is_rank = process.startswith(Role.MODEL.value)
-    for record in records_in(line for line in lines if b'"Span"' in line):
-        if not isinstance(record.event, Span) or record.event.name in _INSIDE:
+    for span in _decoded(lines, _span_decoder, mark=b'"kind":"Span"'):
+        if span.name in _INSIDE:
             continue
-        span, attributes = record.event, record.event.attributes
+        attributes = span.attributes
         # The stamp has both clocks, so the monotonic start becomes a time of day.
-        start = record.stamp.time - (record.stamp.monotonic - span.start)
+        start = span.time - (span.monotonic - span.start)
         kind = KIND_OF_SPAN.get(span.name, "train" if is_rank else "other")
         if attributes.get("split") == "eval" or attributes.get("ticket", "").startswith("eval:"):
             kind = "evaluate"
-        yield _Piece(
-            start,
-            start + span.duration_s,
-            kind,
-            span.name,
-            _number(attributes, "step"),
-            _number(attributes, "version"),
-        )
+        step, version = _number(attributes, "step"), _number(attributes, "version")
+        yield _Piece(start, start + span.duration_s, kind, span.name, step, version)
 
 
 def _number(attributes: Mapping[str, str], name: str) -> int | None:
@@ -261,7 +298,7 @@ def _phases(lines: Iterable[bytes], *, end: float) -> Iterator[_Piece]:
     """Yield the phases of the master; a phase ends where the next one begins."""
     moves: list[tuple[float, str]] = []
     last = 0.0
-    for record in records_in(lines):
+    for record in records_in(line for line in lines if b'"kind":"Span"' not in line):
         last = max(last, record.stamp.time)
         event = record.event
         if isinstance(event, Transition) and (event.machine, event.key) == ("master", "run"):
@@ -275,13 +312,11 @@ def _phases(lines: Iterable[bytes], *, end: float) -> Iterator[_Piece]:
 
 def _waits(lines: Iterable[bytes]) -> Iterator[_Piece]:
     """Yield the waits for other processes that a process declared in its heartbeats."""
-    for record in samples_in(line for line in lines if b'"waits"' in line):
-        if not isinstance(record.sample, HeartbeatReading):
-            continue
-        for wait in record.sample.waits:
+    for beat in _decoded(lines, _beat_decoder, mark=b'"waits"'):
+        for wait in beat.waits:
             if awaited := ", ".join(awaited_processes(wait)):
-                start = record.stamp.time - (record.stamp.monotonic - wait.since)
-                yield _Piece(start, record.stamp.time, "wait", f"{wait.what} of {awaited}", None, None)
+                start = beat.time - (beat.monotonic - wait.since)
+                yield _Piece(start, beat.time, "wait", f"{wait.what} of {awaited}", None, None)
 
 
 class _Run:

@@ -42,6 +42,7 @@ def started(*arguments: str, folder: Path) -> Iterator[tuple[subprocess.Popen[st
         process.communicate()
 
 
+@pytest.mark.slow
 def test_the_command_serves_the_runs_and_ends_on_ctrl_c(tmp_path: Path) -> None:
     make_run(tmp_path / "runs" / "mine-1")
     with started("--port", "0", folder=tmp_path) as (process, first):
@@ -54,6 +55,7 @@ def test_the_command_serves_the_runs_and_ends_on_ctrl_c(tmp_path: Path) -> None:
         assert (process.returncode, errors) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     make_run(tmp_path / "runs" / "mine-1")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -64,6 +66,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     assert port in errors and "in use" in errors and "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with started(".", folder=tmp_path) as (process, _):
@@ -80,6 +83,7 @@ def test_beyond_loopback_the_address_has_a_token() -> None:
         assert address_of(listener, host="127.0.0.1") == f"http://127.0.0.1:{port}/"
 
 
+@pytest.mark.slow
 def test_the_page_beside_a_run_shows_it_and_ends_with_it(tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs" / "mine-1")
     warnings: list[str] = []
@@ -95,6 +99,7 @@ def test_the_page_beside_a_run_shows_it_and_ends_with_it(tmp_path: Path) -> None
         get(page.address)
 
 
+@pytest.mark.slow
 def test_a_page_that_dies_is_reported_once(tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs" / "mine-1")
     warnings: list[str] = []

@@ -14,6 +14,7 @@ from kintsugi.page.changes import ChangeDetector
 from kintsugi.page.metrics import MetricsTable, places, thinned
 from kintsugi.page.run_reader import RunReader, turns_of
 from kintsugi.page.samples import SampleFilter, SampleIndex
+from kintsugi.telemetry.readings import time_of
 from tests.unit.page.made_runs import make_run, sample, write_lines
 
 
@@ -178,7 +179,7 @@ def test_a_window_of_time_has_the_lines_of_that_time(tmp_path: Path) -> None:
     path = tmp_path / "figures.jsonl"
     path.write_bytes(b"".join(b'{"time":%d.0,"x":"%s"}\n' % (n, b"y" * 90) for n in range(5000)))
     lines, is_cut = line_files.window(path, since=1200.0, until=1210.0, most_bytes=1 << 20)
-    assert [line_files.time_of(line) for line in lines] == [float(n) for n in range(1200, 1211)]
+    assert [time_of(line) for line in lines] == [float(n) for n in range(1200, 1211)]
     assert not is_cut
     assert line_files.window(path, since=9000.0, until=9999.0, most_bytes=1 << 20)[0] == []
     assert line_files.window(tmp_path / "none", since=0.0, until=1.0, most_bytes=100) == ([], False)
