@@ -15,7 +15,7 @@ from io import BytesIO, FileIO
 from math import isfinite, sqrt
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -26,6 +26,8 @@ from kintsugi.runtime.disk import append_whole, write_atomically
 from kintsugi.types import FinishReason, SampleMeta, SampleText
 
 _BLOCK_SIZE = 1 << 16
+TABLE_EVERY, TABLE_ROWS, CELL_LENGTH = 10, 8, 1000
+"""Steps between tables of completions in the trackers, rows of a table, characters of a cell: they bound the files."""
 
 _Result = TypeVar("_Result")
 
@@ -205,6 +207,7 @@ class MetricsWriter:
         self._trackers: list[_Tracker] = [
             _TensorBoard(RunFolder(run_dir).tensorboard_folder, time=self._clock.wall())
         ]
+        self._has_table = False
         if wandb_id is not None:
             self._trackers.append(_WeightsAndBiases(run_dir, run_id=wandb_id))
 
@@ -216,6 +219,34 @@ class MetricsWriter:
             lambda: self._lines.append([{"step": step, "time": time, **values}]),
             *(partial(tracker.write, step, finite, time=time) for tracker in self._trackers),
         )
+
+    def write_completions(
+        self, step: int, metas: Sequence[SampleMeta], *, texts: Mapping[str, SampleText]
+    ) -> None:
+        """Give the trackers a table of completions at the first step and every tenth: the best and worst rewards."""
+        scored = sorted(
+            (meta for meta in metas if meta.reward_components and meta.key in texts),
+            key=lambda meta: meta.reward,
+        )
+        if not scored or (step % TABLE_EVERY and self._has_table):
+            return
+        self._has_table = True
+        half = TABLE_ROWS // 2
+        chosen = scored if len(scored) <= TABLE_ROWS else [*scored[:half], *scored[-half:]]
+        rows = [
+            (texts[meta.key].prompt[-CELL_LENGTH:], texts[meta.key].completion[:CELL_LENGTH], meta.reward)
+            for meta in chosen
+        ]
+        self._write_table("completions", step, TrackerTable(("prompt", "completion", "reward"), rows))
+
+    def write_incident(self, step: int, *, incident: int, text: str) -> None:
+        """Give the trackers a line about an incident."""
+        table = TrackerTable(("incident", "step", "text"), [(incident, step, text[:CELL_LENGTH])])
+        self._write_table("incidents", step, table)
+
+    def _write_table(self, name: str, step: int, table: TrackerTable) -> None:
+        time = self._clock.wall()
+        _try_all(*(partial(tracker.write_table, name, step, table, time=time) for tracker in self._trackers))
 
     def truncate_after(self, step: int) -> None:
         self._lines.truncate_after(step)
@@ -302,8 +333,31 @@ class EvalAnswersWriter:
         self._lines.close()
 
 
+class TrackerTable(NamedTuple):
+    """`TrackerTable(("prompt", "reward"), [("1+1=", 1.0)])`."""
+
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[Any, ...]]
+
+    def markdown(self) -> str:
+        """The table as TensorBoard shows it; text of a model cannot end a cell or begin a tag."""
+        lines = [self.columns, tuple("---" for _ in self.columns), *self.rows]
+        return "\n".join(f"| {' | '.join(_cell(value) for value in line)} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in str(value))
+    for mark in "&<>|`*_[]":
+        shown = shown.replace(mark, f"&#{ord(mark)};")
+    return shown
+
+
 class _Tracker(Protocol):
     def write(self, step: int, values: Mapping[str, float], *, time: float) -> None: ...
+
+    def write_table(self, name: str, step: int, table: TrackerTable, *, time: float) -> None: ...
 
     def truncate_after(self, step: int, *, time: float) -> None: ...
 
@@ -317,11 +371,11 @@ class _TensorBoard:
     """
 
     def __init__(self, folder: Path, *, time: float) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.compat.proto import event_pb2, summary_pb2, types_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary, self._session = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
-        self._record_writer = RecordWriter
+        self._record_writer, self._string_type = RecordWriter, types_pb2.DT_STRING
         folder.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{time:010.0f}.{socket.gethostname()}.{os.getpid()}"
         self._file = (folder / name).open("ab", buffering=0)
@@ -338,6 +392,15 @@ class _TensorBoard:
         )
         self._add(self._event(step=step, wall_time=time, summary=summary))
 
+    def write_table(self, name: str, step: int, table: TrackerTable, *, time: float) -> None:
+        """Write the table as text of TensorBoard's text plugin."""
+        value = self._summary.Value(tag=name)
+        value.metadata.plugin_data.plugin_name = "text"
+        value.tensor.dtype = self._string_type
+        value.tensor.tensor_shape.dim.add(size=1)
+        value.tensor.string_val.append(table.markdown().encode())
+        self._add(self._event(step=step, wall_time=time, summary=self._summary(value=[value])))
+
     def truncate_after(self, step: int, *, time: float) -> None:
         """A start mark makes TensorBoard drop what an earlier file says of this step and later ones."""
         started = self._session(status=self._session.START)
@@ -352,6 +415,7 @@ class _WeightsAndBiases:
         import wandb
 
         self._error: type[Exception] = wandb.Error
+        self._table = wandb.Table
         self._run = wandb.init(
             project="kintsugi", id=run_id, name=run_dir.name, dir=str(run_dir), resume="allow"
         )
@@ -359,6 +423,13 @@ class _WeightsAndBiases:
     def write(self, step: int, values: Mapping[str, float], *, time: float) -> None:
         try:
             self._run.log(dict(values), step=step)
+        except self._error as error:
+            raise StorageError(f"W&B: {error}") from error
+
+    def write_table(self, name: str, step: int, table: TrackerTable, *, time: float) -> None:
+        rows = [list(row) for row in table.rows]
+        try:
+            self._run.log({name: self._table(columns=list(table.columns), data=rows)}, step=step)
         except self._error as error:
             raise StorageError(f"W&B: {error}") from error
 
