@@ -1,8 +1,11 @@
-"""A session launches a run, shows its progress and reports its outcome.
+"""A session starts the launcher of a run (`supervisor.py`), shows the run's progress and reports its outcome.
 
 `kintsugi train` and `kintsugi resume` run it in their own process. `kintsugi.train` starts it as a separate process
-(`python -m kintsugi.cli.session RUN_DIR LIFELINE`): the launcher installs signal handlers, adopts orphans and needs the
-main thread, which would interfere with a notebook or a calling program.
+(`python -m kintsugi.cli.session RUN_DIR LIFELINE`): a session installs signal handlers and needs the main thread, which
+would interfere with a notebook or a calling program.
+
+The run does not depend on its session: one that is killed leaves the run going, and one that cannot write its output
+continues without it.
 """
 
 from __future__ import annotations
@@ -37,9 +40,8 @@ def run_session(
 ) -> int:
     """Run to the end, print the outcome and return the exit code. The first cause of a failure is printed first."""
     from kintsugi.cli.capacity import check_start
-    from kintsugi.cluster.launcher import launch
+    from kintsugi.cli.supervisor import supervise
     from kintsugi.data.dataset import pin_data
-    from kintsugi.data.streams import spools
 
     for sentence in pin_data(config, run_dir=run_dir).left_out:
         _print(f"{NOTE}{sentence}")
@@ -48,14 +50,13 @@ def run_session(
     console, since = Console(), SYSTEM_CLOCK.wall()
     log = RunFolder(run_dir).log_file(process_id(Role.MASTER, 0))
     log_size = log.stat().st_size if log.exists() else 0
-    with LiveView(config, run_dir=run_dir, console=console) as display, spools(config.data, run_dir) as pump:
+    with LiveView(config, run_dir=run_dir, console=console) as display:
 
         def tick() -> None:
-            pump()
             display.tick()
             on_tick()
 
-        code = launch(config, run_dir=run_dir, on_tick=tick, resume=resume)
+        code = supervise(config, run_dir=run_dir, on_tick=tick, resume=resume)
     summary = reader.read_summary(run_dir)
     if summary is not None:
         print_closing(console, summary, config=config, folder=run_dir)

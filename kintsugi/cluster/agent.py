@@ -35,6 +35,7 @@ from kintsugi.cluster.child import (
 )
 from kintsugi.cluster.device_arbiter import DeviceArbiter
 from kintsugi.cluster.handover import (
+    AgentEnded,
     AgentEnding,
     AgentHandover,
     AgentNotStarted,
@@ -49,9 +50,10 @@ from kintsugi.cluster.peer_snapshots import NUM_STEPS, PeerSnapshotStore
 from kintsugi.cluster.process_factory import ProcessFactory
 from kintsugi.cluster.restart_policy import RestartLimit
 from kintsugi.cluster.shared_memory import SegmentServer
-from kintsugi.cluster.spawn import StartOrder, own_session_and_log
+from kintsugi.cluster.spawn import StartOrder, await_readable, own_session_and_log
 from kintsugi.cluster.weight_relay import WeightRelay
 from kintsugi.errors import RefusedError, StartFailed
+from kintsugi.process.exit_codes import EXIT_ORPHANED
 from kintsugi.process.main import run_process
 from kintsugi.process.membership import HEARTBEAT_S, Membership, open_endpoint
 from kintsugi.protocol.agents import Inspect, ProcessExited, ProcessStarted, StartProcess, StopProcess
@@ -151,6 +153,7 @@ class Agent:
                 self._run_timers()
         finally:
             self._close()
+        self._report(AgentEnded(self._exit_code))
         return self._exit_code
 
     # Children of a predecessor.
@@ -570,6 +573,14 @@ class PendingStop:
         return is_due
 
 
+def _may_begin(gate: int) -> bool:
+    """Wait until the launcher has recorded this process; False if it died before: its successor starts another."""
+    await_readable(gate, what="the launcher's record of this agent")
+    allowed = bool(os.read(gate, 1))
+    os.close(gate)
+    return allowed
+
+
 def main(arguments: list[str]) -> int:
     """Body of the agent's process; its handover is read from the descriptor."""
     process, descriptor = arguments
@@ -578,6 +589,8 @@ def main(arguments: list[str]) -> int:
     for inherited in handover.descriptors:
         os.set_inheritable(inherited, False)
     own_session_and_log(process, RunFolder(handover.bootstrap.run_dir).log_file(process))
+    if not _may_begin(handover.gate):
+        return EXIT_ORPHANED
     with subreaper():
         return run_process(handover.bootstrap, lambda _: Agent(handover, processes=SystemProcesses()).run())
 

@@ -58,6 +58,9 @@ class Launcher(msgspec.Struct, frozen=True):
     """Start time in clock ticks since boot (`/proc/PID/stat`)."""
     host_name: str
     boot_id: str
+    standby_pid: int = 0
+    """Process that takes over when that one dies; 0 if there is none."""
+    standby_start_time: int = 0
 
 
 class RunStatus(msgspec.Struct, frozen=True):
@@ -306,11 +309,12 @@ def read_new_alerts(folder: Path, *, offset: int) -> tuple[list[Record], int]:
     return [record for record in records_in(lines) if isinstance(record.event, Alert)], offset
 
 
-def write_launcher(folder: Path, *, pid: int) -> None:
-    """Record the process that runs this folder."""
+def write_launcher(folder: Path, *, pid: int, standby: int = 0) -> None:
+    """Record the process that runs this folder, and its standby, if it has one."""
     start_time = process_start_time(pid)
     assert start_time is not None, f"process {pid} does not exist"
-    record = Launcher(pid, start_time, socket.gethostname(), boot_id())
+    standby_start_time = (process_start_time(standby) if standby else None) or 0
+    record = Launcher(pid, start_time, socket.gethostname(), boot_id(), standby, standby_start_time)
     path = RunFolder(folder).launcher_file
     try:
         write_atomically(path, msgspec.json.encode(record), durable=False)
@@ -319,7 +323,10 @@ def write_launcher(folder: Path, *, pid: int) -> None:
 
 
 def living_launcher(folder: Path) -> Launcher | None:
-    """Return the running launcher of this folder, if any; a reused PID does not count."""
+    """Return the running launcher of this folder, or the standby that is taking over from it; None if neither runs.
+
+    A reused PID does not count.
+    """
     path = RunFolder(folder).launcher_file
     try:
         record = msgspec.json.decode(path.read_bytes(), type=Launcher)
@@ -330,8 +337,19 @@ def living_launcher(folder: Path) -> Launcher | None:
             f"{path}: process {record.pid} of host {record.host_name} runs this folder; continue there, "
             "or remove the file if that host is gone"
         )
-    alive = record.boot_id == boot_id() and process_start_time(record.pid) == record.start_time
-    return record if alive else None
+    if record.boot_id != boot_id():
+        return None
+    if _runs(record.pid, record.start_time):
+        return record
+    if record.standby_pid and _runs(record.standby_pid, record.standby_start_time):
+        return Launcher(
+            record.standby_pid, record.standby_start_time, record.host_name, record.boot_id
+        )
+    return None
+
+
+def _runs(pid: int, start_time: int) -> bool:
+    return process_start_time(pid) == start_time
 
 
 def list_runs(folder: Path) -> list[tuple[Path, RunStatus | KintsugiError]]:
