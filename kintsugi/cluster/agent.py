@@ -171,6 +171,7 @@ class Agent:
                 log = RunFolder(self._own.run_dir).log_file(record.process)
                 child = self._children[record.process] = ChildProcess.adopted(record, handle, log=log)
                 self._watch_end(child)
+                self._hold_descendants(child)
         self._arbiter.succeed(table.leases)
         return True
 
@@ -356,6 +357,8 @@ class Agent:
         """
         if child.ending_status() is not None:
             return
+        if child.is_adopted and not child.stopping:
+            self._hold_descendants(child)
         now = self._clock.monotonic()
         child.stop(terminate_at=now + patience_s, kill_at=now + patience_s + grace_s)
         child.send_due_signals(now)
@@ -474,12 +477,17 @@ class Agent:
         self._endpoint.unwatch(self._own.lifeline)
         self._exit_code = 1
         for child in self._children.values():
-            if child.handle is not None:
-                # Orphans of adopted children belong to the launcher, which has ended: they are held here.
-                self._descendants += hold_descendants(child.handle.pid, processes=self._processes)
+            self._hold_descendants(child)
         if self._master is not None:
             self._stop(self._master, grace_s=0.0)
         self._end(grace_s=END_GRACE_S)
+
+    def _hold_descendants(self, child: ChildProcess) -> None:
+        """Hold the processes that a child has started, until the end. Orphans of an adopted child do not become
+        children of this agent, nor of a launcher that has taken over from its predecessor."""
+        if child.handle is not None:
+            with contextlib.suppress(OSError):  # No descriptor is left: the launcher ends what it can.
+                self._descendants += hold_descendants(child.handle.pid, processes=self._processes)
 
     def _until_next_timer_s(self) -> float:
         due = min([self._tick_at, *(child.signal_at for child in self._children.values())])
@@ -529,8 +537,8 @@ class Agent:
             with contextlib.suppress(OSError):  # The launcher ends what this agent can not.
                 kill_children(self._processes, but=(), timeout_s=END_GRACE_S, clock=self._clock)
                 self._table.unlink(missing_ok=True)
-        for handle in self._descendants:
-            handle.send_signal(signal.SIGKILL)
+            for handle in self._descendants:
+                handle.send_signal(signal.SIGKILL)
         self._segments.close()
         self._signals.close()
         self._endpoint.close(flush_s=0.0 if self._master else FLUSH_S)

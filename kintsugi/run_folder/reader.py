@@ -342,9 +342,7 @@ def living_launcher(folder: Path) -> Launcher | None:
     if _runs(record.pid, record.start_time):
         return record
     if record.standby_pid and _runs(record.standby_pid, record.standby_start_time):
-        return Launcher(
-            record.standby_pid, record.standby_start_time, record.host_name, record.boot_id
-        )
+        return Launcher(record.standby_pid, record.standby_start_time, record.host_name, record.boot_id)
     return None
 
 
