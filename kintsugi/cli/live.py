@@ -17,6 +17,7 @@ from rich.text import Text
 
 from kintsugi.config.schema import Config
 from kintsugi.config.stages import has_servers, next_stage, stages
+from kintsugi.errors import StorageError
 from kintsugi.run_folder import reader
 from kintsugi.run_folder.incidents import headline
 from kintsugi.run_folder.reader import MetricLine
@@ -114,7 +115,7 @@ class LiveView:
         self._shown = ("", -1)
 
     def __enter__(self) -> Self:
-        self._console.print(f"run folder [bold]{self._run_dir}[/bold]", highlight=False)
+        self._console.print(Text.assemble("run folder ", (str(self._run_dir), "bold")), soft_wrap=True)
         if self._live is not None:
             self._live.start()
         return self
@@ -147,7 +148,13 @@ class LiveView:
                 self._print_line()
 
     def _read(self) -> None:
-        lines, self._offset = reader.read_metrics(self._run_dir, offset=self._offset)
+        """Read new metrics. After a rollback the file is shorter; if it has grown again meanwhile, the offset is in the
+        middle of a line, and the whole file is read the next time."""
+        try:
+            lines, self._offset = reader.read_metrics(self._run_dir, offset=self._offset)
+        except StorageError:
+            self._offset = 0
+            return
         for line in lines:
             self._progress.take(line)
 

@@ -44,8 +44,10 @@ ALERTS_SHOWN = 5
 
 def main() -> None:
     """Run the command line. Expected errors become one message and an exit code."""
+    from kintsugi.cli.output import open_standard_streams
     from kintsugi.errors import KintsugiError
 
+    open_standard_streams()
     try:
         app()
     except KintsugiError as error:
@@ -194,13 +196,22 @@ def stop(
         raise UserError(
             f"{folder} is not running (it is {reader.read_status(folder).state}); there is nothing to stop"
         )
-    launcher = SystemProcesses().adopt(record.pid)
-    try:
-        launcher.send_signal(signal.SIGTERM)
-        typer.echo(f"{folder}: sent the stop request to process {launcher.pid}; it ends after its step")
-        launcher.wait_ended(whom=f"process {launcher.pid}", timeout_s=timeout_s)
-    finally:
-        launcher.close()
+    is_requested = False
+    while record is not None:
+        launcher = SystemProcesses().adopt(record.pid)
+        try:
+            if not is_requested:
+                launcher.send_signal(signal.SIGTERM)
+                typer.echo(
+                    f"{folder}: sent the stop request to process {launcher.pid}; it ends after its step"
+                )
+                is_requested = True
+            launcher.wait_ended(whom=f"process {launcher.pid}", timeout_s=timeout_s)
+        finally:
+            launcher.close()
+        record = reader.living_launcher(
+            folder
+        )  # The standby, if the launcher was killed: it has the request.
     status = reader.read_status(folder)
     typer.echo(f"{folder}: {status.state} at step {status.step} of {status.total_steps}")
 

@@ -10,16 +10,19 @@ continues without it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TextIO, cast
 
 from rich.console import Console
 
 from kintsugi.cli.live import LiveView, print_closing
+from kintsugi.cli.output import SteadyOutput, print_message
 from kintsugi.cluster.child import tail
 from kintsugi.config.recipe import load_config
 from kintsugi.config.schema import Config
@@ -44,16 +47,19 @@ def run_session(
     from kintsugi.data.dataset import pin_data
 
     for sentence in pin_data(config, run_dir=run_dir).left_out:
-        _print(f"{NOTE}{sentence}")
+        print_message(f"{NOTE}{sentence}")
     for sentence in check_start(config, run_dir=run_dir, resume=resume):
-        _print(f"{WARNING}{sentence}")
-    console, since = Console(), SYSTEM_CLOCK.wall()
+        print_message(f"{WARNING}{sentence}")
+    output, since = SteadyOutput(sys.stdout), SYSTEM_CLOCK.wall()
+    console = Console(file=cast(TextIO, output))
     log = RunFolder(run_dir).log_file(process_id(Role.MASTER, 0))
     log_size = log.stat().st_size if log.exists() else 0
     with LiveView(config, run_dir=run_dir, console=console) as display:
 
         def tick() -> None:
-            display.tick()
+            # A file that cannot be read now may be readable the next time.
+            with contextlib.suppress(OSError, KintsugiError):
+                display.tick()
             on_tick()
 
         code = supervise(config, run_dir=run_dir, on_tick=tick, resume=resume)
@@ -63,6 +69,7 @@ def run_session(
     if code != 0:
         faults = reader.read_faults(run_dir, since=since)
         _print_failure(code, faults, run_dir=run_dir, master_log=tail(log, offset=log_size).strip())
+    output.settle()
     return code
 
 
@@ -70,33 +77,29 @@ def print_error(error: KintsugiError) -> int:
     """Print an error as one message, with its cause before it, and return the exit code."""
     if error.cause is not None and not isinstance(error, UserError):
         print_faults([error.cause])
-    _print(f"error: {error}")
+    print_message(f"error: {error}")
     return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_ERROR
 
 
 def print_faults(faults: Iterable[Fault | FaultLine]) -> None:
     """Print faults: the first one is the cause, the others are its consequences."""
     for number, fault in enumerate(faults):
-        _print(f"{'cause' if number == 0 else 'then'}: {fault.process}: {fault.kind}: {fault.message}")
-
-
-def _print(message: str) -> None:
-    sys.stderr.write(f"{message}\n")
+        print_message(f"{'cause' if number == 0 else 'then'}: {fault.process}: {fault.kind}: {fault.message}")
 
 
 def _print_failure(code: int, faults: Sequence[FaultLine], *, run_dir: Path, master_log: str) -> None:
     """Print why a run failed: the recorded faults, else the end of the master's log."""
     if code == EXIT_USER_ERROR and faults:
-        _print(f"error: {faults[-1].message}")
+        print_message(f"error: {faults[-1].message}")
     elif faults:
         print_faults(faults)
-        _print(f"error: the run failed; its folder is {run_dir}")
+        print_message(f"error: the run failed; its folder is {run_dir}")
     elif code == EXIT_USER_ERROR and master_log:
-        _print(f"error: {master_log.splitlines()[-1]}")
+        print_message(f"error: {master_log.splitlines()[-1]}")
     elif master_log:
-        _print(f"{master_log}\nerror: the master failed; the run folder is {run_dir}")
+        print_message(f"{master_log}\nerror: the master failed; the run folder is {run_dir}")
     else:
-        _print(f"error: the run was interrupted; `kintsugi resume {run_dir}` continues it")
+        print_message(f"error: the run was interrupted; `kintsugi resume {run_dir}` continues it")
 
 
 class Lifeline:

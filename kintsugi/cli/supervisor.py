@@ -3,9 +3,9 @@
     kintsugi train ── stop requests, a byte each ──► launcher and standby ─► agents ─► (the run)
                    ◄── result, then end of file ──
 
-The command may be killed, its terminal closed, its output full: the run goes on, and every other command finds it by its
-folder. Ctrl-C and SIGTERM of the command are stop requests. The command learns of the end by the result on a pipe, which
-reaches end of file when the last launcher process has ended.
+The command may be killed, its terminal closed, its output full: the run goes on, and every other command finds it by
+its folder. Ctrl-C and SIGTERM of the command are stop requests. The command learns of the end by the result on a pipe,
+which reaches end of file when the last launcher process has ended.
 
     python -m kintsugi.cli.supervisor DESCRIPTOR
 """
@@ -131,7 +131,7 @@ def _reads_standard_input(config: Config) -> bool:
 
 
 def _start(order: LaunchOrder, processes: Processes) -> Child:
-    """Start the launcher's process. Until it has a log of its own, its output goes nowhere: it reports by its result."""
+    """Start the launcher's process. Until it has a log of its own, it can only report by its result."""
     handed_over = in_memory(msgspec.msgpack.encode(order))
     try:
         return processes.spawn(

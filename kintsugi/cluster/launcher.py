@@ -100,7 +100,8 @@ def launch(
     `hosts` are the namespaces of the agents, one each; empty: all agents run on this machine without namespaces.
     `on_tick` is called about five times a second. SIGINT or SIGTERM stops the run after its step, a second one
     immediately; so does each byte that arrives on the descriptor `stop_requests`. With a `standby` this function may
-    return in another process than the caller's, which was forked and has taken over. Raises UserError (port taken, run folder in use), StartFailed and ProcessDied; no process is left.
+    return in another process than the caller's, which was forked and has taken over.
+    Raises UserError (port taken, run folder in use), StartFailed and ProcessDied; no process is left.
     """
     processes = processes or SystemProcesses()
     assert resume or not RunFolder(run_dir).journal_file.exists(), (
@@ -468,7 +469,7 @@ class _Launcher:
         if self._standby is not None:
             self._standby.publish(self._state())
 
-    def _known_pids(self) -> set[int]:
+    def _known_pids(self) -> frozenset[int]:
         """Children that are no orphans, besides the agents."""
         standby = {self._standby.pid} if self._standby is not None else set()
         return self._others | self._diagnosis.pids | standby

@@ -3,8 +3,8 @@
     launcher ── state, one message per change ──► standby
         └── starts another standby when that one has ended, within a tick
 
-Both are forks of one process, so both hold the write ends of all lifelines, the listening socket, the keys and the pipes
-of the agents' reports. The agents, and with them the run, end when the last of the two has ended.
+Both are forks of one process, so both hold the write ends of all lifelines, the listening socket, the keys and the
+pipes of the agents' reports. The agents, and with them the run, end when the last of the two has ended.
 
 The first standby is the parent of its launcher and a subreaper: the agents become its children. A later standby is a
 child of its launcher; after the death of that one the agents have another parent, and their status is known by report.

@@ -1,4 +1,4 @@
-"""`python cluster_launcher.py RUN_DIR [supervised]`: a launcher around the fake master, as a process that can be killed.
+"""`python cluster_launcher.py RUN_DIR [supervised]`: a launcher around the fake master, which can be killed.
 
 `supervised`: the command of a launcher in a session of its own.
 """
