@@ -66,7 +66,8 @@ class AgentHandover(msgspec.Struct, frozen=True):
     stop_requested: bool = False
     """A stop after this step was requested before this agent started."""
     gate: int = -1
-    """Read end of a pipe: the agent begins when the launcher has recorded its pid, and ends if that does not happen."""
+    """Read end of a pipe: the agent begins when the launcher has recorded its pid, and ends if that does not happen. -1:
+    it begins at once."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:

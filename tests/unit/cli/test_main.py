@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kintsugi.cli import main
-from kintsugi.cluster import launcher
+from kintsugi.cli import main, supervisor
 from kintsugi.config.recipe import description, load, load_config, packaged_recipes
 from kintsugi.config.schema import Config
 from kintsugi.errors import Fault, ProcessDied, UserError
@@ -104,7 +103,7 @@ class FakeCluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
     cluster = FakeCluster()
-    monkeypatch.setattr(launcher, "launch", cluster.launch)
+    monkeypatch.setattr(supervisor, "supervise", cluster.launch)
     return cluster
 
 
@@ -162,7 +161,7 @@ def test_a_master_that_left_no_summary_is_quoted_from_its_log(
         (run_dir / "logs" / "master-0.log").write_text(log)
         return code
 
-    monkeypatch.setattr(launcher, "launch", launch)
+    monkeypatch.setattr(supervisor, "supervise", launch)
     result = kintsugi("train", GRPO)
     assert result.code == code
     assert result.errors.startswith(expected)
@@ -177,7 +176,7 @@ def test_a_mistake_that_the_master_found_is_one_sentence_and_exit_code_2(
         log.close()
         return 2
 
-    monkeypatch.setattr(launcher, "launch", launch)
+    monkeypatch.setattr(supervisor, "supervise", launch)
     result = kintsugi("train", GRPO)
     assert (result.code, result.errors) == (2, "error: rows.jsonl: expected rows\n")
 
