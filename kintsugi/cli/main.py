@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kintsugi.cli import lab, observe
+from kintsugi.cli import access, lab, observe
 from kintsugi.cli.arguments import (
     Overrides,
     Recipe,
@@ -37,6 +37,7 @@ app = typer.Typer(
 )
 app.add_typer(observe.app)
 app.add_typer(lab.app)
+app.add_typer(access.app)
 
 SAMPLES_SHOWN = 20
 ALERTS_SHOWN = 5
@@ -184,6 +185,7 @@ def stop(
     """Stop a run after its current step, with a checkpoint."""
     import signal
 
+    from kintsugi.access.roles import Action
     from kintsugi.errors import UserError
     from kintsugi.run_folder import reader
     from kintsugi.runtime.processes import SystemProcesses
@@ -197,6 +199,7 @@ def stop(
     launcher = SystemProcesses().adopt(record.pid)
     try:
         launcher.send_signal(signal.SIGTERM)
+        access.record_locally(folder, Action.STOP)
         typer.echo(f"{folder}: sent the stop request to process {launcher.pid}; it ends after its step")
         launcher.wait_ended(whom=f"process {launcher.pid}", timeout_s=timeout_s)
     finally:
@@ -214,11 +217,18 @@ def scale(
     ] = 60,
 ) -> None:
     """Scale the generation servers of a running run. Results are unaffected."""
+    from kintsugi.access.roles import Action
     from kintsugi.cli.scale import scale_run
+    from kintsugi.errors import KintsugiError
     from kintsugi.run_folder import reader
 
     folder = reader.find_run(run)
-    scale_run(folder, servers=servers, timeout_s=timeout_s)
+    try:
+        scale_run(folder, servers=servers, timeout_s=timeout_s)
+    except KintsugiError as error:
+        access.record_locally(folder, Action.SCALE, detail=f"servers={servers}", answer=f"refused: {error}")
+        raise
+    access.record_locally(folder, Action.SCALE, detail=f"servers={servers}")
     typer.echo(f"{folder}: scaled to {servers} generation servers; see `kintsugi status`")
 
 

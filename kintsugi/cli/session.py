@@ -36,6 +36,8 @@ def run_session(
     config: Config, *, run_dir: Path, resume: bool, on_tick: Callable[[], None] = lambda: None
 ) -> int:
     """Run to the end, print the outcome and return the exit code. The first cause of a failure is printed first."""
+    from kintsugi.access.roles import Action
+    from kintsugi.cli.access import record_locally
     from kintsugi.cli.capacity import check_start
     from kintsugi.cluster.launcher import launch
     from kintsugi.data.dataset import pin_data
@@ -45,6 +47,7 @@ def run_session(
         _print(f"{NOTE}{sentence}")
     for sentence in check_start(config, run_dir=run_dir, resume=resume):
         _print(f"{WARNING}{sentence}")
+    record_locally(run_dir, Action.RESUME if resume else Action.START, begins=not resume)
     console, since = Console(), SYSTEM_CLOCK.wall()
     log = RunFolder(run_dir).log_file(process_id(Role.MASTER, 0))
     log_size = log.stat().st_size if log.exists() else 0

@@ -14,6 +14,7 @@
     verdicts.jsonl          held-out problems of each evaluation, answered right or wrong
     diagnoses.jsonl         diagnoses of the watcher process
     store.db                search index over events, logs and journal (built by `kintsugi logs`)
+    audit.jsonl             actions on this run: time, caller, origin, answer; each line has the hash of the last
     devices.json            memory of the accelerators before the run started
     steps                   whether the generation servers of a deterministic CPU run use the compiled decode step
     agents/AGENT.json       child processes of each agent
@@ -100,6 +101,10 @@ class RunFolder:
     @property
     def diagnoses_file(self) -> Path:
         return self.path / "diagnoses.jsonl"
+
+    @property
+    def audit_file(self) -> Path:
+        return self.path / "audit.jsonl"
 
     @property
     def index_file(self) -> Path:

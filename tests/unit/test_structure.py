@@ -24,9 +24,11 @@ GROUND = frozenset(
 SHARED = GROUND | {"model", "telemetry"}
 
 ALLOWED: dict[str, frozenset[str]] = {
+    "access": GROUND,
     "checkpoint": SHARED,
     "cli": SHARED
     | {
+        "access",
         "checkpoint",
         "cluster",
         "config",
@@ -73,7 +75,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "run_folder": SHARED | {"checkpoint.store", "data.manifest", "journal"},
     "runtime": frozenset({"types", "errors"}),
     "samples": SHARED,
-    "serving": SHARED | {"generation", "cluster", "weights", "openai_api"},
+    "serving": SHARED | {"access", "generation", "cluster", "weights", "openai_api"},
     "simulation": SHARED | {"control", "recovery", "samples", "journal"},
     "telemetry": GROUND | {"journal"},
     "training": SHARED

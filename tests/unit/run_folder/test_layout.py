@@ -27,6 +27,7 @@ FILES = {
     "samples_file": "samples.jsonl",
     "eval_answers_file": "verdicts.jsonl",
     "diagnoses_file": "diagnoses.jsonl",
+    "audit_file": "audit.jsonl",
     "index_file": "store.db",
     "decode_step_file": "steps",
     "devices_file": "devices.json",
