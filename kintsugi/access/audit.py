@@ -102,7 +102,7 @@ class AuditReport:
 
 def host_log() -> Path:
     """Path of the host's audit log."""
-    return access_folder() / "audit.jsonl"
+    return RunFolder(access_folder()).audit_file
 
 
 def record(

@@ -412,7 +412,39 @@ def serve(
     servers: Annotated[int, typer.Option(min=1, max=64, help="Number of generation servers.")] = 1,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="KINTSUGI_API_KEY", help="API key that clients must send; default: none."),
+        typer.Option(
+            envvar="KINTSUGI_API_KEY",
+            help="API key that clients must send; default: none. Arguments are visible in `ps`: prefer the file.",
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File with the API key, readable by you alone.")
+    ] = None,
+    admin_key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File with the key for /admin: weights and number of servers."),
+    ] = None,
+    tokens: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File of named keys with roles and quotas (`kintsugi token add`); admins may use /admin.",
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Accept connections from other hosts without any key.")
+    ] = False,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="Further host name of this service, e.g. of a proxy; may be repeated."
+        ),
+    ] = None,
+    weights_folder: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR", help="Folder that /admin/weights may load from; default: the one with the model."
+        ),
     ] = None,
     slots: Annotated[int, typer.Option(min=1, help="Sequences that a server decodes concurrently.")] = 64,
     max_length: Annotated[
@@ -440,16 +472,29 @@ def serve(
     ] = False,
 ) -> None:
     """Serve a model with an OpenAI-compatible API: completions and chat, with streaming."""
+    from kintsugi.errors import UserError
+    from kintsugi.serving.credentials import Credentials, read_key
     from kintsugi.serving.session import ServeOptions
     from kintsugi.serving.session import serve as serve_model
 
+    if api_key is not None and api_key_file is not None:
+        raise UserError("expected either --api-key or --api-key-file, got both")
+    credentials = Credentials(
+        api_key=api_key if api_key_file is None else read_key(api_key_file),
+        admin_key=None if admin_key_file is None else read_key(admin_key_file),
+        token_file=tokens,
+        host=host,
+        allowed_hosts=tuple(allowed_host or ()),
+    )
     options = ServeOptions(
         model=model,
         host=host,
         port=port,
         num_servers=servers,
         queue=queue,
-        api_key=api_key,
+        credentials=credentials,
+        insecure=insecure,
+        weights_folders=tuple(weights_folder or ()),
         max_length=max_length,
     )
     plan = {
