@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kintsugi.cli.output import say, say_json
+
 if TYPE_CHECKING:
     from kintsugi.access.audit import AuditEntry
     from kintsugi.access.tokens import TokenFile
@@ -64,7 +66,7 @@ def add(
         in_flight=in_flight,
     )
     record_locally(None, Action.ADD_TOKEN, detail=f"{name}: {role}, runs {', '.join(runs or ['*'])}")
-    typer.echo(text)
+    say(text)
 
 
 @token.command("list")
@@ -81,7 +83,7 @@ def list_tokens(
     if json:
         values = [{**msgspec.to_builtins(each), "digest": None} for each in tokens]
         shown = [{key: value for key, value in each.items() if key != "digest"} for each in values]
-        typer.echo(msgspec.json.format(msgspec.json.encode(shown), indent=2))
+        say_json(msgspec.json.format(msgspec.json.encode(shown), indent=2))
         return
     now = SYSTEM_CLOCK.wall()
     for each in tokens:
@@ -90,9 +92,9 @@ def list_tokens(
             if each.expires is None
             else f", {'expired' if each.is_expired(now) else 'until'} {_day(each.expires)}"
         )
-        typer.echo(f"{each.name}: {each.role}, runs {', '.join(each.runs)}{state}")
+        say(f"{each.name}: {each.role}, runs {', '.join(each.runs)}{state}")
     if not tokens:
-        typer.echo("no tokens")
+        say("no tokens")
 
 
 @token.command()
@@ -102,7 +104,7 @@ def revoke(name: Name, file: File = None) -> None:
 
     revoked = _token_file(file).revoke(name)
     record_locally(None, Action.REVOKE_TOKEN, detail=f"{name}: {revoked.role}")
-    typer.echo(f"{name}: revoked")
+    say(f"{name}: revoked")
 
 
 @app.command()
@@ -122,14 +124,14 @@ def audit(
     report = verify(host_log()) if run is None else verify_run(reader.find_run(run))
     if json:
         values = {"entries": report.entries, "problems": [str(problem) for problem in report.problems]}
-        typer.echo(msgspec.json.format(msgspec.json.encode(values), indent=2))
+        say_json(msgspec.json.format(msgspec.json.encode(values), indent=2))
     else:
         for entry in report.entries:
-            typer.echo(entry_line(entry))
+            say(entry_line(entry))
         for problem in report.problems:
-            typer.echo(f"problem: {report.path}: {problem}", err=True)
+            say(f"problem: {report.path}: {problem}", err=True)
         if report.is_intact:
-            typer.echo(f"{len(report.entries)} entries; the chain is intact")
+            say(f"{len(report.entries)} entries; the chain is intact")
     if not report.is_intact:
         raise typer.Exit(1)
 
@@ -155,7 +157,7 @@ def record_locally(
     try:
         record(run_dir, local_caller(run_dir), action, answer=answer, detail=detail, begins=begins)
     except (KintsugiError, OSError) as error:
-        typer.echo(f"warning: this action is not in the audit log: {error}", err=True)
+        say(f"warning: this action is not in the audit log: {error}", err=True)
 
 
 def expiry(text: str, *, now: float) -> float:

@@ -23,6 +23,7 @@ from kintsugi.cli.arguments import (
     loaded,
     validated,
 )
+from kintsugi.cli.output import say, say_json
 from kintsugi.run_folder.layout import RunFolder
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def init(
     from kintsugi.cli.recipe_template import write_starter
 
     written = write_starter(file, algorithm=algorithm, model=model, data=data)
-    typer.echo(f"{', '.join(map(str, written))}: try `kintsugi check {file}`, then `kintsugi train {file}`")
+    say(f"{', '.join(map(str, written))}: try `kintsugi check {file}`, then `kintsugi train {file}`")
 
 
 @app.command()
@@ -100,11 +101,11 @@ def recipes(
             "--copy: expected the name of a recipe, got none: `kintsugi recipes NAME --copy FILE`"
         )
     if name is None:
-        typer.echo(recipe_list())
+        say(recipe_list())
     elif copy is None:
-        typer.echo(recipe_text(name), nl=False)
+        say(recipe_text(name), nl=False)
     else:
-        typer.echo(f"{copy_recipe(name, copy)}: try `kintsugi check {copy}`")
+        say(f"{copy_recipe(name, copy)}: try `kintsugi check {copy}`")
 
 
 @app.command()
@@ -147,7 +148,7 @@ def check(recipe: Recipe, overrides: Overrides = None) -> None:
     from kintsugi.cli.check import overview
 
     resolved = load_validated(recipe, overrides)
-    typer.echo(overview(resolved))
+    say(overview(resolved))
     check_devices(resolved.config)
 
 
@@ -200,12 +201,12 @@ def stop(
     try:
         launcher.send_signal(signal.SIGTERM)
         access.record_locally(folder, Action.STOP)
-        typer.echo(f"{folder}: sent the stop request to process {launcher.pid}; it ends after its step")
+        say(f"{folder}: sent the stop request to process {launcher.pid}; it ends after its step")
         launcher.wait_ended(whom=f"process {launcher.pid}", timeout_s=timeout_s)
     finally:
         launcher.close()
     status = reader.read_status(folder)
-    typer.echo(f"{folder}: {status.state} at step {status.step} of {status.total_steps}")
+    say(f"{folder}: {status.state} at step {status.step} of {status.total_steps}")
 
 
 @app.command()
@@ -229,7 +230,7 @@ def scale(
         access.record_locally(folder, Action.SCALE, detail=f"servers={servers}", answer=f"refused: {error}")
         raise
     access.record_locally(folder, Action.SCALE, detail=f"servers={servers}")
-    typer.echo(f"{folder}: scaled to {servers} generation servers; see `kintsugi status`")
+    say(f"{folder}: scaled to {servers} generation servers; see `kintsugi status`")
 
 
 @app.command()
@@ -240,6 +241,7 @@ def status(run: Run) -> None:
     from kintsugi.cli import tables
     from kintsugi.cli.session import print_faults
     from kintsugi.run_folder import reader
+    from kintsugi.runtime.printable import printable
     from kintsugi.telemetry.process_reports import read_processes
 
     folder = reader.find_run(run)
@@ -248,10 +250,11 @@ def status(run: Run) -> None:
     console.print(tables.status_table(current, reader.read_journal(folder)))
     if current.state is reader.RunState.RUNNING and (reports := read_processes(folder)) is not None:
         if (recovery := tables.recovery_line(reports)) is not None:
-            console.print(recovery, highlight=False, markup=False)
+            console.print(printable(recovery), highlight=False, markup=False)
         console.print(tables.processes_table(reports))
     for alert in reader.read_alerts(folder, count=ALERTS_SHOWN):
-        console.print(tables.alert_line(alert), highlight=False, markup=False, soft_wrap=True)
+        text = printable(tables.alert_line(alert))
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     if current.state is reader.RunState.FAILED and (summary := reader.read_summary(folder)) is not None:
         print_faults(summary.faults)
 
@@ -270,10 +273,10 @@ def incidents(
     folder = reader.find_run(run)
     report = reader.read_incidents(folder)
     if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
+        say_json(msgspec.json.format(msgspec.json.encode(report), indent=2))
         return
     running = any(each.is_open for each in report.incidents) and reader.living_launcher(folder) is not None
-    typer.echo(tables.incidents_text(report, run=str(folder), running=running))
+    say(tables.incidents_text(report, run=str(folder), running=running))
 
 
 @app.command("runs")
@@ -290,7 +293,7 @@ def list_runs(
 
     found = reader.list_runs(folder)
     if not found:
-        typer.echo(f"no runs in {folder}/")
+        say(f"no runs in {folder}/")
         return
     Console().print(tables.runs_table(found))
 
@@ -320,9 +323,9 @@ def compare(
     if png is not None:
         plot(comparison, png)
     if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(comparison), indent=2))
+        say_json(msgspec.json.format(msgspec.json.encode(comparison), indent=2))
     else:
-        typer.echo(comparison_text(comparison))
+        say(comparison_text(comparison))
 
 
 @app.command()
@@ -343,10 +346,10 @@ def samples(
     chosen = reader.read_samples(reader.find_run(run), step=step, worst=worst, grep=grep)
     shown = chosen if worst else chosen[-SAMPLES_SHOWN:]
     if len(shown) < len(chosen):
-        typer.echo(
+        say(
             f"the last {len(shown)} of {len(chosen):,} samples (select others with --step, --worst and --grep)"
         )
-    typer.echo("\n".join(map(tables.sample_line, shown)) if shown else "no matching samples")
+    say("\n".join(map(tables.sample_line, shown)) if shown else "no matching samples")
 
 
 @app.command("eval")
@@ -365,7 +368,7 @@ def evaluate(run: Run, step: Step = None) -> None:
 
     add_current_folder_to_path()
     metrics = evaluate_checkpoint(folder, step=step)
-    typer.echo(tables.evaluation_text(metrics))
+    say(tables.evaluation_text(metrics))
 
 
 @app.command()
@@ -385,7 +388,7 @@ def export(
     from kintsugi.run_folder import reader
 
     written = export_checkpoint(reader.find_run(run), to=to, step=step)
-    typer.echo(f"{written[0].parent}: {', '.join(sorted(path.name for path in written))}")
+    say(f"{written[0].parent}: {', '.join(sorted(path.name for path in written))}")
 
 
 @app.command("import")
@@ -399,7 +402,7 @@ def import_model(
 
     with import_bar() as progress:
         written = import_model(source, destination, progress=progress)
-    typer.echo(f"{destination}: {', '.join(sorted(path.name for path in written))}")
+    say(f"{destination}: {', '.join(sorted(path.name for path in written))}")
 
 
 @app.command()
@@ -505,7 +508,7 @@ def serve(
         "strategy": strategy,
         "deterministic": deterministic,
     }
-    raise typer.Exit(serve_model(options, plan, print_line=typer.echo))
+    raise typer.Exit(serve_model(options, plan, print_line=say))
 
 
 def _launch(config: Config, *, run_dir: Path, resume: bool) -> None:
@@ -520,4 +523,4 @@ def _launch(config: Config, *, run_dir: Path, resume: bool) -> None:
 
 
 def _print_error(message: str) -> None:
-    typer.echo(message, err=True)
+    say(message, err=True)

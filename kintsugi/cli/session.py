@@ -26,6 +26,7 @@ from kintsugi.run_folder import reader
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.summary import FaultLine
 from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.printable import printable
 from kintsugi.runtime.stacks import enable_stack_dumps
 from kintsugi.types import Role, process_id
 
@@ -83,7 +84,7 @@ def print_faults(faults: Iterable[Fault | FaultLine]) -> None:
 
 
 def _print(message: str) -> None:
-    sys.stderr.write(f"{message}\n")
+    sys.stderr.write(f"{printable(message)}\n")
 
 
 def _print_failure(code: int, faults: Sequence[FaultLine], *, run_dir: Path, master_log: str) -> None:
