@@ -50,6 +50,23 @@ def open_owned(
     return descriptor
 
 
+def check_folders(path: Path) -> None:
+    """Refuse a file below a folder in which another user could replace it: UntrustedFile names the folder.
+
+    A folder of this user or of root that others may write is accepted only with the sticky bit, as /tmp has it.
+    """
+    for folder in Path(os.path.realpath(path)).parents:
+        found = folder.stat()
+        if found.st_uid not in (os.geteuid(), 0):
+            raise UntrustedFile(
+                f"{path}: {folder} belongs to user {found.st_uid}, which could replace the file"
+            )
+        if found.st_mode & _WRITABLE_BY_OTHERS and not found.st_mode & stat.S_ISVTX:
+            raise UntrustedFile(
+                f"{path}: others can write {folder} and replace the file (`chmod go-w {folder}`)"
+            )
+
+
 def problem_of(found: os.stat_result, *, secret: bool, owners: frozenset[int] = frozenset()) -> str | None:
     """Return why a file cannot be trusted (`expected permissions 0600, found 0644: …`); None if it can."""
     if not stat.S_ISREG(found.st_mode):
