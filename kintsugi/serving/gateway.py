@@ -28,7 +28,7 @@ import msgspec
 from aiohttp import web
 
 from kintsugi.access.gate import Caller
-from kintsugi.access.roles import Action
+from kintsugi.access.roles import AccessRole, Action
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.openai_api.api_errors import (
     ApiError,
@@ -85,6 +85,7 @@ OPEN_PATHS = frozenset({"/health", "/metrics", "/openapi.json"})
 """Routes for monitoring, which tell a stranger only whether the service works; all others require a key, if there is
 one."""
 ADMIN_PATHS = {"/admin/weights": Action.LOAD_WEIGHTS, "/admin/servers": Action.SCALE_SERVICE}
+STRANGER = Caller("anonymous", AccessRole.VIEWER, origin="unknown")
 CALLER: ContextVar[Caller] = ContextVar("caller")
 """Caller of the request that the current task answers."""
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
@@ -245,7 +246,7 @@ class Gateway:
         self, request: web.Request, order: GenerationOrder, make_shape: Callable[..., ResponseShape]
     ) -> web.StreamResponse:
         self._admit(order)
-        with self._quota(CALLER.get(), order):
+        with self._quota(CALLER.get(STRANGER), order):
             return await self._generated(request, order, make_shape)
 
     @contextmanager
@@ -404,13 +405,13 @@ class Gateway:
     async def _admin_weights(self, request: web.Request) -> web.Response:
         administration = self._administrator()
         asked = decode(NewWeights, await read_body(request))
-        await self._access.record(CALLER.get(), Action.LOAD_WEIGHTS, detail=asked.path)
+        await self._access.record(CALLER.get(STRANGER), Action.LOAD_WEIGHTS, detail=asked.path)
         return as_json(await administration.load_weights(asked.path))
 
     async def _admin_servers(self, request: web.Request) -> web.Response:
         administration = self._administrator()
         asked = decode(NewServers, await read_body(request))
-        await self._access.record(CALLER.get(), Action.SCALE_SERVICE, detail=f"servers={asked.count}")
+        await self._access.record(CALLER.get(STRANGER), Action.SCALE_SERVICE, detail=f"servers={asked.count}")
         return as_json(await administration.resize(asked.count))
 
     def _administrator(self) -> GatewayAdministration:
