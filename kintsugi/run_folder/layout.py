@@ -5,6 +5,7 @@
     rewards.py              reward functions that were passed from Python
     data.json               data sources with their digests, pinned when the run starts
     journal                 facts that the master committed; a resume and a takeover replay them
+    journal.N               earlier facts, which the journal has folded into its first record; 256 MiB at most
     inputs                  events that the master handled, for replay in the simulator
     summary.json            outcome of the run, written at its end
     launcher.json           process that runs this folder, while it runs

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from kintsugi.journal.facts import (
     RunEnded,
     ScaleRefused,
     ServersScaled,
+    StateFolded,
 )
-from kintsugi.run_folder.incidents import IncidentHistory, IncidentIndex, IncidentReport, report_of
+from kintsugi.run_folder.incidents import IncidentHistory, IncidentIndex, IncidentReport
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.summary import FaultLine, Summary
 from kintsugi.runtime.disk import write_atomically
@@ -136,43 +138,66 @@ def _state(folder: Path, *, pid: int | None) -> RunState:
 
 def read_journal(folder: Path) -> JournalStatus:
     """Read processes, checkpoints and requests from the journal."""
-    from kintsugi.journal.journal import read_facts
-
-    path = RunFolder(folder).journal_file
-    return summarize_facts(read_facts(path) if path.exists() else ())
+    status = _StatusFold()
+    _fold_journal(folder, status.take)
+    return status.result()
 
 
 def read_incidents(folder: Path) -> IncidentReport:
     """Read the incidents so far; none if there is no journal yet."""
-    from kintsugi.journal.journal import read_facts
+    index = IncidentIndex()
+    _fold_journal(folder, index.take)
+    return index.report()
+
+
+def _fold_journal(folder: Path, take: Callable[[Fact], None]) -> None:
+    """Pass the facts of the journal to `take`, a folded state first if there is one; nothing without a journal."""
+    from kintsugi.journal.journal import scan_facts
 
     path = RunFolder(folder).journal_file
-    return report_of(read_facts(path) if path.exists() else ())
+    if path.exists():
+        scan_facts(path, take)
 
 
 def summarize_facts(facts: Iterable[Fact]) -> JournalStatus:
-    processes: dict[str, int] = {}
-    saved: list[int] = []
-    answers: dict[str, str] = {}
-    scaled_to = None
-    index = IncidentIndex()
+    status = _StatusFold()
     for fact in facts:
-        index.take(fact)
+        status.take(fact)
+    return status.result()
+
+
+class _StatusFold:
+    """Fold of the facts that `JournalStatus` needs."""
+
+    def __init__(self) -> None:
+        self._processes: dict[str, int] = {}
+        self._saved: list[int] = []
+        self._answers: dict[str, str] = {}
+        self._scaled_to: int | None = None
+        self._index = IncidentIndex()
+
+    def take(self, fact: Fact) -> None:
+        self._index.take(fact)
         match fact:
+            case StateFolded():
+                self._processes, self._answers = dict(fact.processes), dict(fact.answers)
+                self._saved, self._scaled_to = list(fact.saved_steps), fact.servers
             case ProcessJoined():
-                processes[fact.peer.process] = fact.pid
+                self._processes[fact.peer.process] = fact.pid
             case ProcessLost():
-                processes.pop(fact.process, None)
+                self._processes.pop(fact.process, None)
             case CheckpointSaved():
-                saved.append(fact.step)
+                self._saved.append(fact.step)
             case ServersScaled():
-                scaled_to, answers[fact.request] = fact.servers, ""
+                self._scaled_to, self._answers[fact.request] = fact.servers, ""
             case ScaleRefused():
-                answers[fact.request] = fact.reason
+                self._answers[fact.request] = fact.reason
             case _:
                 pass
-    incident = next((each for each in index.report().incidents[-1:] if each.is_open), None)
-    return JournalStatus(processes, tuple(saved), incident, scaled_to, answers)
+
+    def result(self) -> JournalStatus:
+        incident = next((each for each in self._index.report().incidents[-1:] if each.is_open), None)
+        return JournalStatus(self._processes, tuple(self._saved), incident, self._scaled_to, self._answers)
 
 
 def read_metrics(folder: Path, *, offset: int = 0) -> tuple[list[MetricLine], int]:
@@ -272,11 +297,9 @@ def read_faults(folder: Path, *, since: float) -> tuple[FaultLine, ...]:
 
 
 def _journaled_faults(folder: Path, *, since: float) -> list[Fault]:
-    from kintsugi.journal.journal import read_facts
-
-    path = RunFolder(folder).journal_file
+    last: deque[Fact] = deque(maxlen=1)
     try:
-        last = read_facts(path)[-1:] if path.exists() else ()
+        _fold_journal(folder, last.append)
     except StorageError:
         return []
     return [

@@ -71,6 +71,8 @@ class Disk(Protocol):
 
     def rename(self, source: Path, target: Path) -> None: ...
 
+    def link(self, source: Path, target: Path) -> None: ...
+
     def remove(self, path: Path) -> None: ...
 
     def sync_folder(self, folder: Path) -> None: ...
@@ -196,6 +198,10 @@ class SystemDisk:
 
     def rename(self, source: Path, target: Path) -> None:
         os.replace(source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name; FileExistsError if the name is taken."""
+        os.link(source, target)
 
     def remove(self, path: Path) -> None:
         """Remove a file or an empty folder."""

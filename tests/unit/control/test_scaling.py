@@ -212,7 +212,7 @@ def test_a_request_is_answered_once() -> None:
     scale(driven, 2, "b")
     scale(driven, 3)
     assert [fact.servers for fact in driven.facts if isinstance(fact, ServersScaled)] == [3, 2]
-    assert driven.state.answered == {"a", "b"}
+    assert driven.state.answered == {"a": "", "b": ""}
 
 
 def test_a_request_waits_until_everybody_is_there() -> None:
