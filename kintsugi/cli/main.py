@@ -330,12 +330,11 @@ def samples(
     from kintsugi.cli import tables
     from kintsugi.run_folder import reader
 
-    chosen = reader.read_samples(reader.find_run(run), step=step, worst=worst, grep=grep)
+    last = None if worst else SAMPLES_SHOWN + 1
+    chosen = reader.read_samples(reader.find_run(run), step=step, worst=worst, grep=grep, last=last)
     shown = chosen if worst else chosen[-SAMPLES_SHOWN:]
     if len(shown) < len(chosen):
-        typer.echo(
-            f"the last {len(shown)} of {len(chosen):,} samples (select others with --step, --worst and --grep)"
-        )
+        typer.echo(f"the last {len(shown)} samples (select others with --step, --worst and --grep)")
     typer.echo("\n".join(map(tables.sample_line, shown)) if shown else "no matching samples")
 
 

@@ -12,6 +12,7 @@
     processes.json          status, counters and waits of each process, refreshed by the master
     metrics.jsonl           metrics of each step and evaluation
     samples.jsonl           trained samples: prompt, completion, rewards
+    samples.index           place and worst samples of each step in samples.jsonl
     verdicts.jsonl          held-out problems of each evaluation, answered right or wrong
     diagnoses.jsonl         diagnoses of the watcher process
     store.db                search index over events, logs and journal (built by `kintsugi logs`)
@@ -93,6 +94,10 @@ class RunFolder:
     @property
     def samples_file(self) -> Path:
         return self.path / "samples.jsonl"
+
+    @property
+    def samples_index_file(self) -> Path:
+        return self.path / "samples.index"
 
     @property
     def eval_answers_file(self) -> Path:

@@ -2,7 +2,7 @@
 explains each name.
 
 `metrics.jsonl` has one object a line: `{"step": 12, "time": 1.7e9, "reward/mean": 0.4, …}`; an evaluation is a line of
-its own. `samples.jsonl` has one line per trained sample. Both are cut back to the resumed step when a run resumes.
+its own. `samples.jsonl` has one line per trained sample. Both are cut back, in place, when a run resumes or rolls back.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from heapq import nsmallest
 from io import BytesIO, FileIO
+from itertools import accumulate, pairwise
 from math import isfinite, sqrt
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +24,9 @@ import msgspec
 from kintsugi.errors import StorageError
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import Clock, SystemClock
-from kintsugi.runtime.disk import append_whole, write_atomically
+from kintsugi.runtime.disk import append_whole
+from kintsugi.telemetry.jsonl_log import lines_backwards
+from kintsugi.telemetry.samples_index import NUM_WORST, SamplesOfStep
 from kintsugi.types import FinishReason, SampleMeta, SampleText
 
 _BLOCK_SIZE = 1 << 16
@@ -142,24 +146,37 @@ class _Lines:
         """Open unbuffered: a later flush must not repeat what a full disk refused."""
         return self._path.open("ab", buffering=0)
 
-    def append(self, records: Sequence[Any]) -> None:
-        """Append all lines or none: half a line would make the rest of the file unreadable."""
-        lines = b"".join(self._encoder.encode(record) + b"\n" for record in records)
+    def append(self, records: Sequence[Any]) -> list[int]:
+        """Append all lines or none: half a line would make the rest of the file unreadable. Return the offset of each
+        line, and that of the end."""
+        lines = [self._encoder.encode(record) + b"\n" for record in records]
 
-        self._guarded(lambda: append_whole(self._file, lines))
+        def append() -> int:
+            start = os.fstat(self._file.fileno()).st_size
+            append_whole(self._file, b"".join(lines))
+            return start
+
+        return list(accumulate(map(len, lines), initial=self._guarded(append)))
 
     def truncate_after(self, step: int) -> None:
-        """Keep the lines up to this step; the file is replaced as a whole."""
+        """Cut off the lines of later steps, in place: they are the last ones. A line that cannot be decoded has no
+        step, and is cut off with those that follow it."""
         decoder = msgspec.json.Decoder(_Stepped)
 
-        def rewrite() -> None:
-            with self._path.open("rb") as lines:
-                kept = (line for line in lines if decoder.decode(line).step <= step)
-                write_atomically(self._path, kept, durable=False)
-            self._file.close()
-            self._file = self._open()
+        def cut() -> None:
+            size = end = os.fstat(self._file.fileno()).st_size
+            for offset, line in lines_backwards(self._path):
+                try:
+                    is_kept = decoder.decode(line).step <= step
+                except (msgspec.MsgspecError, UnicodeDecodeError):
+                    continue
+                if is_kept:
+                    break
+                end = offset
+            if end < size:
+                os.ftruncate(self._file.fileno(), end)
 
-        self._guarded(rewrite)
+        self._guarded(cut)
 
     def close(self) -> None:
         self._file.close()
@@ -218,9 +235,11 @@ class MetricsWriter:
         )
 
     def truncate_after(self, step: int) -> None:
-        self._lines.truncate_after(step)
-        for tracker in self._trackers:
-            tracker.truncate_after(step, time=self._clock.wall())
+        time = self._clock.wall()
+        _try_all(
+            lambda: self._lines.truncate_after(step),
+            *(partial(tracker.truncate_after, step, time=time) for tracker in self._trackers),
+        )
 
     def close(self) -> None:
         _try_all(self._lines.close, *(tracker.close for tracker in self._trackers))
@@ -234,7 +253,7 @@ class MetricsWriter:
         self.close()
 
 
-def _try_all(*actions: Callable[[], None]) -> None:
+def _try_all(*actions: Callable[[], object]) -> None:
     """Call all of them, then raise the errors of any."""
     failures: list[str] = []
     for action in actions:
@@ -247,10 +266,11 @@ def _try_all(*actions: Callable[[], None]) -> None:
 
 
 class SamplesWriter:
-    """Writes every trained sample to `samples.jsonl`."""
+    """Writes every trained sample to `samples.jsonl`, and the place of each step to `samples.index`."""
 
     def __init__(self, run_dir: Path) -> None:
         self._lines = _Lines(RunFolder(run_dir).samples_file)
+        self._index = _Lines(RunFolder(run_dir).samples_index_file)
 
     def write(
         self,
@@ -261,29 +281,36 @@ class SamplesWriter:
         advantages: Mapping[str, float],
     ) -> None:
         nothing = SampleText("", "")
-        self._lines.append(
-            [
-                SampleRecord(
-                    step=step,
-                    ticket=meta.ticket,
-                    sample=int(meta.key.rsplit("/", 1)[1]),
-                    version=meta.version,
-                    prompt=texts.get(meta.key, nothing).prompt,
-                    completion=texts.get(meta.key, nothing).completion,
-                    reward=meta.reward,
-                    reward_components=meta.reward_components,
-                    finish=meta.finish,
-                    advantage=advantages.get(meta.key),
-                )
-                for meta in metas
-            ]
-        )
+        records = [
+            SampleRecord(
+                step=step,
+                ticket=meta.ticket,
+                sample=int(meta.key.rsplit("/", 1)[1]),
+                version=meta.version,
+                prompt=texts.get(meta.key, nothing).prompt,
+                completion=texts.get(meta.key, nothing).completion,
+                reward=meta.reward,
+                reward_components=meta.reward_components,
+                finish=meta.finish,
+                advantage=advantages.get(meta.key),
+            )
+            for meta in metas
+        ]
+        offsets = self._lines.append(records)
+        scored = [
+            (record.reward, offset, end)
+            for record, (offset, end) in zip(records, pairwise(offsets), strict=True)
+            if record.reward_components and isfinite(record.reward)
+        ]
+        worst = tuple(nsmallest(NUM_WORST, scored))
+        self._index.append([SamplesOfStep(step, offsets[0], offsets[-1], len(scored), worst)])
 
     def truncate_after(self, step: int) -> None:
-        self._lines.truncate_after(step)
+        _try_all(lambda: self._lines.truncate_after(step), lambda: self._index.truncate_after(step))
 
     def close(self) -> None:
         self._lines.close()
+        self._index.close()
 
 
 class EvalAnswersWriter:

@@ -25,6 +25,7 @@ FILES = {
     "processes_file": "processes.json",
     "metrics_file": "metrics.jsonl",
     "samples_file": "samples.jsonl",
+    "samples_index_file": "samples.index",
     "eval_answers_file": "verdicts.jsonl",
     "diagnoses_file": "diagnoses.jsonl",
     "index_file": "store.db",
