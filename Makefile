@@ -17,10 +17,11 @@ TINY := tests/cluster/test_cleanup.py tests/cluster/test_restarts.py
 # A worker per core; one that has finished takes tests from the others. The longest, the pages of docs/, come first.
 PARALLEL := --numprocesses auto --dist worksteal tests/docs $(TINY) tests/unit tests/simulation
 # Real clusters want the machine to themselves: they count processes and descriptors, and have deadlines.
-ALONE := tests/cluster $(TINY:%=--ignore %)
-# Programs of the system that the fault laboratory calls; what is missing is said, and its tests are skipped.
-SYSTEM_TOOLS := ip tc nft iptables strace mkfs.ext4 mount unshare nsenter
-SYSTEM_PACKAGES := iproute2 nftables iptables strace e2fsprogs mount util-linux
+ALONE := tests/cluster tests/browser $(TINY:%=--ignore %)
+# Programs of the system that the fault laboratory calls, and the browser of tests/browser; what is missing is said, and
+# its tests are skipped.
+SYSTEM_TOOLS := ip tc nft iptables strace mkfs.ext4 mount unshare nsenter chromium
+SYSTEM_PACKAGES := iproute2 nftables iptables strace e2fsprogs mount util-linux chromium fonts-dejavu-core
 # Every process that starts would compile all it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq
@@ -36,7 +37,7 @@ help:
 	@echo "make bench      benchmarks, ours and the peers' in one run"
 	@echo "make trl-losses TRL's losses and gradients again, for the tests that compare ours"
 	@echo "make setup      only the environment in .venv"
-	@echo "make system-packages  what the fault laboratory calls (root, Debian)"
+	@echo "make system-packages  what the fault laboratory and the browser tests call (root, Debian)"
 	@echo "make clean      remove environments and caches (runs/ stays)"
 
 setup: $(SETUP)
@@ -69,10 +70,10 @@ system-packages:
 		echo "installing $(SYSTEM_PACKAGES), for:$$missing"; \
 		install="$(APT) install --yes --no-install-recommends $(SYSTEM_PACKAGES)"; \
 		sh -c "$$install" >/dev/null 2>&1 || { $(APT) update && sh -c "$$install" >/dev/null; } || \
-			echo "could not be installed; faults that need them can not be injected, their tests are skipped"; \
+			echo "could not be installed; tests that need them are skipped"; \
 	else \
 		echo "missing:$$missing (Debian: $(SYSTEM_PACKAGES)); as root, make installs them." \
-			"Faults that need them can not be injected, their tests are skipped"; \
+			"Faults and tests that need them are skipped"; \
 	fi
 
 test: system-packages lint

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         WarmupSection,
         WeightsSection,
     )
+    from kintsugi.notebook import RecordedRun, Table, load
 
 __version__ = "0.1.0"
 
@@ -54,18 +55,22 @@ __all__ = [
     "ModelSection",
     "MonitoringSection",
     "NewModel",
+    "RecordedRun",
     "ReferenceSection",
     "RewardModelSection",
     "RolloutSection",
     "RunResult",
     "SamplingSection",
+    "Table",
     "WarmupSection",
     "WeightsSection",
+    "load",
     "read_run",
     "train",
 ]
 
 _API = frozenset({"RunResult", "read_run", "train"})
+_NOTEBOOK = frozenset({"RecordedRun", "Table", "load"})
 
 
 def __getattr__(name: str) -> Any:
@@ -73,6 +78,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _API:
         from kintsugi import api as home
+    elif name in _NOTEBOOK:
+        from kintsugi import notebook as home  # type: ignore[no-redef]
     elif name == "CustomAlgorithm":
         from kintsugi.config import custom_algorithm as home  # type: ignore[no-redef]
     else:

@@ -6,7 +6,8 @@ The type names the boundary that was crossed. Bugs are `assert`s and have no typ
     ├── UserError (also a ValueError)      user error: exit code 2, one sentence, no traceback
     │   ├── ConfigError                    a field of the configuration
     │   ├── DataError                      a data set, a row, a column
-    │   └── ModelError                     a model folder, a tokenizer
+    │   ├── ModelError                     a model folder, a tokenizer
+    │   └── UntrustedFile                  a file that another user could have written or read
     └── WorldError                         failure outside this process
         ├── DeadlineExceeded               a declared wait reached its deadline
         ├── RunFailed                      a run that `kintsugi.train` started failed; first cause first
@@ -148,6 +149,10 @@ class DataError(UserError):
 
 class ModelError(UserError):
     """A model folder or tokenizer is missing something, or its family is not supported."""
+
+
+class UntrustedFile(UserError):
+    """A file that is acted upon or secret belongs to another user, or others may write or read it."""
 
 
 class WorldError(KintsugiError):

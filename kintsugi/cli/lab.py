@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kintsugi.cli.arguments import Overrides, Recipe, load_validated
+from kintsugi.cli.output import say
 
 app = typer.Typer()
 lab = typer.Typer(no_args_is_help=True, help="Inject faults into runs, and compare diagnosis methods.")
@@ -51,7 +52,7 @@ def soak(
     create_run_dir(folder)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console()
-    run = Soak(config, folder=folder, num_faults=faults, seed=seed, cold=cold, say=typer.echo)
+    run = Soak(config, folder=folder, num_faults=faults, seed=seed, cold=cold, say=say)
     report = run.run()
     if json is not None:
         reports.write(report, json)
@@ -78,8 +79,8 @@ def simulate(
     if replay is not None:
         outcome = Runner(num_workers=workers).run(replay, keep_trace=trace)
         for line in outcome.trace:
-            typer.echo(line)
-        typer.echo(summary_of(replay, outcome))
+            say(line)
+        say(summary_of(replay, outcome))
         raise typer.Exit(1 if outcome.violations else 0)
     report = run_campaign(first=first, count=seeds, num_workers=workers, num_processes=processes)
     encoded = msgspec.json.format(msgspec.json.encode(report), indent=2)
@@ -88,7 +89,7 @@ def simulate(
         violating = report.pop("violating")
         report.pop("coverage")
         encoded = msgspec.json.format(msgspec.json.encode({**report, "violating": violating}), indent=2)
-    typer.echo(encoded.decode())
+    say(encoded.decode())
     raise typer.Exit(1 if report["violations"] else 0)
 
 
@@ -100,14 +101,12 @@ def list_experiments() -> None:
     for name in experiments.names():
         experiment = experiments.find(name).experiment
         faults = ", ".join(f"{fault.ability} on {fault.target}" for fault in experiment.faults)
-        typer.echo(
+        say(
             f"{name:8} {experiment.title} [{'/'.join(experiment.challenges)}; {', '.join(experiment.profiles)}]"
         )
-        typer.echo(f"{'':8} {faults}")
-    typer.echo("Challenges: A: a fault shows in another stage; B: logs mislead; C: exists in RL only.")
-    typer.echo(
-        "Systems: ours; fragile: a conventional RL system; sft: conventional fine-tuning, for contrast."
-    )
+        say(f"{'':8} {faults}")
+    say("Challenges: A: a fault shows in another stage; B: logs mislead; C: exists in RL only.")
+    say("Systems: ours; fragile: a conventional RL system; sft: conventional fine-tuning, for contrast.")
 
 
 @lab.command("run")
@@ -124,7 +123,7 @@ def run_experiments(
     """Run experiments on our system and on the fragile one; report visible errors and diagnoses."""
     from kintsugi.lab.commands import run_experiments as run_them
 
-    if not run_them(experiments, profile=profile, folder=folder, json=json, say=typer.echo):
+    if not run_them(experiments, profile=profile, folder=folder, json=json, say=say):
         raise typer.Exit(1)
 
 
@@ -157,7 +156,7 @@ def run_campaign(
         seed=seed,
         folder=folder,
         json=json,
-        say=typer.echo,
+        say=say,
         recipe=recipe,
         overrides=overrides or (),
         each=each,
@@ -171,7 +170,7 @@ def report(folder: LabFolder) -> None:
     """Write the report of a `lab run` or a campaign: HTML page, Markdown, figures and raw data."""
     from kintsugi.lab.commands import write_report
 
-    write_report(folder, say=typer.echo)
+    write_report(folder, say=say)
 
 
 @lab.command()
@@ -179,7 +178,7 @@ def kit(folder: LabFolder) -> None:
     """Write the material of a human study: the master's log of every run, an answer sheet, and the right answers."""
     from kintsugi.lab.human_study import ANSWERS_FILE, write_kit
 
-    typer.echo(f"{write_kit(folder)}: for the participants; the right answers are in {folder / ANSWERS_FILE}")
+    say(f"{write_kit(folder)}: for the participants; the right answers are in {folder / ANSWERS_FILE}")
 
 
 @lab.command()
@@ -187,7 +186,7 @@ def abilities() -> None:
     """List fault types and mechanisms, and why a mechanism does not work on this machine."""
     from kintsugi.lab.commands import list_abilities
 
-    list_abilities(say=typer.echo)
+    list_abilities(say=say)
 
 
 @lab.command()
@@ -200,5 +199,5 @@ def residue(
     """Check that injections leave no residue on the host, even when injector, target or laboratory are killed."""
     from kintsugi.lab.commands import run_residue
 
-    if not run_residue(injections, seed=seed, folder=folder, json=json, say=typer.echo):
+    if not run_residue(injections, seed=seed, folder=folder, json=json, say=say):
         raise typer.Exit(1)

@@ -17,11 +17,13 @@ from rich.text import Text
 
 from kintsugi.config.schema import Config
 from kintsugi.config.stages import has_servers, next_stage, stages
+from kintsugi.errors import StorageError
 from kintsugi.run_folder import reader
 from kintsugi.run_folder.incidents import headline
 from kintsugi.run_folder.reader import MetricLine
 from kintsugi.run_folder.summary import Summary
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
+from kintsugi.runtime.printable import printable
 from kintsugi.telemetry.eval_stats import wilson_interval
 from kintsugi.telemetry.events import Alert, Record
 
@@ -114,7 +116,8 @@ class LiveView:
         self._shown = ("", -1)
 
     def __enter__(self) -> Self:
-        self._console.print(f"run folder [bold]{self._run_dir}[/bold]", highlight=False)
+        title = Text("run folder ").append(printable(str(self._run_dir)), style="bold")
+        self._console.print(title, highlight=False, soft_wrap=True)
         if self._live is not None:
             self._live.start()
         return self
@@ -147,7 +150,13 @@ class LiveView:
                 self._print_line()
 
     def _read(self) -> None:
-        lines, self._offset = reader.read_metrics(self._run_dir, offset=self._offset)
+        """Read new metrics. After a rollback the file is shorter; if it has grown again meanwhile, the offset is in the
+        middle of a line, and the whole file is read the next time."""
+        try:
+            lines, self._offset = reader.read_metrics(self._run_dir, offset=self._offset)
+        except StorageError:
+            self._offset = 0
+            return
         for line in lines:
             self._progress.take(line)
 
@@ -156,20 +165,20 @@ class LiveView:
         alerts, self._alerts_offset = reader.read_new_alerts(self._run_dir, offset=self._alerts_offset)
         for alert in alerts:
             elapsed = duration(self._clock.monotonic() - self._started)
-            text = f"{elapsed:>6}  {alert_text(alert)}"
+            text = printable(f"{elapsed:>6}  {alert_text(alert)}")
             self._console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def _print_line(self) -> None:
         self._shown = (self._progress.stage, self._progress.step)
         elapsed = duration(self._clock.monotonic() - self._started)
         parts = [f"{elapsed:>6}", *(f"{name} {value}" for name, value in self._metrics())]
-        self._console.print("  ".join(parts), highlight=False, soft_wrap=True, markup=False)
+        self._console.print(printable("  ".join(parts)), highlight=False, soft_wrap=True, markup=False)
 
     def _panel(self) -> Group:
         progress = self._progress
         table = Table.grid(padding=(0, 2))
         for name, value in self._metrics():
-            table.add_row(Text(name, style="dim"), value)
+            table.add_row(Text(name, style="dim"), cell(value))
         return Group(ProgressBar(total=progress.total, completed=progress.step, width=60), table)
 
     def _metrics(self) -> list[tuple[str, str]]:
@@ -187,22 +196,30 @@ class LiveView:
         return [(name, value) for name, value in values.items() if value is not None]
 
 
+def cell(text: str) -> Text:
+    """Return a text for a table in which nothing is markup and no character controls the terminal."""
+    return Text(printable(text))
+
+
 def print_closing(console: Console, summary: Summary, *, config: Config, folder: Path) -> None:
     """Print the results of a run and commands to try next."""
     console.print(closing_table(summary, config=config, folder=folder))
     if summary.incidents:
         see = f"{program()} incidents {folder}"
-        text = f"incidents: {incidents_text(summary)}; details: {see}"
+        text = printable(f"incidents: {incidents_text(summary)}; details: {see}")
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     console.print("try next:", highlight=False)
     for command in suggestions(summary, folder=folder):
-        console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
+        console.print(printable(f"  {command}"), highlight=False, markup=False, soft_wrap=True)
 
 
 def closing_table(summary: Summary, *, config: Config, folder: Path) -> Table:
     """Table of the results of a run."""
     table = Table(
-        title=f"{summary.name}: {summary.outcome}", show_header=False, title_justify="left", min_width=60
+        title=cell(f"{summary.name}: {summary.outcome}"),
+        show_header=False,
+        title_justify="left",
+        min_width=60,
     )
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -223,16 +240,18 @@ def closing_table(summary: Summary, *, config: Config, folder: Path) -> Table:
         ("quarantined", summary.samples_quarantined),
     ):
         if reasons:
-            table.add_row(f"samples {end}", "\n".join(f"{n:,}: {reason}" for reason, n in reasons.items()))
+            table.add_row(
+                f"samples {end}", cell("\n".join(f"{n:,}: {reason}" for reason, n in reasons.items()))
+            )
     table.add_row("tokens generated", f"{summary.tokens_generated:,}")
     if summary.staleness.max:
         stale = summary.staleness
         table.add_row("staleness", f"{stale.mean:.1f} steps, at most {stale.max}")
     spent = sorted(summary.timing.items(), key=lambda item: -item[1])
-    table.add_row("time per stage", "\n".join(f"{name} {seconds:.1f} s" for name, seconds in spent))
+    table.add_row("time per stage", cell("\n".join(f"{name} {seconds:.1f} s" for name, seconds in spent)))
     if summary.weights_sha256 is not None:
         table.add_row("weights", f"version {summary.weight_version}, sha256 {summary.weights_sha256[:16]}…")
-    table.add_row("run folder", str(folder))
+    table.add_row("run folder", cell(str(folder)))
     return table
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kintsugi.cli import lab, observe
+from kintsugi.cli import access, lab, observe, page
 from kintsugi.cli.arguments import (
     Overrides,
     Recipe,
@@ -23,6 +24,7 @@ from kintsugi.cli.arguments import (
     loaded,
     validated,
 )
+from kintsugi.cli.output import say, say_json
 from kintsugi.run_folder.layout import RunFolder
 
 if TYPE_CHECKING:
@@ -36,7 +38,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(observe.app)
+app.add_typer(page.app)
 app.add_typer(lab.app)
+app.add_typer(access.app)
 
 SAMPLES_SHOWN = 20
 ALERTS_SHOWN = 5
@@ -44,8 +48,10 @@ ALERTS_SHOWN = 5
 
 def main() -> None:
     """Run the command line. Expected errors become one message and an exit code."""
+    from kintsugi.cli.output import open_standard_streams
     from kintsugi.errors import KintsugiError
 
+    open_standard_streams()
     try:
         app()
     except KintsugiError as error:
@@ -78,7 +84,7 @@ def init(
     from kintsugi.cli.recipe_template import write_starter
 
     written = write_starter(file, algorithm=algorithm, model=model, data=data)
-    typer.echo(f"{', '.join(map(str, written))}: try `kintsugi check {file}`, then `kintsugi train {file}`")
+    say(f"{', '.join(map(str, written))}: try `kintsugi check {file}`, then `kintsugi train {file}`")
 
 
 @app.command()
@@ -99,29 +105,46 @@ def recipes(
             "--copy: expected the name of a recipe, got none: `kintsugi recipes NAME --copy FILE`"
         )
     if name is None:
-        typer.echo(recipe_list())
+        say(recipe_list())
     elif copy is None:
-        typer.echo(recipe_text(name), nl=False)
+        say(recipe_text(name), nl=False)
     else:
-        typer.echo(f"{copy_recipe(name, copy)}: try `kintsugi check {copy}`")
+        say(f"{copy_recipe(name, copy)}: try `kintsugi check {copy}`")
 
 
 @app.command()
-def train(recipe: Recipe, overrides: Overrides = None) -> None:
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    with_page: Annotated[
+        bool, typer.Option("--page", help="Show the run in a browser, as `kintsugi page` does.")
+    ] = False,
+    page_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: any free port.")] = 0,
+) -> None:
     """Train a model as described by a recipe, and show progress and results."""
-    _train(loaded(recipe, overrides))
+    _train(loaded(recipe, overrides), page_port=page_port if with_page else None)
 
 
-def _train(resolved: Resolved) -> None:
+def _train(resolved: Resolved, *, page_port: int | None = None) -> None:
     from kintsugi.errors import KintsugiError
     from kintsugi.run_folder.creation import make_run_folder, remove_unused
 
     config, run_dir = make_run_folder(validated(resolved))
+    beside = None
     try:
-        _launch(config, run_dir=run_dir, resume=False)
+        if page_port is not None:
+            beside = page.PageBesideRun(
+                run_dir, port=page_port, warn=lambda text: _print_error(f"warning: {text}")
+            )
+            if beside.address:
+                say(f"page: {beside.address}")
+        _launch(config, run_dir=run_dir, resume=False, on_tick=beside.check if beside is not None else None)
     except KintsugiError:
         remove_unused(run_dir)
         raise
+    finally:
+        if beside is not None:
+            beside.close()
 
 
 @app.command()
@@ -146,30 +169,23 @@ def check(recipe: Recipe, overrides: Overrides = None) -> None:
     from kintsugi.cli.check import overview
 
     resolved = load_validated(recipe, overrides)
-    typer.echo(overview(resolved))
+    say(overview(resolved))
     check_devices(resolved.config)
 
 
 @app.command()
 def resume(run: Run) -> None:
     """Resume a run that was stopped, failed or killed, from its last checkpoint."""
-    import msgspec
-
-    from kintsugi.config.validation import validate
-    from kintsugi.errors import UserError
+    from kintsugi.cli.run_actions import Finished, check_resumable
     from kintsugi.run_folder import reader
 
     folder = reader.find_run(run)
-    status = reader.read_status(folder)
-    if status.state is reader.RunState.RUNNING:
-        raise UserError(f"{folder} is running (process {status.pid}); there is nothing to resume")
-    if status.state is reader.RunState.FINISHED:
-        _print_error(
-            f"{folder} is finished ({status.step} of {status.total_steps} steps); there is nothing to resume"
-        )
-        raise typer.Exit(1)
     add_current_folder_to_path()
-    validate(msgspec.structs.replace(status.config, run_dir=None), resumed=folder)
+    try:
+        status = check_resumable(folder)
+    except Finished as error:
+        _print_error(str(error))
+        raise typer.Exit(1) from error
     RunFolder(folder).summary_file.unlink(missing_ok=True)
     _launch(status.config, run_dir=folder, resume=True)
 
@@ -182,27 +198,29 @@ def stop(
     ] = 600,
 ) -> None:
     """Stop a run after its current step, with a checkpoint."""
-    import signal
-
-    from kintsugi.errors import UserError
+    from kintsugi.access.roles import Action
+    from kintsugi.cli.run_actions import find_launcher, request_stop
     from kintsugi.run_folder import reader
     from kintsugi.runtime.processes import SystemProcesses
 
     folder = reader.find_run(run)
-    record = reader.living_launcher(folder)
-    if record is None:
-        raise UserError(
-            f"{folder} is not running (it is {reader.read_status(folder).state}); there is nothing to stop"
-        )
-    launcher = SystemProcesses().adopt(record.pid)
+    launcher = find_launcher(folder)
     try:
-        launcher.send_signal(signal.SIGTERM)
-        typer.echo(f"{folder}: sent the stop request to process {launcher.pid}; it ends after its step")
+        answer = request_stop(folder, launcher)
+        access.record_locally(folder, Action.STOP)
+        say(answer)
         launcher.wait_ended(whom=f"process {launcher.pid}", timeout_s=timeout_s)
     finally:
         launcher.close()
+    # The standby, if the launcher was killed meanwhile: it has the request.
+    while (record := reader.living_launcher(folder)) is not None:
+        standby = SystemProcesses().adopt(record.pid)
+        try:
+            standby.wait_ended(whom=f"process {standby.pid}", timeout_s=timeout_s)
+        finally:
+            standby.close()
     status = reader.read_status(folder)
-    typer.echo(f"{folder}: {status.state} at step {status.step} of {status.total_steps}")
+    say(f"{folder}: {status.state} at step {status.step} of {status.total_steps}")
 
 
 @app.command()
@@ -214,12 +232,19 @@ def scale(
     ] = 60,
 ) -> None:
     """Scale the generation servers of a running run. Results are unaffected."""
+    from kintsugi.access.roles import Action
     from kintsugi.cli.scale import scale_run
+    from kintsugi.errors import KintsugiError
     from kintsugi.run_folder import reader
 
     folder = reader.find_run(run)
-    scale_run(folder, servers=servers, timeout_s=timeout_s)
-    typer.echo(f"{folder}: scaled to {servers} generation servers; see `kintsugi status`")
+    try:
+        scale_run(folder, servers=servers, timeout_s=timeout_s)
+    except KintsugiError as error:
+        access.record_locally(folder, Action.SCALE, detail=f"servers={servers}", answer=f"refused: {error}")
+        raise
+    access.record_locally(folder, Action.SCALE, detail=f"servers={servers}")
+    say(f"{folder}: scaled to {servers} generation servers; see `kintsugi status`")
 
 
 @app.command()
@@ -230,6 +255,7 @@ def status(run: Run) -> None:
     from kintsugi.cli import tables
     from kintsugi.cli.session import print_faults
     from kintsugi.run_folder import reader
+    from kintsugi.runtime.printable import printable
     from kintsugi.telemetry.process_reports import read_processes
 
     folder = reader.find_run(run)
@@ -238,10 +264,11 @@ def status(run: Run) -> None:
     console.print(tables.status_table(current, reader.read_journal(folder)))
     if current.state is reader.RunState.RUNNING and (reports := read_processes(folder)) is not None:
         if (recovery := tables.recovery_line(reports)) is not None:
-            console.print(recovery, highlight=False, markup=False)
+            console.print(printable(recovery), highlight=False, markup=False)
         console.print(tables.processes_table(reports))
     for alert in reader.read_alerts(folder, count=ALERTS_SHOWN):
-        console.print(tables.alert_line(alert), highlight=False, markup=False, soft_wrap=True)
+        text = printable(tables.alert_line(alert))
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     if current.state is reader.RunState.FAILED and (summary := reader.read_summary(folder)) is not None:
         print_faults(summary.faults)
 
@@ -260,10 +287,10 @@ def incidents(
     folder = reader.find_run(run)
     report = reader.read_incidents(folder)
     if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
+        say_json(msgspec.json.format(msgspec.json.encode(report), indent=2))
         return
     running = any(each.is_open for each in report.incidents) and reader.living_launcher(folder) is not None
-    typer.echo(tables.incidents_text(report, run=str(folder), running=running))
+    say(tables.incidents_text(report, run=str(folder), running=running))
 
 
 @app.command("runs")
@@ -280,7 +307,7 @@ def list_runs(
 
     found = reader.list_runs(folder)
     if not found:
-        typer.echo(f"no runs in {folder}/")
+        say(f"no runs in {folder}/")
         return
     Console().print(tables.runs_table(found))
 
@@ -302,17 +329,17 @@ def compare(
     """Compare runs: configuration, metric curves, and held-out accuracy with confidence intervals."""
     import msgspec
 
-    from kintsugi.cli.compare import compare as compare_runs
     from kintsugi.cli.compare import comparison_text, plot
     from kintsugi.run_folder import reader
+    from kintsugi.run_folder.comparison import compare as compare_runs
 
     comparison = compare_runs([reader.find_run(name) for name in compared], metrics=metric or ())
     if png is not None:
         plot(comparison, png)
     if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(comparison), indent=2))
+        say_json(msgspec.json.format(msgspec.json.encode(comparison), indent=2))
     else:
-        typer.echo(comparison_text(comparison))
+        say(comparison_text(comparison))
 
 
 @app.command()
@@ -330,13 +357,12 @@ def samples(
     from kintsugi.cli import tables
     from kintsugi.run_folder import reader
 
-    chosen = reader.read_samples(reader.find_run(run), step=step, worst=worst, grep=grep)
+    last = None if worst else SAMPLES_SHOWN + 1
+    chosen = reader.read_samples(reader.find_run(run), step=step, worst=worst, grep=grep, last=last)
     shown = chosen if worst else chosen[-SAMPLES_SHOWN:]
     if len(shown) < len(chosen):
-        typer.echo(
-            f"the last {len(shown)} of {len(chosen):,} samples (select others with --step, --worst and --grep)"
-        )
-    typer.echo("\n".join(map(tables.sample_line, shown)) if shown else "no matching samples")
+        say(f"the last {len(shown)} samples (select others with --step, --worst and --grep)")
+    say("\n".join(map(tables.sample_line, shown)) if shown else "no matching samples")
 
 
 @app.command("eval")
@@ -355,7 +381,7 @@ def evaluate(run: Run, step: Step = None) -> None:
 
     add_current_folder_to_path()
     metrics = evaluate_checkpoint(folder, step=step)
-    typer.echo(tables.evaluation_text(metrics))
+    say(tables.evaluation_text(metrics))
 
 
 @app.command()
@@ -375,7 +401,7 @@ def export(
     from kintsugi.run_folder import reader
 
     written = export_checkpoint(reader.find_run(run), to=to, step=step)
-    typer.echo(f"{written[0].parent}: {', '.join(sorted(path.name for path in written))}")
+    say(f"{written[0].parent}: {', '.join(sorted(path.name for path in written))}")
 
 
 @app.command("import")
@@ -389,7 +415,7 @@ def import_model(
 
     with import_bar() as progress:
         written = import_model(source, destination, progress=progress)
-    typer.echo(f"{destination}: {', '.join(sorted(path.name for path in written))}")
+    say(f"{destination}: {', '.join(sorted(path.name for path in written))}")
 
 
 @app.command()
@@ -402,7 +428,39 @@ def serve(
     servers: Annotated[int, typer.Option(min=1, max=64, help="Number of generation servers.")] = 1,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="KINTSUGI_API_KEY", help="API key that clients must send; default: none."),
+        typer.Option(
+            envvar="KINTSUGI_API_KEY",
+            help="API key that clients must send; default: none. Arguments are visible in `ps`: prefer the file.",
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File with the API key, readable by you alone.")
+    ] = None,
+    admin_key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File with the key for /admin: weights and number of servers."),
+    ] = None,
+    tokens: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File of named keys with roles and quotas (`kintsugi token add`); admins may use /admin.",
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Accept connections from other hosts without any key.")
+    ] = False,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="Further host name of this service, e.g. of a proxy; may be repeated."
+        ),
+    ] = None,
+    weights_folder: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR", help="Folder that /admin/weights may load from; default: the one with the model."
+        ),
     ] = None,
     slots: Annotated[int, typer.Option(min=1, help="Sequences that a server decodes concurrently.")] = 64,
     max_length: Annotated[
@@ -430,16 +488,29 @@ def serve(
     ] = False,
 ) -> None:
     """Serve a model with an OpenAI-compatible API: completions and chat, with streaming."""
+    from kintsugi.errors import UserError
+    from kintsugi.serving.credentials import Credentials, read_key
     from kintsugi.serving.session import ServeOptions
     from kintsugi.serving.session import serve as serve_model
 
+    if api_key is not None and api_key_file is not None:
+        raise UserError("expected either --api-key or --api-key-file, got both")
+    credentials = Credentials(
+        api_key=api_key if api_key_file is None else read_key(api_key_file),
+        admin_key=None if admin_key_file is None else read_key(admin_key_file),
+        token_file=tokens,
+        host=host,
+        allowed_hosts=tuple(allowed_host or ()),
+    )
     options = ServeOptions(
         model=model,
         host=host,
         port=port,
         num_servers=servers,
         queue=queue,
-        api_key=api_key,
+        credentials=credentials,
+        insecure=insecure,
+        weights_folders=tuple(weights_folder or ()),
         max_length=max_length,
     )
     plan = {
@@ -450,19 +521,21 @@ def serve(
         "strategy": strategy,
         "deterministic": deterministic,
     }
-    raise typer.Exit(serve_model(options, plan, print_line=typer.echo))
+    raise typer.Exit(serve_model(options, plan, print_line=say))
 
 
-def _launch(config: Config, *, run_dir: Path, resume: bool) -> None:
+def _launch(
+    config: Config, *, run_dir: Path, resume: bool, on_tick: Callable[[], None] | None = None
+) -> None:
     """Run to the end and show the outcome; a failed run exits with its code."""
     from kintsugi.cli.session import run_session
     from kintsugi.runtime.stacks import enable_stack_dumps
 
     enable_stack_dumps()
-    code = run_session(config, run_dir=run_dir, resume=resume)
+    code = run_session(config, run_dir=run_dir, resume=resume, on_tick=on_tick or (lambda: None))
     if code != 0:
         raise typer.Exit(code)
 
 
 def _print_error(message: str) -> None:
-    typer.echo(message, err=True)
+    say(message, err=True)

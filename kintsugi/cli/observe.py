@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kintsugi.cli.arguments import Run
+from kintsugi.cli.output import say, say_json
 
 if TYPE_CHECKING:
     from kintsugi.telemetry.store.index import RunStore
@@ -75,9 +76,12 @@ def logs(
         is_empty, extent = True, search.extent_of(opened)
         for line in found:
             is_empty = False
-            typer.echo(msgspec.json.encode(line) if json else _line_text(line, extent))
+            if json:
+                say_json(msgspec.json.encode(line))
+            else:
+                say(_line_text(line, extent))
         if is_empty:
-            typer.echo(f"{folder}: no matching records", err=True)
+            say(f"{folder}: no matching records", err=True)
 
 
 @app.command()
@@ -123,7 +127,7 @@ def trace(
             ):
                 if path is not None:
                     count = write(path, tracing.whole_run(store, since=first, until=last))
-                    typer.echo(f"{path}: {count:,} entries")
+                    say(f"{path}: {count:,} entries")
             return
         from kintsugi.cli.prompt_lookup import find_prompt
         from kintsugi.telemetry.store.tracing import timeline
@@ -136,7 +140,7 @@ def trace(
     if otlp is not None:
         exporter.write_otlp_trace(otlp, traced)
     with_day = extent is not None and extent.has_midnight
-    typer.echo(_indented(traced) if json else timeline(traced, with_day=with_day))
+    _say_either(traced if json else timeline(traced, with_day=with_day))
 
 
 @app.command()
@@ -164,13 +168,13 @@ def diagnose(
         from kintsugi.diagnosis.bottleneck import find_bottleneck, format_bottleneck
 
         report = find_bottleneck(folder, at=moment)
-        typer.echo(_indented(report) if json else format_bottleneck(report))
+        _say_either(report if json else format_bottleneck(report))
         return
     from kintsugi.diagnosis import diagnose as diagnose_run
     from kintsugi.diagnosis.format import as_values, format_diagnosis
 
     diagnosis = diagnose_run(folder, at=moment)
-    typer.echo(_indented(as_values(diagnosis)) if json else format_diagnosis(diagnosis))
+    _say_either(as_values(diagnosis) if json else format_diagnosis(diagnosis))
 
 
 @app.command()
@@ -203,18 +207,18 @@ def watch(
     with ExitStack() as stack:
         if port is not None:
             server = stack.enter_context(prometheus.MetricsServer(folder, host=host, port=port))
-            typer.echo(f"metrics: http://{host}:{server.port}/metrics")
+            say(f"metrics: http://{host}:{server.port}/metrics")
         hook = None
         if webhook is not None:
-            hook = webhooks.Webhook(webhook, say=lambda text: typer.echo(text, err=True))
+            hook = webhooks.Webhook(webhook, say=lambda text: say(text, err=True))
             stack.callback(hook.close)
-        follower = RunFollower(folder, say=typer.echo, hook=hook)
+        follower = RunFollower(folder, say=say, hook=hook)
         stack.callback(follower.close)
         pause = _pause(folder)
         while pause():
             follower.look()
         follower.look()
-    typer.echo(f"{folder}: {reader.read_status(folder).state}")
+    say(f"{folder}: {reader.read_status(folder).state}")
 
 
 def _progress() -> Callable[[int, int], None]:
@@ -230,15 +234,19 @@ def _progress() -> Callable[[int, int], None]:
         now = SYSTEM_CLOCK.monotonic()
         if sys.stderr.isatty() and now - printed_at > PROGRESS_INTERVAL_S:
             printed_at = now
-            typer.echo(f"indexing: {done >> 20:,} of {size >> 20:,} MiB", err=True)
+            say(f"indexing: {done >> 20:,} of {size >> 20:,} MiB", err=True)
 
     return print_progress
 
 
-def _indented(value: object) -> bytes:
+def _say_either(value: object) -> None:
+    """Print a text as it is, and any other value as JSON."""
     import msgspec
 
-    return msgspec.json.format(msgspec.json.encode(value), indent=2)
+    if isinstance(value, str):
+        say(value)
+    else:
+        say_json(msgspec.json.format(msgspec.json.encode(value), indent=2))
 
 
 def _window(store: RunStore, since: str | None, until: str | None) -> tuple[float | None, float | None]:
@@ -282,9 +290,10 @@ def _pause(folder: Path) -> Callable[[], bool]:
 
 def _line_text(line: FoundLine, extent: TimeExtent | None) -> str:
     """Format a found line; with the date if the run so far has spanned midnight."""
+    from kintsugi.runtime.printable import printable_line
     from kintsugi.telemetry.format import clock_text
 
     with_day = extent is not None and extent.including(line.time).has_midnight
     about = "~" if not line.exact else " "
     clock = clock_text(line.time, with_day=with_day)
-    return f"{clock}{about} {line.process:<10} {line.kind:<14} {line.text}"
+    return f"{clock}{about} {line.process:<10} {line.kind:<14} {printable_line(line.text)}"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from kintsugi.cli.live import accuracy_text, seconds_text
+from kintsugi.cli.live import accuracy_text, cell, seconds_text
 from kintsugi.control.phases.table import Phase
 from kintsugi.errors import KintsugiError
 from kintsugi.journal.facts import CauseDiagnosed
@@ -33,24 +33,27 @@ from kintsugi.types import Role, Wait, role_of
 
 
 def status_table(status: RunStatus, journal: JournalStatus) -> Table:
-    table = Table(title=str(status.folder), title_justify="left", show_header=False, min_width=60)
+    table = Table(title=cell(str(status.folder)), title_justify="left", show_header=False, min_width=60)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("state", status.state if status.pid is None else f"{status.state} (process {status.pid})")
-    table.add_row("step", f"{status.step} of {status.total_steps}, stage {status.stage}")
+    state = status.state if status.pid is None else f"{status.state} (process {status.pid})"
+    table.add_row("state", cell(state))
+    table.add_row("step", cell(f"{status.step} of {status.total_steps}, stage {status.stage}"))
     for label, name, form in _METRICS:
         if (value := status.metrics.get(name)) is not None:
             table.add_row(label, format(value, form))
     for line in status.evaluations:
-        table.add_row(f"accuracy after step {line['step']:.0f}", _accuracy(line))
+        table.add_row(f"accuracy after step {line['step']:.0f}", cell(_accuracy(line)))
     if journal.scaled_to is not None:
-        table.add_row("servers", _servers_text(status, journal))
+        table.add_row("servers", cell(_servers_text(status, journal)))
     if journal.saved_steps:
         table.add_row("checkpoints written", ", ".join(map(str, journal.saved_steps)))
     if journal.incident is not None:
-        table.add_row(f"open incident {journal.incident.incident}", headline(journal.incident.cause.message))
+        table.add_row(
+            f"open incident {journal.incident.incident}", cell(headline(journal.incident.cause.message))
+        )
         for choice in journal.incident.choices[-1:]:
-            table.add_row("recovery", f"{choice.strategy}: {choice.reason}")
+            table.add_row("recovery", cell(f"{choice.strategy}: {choice.reason}"))
     return table
 
 
@@ -74,7 +77,7 @@ def processes_table(reports: ProcessReports) -> Table:
     for name in ("process", "pid", "host", "status", "load", "heartbeat", "counters", "waits for"):
         table.add_column(name, no_wrap=name in ("process", "pid"), overflow="fold")
     for report in reports.processes:
-        table.add_row(
+        texts = (
             report.process,
             str(report.pid or ""),
             report.host,
@@ -87,6 +90,7 @@ def processes_table(reports: ProcessReports) -> Table:
             ),
             "; ".join(map(_wait_text, report.waits)),
         )
+        table.add_row(*map(cell, texts))
     return table
 
 
@@ -237,12 +241,12 @@ def runs_table(found: Sequence[tuple[Path, RunStatus | KintsugiError]]) -> Table
         table.add_column(name, no_wrap=name != "state")
     for folder, status in found:
         if isinstance(status, KintsugiError):
-            table.add_row(str(folder), f"unreadable: {status}")
+            table.add_row(cell(str(folder)), cell(f"unreadable: {status}"))
             continue
         reward, accuracy = status.metrics.get("reward/mean"), status.metrics.get("eval/accuracy")
         started = datetime.fromtimestamp(RunFolder(folder).config_file.stat().st_mtime)
         table.add_row(
-            str(folder),
+            cell(str(folder)),
             status.state,
             f"{status.step}/{status.total_steps}",
             "" if reward is None else f"{reward:.3f}",

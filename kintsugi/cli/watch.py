@@ -10,6 +10,7 @@ import msgspec
 from kintsugi.diagnosis.notifications import CauseKey, cause_key, notification, notification_of
 from kintsugi.diagnosis.verdict import Diagnosis
 from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.printable import printable_line
 from kintsugi.telemetry.events import Alert, Record, Span, Tail
 from kintsugi.telemetry.export.webhooks import Notification, Webhook
 from kintsugi.telemetry.format import clock_text, format_event
@@ -77,7 +78,7 @@ class RunFollower:
         self._causes = {cause_key(cause) for cause in diagnosis.causes}
 
     def _print(self, time: float, process: str, text: str) -> None:
-        self._say(f"{clock_text(time)} {process:<10} {text}")
+        self._say(printable_line(f"{clock_text(time)} {process:<10} {text}"))
 
     def _post(self, notification: Notification) -> None:
         if self._hook is not None:

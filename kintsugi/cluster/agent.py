@@ -35,6 +35,7 @@ from kintsugi.cluster.child import (
 )
 from kintsugi.cluster.device_arbiter import DeviceArbiter
 from kintsugi.cluster.handover import (
+    AgentEnded,
     AgentEnding,
     AgentHandover,
     AgentNotStarted,
@@ -49,9 +50,10 @@ from kintsugi.cluster.peer_snapshots import NUM_STEPS, PeerSnapshotStore
 from kintsugi.cluster.process_factory import ProcessFactory
 from kintsugi.cluster.restart_policy import RestartLimit
 from kintsugi.cluster.shared_memory import SegmentServer
-from kintsugi.cluster.spawn import StartOrder, own_session_and_log
+from kintsugi.cluster.spawn import StartOrder, await_readable, own_session_and_log
 from kintsugi.cluster.weight_relay import WeightRelay
 from kintsugi.errors import RefusedError, StartFailed
+from kintsugi.process.exit_codes import EXIT_ORPHANED
 from kintsugi.process.main import run_process
 from kintsugi.process.membership import HEARTBEAT_S, Membership, open_endpoint
 from kintsugi.protocol.agents import Inspect, ProcessExited, ProcessStarted, StartProcess, StopProcess
@@ -151,6 +153,7 @@ class Agent:
                 self._run_timers()
         finally:
             self._close()
+        self._report(AgentEnded(self._exit_code))
         return self._exit_code
 
     # Children of a predecessor.
@@ -168,6 +171,7 @@ class Agent:
                 log = RunFolder(self._own.run_dir).log_file(record.process)
                 child = self._children[record.process] = ChildProcess.adopted(record, handle, log=log)
                 self._watch_end(child)
+                self._hold_descendants(child)
         self._arbiter.succeed(table.leases)
         return True
 
@@ -353,6 +357,8 @@ class Agent:
         """
         if child.ending_status() is not None:
             return
+        if child.is_adopted and not child.stopping:
+            self._hold_descendants(child)
         now = self._clock.monotonic()
         child.stop(terminate_at=now + patience_s, kill_at=now + patience_s + grace_s)
         child.send_due_signals(now)
@@ -471,12 +477,17 @@ class Agent:
         self._endpoint.unwatch(self._own.lifeline)
         self._exit_code = 1
         for child in self._children.values():
-            if child.handle is not None:
-                # Orphans of adopted children belong to the launcher, which has ended: they are held here.
-                self._descendants += hold_descendants(child.handle.pid, processes=self._processes)
+            self._hold_descendants(child)
         if self._master is not None:
             self._stop(self._master, grace_s=0.0)
         self._end(grace_s=END_GRACE_S)
+
+    def _hold_descendants(self, child: ChildProcess) -> None:
+        """Hold the processes that a child has started, until the end. Orphans of an adopted child do not become
+        children of this agent, nor of a launcher that has taken over from its predecessor."""
+        if child.handle is not None:
+            with contextlib.suppress(OSError):  # No descriptor is left: the launcher ends what it can.
+                self._descendants += hold_descendants(child.handle.pid, processes=self._processes)
 
     def _until_next_timer_s(self) -> float:
         due = min([self._tick_at, *(child.signal_at for child in self._children.values())])
@@ -526,8 +537,8 @@ class Agent:
             with contextlib.suppress(OSError):  # The launcher ends what this agent can not.
                 kill_children(self._processes, but=(), timeout_s=END_GRACE_S, clock=self._clock)
                 self._table.unlink(missing_ok=True)
-        for handle in self._descendants:
-            handle.send_signal(signal.SIGKILL)
+            for handle in self._descendants:
+                handle.send_signal(signal.SIGKILL)
         self._segments.close()
         self._signals.close()
         self._endpoint.close(flush_s=0.0 if self._master else FLUSH_S)
@@ -570,6 +581,16 @@ class PendingStop:
         return is_due
 
 
+def _may_begin(gate: int) -> bool:
+    """Wait until the launcher has recorded this process; False if it died before: its successor starts another."""
+    if gate < 0:
+        return True
+    await_readable(gate, what="the launcher's record of this agent")
+    allowed = bool(os.read(gate, 1))
+    os.close(gate)
+    return allowed
+
+
 def main(arguments: list[str]) -> int:
     """Body of the agent's process; its handover is read from the descriptor."""
     process, descriptor = arguments
@@ -578,6 +599,8 @@ def main(arguments: list[str]) -> int:
     for inherited in handover.descriptors:
         os.set_inheritable(inherited, False)
     own_session_and_log(process, RunFolder(handover.bootstrap.run_dir).log_file(process))
+    if not _may_begin(handover.gate):
+        return EXIT_ORPHANED
     with subreaper():
         return run_process(handover.bootstrap, lambda _: Agent(handover, processes=SystemProcesses()).run())
 

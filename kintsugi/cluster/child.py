@@ -132,6 +132,10 @@ class ChildProcess:
         child.handle = handle
         return child
 
+    @property
+    def is_adopted(self) -> bool:
+        return self.start is None
+
     def stop(self, *, terminate_at: float, kill_at: float) -> None:
         """Schedule SIGTERM and then SIGKILL, in monotonic time. A later call can only make them earlier."""
         if not self.stopping and self.handle is not None:

@@ -6,6 +6,7 @@ not depend on it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 from kintsugi.cluster.restart_policy import StoppedProcessDetector
 from kintsugi.errors import DeadlineExceeded
 from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.proc import process_start_time
 from kintsugi.runtime.processes import Child, Processes
 from kintsugi.telemetry.verdict_files import WATCHER
 
@@ -77,6 +79,25 @@ class DiagnosisProcess:
         finally:
             os.close(lifeline)
         self._lifeline = write
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Pid and start time; 0 if it does not run."""
+        if self._child is None:
+            return 0, 0
+        return self._child.pid, process_start_time(self._child.pid) or 0
+
+    def replace(self, pid: int, start_time: int) -> None:
+        """End the process that a launcher, which has died, had started; `ensure_running` starts another one."""
+        if self._child is not None:
+            self._forget()
+        if pid == 0:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            left = self._processes.adopt(pid)
+            if process_start_time(pid) == start_time:
+                left.send_signal(signal.SIGKILL)
+            left.close()
 
     def close(self) -> None:
         """End the process after its last diagnosis."""

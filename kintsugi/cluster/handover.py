@@ -49,8 +49,8 @@ PROGRAMS = Programs(
 class AgentHandover(msgspec.Struct, frozen=True):
     """Everything that an agent and its successors start with; holds secret keys.
 
-    The agent's own `bootstrap.lifeline` ends with the launcher. Its children get another pipe, which ends only when
-    launcher *and* agent have ended: only these two hold its write end.
+    The agent's own `bootstrap.lifeline` ends with the launcher and its standby. Its children get another pipe, which
+    ends only when launcher, standby *and* agent have ended: only these hold its write end.
     """
 
     bootstrap: Bootstrap
@@ -65,6 +65,9 @@ class AgentHandover(msgspec.Struct, frozen=True):
     """Bootstrap of the master, for the agent that starts it, which fills in `lifeline`."""
     stop_requested: bool = False
     """A stop after this step was requested before this agent started."""
+    gate: int = -1
+    """Read end of a pipe: the agent begins when the launcher has recorded its pid, and ends if the launcher dies
+    before. Without it (-1) the agent begins at once."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -74,6 +77,7 @@ class AgentHandover(msgspec.Struct, frozen=True):
             self.children_lifeline_read,
             self.children_lifeline_write,
             self.report,
+            self.gate,
             self.master.listener if self.master else -1,
         )
         return tuple(descriptor for descriptor in given if descriptor >= 0)
@@ -135,4 +139,10 @@ class AgentEnding(msgspec.Struct, frozen=True, tag="Ending"):
     without this report has failed, whatever its exit code."""
 
 
-AgentReport = AgentReady | AgentNotStarted | MasterDied | AgentEnding
+class AgentEnded(msgspec.Struct, frozen=True, tag="Ended"):
+    """Last report of an orderly end, for a launcher that is not the agent's parent and does not get its status."""
+
+    exit_code: int
+
+
+AgentReport = AgentReady | AgentNotStarted | MasterDied | AgentEnding | AgentEnded

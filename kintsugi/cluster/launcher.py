@@ -1,9 +1,11 @@
-"""The launcher, `kintsugi train` itself: starts one node agent per host, forwards signals, and outlives all of them.
+"""The launcher: starts one node agent per host, forwards stop requests, and outlives all of them.
 
-    port and folder checked ─► keys, pipes ─► agents ─► (the run) ─► agents end ─► no process of the run is left
+    port and folder checked ─► keys, pipes ─► standby ─► agents ─► (the run) ─► agents end ─► no process is left
 
-A killed launcher leaves nothing behind: only the launcher holds the write end of each agent's lifeline pipe, and only
-the launcher and the agent those of the agent's children. No data is ever written; the kernel closes them.
+With a standby (`standby.py`; `kintsugi train` has one) the death of the launcher costs nothing: the standby becomes the
+launcher and adopts the agents. Launchers that are killed with their standby leave nothing behind: only they hold the
+write end of each agent's lifeline pipe, and only they and the agent those of the agent's children. No data is ever
+written; the kernel closes them.
 
 An agent that was killed, is stopped, or ends without announcing it is restarted with everything its predecessor had:
 keys, pipes, the master's socket. Its processes continue; their parent is the launcher from then on, which reaps them.
@@ -11,12 +13,13 @@ keys, pipes, the master's socket. Its processes continue; their parent is the la
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
-import select
 import signal
 import socket
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -30,6 +33,7 @@ from kintsugi.cluster.child import end_orphans, read_table, tail
 from kintsugi.cluster.diagnosis_process import DiagnosisProcess
 from kintsugi.cluster.handover import (
     PROGRAMS,
+    AgentEnded,
     AgentEnding,
     AgentHandover,
     AgentNotStarted,
@@ -48,15 +52,27 @@ from kintsugi.cluster.restart_policy import (
     StoppedProcessDetector,
 )
 from kintsugi.cluster.spawn import execute, in_memory
+from kintsugi.cluster.standby import AgentState, LauncherState, LostLauncher, Standby
 from kintsugi.config.schema import Config
-from kintsugi.errors import ConfigError, Fault, KintsugiError, ProcessDied, StartFailed, UserError, fault_of
+from kintsugi.errors import (
+    ConfigError,
+    Fault,
+    KintsugiError,
+    ProcessDied,
+    StartFailed,
+    StorageError,
+    UserError,
+    fault_of,
+)
+from kintsugi.process.exit_codes import EXIT_ERROR
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.reader import living_launcher, write_launcher
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
+from kintsugi.runtime.proc import process_start_time
 from kintsugi.runtime.processes import Child, Processes, SystemProcesses, describe_status
 from kintsugi.runtime.signals import Signals
-from kintsugi.runtime.waits import wait
+from kintsugi.runtime.waits import wait_readable
 from kintsugi.telemetry.events import EventLog, FaultSeen, ProcessGone
 from kintsugi.transport import new_key_pair
 from kintsugi.types import Peer, Placement, Role, process_id
@@ -75,13 +91,17 @@ def launch(
     programs: Programs = PROGRAMS,
     processes: Processes | None = None,
     hosts: Sequence[HostNamespaces] = (),
+    standby: Standby | None = None,
+    stop_requests: int = -1,
 ) -> int:
     """Run `config` in the existing folder `run_dir` to its end; return the master's exit code. Main thread only.
 
     With `resume` the master continues from the journal of the folder; without it there must be none.
     `hosts` are the namespaces of the agents, one each; empty: all agents run on this machine without namespaces.
     `on_tick` is called about five times a second. SIGINT or SIGTERM stops the run after its step, a second one
-    immediately. Raises UserError (port taken, run folder in use), StartFailed and ProcessDied; no process is left.
+    immediately; so does each byte that arrives on the descriptor `stop_requests`. With a `standby` this function may
+    return in another process than the caller's, which was forked and has taken over.
+    Raises UserError (port taken, run folder in use), StartFailed and ProcessDied; no process is left.
     """
     processes = processes or SystemProcesses()
     assert resume or not RunFolder(run_dir).journal_file.exists(), (
@@ -100,10 +120,15 @@ def launch(
         stack.enter_context(subreaper())
         start_timeout_s = config.cluster.start_timeout_s
         launcher = _Launcher(
-            run_dir=run_dir, signals=signals, processes=processes, start_timeout_s=start_timeout_s
+            run_dir=run_dir,
+            signals=signals,
+            processes=processes,
+            start_timeout_s=start_timeout_s,
+            standby=standby,
+            stop_requests=stop_requests,
         )
         stack.callback(launcher.clean_up)
-        launcher.start(config, listener=listener, programs=programs, hosts=hosts)
+        launcher.prepare(config, listener=listener, programs=programs, hosts=hosts)
         return launcher.run(on_tick)
 
 
@@ -134,13 +159,19 @@ class _AgentHandle:
         self.limit = RestartLimit()
         self._num_starts = 0
         self._child: Child | None = None
-        self.report = -1
+        self.pid = 0
+        """Pid of the current incarnation; 0 before the first."""
+        self._start_time = 0
+        self.report, self._report_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        """Pipe of the reports of all incarnations; the pipe of a dead one is read to its end before the next starts."""
         self.ready = False
         self.is_ending = False
         """It has announced an orderly end."""
         self.start_deadline = math.inf
         self.was_ready = False
         """At least one incarnation has started: its handover works."""
+        self.exit_code: int | None = None
+        """Exit code that it has reported."""
         self.status: int | None = None
         self.ended = True
         self._unread = b""
@@ -150,14 +181,27 @@ class _AgentHandle:
         assert self._child is not None, f"{self.process} was never started"
         return self._child
 
-    def start(self, processes: Processes, *, stop_requested: bool, deadline: float) -> None:
-        """Start the first or the next incarnation. They are numbered, so that peers know which one is later."""
+    @property
+    def was_started(self) -> bool:
+        return self._num_starts > 0
+
+    def start(
+        self, processes: Processes, *, stop_requested: bool, deadline: float, record: Callable[[], None]
+    ) -> None:
+        """Start the first or the next incarnation. They are numbered, so that peers know which one is later.
+
+        It begins after `record` has returned: a successor of this launcher must know of every agent.
+        """
         number = int(self._handover.bootstrap.incarnation) + self._num_starts
         own = msgspec.structs.replace(self._handover.bootstrap, incarnation=str(number))
         self.close()
-        self.report, report_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        gate, gate_write = os.pipe2(os.O_CLOEXEC)
         handover = msgspec.structs.replace(
-            self._handover, bootstrap=own, report=report_write, stop_requested=stop_requested
+            self._handover,
+            bootstrap=own,
+            report=self._report_write,
+            gate=gate,
+            stop_requested=stop_requested,
         )
         handed_over = in_memory(msgspec.msgpack.encode(handover))
         try:
@@ -169,30 +213,76 @@ class _AgentHandle:
                 before_exec=partial(enter, self._place.namespaces) if self._place.namespaces else None,
             )
         except (OSError, SubprocessError) as error:
+            os.close(gate_write)
             phase = "executing the interpreter"
             raise StartFailed(process=self.process, phase=phase, why=str(error)) from error
         finally:
             os.close(handed_over)
-            os.close(report_write)
+            os.close(gate)
         self._num_starts += 1
+        self.pid, self._start_time = self._child.pid, process_start_time(self._child.pid) or 0
         self.ready = self.ended = self.is_ending = False
+        self.exit_code = None
         self.start_deadline = deadline
+        record()
+        with contextlib.suppress(BrokenPipeError):  # It has died already.
+            os.write(gate_write, b".")
+        os.close(gate_write)
 
     def exit_event(self) -> ProcessGone:
         """Event for the end of the current incarnation, which only the launcher observes."""
         incarnation = str(int(self._handover.bootstrap.incarnation) + self._num_starts - 1)
         how = describe_status(self.status)
-        return ProcessGone(self.process, incarnation, self.child.pid, self.status, how)
+        return ProcessGone(self.process, incarnation, self.pid, self.status, how)
+
+    def has_ended(self) -> bool:
+        """Whether the current incarnation has ended, as far as this process can know."""
+        return self._child is None or self._child.ended()
+
+    def take_status(self) -> None:
+        """Note the status of the current incarnation, which has ended; by its report where it has another parent."""
+        status = None if self._child is None else self._child.status()
+        self.status = self.exit_code if status is None else status
+        self.ended = True
+
+    def state(self) -> AgentState:
+        """State for the standby."""
+        return AgentState(
+            self.pid,
+            self._start_time,
+            self._num_starts,
+            self.ready,
+            self.was_ready,
+            self.is_ending,
+            self.exit_code,
+            self.ended,
+            self.status,
+        )
+
+    def adopt(self, state: AgentState, *, processes: Processes, deadline: float) -> None:
+        """Continue with the incarnation that another launcher has started."""
+        self.close()
+        self.pid, self._start_time, self._num_starts = state.pid, state.start_time, state.num_starts
+        self.ready, self.was_ready, self.is_ending = state.ready, state.was_ready, state.is_ending
+        self.exit_code, self.ended, self.status = state.exit_code, state.ended, state.status
+        self.start_deadline = deadline
+        if self.ended or not self.was_started:
+            return
+        try:
+            child = processes.adopt(state.pid)
+        except ProcessLookupError:
+            return  # It has ended, and its parent has reaped it.
+        if process_start_time(state.pid) == state.start_time or child.is_ours():
+            self._child = child
+        else:
+            child.close()
 
     def reports(self) -> list[AgentReport]:
-        """Return the reports since the last call; closes the pipe at end of file."""
+        """Return the reports since the last call."""
         try:
             content = os.read(self.report, 65536)
         except BlockingIOError:
             return []
-        if not content:
-            os.close(self.report)
-            self.report = -1
         *lines, self._unread = (self._unread + content).split(b"\n")
         return [msgspec.json.decode(line, type=AgentReport) for line in lines]
 
@@ -201,13 +291,12 @@ class _AgentHandle:
         if self._child is not None:
             self._child.close()
             self._child = None
-        if self.report >= 0:
-            os.close(self.report)
-            self.report = -1
         self._unread = b""
 
-    def close_lifeline(self) -> None:
-        """Close the lifeline of its children."""
+    def close_pipes(self) -> None:
+        """Close the reports and the lifeline of its children."""
+        os.close(self.report)
+        os.close(self._report_write)
         os.close(self._handover.children_lifeline_read)
         os.close(self._handover.children_lifeline_write)
 
@@ -222,8 +311,14 @@ class _Launcher:
         signals: Signals,
         processes: Processes,
         start_timeout_s: float,
+        standby: Standby | None,
+        stop_requests: int,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        self._standby = standby
+        self._recorded = (os.getpid(), 0)
+        """Launcher and standby as they are recorded in the run folder."""
+        self._stop_requests = stop_requests
         self._run_dir = run_dir
         self._signals = signals
         self._processes = processes
@@ -237,16 +332,17 @@ class _Launcher:
         own = process_id(Role.LAUNCHER, 0)
         self._log = EventLog(RunFolder(run_dir).events_file(own), process=own)
         self._lifeline_read, self._lifeline_write = os.pipe2(os.O_CLOEXEC)
-        self._num_signals = 0
+        self._num_stops = 0
+        """Requests to stop the run: after its step, and at the second one immediately."""
         self._kill_at: float | None = None
         """When agents are killed that have not ended after their lifeline was closed."""
         self._failure: KintsugiError | None = None
         self._checks_fail = False
 
-    def start(
+    def prepare(
         self, config: Config, *, listener: socket.socket, programs: Programs, hosts: Sequence[HostNamespaces]
     ) -> None:
-        """Create all keys and start the agents; agent 0 also gets the master's bootstrap."""
+        """Create all keys and pipes; agent 0 also gets the master's bootstrap."""
         job = uuid4().hex[:12]
         host, port = listener.getsockname()
         keys = [new_key_pair() for _ in hosts]
@@ -293,56 +389,117 @@ class _Launcher:
                 spares=config.cluster.spares,
                 master=master if index == 0 else None,
             )
-            agent = _AgentHandle(handover, place=hosts[index])
-            self._agents.append(agent)
-            self._start_agent(agent)
+            self._agents.append(_AgentHandle(handover, place=hosts[index]))
 
     def _start_agent(self, agent: _AgentHandle) -> None:
         deadline = self._clock.monotonic() + self._start_timeout_s
-        agent.start(self._processes, stop_requested=self._num_signals > 0, deadline=deadline)
+        stop_requested = self._num_stops > 0
+        agent.start(self._processes, stop_requested=stop_requested, deadline=deadline, record=self._publish)
 
     def run(self, on_tick: Callable[[], None]) -> int:
-        """Wait for the end of the run; return the exit code of agent 0, which is the master's."""
+        """Start the agents, wait for the end of the run, and return the exit code of agent 0, which is the master's.
+
+        An error of this process itself is left to the standby, as its death is.
+        """
+        try:
+            return self._run(on_tick)
+        except KintsugiError:
+            raise
+        except Exception as error:
+            if self._standby is None or self._standby.pid == 0:
+                raise
+            own = process_id(Role.LAUNCHER, 0)
+            self._log.emit(FaultSeen(fault_of(error, process=own, time=self._clock.wall())))
+            traceback.print_exception(error)
+            os._exit(EXIT_ERROR)
+
+    def _run(self, on_tick: Callable[[], None]) -> int:
+        self._ensure_standby()
+        for agent in self._agents:
+            if not agent.was_started:
+                self._start_agent(agent)
         while any(not agent.ended for agent in self._agents):
             self._turn(TICK_S)
             try:
                 self._check_agents(self._clock.monotonic())
+                self._ensure_standby()
             except OSError as error:
                 self._check_failed(error)
+            self._publish()
             on_tick()
-        if self._failure is not None and self._num_signals == 0:
+        if self._failure is not None and self._num_stops == 0:
             raise self._failure
         status = self._agents[0].status
         return status if status is not None and status >= 0 else 1
 
+    # The standby.
+
+    def _ensure_standby(self) -> None:
+        """Fork a standby if there is none. Where this process was one, and its launcher has died, take over."""
+        if self._standby is None:
+            return
+        while True:
+            now = self._clock.monotonic()
+            lost = self._standby.ensure(self._state(), signals=self._signals, now=now)
+            if lost is None:
+                break
+            self._take_over(lost)
+        # On a full disk the file stays as it is until there is space.
+        pids = os.getpid(), self._standby.pid
+        if pids != self._recorded:
+            with contextlib.suppress(StorageError):
+                write_launcher(self._run_dir, pid=pids[0], standby=pids[1])
+                self._recorded = pids
+
+    def _take_over(self, lost: LostLauncher) -> None:
+        """Become the launcher: adopt the agents. Those that have died are restarted in the next round."""
+        own = process_id(Role.LAUNCHER, 0)
+        self._log.emit(ProcessGone(own, "", lost.pid, lost.status, describe_status(lost.status)))
+        self._num_stops = lost.state.num_stops
+        deadline = self._clock.monotonic() + self._start_timeout_s
+        for agent, state in zip(self._agents, lost.state.agents, strict=True):
+            agent.adopt(state, processes=self._processes, deadline=deadline)
+        self._diagnosis.replace(*lost.state.diagnosis)
+
+    def _state(self) -> LauncherState:
+        agents = tuple(agent.state() for agent in self._agents)
+        return LauncherState(agents, self._num_stops, self._diagnosis.identity)
+
+    def _publish(self) -> None:
+        if self._standby is not None:
+            self._standby.publish(self._state())
+
+    def _known_pids(self) -> frozenset[int]:
+        """Children that are no orphans, besides the agents."""
+        standby = {self._standby.pid} if self._standby is not None else set()
+        return self._others | self._diagnosis.pids | standby
+
+    # The loop.
+
     def _turn(self, timeout_s: float) -> None:
         """Run one round of the loop: wait for at most this long, then handle the events."""
-        poller = select.poll()
-        poller.register(self._signals, select.POLLIN)
-        for agent in self._agents:
-            if not agent.ended:
-                poller.register(agent.child.pidfd, select.POLLIN)
-            if agent.report >= 0:
-                poller.register(agent.report, select.POLLIN)
-        wait(
-            lambda remaining_s: poller.poll(remaining_s * 1000),
-            whom="agents",
-            what="the end of the run",
-            timeout_s=timeout_s,
+        living = [agent.child.pidfd for agent in self._agents if not agent.ended and not agent.has_ended()]
+        reports = [agent.report for agent in self._agents]
+        requests = [self._stop_requests] if self._stop_requests >= 0 else []
+        descriptors = self._signals.fileno(), *requests, *living, *reports
+        at_once = any(not agent.ended and agent.has_ended() for agent in self._agents)
+        ready = wait_readable(
+            *descriptors, whom="agents", what="the end of the run", timeout_s=0.0 if at_once else timeout_s
         )
         for _ in self._signals.received():
-            self._on_signal()
+            self._on_stop_request()
+        if self._stop_requests in ready:
+            self._read_stop_requests()
         for agent in self._agents:
-            if agent.report >= 0:
-                self._take_reports(agent)
-            if not agent.ended and agent.child.ended():
+            self._take_reports(agent)
+            if not agent.ended and agent.has_ended():
                 self._on_agent_ended(agent)
         if self._kill_at is not None and self._clock.monotonic() >= self._kill_at:
             self._signal_agents(signal.SIGKILL)
 
     def _check_agents(self, now: float) -> None:
         """Check what no descriptor shows: agents that are late or stopped, and zombies of a dead agent's processes."""
-        living = {agent.child.pid: agent for agent in self._agents if not agent.ended}
+        living = {agent.pid: agent for agent in self._agents if not agent.ended}
         late = [agent.process for agent in living.values() if not agent.ready and now > agent.start_deadline]
         if late and self._kill_at is None:
             why = f"not ready after {self._start_timeout_s:g} s (cluster.start_timeout_s)"
@@ -353,7 +510,7 @@ class _Launcher:
             living[pid].child.send_signal(signal.SIGKILL)
         if self._agents[0].ready and self._kill_at is None:
             self._diagnosis.ensure_running(now)
-        reap_orphans(but=self._others | living.keys() | self._diagnosis.pids)
+        reap_orphans(but=self._known_pids() | living.keys())
 
     def _check_failed(self, error: OSError) -> None:
         """Record once that checks fail, for lack of descriptors or memory; they are repeated."""
@@ -362,10 +519,18 @@ class _Launcher:
             own = process_id(Role.LAUNCHER, 0)
             self._log.emit(FaultSeen(fault_of(error, process=own, time=self._clock.wall())))
 
-    def _on_signal(self) -> None:
-        """The first signal requests a stop after this step; the second one ends everything immediately."""
-        self._num_signals += 1
-        if self._num_signals == 1:
+    def _read_stop_requests(self) -> None:
+        """Read stop requests, a byte each. At end of file no process can send one any more, and the run goes on."""
+        requests = os.read(self._stop_requests, 256)
+        if not requests:
+            self._stop_requests = -1
+        for _ in requests:
+            self._on_stop_request()
+
+    def _on_stop_request(self) -> None:
+        """The first request stops the run after this step; the second one ends everything immediately."""
+        self._num_stops += 1
+        if self._num_stops == 1:
             self._signal_agents(signal.SIGTERM)
         else:
             self._signal_agents(signal.SIGINT)
@@ -378,6 +543,8 @@ class _Launcher:
                     agent.ready = agent.was_ready = True
                 case AgentEnding():
                     agent.is_ending = True
+                case AgentEnded(exit_code=exit_code):
+                    agent.exit_code = exit_code
                 case AgentNotStarted(process=process, phase=phase, why=why):
                     self._fail(StartFailed(process=process, phase=phase, why=why))
                 case MasterDied(how=how, last_output=last_output):
@@ -390,10 +557,8 @@ class _Launcher:
         An agent that was killed or failed is restarted, within limits. One that failed before it had ever started would
         fail again, and is not.
         """
-        agent.status = agent.child.status()
-        agent.ended = True
-        if agent.report >= 0:
-            self._take_reports(agent)  # Reports that arrived since the last round.
+        self._take_reports(agent)  # Reports that arrived since the last round.
+        agent.take_status()
         has_exited = agent.status is not None and agent.status >= 0
         failed = not has_exited or (agent.was_ready and not agent.is_ending)
         if self._kill_at is None and failed:
@@ -413,8 +578,8 @@ class _Launcher:
         """Restart an agent after killing the processes that it can not adopt, because its table does not list them."""
         tables = [read_table(RunFolder(self._run_dir).agent_file(each.process)) for each in self._agents]
         recorded = {record.pid for table in tables if table is not None for record in table.children}
-        agents = {each.child.pid for each in self._agents if not each.ended}
-        others = self._others | agents | recorded | self._diagnosis.pids
+        agents = {each.pid for each in self._agents if not each.ended}
+        others = self._known_pids() | agents | recorded
         kill_children(self._processes, but=others, timeout_s=END_DEADLINE_S, clock=self._clock)
         try:
             self._start_agent(agent)
@@ -428,6 +593,8 @@ class _Launcher:
 
     def _close_agents(self) -> None:
         """Close the agents' lifeline: they stop their children, with a grace, and end. One that does not is killed."""
+        if self._standby is not None:
+            self._standby.dismiss()
         if self._lifeline_write >= 0:
             os.close(self._lifeline_write)
             self._lifeline_write = -1
@@ -436,7 +603,7 @@ class _Launcher:
 
     def _signal_agents(self, number: signal.Signals) -> None:
         for agent in self._agents:
-            if not agent.ended:
+            if not agent.has_ended():
                 agent.child.send_signal(number)
 
     def clean_up(self) -> None:
@@ -445,7 +612,7 @@ class _Launcher:
         os.close(self._lifeline_read)
         self._close_agents()
         for agent in self._agents:
-            if not agent.ended:
+            if not agent.has_ended():
                 agent.child.wait_ended(whom=agent.process, timeout_s=END_DEADLINE_S)
             agent.close()
             # Before their lifeline ends: a child that ends on its own leaves the processes that it started.
@@ -455,4 +622,4 @@ class _Launcher:
         self._log.close()
         kill_children(self._processes, but=self._others, timeout_s=END_DEADLINE_S, clock=self._clock)
         for agent in self._agents:
-            agent.close_lifeline()
+            agent.close_pipes()

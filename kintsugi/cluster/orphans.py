@@ -37,6 +37,11 @@ def subreaper() -> Iterator[None]:
         _control(library, _PR_SET_CHILD_SUBREAPER, before.value)
 
 
+def become_subreaper() -> None:
+    """Make this process, which was forked, the parent of its orphaned descendants: a fork does not inherit that."""
+    _control(ctypes.CDLL(None, use_errno=True), _PR_SET_CHILD_SUBREAPER, 1)
+
+
 def _control(library: ctypes.CDLL, option: int, argument: object) -> None:
     if library.prctl(option, argument, 0, 0, 0) != 0:
         number = ctypes.get_errno()

@@ -38,7 +38,7 @@ TRANSITIONS: dict[tuple[WorkerStatus | None, type], WorkerStatus] = {
 }
 
 
-class WorkerRecord(msgspec.Struct):
+class WorkerRecord(msgspec.Struct, omit_defaults=True):
     """One process as the master knows it."""
 
     process: str
@@ -54,6 +54,11 @@ class WorkerRecord(msgspec.Struct):
     progress: Progress = Progress({})
     waits: tuple[Wait, ...] = ()
     gauges: dict[str, float] = {}
+
+
+class _FoldedRegistry(msgspec.Struct):
+    members: list[WorkerRecord]
+    book_number: int
 
 
 class WorkerRegistry:
@@ -84,6 +89,21 @@ class WorkerRegistry:
             assert member is not None
             member.status = after
         self.book_number += 1
+
+    def fold(self) -> bytes:
+        """Encode the durable part."""
+        durable = [
+            WorkerRecord(m.process, m.role, m.host, m.incarnation, m.status, m.pid, m.peer, m.capabilities)
+            for m in self.members.values()
+        ]
+        return msgspec.msgpack.encode(_FoldedRegistry(durable, self.book_number))
+
+    def restore(self, folded: bytes) -> None:
+        """Replace the durable part by one that `fold` encoded."""
+        found = msgspec.msgpack.decode(folded, type=_FoldedRegistry)
+        self.members = {member.process: member for member in found.members}
+        self.book_number = found.book_number
+        self._live.clear()
 
     def accepts(self, fact: MemberFact) -> str | None:
         """Return why a fact does not apply (late, repeated, of an older incarnation), or None if it does."""

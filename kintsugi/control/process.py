@@ -60,7 +60,7 @@ from kintsugi.errors import (
     root_first,
 )
 from kintsugi.journal.facts import CheckpointSaved, Fact, RolledBack, RunEnded, StepCommitted, TermStarted
-from kintsugi.journal.journal import Journal, is_disk_error, read_facts
+from kintsugi.journal.journal import Journal, is_disk_error, scan_facts
 from kintsugi.process.exit_codes import EXIT_ERROR, EXIT_USER_ERROR
 from kintsugi.process.membership import ORPHANED, open_endpoint, watch_lifeline
 from kintsugi.protocol.agents import AskTime, ChipFault, ProcessExited, ProcessSuspected, TimeTold
@@ -97,6 +97,11 @@ REPORT_S = 0.5
 GOODBYE_S = 1.0
 DURABLE = (TermStarted, StepCommitted, CheckpointSaved, RunEnded)
 """Facts that are fsynced before their effects; the others only have to survive the process."""
+COMPACTED_AFTER = (StepCommitted, CheckpointSaved)
+"""Facts after which the journal may be compacted: a run without checkpoints compacts its journal too."""
+COMPACTION_SIZE = 2 << 20
+"""Bytes of facts that a new master replays at most, or as many as the folded state has: 14,000 samples, a quarter of a
+second."""
 
 
 class MasterShell:
@@ -131,9 +136,9 @@ class MasterShell:
         owner, adopting = f"{own.process} pid {os.getpid()}", own.adopting
         began = Began(own.job, config_digest(self._config), own.incarnation, time=self._clock.wall())
         if self._disk.exists(path):
-            journal, facts = Journal.open(path, owner=owner, take_over=adopting, disk=self._disk)
-            for fact in facts:
-                state.apply(fact)
+            journal = Journal.restore(
+                path, owner=owner, take=state.apply, take_over=adopting, disk=self._disk
+            )
             if adopting:
                 began = msgspec.structs.replace(began, adopting=True, restore_step=state.step)
             else:
@@ -302,6 +307,24 @@ class MasterShell:
         self._write_or_pause(lambda: self._journal.append(facts))
         if any(isinstance(fact, DURABLE) for fact in facts):
             self._write_or_pause(self._journal.sync)
+        if any(isinstance(fact, COMPACTED_AFTER) for fact in facts):
+            self._compact()
+
+    def _compact(self) -> None:
+        """Fold the journal, when enough was appended since. The run does not depend on it: a journal that cannot be
+        compacted now only grows."""
+        if not self._journal.is_compaction_due(min_size=COMPACTION_SIZE):
+            return
+
+        def compact() -> None:
+            try:
+                self._journal.compact(self._master.state.fold())
+            except RefusedError as error:
+                if isinstance(error, FencedError):
+                    raise
+                # A successor is opening the journal: the next append will find it.
+
+        self._records.attempt("a compacted journal", compact)
 
     def _write_or_pause(self, write: Callable[[], None]) -> None:
         """Write, or wait until the disk accepts it. A journal that is damaged or owned by another master ends the
@@ -428,8 +451,7 @@ class MasterShell:
 
     def _journaled_state(self) -> MasterState:
         state = new_state(self._config)
-        for fact in read_facts(RunFolder(self._run_dir).journal_file, disk=self._disk):
-            state.apply(fact)
+        scan_facts(RunFolder(self._run_dir).journal_file, state.apply, disk=self._disk)
         return state
 
     def _finish(self, finish: Finish, state: MasterState) -> None:

@@ -21,6 +21,7 @@ from kintsugi.journal.facts import (
     CheckpointFailed,
     Fact,
     FaultNoted,
+    IncidentClosed,
     IncidentOpened,
     PaceChanged,
     RolledBack,
@@ -90,10 +91,22 @@ class Records:
                 self._differed = False
                 message = f"step {step} was committed with state {digest}"
                 self._log.emit(StateCommitted(message, step=step, state=digest))
-            case IncidentOpened(fault=fault) | FaultNoted(fault=fault) | CheckpointFailed(fault=fault):
+            case IncidentOpened(incident=incident, step=step, fault=fault):
+                self._incident(step, incident, fault.message)
+                self.fault(fault)
+            case IncidentClosed(incident=incident, step=step, timing=timing):
+                seconds = timing.get("outage", timing.get("total", 0.0))
+                self._incident(step, incident, f"recovered by {fact.outcome} in {seconds:.1f} s")
+            case FaultNoted(fault=fault) | CheckpointFailed(fault=fault):
                 self.fault(fault)
             case _:
                 pass
+
+    def _incident(self, step: int, incident: int, text: str) -> None:
+        self.attempt(
+            "incidents of the trackers",
+            lambda: self._metrics.write_incident(step, incident=incident, text=text),
+        )
 
     def lost(self, fault: Fault) -> None:
         """Report the end of a process: its fault, or its retirement."""
@@ -151,6 +164,10 @@ class Records:
             record.metas, advantages=advantages, call_metrics=record.call_metrics, timing=timing
         )
         self.attempt("metrics", lambda: self._metrics.write(record.step, values))
+        self.attempt(
+            "completions of the trackers",
+            lambda: self._metrics.write_completions(record.step, record.metas, texts=record.texts),
+        )
         self.attempt(
             str(RELATIVE.samples_file),
             lambda: self._samples.write(record.step, record.metas, texts=record.texts, advantages=advantages),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from kintsugi.control.membership import WorkerRegistry
+import msgspec
+
+from kintsugi.control.membership import WorkerRegistry, WorkerStatus
 from kintsugi.errors import Fault
 from kintsugi.journal.facts import (
     CauseDiagnosed,
@@ -27,6 +29,7 @@ from kintsugi.journal.facts import (
     ScaleRefused,
     ServersScaled,
     StageStarted,
+    StateFolded,
     StepCommitted,
     StopAccepted,
     StrategyChosen,
@@ -39,41 +42,43 @@ from kintsugi.samples.ledger import Ledger
 PAUSES_KEPT = 10_000
 
 
-class Tally:
+class Tally(msgspec.Struct):
     """Sums over the committed steps of a stage. Steps that a rollback can still reach are kept one by one."""
 
-    def __init__(self) -> None:
-        self.reachable: dict[int, dict[str, float]] = {}
-        self.first: dict[str, float] | None = None
-        self._settled: dict[str, float] | None = None
-        self._sums: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
+    reachable: dict[int, dict[str, float]] = {}
+    first: dict[str, float] | None = None
+    first_step: int = 0
+    """Step that `first` belongs to."""
+    settled: dict[str, float] | None = None
+    """Metrics of the last step that no rollback reaches."""
+    sums: dict[str, float] = {}
+    counts: dict[str, int] = {}
 
     def add(self, step: int, metrics: dict[str, float]) -> None:
         if self.first is None:
-            self.first = metrics
+            self.first, self.first_step = metrics, step
         self.reachable[step] = metrics
 
     def roll_back(self, step: int) -> None:
-        undone = [other for other in self.reachable if other > step]
-        for other in undone:
-            if self.reachable.pop(other) is self.first:
-                self.first = None
+        for other in [other for other in self.reachable if other > step]:
+            del self.reachable[other]
+            if other == self.first_step:
+                self.first, self.first_step = None, 0
 
     def settle(self, step: int) -> None:
         """Add the steps up to `step` to the totals: no rollback reaches them any more."""
         for other in sorted(other for other in self.reachable if other <= step):
-            self._settled = self.reachable.pop(other)
-            _add_up(self._settled, self._sums, self._counts)
+            self.settled = self.reachable.pop(other)
+            _add_up(self.settled, self.sums, self.counts)
 
     @property
     def last(self) -> dict[str, float] | None:
         """Return the metrics of the latest step."""
-        return self.reachable[max(self.reachable)] if self.reachable else self._settled
+        return self.reachable[max(self.reachable)] if self.reachable else self.settled
 
     def totals(self) -> tuple[dict[str, float], dict[str, int]]:
         """Return the sum of every metric over the steps, and in how many steps it occurred."""
-        sums, counts = dict(self._sums), dict(self._counts)
+        sums, counts = dict(self.sums), dict(self.counts)
         for metrics in self.reachable.values():
             _add_up(metrics, sums, counts)
         return sums, counts
@@ -83,6 +88,35 @@ def _add_up(metrics: dict[str, float], sums: dict[str, float], counts: dict[str,
     for name, value in metrics.items():
         sums[name] = sums.get(name, 0.0) + value
         counts[name] = counts.get(name, 0) + 1
+
+
+class _FoldedRun(msgspec.Struct, omit_defaults=True):
+    """The fields of `MasterState` that are no parts of their own."""
+
+    job: str
+    term: int
+    outcome: str | None
+    faults: tuple[Fault, ...]
+    weights_sha256: str
+    wall_s: float
+    stage: str
+    step: int
+    version: int
+    pace: PaceChanged | None
+    pauses_ms: list[float]
+    lineage: int
+    num_incarnations: int
+    num_servers: int | None
+    answered: dict[str, str]
+    tallies: dict[str, Tally]
+    evaluations: list[EvaluationDone]
+    saved_steps: list[int]
+    checkpoint_paths: dict[int, str]
+    failed_save_step: int
+    digests: dict[int, str]
+    stop_reason: str | None
+    num_incidents: int
+    open_incident: int
 
 
 class MasterState:
@@ -112,8 +146,8 @@ class MasterState:
         self.members = WorkerRegistry()
         self.num_servers: int | None = None
         """Generation servers that were requested while the run continued; None: as configured."""
-        self.answered: set[str] = set()
-        """Requests of users that were answered."""
+        self.answered: dict[str, str] = {}
+        """Requests of users that were answered: reason of the refusal; empty for an accepted one."""
         self.ledger = Ledger(min_valid=min_valid)
         self.tallies: dict[str, Tally] = {}
         """Sums over committed steps, by stage."""
@@ -140,7 +174,7 @@ class MasterState:
                 self.members.apply(fact)
                 self.num_incarnations += isinstance(fact, ProcessRequested)
             case ServersScaled() | ScaleRefused():
-                self.answered.add(fact.request)
+                self.answered[fact.request] = fact.reason if isinstance(fact, ScaleRefused) else ""
                 if isinstance(fact, ServersScaled):
                     self.num_servers = fact.servers
             case StepCommitted():
@@ -165,8 +199,47 @@ class MasterState:
             case _ if not isinstance(fact, LedgerFact | FaultNoted | StrategyChosen | CauseDiagnosed):
                 self._apply_to_run(fact)
 
-    def _apply_to_run(self, fact: RunStarted | TermStarted | StageStarted | StopAccepted | RunEnded) -> None:
+    def fold(self) -> StateFolded:
+        """Return the whole state as one fact, which a new state can begin with instead of all facts so far."""
+        names = _FoldedRun.__struct_fields__
+        run = _FoldedRun(
+            **{name: getattr(self, name) for name in names if name != "pauses_ms"},
+            pauses_ms=list(self.pauses_ms),
+        )
+        return StateFolded(
+            term=self.term,
+            job=self.job,
+            step=self.step,
+            processes={
+                member.process: member.pid
+                for member in self.members.members.values()
+                if member.status in (WorkerStatus.LIVE, WorkerStatus.LEAVING) and member.peer is not None
+            },
+            saved_steps=tuple(self.saved_steps),
+            servers=self.num_servers,
+            answers=self.answered,
+            parts={
+                "run": msgspec.msgpack.encode(run),
+                "ledger": self.ledger.fold(),
+                "members": self.members.fold(),
+                "incidents": self.incidents.fold(),
+            },
+        )
+
+    def _restore(self, folded: StateFolded) -> None:
+        run = msgspec.msgpack.decode(folded.parts["run"], type=_FoldedRun)
+        for name in _FoldedRun.__struct_fields__:
+            setattr(self, name, getattr(run, name))
+        self.pauses_ms = deque(run.pauses_ms, maxlen=PAUSES_KEPT)
+        self.ledger.restore(folded.parts["ledger"])
+        self.members.restore(folded.parts["members"])
+
+    def _apply_to_run(
+        self, fact: RunStarted | TermStarted | StageStarted | StopAccepted | RunEnded | StateFolded
+    ) -> None:
         match fact:
+            case StateFolded():
+                self._restore(fact)
             case RunStarted():
                 self.job = fact.job
             case TermStarted():

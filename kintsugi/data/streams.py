@@ -117,6 +117,10 @@ class Spool:
 
     def pump(self) -> None:
         """Move the available data, at most `_AHEAD` bytes ahead of the readers; after ENOSPC the next call retries."""
+        if self._output >= 0:
+            self._offset = os.fstat(
+                self._output
+            ).st_size  # A launcher that died may have moved more than this one.
         while self._input >= 0 and self._offset < self._furthest_read() + _AHEAD:
             events = dict(self._poller.poll(0)).get(self._input, 0)
             if not events:

@@ -60,6 +60,26 @@ class StopAccepted(_Fact, frozen=True):
     reason: str
 
 
+class StateFolded(_Fact, frozen=True):
+    """All facts so far, folded: the first record of a compacted journal stands for every record up to its own number.
+
+    The parts of the state encode themselves; the fields in plain text are for readers of the run folder.
+    """
+
+    term: int
+    job: str
+    step: int
+    processes: dict[str, int]
+    """PIDs of the registered processes."""
+    saved_steps: tuple[int, ...]
+    servers: int | None
+    """Number of generation servers that a user requested; None: as configured."""
+    answers: dict[str, str]
+    """Requests of users that were answered: reason of the refusal; empty for an accepted one."""
+    parts: dict[str, bytes]
+    """Part of the state → its msgpack: "run", "ledger", "members", "incidents"."""
+
+
 # Processes.
 
 
@@ -303,6 +323,7 @@ Fact = (
     | StageStarted
     | StopAccepted
     | RunEnded
+    | StateFolded
     | ProcessRequested
     | ProcessJoined
     | ProcessLost

@@ -69,6 +69,17 @@ def queue_full(num_unanswered: int, *, limit: int) -> ApiError:
     )
 
 
+def quota_exceeded(reason: str) -> ApiError:
+    """A named key has used up its quota."""
+    return ApiError(
+        f"Rate limit reached: {reason}.",
+        status=HTTPStatus.TOO_MANY_REQUESTS,
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
 def unavailable(reason: str) -> ApiError:
     """No server can respond now; a retry may succeed."""
     return ApiError(

@@ -22,6 +22,7 @@ from kintsugi.journal.facts import (
     ProcessRetired,
     RolledBack,
     RunEnded,
+    StateFolded,
     StepCommitted,
     StrategyChosen,
     TermStarted,
@@ -133,19 +134,18 @@ class IncidentReport(msgspec.Struct, frozen=True):
     """Diagnosed slowdowns without a failure."""
 
 
-class _IncidentRecord:
+class _IncidentRecord(msgspec.Struct, omit_defaults=True):
     """Mutable record of one incident while facts are read."""
 
-    def __init__(self, opened: IncidentOpened) -> None:
-        self.opened = opened
-        self.faults: list[Fault] = []
-        self.losses: list[ProcessLoss] = []
-        self.choices: list[ChosenStrategy] = []
-        self.closed: IncidentClosed | None = None
-        self.run_ended = ""
-        self.steps_undone = 0
-        self.groups_again: set[str] = set()
-        self.diagnosed: dict[tuple[str, str], CauseDiagnosed] = {}
+    opened: IncidentOpened
+    faults: list[Fault] = []
+    losses: list[ProcessLoss] = []
+    choices: list[ChosenStrategy] = []
+    closed: IncidentClosed | None = None
+    run_ended: str = ""
+    steps_undone: int = 0
+    groups_again: dict[str, None] = {}
+    diagnosed: list[CauseDiagnosed] = []
 
     def choose(self, fact: StrategyChosen) -> None:
         """Add a chosen strategy; rejected ones are removed from its reason, as they are among the alternatives."""
@@ -177,8 +177,16 @@ class _IncidentRecord:
             seconds=self._seconds(timing, times=times) if timing else None,
             steps_undone=self.steps_undone,
             groups_again=len(self.groups_again),
-            diagnosed=tuple(self.diagnosed.values()),
+            diagnosed=tuple(self.diagnosed),
         )
+
+    def diagnose(self, fact: CauseDiagnosed) -> None:
+        """Add a cause; a later diagnosis of the same kind for the same process takes its place."""
+        for number, known in enumerate(self.diagnosed):
+            if (known.process, known.kind) == (fact.process, fact.kind):
+                self.diagnosed[number] = fact
+                return
+        self.diagnosed.append(fact)
 
     def explains(self, fact: CauseDiagnosed) -> bool:
         """Whether a diagnosis belongs to this incident: same time, or a process of the open incident."""
@@ -194,6 +202,17 @@ class _IncidentRecord:
         total = timing.get("total", 0.0)
         between = max(times, default=0.0) - min(times, default=0.0)
         return round(max(timing.get("outage", total), total + between), 4)
+
+
+class _FoldedIndex(msgspec.Struct, omit_defaults=True):
+    records: list[_IncidentRecord]
+    is_open: bool
+    """Whether the last record is of the open incident."""
+    alive: dict[str, tuple[str, int]]
+    recent: list[tuple[Fault | None, ProcessLoss]]
+    other_losses: list[ProcessLoss]
+    other_diagnoses: list[CauseDiagnosed]
+    step: int
 
 
 class IncidentIndex:
@@ -219,6 +238,27 @@ class IncidentIndex:
             tuple(self._other_diagnoses),
         )
 
+    def fold(self) -> bytes:
+        """Encode the index."""
+        return msgspec.msgpack.encode(
+            _FoldedIndex(
+                records=self._records,
+                is_open=self._open is not None,
+                alive=self._alive,
+                recent=self._recent,
+                other_losses=self._other_losses,
+                other_diagnoses=self._other_diagnoses,
+                step=self._step,
+            )
+        )
+
+    def _restore(self, folded: bytes) -> None:
+        found = msgspec.msgpack.decode(folded, type=_FoldedIndex)
+        self._records = found.records
+        self._open = found.records[-1] if found.is_open else None
+        self._alive, self._recent, self._step = found.alive, found.recent, found.step
+        self._other_losses, self._other_diagnoses = found.other_losses, found.other_diagnoses
+
     def unfinished(self) -> tuple[list[Fault], list[str]]:
         """Faults and lost processes of the open incident, for a master that takes over."""
         if self._open is None:
@@ -227,9 +267,11 @@ class IncidentIndex:
 
     def take(self, fact: Fact) -> None:
         match fact:
+            case StateFolded(parts=parts):
+                self._restore(parts["incidents"])
             case TicketReturned(ticket=ticket):
                 if self._open is not None:
-                    self._open.groups_again.add(ticket)
+                    self._open.groups_again[ticket] = None
             case StepCommitted(step=step):
                 self._step = step
                 self._settle()
@@ -274,7 +316,7 @@ class IncidentIndex:
         """Assign a diagnosis to the latest incident that it explains, which may be over already."""
         for record in reversed(self._records[-LAST_INCIDENTS:]):
             if record.explains(fact):
-                record.diagnosed[fact.process, fact.kind] = fact
+                record.diagnose(fact)
                 return
         self._other_diagnoses.append(fact)
         del self._other_diagnoses[:-MOST_DIAGNOSES]

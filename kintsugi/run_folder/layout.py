@@ -5,15 +5,18 @@
     rewards.py              reward functions that were passed from Python
     data.json               data sources with their digests, pinned when the run starts
     journal                 facts that the master committed; a resume and a takeover replay them
+    journal.N               earlier facts, which the journal has folded into its first record; 256 MiB at most
     inputs                  events that the master handled, for replay in the simulator
     summary.json            outcome of the run, written at its end
     launcher.json           process that runs this folder, while it runs
     processes.json          status, counters and waits of each process, refreshed by the master
     metrics.jsonl           metrics of each step and evaluation
     samples.jsonl           trained samples: prompt, completion, rewards
+    samples.index           place and worst samples of each step in samples.jsonl
     verdicts.jsonl          held-out problems of each evaluation, answered right or wrong
     diagnoses.jsonl         diagnoses of the watcher process
     store.db                search index over events, logs and journal (built by `kintsugi logs`)
+    audit.jsonl             actions on this run: time, caller, origin, answer; each line has the hash of the last
     devices.json            memory of the accelerators before the run started
     steps                   whether the generation servers of a deterministic CPU run use the compiled decode step
     agents/AGENT.json       child processes of each agent
@@ -94,12 +97,20 @@ class RunFolder:
         return self.path / "samples.jsonl"
 
     @property
+    def samples_index_file(self) -> Path:
+        return self.path / "samples.index"
+
+    @property
     def eval_answers_file(self) -> Path:
         return self.path / "verdicts.jsonl"
 
     @property
     def diagnoses_file(self) -> Path:
         return self.path / "diagnoses.jsonl"
+
+    @property
+    def audit_file(self) -> Path:
+        return self.path / "audit.jsonl"
 
     @property
     def index_file(self) -> Path:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 import socket
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
+from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 
@@ -22,20 +25,26 @@ from kintsugi.journal.facts import (
     RunEnded,
     ScaleRefused,
     ServersScaled,
+    StateFolded,
 )
-from kintsugi.run_folder.incidents import IncidentHistory, IncidentIndex, IncidentReport, report_of
+from kintsugi.run_folder.incidents import IncidentHistory, IncidentIndex, IncidentReport
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.summary import FaultLine, Summary
 from kintsugi.runtime.disk import write_atomically
 from kintsugi.runtime.proc import boot_id, process_start_time
-from kintsugi.telemetry.events import Alert, FaultSeen, Record, read_events, records_in
-from kintsugi.telemetry.step_metrics import (
-    EvalAnswerRecord,
-    SampleRecord,
-)
+from kintsugi.telemetry.events import Alert, FaultSeen, Record, records_in
+from kintsugi.telemetry.jsonl_log import lines_backwards, lines_between, paths_of
+from kintsugi.telemetry.samples_index import SamplesIndex, WorstKey
+from kintsugi.telemetry.step_metrics import EvalAnswerRecord, SampleRecord
 from kintsugi.types import Role, process_id
 
 MetricLine = dict[str, float | None]
+T = TypeVar("T")
+
+LATEST_METRICS = 100
+"""Lines at the end of `metrics.jsonl` that show the latest value of every metric."""
+_EVALUATION_MARK = b'"eval/accuracy"'
+_metrics_decoder: msgspec.json.Decoder[MetricLine] = msgspec.json.Decoder(MetricLine)
 
 
 class RunState(StrEnum):
@@ -58,6 +67,9 @@ class Launcher(msgspec.Struct, frozen=True):
     """Start time in clock ticks since boot (`/proc/PID/stat`)."""
     host_name: str
     boot_id: str
+    standby_pid: int = 0
+    """Process that takes over when that one dies; 0 if there is none."""
+    standby_start_time: int = 0
 
 
 class RunStatus(msgspec.Struct, frozen=True):
@@ -106,10 +118,10 @@ def find_run(name: str, *, folder: Path = Path("runs")) -> Path:
 def read_status(folder: Path) -> RunStatus:
     """Read the status from the small files, without the journal."""
     config = load_config(RunFolder(folder).config_file)
-    lines, _ = read_metrics(folder)
-    steps = [line for line in lines if not is_evaluation(line)]
-    step = int(steps[-1]["step"] or 0) if steps else 0
-    metrics = {name: value for line in lines for name, value in line.items()}
+    evaluations, latest = _latest_metrics(folder)
+    steps = [line for line in latest if not is_evaluation(line)]
+    step = int(steps[-1].get("step") or 0) if steps else 0
+    metrics = {name: value for line in (*evaluations, *latest) for name, value in line.items()}
     launcher = living_launcher(folder)
     pid = launcher.pid if launcher else None
     return RunStatus(
@@ -120,7 +132,7 @@ def read_status(folder: Path) -> RunStatus:
         total_steps=stages(config)[-1].last_step,
         stage=next_stage(config, step=step).name,
         metrics=metrics,
-        evaluations=tuple(line for line in lines if is_evaluation(line)),
+        evaluations=tuple(evaluations),
         pid=pid,
     )
 
@@ -136,51 +148,91 @@ def _state(folder: Path, *, pid: int | None) -> RunState:
 
 def read_journal(folder: Path) -> JournalStatus:
     """Read processes, checkpoints and requests from the journal."""
-    from kintsugi.journal.journal import read_facts
-
-    path = RunFolder(folder).journal_file
-    return summarize_facts(read_facts(path) if path.exists() else ())
+    fold = _StatusFold()
+    _fold_journal(folder, fold.take)
+    return fold.status()
 
 
 def read_incidents(folder: Path) -> IncidentReport:
     """Read the incidents so far; none if there is no journal yet."""
-    from kintsugi.journal.journal import read_facts
+    index = IncidentIndex()
+    _fold_journal(folder, index.take)
+    return index.report()
+
+
+def _fold_journal(folder: Path, take: Callable[[Fact], None]) -> None:
+    """Pass the facts of the journal to `take`, a folded state first if there is one; nothing without a journal."""
+    from kintsugi.journal.journal import scan_facts
 
     path = RunFolder(folder).journal_file
-    return report_of(read_facts(path) if path.exists() else ())
+    if path.exists():
+        scan_facts(path, take)
 
 
 def summarize_facts(facts: Iterable[Fact]) -> JournalStatus:
-    processes: dict[str, int] = {}
-    saved: list[int] = []
-    answers: dict[str, str] = {}
-    scaled_to = None
-    index = IncidentIndex()
+    fold = _StatusFold()
     for fact in facts:
-        index.take(fact)
+        fold.take(fact)
+    return fold.status()
+
+
+class _StatusFold:
+    """Fold of the facts that `JournalStatus` needs."""
+
+    def __init__(self) -> None:
+        self._processes: dict[str, int] = {}
+        self._saved: list[int] = []
+        self._answers: dict[str, str] = {}
+        self._scaled_to: int | None = None
+        self._index = IncidentIndex()
+
+    def take(self, fact: Fact) -> None:
+        self._index.take(fact)
         match fact:
+            case StateFolded():
+                self._processes, self._answers = dict(fact.processes), dict(fact.answers)
+                self._saved, self._scaled_to = list(fact.saved_steps), fact.servers
             case ProcessJoined():
-                processes[fact.peer.process] = fact.pid
+                self._processes[fact.peer.process] = fact.pid
             case ProcessLost():
-                processes.pop(fact.process, None)
+                self._processes.pop(fact.process, None)
             case CheckpointSaved():
-                saved.append(fact.step)
+                self._saved.append(fact.step)
             case ServersScaled():
-                scaled_to, answers[fact.request] = fact.servers, ""
+                self._scaled_to, self._answers[fact.request] = fact.servers, ""
             case ScaleRefused():
-                answers[fact.request] = fact.reason
+                self._answers[fact.request] = fact.reason
             case _:
                 pass
-    incident = next((each for each in index.report().incidents[-1:] if each.is_open), None)
-    return JournalStatus(processes, tuple(saved), incident, scaled_to, answers)
+
+    def status(self) -> JournalStatus:
+        incident = next((each for each in self._index.report().incidents[-1:] if each.is_open), None)
+        return JournalStatus(self._processes, tuple(self._saved), incident, self._scaled_to, self._answers)
 
 
 def read_metrics(folder: Path, *, offset: int = 0) -> tuple[list[MetricLine], int]:
     """Read the complete lines of `metrics.jsonl` from a byte offset on; returns the next offset too."""
     path = RunFolder(folder).metrics_file
     lines, offset = _whole_lines(path, offset=offset)
-    decoder = msgspec.json.Decoder(MetricLine)
-    return [_decoded(decoder, line, path=path) for line in lines], offset
+    return list(_decoded(_metrics_decoder, lines)), offset
+
+
+def _latest_metrics(folder: Path) -> tuple[list[MetricLine], list[MetricLine]]:
+    """Return all evaluations, and the last lines of `metrics.jsonl`, at least one of which is a step's, if any is. The
+    file is searched in pieces, and of its steps only the last ones are decoded."""
+    path = RunFolder(folder).metrics_file
+    evaluations: list[MetricLine] = []
+    latest: deque[MetricLine] = deque()
+    if not path.exists():
+        return [], []
+    for _, line in lines_between(path):
+        if _EVALUATION_MARK in line:
+            evaluations.extend(_decoded(_metrics_decoder, [line]))
+    for _, line in lines_backwards(path):
+        latest.extendleft(_decoded(_metrics_decoder, [line]))
+        if len(latest) >= LATEST_METRICS and not all(map(is_evaluation, latest)):
+            break
+    return [each for each in evaluations if is_evaluation(each)], list(latest)
 
 
 def _whole_lines(path: Path, *, offset: int) -> tuple[list[bytes], int]:
@@ -197,11 +249,13 @@ def _whole_lines(path: Path, *, offset: int) -> tuple[list[bytes], int]:
     return whole.splitlines(), offset + len(whole)
 
 
-def _decoded(decoder: msgspec.json.Decoder[Any], line: bytes, *, path: Path) -> Any:
-    try:
-        return decoder.decode(line)
-    except msgspec.DecodeError as error:
-        raise StorageError(f"{path}: expected one JSON object a line, got {line[:60]!r} ({error})") from error
+def _decoded(decoder: msgspec.json.Decoder[T], lines: Iterable[bytes]) -> Iterator[T]:
+    """Decode lines; one that cannot be decoded, as after a crash of the host, costs that line only."""
+    for line in lines:
+        try:
+            yield decoder.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            continue
 
 
 def is_evaluation(line: MetricLine) -> bool:
@@ -209,38 +263,87 @@ def is_evaluation(line: MetricLine) -> bool:
 
 
 def read_samples(
-    folder: Path, *, step: int | None = None, worst: int | None = None, grep: str | None = None
+    folder: Path,
+    *,
+    step: int | None = None,
+    worst: int | None = None,
+    grep: str | None = None,
+    last: int | None = None,
 ) -> list[SampleRecord]:
-    """Read trained samples, filtered; `worst` selects that many scored ones, by lowest reward, then latest step."""
-    chosen = [
-        record
-        for record in _samples(folder)
-        if (step is None or record.step == step)
-        and (grep is None or grep in record.prompt or grep in record.completion)
-    ]
-    if worst is not None:
-        scored = [record for record in chosen if record.reward_components]
-        chosen = sorted(scored, key=lambda record: (record.reward, -record.step))[:worst]
-    return chosen
-
-
-def _samples(folder: Path) -> Iterator[SampleRecord]:
+    """Read trained samples, filtered, in their order; `last` selects that many of the latest, `worst` that many scored
+    ones, by lowest reward, then latest step. Only what is returned is kept in memory."""
     path = RunFolder(folder).samples_file
     if not path.exists():
-        return
-    decoder = msgspec.json.Decoder(SampleRecord)
+        return []
+    if worst is not None and step is None and grep is None:
+        return _worst_samples(folder, worst)
+
+    def is_wanted(record: SampleRecord) -> bool:
+        return (step is None or record.step == step) and (
+            grep is None or grep in record.prompt or grep in record.completion
+        )
+
+    if last is not None and step is None:
+        found = (record for _, record in _decoded_samples(lines_backwards(path)) if is_wanted(record))
+        return list(islice(found, last))[::-1]
+    parts = [(0, None)] if step is None else _samples_index(folder).of_step(step)
+    chosen = (
+        record
+        for offset, end in parts
+        for _, record in _decoded_samples(lines_between(path, offset=offset, end=end))
+        if is_wanted(record)
+    )
+    if worst is not None:
+        scored = (record for record in chosen if record.reward_components)
+        return heapq.nsmallest(worst, scored, key=lambda record: (record.reward, -record.step))
+    return list(chosen if last is None else deque(chosen, maxlen=last))
+
+
+def _samples_index(folder: Path) -> SamplesIndex:
+    run = RunFolder(folder)
+    return SamplesIndex(run.samples_index_file, samples=run.samples_file)
+
+
+def _worst_samples(folder: Path, count: int) -> list[SampleRecord]:
+    """Return the samples with the lowest rewards by the index, and by reading what it does not describe."""
+    path, index = RunFolder(folder).samples_file, _samples_index(folder)
+
+    def keys_in(parts: Iterable[tuple[int, int]]) -> Iterator[WorstKey]:
+        for begin, end in parts:
+            for (offset, line), record in _decoded_samples(lines_between(path, offset=begin, end=end)):
+                if record.reward_components:
+                    yield record.reward, -record.step, offset, offset + len(line)
+
+    keys, hidden = index.worst(count, keys_in(index.rest))
+    if hidden:
+        keys = heapq.nsmallest(count, set(keys).union(keys_in(hidden)))
+    lines = ((offset, _bytes_at(path, offset, end)) for _, _, offset, end in keys)
+    return [record for _, record in _decoded_samples(lines)]
+
+
+def _bytes_at(path: Path, offset: int, end: int) -> bytes:
     with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield _decoded(decoder, line, path=path)
+        file.seek(offset)
+        return file.read(end - offset)
+
+
+def _decoded_samples(
+    lines: Iterable[tuple[int, bytes]],
+) -> Iterator[tuple[tuple[int, bytes], SampleRecord]]:
+    """Decode lines; one that cannot be decoded costs that line only."""
+    decoder = msgspec.json.Decoder(SampleRecord)
+    for place in lines:
+        try:
+            yield place, decoder.decode(place[1])
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            continue
 
 
 def read_verdicts(folder: Path) -> list[EvalAnswerRecord]:
     """Read which held-out problems were answered correctly, for each evaluation."""
     path = RunFolder(folder).eval_answers_file
     lines, _ = _whole_lines(path, offset=0)
-    decoder = msgspec.json.Decoder(EvalAnswerRecord)
-    return [_decoded(decoder, line, path=path) for line in lines]
+    return list(_decoded(msgspec.json.Decoder(EvalAnswerRecord), lines))
 
 
 def read_summary(folder: Path) -> Summary | None:
@@ -272,11 +375,9 @@ def read_faults(folder: Path, *, since: float) -> tuple[FaultLine, ...]:
 
 
 def _journaled_faults(folder: Path, *, since: float) -> list[Fault]:
-    from kintsugi.journal.journal import read_facts
-
-    path = RunFolder(folder).journal_file
+    last: deque[Fact] = deque(maxlen=1)
     try:
-        last = read_facts(path)[-1:] if path.exists() else ()
+        _fold_journal(folder, last.append)
     except StorageError:
         return []
     return [
@@ -285,18 +386,20 @@ def _journaled_faults(folder: Path, *, since: float) -> list[Fault]:
 
 
 def _recorded_faults(folder: Path, *, since: float) -> list[Fault]:
-    records = read_events(folder, process=process_id(Role.MASTER, 0))
-    return [
-        record.event.fault
-        for record in records
-        if isinstance(record.event, FaultSeen) and record.stamp.time >= since
-    ]
+    records = takewhile(lambda record: record.stamp.time >= since, _latest_events(folder))
+    return [record.event.fault for record in records if isinstance(record.event, FaultSeen)][::-1]
 
 
 def read_alerts(folder: Path, *, count: int) -> list[Record]:
     """Read the last alerts of the master."""
-    records = read_events(folder, process=process_id(Role.MASTER, 0))
-    return [record for record in records if isinstance(record.event, Alert)][-count:]
+    alerts = (record for record in _latest_events(folder) if isinstance(record.event, Alert))
+    return list(islice(alerts, count))[::-1]
+
+
+def _latest_events(folder: Path) -> Iterator[Record]:
+    """Yield the events of the master, the last one first."""
+    for path in reversed(paths_of(RunFolder(folder).events_file(process_id(Role.MASTER, 0)))):
+        yield from records_in(line.replace(b"\0", b"") for _, line in lines_backwards(path))
 
 
 def read_new_alerts(folder: Path, *, offset: int) -> tuple[list[Record], int]:
@@ -306,11 +409,12 @@ def read_new_alerts(folder: Path, *, offset: int) -> tuple[list[Record], int]:
     return [record for record in records_in(lines) if isinstance(record.event, Alert)], offset
 
 
-def write_launcher(folder: Path, *, pid: int) -> None:
-    """Record the process that runs this folder."""
+def write_launcher(folder: Path, *, pid: int, standby: int = 0) -> None:
+    """Record the process that runs this folder, and its standby, if it has one."""
     start_time = process_start_time(pid)
     assert start_time is not None, f"process {pid} does not exist"
-    record = Launcher(pid, start_time, socket.gethostname(), boot_id())
+    standby_start_time = (process_start_time(standby) if standby else None) or 0
+    record = Launcher(pid, start_time, socket.gethostname(), boot_id(), standby, standby_start_time)
     path = RunFolder(folder).launcher_file
     try:
         write_atomically(path, msgspec.json.encode(record), durable=False)
@@ -319,7 +423,10 @@ def write_launcher(folder: Path, *, pid: int) -> None:
 
 
 def living_launcher(folder: Path) -> Launcher | None:
-    """Return the running launcher of this folder, if any; a reused PID does not count."""
+    """Return the running launcher of this folder, or the standby that is taking over from it; None if neither runs.
+
+    A reused PID does not count.
+    """
     path = RunFolder(folder).launcher_file
     try:
         record = msgspec.json.decode(path.read_bytes(), type=Launcher)
@@ -330,8 +437,17 @@ def living_launcher(folder: Path) -> Launcher | None:
             f"{path}: process {record.pid} of host {record.host_name} runs this folder; continue there, "
             "or remove the file if that host is gone"
         )
-    alive = record.boot_id == boot_id() and process_start_time(record.pid) == record.start_time
-    return record if alive else None
+    if record.boot_id != boot_id():
+        return None
+    if _runs(record.pid, record.start_time):
+        return record
+    if record.standby_pid and _runs(record.standby_pid, record.standby_start_time):
+        return Launcher(record.standby_pid, record.standby_start_time, record.host_name, record.boot_id)
+    return None
+
+
+def _runs(pid: int, start_time: int) -> bool:
+    return process_start_time(pid) == start_time
 
 
 def list_runs(folder: Path) -> list[tuple[Path, RunStatus | KintsugiError]]:

@@ -71,6 +71,8 @@ class Disk(Protocol):
 
     def rename(self, source: Path, target: Path) -> None: ...
 
+    def link(self, source: Path, target: Path) -> None: ...
+
     def remove(self, path: Path) -> None: ...
 
     def sync_folder(self, folder: Path) -> None: ...
@@ -197,6 +199,10 @@ class SystemDisk:
     def rename(self, source: Path, target: Path) -> None:
         os.replace(source, target)
 
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name; FileExistsError if the name is taken."""
+        os.link(source, target)
+
     def remove(self, path: Path) -> None:
         """Remove a file or an empty folder."""
         if path.is_dir():
@@ -257,17 +263,20 @@ def append_whole(file: FileIO, data: bytes) -> None:
         raise
 
 
-def write_atomically(path: Path, data: bytes | Iterable[bytes | memoryview], *, durable: bool) -> None:
+def write_atomically(
+    path: Path, data: bytes | Iterable[bytes | memoryview], *, durable: bool, mode: int = 0o666
+) -> None:
     """Replace a file as a whole: a reader sees the old contents or the new ones, never a part.
 
     The data is written to a temporary file in the same folder, which is then renamed. With `durable`, contents and name
     survive a power loss once this returns; without, a power loss may bring back the old file or leave an empty one. On
     failure the temporary file is removed and the old file is unchanged. A process that is killed in between leaves a
-    hidden file `.NAME.PID.new`.
+    hidden file `.NAME.PID.new`. `mode`: permissions of the file, less those that the umask takes away.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with temporary.open("wb") as file:
+        with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
             file.writelines([data] if isinstance(data, bytes) else data)
             if durable:
                 file.flush()

@@ -32,6 +32,13 @@ class Signals:
             return []
         return [signal.Signals(number) for number in numbers if number in self._previous]
 
+    def reopen(self) -> None:
+        """After a fork: receive the signals of this process on a pipe of its own."""
+        os.close(self._reader)
+        os.close(self._writer)
+        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+
     def close(self) -> None:
         """Restore the former handlers."""
         for number, handler in self._previous.items():

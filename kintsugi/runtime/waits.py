@@ -7,6 +7,7 @@ A process blocks only in `wait`, which records for which process, for what, sinc
 from __future__ import annotations
 
 import itertools
+import select
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -82,3 +83,14 @@ def join(
         return None if thread.is_alive() else True
 
     wait(attempt, whom=whom, what=what, timeout_s=timeout_s, waits=waits)
+
+
+def wait_readable(*descriptors: int, whom: str, what: str, timeout_s: float) -> set[int]:
+    """Block until a descriptor is readable or closed, or the time has passed; return the descriptors."""
+    poller = select.poll()
+    for descriptor in descriptors:
+        poller.register(descriptor, select.POLLIN)
+    ready = wait(
+        lambda remaining_s: poller.poll(remaining_s * 1000), whom=whom, what=what, timeout_s=timeout_s
+    )
+    return {descriptor for descriptor, _ in ready}

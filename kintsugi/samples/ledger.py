@@ -304,6 +304,44 @@ class Ledger:
             for old in [old for old in kept if old < step]:
                 del kept[old]
 
+    # The whole, as bytes.
+
+    def fold(self) -> bytes:
+        """Encode the whole state: a ledger that restores it behaves as this one does."""
+        return _encoder.encode(
+            _FoldedLedger(
+                step=self.step,
+                num_issued=self._num_issued,
+                forgotten=self._forgotten,
+                groups=list(self._groups.values()),
+                batches=self._batches,
+                dropped=self._dropped,
+                stages=self._stages,
+                reasons=[(state, reason, count) for (state, reason), count in self._reasons.items()],
+                counts=self._counts,
+                ends=self.ends.sums,
+                tokens_discarded=self.ends.tokens_discarded,
+            )
+        )
+
+    def restore(self, folded: bytes) -> None:
+        """Replace the state by one that `fold` encoded."""
+        found = _decoder.decode(folded)
+        self.step, self._num_issued, self._forgotten = found.step, found.num_issued, found.forgotten
+        self._groups = {group.ticket.id: group for group in found.groups}
+        self._phases = {phase: {} for phase in SampleState if phase in LIVE}
+        self._workers = {}
+        for id, group in self._groups.items():
+            if group.phase in LIVE:
+                self._phases[group.phase][id] = group
+            if group.worker:
+                self._workers.setdefault(group.worker, {})[id] = group
+        self._batches, self._dropped, self._stages = found.batches, found.dropped, found.stages
+        self._reasons = Counter({(state, reason): count for state, reason, count in found.reasons})
+        self._counts = Counter(found.counts)
+        self.ends = FinishCounts()
+        self.ends.sums, self.ends.tokens_discarded = found.ends, found.tokens_discarded
+
     # Refusals.
 
     def _refuse_issue(self, tickets: tuple[Ticket, ...]) -> str | None:
@@ -471,6 +509,26 @@ class Ledger:
     @staticmethod
     def _in_order(groups: Mapping[str, GroupRecord]) -> list[GroupRecord]:
         return sorted(groups.values(), key=lambda group: group.order)
+
+
+class _FoldedLedger(msgspec.Struct, omit_defaults=True):
+    """The state of a ledger; its indices follow from the groups."""
+
+    step: int
+    num_issued: int
+    forgotten: int
+    groups: list[GroupRecord]
+    batches: dict[int, tuple[str, ...]]
+    dropped: dict[int, list[str]]
+    stages: dict[str, StageCounters]
+    reasons: list[tuple[SampleState, str, int]]
+    counts: dict[SampleState, int]
+    ends: dict[str, dict[str, float]]
+    tokens_discarded: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[_FoldedLedger] = msgspec.msgpack.Decoder(_FoldedLedger)
 
 
 def _oldest_version(group: GroupRecord) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kintsugi.errors import UserError
+from kintsugi.errors import UntrustedFile, UserError
+from kintsugi.runtime.owned_files import open_owned
 
 PREFIX = "kintsugi-serve-"
 LOCK_FILE = "lock"
@@ -25,6 +27,7 @@ def folder_of_logs(*, print_line: Callable[[str], None]) -> Iterator[Path]:
     lock_path = folder / LOCK_FILE
     # Renamed only after it is locked: a folder with an unlocked lock file counts as that of a dead gateway.
     new_path = folder / f"{LOCK_FILE}.new"
+    new_path.touch(mode=0o600)
     with new_path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         new_path.rename(lock_path)
@@ -43,8 +46,10 @@ def folder_of_logs(*, print_line: Callable[[str], None]) -> Iterator[Path]:
 def _remove_left() -> None:
     for lock_path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK_FILE}"):
         try:
-            with lock_path.open() as lock:
+            if lock_path.parent.lstat().st_uid != os.geteuid():
+                continue
+            with os.fdopen(open_owned(lock_path, os.O_RDONLY)) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock_path.parent, ignore_errors=True)
-        except OSError:
-            continue  # Its gateway is running, it was just removed, or it belongs to another user.
+        except (OSError, UntrustedFile):
+            continue  # Its gateway is running, it was just removed, or another user put something there.

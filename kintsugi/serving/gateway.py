@@ -4,10 +4,10 @@
 |------------------------------------|-------------------------------------------------------------------|
 | POST /v1/completions, /v1/chat/completions | the API's objects, or its server-sent events              |
 | GET  /v1/models, /v1/models/{id}   | the one model                                                     |
-| GET  /health                       | 200 when a server can answer, else 503; every server's state      |
-| GET  /metrics                      | Prometheus' text format                                           |
+| GET  /health                       | 200 when a server can answer, else 503; with a key every server's state |
+| GET  /metrics                      | Prometheus' text format; without a key only whether a server can answer |
 | GET  /openapi.json                 | this table for programs                                           |
-| POST /admin/weights, /admin/servers | new weights from a folder, another number of servers; with a key |
+| POST /admin/weights, /admin/servers | new weights from a folder, another number of servers; for admins |
 
 Every response has the API's own shape, errors too. A client that disconnects cancels its request.
 """
@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Protocol, TypeVar
 from uuid import uuid4
@@ -26,13 +27,21 @@ from uuid import uuid4
 import msgspec
 from aiohttp import web
 
+from kintsugi.access.gate import Caller
+from kintsugi.access.roles import AccessRole, Action
 from kintsugi.model.tokenizer import Tokenizer
-from kintsugi.openai_api.api_errors import ApiError, broken, queue_full, unavailable, unknown_model
+from kintsugi.openai_api.api_errors import (
+    ApiError,
+    broken,
+    queue_full,
+    quota_exceeded,
+    unavailable,
+    unknown_model,
+)
 from kintsugi.openai_api.http import (
     JSON,
     MAX_BODY_BYTES,
     as_json,
-    check_key,
     error_response,
     from_http_error,
     read_body,
@@ -63,8 +72,9 @@ from kintsugi.openai_api.responses import (
 from kintsugi.protocol.generation import Generate
 from kintsugi.runtime.clock import SYSTEM_CLOCK
 from kintsugi.serving.control_thread import Outcome, ServerSnapshot, TokenListener
+from kintsugi.serving.credentials import Credentials, GatewayAccess
 from kintsugi.serving.in_flight import InFlightRequest, generates, joined
-from kintsugi.serving.metrics import GatewayMetrics
+from kintsugi.serving.metrics import GatewayMetrics, ready_text
 from kintsugi.telemetry.export.prometheus_text import CONTENT_TYPE
 
 LONG_BODY_BYTES = 64 << 10
@@ -72,7 +82,12 @@ LONG_BODY_BYTES = 64 << 10
 CLOSED_REQUEST = 499
 """Status under which a request is counted if its client disconnected."""
 OPEN_PATHS = frozenset({"/health", "/metrics", "/openapi.json"})
-"""Routes for monitoring; all others require the key, if there is one."""
+"""Routes for monitoring, which tell a stranger only whether the service works; all others require a key, if there is
+one."""
+ADMIN_PATHS = {"/admin/weights": Action.LOAD_WEIGHTS, "/admin/servers": Action.SCALE_SERVICE}
+STRANGER = Caller("anonymous", AccessRole.VIEWER, origin="unknown")
+CALLER: ContextVar[Caller] = ContextVar("caller")
+"""Caller of the request that the current task answers."""
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -90,7 +105,7 @@ class GatewayGeneration(Protocol):
 
 
 class GatewayAdministration(Protocol):
-    """Operations that require the key."""
+    """Operations of administrators."""
 
     async def load_weights(self, path: str) -> dict[str, Any]: ...
 
@@ -102,7 +117,7 @@ class GatewayLimits:
     """Limits of the gateway."""
 
     limits: ApiLimits
-    api_key: str | None = None
+    credentials: Credentials = field(default_factory=Credentials)
     queue: int = 1024
     """Most unanswered completions: each of a request's prompts counts `n` times."""
     timeout_s: float = 600.0
@@ -123,6 +138,7 @@ class Gateway:
         self._tokenizer = tokenizer
         self._rules = rules
         self._administration = administration
+        self._access = GatewayAccess(rules.credentials)
         self._num_unanswered = 0
         self._random = random.SystemRandom()
         self._created = int(SYSTEM_CLOCK.wall())
@@ -160,7 +176,7 @@ class Gateway:
         status = CLOSED_REQUEST
         self.num_active += 1
         try:
-            self._check_key(request)
+            self._check_access(request)
             response = await handler(request)
             status = response.status
         except ApiError as api_error:
@@ -193,10 +209,11 @@ class Gateway:
             if request.method == "POST":
                 self.metrics.request_s.observe(SYSTEM_CLOCK.monotonic() - since)
 
-    def _check_key(self, request: web.Request) -> None:
-        if self._rules.api_key is None or request.path in OPEN_PATHS:
-            return
-        check_key(request, self._rules.api_key)
+    def _check_access(self, request: web.Request) -> None:
+        self._access.check_host(request)
+        if request.path not in OPEN_PATHS:
+            action = ADMIN_PATHS.get(request.path, Action.GENERATE)
+            CALLER.set(self._access.demand(request, action))
 
     # Generation.
 
@@ -229,6 +246,26 @@ class Gateway:
         self, request: web.Request, order: GenerationOrder, make_shape: Callable[..., ResponseShape]
     ) -> web.StreamResponse:
         self._admit(order)
+        with self._quota(CALLER.get(STRANGER), order):
+            return await self._generated(request, order, make_shape)
+
+    @contextmanager
+    def _quota(self, caller: Caller, order: GenerationOrder) -> Iterator[None]:
+        """Count the completions of a request against the quota of its token while they are in flight."""
+        if caller.quota is None:
+            yield
+            return
+        reason = self._access.quotas.refusal(caller.quota, count=order.num_choices)
+        if reason is not None:
+            raise quota_exceeded(reason)
+        try:
+            yield
+        finally:
+            self._access.quotas.release(caller.quota, count=order.num_choices)
+
+    async def _generated(
+        self, request: web.Request, order: GenerationOrder, make_shape: Callable[..., ResponseShape]
+    ) -> web.StreamResponse:
         shape = make_shape(
             uuid4().hex,
             model=self._rules.limits.model,
@@ -337,6 +374,9 @@ class Gateway:
         snapshot = self._generation.snapshot
         is_ready = snapshot.is_ready and not self.closing
         status = HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
+        word = "ok" if is_ready else "unavailable"
+        if not self._access.sees_details(request):
+            return as_json({"status": word}, status=status)
         servers = [
             {
                 "server": each.process,
@@ -349,10 +389,13 @@ class Gateway:
             }
             for each in snapshot.servers
         ]
-        body = {"status": "ok" if is_ready else "unavailable", "servers": servers}
+        body = {"status": word, "servers": servers}
         return as_json({**body, "version": snapshot.version}, status=status)
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        if not self._access.sees_details(request):
+            is_ready = self._generation.snapshot.is_ready and not self.closing
+            return web.Response(text=ready_text(is_ready=is_ready), headers={"Content-Type": CONTENT_TYPE})
         text = self.metrics.text(self._generation.snapshot.servers, num_unanswered=self._num_unanswered)
         return web.Response(text=text, headers={"Content-Type": CONTENT_TYPE})
 
@@ -361,19 +404,19 @@ class Gateway:
 
     async def _admin_weights(self, request: web.Request) -> web.Response:
         administration = self._administrator()
-        in_flight = decode(NewWeights, await read_body(request))
-        return as_json(await administration.load_weights(in_flight.path))
+        asked = decode(NewWeights, await read_body(request))
+        await self._access.record(CALLER.get(STRANGER), Action.LOAD_WEIGHTS, detail=asked.path)
+        return as_json(await administration.load_weights(asked.path))
 
     async def _admin_servers(self, request: web.Request) -> web.Response:
         administration = self._administrator()
-        in_flight = decode(NewServers, await read_body(request))
-        return as_json(await administration.resize(in_flight.count))
+        asked = decode(NewServers, await read_body(request))
+        await self._access.record(CALLER.get(STRANGER), Action.SCALE_SERVICE, detail=f"servers={asked.count}")
+        return as_json(await administration.resize(asked.count))
 
     def _administrator(self) -> GatewayAdministration:
-        if self._administration is None or self._rules.api_key is None:
-            raise ApiError(
-                "Administration needs an API key: start with `--api-key`.", status=HTTPStatus.FORBIDDEN
-            )
+        if self._administration is None:
+            raise ApiError("This server has no administration.", status=HTTPStatus.FORBIDDEN)
         return self._administration
 
 

@@ -104,6 +104,14 @@ class GatewayMetrics:
             yield from histogram.lines(name, help_text=help_text)
 
 
+def ready_text(*, is_ready: bool) -> str:
+    """The one metric that a stranger sees: whether a server can answer."""
+    lines = metric_lines(
+        "ready", "gauge", help_text="1 if a server can answer.", series=[((), int(is_ready))]
+    )
+    return text_of(list(lines))
+
+
 def _server_lines(servers: Sequence[ServerMetrics]) -> Iterator[str]:
     yield from metric_lines(
         "server_health",

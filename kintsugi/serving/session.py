@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from kintsugi.openai_api.api_errors import ApiError
 from kintsugi.openai_api.requests import ApiLimits
 from kintsugi.protocol.weights import LoadWeights, WeightsLoaded
 from kintsugi.serving.control_thread import ControlThread
+from kintsugi.serving.credentials import Credentials
 from kintsugi.serving.folder import folder_of_logs
 from kintsugi.serving.gateway import Gateway, GatewayLimits
 from kintsugi.serving.options import ServerOptions, described, make_options, write_options
@@ -50,16 +53,17 @@ class ServeOptions:
     port: int
     num_servers: int
     queue: int
-    api_key: str | None = None
+    credentials: Credentials = field(default_factory=Credentials)
+    insecure: bool = False
+    """Listen beyond loopback without any key."""
+    weights_folders: tuple[Path, ...] = ()
+    """Folders below which an administrator may load weights from; default: the one that contains the model."""
     max_length: int | None = None
 
 
 def serve(options: ServeOptions, given: Mapping[str, Any], *, print_line: Callable[[str], None]) -> int:
     """Serve until a signal; return the exit code. `given` are fields of `ServerOptions`."""
-    if options.api_key == "":
-        raise UserError(
-            "expected an API key that is not empty, got an empty one; leave it out to serve without a key"
-        )
+    options.credentials.check(insecure=options.insecure)
     config, tokenizer = described(options.model)
     server_options = make_options(options.model, config, max_length=options.max_length, given=given)
     with folder_of_logs(print_line=print_line) as run_dir:
@@ -98,7 +102,7 @@ class ServeSession:
         self._name = options.model.resolve().name
         self._control = ControlThread(run_dir=run_dir, programs=PROGRAMS, strategy=server_options.strategy)
         limits = ApiLimits(self._name, vocab_size=config.vocab_size, max_length=server_options.max_length)
-        rules = GatewayLimits(limits, api_key=options.api_key, queue=options.queue)
+        rules = GatewayLimits(limits, credentials=options.credentials, queue=options.queue)
         self._gateway = Gateway(self._control, tokenizer, rules, administration=self)
         self._was_ready = False
         self._port = options.port
@@ -184,7 +188,7 @@ class ServeSession:
         options, servers = self._options, self._control.snapshot.servers
         host = f"[{options.host}]" if ":" in options.host else options.host
         address = f"http://{host}:{self._port}"
-        key = ' -H "Authorization: Bearer $KINTSUGI_API_KEY"' if options.api_key else ""
+        key = ' -H "Authorization: Bearer $KINTSUGI_API_KEY"' if options.credentials.has_keys else ""
         asked = {"model": self._name, "prompt": "Hello", "max_tokens": 16}
         body = msgspec.json.encode(asked).decode()
         count = f"{len(servers)} server{'s' * (len(servers) != 1)}"
@@ -199,6 +203,7 @@ class ServeSession:
     async def load_weights(self, path: str) -> dict[str, Any]:
         """Change all servers to the weights in a folder, between two of their steps; running requests continue."""
         version = self._version + 1
+        self._check_place(Path(path))
         try:
             weights = await asyncio.to_thread(self._weights, Path(path), version)
         except KintsugiError as error:
@@ -210,6 +215,17 @@ class ServeSession:
         if isinstance(outcome, KintsugiError):
             raise ApiError(str(outcome), kind="server_error") from outcome
         return {"version": outcome.version, "digest": outcome.digest, "servers": list(outcome.servers)}
+
+    def _check_place(self, folder: Path) -> None:
+        """Refuse a folder outside of the allowed ones before anything about it is looked at."""
+        places = self._options.weights_folders or (self._options.model.resolve().parent,)
+        resolved = Path(os.path.realpath(folder))
+        if not any(resolved.is_relative_to(os.path.realpath(place)) for place in places):
+            raise ApiError(
+                f"expected a folder below {', '.join(map(str, places))} (`--weights-folder`)",
+                status=HTTPStatus.FORBIDDEN,
+                param="path",
+            )
 
     async def resize(self, num_servers: int) -> dict[str, Any]:
         self._control.resize(num_servers)

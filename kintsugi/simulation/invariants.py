@@ -155,6 +155,10 @@ class Invariants:
                 case _:
                     pass
 
+    def restored(self, state: MasterState, replayed: MasterState) -> None:
+        if state.fold() != replayed.fold():
+            self.violated("the folded state and the facts after it lead to another state than all facts do")
+
     def _count(self, facts: tuple[Fact, ...], *, incarnation: str) -> None:
         self.facts.extend(facts)
         agents = [fact for fact in facts if isinstance(fact, ProcessLost) and _is_agent(fact.process)]

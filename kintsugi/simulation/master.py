@@ -2,7 +2,8 @@
 anywhere.
 
 It does what `control/process.py` does, in the same order: decide, append the facts, sync durable ones, carry out the
-effects one by one. A planned crash ends it at any boundary between these.
+effects one by one. A planned crash ends it at any boundary between these. The journal is compacted at every checkpoint,
+so that most takeovers begin with a folded state.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ from kintsugi.control.protocol import (
     Tell,
     Tick,
 )
+from kintsugi.control.state import MasterState
 from kintsugi.errors import Fault, FencedError
-from kintsugi.journal.facts import Fact
-from kintsugi.journal.journal import Journal
+from kintsugi.journal.facts import CheckpointSaved, Fact
+from kintsugi.journal.journal import Journal, read_facts
 from kintsugi.protocol.agents import ChipFault, ProcessExited, ProcessSuspected
 from kintsugi.protocol.membership import AddressBook, Heartbeat, Ping, Register, Registered, Shutdown
 from kintsugi.protocol.membership import Ok as OkBody
@@ -93,9 +95,20 @@ class Observer(Protocol):
     def taken_over(self, facts: Sequence[Fact]) -> None:
         """A new master has found these facts in the journal."""
 
+    def restored(self, state: MasterState, replayed: MasterState) -> None:
+        """A new master has the first state, from the folded one and later facts; all facts lead to the second."""
+
     def crashed(self, state: str, what: str) -> None: ...
 
     def violated(self, what: str) -> None: ...
+
+
+def from_facts(facts: Sequence[Fact], config: Config) -> MasterState:
+    """Return the state that facts lead to."""
+    state = new_state(config)
+    for fact in facts:
+        state.apply(fact)
+    return state
 
 
 def described(error: Exception) -> str:
@@ -138,10 +151,10 @@ class SimulatedMaster(SimulatedProcess):
         state = new_state(config)
         owner = f"master-0 {self.incarnation}"
         if disk.exists(JOURNAL):
-            self.journal, facts = Journal.open(JOURNAL, owner=owner, take_over=True, disk=disk)
-            for fact in facts:
-                state.apply(fact)
+            self.journal = Journal.restore(JOURNAL, owner=owner, take=state.apply, take_over=True, disk=disk)
+            facts = read_facts(JOURNAL, disk=disk)
             observer.taken_over(facts)
+            observer.restored(state, from_facts(facts, config))
         else:
             self.journal = Journal.create(JOURNAL, owner=owner, disk=disk)
         self.master = new_master(
@@ -290,6 +303,8 @@ class SimulatedMaster(SimulatedProcess):
                 self.journal.sync()
                 self._observer.synced()
                 self._boundary("sync", after=True)
+            if any(isinstance(fact, CheckpointSaved) for fact in decision.facts):
+                self.journal.compact(self.master.state.fold())
         for effect in decision.effects:
             if not self.crashes:
                 self._act(effect)

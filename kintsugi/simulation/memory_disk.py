@@ -185,10 +185,13 @@ class MemoryDisk:
         unsynced names are gone, except in folders that `keep_names` lists.
         """
         disk = MemoryDisk()
+        files: dict[int, _Inode] = {}  # A file may have several names.
 
         def survivor(node: _Inode | _Folder, path: Path) -> _Inode | _Folder:
             if isinstance(node, _Inode):
-                return node.after_power_cut(torn_bytes) if power_cut else node.after_exit()
+                if id(node) not in files:
+                    files[id(node)] = node.after_power_cut(torn_bytes) if power_cut else node.after_exit()
+                return files[id(node)]
             folder = _Folder()
             names = node.durable if power_cut and not keep_names(path) else node.entries
             folder.entries = {name: survivor(entry, path / name) for name, entry in names.items()}
@@ -277,6 +280,15 @@ class MemoryDisk:
             raise _error(errno.ENOTEMPTY, target)
         self._folder(target.parent).entries[target.name] = node
         del self._folder(source.parent).entries[source.name]
+
+    def link(self, source: Path, target: Path) -> None:
+        self.count("link")
+        node = self.find(source)
+        if not isinstance(node, _Inode):
+            raise _error(errno.ENOENT, source)
+        if self.find(target) is not None:
+            raise _error(errno.EEXIST, target)
+        self._folder(target.parent).entries[target.name] = node
 
     def remove(self, path: Path) -> None:
         self.count("remove")

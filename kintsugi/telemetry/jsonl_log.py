@@ -10,7 +10,7 @@ import itertools
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -26,6 +26,9 @@ SPARE_SIZE = 64 << 10
 NUM_OLD = 3
 """Rotated files that are kept of a bounded log."""
 MOST_READ = 1 << 20
+BLOCK_SIZE = 1 << 16
+LONGEST_LINE = 64 << 20
+"""Longest line of a file that is read: a crash of the host may leave a file with gigabytes of zeros."""
 MOST_WAITING = 4096
 """Longest queue for a disk that hangs; later pieces are counted and dropped."""
 IDLE_S = 3600.0
@@ -271,3 +274,43 @@ class LineTail:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def lines_between(path: Path, *, offset: int = 0, end: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, line) of the complete lines from a byte offset on, which begins a line. A line that is longer than
+    `LONGEST_LINE` is left out."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        while end is None or offset < end:
+            line = file.readline(LONGEST_LINE)
+            begin, offset = offset, offset + len(line)
+            if line.endswith(b"\n"):
+                yield begin, line
+                continue
+            while line and not line.endswith(b"\n"):
+                line = file.readline(LONGEST_LINE)
+                offset += len(line)
+            if not line:
+                return
+
+
+def lines_backwards(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, line) of the complete lines, the last one first; reads no more than is taken. The end of a line
+    that is longer than `LONGEST_LINE` is left out."""
+    with path.open("rb") as file:
+        start = file.seek(0, os.SEEK_END)
+        rest = b""  # End of a line whose beginning is not read yet.
+        is_whole = False  # The end of the file may be a line that is being written.
+        while start > 0:
+            size = min(max(BLOCK_SIZE, len(rest)), start)
+            start -= size
+            parts = (os.pread(file.fileno(), size, start) + rest).split(b"\n")
+            end = start + sum(map(len, parts)) + len(parts) - 1
+            for part in reversed(parts[1:]):
+                if is_whole:
+                    yield end - len(part), part
+                is_whole = True
+                end -= len(part) + 1
+            rest = parts[0] if len(parts[0]) <= LONGEST_LINE else b""
+        if is_whole:
+            yield 0, rest

@@ -2,7 +2,7 @@
 explains each name.
 
 `metrics.jsonl` has one object a line: `{"step": 12, "time": 1.7e9, "reward/mean": 0.4, …}`; an evaluation is a line of
-its own. `samples.jsonl` has one line per trained sample. Both are cut back to the resumed step when a run resumes.
+its own. `samples.jsonl` has one line per trained sample. Both are cut back, in place, when a run resumes or rolls back.
 """
 
 from __future__ import annotations
@@ -11,21 +11,27 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from heapq import nsmallest
 from io import BytesIO, FileIO
+from itertools import accumulate, pairwise
 from math import isfinite, sqrt
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
 from kintsugi.errors import StorageError
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import Clock, SystemClock
-from kintsugi.runtime.disk import append_whole, write_atomically
+from kintsugi.runtime.disk import append_whole
+from kintsugi.telemetry.jsonl_log import lines_backwards
+from kintsugi.telemetry.samples_index import NUM_WORST, SamplesOfStep
 from kintsugi.types import FinishReason, SampleMeta, SampleText
 
 _BLOCK_SIZE = 1 << 16
+TABLE_EVERY, TABLE_ROWS, CELL_LENGTH = 10, 8, 1000
+"""Steps between tables of completions in the trackers, rows of a table, characters of a cell: they bound the files."""
 
 _Result = TypeVar("_Result")
 
@@ -142,24 +148,37 @@ class _Lines:
         """Open unbuffered: a later flush must not repeat what a full disk refused."""
         return self._path.open("ab", buffering=0)
 
-    def append(self, records: Sequence[Any]) -> None:
-        """Append all lines or none: half a line would make the rest of the file unreadable."""
-        lines = b"".join(self._encoder.encode(record) + b"\n" for record in records)
+    def append(self, records: Sequence[Any]) -> list[int]:
+        """Append all lines or none: half a line would make the rest of the file unreadable. Return the offset of each
+        line, and that of the end."""
+        lines = [self._encoder.encode(record) + b"\n" for record in records]
 
-        self._guarded(lambda: append_whole(self._file, lines))
+        def append() -> int:
+            start = os.fstat(self._file.fileno()).st_size
+            append_whole(self._file, b"".join(lines))
+            return start
+
+        return list(accumulate(map(len, lines), initial=self._guarded(append)))
 
     def truncate_after(self, step: int) -> None:
-        """Keep the lines up to this step; the file is replaced as a whole."""
+        """Cut off the lines of later steps, in place: they are the last ones. A line that cannot be decoded has no
+        step, and is cut off with those that follow it."""
         decoder = msgspec.json.Decoder(_Stepped)
 
-        def rewrite() -> None:
-            with self._path.open("rb") as lines:
-                kept = (line for line in lines if decoder.decode(line).step <= step)
-                write_atomically(self._path, kept, durable=False)
-            self._file.close()
-            self._file = self._open()
+        def cut() -> None:
+            size = end = os.fstat(self._file.fileno()).st_size
+            for offset, line in lines_backwards(self._path):
+                try:
+                    is_kept = decoder.decode(line).step <= step
+                except (msgspec.MsgspecError, UnicodeDecodeError):
+                    continue
+                if is_kept:
+                    break
+                end = offset
+            if end < size:
+                os.ftruncate(self._file.fileno(), end)
 
-        self._guarded(rewrite)
+        self._guarded(cut)
 
     def close(self) -> None:
         self._file.close()
@@ -205,6 +224,7 @@ class MetricsWriter:
         self._trackers: list[_Tracker] = [
             _TensorBoard(RunFolder(run_dir).tensorboard_folder, time=self._clock.wall())
         ]
+        self._has_table = False
         if wandb_id is not None:
             self._trackers.append(_WeightsAndBiases(run_dir, run_id=wandb_id))
 
@@ -217,10 +237,40 @@ class MetricsWriter:
             *(partial(tracker.write, step, finite, time=time) for tracker in self._trackers),
         )
 
+    def write_completions(
+        self, step: int, metas: Sequence[SampleMeta], *, texts: Mapping[str, SampleText]
+    ) -> None:
+        """Give the trackers a table of completions at the first step and every tenth: the best and worst rewards."""
+        scored = sorted(
+            (meta for meta in metas if meta.reward_components and meta.key in texts),
+            key=lambda meta: meta.reward,
+        )
+        if not scored or (step % TABLE_EVERY and self._has_table):
+            return
+        self._has_table = True
+        half = TABLE_ROWS // 2
+        chosen = scored if len(scored) <= TABLE_ROWS else [*scored[:half], *scored[-half:]]
+        rows = [
+            (texts[meta.key].prompt[-CELL_LENGTH:], texts[meta.key].completion[:CELL_LENGTH], meta.reward)
+            for meta in chosen
+        ]
+        self._write_table("completions", step, TrackerTable(("prompt", "completion", "reward"), rows))
+
+    def write_incident(self, step: int, *, incident: int, text: str) -> None:
+        """Give the trackers a line about an incident."""
+        table = TrackerTable(("incident", "step", "text"), [(incident, step, text[:CELL_LENGTH])])
+        self._write_table("incidents", step, table)
+
+    def _write_table(self, name: str, step: int, table: TrackerTable) -> None:
+        time = self._clock.wall()
+        _try_all(*(partial(tracker.write_table, name, step, table, time=time) for tracker in self._trackers))
+
     def truncate_after(self, step: int) -> None:
-        self._lines.truncate_after(step)
-        for tracker in self._trackers:
-            tracker.truncate_after(step, time=self._clock.wall())
+        time = self._clock.wall()
+        _try_all(
+            lambda: self._lines.truncate_after(step),
+            *(partial(tracker.truncate_after, step, time=time) for tracker in self._trackers),
+        )
 
     def close(self) -> None:
         _try_all(self._lines.close, *(tracker.close for tracker in self._trackers))
@@ -234,7 +284,7 @@ class MetricsWriter:
         self.close()
 
 
-def _try_all(*actions: Callable[[], None]) -> None:
+def _try_all(*actions: Callable[[], object]) -> None:
     """Call all of them, then raise the errors of any."""
     failures: list[str] = []
     for action in actions:
@@ -247,10 +297,11 @@ def _try_all(*actions: Callable[[], None]) -> None:
 
 
 class SamplesWriter:
-    """Writes every trained sample to `samples.jsonl`."""
+    """Writes every trained sample to `samples.jsonl`, and the place of each step to `samples.index`."""
 
     def __init__(self, run_dir: Path) -> None:
         self._lines = _Lines(RunFolder(run_dir).samples_file)
+        self._index = _Lines(RunFolder(run_dir).samples_index_file)
 
     def write(
         self,
@@ -261,29 +312,36 @@ class SamplesWriter:
         advantages: Mapping[str, float],
     ) -> None:
         nothing = SampleText("", "")
-        self._lines.append(
-            [
-                SampleRecord(
-                    step=step,
-                    ticket=meta.ticket,
-                    sample=int(meta.key.rsplit("/", 1)[1]),
-                    version=meta.version,
-                    prompt=texts.get(meta.key, nothing).prompt,
-                    completion=texts.get(meta.key, nothing).completion,
-                    reward=meta.reward,
-                    reward_components=meta.reward_components,
-                    finish=meta.finish,
-                    advantage=advantages.get(meta.key),
-                )
-                for meta in metas
-            ]
-        )
+        records = [
+            SampleRecord(
+                step=step,
+                ticket=meta.ticket,
+                sample=int(meta.key.rsplit("/", 1)[1]),
+                version=meta.version,
+                prompt=texts.get(meta.key, nothing).prompt,
+                completion=texts.get(meta.key, nothing).completion,
+                reward=meta.reward,
+                reward_components=meta.reward_components,
+                finish=meta.finish,
+                advantage=advantages.get(meta.key),
+            )
+            for meta in metas
+        ]
+        offsets = self._lines.append(records)
+        scored = [
+            (record.reward, offset, end)
+            for record, (offset, end) in zip(records, pairwise(offsets), strict=True)
+            if record.reward_components and isfinite(record.reward)
+        ]
+        worst = tuple(nsmallest(NUM_WORST, scored))
+        self._index.append([SamplesOfStep(step, offsets[0], offsets[-1], len(scored), worst)])
 
     def truncate_after(self, step: int) -> None:
-        self._lines.truncate_after(step)
+        _try_all(lambda: self._lines.truncate_after(step), lambda: self._index.truncate_after(step))
 
     def close(self) -> None:
         self._lines.close()
+        self._index.close()
 
 
 class EvalAnswersWriter:
@@ -302,8 +360,31 @@ class EvalAnswersWriter:
         self._lines.close()
 
 
+class TrackerTable(NamedTuple):
+    """`TrackerTable(("prompt", "reward"), [("1+1=", 1.0)])`."""
+
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[Any, ...]]
+
+    def markdown(self) -> str:
+        """The table as TensorBoard shows it; text of a model cannot end a cell or begin a tag."""
+        lines = [self.columns, tuple("---" for _ in self.columns), *self.rows]
+        return "\n".join(f"| {' | '.join(_cell(value) for value in line)} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in str(value))
+    for mark in "&<>|`*_[]":
+        shown = shown.replace(mark, f"&#{ord(mark)};")
+    return shown
+
+
 class _Tracker(Protocol):
     def write(self, step: int, values: Mapping[str, float], *, time: float) -> None: ...
+
+    def write_table(self, name: str, step: int, table: TrackerTable, *, time: float) -> None: ...
 
     def truncate_after(self, step: int, *, time: float) -> None: ...
 
@@ -317,11 +398,11 @@ class _TensorBoard:
     """
 
     def __init__(self, folder: Path, *, time: float) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.compat.proto import event_pb2, summary_pb2, types_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary, self._session = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
-        self._record_writer = RecordWriter
+        self._record_writer, self._string_type = RecordWriter, types_pb2.DT_STRING
         folder.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{time:010.0f}.{socket.gethostname()}.{os.getpid()}"
         self._file = (folder / name).open("ab", buffering=0)
@@ -338,6 +419,15 @@ class _TensorBoard:
         )
         self._add(self._event(step=step, wall_time=time, summary=summary))
 
+    def write_table(self, name: str, step: int, table: TrackerTable, *, time: float) -> None:
+        """Write the table as text of TensorBoard's text plugin."""
+        value = self._summary.Value(tag=name)
+        value.metadata.plugin_data.plugin_name = "text"
+        value.tensor.dtype = self._string_type
+        value.tensor.tensor_shape.dim.add(size=1)
+        value.tensor.string_val.append(table.markdown().encode())
+        self._add(self._event(step=step, wall_time=time, summary=self._summary(value=[value])))
+
     def truncate_after(self, step: int, *, time: float) -> None:
         """A start mark makes TensorBoard drop what an earlier file says of this step and later ones."""
         started = self._session(status=self._session.START)
@@ -352,6 +442,7 @@ class _WeightsAndBiases:
         import wandb
 
         self._error: type[Exception] = wandb.Error
+        self._table = wandb.Table
         self._run = wandb.init(
             project="kintsugi", id=run_id, name=run_dir.name, dir=str(run_dir), resume="allow"
         )
@@ -359,6 +450,13 @@ class _WeightsAndBiases:
     def write(self, step: int, values: Mapping[str, float], *, time: float) -> None:
         try:
             self._run.log(dict(values), step=step)
+        except self._error as error:
+            raise StorageError(f"W&B: {error}") from error
+
+    def write_table(self, name: str, step: int, table: TrackerTable, *, time: float) -> None:
+        rows = [list(row) for row in table.rows]
+        try:
+            self._run.log({name: self._table(columns=list(table.columns), data=rows)}, step=step)
         except self._error as error:
             raise StorageError(f"W&B: {error}") from error
 

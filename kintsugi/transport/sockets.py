@@ -14,7 +14,9 @@ from kintsugi.types import Peer
 
 QUEUED_MESSAGES = 4096
 """Bound of each socket's queues, of an endpoint's inbox, and of one caller's unanswered requests."""
-LARGEST_FRAME_BYTES = 1 << 30
+LARGEST_FRAME_BYTES = 32 << 20
+"""Bulk data is cut into frames of 16 MiB (`rpc.chunks`). The limit also bounds the memory that a stranger can occupy
+before its key is checked: ZeroMQ applies it to the commands of the handshake."""
 SOON_S = 3e-4
 """How long `is_readable_soon` polls; a call that takes longer sleeps."""
 UNACKNOWLEDGED_S = 12.0
@@ -90,8 +92,13 @@ def send_frames(
 ) -> None:
     """Send a message's frame and its bulk frames, which are not copied. zmq.Again if the queue is full.
 
-    `route` names the connection of a ROUTER.
+    `route` names the connection of a ROUTER. A frame beyond the limit would end the receiver's connection, again and
+    again.
     """
+    largest = max(len(frame), *(memoryview(blob).nbytes for blob in blobs), 0)
+    assert largest <= LARGEST_FRAME_BYTES, (
+        f"a frame of {largest:,} bytes; expected at most {LARGEST_FRAME_BYTES:,}"
+    )
     if route:
         handle.send(route, MORE)
     if not blobs:

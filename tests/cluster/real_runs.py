@@ -12,15 +12,17 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from uuid import uuid4
+
+import msgspec
 
 from kintsugi.control.protocol import Began
 from kintsugi.journal.facts import Fact, ProcessJoined
 from kintsugi.journal.inputs import read_inputs
 from kintsugi.journal.journal import read_facts
 from kintsugi.lab.testbed.process_tags import carriers
-from kintsugi.run_folder.reader import read_journal, read_summary
+from kintsugi.run_folder.reader import Launcher, read_journal, read_summary
 from kintsugi.run_folder.summary import Summary
 from kintsugi.types import Peer
 
@@ -49,6 +51,8 @@ class Run:
         self.launcher: subprocess.Popen[str] | None = None
         self.environment: dict[str, str] = {}
         """More of it, for the commands."""
+        self.output: int | IO[str] = subprocess.PIPE
+        """Standard output of the commands."""
         self._commands: list[subprocess.Popen[str]] = []
         self._mark = uuid4().hex
         self._shared_memory = set(os.listdir("/dev/shm"))
@@ -69,7 +73,7 @@ class Run:
             [sys.executable, "-m", self._program, *arguments],
             env=environment,
             cwd=self.run_dir.parent,
-            stdout=subprocess.PIPE,
+            stdout=self.output,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -125,6 +129,26 @@ class Run:
         assert pid in self.pids(), f"{process} with pid {pid} is not among {self.pids()}"
         os.kill(pid, number)
 
+    def launchers(self) -> tuple[int, int]:
+        """Pids of the launcher and its standby, as the run folder has them; 0 for one that does not run."""
+        try:
+            record = msgspec.json.decode((self.run_dir / "launcher.json").read_bytes(), type=Launcher)
+        except FileNotFoundError:
+            return 0, 0
+        alive = self.pids()
+        launcher, standby = (pid if pid in alive else 0 for pid in (record.pid, record.standby_pid))
+        return launcher, standby
+
+    def launcher_pair(self, *, other_than: tuple[int, ...] = ()) -> tuple[int, int]:
+        """Wait for a launcher and a standby that are none of these processes; return their pids."""
+        until(lambda: all(pid and pid not in other_than for pid in self.launchers()), "launcher and standby")
+        return self.launchers()
+
+    def kill_launchers(self) -> None:
+        """Kill launcher and standby at the same moment; without them the run ends."""
+        for pid in self.launcher_pair():
+            os.kill(pid, signal.SIGKILL)
+
     def wait_for_line(self, text: str, *, file: str) -> None:
         path = self.run_dir / file
         until(lambda: path.exists() and text in path.read_text(), f"{text!r} in {path}")
@@ -176,8 +200,10 @@ class Run:
 
     def close(self) -> None:
         """End what a failed test left, and every command's pipes."""
-        for pid in self.pids():
-            os.kill(pid, signal.SIGKILL)
+        while pids := self.pids():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         for process in self._commands:
             with process:
                 process.wait(timeout=LONGEST_S)

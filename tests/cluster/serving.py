@@ -57,14 +57,20 @@ def make_model(folder: Path, *, seed: int = 0) -> Path:
 class Served:
     """A gateway that runs, as its users see it."""
 
-    def __init__(self, process: subprocess.Popen[str], address: str) -> None:
+    def __init__(self, process: subprocess.Popen[str], address: str, *, key: str) -> None:
         self.process = process
         self.address = address
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._psutil = psutil.Process(process.pid)
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(f"{self.address}{path}", timeout=PATIENCE_S) as response:
-            return msgspec.json.decode(response.read())
+        return msgspec.json.decode(self._read(path))
+
+    def _read(self, path: str) -> bytes:
+        request = urllib.request.Request(f"{self.address}{path}", headers=self._headers)
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+            body: bytes = response.read()
+            return body
 
     def servers(self) -> list[dict[str, Any]]:
         """Also while none of them is well, which is told by the status."""
@@ -79,8 +85,7 @@ class Served:
 
     def figure(self, name: str) -> dict[str, float]:
         """Of /metrics, by server (empty where there is none)."""
-        with urllib.request.urlopen(f"{self.address}/metrics", timeout=PATIENCE_S) as response:
-            text = response.read().decode()
+        text = self._read("/metrics").decode()
         pattern = rf'^kintsugi_{name}(?:\{{server="(.*?)"\}})? (\S+)$'
         return {match[1] or "": float(match[2]) for match in re.finditer(pattern, text, re.MULTILINE)}
 
@@ -116,6 +121,7 @@ def until(condition: Callable[[], Any], what: str, *, timeout_s: float = PATIENC
 def serving(model: Path, *options: str) -> Iterator[Served]:
     """`kintsugi serve`, from ready to ended; whatever happens, nothing of it is left."""
     command = [sys.executable, "-m", "kintsugi", "serve", str(model), "--port", "0", *options]
+    key = options[options.index("--api-key") + 1] if "--api-key" in options else ""
     # One that is killed leaves its folder behind, which goes with the model's.
     environment = {**os.environ, "TMPDIR": str(model.parent)}
     with tempfile.TemporaryFile("w+") as errors:
@@ -130,7 +136,7 @@ def serving(model: Path, *options: str) -> Iterator[Served]:
                 errors.seek(0)
                 assert line, f"{said}{errors.read()}"
             watchdog.cancel()
-            yield Served(process, ready[1])
+            yield Served(process, ready[1], key=key)
         finally:
             watchdog.cancel()
             family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []

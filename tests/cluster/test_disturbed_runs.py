@@ -51,9 +51,12 @@ def stop_and_resume(run: Run) -> None:
 
 
 def kill_launcher_and_resume(run: Run) -> None:
-    launcher = run.start(gates=(GATE,))
+    run.start(gates=(GATE,))
     run.wait_at(GATE)
-    launcher.kill()
+    run.kill_launchers()
+    code, errors = run.end()
+    assert code == 1
+    assert "were killed at the same time" in errors and f"`kintsugi resume {run.run_dir}`" in errors
     run.assert_nothing_left(timeout_s=SOON_S)
     assert read_status(run.run_dir).state is RunState.INTERRUPTED
     run.let_through(GATE)
@@ -203,11 +206,12 @@ def damage(journal: Path) -> None:
 
 
 def kill_launcher_and_agent_during_a_reward_that_never_ends(run: Run) -> None:
-    launcher = run.start(gates=(GATE,))
+    run.start(gates=(GATE,))
     run.wait_at(GATE)
-    launcher.send_signal(signal.SIGSTOP)  # or it would clean up after the agent
+    launcher, _ = run.launcher_pair()
+    os.kill(launcher, signal.SIGSTOP)  # or it would clean up after the agent
     run.kill("agent-0")
-    launcher.kill()
+    run.kill_launchers()
     run.assert_nothing_left(timeout_s=SOON_S)
     ends = {r.stamp.process: r.event for r in read_events(run.run_dir) if isinstance(r.event, ProcessEnded)}
     assert {process: end.code for process, end in ends.items()} == {

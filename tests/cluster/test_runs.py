@@ -86,7 +86,7 @@ def test_the_default_layout_is_at_least_one_launcher_agent_master_manager_and_tw
         "launcher": 1, "agent": 1, "master": 1, "manager": 1, "model": 2, "rollout": 2, "server": 2,
     }  # fmt: skip
     assert len({pid for pids in processes.values() for pid in pids}) == 10
-    assert undisturbed.launcher is not None and processes["launcher"] == [undisturbed.launcher.pid]
+    assert undisturbed.launcher is not None and undisturbed.launcher.pid not in processes["launcher"]
 
 
 def test_metrics_have_the_names_that_the_field_knows_once_per_step(undisturbed: Run) -> None:

@@ -26,6 +26,7 @@ from tests.unit.serving.nonsense import nonsense
 pytestmark = pytest.mark.cluster
 
 KEY = "a-key"
+ADMIN_KEY = "a-key-for-administration"
 MODEL = "tiny"
 
 
@@ -35,8 +36,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(model: Path) -> Iterator[Served]:
-    with serving(model, "--servers", "2", "--api-key", KEY, "--deterministic", "--queue", "64") as served:
+def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    admin = tmp_path_factory.mktemp("keys") / "admin"
+    admin.touch(mode=0o600)
+    admin.write_text(ADMIN_KEY)
+    folder = str(tmp_path_factory.getbasetemp())
+    keys = ("--api-key", KEY, "--admin-key-file", str(admin), "--weights-folder", folder)
+    with serving(model, "--servers", "2", *keys, "--deterministic", "--queue", "64") as served:
         yield served
 
 
@@ -231,7 +237,7 @@ def has_servers(served: Served, count: int) -> bool:
 @pytest.mark.slow
 def test_servers_come_and_go_while_streams_run(served: Served, client: openai.OpenAI) -> None:
     until(served.is_at_rest, "rest")
-    headers = {"Authorization": f"Bearer {KEY}"}
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     streams = Streams(client, 8)
     for count in (1, 2):
         answer = httpx2.post(f"{served.address}/admin/servers", json={"count": count}, headers=headers)
@@ -247,7 +253,7 @@ def test_new_weights_are_loaded_by_every_server(
     served: Served, client: openai.OpenAI, model: Path, tmp_path: Path
 ) -> None:
     until(served.is_at_rest, "rest")
-    headers = {"Authorization": f"Bearer {KEY}"}
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     before = streamed(client, 0)
 
     def load(path: Path) -> Any:
@@ -255,6 +261,7 @@ def test_new_weights_are_loaded_by_every_server(
         return httpx2.post(url, json={"path": str(path)}, headers=headers, timeout=60)
 
     assert load(tmp_path / "nowhere").status_code == 400
+    assert load(Path("/etc")).status_code == 403
     loaded = load(make_model(tmp_path / "other", seed=1))
     assert loaded.status_code == 200 and len(loaded.json()["servers"]) == 2
     assert streamed(client, 0) != before

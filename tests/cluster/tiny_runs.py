@@ -51,7 +51,9 @@ class TinyRun:
         spares: int = 0,
         exit_code: int | None = None,
         kill_itself: bool = False,
+        supervised: bool = False,
     ) -> subprocess.Popen[str]:
+        """Start a launcher; `supervised`: a command whose launcher runs in a session of its own, with a standby."""
         orders = {"starts": {"agent-0": starts}, "exit_code": exit_code, "kill_itself": kill_itself}
         if hosts == 2:
             orders["starts"] = {"agent-0": starts[:1], "agent-1": starts[1:]}
@@ -65,7 +67,12 @@ class TinyRun:
         path = os.pathsep.join([str(PROGRAMS), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path, "KINTSUGI_TEST_MARK": self.mark}
         self.launcher = subprocess.Popen(
-            [sys.executable, str(PROGRAMS / "cluster_launcher.py"), str(self.run_dir)],
+            [
+                sys.executable,
+                str(PROGRAMS / "cluster_launcher.py"),
+                str(self.run_dir),
+                *["supervised"][:supervised],
+            ],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,
@@ -107,6 +114,20 @@ class TinyRun:
             pid for pid, command in self.pids().items() if f"kintsugi.cluster.agent {agent} " in command
         ]
         return pid
+
+    def launchers(self) -> tuple[int, int]:
+        """Pids of the launcher and of its standby, as the run folder has them; 0 for one that does not run."""
+        try:
+            record = json.loads((self.run_dir / "launcher.json").read_text())
+        except FileNotFoundError:
+            return 0, 0
+        pids = self.pids()
+        return tuple(pid if pid in pids else 0 for pid in (record["pid"], record["standby_pid"]))  # type: ignore[return-value]
+
+    def pair(self, *, other_than: tuple[int, ...] = ()) -> tuple[int, int]:
+        """Wait for a launcher and a standby that are none of these processes; return their pids."""
+        until(lambda: all(pid and pid not in other_than for pid in self.launchers()), "launcher and standby")
+        return self.launchers()
 
     def master(self) -> tuple[int, bool, str]:
         """Pid of the master that wrote last, whether it was to adopt, and its address."""

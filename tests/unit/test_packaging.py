@@ -48,7 +48,7 @@ def test_the_wheel_carries_every_file_that_a_run_needs(wheel: zipfile.ZipFile) -
     carried = set(wheel.namelist())
     needed = {
         str(path.relative_to(ROOT))
-        for suffix in ("yaml", "py", "cpp", "h", "html", "typed")
+        for suffix in ("yaml", "py", "cpp", "h", "html", "js", "css", "svg", "xz", "typed")
         for path in (ROOT / "kintsugi").rglob(f"*.{suffix}")
     }
     assert len([name for name in needed if name.endswith(".yaml")]) > 20

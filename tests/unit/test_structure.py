@@ -24,9 +24,11 @@ GROUND = frozenset(
 SHARED = GROUND | {"model", "telemetry"}
 
 ALLOWED: dict[str, frozenset[str]] = {
+    "access": GROUND,
     "checkpoint": SHARED,
     "cli": SHARED
     | {
+        "access",
         "checkpoint",
         "cluster",
         "config",
@@ -38,7 +40,7 @@ ALLOWED: dict[str, frozenset[str]] = {
         "lab",
         "rollout",
     }
-    | {"run_folder", "serving", "simulation"},
+    | {"page", "run_folder", "serving", "simulation"},
     "cluster": SHARED | {"device_lease", "run_folder"},
     "config": GROUND
     | {"model", "telemetry.export", "data", "rollout", "control.placement", "graph.algorithms"},
@@ -66,6 +68,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     | {"run_folder", "simulation", "training"},
     "model": frozenset({"types", "errors", "config.schema", "config.stages"}),
     "openai_api": GROUND | {"model"},
+    "page": SHARED | {"access", "diagnosis", "journal", "run_folder"},
     "process": GROUND | {"telemetry"},
     "protocol": frozenset({"types", "errors"}),
     "recovery": SHARED,
@@ -73,7 +76,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "run_folder": SHARED | {"checkpoint.store", "data.manifest", "journal"},
     "runtime": frozenset({"types", "errors"}),
     "samples": SHARED,
-    "serving": SHARED | {"generation", "cluster", "weights", "openai_api"},
+    "serving": SHARED | {"access", "generation", "cluster", "weights", "openai_api"},
     "simulation": SHARED | {"control", "recovery", "samples", "journal"},
     "telemetry": GROUND | {"journal"},
     "training": SHARED

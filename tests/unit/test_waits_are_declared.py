@@ -22,6 +22,10 @@ IN_THE_JAIL = "a program of its own, without the package; its caller waits for i
 ALLOWED = {
     ("cluster/child.py", "os.read(self.report, 65536)"): NON_BLOCKING_PIPE,
     ("cluster/launcher.py", "os.read(self.report, 65536)"): NON_BLOCKING_PIPE,
+    ("cluster/launcher.py", "os.read(self._stop_requests, 256)"): NON_BLOCKING_PIPE,
+    ("cluster/agent.py", "os.read(gate, 1)"): "runtime.wait saw it readable",
+    ("cluster/standby.py", "channel.recv(MOST_BYTES)"): "a non-blocking socket",
+    ("cli/supervisor.py", "os.read(result, 65536)"): "runtime.wait saw it readable",
     ("runtime/signals.py", "os.read(self._reader, 256)"): NON_BLOCKING_PIPE,
     ("rollout/sandbox/sandbox.py", "os.read(descriptor, _CHUNK)"): NON_BLOCKING_PIPE,
     ("rollout/sandbox/jail.py", "os.read(reader, 4096)"): IN_THE_JAIL,

@@ -13,13 +13,14 @@ import random
 import socket
 from collections import deque
 from functools import cache
+from typing import Literal
 from uuid import uuid4
 
 import msgspec
 
 from kintsugi.cluster.namespaces import enter
 from kintsugi.lab.faults.mechanism import FaultImpossible, FaultMechanism
-from kintsugi.lab.injector.undo_log import RemoveRules, network_of
+from kintsugi.lab.injector.undo_log import RemoveRules, network_of, queue_rules
 from kintsugi.lab.testbed import tools
 from kintsugi.lab.testbed.packets import ACCEPT, DROP, PacketQueue
 from kintsugi.lab.testbed.ports import ports_of
@@ -98,12 +99,12 @@ class _PacketFault(FaultMechanism):
         self._look_at = 0.0
 
     def begin(self) -> None:
-        self.before(RemoveRules(self._network, self.table, commands=self.undo_commands()))
+        self.before(self.undo_entry())
         tools.call("nft", "-f", "-", text=self.rules())
         self.refresh_ports()
 
-    def undo_commands(self) -> tuple[tuple[str, ...], ...]:
-        return ()
+    def undo_entry(self) -> RemoveRules:
+        return RemoveRules(self._network, self.table)
 
     def consequence(self, *, incoming: bool) -> str:
         """Return the action of the rule for a matched packet."""
@@ -172,8 +173,8 @@ class _QueuedFault(_PacketFault):
         return None
 
     @property
-    def _mark(self) -> str:
-        return hex(MARK_BASE + self.number)
+    def _mark(self) -> int:
+        return MARK_BASE + self.number
 
     def prepare(self) -> None:
         super().prepare()
@@ -184,23 +185,27 @@ class _QueuedFault(_PacketFault):
     def consequence(self, *, incoming: bool) -> str:
         if queue_rule() == "nft":
             return f"queue flags bypass to {self.number}"
-        return f"meta mark set {self._mark}"
+        return f"meta mark set {self._mark:#x}"
 
-    def undo_commands(self) -> tuple[tuple[str, ...], ...]:
-        return tuple(("iptables", "-D", *rule) for rule in self._marked_rules())
+    def undo_entry(self) -> RemoveRules:
+        return RemoveRules(
+            self._network, self.table, chains=self._chains(), mark=self._mark, queue=self.number
+        )
 
-    def _marked_rules(self) -> list[tuple[str, ...]]:
-        """Return the rules that queue marked packets, for kernels where nftables can not queue."""
+    def _chains(self) -> tuple[Literal["OUTPUT", "INPUT"], ...]:
+        """Return the chains of iptables to queue in, on kernels where nftables can not queue."""
         if queue_rule() == "nft":
-            return []
-        match = ("-m", "mark", "--mark", self._mark)
-        queue = ("-j", "NFQUEUE", "--queue-num", str(self.number), "--queue-bypass")
-        chains = [("OUTPUT", self.outgoing), ("INPUT", self.incoming)]
-        return [(chain, *match, *queue) for chain, wanted in chains if wanted]
+            return ()
+        chains: list[Literal["OUTPUT", "INPUT"]] = []
+        if self.outgoing:
+            chains.append("OUTPUT")
+        if self.incoming:
+            chains.append("INPUT")
+        return tuple(chains)
 
     def begin(self) -> None:
         super().begin()
-        for rule in self._marked_rules():
+        for rule in queue_rules(self._chains(), mark=self._mark, queue=self.number):
             tools.call("iptables", "-A", *rule)
 
     @property

@@ -78,7 +78,14 @@ class _FaultProcess:
         self._reports, reports = os.pipe2(os.O_CLOEXEC)
         try:
             self.child: Child = SystemProcesses().spawn(
-                [sys.executable, "-m", "kintsugi.lab.injector.injector_process", str(orders), str(reports)],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "kintsugi.lab.injector.injector_process",
+                    str(orders),
+                    str(reports),
+                ],
                 pass_fds=(orders, reports),
                 new_session=True,
             )

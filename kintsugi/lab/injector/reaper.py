@@ -25,10 +25,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from kintsugi.errors import DeadlineExceeded, UserError
+from kintsugi.errors import DeadlineExceeded, UntrustedFile, UserError
 from kintsugi.lab.injector.undo_log import ProcessIdentity, Undo, UndoEntry, UndoJournal
 from kintsugi.lab.testbed.tools import ToolFailed
 from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.printable import printable
+from kintsugi.runtime.proc import boot_id
 from kintsugi.runtime.processes import Child, SystemProcesses
 from kintsugi.runtime.waits import wait
 
@@ -39,6 +41,8 @@ LAST_S = 30.0
 """How long the reaper tries after the laboratory's end; the next laboratory undoes the remaining changes."""
 END_TIMEOUT_S = GRACE_S + LAST_S
 LIST_TIMEOUT_S = 5.0
+FIRST_RETRY_S, LAST_RETRY_S = 0.1, 3.0
+"""Pauses between attempts to undo the same change: the first, and the longest."""
 
 
 class ReaperGuard:
@@ -71,6 +75,7 @@ class ReaperGuard:
             self._reaper = SystemProcesses().spawn(
                 [
                     sys.executable,
+                    "-P",
                     "-m",
                     "kintsugi.lab.injector.reaper",
                     str(self.path),
@@ -142,9 +147,13 @@ def _check_lists() -> None:
 def _link_for(journal: Path) -> Path:
     """Return the link that lists a journal; its name contains the process that uses it."""
     own = ProcessIdentity.of(os.getpid())
-    world = os.stat("/proc/self/ns/pid").st_ino
     name = hashlib.blake2b(str(journal.resolve()).encode(), digest_size=6).hexdigest()
-    return lists_folder() / f"{world}-{own.pid}-{own.born}-{name}"
+    return lists_folder() / f"{_world()}-{own.pid}-{own.born}-{name}"
+
+
+def _world() -> str:
+    """Name of this boot of this machine and its pid namespace, within which pid and start time name a process."""
+    return f"{boot_id().replace('-', '')[:12]}.{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def _list(link: Path, journal: Path) -> None:
@@ -180,18 +189,13 @@ def _is_own(folder: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
-def _owner_of(link: Path) -> tuple[int, ProcessIdentity] | None:
-    """Return the pid namespace and the process that listed a journal; None for a file that is no such link."""
+def _owner_of(link: Path) -> tuple[str, ProcessIdentity] | None:
+    """Return boot and pid namespace, and the process that listed a journal; None for a file that is no such link."""
     try:
         world, pid, born, _ = link.name.split("-")
-        return int(world), ProcessIdentity(int(pid), int(born))
+        return world, ProcessIdentity(int(pid), int(born))
     except ValueError:
         return None
-
-
-def _is_own_journal(path: Path) -> bool:
-    found = path.stat()
-    return stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def _forget_empty(folder: Path) -> None:
@@ -202,11 +206,11 @@ def _forget_empty(folder: Path) -> None:
 def reap_abandoned() -> int:
     """Undo the changes of laboratories that were killed with their reapers; return the number of changes.
 
-    Journals of another pid namespace (a container that shares the folder) are left alone: their processes are not
-    visible from here and may be alive.
+    Journals of another pid namespace or machine (a container or a host that shares the folder) are left alone: their
+    processes are not visible from here and may be alive. Journals that another user could have written are too.
     """
     folder, count = lists_folder(), 0
-    own_world = os.stat("/proc/self/ns/pid").st_ino
+    own_world = _world()
     if not _is_own(folder):
         return 0
     for name in _names_in(folder):
@@ -216,9 +220,10 @@ def reap_abandoned() -> int:
             continue
         path = link.resolve()
         if path.exists():
-            if not _is_own_journal(path):
+            try:
+                journal = UndoJournal(path)
+            except UntrustedFile:
                 continue
-            journal = UndoJournal(path)
             # A reaper that is still running undoes them too; the second undo has no effect.
             count += sum(_undo(journal, entry) for entry in journal.outstanding())
             left = journal.outstanding()
@@ -248,7 +253,7 @@ def _undo(journal: UndoJournal, entry: UndoEntry) -> bool:
     try:
         journal.undo(entry)
     except (OSError, ToolFailed, DeadlineExceeded) as error:
-        sys.stderr.write(f"not undone yet: {entry.undo}: {error}\n")
+        sys.stderr.write(f"not undone yet: {printable(str(entry.undo))}: {error}\n")
         return False
     return True
 
@@ -258,6 +263,8 @@ def reap(journal: UndoJournal, lifeline: int) -> int:
     poller = select.poll()
     poller.register(lifeline, select.POLLIN)
     size, open_entries = -1, list[UndoEntry]()
+    retries: dict[str, tuple[float, float]] = {}
+    """Entry that failed → time of its next attempt, pause after that."""
     ended_at: float | None = None
     while True:
         if ended_at is None:
@@ -275,8 +282,10 @@ def reap(journal: UndoJournal, lifeline: int) -> int:
         now = SYSTEM_CLOCK.monotonic()
         for entry in open_entries:
             is_due = now > entry.until + GRACE_S or not entry.owner.alive
-            if is_due or (ended_at is not None and now > ended_at + GRACE_S):
-                _undo(journal, entry)
+            at, pause_s = retries.get(entry.number, (now, FIRST_RETRY_S))
+            is_due = is_due or (ended_at is not None and now > ended_at + GRACE_S)
+            if is_due and now >= at and not _undo(journal, entry):
+                retries[entry.number] = (now + pause_s, min(2 * pause_s, LAST_RETRY_S))
         if ended_at is not None:
             open_entries = journal.outstanding()
             if not open_entries:

@@ -3,6 +3,10 @@
 `<lab folder>/undo.jsonl` has a line for every change, with the process that made it and its lease, and a line for every
 change that was undone. The process that made the change, the reaper, or the next laboratory on this machine can undo
 it. Undoing twice, or undoing a change that was never made, has no effect.
+
+The journal is acted upon, often as root. So only a file of this user that others can not write is opened, in folders
+where no other user can replace it; an entry says what was changed, never which command undoes it; and paths are removed
+or unmounted only below the folder of the journal, except files with the names that faults give them.
 """
 
 from __future__ import annotations
@@ -10,18 +14,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import resource
 import shutil
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from kintsugi.lab.faults import fpu_rounding
 from kintsugi.lab.testbed import tools
 from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.owned_files import check_folders, open_owned
 from kintsugi.runtime.proc import process_start_time
 from kintsugi.runtime.processes import SystemProcesses
 from kintsugi.runtime.waits import wait
@@ -30,6 +37,10 @@ GROUP_TIMEOUT_S = 5.0
 POLL_S = 0.005
 SHAPING_HANDLE = "6b01"
 """Handle by which our traffic shaping is recognised."""
+_TABLE = re.compile(r"k[0-9a-f]{8}")
+_INTERFACE = re.compile(r"[\w.:@-]{1,15}")
+_FAULT_FILE = re.compile(r"\.[0-9a-f]{12}|kintsugi-grow-\d+")
+"""Names of the files of faults that lie beside a run folder or in the folder for temporary files."""
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
@@ -75,6 +86,10 @@ class _Undo(msgspec.Struct, frozen=True, tag=True):
     def carry_out(self) -> None:
         raise NotImplementedError
 
+    def refusal(self, folder: Path) -> str | None:
+        """Return why the laboratory can not have made this change, by a journal in `folder`; None if it can."""
+        return None
+
 
 class ResumeProcess(_Undo, frozen=True, tag="Continue"):
     """Resumes a process that was stopped."""
@@ -90,6 +105,10 @@ class LeaveGroup(_Undo, frozen=True, tag="Leave"):
 
     group: str
     home: str
+
+    def refusal(self, folder: Path) -> str | None:
+        outside = [path for path in (self.group, self.home) if not _is_below(path, *_group_roots(), folder)]
+        return f"expected a control group, got {outside[0]}" if outside else None
 
     def carry_out(self) -> None:
         """Move the processes back and remove the group; repeated until no process is left that was forked into it
@@ -119,6 +138,12 @@ class LeaveGroup(_Undo, frozen=True, tag="Leave"):
         wait(attempt, whom=f"control group {group}", what="to be empty", timeout_s=GROUP_TIMEOUT_S)
 
 
+def _group_roots() -> list[Path]:
+    """Return where hierarchies of control groups are mounted."""
+    mounts = (line.split() for line in Path("/proc/mounts").read_text().splitlines())
+    return [Path(fields[1]) for fields in mounts if fields[2] in ("cgroup", "cgroup2")]
+
+
 def _nearest(home: Path) -> Path:
     """Return the nearest existing group above a home group that was removed meanwhile."""
     return next((group for group in (home, *home.parents) if (group / "cgroup.procs").exists()), home)
@@ -136,6 +161,11 @@ class RemovePath(_Undo, frozen=True, tag="Remove"):
 
     path: str
 
+    def refusal(self, folder: Path) -> str | None:
+        if _is_below(self.path, folder) or _FAULT_FILE.fullmatch(Path(self.path).name):
+            return None
+        return f"expected a path below {folder} or the name of a fault's file, got {self.path}"
+
     def carry_out(self) -> None:
         path = Path(self.path)
         with contextlib.suppress(FileNotFoundError):
@@ -149,6 +179,9 @@ class UnmountPath(_Undo, frozen=True, tag="Unmount"):
     """Unmounts a file system that was mounted."""
 
     path: str
+
+    def refusal(self, folder: Path) -> str | None:
+        return None if _is_below(self.path, folder) else f"expected a mount below {folder}, got {self.path}"
 
     def carry_out(self) -> None:
         """Unmount; a mount that stays busy is detached lazily, and the kernel frees it with its last user."""
@@ -226,17 +259,27 @@ class RemoveRules(_Undo, frozen=True, tag="Rules"):
     """Inode number of the namespace; it is gone when its last process is."""
     table: str
     """Table of nftables; all its content is ours."""
-    commands: tuple[tuple[str, ...], ...] = ()
-    """Commands that remove other rules; each may fail when its rule does not exist."""
+    chains: tuple[Literal["OUTPUT", "INPUT"], ...] = ()
+    """Chains of iptables in which packets with the mark are queued, for kernels where nftables can not queue."""
+    mark: int = 0
+    queue: int = 0
+
+    def refusal(self, folder: Path) -> str | None:
+        return (
+            None
+            if _TABLE.fullmatch(self.table)
+            else f"expected a table of the laboratory, got {self.table!r}"
+        )
 
     def carry_out(self) -> None:
         pid = process_in(self.network)
         if pid is None:
             return
         there = ("nsenter", "--target", str(pid), "--net")
-        for command in self.commands:
+        for rule in queue_rules(self.chains, mark=self.mark, queue=self.queue):
+            # The rule may not exist: the change was not made, or was undone.
             with contextlib.suppress(tools.ToolFailed):
-                tools.call(*there, *command)
+                tools.call(*there, "iptables", "-D", *rule)
         if not self._has_table(there):
             return
         try:
@@ -256,6 +299,10 @@ class RemoveShaping(_Undo, frozen=True, tag="Shaping"):
     network: int
     """Inode number of the network namespace."""
     interface: str
+
+    def refusal(self, folder: Path) -> str | None:
+        is_name = _INTERFACE.fullmatch(self.interface)
+        return None if is_name else f"expected a network device, got {self.interface!r}"
 
     def carry_out(self) -> None:
         pid = process_in(self.network)
@@ -295,6 +342,21 @@ Undo = (
 )
 
 
+def queue_rules(
+    chains: tuple[Literal["OUTPUT", "INPUT"], ...], *, mark: int, queue: int
+) -> list[tuple[str, ...]]:
+    """Return the rules of iptables that queue marked packets to a program, one per chain, without the operation."""
+    match = ("-m", "mark", "--mark", hex(mark))
+    target = ("-j", "NFQUEUE", "--queue-num", str(queue), "--queue-bypass")
+    return [(chain, *match, *target) for chain in chains]
+
+
+def _is_below(path: str, *folders: Path) -> bool:
+    """Whether a path lies below one of the folders, symbolic links in its folders resolved."""
+    resolved = Path(os.path.realpath(Path(path).parent)) / Path(path).name
+    return any(resolved.is_relative_to(place) for place in map(os.path.realpath, folders))
+
+
 def threads_of(pid: int) -> list[int]:
     return [int(entry) for entry in os.listdir(f"/proc/{pid}/task")]
 
@@ -331,12 +393,18 @@ class UndoDone(msgspec.Struct, frozen=True):
 
 
 class UndoJournal:
-    """Append-only journal of undo entries, written by several processes."""
+    """Append-only journal of undo entries, written by several processes.
+
+    UntrustedFile if another user could have written or replaced it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        if os.geteuid() == 0:
+            check_folders(path)
+        self._descriptor = open_owned(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._folder = Path(os.path.realpath(path.parent))
         self._owner = ProcessIdentity.of(os.getpid())
         self._count = 0
 
@@ -349,7 +417,9 @@ class UndoJournal:
         return entry
 
     def undo(self, entry: UndoEntry) -> None:
-        """Undo the change and journal that."""
+        """Undo the change and journal that. PermissionError for a change that the laboratory does not make."""
+        if (why := entry.undo.refusal(self._folder)) is not None:
+            raise PermissionError(errno.EPERM, why)
         entry.undo.carry_out()
         self.forget(entry)
 

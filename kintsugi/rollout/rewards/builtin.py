@@ -17,6 +17,7 @@ from typing import Any
 
 from kintsugi.errors import ConfigError, DataError
 from kintsugi.rollout.sandbox.sandbox import SandboxOutcome, run_python
+from kintsugi.runtime.printable import printable_line
 
 _log = logging.getLogger(__name__)
 
@@ -248,4 +249,4 @@ def _why_tests_fail(source: str, tests: str) -> str:
 
 def _why(outcome: SandboxOutcome) -> str:
     last_line = outcome.stderr.strip().rpartition("\n")[2][:200]
-    return f"{outcome.reason}: {last_line}" if last_line else outcome.reason
+    return f"{outcome.reason}: {printable_line(last_line)}" if last_line else outcome.reason

@@ -209,7 +209,7 @@ class RunStore:
                 entries, end = read_entries(self.run_dir, file, offset=offset)
                 if file.family is SourceKind.JOURNAL:
                     entries = list(self._timed(entries))
-                    self._take_places(entries)
+                    self._take_places(entries, path=file.path)
                 self._insert(entries, process=file.process, source=source)
             self.database.execute("UPDATE sources SET offset = ? WHERE id = ?", (end, source))
         return end if end > offset else 0
@@ -269,11 +269,11 @@ class RunStore:
         query = "SELECT since, host FROM places WHERE process = ? ORDER BY since"
         return self.database.execute(query, (process,)).fetchall()
 
-    def _take_places(self, facts: Iterable[SourceEntry]) -> None:
+    def _take_places(self, facts: Iterable[SourceEntry], *, path: str) -> None:
         for entry in facts:
             if entry.kind not in (kind_of(ProcessRequested), kind_of(ProcessJoined)):
                 continue
-            match self.reader.fact(offset=entry.offset, part=entry.part):
+            match self.reader.fact(path, offset=entry.offset, part=entry.part):
                 case ProcessRequested(process=process, host=host):
                     self._place(process, host, since=entry.time)
                 case ProcessJoined(peer=peer):

@@ -15,7 +15,7 @@ import msgspec
 
 from kintsugi.errors import UserError
 from kintsugi.journal.facts import Fact, SamplesScored, TicketAssigned
-from kintsugi.run_folder.layout import RELATIVE, RunFolder
+from kintsugi.run_folder.layout import RunFolder
 from kintsugi.telemetry.events import Alert, AlertEvent, Event, Note, NoteEvent
 from kintsugi.telemetry.format import format_event, format_fact
 from kintsugi.telemetry.jsonl_log import lines_in, paths_of
@@ -30,7 +30,7 @@ from kintsugi.telemetry.readings import (
     samples_in,
 )
 from kintsugi.telemetry.store.index import RunStore
-from kintsugi.telemetry.store.sources import LOG, whole_lines
+from kintsugi.telemetry.store.sources import LOG, SourceKind, whole_lines
 from kintsugi.types import kind_of
 
 SAMPLE_KINDS = tuple(kind_of(kind) for kind in get_args(Sample))
@@ -51,7 +51,7 @@ LAST_SIZE = 64 << 10
 _RELATIVE = re.compile(r"([+-]?)(\d+(?:\.\d+)?)([smhd])")
 _COLUMNS = (
     "records.id, records.time, records.exact, process_names.name, kind_names.name, sources.path, "
-    "records.offset, records.length, records.part, records.begun"
+    "records.offset, records.length, records.part, records.begun, sources.family"
 )
 
 
@@ -165,11 +165,11 @@ def _entries(
 
 def line_of(store: RunStore, row: tuple[Any, ...]) -> FoundLine:
     """Read the entry that a row of `records` points to."""
-    _, time, exact, process, kind, path, offset, length, part, begun = row
+    _, time, exact, process, kind, path, offset, length, part, begun, family = row
     text = ""  # The file may be gone or damaged.
     content: Fact | Event | None = None
-    if path == str(RELATIVE.journal_file):
-        fact = store.reader.fact(offset=offset, part=part)
+    if family == SourceKind.JOURNAL:
+        fact = store.reader.fact(path, offset=offset, part=part)
         if fact is not None:
             text, content = format_fact(fact), fact
     elif kind == LOG:

@@ -1,7 +1,7 @@
 """Files that the processes of a run write, and their entries, read piece by piece: no file is read as a whole.
 
 events/<process>.jsonl, logs/<process>.log   a line is an entry
-journal                                      a fact is an entry; its time is that of the input that led to it
+journal, journal.N                           a fact is an entry; its time is that of the input that led to it
 figures/<process>.jsonl                      of agents only, for the measured offsets of their hosts' clocks
 """
 
@@ -17,8 +17,9 @@ from pathlib import Path
 import msgspec
 
 from kintsugi.errors import KintsugiError
-from kintsugi.journal.facts import Fact
-from kintsugi.journal.journal import read_records
+from kintsugi.journal.facts import Fact, StateFolded
+from kintsugi.journal.format import HEADER_SIZE
+from kintsugi.journal.journal import kept_files, read_records
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.telemetry.events import Event, Span, Stamp
 from kintsugi.telemetry.format import format_event, format_fact, ids_in, ids_of, ids_of_fact
@@ -86,7 +87,7 @@ def files_of(run_dir: Path) -> list[SourceFile]:
         SourceKind.LOGS: run.log_file("*"),
         SourceKind.FIGURES: run.readings_file("*"),
     }
-    files = [_file(run.journal_file, run_dir, family=SourceKind.JOURNAL, process=MASTER)]
+    files = [_file(path, run_dir, family=SourceKind.JOURNAL, process=MASTER) for path in _journals(run)]
     files += [
         _file(path, run_dir, family=family, process=path.name.partition(".")[0])
         for family, pattern in patterns.items()
@@ -95,12 +96,22 @@ def files_of(run_dir: Path) -> list[SourceFile]:
     return [file for file in files if file is not None]
 
 
+def _journals(run: RunFolder) -> list[Path]:
+    """Return the journal and the files that it replaced when it was compacted, oldest first."""
+    if not run.journal_file.exists():
+        return []
+    kept = kept_files(run.journal_file).values()
+    # A compaction that was interrupted leaves a second name of the journal itself.
+    return [*(path for path in kept if not path.samefile(run.journal_file)), run.journal_file]
+
+
 def _file(path: Path, run_dir: Path, *, family: SourceKind, process: str) -> SourceFile | None:
     try:
         with path.open("rb") as opened:
             status = os.fstat(opened.fileno())
-            # A journal's header changes all the time.
-            head = b"" if family is SourceKind.JOURNAL else opened.read(HEAD).rstrip(b"\0")
+            # A journal's header changes all the time, and its first record when it is compacted.
+            opened.seek(HEADER_SIZE if family is SourceKind.JOURNAL else 0)
+            head = opened.read(HEAD).rstrip(b"\0")
     except (FileNotFoundError, PermissionError):
         return None
     name = str(path.relative_to(run_dir))
@@ -192,6 +203,7 @@ def _facts(path: Path, *, offset: int) -> tuple[list[SourceEntry], int]:
         )
         for record in records
         for part, fact in enumerate(record.facts)
+        if not isinstance(fact, StateFolded)
     ]
     return entries, records[-1].end if records else offset
 
@@ -218,9 +230,9 @@ class SourceReader:
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return None
 
-    def fact(self, *, offset: int, part: int) -> Fact | None:
+    def fact(self, path: str, *, offset: int, part: int) -> Fact | None:
         try:
-            records = read_records(RunFolder(self._run_dir).journal_file, offset=offset, most=1)
+            records = read_records(self._run_dir / path, offset=offset, most=1)
         except (KintsugiError, FileNotFoundError):
             return None
         return records[0].facts[part] if records and part < len(records[0].facts) else None

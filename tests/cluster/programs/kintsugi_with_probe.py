@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from kintsugi.cli.main import main
-from kintsugi.cluster import launcher
+from kintsugi.cli.supervisor import supervise
 from kintsugi.cluster.handover import PROGRAMS
 
 if __name__ == "__main__":
     programs = msgspec.structs.replace(PROGRAMS, probe="cluster_programs:file_probe")
-    launcher.launch.__kwdefaults__ = {**(launcher.launch.__kwdefaults__ or {}), "programs": programs}
+    supervise.__kwdefaults__ = {**(supervise.__kwdefaults__ or {}), "programs": programs}
     main()

@@ -11,10 +11,11 @@ import msgspec
 import pytest
 
 from kintsugi.cli import main
-from kintsugi.cli.compare import compare, comparison_text, plot, sparkline
+from kintsugi.cli.compare import comparison_text, plot, sparkline
 from kintsugi.config.recipe import given
 from kintsugi.config.schema import AlgorithmSection, Config, ModelSection, NewModel
 from kintsugi.errors import UserError
+from kintsugi.run_folder.comparison import compare
 from kintsugi.run_folder.creation import make_run_folder
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.telemetry.eval_stats import difference_interval, mcnemar, unpaired_interval

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kintsugi.cli import main
+from kintsugi.cli import main, supervisor
 from kintsugi.cluster import launcher
 from kintsugi.config.recipe import description, load, load_config, packaged_recipes
 from kintsugi.config.schema import Config
@@ -104,7 +104,7 @@ class FakeCluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
     cluster = FakeCluster()
-    monkeypatch.setattr(launcher, "launch", cluster.launch)
+    monkeypatch.setattr(supervisor, "supervise", cluster.launch)
     return cluster
 
 
@@ -162,7 +162,7 @@ def test_a_master_that_left_no_summary_is_quoted_from_its_log(
         (run_dir / "logs" / "master-0.log").write_text(log)
         return code
 
-    monkeypatch.setattr(launcher, "launch", launch)
+    monkeypatch.setattr(supervisor, "supervise", launch)
     result = kintsugi("train", GRPO)
     assert result.code == code
     assert result.errors.startswith(expected)
@@ -177,7 +177,7 @@ def test_a_mistake_that_the_master_found_is_one_sentence_and_exit_code_2(
         log.close()
         return 2
 
-    monkeypatch.setattr(launcher, "launch", launch)
+    monkeypatch.setattr(supervisor, "supervise", launch)
     result = kintsugi("train", GRPO)
     assert (result.code, result.errors) == (2, "error: rows.jsonl: expected rows\n")
 
@@ -225,6 +225,7 @@ def test_a_disk_without_room_for_the_launchers_name_leaves_no_folder(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(reader, "write_atomically", refuse)
+    monkeypatch.setattr(supervisor, "supervise", launcher.launch)  # In this process, where the disk is full.
     result = kintsugi("train", GRPO)
     assert result.code == 1
     assert "launcher.json: No space left on device" in result.errors

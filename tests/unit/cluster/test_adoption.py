@@ -35,9 +35,7 @@ def test_children_outlive_their_agent_and_its_successor_lists_them(
     assert all(process_start_time(one.pid) for one in started)
 
 
-def test_the_end_of_an_adopted_child_is_reported_with_its_last_words_and_no_status(
-    make_host: MakeHost,
-) -> None:
+def test_the_end_of_an_adopted_child_is_reported_with_its_last_words(make_host: MakeHost) -> None:
     host = make_host(model="idle")
     log = host.run_dir / "logs" / "model-0.log"
     log.parent.mkdir(exist_ok=True)
@@ -48,7 +46,9 @@ def test_the_end_of_an_adopted_child_is_reported_with_its_last_words_and_no_stat
         file.write("these are its last words\n")
     os.kill(started.pid, signal.SIGKILL)
     exited = host.exit_of("model-0")
-    assert (exited.incarnation, exited.status) == (started.incarnation, None)
+    assert exited.incarnation == started.incarnation
+    # Its parent takes the status; the agent knows it only when it looks while the process is still ending.
+    assert exited.status in {None, -signal.SIGKILL}
     assert exited.last_output == "these are its last words\n"
 
 

@@ -24,6 +24,7 @@ from kintsugi.control.suspicion import HOST_LOST_S
 from kintsugi.control.user_requests import UserRequests
 from kintsugi.errors import DataError, Fault, FencedError, KintsugiError, RemoteError, StorageError
 from kintsugi.journal.facts import (
+    Fact,
     ProcessJoined,
     ProcessLost,
     ProcessRequested,
@@ -33,7 +34,7 @@ from kintsugi.journal.facts import (
     TermStarted,
 )
 from kintsugi.journal.inputs import read_inputs
-from kintsugi.journal.journal import read_facts
+from kintsugi.journal.journal import read_facts, scan_facts
 from kintsugi.protocol.agents import ProcessExited
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.protocol.membership import AddressBook, Register
@@ -430,6 +431,36 @@ def test_a_master_that_was_replaced_while_it_did_not_run_ends_without_a_word(
     assert read_summary(stopped.run_dir) is None
     assert read_facts(successor.run_dir / "journal") == known
     assert any("replaced while it did not run" in note for note in stopped.events(Note))
+
+
+def test_a_successor_begins_with_the_journal_that_its_predecessor_compacted(
+    succession: tuple[Run, Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kintsugi.control.process.COMPACTION_SIZE", 1)
+    _, successor = succession
+    successor.shell.begin()
+    known, state = read_facts(successor.run_dir / "journal"), successor.shell._master.state
+    successor.shell._compact()
+    assert (successor.run_dir / "journal.1").exists()
+    assert read_facts(successor.run_dir / "journal") == known
+    facts: list[Fact] = []
+    scan_facts(successor.run_dir / "journal", facts.append)
+    assert facts == [state.fold()]
+    assert successor.shell._journaled_state().fold() == state.fold()
+
+
+def test_a_journal_that_can_not_be_compacted_is_reported_and_the_run_goes_on(
+    begun: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kintsugi.control.process.COMPACTION_SIZE", 1)
+    known = read_facts(begun.run_dir / "journal")
+    begun.disk.fail(code=errno.ENOSPC, times=1)
+    begun.shell._compact()
+    assert begun.disk.num_failures == 0, "the disk was full when the journal was compacted"
+    assert any("a compacted journal can not be written" in alert for alert in begun.events(Alert))
+    assert read_facts(begun.run_dir / "journal") == known
+    begun.shell._compact()
+    assert (begun.run_dir / "journal.1").exists()
 
 
 def step_taken() -> Decision:

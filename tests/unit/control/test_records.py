@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from kintsugi.control.protocol import RecordStep
@@ -33,7 +32,8 @@ def test_lines_that_can_not_be_cut_off_are_an_alert_and_do_not_keep_a_master_fro
 ) -> None:
     log = EventLog(RunFolder(tmp_path).events_file("master-0"), process="master-0")
     records = Records(tmp_path, log, config=CONFIG, job="job")
-    (tmp_path / f".metrics.jsonl.{os.getpid()}.new").mkdir()  # In the way of the file that would replace it.
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").mkdir()
     records.truncate_after(0)
     records.close()
     log.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kintsugi.errors import DeadlineExceeded, UserError
+from kintsugi.errors import DeadlineExceeded, UntrustedFile, UserError
 from kintsugi.lab.injector import reaper
 from kintsugi.lab.injector.reaper import ReaperGuard, reap_abandoned
 from kintsugi.lab.injector.undo_log import ProcessIdentity, RemovePath, UndoJournal
@@ -96,14 +96,14 @@ def an_abandoned_journal(tmp_path: Path) -> Path:
     a_change_by_somebody_who_ends(journal, made, lease_s=LEASE_S)
     folder = reaper.lists_folder()
     folder.mkdir(mode=0o700)
-    world = os.stat("/proc/self/ns/pid").st_ino
+    world = reaper._world()
     (folder / f"{world}-4194303-1-aaaa").symlink_to(journal)
     return made
 
 
 def test_what_a_laboratory_left_that_was_killed_with_its_reaper_is_undone_by_the_next(tmp_path: Path) -> None:
     made, folder = an_abandoned_journal(tmp_path), reaper.lists_folder()
-    world = os.stat("/proc/self/ns/pid").st_ino
+    world = reaper._world()
     (folder / "1-4194303-1-cccc").symlink_to(tmp_path / "of another container")
     (folder / "somebody's-dddd").touch()
     (folder / f"{world}-{os.getpid()}-{ProcessIdentity.of(os.getpid()).born}-bbbb").symlink_to(
@@ -190,3 +190,46 @@ def test_a_reaper_undoes_what_its_laboratory_left_too_long_and_lets_it_live(tmp_
     (tmp_path / "made").touch()
     until_gone(tmp_path / "made")
     guard.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_guard_does_not_carry_out_a_journal_that_another_user_put_there(tmp_path: Path) -> None:
+    journal, victim = tmp_path / "undo.jsonl", tmp_path / "victim"
+    victim.mkdir()
+    a_change_by_somebody_who_ends(journal, victim / "made", lease_s=LEASE_S)
+    os.chown(journal, 65534, -1)
+    with pytest.raises(UntrustedFile, match="found one of user 65534"):
+        ReaperGuard(journal)
+    assert (victim / "made").exists()
+
+
+def test_a_guard_follows_no_link_to_a_file_of_this_user(tmp_path: Path) -> None:
+    target = tmp_path / "important"
+    target.write_text("mine\n")
+    (tmp_path / "undo.jsonl").symlink_to(target)
+    with pytest.raises(UntrustedFile, match="symbolic link"):
+        ReaperGuard(tmp_path / "undo.jsonl")
+    assert target.read_text() == "mine\n"
+
+
+def test_a_change_that_the_laboratory_does_not_make_is_named_and_left(tmp_path: Path) -> None:
+    journal = UndoJournal(tmp_path / "undo.jsonl")
+    for _ in range(3):
+        journal.before(RemovePath("/proc/1/status"), lease_s=-60.0)
+    reader, writer = os.pipe()
+    log = (tmp_path / "errors").open("w")
+    command = [sys.executable, "-m", "kintsugi.lab.injector.reaper", str(journal.path), str(reader), "x"]
+    process = subprocess.Popen(command, pass_fds=(reader,), stderr=log)
+    try:
+        deadline = time.monotonic() + 30.0
+        while len(lines := (tmp_path / "errors").read_text().splitlines()) < 9:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert "expected a path below" in lines[0]
+    finally:
+        process.kill()
+        process.wait(timeout=20)
+        os.close(reader)
+        os.close(writer)
+        log.close()
+        journal.close()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -9,22 +10,29 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from kintsugi.errors import UntrustedFile
 from kintsugi.lab.faults import fpu_rounding
 from kintsugi.lab.injector.undo_log import (
     LeaveGroup,
     ProcessIdentity,
     RemovePath,
+    RemoveRules,
+    RemoveShaping,
     RestoreAffinity,
     RestoreLimit,
     RestoreOomScore,
     RestoreRounding,
     ResumeProcess,
+    Undo,
     UndoJournal,
     UnmountPath,
+    network_of,
+    queue_rules,
 )
-from kintsugi.lab.testbed import cgroups
+from kintsugi.lab.testbed import cgroups, tools
 
 LEASE_S = 60.0
 
@@ -149,3 +157,72 @@ def test_a_process_whose_home_group_is_gone_goes_to_the_group_above(sleeper: Pro
     LeaveGroup(str(group), str(home)).carry_out()
     assert not group.exists()
     assert found.group_of(sleeper.pid) == above
+
+
+@pytest.mark.parametrize(
+    "undo",
+    [
+        RemovePath("/etc/passwd"),
+        RemovePath("{folder}/../outside"),
+        RemovePath("{folder}/link/file"),
+        UnmountPath("/"),
+        UnmountPath("/proc"),
+        LeaveGroup("/etc/group", "/sys/fs/cgroup"),
+        RemoveRules(1, "filter"),
+        RemoveShaping(1, "eth0 root; reboot"),
+    ],
+)
+def test_a_change_that_the_laboratory_does_not_make_is_not_undone(tmp_path: Path, undo: Undo) -> None:
+    folder = tmp_path / "lab"
+    folder.mkdir()
+    (folder / "link").symlink_to("/")
+    journal = UndoJournal(folder / "undo.jsonl")
+    if isinstance(undo, RemovePath):
+        undo = RemovePath(undo.path.format(folder=folder))
+    entry = journal.before(undo, lease_s=LEASE_S)
+    with pytest.raises(PermissionError):
+        journal.undo(entry)
+    assert journal.outstanding() == [entry]
+    journal.close()
+
+
+def test_an_entry_with_a_command_of_its_own_carries_out_none(tmp_path: Path) -> None:
+    """The attack: a line whose undo is a command that runs in the network of the machine."""
+    owner = ProcessIdentity.of(os.getpid())
+    network = network_of("self")
+    command = ["sh", "-c", f"touch {tmp_path}/ran"]
+    undo = {"type": "Rules", "network": network, "table": "k00000000", "commands": [command]}
+    line = {"number": "1", "owner": msgspec.to_builtins(owner), "until": 0.0, "undo": undo}
+    (tmp_path / "undo.jsonl").touch(mode=0o600)
+    (tmp_path / "undo.jsonl").write_bytes(msgspec.json.encode(line) + b"\n")
+    journal = UndoJournal(tmp_path / "undo.jsonl")
+    (entry,) = journal.outstanding()
+    with contextlib.suppress(OSError, tools.ToolFailed):
+        journal.undo(entry)
+    assert not (tmp_path / "ran").exists()
+    journal.close()
+
+
+def test_rules_of_iptables_are_built_from_chain_mark_and_queue() -> None:
+    (rule,) = queue_rules(("OUTPUT",), mark=0x6B0001, queue=7)
+    assert " ".join(rule) == "OUTPUT -m mark --mark 0x6b0001 -j NFQUEUE --queue-num 7 --queue-bypass"
+
+
+def test_the_journal_is_private(tmp_path: Path) -> None:
+    journal = UndoJournal(tmp_path / "undo.jsonl")
+    assert journal.path.stat().st_mode & 0o777 == 0o600
+    journal.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the folders are checked for root only")
+def test_root_opens_no_journal_in_a_folder_that_others_can_change(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    (shared / "lab").mkdir(parents=True)
+    shared.chmod(0o777)
+    with pytest.raises(UntrustedFile, match="others can write"):
+        UndoJournal(shared / "lab" / "undo.jsonl")
+    shared.chmod(0o1777)
+    UndoJournal(shared / "lab" / "undo.jsonl").close()
+    os.chown(shared / "lab", 65534, -1)
+    with pytest.raises(UntrustedFile, match="belongs to user 65534"):
+        UndoJournal(shared / "lab" / "undo.jsonl")

@@ -148,10 +148,23 @@ def test_metrics_are_read_on_from_where_reading_stopped_and_a_torn_line_waits(fo
     assert reader.read_metrics(folder, offset=offset)[0] == [{"step": 1}]
 
 
-def test_a_damaged_line_is_named_with_its_file(folder: Path) -> None:
-    (folder / "metrics.jsonl").write_bytes(b"nonsense\n")
-    with pytest.raises(StorageError, match=r"metrics\.jsonl.*nonsense"):
-        reader.read_metrics(folder)
+def test_a_damaged_line_costs_that_line(folder: Path) -> None:
+    (folder / "metrics.jsonl").write_bytes(
+        b'{"step": 1, "loss": 2.0}\nnonsense\n{"step": 2, "loss": 1.0}\n\0\0\n'
+    )
+    assert [line["step"] for line in reader.read_metrics(folder)[0]] == [1, 2]
+    status = reader.read_status(folder)
+    assert (status.step, status.metrics["loss"]) == (2, 1.0)
+
+
+def test_the_status_of_a_long_run_has_its_evaluations_and_the_latest_metrics(folder: Path) -> None:
+    lines = [f'{{"step": {step}, "loss": {step}.5}}\n' for step in range(1, 1001)]
+    lines[9:9] = ['{"step": 9, "eval/accuracy": 0.25}\n']
+    lines += ['{"step": 1000, "eval/accuracy": 0.75}\n'] * 3
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    status = reader.read_status(folder)
+    assert (status.step, status.metrics["loss"], status.metrics["eval/accuracy"]) == (1000, 1000.5, 0.75)
+    assert [line["step"] for line in status.evaluations] == [9, 1000, 1000, 1000]
 
 
 class TestSamples:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -262,10 +263,23 @@ def test_a_failed_atomic_write_leaves_the_old_file_and_no_temporary_one(tmp_path
 def test_an_atomic_write_to_a_full_disk_raises_and_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(b"old")
-    (tmp_path / f".a.json.{os.getpid()}.new").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left"):
-        write_atomically(path, b"new", durable=False)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_atomically(path, b"new", durable=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (os.listdir(tmp_path), path.read_bytes()) == (["a.json"], b"old")
+
+
+def test_an_atomic_write_follows_no_link_in_the_place_of_its_temporary_file(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"mine")
+    (tmp_path / f".a.json.{os.getpid()}.new").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"):
+        write_atomically(tmp_path / "a.json", b"new", durable=False)
+    assert victim.read_bytes() == b"mine"
 
 
 def test_a_durable_write_syncs_the_file_before_its_name_and_then_the_folder(

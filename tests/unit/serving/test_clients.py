@@ -47,7 +47,7 @@ async def listening(
 
 
 def head(num_bytes: int) -> bytes:
-    return f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {num_bytes}\r\n\r\n".encode()
+    return f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {num_bytes}\r\n\r\n".encode()
 
 
 def question(**fields: Any) -> bytes:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,14 @@ def test_what_a_killed_gateway_left_goes_with_the_next_start_and_a_living_ones_s
             assert living.exists() and other.exists()
         with (living / LOCK_FILE).open() as lock, pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_fifo_that_another_user_put_there_does_not_hang_the_next_start(temporary: Path) -> None:
+    trap = temporary / "kintsugi-serve-x"
+    trap.mkdir()
+    os.mkfifo(trap / LOCK_FILE)
+    started = threading.Thread(target=lambda: folder_of_logs(print_line=print).__enter__(), daemon=True)
+    started.start()
+    started.join(20)
+    assert not started.is_alive()
+    assert (trap / LOCK_FILE).exists()

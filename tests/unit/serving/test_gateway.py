@@ -13,6 +13,7 @@ from aiohttp.test_utils import TestClient
 from kintsugi.errors import DeadlineExceeded
 from kintsugi.protocol.generation import Generate
 from kintsugi.serving.control_thread import ServerSnapshot
+from kintsugi.serving.credentials import Credentials
 from kintsugi.serving.metrics import ServerMetrics
 from kintsugi.types import FinishReason
 from tests.unit.serving.fakes import ALPHABET, FakeGeneration, tokenizer, user_error, with_client
@@ -307,7 +308,7 @@ def test_only_the_right_key_opens() -> None:
         async with client.get("/health") as response:
             assert response.status == 200
 
-    with_client(body, api_key="right")
+    with_client(body, credentials=Credentials(api_key="right"))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from kintsugi.journal.facts import (
     ProcessRequested,
     RunStarted,
     SamplesScored,
+    StateFolded,
     StepCommitted,
     TermStarted,
     TicketAssigned,
@@ -59,6 +60,21 @@ class RecordedRun:
         """An input, and the facts that follow from it."""
         self._inputs.write(Tick(), MONOTONIC + at, wall=NOON + at, after=self._journal.sequence)
         self._journal.append(facts)
+
+    def compact(self) -> None:
+        """Compact the journal, as a master does."""
+        self._journal.compact(
+            StateFolded(
+                term=self._journal.term,
+                job="job",
+                step=0,
+                processes={},
+                saved_steps=(),
+                servers=None,
+                answers={},
+                parts={},
+            )
+        )
 
     def print(self, process: str, text: str) -> None:
         with (self.folder / "logs" / f"{process}.log").open("a") as file:

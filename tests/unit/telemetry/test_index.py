@@ -334,6 +334,20 @@ def test_a_journal_that_another_master_went_on_with_is_read_anew(tmp_path: Path)
     assert texts(run.folder, SearchQuery(kind="StepCommitted")) == ["step 1, state_digest d"]
 
 
+def test_facts_of_a_compacted_journal_are_found_once_and_where_they_are_now(tmp_path: Path) -> None:
+    run = begun_run(tmp_path / "run")
+    run.decide(StepCommitted(1, "d"), at=1.0)
+    assert texts(run.folder, SearchQuery(kind="StepCommitted")) == ["step 1, state_digest d"]
+    run.compact()
+    run.decide(StepCommitted(2, "e"), at=2.0)
+    both = ["step 1, state_digest d", "step 2, state_digest e"]
+    assert texts(run.folder, SearchQuery(kind="StepCommitted")) == both
+    run.compact()
+    (run.folder / "store.db").unlink()
+    assert texts(run.folder, SearchQuery(kind="StepCommitted")) == both
+    assert texts(run.folder, SearchQuery(kind="StateFolded")) == []
+
+
 def test_a_file_is_read_in_pieces_whatever_its_lines_are(tmp_path: Path) -> None:
     path = tmp_path / "endless.log"
     path.write_bytes(b"x" * (3 * CHUNK) + b"\nend\n")

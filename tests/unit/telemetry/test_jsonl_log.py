@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.telemetry.jsonl_log import MOST_READ, NUM_OLD, LineFile, LineTail, old_path, paths_of
+from kintsugi.telemetry.jsonl_log import (
+    MOST_READ,
+    NUM_OLD,
+    LineFile,
+    LineTail,
+    lines_backwards,
+    lines_between,
+    old_path,
+    paths_of,
+)
 
 
 def test_a_bounded_file_is_put_aside_and_only_some_old_ones_are_kept(tmp_path: Path) -> None:
@@ -121,3 +130,36 @@ def test_a_disk_that_refuses_is_told_to_who_writes(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError, match="directory"):
         LineFile(tmp_path / "folder").append(b"line\n")
+
+
+CONTENTS = [
+    b"",
+    b"no end",
+    b"\n",
+    b"one\n",
+    b"one\ntwo\nthree",
+    b"\n\n\n",
+    b"a\n" * 100_000,
+    b"x" * 300_000 + b"\n" + b"y" * 10 + b"\n" + b"z" * 70_000,
+    bytes(200_000) + b"\nlast\n",
+]
+
+
+@pytest.mark.parametrize("content", CONTENTS, ids=range(len(CONTENTS)))
+def test_lines_are_read_backwards_as_they_are_read_forwards(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(content)
+    forwards = [(offset, line.removesuffix(b"\n")) for offset, line in lines_between(path)]
+    assert forwards == list(lines_backwards(path))[::-1]
+    assert [line for _, line in forwards] == content.split(b"\n")[:-1]
+    assert all(content[offset : offset + len(line)] == line for offset, line in forwards)
+
+
+def test_a_line_that_is_far_too_long_costs_that_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kintsugi.telemetry.jsonl_log.LONGEST_LINE", 1000)
+    path = tmp_path / "lines"
+    path.write_bytes(b"one\n" + b"x" * 500_000 + b"\ntwo\n")
+    assert [line for _, line in lines_between(path)] == [b"one\n", b"two\n"]
+    backwards = list(lines_backwards(path))
+    assert (backwards[0], backwards[-1]) == ((500_005, b"two"), (0, b"one"))
+    assert len(backwards[1][1]) < 500_000

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -193,7 +194,8 @@ class FakeRun:
     def __init__(self) -> None:
         self.logged: list[int] = []
 
-    def log(self, values: dict[str, float], *, step: int) -> None:
+    def log(self, values: dict[str, Any], *, step: int) -> None:
+        self.values = values
         if len(self.logged) == 2:
             raise FakeWandb.Error("no connection")
         self.logged.append(step)
@@ -207,6 +209,10 @@ class FakeWandb(ModuleType):
 
     class Error(Exception):
         pass
+
+    class Table(NamedTuple):
+        columns: list[str]
+        data: list[list[Any]]
 
     def __init__(self) -> None:
         super().__init__("wandb")
@@ -268,3 +274,38 @@ def test_tensorboard_reads_what_was_written_and_drops_what_was_undone(tmp_path: 
         timeout=60,
     )
     assert result.stdout == "[(1, 1.0), (2, 3.0)]"
+
+
+def test_trackers_get_a_bounded_table_of_completions_and_the_incidents(
+    tmp_path: Path, wandb: FakeWandb
+) -> None:
+    metas = [meta("a", number, reward=float(number)) for number in range(20)]
+    texts = {each.key: SampleText("1|1=", "<b>2") for each in metas}
+    with MetricsWriter(tmp_path, wandb_id="job1") as writer:
+        writer.write_completions(53, metas, texts=texts)
+        writer.write_completions(54, metas, texts=texts)
+        completions = wandb.runs["job1"].values["completions"]
+        writer.write_incident(54, incident=1, text="model-0 was lost")
+    assert wandb.runs["job1"].logged == [53, 54]
+    assert [row[2] for row in completions.data] == [0.0, 1.0, 2.0, 3.0, 16.0, 17.0, 18.0, 19.0]
+    assert wandb.runs["job1"].values["incidents"].data == [[1, 54, "model-0 was lost"]]
+    program = (
+        "import sys\n"
+        "from tensorboard.backend.event_processing.event_accumulator import EventAccumulator\n"
+        "events = EventAccumulator(sys.argv[1]).Reload()\n"
+        "for tag in ('completions', 'incidents'):\n"
+        "    for event in events.Tensors(tag):\n"
+        "        sys.stdout.write(f'{tag} {event.step} {event.tensor_proto.string_val[0].decode()}\\n')\n"
+        "sys.stdout.write(str(events.PluginTagToContent('text')))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, str(tmp_path / "tensorboard")],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert "completions 53 | prompt | completion | reward |" in result.stdout
+    assert "| 1&#124;1= | &#60;b&#62;2 | 19 |" in result.stdout
+    assert "| 1 | 54 | model-0 was lost |" in result.stdout
+    assert "'completions'" in result.stdout and "'incidents'" in result.stdout

@@ -1,0 +1,162 @@
+"""The page on a run with a million samples: first paint, time to interactive, memory and CPU of the server, 20 viewers.
+
+    python benchmarks/page.py [--samples 1000000] [--viewers 20] [--folder FOLDER]
+
+The run is generated from the recorded one of the package: same journal and events, as many samples and steps as asked
+for (about 280 bytes a sample). Every load is one of a fresh browser context, so nothing is cached. Needs the chromium
+of the system and the extra `test`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from playwright.sync_api import Browser, sync_playwright
+
+from kintsugi.page.demo import FAULTS, unpack
+
+PER_STEP = 256
+LOADS = 5
+IDLE_S = 20.0
+VIEWS = ("learning", "rollouts", "time", "health", "incidents", "logs", "levels")
+DRAWN = "() => document.querySelector('main .view *') && !document.querySelector('main .spinner')"
+PAINTED = """() => {
+  const paint = performance.getEntriesByName('first-contentful-paint')[0];
+  return [paint ? paint.startTime / 1000 : null, performance.now() / 1000];
+}"""
+
+
+def generate(folder: Path, *, samples: int) -> Path:
+    """Write a run with as many samples as asked for."""
+    run_dir = unpack(folder) / FAULTS
+    texts = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    texts = [record for record in texts if record["step"] > 52]
+    steps = -(-samples // PER_STEP)
+    with (run_dir / "samples.jsonl").open("w") as file:
+        for number in range(samples):
+            record = texts[number % len(texts)]
+            step = number // PER_STEP + 1
+            record |= {
+                "step": step,
+                "version": step - 1,
+                "ticket": f"grpo:0:{number // 8}:0",
+                "sample": number % 8,
+            }
+            file.write(json.dumps(record, separators=(",", ":")) + "\n")
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    template = next(line for line in lines if line["step"] > 60 and "reward/mean" in line)
+    with (run_dir / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            time_s = lines[0]["time"] + step * 0.02
+            file.write(json.dumps({**template, "step": step, "time": time_s}) + "\n")
+    return run_dir
+
+
+class Server:
+    """A `kintsugi page` of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        command = [sys.executable, "-u", "-m", "kintsugi", "page", str(folder), "--port", "0"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().removeprefix("page: ").strip()
+        self._watched = psutil.Process(self.process.pid)
+
+    def memory_mb(self) -> float:
+        return float(self._watched.memory_full_info().uss) / 1e6
+
+    def cpu_s(self) -> float:
+        used = self._watched.cpu_times()
+        return float(used.user + used.system)
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(30)
+
+
+def load(browser: Browser, address: str, route: str) -> tuple[float, float]:
+    """Open a route in a fresh context: seconds to the first paint and to a drawn view."""
+    context = browser.new_context(viewport={"width": 1440, "height": 900})
+    page = context.new_page()
+    page.goto(f"{address}#{route}")
+    page.wait_for_function(DRAWN)
+    painted, drawn = page.evaluate(PAINTED)
+    context.close()
+    return painted or drawn, drawn
+
+
+def measure(server: Server, browser: Browser, *, viewers: int) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    first = load(browser, server.address, f"/run/{FAULTS}/rollouts")
+    results["rollouts, first load of the server"] = first
+    for view in VIEWS:
+        loads = [load(browser, server.address, f"/run/{FAULTS}/{view}") for _ in range(LOADS)]
+        results[view] = tuple(statistics.median(column) for column in zip(*loads, strict=True))
+    results["server MB after all views"] = server.memory_mb()
+    contexts = [browser.new_context() for _ in range(viewers)]
+    start = time.monotonic()
+    pages = [context.new_page() for context in contexts]
+    for page in pages:
+        page.goto(f"{server.address}#/run/{FAULTS}/learning", wait_until="commit")
+    for page in pages:
+        page.wait_for_function(DRAWN)
+    results[f"{viewers} viewers, all drawn after s"] = time.monotonic() - start
+    before = server.cpu_s()
+    time.sleep(IDLE_S)
+    results[f"server CPU with {viewers} viewers, % of one core"] = (server.cpu_s() - before) / IDLE_S * 100
+    results[f"server MB with {viewers} viewers"] = server.memory_mb()
+    for context in contexts[1:]:
+        context.close()
+    before = server.cpu_s()
+    time.sleep(IDLE_S)
+    results["server CPU with 1 viewer, % of one core"] = (server.cpu_s() - before) / IDLE_S * 100
+    contexts[0].close()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--samples", type=int, default=1_000_000)
+    parser.add_argument("--viewers", type=int, default=20)
+    parser.add_argument("--folder", type=Path, help="where the run is generated; default: a temporary folder")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        run_dir = generate(Path(folder), samples=arguments.samples)
+        size = (run_dir / "samples.jsonl").stat().st_size
+        print(
+            f"{arguments.samples} samples, {size / 1e6:.0f} MB; {platform.machine()}, {os.cpu_count()} cores"
+        )
+        server = Server(Path(folder))
+        try:
+            with sync_playwright() as playwright:
+                browser = playwright.chromium.launch(
+                    executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+                )
+                results = measure(server, browser, viewers=arguments.viewers)
+                browser.close()
+        finally:
+            server.close()
+    for name, value in results.items():
+        shown = (
+            " / ".join(f"{each:.2f}" for each in value) + " s" if isinstance(value, tuple) else f"{value:.2f}"
+        )
+        print(f"{name}: {shown}")
+
+
+if __name__ == "__main__":
+    main()

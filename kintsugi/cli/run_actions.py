@@ -1,0 +1,105 @@
+"""Actions on runs that commands and the page share: stop, scale, resume."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from kintsugi.errors import DeadlineExceeded, UserError
+from kintsugi.run_folder import reader
+from kintsugi.runtime.processes import Child, SystemProcesses, describe_status
+
+SCALE_TIMEOUT_S = 60.0
+RESUME_CHECK_S = 3.0
+"""Time in which a resume that can not work ends; after it, the run is taken to have started."""
+
+
+def find_launcher(folder: Path) -> Child:
+    """Return the launcher of a running run; UserError if it does not run."""
+    record = reader.living_launcher(folder)
+    if record is None:
+        raise UserError(
+            f"{folder} is not running (it is {reader.read_status(folder).state}); there is nothing to stop"
+        )
+    return SystemProcesses().adopt(record.pid)
+
+
+def request_stop(folder: Path, launcher: Child) -> str:
+    """Ask a run to stop after its current step, with a checkpoint."""
+    launcher.send_signal(signal.SIGTERM)
+    return f"{folder}: sent the stop request to process {launcher.pid}; it ends after its step"
+
+
+class Finished(UserError):
+    """A run that has nothing left to do."""
+
+
+def check_resumable(folder: Path) -> reader.RunStatus:
+    """Return the status of a run that can be resumed; UserError for one that runs, is finished or is invalid."""
+    from kintsugi.config.validation import validate
+
+    status = reader.read_status(folder)
+    if status.state is reader.RunState.RUNNING:
+        raise UserError(f"{folder} is running (process {status.pid}); there is nothing to resume")
+    if status.state is reader.RunState.FINISHED:
+        raise Finished(
+            f"{folder} is finished ({status.step} of {status.total_steps} steps); there is nothing to resume"
+        )
+    validate(msgspec.structs.replace(status.config, run_dir=None), resumed=folder)
+    return status
+
+
+class RunActions:
+    """Actions of the page, by the code of the commands. A resumed run is a process of its own and outlives the page."""
+
+    def __init__(self) -> None:
+        self._resumed: list[Child] = []
+
+    def stop(self, run_dir: Path) -> str:
+        launcher = find_launcher(run_dir)
+        try:
+            return request_stop(run_dir, launcher)
+        finally:
+            launcher.close()
+
+    def scale(self, run_dir: Path, *, servers: int) -> str:
+        from kintsugi.cli.scale import scale_run
+
+        scale_run(run_dir, servers=servers, timeout_s=SCALE_TIMEOUT_S)
+        return f"{run_dir}: scaled to {servers} generation servers"
+
+    def resume(self, run_dir: Path) -> str:
+        from kintsugi.cli.arguments import add_current_folder_to_path
+
+        add_current_folder_to_path()
+        check_resumable(run_dir)
+        self._reap()
+        with tempfile.TemporaryFile() as output:
+            child = SystemProcesses().spawn(
+                [sys.executable, "-m", "kintsugi", "resume", str(run_dir)],
+                stdout=output,
+                stderr=output,
+                new_session=True,
+            )
+            try:
+                status = child.wait_ended(whom="kintsugi resume", timeout_s=RESUME_CHECK_S)
+            except DeadlineExceeded:
+                self._resumed.append(child)
+                return f"{run_dir}: resumed by process {child.pid}"
+            child.close()
+            output.seek(0)
+            said = output.read().decode(errors="replace").strip().splitlines()
+        if status != 0:
+            raise UserError(f"{run_dir}: not resumed: {said[-1] if said else describe_status(status)}")
+        return f"{run_dir}: resumed, and ended already"
+
+    def _reap(self) -> None:
+        """Take the remains of resumed runs that have ended."""
+        for child in [each for each in self._resumed if each.ended()]:
+            child.status()
+            child.close()
+            self._resumed.remove(child)

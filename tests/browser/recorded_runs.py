@@ -1,0 +1,44 @@
+"""Runs that the browser looks at: the recorded ones of the package, and copies with something wrong in them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from kintsugi.page.demo import FAULTS, SLOW, unpack
+
+DEAD, EMPTY, HOSTILE, DAMAGED = "dead", "empty", "hostile", "damaged"
+TEXTS = (
+    "<script>window.owned = 1</script><img src=x onerror='window.owned = 1'>",
+    "\x1b[31mred\x1b[0m \x07 \x9b2J",
+    "x" * 1_000_000,
+    "\u202eright to left\u202c שלום مرحبا",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 e\u0301",
+)
+"""Completions as a hostile model writes them."""
+
+
+def make(folder: Path) -> Path:
+    """Write all runs into a folder."""
+    unpack(folder)
+    shutil.copytree(folder / SLOW, folder / DEAD)
+    # A launcher that was killed leaves no summary.
+    (folder / DEAD / "summary.json").unlink()
+    (folder / EMPTY).mkdir()
+    shutil.copy(folder / SLOW / "config.yaml", folder / EMPTY)
+    shutil.copytree(folder / SLOW, folder / HOSTILE)
+    samples = folder / HOSTILE / "samples.jsonl"
+    records = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+    for text, record in zip(TEXTS, records[-len(TEXTS) :], strict=True):
+        record |= {"completion": text, "prompt": text[:200]}
+    samples.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    shutil.copytree(folder / SLOW, folder / DAMAGED)
+    metrics = folder / DAMAGED / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines()
+    lines.insert(5, '{"step": 5, "ti')
+    metrics.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+__all__ = ["DAMAGED", "DEAD", "EMPTY", "FAULTS", "HOSTILE", "SLOW", "TEXTS", "make"]
