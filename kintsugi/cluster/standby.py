@@ -50,6 +50,8 @@ class AgentState(msgspec.Struct, frozen=True, array_like=True):
     """Exit code that it has reported."""
     ended: bool
     status: int | None
+    is_restarting: bool = False
+    """It has ended, and another incarnation is due."""
 
 
 class LauncherState(msgspec.Struct, frozen=True, array_like=True):
@@ -107,6 +109,8 @@ class Standby:
         try:
             pid = os.fork()
         except OSError:
+            if not is_parent:
+                self._limit.withdraw()
             os.close(own[1])
             launchers_end.close()
             standbys_end.close()
