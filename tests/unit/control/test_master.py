@@ -255,7 +255,8 @@ def test_a_failed_save_of_a_run_that_stops_ends_it_as_failed(driven: Driven) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"), [("StorageFull", "room"), ("StorageError", "the disk"), ("DeadlineExceeded", "the disk")]
+    ("kind", "what"),
+    [("StorageFull", "room"), ("StorageError", "the disk"), ("DeadlineExceeded", "the disk")],
 )
 def test_a_last_save_that_the_disk_does_not_take_waits_for_it_and_the_run_finishes(
     driven: Driven, kind: str, what: str
