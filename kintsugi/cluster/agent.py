@@ -20,6 +20,7 @@ import math
 import os
 import signal
 import sys
+from pathlib import Path
 from uuid import uuid4
 
 import msgspec
@@ -67,9 +68,9 @@ from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.processes import Child, Processes, SystemProcesses
 from kintsugi.runtime.signals import Signals
-from kintsugi.telemetry.events import fault_at_end
+from kintsugi.telemetry.events import ProcessGone, fault_at_end
 from kintsugi.transport import Delivery
-from kintsugi.types import ChildReport, Placement
+from kintsugi.types import ChildReport, Placement, Role, process_id
 
 END_GRACE_S = 2.0
 PATIENCE_S = 1.5
@@ -513,12 +514,26 @@ class Agent:
     def _on_launcher_ended(self) -> None:
         """End everything. The master ends first: it would take the ends of its workers for faults."""
         self._endpoint.unwatch(self._own.lifeline)
+        self._record_lost_launcher()
         self._exit_code = 1
         for child in self._children.values():
             self._hold_descendants(child)
         if self._master is not None:
             self._stop(self._master, grace_s=0.0)
         self._end(grace_s=END_GRACE_S)
+
+    def _record_lost_launcher(self) -> None:
+        """Record that launcher and standby were killed, unless the run ends in order."""
+        # Imported here: no other part of an agent reads a run folder.
+        from kintsugi.run_folder.reader import is_running, recorded_launcher
+
+        is_ordered = self._ending or self._membership.shutdown_reason is not None
+        launcher = recorded_launcher(Path(self._own.run_dir))
+        if is_ordered or launcher is None or is_running(Path(self._own.run_dir)):
+            return
+        how = "ended together with its standby"
+        gone = ProcessGone(process_id(Role.LAUNCHER, 0), "", launcher.pid, None, how)
+        self._monitor.log.emit(gone)
 
     def _hold_descendants(self, child: ChildProcess) -> None:
         """Hold the processes that a child has started, until the end. Orphans of an adopted child do not become

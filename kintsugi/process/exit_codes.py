@@ -20,10 +20,10 @@ EXIT_FILE_LIMIT = 74
 """The process met its own limit of the size of a file (RLIMIT_FSIZE)."""
 
 SHORTAGES = {
-    EXIT_UNFIT: "an error of the host",
+    EXIT_UNFIT: "it met an error of the host",
     EXIT_NO_MEMORY: "it got no memory",
-    EXIT_NO_DESCRIPTORS: "it could open no file: no descriptor was left",
-    EXIT_FILE_LIMIT: "its limit of the size of a file",
+    EXIT_NO_DESCRIPTORS: "no descriptor was left to it",
+    EXIT_FILE_LIMIT: "it met its own limit of the size of a file (ulimit -f)",
 }
 """Exit codes of a process that was not given what it needs, and the reason: another one is started in its place."""
 _BY_NUMBER = {
