@@ -96,10 +96,12 @@ class Miscomputed(msgspec.Struct, frozen=True, tag=True):
 
 
 class EndedByError(msgspec.Struct, frozen=True, tag=True):
-    """Detail of a `ProcessDied`: the process itself recorded an error before it ended."""
+    """Detail of a `ProcessDied`: the process ended by an error of its own."""
 
     kind: str
-    """Class name of that error."""
+    """Class name of that error; empty if it could not record it."""
+    shortage: str = ""
+    """Thing that the host did not give it, if that was the reason: memory, a descriptor, a thread."""
 
 
 FaultDetail = StatesDiverged | GroupFailed | DataDamaged | Miscomputed | EndedByError
@@ -288,6 +290,11 @@ def chain(fault: Fault) -> Iterator[Fault]:
     while link is not None:
         yield link
         link = link.cause
+
+
+def is_shortage(fault: Fault) -> bool:
+    """Return whether a process ended because the host did not give it what it needs."""
+    return isinstance(fault.detail, EndedByError) and bool(fault.detail.shortage)
 
 
 def damage_of(error: BaseException) -> DataDamaged | None:

@@ -55,7 +55,7 @@ from kintsugi.cluster.shared_memory import SegmentServer
 from kintsugi.cluster.spawn import StartOrder, await_readable, own_session_and_log
 from kintsugi.cluster.weight_relay import WeightRelay
 from kintsugi.errors import RefusedError, StartFailed
-from kintsugi.process.exit_codes import EXIT_ERROR, EXIT_ORPHANED, EXIT_UNFIT, SHORTAGES, describe_exit
+from kintsugi.process.exit_codes import EXIT_ERROR, EXIT_ORPHANED
 from kintsugi.process.main import run_process
 from kintsugi.process.membership import HEARTBEAT_S, Membership, open_endpoint
 from kintsugi.protocol.agents import Inspect, ProcessExited, ProcessStarted, StartProcess, StopProcess
@@ -67,6 +67,7 @@ from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.processes import Child, Processes, SystemProcesses
+from kintsugi.runtime.shortages import EXIT_UNFIT, SHORTAGES, describe_exit
 from kintsugi.runtime.signals import Signals
 from kintsugi.telemetry.events import ProcessGone, fault_at_end
 from kintsugi.transport import Delivery

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from kintsugi.cluster.child import ChildProcess
 from kintsugi.cluster.orphans import remove_counter_files
-from kintsugi.process.exit_codes import describe_exit
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
+from kintsugi.runtime.shortages import describe_exit
 from kintsugi.telemetry.collect.cgroups import ControlGroups, ProcessGroups
 from kintsugi.telemetry.collect.process import oom_kills
 from kintsugi.telemetry.events import EventLog, ProcessGone

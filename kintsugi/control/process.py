@@ -61,7 +61,7 @@ from kintsugi.errors import (
 )
 from kintsugi.journal.facts import CheckpointSaved, Fact, RolledBack, RunEnded, StepCommitted, TermStarted
 from kintsugi.journal.journal import Journal, is_disk_error, scan_facts
-from kintsugi.process.exit_codes import EXIT_ERROR, EXIT_NO_MEMORY, EXIT_UNFIT, EXIT_USER_ERROR, shortage_code
+from kintsugi.process.exit_codes import EXIT_ERROR, EXIT_USER_ERROR
 from kintsugi.process.membership import ORPHANED, open_endpoint, watch_lifeline
 from kintsugi.protocol.agents import AskTime, ChipFault, ProcessExited, ProcessSuspected, TimeTold
 from kintsugi.protocol.bootstrap import Bootstrap
@@ -71,6 +71,7 @@ from kintsugi.run_folder.reader import living_launcher
 from kintsugi.runtime.clock import SYSTEM_CLOCK, WorkingClock
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.disk import SYSTEM_DISK, Disk
+from kintsugi.runtime.shortages import EXIT_NO_MEMORY, EXIT_UNFIT, shortage_code
 from kintsugi.runtime.signals import Signals
 from kintsugi.runtime.waits import wait
 from kintsugi.telemetry.events import (

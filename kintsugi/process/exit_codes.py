@@ -1,62 +1,8 @@
-"""Exit codes of every process of a run, and what they say."""
+"""Exit codes of every process of a run; `runtime/shortages.py` has those for what the host did not give."""
 
 from __future__ import annotations
-
-import errno
-import resource
-
-from kintsugi.errors import UserError
-from kintsugi.runtime.processes import describe_status
 
 EXIT_ERROR = 1
 EXIT_USER_ERROR = 2
 EXIT_ORPHANED = 70
 """The process ended because its agent and launcher had ended."""
-EXIT_UNFIT = 71
-"""An error of the host that another process in its place may not meet."""
-EXIT_NO_MEMORY = 72
-EXIT_NO_DESCRIPTORS = 73
-EXIT_FILE_LIMIT = 74
-"""The process met its own limit of the size of a file (RLIMIT_FSIZE)."""
-
-SHORTAGES = {
-    EXIT_UNFIT: "it met an error of the host",
-    EXIT_NO_MEMORY: "it got no memory",
-    EXIT_NO_DESCRIPTORS: "no descriptor was left to it",
-    EXIT_FILE_LIMIT: "it met its own limit of the size of a file (ulimit -f)",
-}
-"""Exit codes of a process that was not given what it needs, and the reason: another one is started in its place."""
-_BY_NUMBER = {
-    errno.EMFILE: EXIT_NO_DESCRIPTORS,
-    errno.ENFILE: EXIT_NO_DESCRIPTORS,
-    errno.ENOMEM: EXIT_NO_MEMORY,
-}
-
-
-def shortage_code(error: BaseException) -> int | None:
-    """Return the exit code for an error of the host, itself or as the cause of another one; None for other errors."""
-    link: BaseException | None = None if isinstance(error, UserError) else error
-    while link is not None:
-        if isinstance(link, MemoryError):
-            return EXIT_NO_MEMORY
-        number = getattr(link, "errno", None)
-        # Libraries have errors of their own with the numbers of the kernel.
-        if number in _BY_NUMBER:
-            return _BY_NUMBER[number]
-        if number == errno.EFBIG and _has_file_limit():
-            return EXIT_FILE_LIMIT
-        if isinstance(link, OSError):
-            return EXIT_UNFIT
-        link = link.__cause__
-    return None
-
-
-def _has_file_limit() -> bool:
-    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    return soft != resource.RLIM_INFINITY
-
-
-def describe_exit(status: int | None) -> str:
-    """Describe an exit status: `describe_exit(72) == "exited with code 72 (it got no memory)"`."""
-    reason = SHORTAGES.get(status) if status is not None else None
-    return describe_status(status) + (f" ({reason})" if reason else "")

@@ -19,13 +19,8 @@ from kintsugi.diagnosis.findings import Finding, shortened
 from kintsugi.diagnosis.process_activity import ProcessActivities
 from kintsugi.diagnosis.verdict import Evidence, FaultKind
 from kintsugi.errors import Fault, StatesDiverged, chain, root_first
-from kintsugi.process.exit_codes import (
-    EXIT_FILE_LIMIT,
-    EXIT_NO_DESCRIPTORS,
-    EXIT_NO_MEMORY,
-    SHORTAGES,
-)
 from kintsugi.run_folder.layout import RELATIVE
+from kintsugi.runtime.shortages import EXIT_FILE_LIMIT, EXIT_NO_DESCRIPTORS, EXIT_NO_MEMORY, SHORTAGES
 from kintsugi.telemetry.events import (
     AcceleratorWarning,
     BytesDamaged,
