@@ -21,7 +21,7 @@ SHORTAGES = {
     EXIT_UNFIT: "it met an error of the host",
     EXIT_NO_MEMORY: "it got no memory",
     EXIT_NO_DESCRIPTORS: "no descriptor was left to it",
-    EXIT_FILE_LIMIT: "it met its own limit of the size of a file (ulimit -f)",
+    EXIT_FILE_LIMIT: "it met its own limit of the size of a file, ulimit -f",
     EXIT_NO_THREADS: "it could start no thread: the limit of processes of its user or control group is reached",
 }
 """Exit codes of a process that was not given what it needs, and the reason: another one is started in its place."""
