@@ -424,14 +424,14 @@ class _Launcher:
             if not agent.was_started:
                 self._start_agent(agent)
         while any(not agent.is_over for agent in self._agents):
-            self._turn(TICK_S)
             try:
+                self._turn(TICK_S)
                 self._check_agents(self._clock.monotonic())
                 self._ensure_standby()
-            except OSError as error:
+                self._publish()
+                on_tick()
+            except (OSError, StorageError) as error:
                 self._check_failed(error)
-            self._publish()
-            on_tick()
         if self._failure is not None and self._num_stops == 0:
             raise self._failure
         status = self._agents[0].status
@@ -462,9 +462,14 @@ class _Launcher:
         self._log.emit(ProcessGone(own, "", lost.pid, lost.status, describe_status(lost.status)))
         self._num_stops = lost.state.num_stops
         deadline = self._clock.monotonic() + self._start_timeout_s
-        for agent, state in zip(self._agents, lost.state.agents, strict=True):
-            agent.adopt(state, processes=self._processes, deadline=deadline)
-        self._diagnosis.replace(*lost.state.diagnosis)
+        while True:
+            try:
+                for agent, state in zip(self._agents, lost.state.agents, strict=True):
+                    agent.adopt(state, processes=self._processes, deadline=deadline)
+                self._diagnosis.replace(*lost.state.diagnosis)
+                return
+            except OSError as error:  # An agent that is not held would be taken for dead.
+                self._check_failed(error)
 
     def _state(self) -> LauncherState:
         agents = tuple(agent.state() for agent in self._agents)
@@ -520,12 +525,13 @@ class _Launcher:
             self._diagnosis.ensure_running(now)
         reap_orphans(but=self._known_pids() | living.keys())
 
-    def _check_failed(self, error: OSError) -> None:
-        """Record once that checks fail, for lack of descriptors or memory; they are repeated."""
+    def _check_failed(self, error: OSError | StorageError) -> None:
+        """Record once that a round fails, for lack of descriptors, memory or space; the next one tries again."""
         if not self._checks_fail:
             self._checks_fail = True
             own = process_id(Role.LAUNCHER, 0)
             self._log.emit(FaultSeen(fault_of(error, process=own, time=self._clock.wall())))
+        wait_readable(whom="the host", what="what it lacks", timeout_s=TICK_S)
 
     def _read_stop_requests(self) -> None:
         """Read stop requests, a byte each. At end of file no process can send one any more, and the run goes on."""
