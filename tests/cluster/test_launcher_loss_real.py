@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import resource
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -13,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from kintsugi.run_folder.reader import read_status
-from kintsugi.telemetry.events import ProcessBegan, ProcessGone, read_events
+from kintsugi.telemetry.events import Alert, ProcessBegan, ProcessGone, read_events
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
-from tests.cluster.real_runs import LAST_STEP, Run, finished, play, until
+from tests.cluster.real_runs import LAST_STEP, PROGRAMS, Run, finished, play, until
 
 pytestmark = pytest.mark.cluster
 
@@ -130,6 +131,22 @@ def limit_files_of_master(run: Run) -> None:
     ]
 
 
+def lose_master_without_trackers(run: Run) -> None:
+    """W&B cannot be reached, and TensorBoard's folder is a file, at the start of the run and of another master."""
+    path = os.pathsep.join([str(PROGRAMS), str(PROGRAMS / "unreachable"), os.environ.get("PYTHONPATH", "")])
+    run.environment = {"PYTHONPATH": path}
+    run.start("logging.wandb=true", gates=(5,))
+    run.wait_at(5)
+    shutil.rmtree(run.run_dir / "tensorboard")
+    (run.run_dir / "tensorboard").touch()
+    run.kill("master-0")
+    run.let_through(5)
+    run.finish()
+    alerts = [record.event.message for record in read_events(run.run_dir) if isinstance(record.event, Alert)]
+    assert [each for each in alerts if "W&B: no route to host" in each]
+    assert [each for each in alerts if "tensorboard" in each]
+
+
 def save_to_a_read_only_disk(run: Run) -> None:
     """The last save waits until the folder can be written again."""
     folder = run.run_dir / "checkpoints"
@@ -163,6 +180,7 @@ LONG: dict[str, Callable[[Run], None]] = {
     "everything-else": kill_everything_else,
     "everything": kill_everything_at_once,
     "file-limit": limit_files_of_master,
+    "trackers": lose_master_without_trackers,
 }
 if os.geteuid() == 0:
     LONG["read-only"] = save_to_a_read_only_disk
