@@ -5,7 +5,7 @@
 Every case is a run of its own of the tiny recipe of the tests (`tests/cluster/recipe.yaml`), started by `kintsugi
 train` as a user would start it, struck at a moment that the seed chooses, and compared with an undisturbed run:
 weights, samples trained exactly once, processes and shared memory left behind, the causes that `kintsugi diagnose`
-names. The case with a read-only file system needs root.
+names. The cases with a read-only file system and a limit of processes need root, the latter cgroups of version 1.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from tests.cluster.real_runs import RECIPE, Run, until
 
 END_S = 120.0
 LEFT_S = 20.0
+PIDS = Path("/sys/fs/cgroup/pids")
+"""Controller of the number of processes, as cgroups of version 1 have it."""
 ATTEMPTS = 5
 """Runs of one case: a moment may be chosen that comes after the end of the run."""
 
@@ -197,6 +199,29 @@ def remount_read_only(run: Run, chance: Chance) -> None:
         subprocess.run(["umount", folder], check=True)
 
 
+def limit_processes(run: Run, chance: Chance) -> None:
+    """The agent's control group may have no process more for 10 s, in which a rank is killed."""
+    group = PIDS / f"kintsugi-{os.getpid()}"
+    run.start(gates=(5,))
+    run.wait_at(5)
+    agent = pid_of(run, "agent-0")
+    before = PIDS / Path(f"/proc/{agent}/cgroup").read_text().partition(":pids:/")[2].partition("\n")[0]
+    group.mkdir()
+    try:
+        (group / "cgroup.procs").write_text(str(agent))
+        (group / "pids.max").write_text((group / "pids.current").read_text())
+        strike(run, pid_of(run, "model-1"))
+        run.let_through(5)
+        time.sleep(10.0)
+        assert pid_of(run, "model-1") not in run.pids(), "the limit had no effect"
+        (group / "pids.max").write_text("max")
+        wait_for_end(run)
+    finally:
+        for pid in (group / "cgroup.procs").read_text().split():
+            (before / "cgroup.procs").write_text(pid)
+        group.rmdir()
+
+
 CASES: dict[str, Body] = {
     **{f"launcher, moment {number}": kill_launcher for number in range(1, 11)},
     **{f"launcher and master, moment {number}": kill_launcher_and("master-0") for number in range(1, 4)},
@@ -214,6 +239,7 @@ CASES: dict[str, Body] = {
     "master without memory": limit_master(resource.RLIMIT_AS, 1 << 20),
     "master at a file-size limit of 0": limit_master(resource.RLIMIT_FSIZE, 0),
     "read-only at the last save": remount_read_only,
+    "no process more for 10 s": limit_processes,
 }
 
 

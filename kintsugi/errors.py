@@ -96,7 +96,7 @@ class Miscomputed(msgspec.Struct, frozen=True, tag=True):
 
 
 class EndedByError(msgspec.Struct, frozen=True, tag=True):
-    """Detail of a `ProcessDied`: the process ended by an error of its own."""
+    """Detail of a `ProcessDied` or a `StartFailed`: the process ended by an error of its own, or could not be made."""
 
     kind: str
     """Class name of that error; empty if it could not record it."""
@@ -182,8 +182,16 @@ class ProcessDied(WorldError):
 class StartFailed(WorldError):
     """A process failed to start."""
 
-    def __init__(self, *, process: str, phase: str, why: str, cause: Fault | None = None) -> None:
-        super().__init__(f"{process} failed to start while {phase}: {why}", cause=cause)
+    def __init__(
+        self,
+        *,
+        process: str,
+        phase: str,
+        why: str,
+        cause: Fault | None = None,
+        detail: FaultDetail | None = None,
+    ) -> None:
+        super().__init__(f"{process} failed to start while {phase}: {why}", cause=cause, detail=detail)
         self.process, self.phase, self.why = process, phase, why
 
 

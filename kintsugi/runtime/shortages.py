@@ -54,6 +54,13 @@ def shortage_code(error: BaseException) -> int | None:
     return None
 
 
+def start_shortage(error: OSError) -> str:
+    """Return what the host lacks to start a process; empty if that is not the reason."""
+    if error.errno == errno.EAGAIN:
+        return "the limit of processes of its user or control group is reached"
+    return SHORTAGES[_BY_NUMBER[error.errno]] if error.errno in _BY_NUMBER else ""
+
+
 def _has_file_limit() -> bool:
     soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     return soft != resource.RLIM_INFINITY

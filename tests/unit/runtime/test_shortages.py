@@ -17,6 +17,7 @@ from kintsugi.runtime.shortages import (
     EXIT_UNFIT,
     describe_exit,
     shortage_code,
+    start_shortage,
 )
 
 
@@ -71,3 +72,9 @@ def test_the_interpreter_says_so_when_no_thread_can_be_started() -> None:
         "except RuntimeError as error:\n    sys.exit(shortage_code(error))\n"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == EXIT_NO_THREADS
+
+
+def test_a_process_that_cannot_be_made_names_what_the_host_lacks() -> None:
+    assert "limit of processes" in start_shortage(BlockingIOError(errno.EAGAIN, "again"))
+    assert start_shortage(OSError(errno.ENOMEM, "memory")) == "it got no memory"
+    assert start_shortage(FileNotFoundError(errno.ENOENT, "no interpreter")) == ""
