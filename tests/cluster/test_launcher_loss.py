@@ -201,6 +201,10 @@ def test_launcher_and_standby_killed_together_leave_nothing(run: TinyRun, with_c
     assert run.launcher is not None
     kill(*pair, *([run.launcher.pid] if with_command else []))
     run.assert_nothing_left(timeout_s=ENDED_S)
+    for agent in ("agent-0", "agent-1"):
+        events = [record.event for record in read_events(run.run_dir, process=agent)]
+        lost = [event for event in events if isinstance(event, ProcessGone) and event.of == "launcher-0"]
+        assert [(event.pid, event.how) for event in lost] == [(pair[0], "ended together with its standby")]
     if not with_command:
         code, errors = run.result()
         assert code == 99
