@@ -53,7 +53,21 @@ MOST_BYTES = 4 << 20
 MOST_LINES = 60
 """Sentences of one story; an incident in which everything fails again and again is cut."""
 MASTER = process_id(Role.MASTER, 0)
-_VERBS = ("was", "is", "has", "had", "did", "does", "needs", "got", "gave", "computed", "waits", "takes", "ended")
+_VERBS = (
+    "was",
+    "is",
+    "has",
+    "had",
+    "did",
+    "does",
+    "needs",
+    "got",
+    "gave",
+    "computed",
+    "waits",
+    "takes",
+    "ended",
+)
 
 
 def incident_row(incident: IncidentHistory, *, is_running: bool) -> IncidentRow:
@@ -224,7 +238,9 @@ def _summary(incident: IncidentHistory, row: IncidentRow) -> str:
         parts.append(f"{_listed(lost)} {'was' if len(lost) == 1 else 'were'} not replaced.")
     if row.state == "recovered":
         undone = incident.steps_undone
-        steps = f"{undone} step{'' if undone == 1 else 's'} had to be repeated" if undone else "no step was lost"
+        steps = (
+            f"{undone} step{'' if undone == 1 else 's'} had to be repeated" if undone else "no step was lost"
+        )
         parts.append(f"The run went on as before after {incident.seconds or 0.0:.1f} s, and {steps}.")
     elif row.state == "recovering":
         parts.append("The run is recovering.")
@@ -250,9 +266,7 @@ def story(run_dir: Path, journal: JournalTail, incident: IncidentHistory) -> lis
         *broken,
         *_found(incident, but={line.process for line in broken}),
         *_noticed(incident, effects),
-        *_decided(
-            run_dir, incident, [each for each in facts if begin <= (each.time or 0.0) <= end], end=end
-        ),
+        *_decided(run_dir, incident, [each for each in facts if begin <= (each.time or 0.0) <= end], end=end),
         *_said(run_dir, since=begin - 6.0, until=end + 1.0, incident=incident),
         *_diagnosed(run_dir, incident),
         _cost(incident, end=end),
@@ -297,7 +311,9 @@ def _broken(run_dir: Path, incident: IncidentHistory, *, since: float, until: fl
             event = record.event
             if isinstance(event, ProcessGone) and event.of in names and not event.ordered:
                 oom = ", because memory was exhausted" if event.oom else ""
-                noticed = [fault.time for fault in incident.faults if fault.process == event.of and fault.time]
+                noticed = [
+                    fault.time for fault in incident.faults if fault.process == event.of and fault.time
+                ]
                 yield StoryLine(
                     time=min([record.stamp.time, *(time - 1e-3 for time in noticed)]),
                     text=f"{event.of} (pid {event.pid}) {_was(event.how)}{oom}.",

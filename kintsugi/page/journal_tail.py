@@ -1,7 +1,7 @@
 """Facts of a run's journal, read as they are written, without those of single prompts, which are nearly all of it.
 
-    journal     the folded state of a compacted run, then what followed; read first, so that its incidents are known at once
-    journal.N   earlier facts, read afterwards, the newest file first: restarts, dropped samples, times of old incidents
+journal     the folded state of a compacted run, then what followed; read first, so that its incidents are known at once
+journal.N   earlier facts, read afterwards, the newest file first: restarts, dropped samples, times of old incidents
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ const VIEWS = [
   { route: "logs", label: "Logs", module: "logs", key: "6" },
   { route: "levels", label: "Service levels", module: "service_levels", key: "7" },
 ];
-const STATE_REFRESH_MS = 400;
+const STATE_REFRESH_MS = 800;
 
 const app = document.getElementById("app");
 const bar = h("header", { class: "bar" });
@@ -471,7 +471,7 @@ function confirmAction(name) {
   const form = h(
     "form",
     { onsubmit: submit },
-    h("h2", `${label} ${run.name}`),
+    h("h2", `${label} ${run.id}`),
     h("p", ask),
     name === "scale" && h("label", "Generation servers ", servers),
     problem,

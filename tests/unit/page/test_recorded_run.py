@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,31 @@ def test_lanes_show_training_generation_and_load(faults: RunReader) -> None:
     assert any(value is not None for value in whole.readings["host-0"].cpu)
     assert whole.steps and "train" in whole.steps[-1].stages
     assert whole.heat is None
+
+
+def test_many_processes_are_a_heat_map_of_their_busy_share(recorded: Path, tmp_path: Path) -> None:
+    run = tmp_path / "wide"
+    shutil.copytree(recorded / SLOW, run)
+    for number in range(2, 40):
+        shutil.copy(run / "events" / "model-0.jsonl", run / "events" / f"model-{number}.jsonl")
+        shutil.copy(
+            recorded / FAULTS / "events" / "model-0.spans.jsonl",
+            run / "events" / f"model-{number}.spans.jsonl",
+        )
+    reader = RunReader(run)
+    last = RunReader(recorded / FAULTS).timeline(since=None, until=None, points=500)
+    heat = reader.timeline(since=last.since, until=last.until, points=500).heat
+    assert heat is not None and {f"model-{number}" for number in range(2, 40)} <= set(heat.processes)
+    busy = heat.busy[heat.processes.index("model-2")]
+    trained = sum(
+        span.until - span.since
+        for lane in last.lanes
+        if lane.process == "model-0"
+        for span in lane.spans
+        if span.kind != "wait"
+    )
+    assert sum(busy) / len(busy) == pytest.approx(trained / (last.until - last.since), abs=0.05)
+    assert "train" in heat.kinds[heat.processes.index("model-2")]
 
 
 def test_health_of_an_ended_run_says_that_its_processes_ended(faults: RunReader) -> None:

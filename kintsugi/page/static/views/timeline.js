@@ -26,7 +26,7 @@ export async function render(root, context) {
   await read();
   return {
     update(what) {
-      if (isFollowing && (what.includes("timeline") || what.includes("metrics") || what.includes("health"))) readSoon();
+      if (isFollowing && what.includes("timeline")) readSoon();
     },
     close() {
       forget();
