@@ -40,6 +40,7 @@ from kintsugi.journal.facts import (
 )
 from kintsugi.journal.inputs import read_moments
 from kintsugi.journal.journal import JournalPayload, kept_files, read_payloads
+from kintsugi.page.line_files import file_id
 from kintsugi.run_folder.incidents import MASTER, IncidentIndex, IncidentReport
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
@@ -172,8 +173,9 @@ class JournalTail:
         self._inode, self._first = inode, sequence
         until = sequence
         for number, earlier in reversed(kept_files(path).items()):
-            if number < until:
-                self._earlier.append(_EarlierFile(earlier, until=until, size=earlier.stat().st_size))
+            known = file_id(earlier)
+            if number < until and known is not None:
+                self._earlier.append(_EarlierFile(earlier, until=until, size=known[1]))
                 until = number
 
     def _catch_up(self, path: Path, sequence: int) -> bool:
@@ -181,9 +183,12 @@ class JournalTail:
         earlier = {number: kept for number, kept in kept_files(path).items() if number >= self._first}
         for number, kept in earlier.items():
             offset = self._offset if number == self._first else 0
-            while payloads := read_payloads(kept, offset=offset, most=PIECE):
-                self._take_payloads([each for each in payloads if self._last < each.sequence <= sequence])
-                offset = payloads[-1].end
+            try:
+                while payloads := read_payloads(kept, offset=offset, most=PIECE):
+                    self._take_payloads([each for each in payloads if self._last < each.sequence <= sequence])
+                    offset = payloads[-1].end
+            except KintsugiError:  # It was removed meanwhile.
+                return False
         return self._last == sequence
 
     def _read_new(self, path: Path, *, deadline: float) -> bool:

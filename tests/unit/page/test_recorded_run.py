@@ -80,11 +80,12 @@ def test_lanes_show_training_generation_and_load(faults: RunReader) -> None:
 def test_many_processes_are_a_heat_map_of_their_busy_share(recorded: Path, tmp_path: Path) -> None:
     run = tmp_path / "wide"
     shutil.copytree(recorded / SLOW, run)
+    events = run / "events"
     for number in range(2, 40):
-        shutil.copy(run / "events" / "model-0.jsonl", run / "events" / f"model-{number}.jsonl")
+        shutil.copy(events / "model-0.jsonl", events / f"model-{number}.jsonl")
         shutil.copy(
             recorded / FAULTS / "events" / "model-0.spans.jsonl",
-            run / "events" / f"model-{number}.spans.jsonl",
+            events / f"model-{number}.spans.jsonl",
         )
     reader = RunReader(run)
     last = RunReader(recorded / FAULTS).timeline(since=None, until=None, points=500)
