@@ -68,6 +68,7 @@ def stop_from(address: str, browser: Browser, run: Run) -> None:
     page.goto(address)
     viewer.open("/run/live/health")
     expect(page.locator(".health tr[data-process]").first).to_be_visible(timeout=LONGEST_MS)
+    page.screenshot(path=run.run_dir.parent / "health.png")
     page.locator("[data-action=stop]").click()
     expect(page.locator("dialog")).to_contain_text("Stop this run")
     page.locator("dialog button.danger").click()
