@@ -166,7 +166,7 @@ def live(browser: Browser, folder: Path, *, recipe: str) -> dict[str, Any]:
         while not metrics.exists() or metrics.read_bytes().count(b"\n") < STARTED_STEP:
             assert launcher.poll() is None
             time.sleep(0.2)
-        for view in (None, "learning", "rollouts", "time", "health", "incidents", "logs"):
+        for view in (None, "learning", "time", "health", "logs"):
             context = browser.new_context(viewport={"width": 1440, "height": 900})
             if view is not None:
                 page = context.new_page()

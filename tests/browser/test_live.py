@@ -26,7 +26,7 @@ def run(tmp_path: Path, browser: Browser) -> Iterator[Run]:
     folder.mkdir()
     run = Run(folder / "live")
     try:
-        run.start("--page", gates=(KILLED, STOPPED))
+        run.start("--page", "algorithm.steps=8", gates=(KILLED, STOPPED))
         yield run
     finally:
         run.close()
@@ -51,7 +51,7 @@ def test_a_run_is_watched_while_a_rank_is_killed_and_stopped_from_the_page(
     (tmp_path / "seconds_to_incident").write_text(f"{time.monotonic() - killed:.2f}")
     run.let_through(KILLED)
     run.wait_at(STOPPED)
-    expect(page.locator(".incident-list")).to_contain_text("recovered", timeout=LONGEST_MS)
+    expect(page.locator(".story-line.is-replaced")).to_contain_text("model-0", timeout=LONGEST_MS)
     assert page.evaluate("window.notReloaded") is True
     viewer.assert_nothing_forbidden()
     page.close()
