@@ -113,7 +113,7 @@ def test_health_of_an_ended_run_says_that_its_processes_ended(faults: RunReader)
 
 def test_service_levels_count_the_time_that_was_lost(faults: RunReader) -> None:
     levels = faults.service_levels()
-    assert levels.lost_s > 0
+    assert levels.lost_s is not None and levels.lost_s > 0
     assert levels.wall_s is not None and levels.wall_s > levels.lost_s
     assert levels.effective_ratio is not None and 0 < levels.effective_ratio < 1
     assert levels.incidents == levels.recovered
