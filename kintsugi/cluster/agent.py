@@ -16,6 +16,7 @@ The agent in turn restarts a master that was killed, with the same keys on the s
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -96,6 +97,8 @@ class Agent:
         self._children: dict[str, ChildProcess] = {}
         self._master: ChildProcess | None = None
         self._master_limit = RestartLimit()
+        self._master_start_at = math.inf
+        """When a master that was killed is restarted."""
         self._pending_stop = PendingStop(requested=handover.stop_requested)
         self._descendants: list[Child] = []
         self._ending = False
@@ -287,6 +290,15 @@ class Agent:
         )
         self._master = self._start(bootstrap, placement=Placement(), request=None)
 
+    def _restart_master(self) -> None:
+        """Start the successor of a master that was killed, when it is due."""
+        if self._clock.monotonic() < self._master_start_at or self._ending:
+            return
+        self._master_start_at = math.inf
+        COUNTERS.add("agent.master_restarts")
+        self._pending_stop.expect_master(after_term=self._endpoint.term)
+        self._start_master(adopting=True)
+
     def _start(self, bootstrap: Bootstrap, *, placement: Placement, request: Delivery | None) -> ChildProcess:
         program = self._handover.programs.entries[bootstrap.role]
         start = StartOrder(program=program, placement=placement, bootstrap=bootstrap, report=-1)
@@ -432,13 +444,14 @@ class Agent:
         stopped_by_us = child.stopping or (self._pending_stop.was_requested and status == -signal.SIGTERM)
         if not (has_exited or announced or stopped_by_us or self._ending):
             if self._master_limit.allows(self._clock.monotonic()):
-                COUNTERS.add("agent.master_restarts")
                 # Messages from now on are for the successor, which accepts them only after registration.
                 self._membership.registered = False
-                self._pending_stop.expect_master(after_term=self._endpoint.term)
-                self._start_master(adopting=True)
+                self._exit_code = 1  # If the run ends before the next master does.
+                self._master_start_at = self._clock.monotonic() + self._master_limit.pause_s
+                self._restart_master()
                 return
-            self._report(MasterDied(describe_status(status), child.last_output()))
+            how = f"{describe_status(status)}, {self._master_limit.reason}"
+            self._report(MasterDied(how, child.last_output()))
         elif not child.started:
             self._report_start_failure(child, child.start_error(status))
         unknown = self._membership.shutdown_exit_code if announced else 1
@@ -490,13 +503,16 @@ class Agent:
                 self._descendants += hold_descendants(child.handle.pid, processes=self._processes)
 
     def _until_next_timer_s(self) -> float:
-        due = min([self._tick_at, *(child.signal_at for child in self._children.values())])
+        due = min(
+            [self._tick_at, self._master_start_at, *(child.signal_at for child in self._children.values())]
+        )
         return max(0.0, due - self._clock.monotonic())
 
     def _run_timers(self) -> None:
         now = self._clock.monotonic()
         for child in self._children.values():
             child.send_due_signals(now)
+        self._restart_master()
         if not self._ending:
             self._membership.tick(now)
             self._forward_stop()

@@ -44,13 +44,7 @@ from kintsugi.cluster.handover import (
 )
 from kintsugi.cluster.namespaces import HostNamespaces, enter, listening_socket
 from kintsugi.cluster.orphans import children_of, kill_children, reap_orphans, subreaper
-from kintsugi.cluster.restart_policy import (
-    MOST_RESTARTS,
-    STOPPED_S,
-    WITHIN_S,
-    RestartLimit,
-    StoppedProcessDetector,
-)
+from kintsugi.cluster.restart_policy import STOPPED_S, RestartLimit, StoppedProcessDetector
 from kintsugi.cluster.spawn import execute, in_memory
 from kintsugi.cluster.standby import AgentState, LauncherState, LostLauncher, Standby
 from kintsugi.config.schema import Config
@@ -157,6 +151,8 @@ class _AgentHandle:
         self._place = place
         self.process = handover.bootstrap.process
         self.limit = RestartLimit()
+        self.restart_at: float | None = None
+        """When the next incarnation is started, after this one was killed or failed."""
         self._num_starts = 0
         self._child: Child | None = None
         self.pid = 0
@@ -222,7 +218,7 @@ class _AgentHandle:
         self._num_starts += 1
         self.pid, self._start_time = self._child.pid, process_start_time(self._child.pid) or 0
         self.ready = self.ended = self.is_ending = False
-        self.exit_code = None
+        self.exit_code = self.restart_at = None
         self.start_deadline = deadline
         record()
         with contextlib.suppress(BrokenPipeError):  # It has died already.
@@ -243,7 +239,6 @@ class _AgentHandle:
         """Note the status of the current incarnation, which has ended; by its report where it has another parent."""
         status = None if self._child is None else self._child.status()
         self.status = self.exit_code if status is None else status
-        self.ended = True
 
     def state(self) -> AgentState:
         """State for the standby."""
@@ -482,7 +477,9 @@ class _Launcher:
         reports = [agent.report for agent in self._agents]
         requests = [self._stop_requests] if self._stop_requests >= 0 else []
         descriptors = self._signals.fileno(), *requests, *living, *reports
-        at_once = any(not agent.ended and agent.has_ended() for agent in self._agents)
+        at_once = any(
+            not agent.ended and agent.has_ended() and agent.restart_at is None for agent in self._agents
+        )
         ready = wait_readable(
             *descriptors, whom="agents", what="the end of the run", timeout_s=0.0 if at_once else timeout_s
         )
@@ -493,7 +490,9 @@ class _Launcher:
         for agent in self._agents:
             self._take_reports(agent)
             if not agent.ended and agent.has_ended():
-                self._on_agent_ended(agent)
+                if agent.restart_at is None:
+                    self._on_agent_ended(agent)
+                self._restart_if_due(agent)
         if self._kill_at is not None and self._clock.monotonic() >= self._kill_at:
             self._signal_agents(signal.SIGKILL)
 
@@ -564,15 +563,24 @@ class _Launcher:
         if self._kill_at is None and failed:
             self._log.emit(agent.exit_event())
         if self._kill_at is None and failed and agent.limit.allows(self._clock.monotonic()):
-            self._restart(agent)
+            agent.restart_at = self._clock.monotonic() + agent.limit.pause_s
             return
+        agent.ended = True
         if self._kill_at is None and (failed or not agent.ready):
             how = describe_status(agent.status)
-            often = f", more than {MOST_RESTARTS} times in {WITHIN_S:g} s" if failed else ""
+            often = f", {agent.limit.reason}" if failed else ""
             log = tail(RunFolder(self._run_dir).log_file(agent.process))
             self._fail(ProcessDied(f"{agent.process} {how}{often}; its log ends: {log or '(empty)'}"))
         if agent is self._agents[0]:
             self._close_agents()
+
+    def _restart_if_due(self, agent: _AgentHandle) -> None:
+        if agent.restart_at is None:
+            return
+        if self._kill_at is not None:
+            agent.ended = True
+        elif self._clock.monotonic() >= agent.restart_at:
+            self._restart(agent)
 
     def _restart(self, agent: _AgentHandle) -> None:
         """Restart an agent after killing the processes that it can not adopt, because its table does not list them."""

@@ -9,23 +9,50 @@ from kintsugi.runtime.proc import ProcessStat, process_stat
 
 STOPPED_S = 1.0
 """Job control or a debugger may stop a process briefly; one that is stopped for longer has to be replaced."""
-MOST_RESTARTS = 10
-WITHIN_S = 30.0
+SETTLED_S = 5.0
+"""A process that ran for this long had started: its end is no repetition of the one before."""
+MOST_IN_A_ROW = 10
+REST_S = 30.0
+"""Time after so many restarts in a row after which they are counted anew."""
+NUM_IMMEDIATE = 2
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 2.0
+MOST_A_DAY = 1000
+DAY_S = 24 * 3600.0
 
 
 class RestartLimit:
-    """At most `MOST_RESTARTS` within `WITHIN_S` seconds: a process that dies more often has a fault of its own."""
+    """Limits of the restarts of one process: `MOST_IN_A_ROW` without settling in between, with pauses that double from
+    the third one on, and `MOST_A_DAY`. A process that ends more often has a fault of its own.
+
+    limit = RestartLimit()
+    if limit.allows(now):
+        start_at = now + limit.pause_s
+    """
 
     def __init__(self) -> None:
-        self._times: deque[float] = deque()
+        self._starts: deque[float] = deque(maxlen=MOST_A_DAY)
+        self._in_a_row = 0
+        self.pause_s = 0.0
+        """Time to wait before the restart that was allowed last."""
+        self.reason = ""
+        """Limit that the last restart exceeded, which was not allowed."""
 
     def allows(self, now: float) -> bool:
-        """Whether one more is within the limit; if so, it is counted."""
-        while self._times and now - self._times[0] > WITHIN_S:
-            self._times.popleft()
-        if len(self._times) >= MOST_RESTARTS:
+        """Whether one more is within the limits, for a process that has just ended; if so, it is counted."""
+        rest_s = SETTLED_S if self._in_a_row < MOST_IN_A_ROW else REST_S
+        if not self._starts or now - self._starts[-1] >= rest_s:
+            self._in_a_row = 0
+        if self._in_a_row == MOST_IN_A_ROW:
+            self.reason = f"more than {MOST_IN_A_ROW} times in a row"
             return False
-        self._times.append(now)
+        if len(self._starts) == MOST_A_DAY and now - self._starts[0] < DAY_S:
+            self.reason = f"more than {MOST_A_DAY} times a day"
+            return False
+        self._in_a_row += 1
+        doublings = self._in_a_row - NUM_IMMEDIATE - 1
+        self.pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**doublings) if doublings >= 0 else 0.0
+        self._starts.append(now + self.pause_s)
         return True
 
 

@@ -1,15 +1,55 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
-from kintsugi.cluster.restart_policy import MOST_RESTARTS, WITHIN_S, RestartLimit, StoppedProcessDetector
+from kintsugi.cluster.restart_policy import (
+    DAY_S,
+    LONGEST_PAUSE_S,
+    MOST_A_DAY,
+    MOST_IN_A_ROW,
+    NUM_IMMEDIATE,
+    REST_S,
+    SETTLED_S,
+    RestartLimit,
+    StoppedProcessDetector,
+)
 from kintsugi.runtime.proc import ProcessStat
 
 
-def test_five_restarts_a_minute_are_allowed_and_no_more() -> None:
+def _end_at_once(limit: RestartLimit, now: float = 0.0) -> tuple[list[float], float]:
+    """Return the pauses before restarts of a process that ends half a second after each, and the time at the end."""
+    pauses: list[float] = []
+    while limit.allows(now):
+        pauses.append(limit.pause_s)
+        now += limit.pause_s + 0.5
+    return pauses, now
+
+
+def test_restarts_in_a_row_are_bounded_and_counted_anew_after_a_rest() -> None:
     limit = RestartLimit()
-    assert [limit.allows(float(now)) for now in range(MOST_RESTARTS + 1)] == [True] * MOST_RESTARTS + [False]
-    assert limit.allows(WITHIN_S + 1.0), "the first one is longer ago than that"
+    pauses, now = _end_at_once(limit)
+    assert len(pauses) == MOST_IN_A_ROW
+    assert limit.reason == f"more than {MOST_IN_A_ROW} times in a row"
+    assert not limit.allows(now + SETTLED_S)
+    assert limit.allows(now + REST_S)
+
+
+def test_pauses_between_restarts_grow_from_none_to_the_longest() -> None:
+    pauses, _ = _end_at_once(RestartLimit())
+    assert pauses[:NUM_IMMEDIATE] == [0.0] * NUM_IMMEDIATE
+    assert all(later >= 2 * earlier or later == LONGEST_PAUSE_S for earlier, later in pairwise(pauses))
+    assert pauses[-1] == LONGEST_PAUSE_S
+
+
+def test_a_process_that_settles_is_restarted_at_once_but_not_for_ever() -> None:
+    limit = RestartLimit()
+    times = [number * SETTLED_S for number in range(MOST_A_DAY + 1)]
+    assert [limit.allows(now) for now in times] == [True] * MOST_A_DAY + [False]
+    assert limit.pause_s == 0.0
+    assert limit.reason == f"more than {MOST_A_DAY} times a day"
+    assert limit.allows(DAY_S)
 
 
 @pytest.mark.parametrize("state", ["T", "t"])
