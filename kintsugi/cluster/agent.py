@@ -65,6 +65,7 @@ from kintsugi.protocol.weights import FetchWeights, UploadWeights
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.counters import COUNTERS
+from kintsugi.runtime.descriptors import raise_descriptor_limit
 from kintsugi.runtime.processes import Child, Processes, SystemProcesses, describe_status
 from kintsugi.runtime.signals import Signals
 from kintsugi.telemetry.events import fault_at_end
@@ -614,6 +615,7 @@ def main(arguments: list[str]) -> int:
         handover = msgspec.msgpack.decode(handed_over.read(), type=AgentHandover)
     for inherited in handover.descriptors:
         os.set_inheritable(inherited, False)
+    raise_descriptor_limit(handover.bootstrap.num_processes)
     own_session_and_log(process, RunFolder(handover.bootstrap.run_dir).log_file(process))
     if not _may_begin(handover.gate):
         return EXIT_ORPHANED
