@@ -60,7 +60,7 @@ from kintsugi.errors import (
     fault_of,
     root_first,
 )
-from kintsugi.journal.facts import CheckpointSaved, Fact, RolledBack, RunEnded, StepCommitted, TermStarted
+from kintsugi.journal.facts import CheckpointSaved, Fact, RunEnded, StepCommitted, TermStarted
 from kintsugi.journal.journal import Journal, is_disk_error, scan_facts
 from kintsugi.process.exit_codes import EXIT_ERROR, EXIT_USER_ERROR
 from kintsugi.process.membership import ORPHANED, open_endpoint, watch_lifeline
@@ -148,7 +148,7 @@ class MasterShell:
                 # A later checkpoint belongs to steps that were undone: its completion was never journaled.
                 checkpoint = latest(RunFolder(self._run_dir).checkpoints_folder, at_most=state.step)
                 step, source = (checkpoint.step, str(checkpoint.path)) if checkpoint else (0, None)
-                refusal = state.ledger.accepts(RolledBack(step, ""))
+                refusal = state.can_return_to(step)
                 if refusal is not None:
                     raise StorageError(f"no readable checkpoint of steps {state.saved_steps}: {refusal}")
                 began = msgspec.structs.replace(began, resumed=True, restore_step=step, restore_path=source)
