@@ -5,8 +5,8 @@
     python benchmarks/long_run.py simulation [--steps 200000] [--checkpoint-every 10]
 
 `journal` writes the run folder of a run in progress, with the writers and the compaction that the master uses, and then
-measures three processes from their start: a master that takes the run over, up to its first decision in the journal, and
-the two commands. `memory` folds the facts of as many steps of 8 samples into the state of a master that journals and
+measures processes from their start: a master that takes the run over, up to its first decision in the journal, and
+commands. `memory` folds the facts of as many steps of 8 samples into the state of a master that journals and
 compacts them, with checkpoints or without (0), and prints its memory on the way. `simulation` runs a whole simulated
 cluster for as many steps, and prints the size of everything that its master refers to: the simulator itself keeps all
 facts, to check them, so the memory of the process says nothing.
@@ -89,10 +89,10 @@ class LongRun:
         for fact in facts:
             self.state.apply(fact)
         self.journal.append(facts)
-        if any(isinstance(fact, COMPACTED_AFTER) for fact in facts):
-            if self.journal.is_compaction_due(min_size=COMPACTION_SIZE):
-                self.journal.compact(self.state.fold())
-                self.num_compactions += 1
+        is_boundary = any(isinstance(fact, COMPACTED_AFTER) for fact in facts)
+        if is_boundary and self.journal.is_compaction_due(min_size=COMPACTION_SIZE):
+            self.journal.compact(self.state.fold())
+            self.num_compactions += 1
 
     def step(self, step: int) -> list[SampleMeta]:
         """Issue, score and train the groups of a step; return its samples."""
