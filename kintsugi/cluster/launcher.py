@@ -69,6 +69,7 @@ from kintsugi.runtime.proc import process_start_time
 from kintsugi.runtime.processes import Child, Processes, SystemProcesses, describe_status
 from kintsugi.runtime.signals import Signals
 from kintsugi.runtime.waits import wait_readable
+from kintsugi.telemetry.disk_budget import DISK_BUDGET
 from kintsugi.telemetry.events import EventLog, FaultSeen, ProcessGone
 from kintsugi.transport import new_key_pair
 from kintsugi.types import Peer, Placement, Role, process_id
@@ -108,6 +109,7 @@ def launch(
     hosts = hosts or [HostNamespaces(f"host-{index}") for index in range(config.cluster.hosts)]
     assert len(hosts) == config.cluster.hosts, (hosts, config.cluster.hosts)
     raise_descriptor_limit(num_processes(config))
+    DISK_BUDGET.divide(num_processes(config))
     with ExitStack() as stack:
         signals = Signals(signal.SIGINT, signal.SIGTERM)
         stack.callback(signals.close)

@@ -13,7 +13,7 @@ SETTLED_S = 5.0
 """A process that ran for this long had started: its end is no repetition of the one before."""
 MOST_IN_A_ROW = 10
 REST_S = 30.0
-"""Time after so many restarts in a row after which they are counted anew."""
+"""Time after so many restarts in a row after which the count begins again."""
 NUM_IMMEDIATE = 2
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0

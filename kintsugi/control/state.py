@@ -96,7 +96,7 @@ def _add_up(metrics: dict[str, float], sums: dict[str, float], counts: dict[str,
 
 
 class ReturnPoint(msgspec.Struct, frozen=True):
-    """What a rollback to a step leads to, when the samples since then are not kept."""
+    """State that a rollback to a step leads to, for a step whose later samples are not kept."""
 
     ledger: bytes
     tallies: dict[str, Tally]

@@ -195,8 +195,6 @@ class JournalTail:
         path = self._run.inputs_file
         wanted = {sequence for sequence, _ in self.timed}
         try:
-            if self._moments_offset > path.stat().st_size:
-                self._moments_offset = 0
             while True:
                 moments, end = read_moments(path, offset=self._moments_offset)
                 for moment in moments:
