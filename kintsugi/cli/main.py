@@ -163,13 +163,14 @@ def rollout(
 def check(recipe: Recipe, overrides: Overrides = None) -> None:
     """Validate a recipe and show its values with origins, data, graph, processes and memory. Starts nothing.
 
-    Refuses a run that does not fit the accelerators of this machine.
+    Refuses a run that does not fit the accelerators or the limits of this machine.
     """
-    from kintsugi.cli.capacity import check_devices
+    from kintsugi.cli.capacity import check_devices, check_limits
     from kintsugi.cli.check import overview
 
     resolved = load_validated(recipe, overrides)
     say(overview(resolved))
+    check_limits(resolved.config)
     check_devices(resolved.config)
 
 
