@@ -92,7 +92,7 @@ class Backend(Protocol):
     ) -> Work: ...
 
 
-class GroupStore(_c10d.Store):  # type: ignore[misc]  # The library's class is untyped.
+class GroupStore(_c10d.Store):
     """Store of torch whose operations our own store carries out.
 
     torch calls these methods from the thread that builds a group, with NCCL also later. It does not keep the Python
