@@ -19,7 +19,6 @@ from kintsugi.cli.arguments import (
     Recipe,
     Run,
     Step,
-    add_current_folder_to_path,
     load_validated,
     loaded,
     validated,
@@ -180,7 +179,6 @@ def resume(run: Run) -> None:
     from kintsugi.run_folder import reader
 
     folder = reader.find_run(run)
-    add_current_folder_to_path()
     try:
         status = check_resumable(folder)
     except Finished as error:
@@ -379,7 +377,6 @@ def evaluate(run: Run, step: Step = None) -> None:
         )
     from kintsugi.cli.evaluate import evaluate_checkpoint
 
-    add_current_folder_to_path()
     metrics = evaluate_checkpoint(folder, step=step)
     say(tables.evaluation_text(metrics))
 

@@ -55,9 +55,9 @@ class ProgramError(Exception):
 
 def encode(value: Any, *, refer: Callable[[Any], Any]) -> Any:
     """Return a value as JSON: builtin types by value, all others as what `refer` returns for them."""
+    if value is None or value is True or value is False:
+        return value
     match value:
-        case bool() | None:
-            return value
         case int():
             return int.__index__(value)
         case float():
