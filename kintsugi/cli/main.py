@@ -19,7 +19,6 @@ from kintsugi.cli.arguments import (
     Recipe,
     Run,
     Step,
-    add_current_folder_to_path,
     load_validated,
     loaded,
     validated,
@@ -190,7 +189,6 @@ def resume(
     from kintsugi.run_folder.started import record_start
 
     folder = reader.find_run(run)
-    add_current_folder_to_path()
     try:
         status = check_resumable(folder, take_over=take_over, accept_changes=accept)
     except Finished as error:
@@ -394,7 +392,6 @@ def evaluate(run: Run, step: Step = None) -> None:
         )
     from kintsugi.cli.evaluate import evaluate_checkpoint
 
-    add_current_folder_to_path()
     metrics = evaluate_checkpoint(folder, step=step)
     say(tables.evaluation_text(metrics))
 
