@@ -49,7 +49,7 @@ MOST_AT_ONCE = 6.0
 LOST_FACTOR = 6.0
 BACKOFF = 3
 UNACKED_BACKOFF = 2
-"""Retransmissions of one segment, the fewest that are no accident: a single lost one is acknowledged after the first."""
+"""Retransmissions of one segment that are no accident: a single lost segment is acknowledged after the first."""
 UNACKED_S = 1.6
 """Least time without an acknowledgement although segments were retransmitted."""
 UNSENT_S = 3.6
