@@ -19,7 +19,6 @@ from kintsugi.cli.arguments import (
     Recipe,
     Run,
     Step,
-    add_current_folder_to_path,
     load_validated,
     loaded,
     validated,
@@ -163,13 +162,14 @@ def rollout(
 def check(recipe: Recipe, overrides: Overrides = None) -> None:
     """Validate a recipe and show its values with origins, data, graph, processes and memory. Starts nothing.
 
-    Refuses a run that does not fit the accelerators of this machine.
+    Refuses a run that does not fit the accelerators or the limits of this machine.
     """
-    from kintsugi.cli.capacity import check_devices
+    from kintsugi.cli.capacity import check_devices, check_limits
     from kintsugi.cli.check import overview
 
     resolved = load_validated(recipe, overrides)
     say(overview(resolved))
+    check_limits(resolved.config)
     check_devices(resolved.config)
 
 
@@ -189,7 +189,6 @@ def resume(
     from kintsugi.run_folder.started import record_start
 
     folder = reader.find_run(run)
-    add_current_folder_to_path()
     try:
         status = check_resumable(folder, take_over=take_over, accept_changes=accept)
     except Finished as error:
@@ -393,7 +392,6 @@ def evaluate(run: Run, step: Step = None) -> None:
         )
     from kintsugi.cli.evaluate import evaluate_checkpoint
 
-    add_current_folder_to_path()
     metrics = evaluate_checkpoint(folder, step=step)
     say(tables.evaluation_text(metrics))
 

@@ -116,14 +116,11 @@ class RunActions:
         return f"{run_dir}: scaled to {servers} generation servers"
 
     def resume(self, run_dir: Path) -> str:
-        from kintsugi.cli.arguments import add_current_folder_to_path
-
-        add_current_folder_to_path()
         check_resumable(run_dir)
         self._reap()
         with tempfile.TemporaryFile() as output:
             child = SystemProcesses().spawn(
-                [sys.executable, "-m", "kintsugi", "resume", str(run_dir)],
+                [sys.executable, "-P", "-m", "kintsugi", "resume", str(run_dir)],
                 stdout=output,
                 stderr=output,
                 new_session=True,

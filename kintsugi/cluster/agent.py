@@ -66,13 +66,17 @@ from kintsugi.protocol.weights import FetchWeights, UploadWeights
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.counters import COUNTERS
+from kintsugi.runtime.descriptors import raise_descriptor_limit
 from kintsugi.runtime.processes import Child, Processes, SystemProcesses
 from kintsugi.runtime.shortages import EXIT_UNFIT, SHORTAGES, describe_exit
 from kintsugi.runtime.signals import Signals
+from kintsugi.telemetry.disk_budget import bound_log
 from kintsugi.telemetry.events import ProcessGone, fault_at_end
+from kintsugi.telemetry.verdict_files import WATCHER
 from kintsugi.transport import Delivery
 from kintsugi.types import ChildReport, Placement, Role, process_id
 
+BOUND_LOGS_S = 10.0
 END_GRACE_S = 2.0
 PATIENCE_S = 1.5
 """Time for children to end on their own after the master has sent `Shutdown` to all processes."""
@@ -107,7 +111,7 @@ class Agent:
         self._descendants: list[Child] = []
         self._ending = False
         self._exit_code = 0
-        self._tick_at = 0.0
+        self._tick_at = self._bound_logs_at = 0.0
         self._endpoint = open_endpoint(own, clock=clock)
         self._membership = Membership(self._endpoint, own, capabilities={}, children=self._child_reports)
         self._monitor = HostMonitor(
@@ -561,6 +565,9 @@ class Agent:
         self._monitor.run_checks(
             self._check_children, self._check_accelerators, self._monitor.tick, self._arbiter.tick, now=now
         )
+        if now >= self._bound_logs_at:
+            self._bound_logs_at = now + BOUND_LOGS_S
+            self._bound_logs()
 
     def _check_children(self, now: float) -> None:
         self._report_ending()
@@ -573,6 +580,12 @@ class Agent:
         self._membership.load = os.getloadavg()[0]
         if not self._factory.is_forking:
             reap_orphans(but=self.known_pids())
+
+    def _bound_logs(self) -> None:
+        """Bound what processes of this host print: its children, this agent, and beside the master the launcher."""
+        others = (process_id(Role.LAUNCHER, 0), WATCHER) if self._handover.master is not None else ()
+        for process in (self._own.process, *self._children, *others):
+            bound_log(RunFolder(self._own.run_dir).log_file(process))
 
     def _check_accelerators(self, now: float) -> None:
         """Keep spares and new processes off accelerators that broke."""
@@ -653,6 +666,7 @@ def main(arguments: list[str]) -> int:
         handover = msgspec.msgpack.decode(handed_over.read(), type=AgentHandover)
     for inherited in handover.descriptors:
         os.set_inheritable(inherited, False)
+    raise_descriptor_limit(handover.bootstrap.num_processes)
     own_session_and_log(process, RunFolder(handover.bootstrap.run_dir).log_file(process))
     if not _may_begin(handover.gate):
         return EXIT_ORPHANED

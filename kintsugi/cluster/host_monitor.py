@@ -32,7 +32,7 @@ from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.waits import WaitTable, join, wait
 from kintsugi.telemetry.collect.cgroups import ControlGroups
 from kintsugi.telemetry.collect.clock_offset import ClockEstimate, reading
-from kintsugi.telemetry.collect.links import Address, LinkTable, address_in
+from kintsugi.telemetry.collect.links import Address, LinkTable, address_in, num_recorded
 from kintsugi.telemetry.collect.probes import DiskProbe, NameProbe, Probe, is_name
 from kintsugi.telemetry.collect.process import UNREADABLE, HostStatSampler, OpenFiles, ProcessSampler
 from kintsugi.telemetry.collect.socket_owners import SocketOwners, ends_of
@@ -327,7 +327,8 @@ class HostSampler:
             own = {each.local: owners[each.inode] for each in sockets if each.inode in owners}
             self._ends.own = ends_of(own)
         book = {**self._ends.others, **targets.book}
-        look = self._links.look(sockets, owners=owners, book=book)
+        most = num_recorded(len(self._samplers), num_processes=self._own.num_processes)
+        look = self._links.look(sockets, owners=owners, book=book, most=most)
         self._late_readings = [*look.before]
         return [*look.now]
 

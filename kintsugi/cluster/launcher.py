@@ -48,6 +48,7 @@ from kintsugi.cluster.restart_policy import STOPPED_S, RestartLimit, StoppedProc
 from kintsugi.cluster.spawn import execute, in_memory
 from kintsugi.cluster.standby import AgentState, LauncherState, LostLauncher, Standby
 from kintsugi.config.schema import Config
+from kintsugi.config.stages import num_processes
 from kintsugi.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -64,10 +65,12 @@ from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.reader import living_launcher, write_launcher
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
+from kintsugi.runtime.descriptors import raise_descriptor_limit
 from kintsugi.runtime.proc import process_start_time
 from kintsugi.runtime.processes import Child, Processes, SystemProcesses, describe_status
 from kintsugi.runtime.signals import Signals
 from kintsugi.runtime.waits import wait_readable
+from kintsugi.telemetry.disk_budget import DISK_BUDGET
 from kintsugi.telemetry.events import EventLog, FaultSeen, ProcessGone
 from kintsugi.transport import new_key_pair
 from kintsugi.types import Peer, Placement, Role, process_id
@@ -106,6 +109,8 @@ def launch(
         raise UserError(f"run_dir {run_dir} is in use: process {owner.pid} runs it; stop that one first")
     hosts = hosts or [HostNamespaces(f"host-{index}") for index in range(config.cluster.hosts)]
     assert len(hosts) == config.cluster.hosts, (hosts, config.cluster.hosts)
+    raise_descriptor_limit(num_processes(config))
+    DISK_BUDGET.divide(num_processes(config))
     with ExitStack() as stack:
         signals = Signals(signal.SIGINT, signal.SIGTERM)
         stack.callback(signals.close)
@@ -376,6 +381,7 @@ class _Launcher:
                 lifeline=self._lifeline_read if role is Role.AGENT else -1,
                 bind=places[peer.host].bind,
                 known_as=places[peer.host].known_as,
+                num_processes=num_processes(config),
             )
 
         master = msgspec.structs.replace(

@@ -110,7 +110,7 @@ def execute(
 ) -> Child:
     """Start `python -m …` in a session of its own, so that the terminal's Ctrl-C does not reach it."""
     return processes.spawn(
-        [sys.executable, "-m", *arguments],
+        [sys.executable, "-P", "-m", *arguments],
         pass_fds=pass_fds,
         environment=child_environment(os.environ, placement),
         before_exec=before_exec,

@@ -19,6 +19,7 @@ import msgspec
 from kintsugi.checkpoint.store import latest
 from kintsugi.config.recipe import load_config
 from kintsugi.config.schema import COMPARE_SAMPLES, LEARN_PAIRS, Config
+from kintsugi.control.book_sharing import BookSharing
 from kintsugi.control.failure_detector import FailureDetector, event_of_report
 from kintsugi.control.master import Master
 from kintsugi.control.placement import plan_layout
@@ -59,13 +60,13 @@ from kintsugi.errors import (
     fault_of,
     root_first,
 )
-from kintsugi.journal.facts import CheckpointSaved, Fact, RolledBack, RunEnded, StepCommitted, TermStarted
+from kintsugi.journal.facts import CheckpointSaved, Fact, RunEnded, StepCommitted, TermStarted
 from kintsugi.journal.journal import Journal, is_disk_error, scan_facts
 from kintsugi.process.exit_codes import EXIT_ERROR, EXIT_USER_ERROR
 from kintsugi.process.membership import ORPHANED, open_endpoint, watch_lifeline
 from kintsugi.protocol.agents import AskTime, ChipFault, ProcessExited, ProcessSuspected, TimeTold
 from kintsugi.protocol.bootstrap import Bootstrap
-from kintsugi.protocol.membership import AddressBook, Heartbeat, Ok, Ping, Register, Registered, Shutdown
+from kintsugi.protocol.membership import Heartbeat, Ok, Ping, Register, Registered, Shutdown
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.reader import living_launcher
 from kintsugi.runtime.clock import SYSTEM_CLOCK, WorkingClock
@@ -126,6 +127,8 @@ class MasterShell:
         self._requests = UserRequests(self._run_dir)
         self._detector = FailureDetector()
         self._endpoint = open_endpoint(bootstrap)
+        own = self._endpoint.peer(host=bootstrap.host)
+        self._sharing = BookSharing(self._master.state.members, master=own)
         self._processes: dict[str, list[int]] = {}
         self._events: deque[Event] = deque()
         self._next_tick = self._next_report = self._clock.monotonic()
@@ -146,7 +149,7 @@ class MasterShell:
                 # A later checkpoint belongs to steps that were undone: its completion was never journaled.
                 checkpoint = latest(RunFolder(self._run_dir).checkpoints_folder, at_most=state.step)
                 step, source = (checkpoint.step, str(checkpoint.path)) if checkpoint else (0, None)
-                refusal = state.ledger.accepts(RolledBack(step, ""))
+                refusal = state.can_return_to(step)
                 if refusal is not None:
                     raise StorageError(f"no readable checkpoint of steps {state.saved_steps}: {refusal}")
                 began = msgspec.structs.replace(began, resumed=True, restore_step=step, restore_path=source)
@@ -202,6 +205,8 @@ class MasterShell:
             self._feed(Tick(self._master.state.members.queue()))
             for found in self._detector.check(now, self._master.pending):
                 self._feed(msgspec.structs.replace(found, time=self._clock.wall()))
+        for book, processes in self._sharing.due(now):
+            self._endpoint.send_to_all(processes, book)
         if now >= self._next_report:
             self._next_report = now + REPORT_S
             self._records.processes(self._reports())
@@ -235,8 +240,9 @@ class MasterShell:
                 now, incarnation = self._clock.monotonic(), delivery.envelope.incarnation
                 self._master.state.members.on_heartbeat(sender, heartbeat, now)
                 self._detector.on_heartbeat(sender, incarnation, heartbeat, now)
-                if heartbeat.book < self._master.state.members.book_number:
-                    self._endpoint.send(sender, self._book())
+                lacking = self._sharing.after_heartbeat(sender, heartbeat.book, now)
+                if lacking is not None:
+                    self._endpoint.send(sender, lacking)
             case Register() as register if delivery.wants_reply:
                 self._register(delivery, register)
             case ProcessExited() | ProcessSuspected() | ChipFault() as seen:
@@ -379,6 +385,7 @@ class MasterShell:
             case Request():
                 self._request(effect)
             case Tell(to=to, body=body):
+                self._share_before(to)
                 self._endpoint.send(to, body)
             case Admit(peer=peer):
                 self._endpoint.admit(peer)
@@ -387,7 +394,7 @@ class MasterShell:
                 self._detector.forget(process)
                 self._endpoint.forget(process, fault)
             case ShareBook():
-                self._share_book()
+                self._sharing.changed()
             case RecordStep():
                 pass  # Written before its fact.
             case RecordEvaluation():
@@ -397,7 +404,14 @@ class MasterShell:
             case Finish():
                 self._finish(effect, self._master.state)
 
+    def _share_before(self, process: str) -> None:
+        """Send a process the changed address book before a request that may name processes in it."""
+        book = self._sharing.before_request(process, self._clock.monotonic())
+        if book is not None:
+            self._endpoint.send(process, book)
+
     def _request(self, request: Request) -> None:
+        self._share_before(request.to)
         self._endpoint.request(
             request.to,
             request.body,
@@ -415,16 +429,6 @@ class MasterShell:
         error = pending.error
         fault = error.cause or fault_of(error, process=request.to, time=self._clock.wall())
         self._feed(RequestFailed(request.token, request.to, fault))
-
-    def _book(self) -> AddressBook:
-        master = self._endpoint.peer(host=self._bootstrap.host)
-        return self._master.state.members.address_book(master)
-
-    def _share_book(self) -> None:
-        book = self._book()
-        for peer in book.peers:
-            if peer.process != self._bootstrap.process:
-                self._endpoint.send(peer.process, book)
 
     def _reports(self) -> ProcessReports:
         """Return the latest report of every process, and that of the master."""

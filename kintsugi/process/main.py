@@ -17,6 +17,7 @@ from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK
 from kintsugi.runtime.shortages import EXIT_UNFIT, shortage_code
+from kintsugi.telemetry.disk_budget import DISK_BUDGET
 from kintsugi.telemetry.events import EventLog, FaultSeen, Note, ProcessBegan, ProcessEnded
 from kintsugi.telemetry.spans import SpanLog
 from kintsugi.types import Role
@@ -50,6 +51,7 @@ def run_process(bootstrap: Bootstrap, main: Callable[[Bootstrap], int]) -> int:
     The code is 0 after a clean end, 2 for a mistake of the user (one sentence on stderr), one of its own if the host
     gave it no memory, descriptor or thread, 1 for any other error (with its traceback).
     """
+    DISK_BUDGET.divide(bootstrap.num_processes)
     log = EventLog(RunFolder(bootstrap.run_dir).events_file(bootstrap.process), process=bootstrap.process)
     log.emit(ProcessBegan(bootstrap.role.value, bootstrap.incarnation, os.getpid()))
     spans = SpanLog(bootstrap.run_dir, bootstrap.process)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from kintsugi.diagnosis.detectors.cross_process import NO_EPISODES, across_processes, is_user_code
+from kintsugi.diagnosis.detectors.damage import damaged_on_the_way
 from kintsugi.diagnosis.detectors.fault_kinds import CONSEQUENCES, kind_of_fault
 from kintsugi.diagnosis.detectors.foreign_errors import kind_of
 from kintsugi.diagnosis.evidence import MASTER, OVER, EvidenceBundle, LoggedMessage, ProcessEnd, known_role
@@ -78,6 +79,7 @@ def discrete_events(
     dead = {finding.process for finding in found}
     found += _alerts(bundle, since=since, until=until)
     found += _damaged_bytes(bundle, since=since, until=until)
+    found += damaged_on_the_way(bundle, since=since, until=until)
     found += across_processes(bundle, since=since, until=until)
     found = [finding for finding in found if finding.until >= until or not bundle.is_over(finding.until)]
     return [*found, *_errors(bundle, since=since, until=at, dead=dead)]

@@ -412,3 +412,26 @@ def test_one_that_computes_in_one_long_call_does_not_hang_until_it_has_taken_far
     for _ in range(39):
         assert named(run.play(1)) == []
     assert named(run.play(3)) == [("model-1", "hung")]
+
+
+@pytest.mark.parametrize("status", [-9, None], ids=["its parent took over", "another process took over"])
+def test_a_killed_launcher_is_named_while_the_run_goes_on_under_its_successor(status: int | None) -> None:
+    run = HealthyRun().play(30)
+    run.say("launcher-0", ProcessGone("launcher-0", "", 77, status, "killed by SIGKILL"))
+    assert named(run.play(2)) == [("launcher-0", "killed")]
+
+
+def test_a_launcher_that_is_lost_with_its_standby_is_the_cause_of_all_ends_that_follow() -> None:
+    run = HealthyRun().play(30)
+    lost = ProcessGone("launcher-0", "", 77, None, "ended together with its standby")
+    for agent in ("agent-0", "agent-1"):
+        run.say(agent, lost)
+    run.now += 0.3
+    for process in ("master-0", "manager-0", "model-0", "rollout-0", "server-0"):
+        run.say(
+            "agent-0", ProcessGone(process, "1", run.pids[process], -9, "killed by SIGKILL", ordered=True)
+        )
+    for agent in ("agent-0", "agent-1"):
+        run.say(agent, ProcessEnded(1, ""))
+    found = look(run.bundle, at=run.bundle.at, is_over=True)
+    assert [(cause.process, cause.kind.value) for cause in found.causes] == [("launcher-0", "killed")]
