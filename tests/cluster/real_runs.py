@@ -24,6 +24,7 @@ from kintsugi.journal.journal import read_facts
 from kintsugi.lab.testbed.process_tags import carriers
 from kintsugi.run_folder.reader import Launcher, read_journal, read_summary
 from kintsugi.run_folder.summary import Summary
+from kintsugi.telemetry.events import ProcessBegan, read_events
 from kintsugi.types import Peer
 
 RECIPE = Path(__file__).with_name("recipe.yaml")
@@ -132,7 +133,8 @@ class Run:
         """Signal a process of the run, which must be alive."""
         pid = read_journal(self.run_dir).processes.get(process)
         if process == "master-0":
-            (pid,) = [pid for pid, command in self.pids().items() if "placement master-0" in command]
+            began = [record.event for record in read_events(self.run_dir, process=process)]
+            pid = [event.pid for event in began if isinstance(event, ProcessBegan)][-1]
         assert pid in self.pids(), f"{process} with pid {pid} is not among {self.pids()}"
         os.kill(pid, number)
 

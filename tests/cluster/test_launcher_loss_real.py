@@ -139,7 +139,7 @@ def lose_master_without_trackers(run: Run) -> None:
     run.wait_at(5)
     shutil.rmtree(run.run_dir / "tensorboard")
     (run.run_dir / "tensorboard").touch()
-    run.kill("master-0")
+    os.kill(pids_of(run, "master-0")[-1], signal.SIGKILL)
     run.let_through(5)
     run.finish()
     alerts = [record.event.message for record in read_events(run.run_dir) if isinstance(record.event, Alert)]
