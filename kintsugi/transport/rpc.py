@@ -27,7 +27,7 @@ SLOW_S = 1.0
 CHUNK_BYTES = 16 << 20
 SAVED_REPLIES = 512
 REPLIES_PER_PEER = 4
-"""Replies that are saved for each peer beyond `SAVED_REPLIES`: in a large run too a repeated request finds its reply."""
+"""Replies saved for each peer beyond `SAVED_REPLIES`: in a large run too a repeated request finds its reply."""
 SAVED_BYTES = 2 << 20
 BYTES_PER_PEER = 8 << 10
 SLOWEST_BULK_BYTES_PER_S = 50e6
