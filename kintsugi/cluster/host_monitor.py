@@ -69,7 +69,7 @@ class HostMonitor:
         self._stopped = StoppedProcessDetector()
         self._control_groups = ControlGroups()
         self._ooms = ooms = OomAttribution()
-        self._log = log = EventLog(
+        self.log = log = EventLog(
             RunFolder(own.run_dir).events_file(own.process), process=own.process, clock=clock
         )
         self._exit_recorder = ExitRecorder(log, ooms=ooms, clock=clock)
@@ -80,7 +80,7 @@ class HostMonitor:
 
     def begin(self) -> None:
         # Opens the log, so that a later lack of descriptors can be recorded.
-        self._log.emit(Note(f"{self._own.process} monitors the processes of {self._own.host}"))
+        self.log.emit(Note(f"{self._own.process} monitors the processes of {self._own.host}"))
         self.accelerators.begin()
         self._sampler.begin()
 
@@ -129,10 +129,10 @@ class HostMonitor:
                 refused = refused or error
         if refused is not None and not self._checks_fail:
             fault = fault_of(refused, process=self._own.process, time=self._clock.wall())
-            self._checks_fail = self._log.try_emit(FaultSeen(fault))
+            self._checks_fail = self.log.try_emit(FaultSeen(fault))
         elif refused is None and self._checks_fail:
             self._checks_fail = False
-            self._log.emit(Note(f"{self._own.process} can check its processes again"))
+            self.log.emit(Note(f"{self._own.process} can check its processes again"))
 
     def report_accelerator_faults(self) -> bool:
         """Report new faults of accelerators to the master; True if one of them is broken."""
@@ -150,7 +150,7 @@ class HostMonitor:
     def close(self) -> None:
         self.accelerators.close()
         self._sampler.close()
-        self._log.close()
+        self.log.close()
 
 
 class ClockSync:

@@ -72,6 +72,7 @@ from kintsugi.run_folder.reader import living_launcher
 from kintsugi.runtime.clock import SYSTEM_CLOCK, WorkingClock
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.disk import SYSTEM_DISK, Disk
+from kintsugi.runtime.shortages import EXIT_NO_MEMORY, EXIT_UNFIT, shortage_code
 from kintsugi.runtime.signals import Signals
 from kintsugi.runtime.waits import wait
 from kintsugi.telemetry.events import (
@@ -157,7 +158,11 @@ class MasterShell:
         return journal, new_master(self._config, state, run_dir=self._run_dir), began
 
     def run(self) -> int:
-        """Run until the run has ended; return the exit code of the process. Any error ends the run with its cause."""
+        """Run until the run has ended; return the exit code of the process.
+
+        What the host does not give (memory, descriptors) ends this process only: its agent starts another one, which
+        continues by the journal. Any other error ends the run with its cause.
+        """
         try:
             self._watch_signals()
             self.begin()
@@ -167,8 +172,14 @@ class MasterShell:
             # Another master owns the run: any message or record of this one would interfere with it.
             self._log.emit(Note(f"replaced while it did not run: {error}"))
             self._exit_code = EXIT_ERROR
+        except MemoryError:
+            os._exit(EXIT_NO_MEMORY)  # Anything else would need memory.
         except Exception as error:  # noqa: BLE001 - the run's outermost boundary: recorded with its cause, then reported.
-            self._fail_run(error)
+            self._exit_code = shortage_code(error)
+            if self._exit_code is None:
+                self._fail_run(error)
+            else:
+                record_fault(self._log, error, process=self._bootstrap.process)
         self._endpoint.close(flush_s=GOODBYE_S)
         assert self._exit_code is not None
         return self._exit_code
@@ -334,11 +345,11 @@ class MasterShell:
 
     def _write_or_pause(self, write: Callable[[], None]) -> None:
         """Write, or wait until the disk accepts it. A journal that is damaged or owned by another master ends the
-        run."""
+        run. At a limit of this process waiting would not help: another one takes its place."""
         try:
             write()
         except StorageError as error:
-            if not is_disk_error(error):
+            if not _may_pass(error):
                 raise
             message = f"paused, cause disk: {error}; the run continues when the disk accepts it"
             self._log.emit(JournalPaused(message, error=str(error)))
@@ -364,7 +375,7 @@ class MasterShell:
         try:
             write()
         except StorageError as error:
-            if is_disk_error(error):
+            if _may_pass(error):
                 return None
             raise
         return True
@@ -533,6 +544,30 @@ def config_digest(config: Config) -> str:
     return hashlib.sha256(msgspec.json.encode(config)).hexdigest()
 
 
+def _may_pass(error: StorageError) -> bool:
+    """Return whether the disk may accept the same write later from this process."""
+    return is_disk_error(error) and shortage_code(error) == EXIT_UNFIT
+
+
+def record_fault(log: EventLog, error: BaseException, *, process: str) -> None:
+    """Record an error for which this process is replaced, as far as that is possible."""
+    log.try_emit(FaultSeen(fault_of(error, process=process, time=SYSTEM_CLOCK.wall())))
+
+
 def main(bootstrap: Bootstrap) -> int:
-    config = load_config(RunFolder(bootstrap.run_dir).config_file)
-    return MasterShell(bootstrap, config).run()
+    """Run the master. One that cannot begin because of the host, or for a reason that is not known, leaves with an exit
+    code that lets its agent start another one; a damaged journal or a mistake of the user would stay."""
+    try:
+        config = load_config(RunFolder(bootstrap.run_dir).config_file)
+        shell = MasterShell(bootstrap, config)
+    except Exception as error:
+        code = shortage_code(error)
+        if code is None and isinstance(error, KintsugiError):
+            raise
+        path = RunFolder(bootstrap.run_dir).events_file(bootstrap.process)
+        log = EventLog(path, process=bootstrap.process)
+        record_fault(log, error, process=bootstrap.process)
+        log.close()
+        traceback.print_exception(error)
+        return EXIT_UNFIT if code is None else code
+    return shell.run()

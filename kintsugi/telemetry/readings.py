@@ -98,7 +98,7 @@ TOTALS = frozenset(
     {"cpu_s", "run_delay_s", "io_delay_s", "throttled_s", "read_bytes", "write_bytes", "major_faults"}
     | {"voluntary_switches", "involuntary_switches"}
     | {"cpu_busy_s", "cpu_iowait_s", "cpu_steal_s", "oom_kills", "disk_busy_s", "disk_read_bytes"}
-    | {"disk_write_bytes", "network_in_bytes", "network_out_bytes", "tcp_retransmits"}
+    | {"disk_write_bytes", "network_in_bytes", "network_out_bytes", "tcp_retransmits", "tcp_checksum_errors"}
     | {"pressure_cpu_s", "pressure_io_s", "pressure_memory_s"}
     | {"retransmits", "needless", "out_bytes", "in_bytes", "receiver_limited_s", "children_cpu_s"}
     | {"fsync_errors", "resolve_errors"}

@@ -3,6 +3,7 @@
 endpoint.py    requests, replies and one-way messages of one process; its connections and its loop
 rpc.py         one request and its reply; bulk data and its checksum
 directory.py   authentication: which process a key belongs to
+store.py       the store at which the processes of a collective group meet
 sockets.py     set-up of the ZeroMQ sockets; frames in and out of them
 """
 

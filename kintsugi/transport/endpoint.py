@@ -63,7 +63,7 @@ from kintsugi.transport.sockets import (
     receive_blobs,
     send_frames,
 )
-from kintsugi.types import Peer
+from kintsugi.types import Peer, Role
 
 FIRST_RESEND_S = 0.25
 LONGEST_RESEND_S = 2.0
@@ -140,6 +140,11 @@ class Endpoint:
     def book_number(self) -> int:
         """Number of the newest address book taken over; -1 before the first."""
         return self._directory.number
+
+    def role_of_key(self, key: bytes) -> Role | None:
+        """Return the role of the process that this public key is admitted as; None if it is not. Any thread may ask."""
+        caller = self._directory.callers.get(key.decode())
+        return caller.role if caller is not None else None
 
     def peer(self, *, host: str) -> Peer:
         """Entry of this process in an address book."""

@@ -60,11 +60,18 @@ def open_zap(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
 
 
 def open_router(
-    context: zmq.Context[zmq.Socket[bytes]], *, public_key: bytes, secret_key: bytes, bind: str, listener: int
+    context: zmq.Context[zmq.Socket[bytes]],
+    *,
+    public_key: bytes,
+    secret_key: bytes,
+    bind: str,
+    listener: int,
+    largest_bytes: int = LARGEST_FRAME_BYTES,
 ) -> zmq.Socket[bytes]:
-    """Open the inbound socket of a process: bound to an address, or to a socket that is listening already."""
+    """Open an inbound socket of a process: bound to an address, or to a socket that is listening already."""
     router = context.socket(zmq.ROUTER)
     _configure(router)
+    router.setsockopt(zmq.MAXMSGSIZE, largest_bytes)
     router.curve_server = True
     router.curve_publickey = public_key
     router.curve_secretkey = secret_key

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from kintsugi.cluster.restart_policy import MOST_IN_A_ROW
+from kintsugi.cluster.restart_policy import MOST_RESTARTS
 from kintsugi.types import Role
 from tests.cluster.tiny_runs import TinyRun, start_of, until
 
@@ -79,12 +79,12 @@ def test_an_agent_that_is_killed_again_and_again_ends_the_run_with_its_name_and_
 ) -> None:
     run.start_and_wait(start_of("model-0"), programs={Role.MODEL: "cluster_programs:stubborn"})
     run.note_sockets()
-    for incarnation in range(MOST_IN_A_ROW + 1):
+    for incarnation in range(MOST_RESTARTS + 1):
         until(lambda: len(run.registrations("agent-0")) > incarnation, f"agent {incarnation}")  # noqa: B023
         os.kill(run.agent_pid(), signal.SIGKILL)
     code, errors = run.result()
     assert code == 99
-    assert f"ProcessDied: agent-0 killed by SIGKILL, more than {MOST_IN_A_ROW} times" in errors
+    assert f"ProcessDied: agent-0 killed by SIGKILL, more than {MOST_RESTARTS} times" in errors
     run.assert_nothing_left()
 
 

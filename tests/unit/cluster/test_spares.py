@@ -15,7 +15,7 @@ import pytest
 
 from kintsugi.cluster.child import ChildProcess
 from kintsugi.cluster.orphans import children_of
-from kintsugi.cluster.restart_policy import MOST_IN_A_ROW
+from kintsugi.cluster.restart_policy import MOST_RESTARTS
 from kintsugi.cluster.spares import MOST_FAILURES, PREPARE_S, RESTOCK_S, Spares
 from kintsugi.cluster.spawn import PREPARED, StartOrder
 from kintsugi.errors import StartFailed
@@ -254,12 +254,12 @@ def test_a_spare_that_is_never_prepared_or_stands_still_is_ended(world: World) -
 
 
 def test_spares_that_always_end_once_prepared_are_made_at_a_bounded_rate(world: World) -> None:
-    for _ in range(10 * MOST_IN_A_ROW):
+    for _ in range(10 * MOST_RESTARTS):
         world.maintain(seconds=RESTOCK_S / 10)
         if world.spares.pids:
             world.prepare()
             world.end(world.factory.children[-1])
-    assert MOST_FAILURES < len(world.factory.orders) <= MOST_IN_A_ROW + 1
+    assert MOST_FAILURES < len(world.factory.orders) <= MOST_RESTARTS + 1
 
 
 def test_spares_that_can_not_be_prepared_are_given_up_and_people_are_told_once(world: World) -> None:
