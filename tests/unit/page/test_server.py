@@ -291,4 +291,4 @@ def test_a_part_that_takes_long_to_answer_is_reported_the_more_rarely(runs: Path
     usual = feed.least_interval_s("timeline")
     feed.note_cost("timeline", 0.2)
     assert feed.least_interval_s("timeline") == 12.0 > usual
-    assert feed.least_interval_s("metrics") == 0.0
+    assert feed.least_interval_s("incidents") == 0.0
