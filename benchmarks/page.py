@@ -34,7 +34,7 @@ from kintsugi.page.demo import FAULTS, unpack
 
 PER_STEP = 256
 LOADS = 5
-IDLE_S = 20.0
+IDLE_S = 10.0
 LIVE_S = 12.0
 STARTED_STEP = 3
 VIEWS = ("learning", "rollouts", "time", "health", "incidents", "logs", "levels")
