@@ -331,8 +331,6 @@ class JournalTail:
         if len(wanted) != self._moments_for:
             self._moments_offset, self._moments_for = 0, len(wanted)
         try:
-            if self._moments_offset > path.stat().st_size:
-                self._moments_offset = 0
             while True:
                 moments, end = read_moments(path, offset=self._moments_offset)
                 for moment in moments:

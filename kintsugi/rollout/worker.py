@@ -138,7 +138,9 @@ class RolloutWorker:
             self._reader.make_ready(within_s=MAKE_READY_S)
         elif self.membership.registered and not self._has_tried_data:
             self._has_tried_data = True
-            with contextlib.suppress(KintsugiError):  # Raised again by the first request, which can report it.
+            with contextlib.suppress(
+                KintsugiError
+            ):  # Raised again by the first request, which can report it.
                 self._open_reader()
 
     def _declare(self) -> None:
@@ -289,9 +291,7 @@ class RolloutWorker:
         if request.split == "eval":
             return reader.held_out(ticket.position)
         seed = self._stages[ticket.stage].seed
-        return reader.training(
-            stage=ticket.stage, seed=seed, epoch=ticket.epoch, position=ticket.position
-        )
+        return reader.training(stage=ticket.stage, seed=seed, epoch=ticket.epoch, position=ticket.position)
 
     def _check_length(self, length: int, row: Row) -> None:
         limit = self._config.generation.max_length
