@@ -115,7 +115,8 @@ class CheckpointSaver:
         finally:
             held.hold.release()
         error_name = None if fault is None else type(fault).__name__
-        SPANS.add("save", {**subject(request), "error": error_name}, since=since)
+        about = {**subject(request), "error": error_name, "stalled_s": round(held.hold.stalled_s, 3)}
+        SPANS.add("save", about, since=since)
         self._report_stall(held)
         with self._lock:
             waiting, self._waiting = self._waiting, []
