@@ -27,7 +27,7 @@ from kintsugi.diagnosis.verdict import Cause
 from kintsugi.errors import DeadlineExceeded, KintsugiError, ProcessDied, RunFailed
 from kintsugi.lab.campaign import log_readers, scoring
 from kintsugi.lab.campaign.blind import BlindDiagnosis, Look
-from kintsugi.lab.campaign.cases import LEAST_FAULT_S, LEAST_PAIR_S, WINDOW_S, Benign, CampaignCase
+from kintsugi.lab.campaign.cases import LEAST_FAULT_S, WINDOW_S, Benign, CampaignCase
 from kintsugi.lab.campaign.fault_effect import effect_of
 from kintsugi.lab.campaign.records import (
     OURS,
@@ -322,10 +322,9 @@ def _until_shown(injected: Sequence[Injected], cluster: CampaignCluster) -> None
     """Wait until the last fault of a case has had its time: one fault may be diagnosed before another has begun."""
     if not injected:
         return
-    least_s = LEAST_FAULT_S if len(injected) == 1 else LEAST_PAIR_S
     shown_s = SYSTEM_CLOCK.wall() - max(each.start for each in injected)
-    if shown_s < least_s:
-        cluster.until(lambda: False, timeout_s=least_s - shown_s)
+    if shown_s < LEAST_FAULT_S:
+        cluster.until(lambda: False, timeout_s=LEAST_FAULT_S - shown_s)
 
 
 def _with_last_causes(answer: MethodAnswer, later: Sequence[Look]) -> MethodAnswer:
