@@ -428,7 +428,9 @@ def test_a_launcher_that_is_lost_with_its_standby_is_the_cause_of_all_ends_that_
         run.say(agent, lost)
     run.now += 0.3
     for process in ("master-0", "manager-0", "model-0", "rollout-0", "server-0"):
-        run.say("agent-0", ProcessGone(process, "1", run.pids[process], -9, "killed by SIGKILL", ordered=True))
+        run.say(
+            "agent-0", ProcessGone(process, "1", run.pids[process], -9, "killed by SIGKILL", ordered=True)
+        )
     for agent in ("agent-0", "agent-1"):
         run.say(agent, ProcessEnded(1, ""))
     found = look(run.bundle, at=run.bundle.at, is_over=True)
