@@ -349,6 +349,7 @@ def test_that_everybody_fell_silent_at_once_is_named_when_nobody_records_any_mor
     found = look(run.bundle, at=run.bundle.at, is_over=True)
     assert [(cause.process, cause.kind) for cause in found.causes] == [("master-0", "killed")]
     assert "ended all processes together" in found.causes[0].summary
+    assert "kintsugi resume" in found.causes[0].advice
     run.say("master-0", Transition("master", "run", "", "ended", "finished"))
     assert look(run.bundle, at=run.bundle.at, is_over=True).causes == ()
 
@@ -417,7 +418,9 @@ def test_a_launcher_that_is_lost_with_its_standby_is_the_cause_of_all_ends_that_
         run.say(agent, lost)
     run.now += 0.3
     for process in ("master-0", "manager-0", "model-0", "rollout-0", "server-0"):
-        run.say("agent-0", ProcessGone(process, "1", run.pids[process], -9, "killed by SIGKILL", ordered=True))
+        run.say(
+            "agent-0", ProcessGone(process, "1", run.pids[process], -9, "killed by SIGKILL", ordered=True)
+        )
     for agent in ("agent-0", "agent-1"):
         run.say(agent, ProcessEnded(1, ""))
     found = look(run.bundle, at=run.bundle.at, is_over=True)
