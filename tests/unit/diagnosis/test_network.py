@@ -142,7 +142,7 @@ def test_a_connection_that_stalls_after_losses_of_several_seconds_is_not_cut() -
             # The pauses between retransmissions double.
             rates.update(out_bytes=0.0, backoff=min(4.0, now - 34))
 
-    run.changes.update({link: stalls for link in links_of("model-1")})
+    run.changes.update(dict.fromkeys(links_of("model-1"), stalls))
     assert named(run.play(11)) == [("model-1", "network_loss")]
 
 
