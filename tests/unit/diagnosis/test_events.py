@@ -6,6 +6,7 @@ import pytest
 
 from kintsugi.diagnosis.diagnose import look
 from kintsugi.errors import DataDamaged, EndedByError, GroupFailed, Miscomputed, StatesDiverged
+from kintsugi.runtime.shortages import EXIT_FILE_LIMIT, EXIT_NO_DESCRIPTORS, EXIT_NO_MEMORY, describe_exit
 from kintsugi.telemetry.events import (
     AcceleratorWarning,
     Alert,
@@ -272,6 +273,16 @@ def test_the_detail_of_a_fault_names_its_kind(
     run = HealthyRun().play(30)
     run.fault("ProcessDied", "server-0", "server-0 was lost", detail=detail)
     assert named(run.play(1)) == [("server-0", kind)]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(EXIT_NO_MEMORY, "memory"), (EXIT_NO_DESCRIPTORS, "descriptors"), (EXIT_FILE_LIMIT, "disk_full")],
+)
+def test_an_exit_code_says_what_the_host_did_not_give(status: int, kind: str) -> None:
+    run = HealthyRun().play(30)
+    run.kill("master-0", status=status, how=describe_exit(status))
+    assert ("master-0", kind) in named(run.play(1))
 
 
 def test_who_did_not_answer_the_recall_of_a_device_is_named() -> None:
