@@ -284,7 +284,7 @@ def simulate(*, steps: int, checkpoint_every: int) -> None:
     config = simulated_config()
     config = msgspec.structs.replace(
         config,
-        # Simulated rewards are sometimes no numbers. With few groups a step, so many by chance that the run rightly fails.
+        # Simulated rewards are sometimes no numbers; with few groups a step, so often that a long run rightly fails.
         algorithm=msgspec.structs.replace(config.algorithm, steps=steps, batch_size=8),
         checkpoint=msgspec.structs.replace(config.checkpoint, every=checkpoint_every),
         eval=msgspec.structs.replace(config.eval, every=100),
