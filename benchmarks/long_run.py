@@ -284,7 +284,8 @@ def simulate(*, steps: int, checkpoint_every: int) -> None:
     config = simulated_config()
     config = msgspec.structs.replace(
         config,
-        algorithm=msgspec.structs.replace(config.algorithm, steps=steps),
+        # Simulated rewards are sometimes no numbers; with few groups a step, so often that a long run rightly fails.
+        algorithm=msgspec.structs.replace(config.algorithm, steps=steps, batch_size=8),
         checkpoint=msgspec.structs.replace(config.checkpoint, every=checkpoint_every),
         eval=msgspec.structs.replace(config.eval, every=100),
     )

@@ -8,8 +8,8 @@ import pytest
 from kintsugi.config.schema import Config
 from kintsugi.control.state import MasterState
 from kintsugi.journal.facts import RolledBack
-from kintsugi.simulation.campaign import simulated_config, undisturbed
-from kintsugi.simulation.cluster import SimulatedCluster
+from kintsugi.simulation.campaign import simulated_config
+from kintsugi.simulation.cluster import SimulatedCluster, undisturbed
 from kintsugi.simulation.faults import PlannedSimFault, SimulatedFaultKind, SimulatedFaultPlan
 
 STEPS = 30
