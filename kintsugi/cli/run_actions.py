@@ -11,6 +11,7 @@ import msgspec
 
 from kintsugi.errors import DeadlineExceeded, UserError
 from kintsugi.run_folder import reader
+from kintsugi.runtime.owned_files import check_owner
 from kintsugi.runtime.processes import Child, SystemProcesses, describe_status
 
 SCALE_TIMEOUT_S = 60.0
@@ -19,7 +20,8 @@ RESUME_CHECK_S = 3.0
 
 
 def find_launcher(folder: Path) -> Child:
-    """Return the launcher of a running run; UserError if it does not run."""
+    """Return the launcher of a running run; UserError if it does not run, or belongs to another user."""
+    check_owner(folder, deed="stop it")
     record = reader.living_launcher(folder)
     if record is None:
         raise UserError(
@@ -42,6 +44,7 @@ def check_resumable(folder: Path) -> reader.RunStatus:
     """Return the status of a run that can be resumed; UserError for one that runs, is finished or is invalid."""
     from kintsugi.config.validation import validate
 
+    check_owner(folder, deed="resume it")
     status = reader.read_status(folder)
     if status.state is reader.RunState.RUNNING:
         raise UserError(f"{folder} is running (process {status.pid}); there is nothing to resume")

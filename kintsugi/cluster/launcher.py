@@ -112,6 +112,8 @@ def launch(
     hosts = hosts or [HostNamespaces(f"host-{index}") for index in range(config.cluster.hosts)]
     assert len(hosts) == config.cluster.hosts, (hosts, config.cluster.hosts)
     with ExitStack() as stack:
+        # Files of the run, also those that its processes write, are for this user only.
+        stack.callback(os.umask, os.umask(0o077))
         signals = Signals(signal.SIGINT, signal.SIGTERM)
         stack.callback(signals.close)
         listener = stack.enter_context(_listen(hosts[0], port=config.cluster.port))

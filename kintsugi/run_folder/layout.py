@@ -2,6 +2,7 @@
 
     config.yaml             the configuration, as it runs
     origins.json            source of each configuration value: recipe, override, default
+    webhook                 address of the webhook, which may be a credential; readable by its owner only
     rewards.py              reward functions that were passed from Python
     data.json               data sources with their digests, pinned when the run starts
     journal                 facts that the master committed; a resume and a takeover replay them
@@ -42,6 +43,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+REDACTED = "/redacted"
+"""Path of a webhook in a run's configuration; `webhook` has the address itself."""
+
 
 @dataclass(frozen=True, slots=True, init=False)
 class RunFolder:
@@ -59,6 +63,10 @@ class RunFolder:
     @property
     def origins_file(self) -> Path:
         return self.path / "origins.json"
+
+    @property
+    def webhook_file(self) -> Path:
+        return self.path / "webhook"
 
     @property
     def rewards_file(self) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import os
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +32,7 @@ from kintsugi.run_folder.incidents import IncidentHistory, IncidentIndex, Incide
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.summary import FaultLine, Summary
 from kintsugi.runtime.disk import write_atomically
+from kintsugi.runtime.owned_files import read_owned
 from kintsugi.runtime.proc import boot_id, process_start_time
 from kintsugi.telemetry.events import Alert, FaultSeen, Record, records_in
 from kintsugi.telemetry.jsonl_log import lines_backwards, lines_between, paths_of
@@ -429,7 +431,8 @@ def living_launcher(folder: Path) -> Launcher | None:
     """
     path = RunFolder(folder).launcher_file
     try:
-        record = msgspec.json.decode(path.read_bytes(), type=Launcher)
+        data = read_owned(path, owners=frozenset({os.stat(folder).st_uid}))
+        record = msgspec.json.decode(data, type=Launcher)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
     if record.host_name != socket.gethostname():

@@ -67,6 +67,17 @@ def check_folders(path: Path) -> None:
             )
 
 
+def check_owner(folder: Path, *, deed: str) -> None:
+    """Refuse to act on a folder of another user, also as root: its files say which process is signalled, which code is
+    imported, where files are written. UntrustedFile names the owner."""
+    owner = folder.stat().st_uid
+    if owner != os.geteuid():
+        raise UntrustedFile(
+            f"{folder} belongs to user {owner}, this is user {os.geteuid()}: expected the owner to {deed} "
+            f"(as root: `setpriv --reuid {owner} --clear-groups …`)"
+        )
+
+
 def problem_of(found: os.stat_result, *, secret: bool, owners: frozenset[int] = frozenset()) -> str | None:
     """Return why a file cannot be trusted (`expected permissions 0600, found 0644: …`); None if it can."""
     if not stat.S_ISREG(found.st_mode):
