@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS, LOCK = ROOT / "constraints.txt", ROOT / "requirements.lock"
-HEAD = "# Written by `python benchmarks/lock.py write`: the versions of constraints.txt with the hashes of their files.\n"
+HEAD = "# Written by `python benchmarks/lock.py write`: constraints.txt with the hashes of all files.\n"
 INDEX = "https://pypi.org/simple"
 VULNERABILITIES = "https://api.osv.dev/v1/querybatch"
 TIMEOUT_S = 30.0
