@@ -1,8 +1,8 @@
 """Lock file of the dependencies: the versions of constraints.txt with the hashes of all their files.
 
-    python benchmarks/lock.py write     # requirements.lock, from the package index (PyPI, or KINTSUGI_INDEX)
-    python benchmarks/lock.py check     # 1 if it does not fit constraints.txt
-    python benchmarks/lock.py audit     # 1 if a version has a known vulnerability, by the database OSV
+    python benchmarks/lock.py write INDEX    # requirements.lock, from the pages of a package index (…/simple)
+    python benchmarks/lock.py check          # 1 if it does not fit constraints.txt
+    python benchmarks/lock.py audit          # 1 if a version has a known vulnerability, by the database OSV
 
 `pip install --require-hashes --no-deps -r requirements.lock` then installs nothing but these files. The wheels of torch
 for a CPU or for another version of CUDA come from an index of their own and have hashes of their own: install torch
@@ -18,13 +18,13 @@ import ssl
 import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS, LOCK = ROOT / "constraints.txt", ROOT / "requirements.lock"
 HEAD = "# Written by `python benchmarks/lock.py write`: constraints.txt with the hashes of all files.\n"
-INDEX = "https://pypi.org/simple"
 VULNERABILITIES = "https://api.osv.dev/v1/querybatch"
 TIMEOUT_S = 30.0
 _PIN = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)$", re.MULTILINE)
@@ -66,22 +66,20 @@ def fetch(url: str, data: bytes | None = None) -> bytes:
     return content
 
 
-def hashes_of(pin: tuple[str, str]) -> list[str]:
+def hashes_of(pin: tuple[str, str], *, index: str) -> list[str]:
     """Return the hashes of all files of a version."""
     name, version = pin
-    page = fetch(
-        f"{os.environ.get('KINTSUGI_INDEX', INDEX)}/{re.sub(r'[-_.]+', '-', name).lower()}/"
-    ).decode()
+    page = fetch(f"{index}/{re.sub(r'[-_.]+', '-', name).lower()}/").decode()
     stem = re.compile(
         rf"{re.sub(r'[-_.]+', '[-_.]+', name)}-{re.escape(version)}(-|\.tar|\.zip)", re.IGNORECASE
     )
     return sorted({digest for file, digest in _LINK.findall(page) if stem.match(file)})
 
 
-def write() -> int:
+def write(index: str) -> int:
     wanted = pins(CONSTRAINTS.read_text())
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(hashes_of, wanted.items()))
+        found = list(pool.map(partial(hashes_of, index=index), wanted.items()))
     lines = [HEAD]
     for (name, version), hashes in zip(wanted.items(), found, strict=True):
         if not hashes:
@@ -108,13 +106,13 @@ def vulnerabilities() -> list[str]:
     ]
 
 
-def main(action: str) -> int:
+def main(action: str, *arguments: str) -> int:
     if action == "write":
-        return write()
+        return write(*arguments)
     found = problems(CONSTRAINTS.read_text(), LOCK.read_text()) if action == "check" else vulnerabilities()
     sys.stdout.write("".join(f"{each}\n" for each in found))
     return int(bool(found))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))
