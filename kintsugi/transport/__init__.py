@@ -18,7 +18,7 @@ from kintsugi.transport.rpc import (
     subject,
     verify_bulk,
 )
-from kintsugi.transport.sockets import new_key_pair
+from kintsugi.transport.sockets import most_peers, new_key_pair
 
 __all__ = [
     "Blob",
@@ -28,6 +28,7 @@ __all__ = [
     "Reply",
     "bulk_digest",
     "chunks",
+    "most_peers",
     "new_key_pair",
     "subject",
     "verify_bulk",

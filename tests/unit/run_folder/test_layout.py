@@ -17,6 +17,7 @@ FILES = {
     "config_file": "config.yaml",
     "origins_file": "origins.json",
     "webhook_file": "webhook",
+    "started_file": "started.json",
     "rewards_file": "rewards.py",
     "data_file": "data.json",
     "journal_file": "journal",

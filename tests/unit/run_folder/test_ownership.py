@@ -62,7 +62,7 @@ def test_a_run_of_another_user_is_refused_with_its_owner(
     run_dir: Path, act: Callable[[Path], object]
 ) -> None:
     os.chown(run_dir, STRANGER, -1)
-    with pytest.raises(UntrustedFile, match="belongs to user 65534, this is user 0: expected the owner to"):
+    with pytest.raises(UntrustedFile, match=r"belongs to user .*: expected a run of this user"):
         act(run_dir)
 
 
