@@ -186,5 +186,5 @@ def test_a_launcher_file_of_another_user_does_not_make_root_signal_a_process(run
     assert process_start_time(os.getpid()) and boot_id()
     find_launcher(run.path).close()
     os.chown(run.launcher_file, 65534, 65534)
-    with pytest.raises(UserError, match="belongs to another user"):
+    with pytest.raises(UserError, match="found one of user 65534"):
         find_launcher(run.path)
