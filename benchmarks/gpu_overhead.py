@@ -92,7 +92,13 @@ class Trainer:
         self._calls = ModelCalls(self.state, deterministic=False)
         self._samples = new_samples(config, count=num_samples)
         self._group = join_group(
-            group_id=1, ranks=["model-0"], me="model-0", store_address="", device=device, timeout_s=1.0
+            group_id=1,
+            ranks=["model-0"],
+            me="model-0",
+            store_address="",
+            keys=(b"", b""),
+            device=device,
+            timeout_s=1.0,
         )
 
     def step(self, number: int) -> dict[str, float]:

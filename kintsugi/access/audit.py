@@ -334,6 +334,15 @@ def verify_run(run_dir: Path) -> AuditReport:
     return report
 
 
+def started_by(run_dir: Path) -> str:
+    """Name of the user that started a run, by its log; empty if the log does not say, or can not be trusted."""
+    try:
+        report = verify(RunFolder(run_dir).audit_file, owner=os.stat(run_dir).st_uid)
+    except (StorageError, UntrustedFile, OSError):
+        return ""
+    return next((entry.name for entry in report.entries if entry.action == Action.START), "")
+
+
 def _entries_of(host: AuditReport, run: str) -> list[AuditEntry]:
     """Entries of the host's log about a run, since its start: an earlier run may have had the same folder."""
     found: list[AuditEntry] = []

@@ -16,10 +16,10 @@ POINTS = 6
 WIDTH = 100
 
 
-def comparison_text(comparison: Comparison) -> str:
-    """Format the comparison for a terminal."""
+def comparison_text(comparison: Comparison, *, starters: Mapping[str, str] | None = None) -> str:
+    """Format the comparison for a terminal. `starters` has the user that started a run, by its folder."""
     parts = [
-        "\n".join(_run_lines(comparison)),
+        "\n".join(_run_lines(comparison, starters or {})),
         "\n".join(_difference_lines(comparison)),
         *("\n".join(_curve_lines(curve, comparison)) for curve in comparison.curves),
         "\n".join(_judgement_lines(comparison)),
@@ -29,9 +29,13 @@ def comparison_text(comparison: Comparison) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def _run_lines(comparison: Comparison) -> Iterator[str]:
+def _run_lines(comparison: Comparison, starters: Mapping[str, str]) -> Iterator[str]:
     for run in comparison.runs:
-        yield f"{run.label}  {run.folder}  {run.state}, {run.step} of {run.total_steps} steps, seed {run.seed}"
+        line = (
+            f"{run.label}  {run.folder}  {run.state}, {run.step} of {run.total_steps} steps, seed {run.seed}"
+        )
+        starter = starters.get(run.folder)
+        yield f"{line}, started by {starter}" if starter else line
 
 
 def _difference_lines(comparison: Comparison) -> Iterator[str]:

@@ -17,6 +17,7 @@ from kintsugi.run_folder import reader
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.summary import FaultLine
 from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.owned_files import check_owner
 
 
 def evaluate_checkpoint(run_dir: Path, *, step: int | None) -> dict[str, float]:
@@ -24,6 +25,7 @@ def evaluate_checkpoint(run_dir: Path, *, step: int | None) -> dict[str, float]:
 
     The evaluation is a separate run in `<run>/evaluations/`, with its own journal and events; the run is not changed.
     """
+    check_owner(run_dir, deed="evaluate it")
     checkpoint = reader.chosen_checkpoint(run_dir, step=step).absolute()
     config = _evaluation_only(load_config(RunFolder(run_dir).config_file), checkpoint)
     folder = _new_folder(RunFolder(run_dir).evaluations_folder, checkpoint.name)

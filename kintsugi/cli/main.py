@@ -342,17 +342,20 @@ def compare(
     """Compare runs: configuration, metric curves, and held-out accuracy with confidence intervals."""
     import msgspec
 
+    from kintsugi.access.audit import started_by
     from kintsugi.cli.compare import comparison_text, plot
     from kintsugi.run_folder import reader
     from kintsugi.run_folder.comparison import compare as compare_runs
 
     comparison = compare_runs([reader.find_run(name) for name in compared], metrics=metric or ())
+    starters = {run.folder: started_by(Path(run.folder)) for run in comparison.runs}
     if png is not None:
         plot(comparison, png)
     if json:
-        say_json(msgspec.json.format(msgspec.json.encode(comparison), indent=2))
+        values = {**msgspec.to_builtins(comparison), "started_by": [*starters.values()]}
+        say_json(msgspec.json.format(msgspec.json.encode(values), indent=2))
     else:
-        say(comparison_text(comparison))
+        say(comparison_text(comparison, starters=starters))
 
 
 @app.command()

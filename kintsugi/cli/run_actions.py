@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pwd
 import signal
 import sys
 import tempfile
@@ -14,6 +12,7 @@ import msgspec
 from kintsugi.errors import DeadlineExceeded, UntrustedFile, UserError
 from kintsugi.run_folder import reader
 from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.owned_files import check_owner
 from kintsugi.runtime.processes import Child, SystemProcesses, describe_status
 
 SCALE_TIMEOUT_S = 60.0
@@ -22,7 +21,8 @@ RESUME_CHECK_S = 3.0
 
 
 def find_launcher(folder: Path) -> Child:
-    """Return the launcher of a running run; UserError if it does not run."""
+    """Return the launcher of a running run; UserError if it does not run, or belongs to another user."""
+    check_owner(folder, deed="stop it")
     record = reader.living_launcher(folder)
     if record is None:
         raise UserError(
@@ -60,7 +60,7 @@ def check_resumable(
     from kintsugi.config.validation import validate
     from kintsugi.run_folder.started import changes_since_start
 
-    check_own(folder)
+    check_owner(folder, deed="resume it")
     status = reader.read_status(folder)
     if status.state is reader.RunState.RUNNING:
         where = f"on host {status.host}" if status.host else f"process {status.pid}"
@@ -81,19 +81,6 @@ def check_resumable(
             "uninterrupted run; undo the change, or accept it with `kintsugi resume --accept`"
         )
     return status
-
-
-def check_own(folder: Path) -> None:
-    """Refuse the folder of another user: a resume runs the code that its files name, with the rights of the caller."""
-    owner = folder.stat().st_uid
-    if owner != os.geteuid():
-        try:
-            name = pwd.getpwuid(owner).pw_name
-        except KeyError:
-            name = str(owner)
-        raise UntrustedFile(
-            f"{folder} belongs to user {name}: expected a run of this user; resume it as {name}"
-        )
 
 
 class RunActions:

@@ -11,6 +11,7 @@ from kintsugi.config.stages import has_servers
 from kintsugi.control.user_requests import UserRequests
 from kintsugi.errors import ProcessDied, UserError
 from kintsugi.run_folder import reader
+from kintsugi.runtime.owned_files import check_owner
 from kintsugi.runtime.processes import Child, SystemProcesses
 from kintsugi.runtime.waits import wait
 
@@ -22,6 +23,7 @@ def scale_run(folder: Path, *, servers: int, timeout_s: float) -> None:
 
     Raises UserError with the reason if it refuses, ProcessDied if the run ends first, DeadlineExceeded without a reply.
     """
+    check_owner(folder, deed="scale it")
     launcher = reader.living_launcher(folder)
     if launcher is None:
         raise UserError(

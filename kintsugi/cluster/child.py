@@ -22,6 +22,7 @@ from kintsugi.errors import StartFailed, StartKilled
 from kintsugi.protocol.agents import ChipFault, Inspected, StartProcess
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.disk import write_atomically
+from kintsugi.runtime.owned_files import read_owned
 from kintsugi.runtime.proc import (
     boot_id,
     context_switches,
@@ -293,9 +294,10 @@ def end_orphans(path: Path, *, processes: Processes, timeout_s: float) -> None:
 
 
 def read_table(path: Path) -> ChildrenTable | None:
-    """Read the table; None when there is none of this boot."""
+    """Read the table; None when there is none of this boot. UntrustedFile if another user could have written it: the
+    processes that it names are killed."""
     try:
-        table = msgspec.json.decode(path.read_bytes(), type=ChildrenTable)
+        table = msgspec.json.decode(read_owned(path), type=ChildrenTable)
     except (FileNotFoundError, msgspec.DecodeError):  # A crash of the host may leave an empty file.
         return None
     return table if table.boot_id == boot_id() else None

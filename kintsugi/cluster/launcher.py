@@ -17,6 +17,7 @@ import contextlib
 import errno
 import math
 import os
+import resource
 import signal
 import socket
 import traceback
@@ -112,6 +113,11 @@ def launch(
     raise_descriptor_limit(num_processes(config))
     DISK_BUDGET.divide(num_processes(config))
     with ExitStack() as stack:
+        # Files of the run, also those that its processes write, are for this user only.
+        stack.callback(os.umask, os.umask(0o077))
+        cores = resource.getrlimit(resource.RLIMIT_CORE)
+        stack.callback(resource.setrlimit, resource.RLIMIT_CORE, cores)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, cores[1]))  # A core dump would hold secret keys.
         signals = Signals(signal.SIGINT, signal.SIGTERM)
         stack.callback(signals.close)
         listener = stack.enter_context(_listen(hosts[0], port=config.cluster.port))

@@ -15,10 +15,11 @@ from uuid import uuid4
 import msgspec
 
 from kintsugi.control.protocol import ScaleRequested, Suspected
-from kintsugi.errors import StorageError
+from kintsugi.errors import StorageError, UntrustedFile
 from kintsugi.recovery.liveness import SuspicionKind
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.disk import write_atomically
+from kintsugi.runtime.owned_files import read_owned
 from kintsugi.telemetry.verdict_files import take_verdicts
 
 _SUFFIX = ".json"
@@ -58,9 +59,12 @@ class UserRequests:
 
     def _read(self, name: str) -> ScaleRequested | None:
         try:
-            order = msgspec.json.decode(self._path(name).read_bytes(), type=_Order)
+            order = msgspec.json.decode(read_owned(self._path(name)), type=_Order)
         except msgspec.MsgspecError:
             self._path(name).rename(self._path(name).with_suffix(".unreadable"))
+            return None
+        except UntrustedFile:
+            self._path(name).rename(self._path(name).with_suffix(".refused"))
             return None
         return ScaleRequested(name, order.servers)
 

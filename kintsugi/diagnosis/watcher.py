@@ -34,8 +34,9 @@ from kintsugi.diagnosis.symptoms import is_delayed
 from kintsugi.diagnosis.verdict import Cause, Diagnosis
 from kintsugi.errors import DeadlineExceeded, UserError
 from kintsugi.protocol.agents import DiagnosisVerdict
-from kintsugi.run_folder.layout import RunFolder
+from kintsugi.run_folder.layout import REDACTED, RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
+from kintsugi.runtime.owned_files import read_owned
 from kintsugi.runtime.stacks import enable_stack_dumps
 from kintsugi.runtime.waits import wait
 from kintsugi.telemetry.events import (
@@ -184,6 +185,15 @@ def last_diagnosis(run_dir: Path) -> Diagnosis | None:
         return None
 
 
+def webhook_of(run_dir: Path, configured: str | None) -> str | None:
+    """Return the webhook's address, if there is one. It may be a credential, so the configuration shows its host only.
+    An evaluation, which has a folder of its own, reports to none."""
+    try:
+        return read_owned(RunFolder(run_dir).webhook_file, secret=True).decode()
+    except FileNotFoundError:
+        return None if configured is None or configured.endswith(REDACTED) else configured
+
+
 def run(run_dir: Path, section: MonitoringSection, *, lifeline: int, log: EventLog) -> None:
     """Watch until the lifeline ends; then diagnose once more, for the end of the run."""
     with ExitStack() as stack:
@@ -193,8 +203,8 @@ def run(run_dir: Path, section: MonitoringSection, *, lifeline: int, log: EventL
             except UserError as error:  # The run continues without it.
                 log.emit(Alert(f"no metrics for Prometheus: {error}"))
         webhook = None
-        if section.webhook is not None:
-            webhook = Webhook(section.webhook, say=lambda text: log.emit(Note(text)))
+        if (url := webhook_of(run_dir, section.webhook)) is not None:
+            webhook = Webhook(url, say=lambda text: log.emit(Note(text)))
             stack.callback(webhook.close)
         watcher = DiagnosisWatcher(run_dir, log=log, webhook=webhook)
         stack.callback(watcher.close)

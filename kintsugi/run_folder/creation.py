@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
 from kintsugi.config.recipe import Resolved, anchored, dump
 from kintsugi.config.schema import Config
 from kintsugi.errors import ConfigError, StorageError
-from kintsugi.run_folder.layout import RunFolder
+from kintsugi.run_folder.layout import REDACTED, RunFolder
+from kintsugi.runtime.disk import write_atomically
 
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENFILE, errno.EMFILE})
 """Error codes that are not a mistake in `run_dir`."""
@@ -30,8 +32,14 @@ def make_run_folder(resolved: Resolved, *, rewards: Path | None = None) -> tuple
     if source is not None:
         config = _with_rewards_in(run.rewards_file.resolve(), config, instead_of=rewards)
     config = anchored(config)
+    webhook = config.monitoring.webhook
+    if webhook is not None:
+        section = msgspec.structs.replace(config.monitoring, webhook=redacted(webhook))
+        config = msgspec.structs.replace(config, monitoring=section)
     create_run_dir(run_dir)
     try:
+        if webhook is not None:
+            _write_secret(run.webhook_file, webhook.encode())
         dump(config, run.config_file)
         _write(run.origins_file, msgspec.json.format(msgspec.json.encode(resolved.origins), indent=1))
         if source is not None:
@@ -45,6 +53,24 @@ def make_run_folder(resolved: Resolved, *, rewards: Path | None = None) -> tuple
 def _with_rewards_in(file: Path, config: Config, *, instead_of: Path | None) -> Config:
     paths = tuple(path.replace(str(instead_of), str(file), 1) for path in config.algorithm.reward)
     return msgspec.structs.replace(config, algorithm=msgspec.structs.replace(config.algorithm, reward=paths))
+
+
+def redacted(url: str) -> str:
+    """Return a URL without what may be a credential: user, password, path and query.
+
+    >>> redacted("https://me:secret@hooks.example.com:8443/services/T0/B0/x?token=y")
+    'https://hooks.example.com:8443/redacted'
+    """
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    return f"{parts.scheme}://{host}{REDACTED}"
+
+
+def _write_secret(path: Path, data: bytes) -> None:
+    try:
+        write_atomically(path, data, durable=True, mode=0o600)
+    except OSError as error:
+        raise StorageError(f"could not write {path}: {error.strerror or error}") from error
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -61,9 +87,11 @@ def next_run_dir(name: str, *, folder: Path = Path("runs")) -> Path:
 
 
 def create_run_dir(folder: Path) -> None:
-    """Create the folder. An existing one is refused: two runs never share a folder."""
+    """Create the folder, for this user only: it holds prompts, completions and addresses of processes. An existing one
+    is refused: two runs never share a folder."""
     try:
-        folder.mkdir(parents=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700)
     except FileExistsError:
         raise ConfigError(f"`run_dir`: expected a folder that does not exist yet, found {folder}") from None
     except OSError as error:
@@ -82,6 +110,7 @@ def remove_unused(folder: Path) -> None:
         run.rewards_file,
         run.data_file,
         run.audit_file,
+        run.webhook_file,
     }
     if set(folder.iterdir()) <= given:
         for path in given:

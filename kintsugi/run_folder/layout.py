@@ -2,6 +2,7 @@
 
     config.yaml             the configuration, as it runs
     origins.json            source of each configuration value: recipe, override, default
+    webhook                 address of the webhook, which may be a credential; readable by its owner only
     started.json            the configuration at the start, to find what was changed before a resume
     rewards.py              reward functions that were passed from Python
     data.json               data sources with their digests, pinned when the run starts
@@ -43,6 +44,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+REDACTED = "/redacted"
+"""Path of a webhook in a run's configuration; `webhook` has the address itself."""
+
 
 @dataclass(frozen=True, slots=True, init=False)
 class RunFolder:
@@ -64,6 +68,10 @@ class RunFolder:
     @property
     def started_file(self) -> Path:
         return self.path / "started.json"
+
+    @property
+    def webhook_file(self) -> Path:
+        return self.path / "webhook"
 
     @property
     def rewards_file(self) -> Path:

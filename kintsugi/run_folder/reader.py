@@ -35,6 +35,7 @@ from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.summary import FaultLine, Summary
 from kintsugi.runtime.clock import SYSTEM_CLOCK
 from kintsugi.runtime.disk import write_atomically
+from kintsugi.runtime.owned_files import read_owned
 from kintsugi.runtime.proc import boot_id, process_start_time
 from kintsugi.telemetry.events import Alert, FaultSeen, Record, records_in
 from kintsugi.telemetry.jsonl_log import lines_backwards, lines_between, paths_of
@@ -462,7 +463,8 @@ def living_launcher(folder: Path) -> Launcher | None:
 def recorded_launcher(folder: Path) -> Launcher | None:
     """Return the last launcher of this folder that has not ended in order, whether it runs or not."""
     try:
-        return msgspec.json.decode(RunFolder(folder).launcher_file.read_bytes(), type=Launcher)
+        data = read_owned(RunFolder(folder).launcher_file, owners=frozenset({os.stat(folder).st_uid}))
+        return msgspec.json.decode(data, type=Launcher)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
 

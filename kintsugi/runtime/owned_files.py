@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pwd
 import stat
 from pathlib import Path
 
@@ -65,6 +66,19 @@ def check_folders(path: Path) -> None:
             raise UntrustedFile(
                 f"{path}: others can write {folder} and replace the file (`chmod go-w {folder}`)"
             )
+
+
+def check_owner(folder: Path, *, deed: str) -> None:
+    """Refuse to act on a folder of another user, also as root: its files say which process is signalled, which code is
+    imported, where files are written. UntrustedFile names the owner."""
+    owner = folder.stat().st_uid
+    if owner == os.geteuid():
+        return
+    try:
+        name = pwd.getpwuid(owner).pw_name
+    except KeyError:
+        name = str(owner)
+    raise UntrustedFile(f"{folder} belongs to user {name}: expected a run of this user; {deed} as {name}")
 
 
 def problem_of(found: os.stat_result, *, secret: bool, owners: frozenset[int] = frozenset()) -> str | None:

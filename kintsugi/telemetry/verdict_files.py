@@ -13,9 +13,11 @@ from uuid import uuid4
 
 import msgspec
 
+from kintsugi.errors import UntrustedFile
 from kintsugi.protocol.agents import DiagnosisVerdict
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.disk import write_atomically
+from kintsugi.runtime.owned_files import read_owned
 
 WATCHER = "watcher-0"
 SUFFIX = ".verdict"
@@ -38,8 +40,8 @@ def take_verdicts(run_dir: Path) -> list[DiagnosisVerdict]:
         return []
     verdicts = []
     for name in names:
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            verdicts.append(msgspec.json.decode((folder / name).read_bytes(), type=DiagnosisVerdict))
+        with contextlib.suppress(OSError, msgspec.MsgspecError, UntrustedFile):
+            verdicts.append(msgspec.json.decode(read_owned(folder / name), type=DiagnosisVerdict))
         with contextlib.suppress(OSError):
             (folder / name).unlink()
     return verdicts

@@ -457,7 +457,7 @@ def _busy_host() -> Iterator[None]:
     program = f"import time; end = time.monotonic() + {WINDOW_S + 5}\nwhile time.monotonic() < end: pass"
     busy: list[Child] = []
     try:
-        command = [sys.executable, "-c", program]
+        command = [sys.executable, "-P", "-c", program]
         busy.extend(SystemProcesses().spawn(command, new_session=True) for _ in range(os.cpu_count() or 1))
         yield
     finally:

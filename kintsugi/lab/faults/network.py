@@ -19,7 +19,7 @@ from uuid import uuid4
 import msgspec
 
 from kintsugi.cluster.namespaces import enter
-from kintsugi.lab.faults.mechanism import FaultImpossible, FaultMechanism
+from kintsugi.lab.faults.mechanism import EXTRA_LEASE_S, FaultImpossible, FaultMechanism
 from kintsugi.lab.injector.undo_log import RemoveRules, network_of, queue_rules
 from kintsugi.lab.testbed import tools
 from kintsugi.lab.testbed.packets import ACCEPT, DROP, PacketQueue
@@ -113,7 +113,11 @@ class _PacketFault(FaultMechanism):
     def rules(self) -> str:
         table = self.table
         lines = [f"table inet {table} {{"]
-        lines += [f"  set {name} {{ type inet_service; }}" for name in ("own", "peer")]
+        # The kernel forgets the ports by itself when the fault is over: then the rules match nothing, even if all
+        # processes of the laboratory were killed at once.
+        expiry_s = math.ceil(self.injection.duration_s + EXTRA_LEASE_S)
+        kind = f"type inet_service; flags timeout; timeout {expiry_s}s;"
+        lines += [f"  set {name} {{ {kind} }}" for name in ("own", "peer")]
         for hook, wanted, device, own, other in (
             ("output", self.outgoing, "oifname", "sport", "dport"),
             ("input", self.incoming, "iifname", "dport", "sport"),

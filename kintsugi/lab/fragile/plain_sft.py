@@ -26,7 +26,6 @@ from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK
 from kintsugi.telemetry.events import EventLog, Span, Transition
 from kintsugi.telemetry.step_metrics import MetricsWriter, step_metrics
-from kintsugi.training.process_group import split_address
 from kintsugi.types import Role, process_id
 
 log = logging.getLogger("plain")
@@ -77,9 +76,9 @@ class SftRank:
 
     def _join(self) -> None:
         if self._leader is not None:
-            announce(self._process.run_dir, STORE, Address(*split_address(self._trainer.store)))
+            announce(self._process.run_dir, STORE, Address(self._trainer.store, 0))
         found = find(self._process.run_dir, STORE, timeout_s=_RENDEZVOUS_S)
-        self._trainer.join(self._ranks, store=f"{found.host}:{found.port}", timeout_s=_RENDEZVOUS_S)
+        self._trainer.join(self._ranks, store=found.host, timeout_s=_RENDEZVOUS_S)
 
     def _step(self, stage: Stage, *, number: int, step: int) -> None:
         since = SYSTEM_CLOCK.monotonic()

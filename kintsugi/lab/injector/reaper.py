@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 from kintsugi.errors import DeadlineExceeded, UntrustedFile, UserError
-from kintsugi.lab.injector.undo_log import ProcessIdentity, Undo, UndoEntry, UndoJournal
+from kintsugi.lab.injector.undo_log import ProcessIdentity, Undo, UndoEntry, UndoJournal, group_mounts
 from kintsugi.lab.testbed.tools import ToolFailed
 from kintsugi.runtime.clock import SYSTEM_CLOCK
 from kintsugi.runtime.printable import printable
@@ -302,11 +302,32 @@ def _pause(seconds: float) -> None:
     wait(attempt, whom="timer", what="a moment", timeout_s=seconds * 2)
 
 
+def leave_groups() -> None:
+    """Leave the control groups of the laboratory, for the highest ones that the host lets this process enter.
+
+    The end of a service, of a login session or of a group that ran out of memory kills all processes of its group at
+    once; the reaper must not be among them. In a container it can not leave the container's.
+    """
+    roots = {each.path: each.controllers for each in group_mounts()}
+    for line in Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines():
+        _, controllers, path = line.split(":", 2)
+        for root in (root for root, found in roots.items() if set(controllers.split(",")) <= found):
+            ancestors = [root / path.lstrip("/"), *(root / path.lstrip("/")).parents]
+            above = [each for each in reversed(ancestors[1:]) if each.is_relative_to(root)]
+            for group in above:
+                try:
+                    (group / "cgroup.procs").write_text(str(os.getpid()))
+                    break
+                except OSError:
+                    continue
+
+
 def main(arguments: list[str]) -> int:
     journal, lifeline, link = arguments
     # Ctrl-C in the laboratory's terminal must not kill the process that cleans up after it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leave_groups()
     code = reap(UndoJournal(Path(journal)), int(lifeline))
     if code == 0:
         _unlist(Path(link))

@@ -21,7 +21,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -138,10 +138,27 @@ class LeaveGroup(_Undo, frozen=True, tag="Leave"):
         wait(attempt, whom=f"control group {group}", what="to be empty", timeout_s=GROUP_TIMEOUT_S)
 
 
+class GroupMount(NamedTuple):
+    """A hierarchy of control groups: where it is mounted, and its controllers (`""` for the unified one)."""
+
+    path: Path
+    controllers: frozenset[str]
+
+
+def group_mounts() -> list[GroupMount]:
+    """Return the hierarchies of control groups that are mounted."""
+    found = []
+    for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines():
+        _, path, kind, options, *_ = line.split()
+        if kind in ("cgroup", "cgroup2"):
+            controllers = frozenset(options.split(",")) if kind == "cgroup" else frozenset({""})
+            found.append(GroupMount(Path(unescaped(path)), controllers))
+    return found
+
+
 def _group_roots() -> list[Path]:
     """Return where hierarchies of control groups are mounted."""
-    mounts = (line.split() for line in Path("/proc/mounts").read_text().splitlines())
-    return [Path(fields[1]) for fields in mounts if fields[2] in ("cgroup", "cgroup2")]
+    return [each.path for each in group_mounts()]
 
 
 def _nearest(home: Path) -> Path:
@@ -176,23 +193,43 @@ class RemovePath(_Undo, frozen=True, tag="Remove"):
 
 
 class UnmountPath(_Undo, frozen=True, tag="Unmount"):
-    """Unmounts a file system that was mounted."""
+    """Unmounts a file system that was mounted, and no other at the same place."""
 
     path: str
+    before: tuple[int, ...] = ()
+    """Ids of the mounts at this place before, the topmost last; a mount with another id is ours."""
 
     def refusal(self, folder: Path) -> str | None:
         return None if _is_below(self.path, folder) else f"expected a mount below {folder}, got {self.path}"
 
     def carry_out(self) -> None:
-        """Unmount; a mount that stays busy is detached lazily, and the kernel frees it with its last user."""
-        for patience in (True, False):
-            while os.path.ismount(self.path):
-                try:
-                    tools.call("umount", *([] if patience else ["--lazy"]), self.path)
-                except tools.ToolFailed:
-                    if not patience:
-                        raise
-                    break
+        """Unmount; a mount that stays busy is detached lazily, and the kernel frees it with its last user.
+
+        OSError if something else was mounted over ours: only its owner can remove that.
+        """
+        ours = [mount for mount in mounts_at(self.path) if mount not in self.before]
+        if not ours:
+            return
+        if len(ours) > 1:
+            raise OSError(errno.EBUSY, "another file system was mounted over this one", self.path)
+        try:
+            tools.call("umount", self.path)
+        except tools.ToolFailed:
+            if ours[0] in mounts_at(self.path):
+                tools.call("umount", "--lazy", self.path)
+
+
+def mounts_at(path: str) -> tuple[int, ...]:
+    """Return the ids of the file systems that are mounted at a place, the topmost last."""
+    place = os.path.realpath(path)
+    lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    fields = (line.split(" ") for line in lines)
+    return tuple(int(each[0]) for each in fields if unescaped(each[4]) == place)
+
+
+def unescaped(path: str) -> str:
+    """Decode a path of a table of mounts: `unescaped("/a\\040b") == "/a b"`."""
+    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), path)
 
 
 class RestoreLimit(_Undo, frozen=True, tag="Limit"):

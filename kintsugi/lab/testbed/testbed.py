@@ -24,7 +24,7 @@ import msgspec
 from kintsugi.cluster.namespaces import HostNamespaces
 from kintsugi.errors import UserError
 from kintsugi.lab.injector.reaper import ReaperGuard
-from kintsugi.lab.injector.undo_log import RemovePath, Undo, UnmountPath
+from kintsugi.lab.injector.undo_log import RemovePath, Undo, UnmountPath, mounts_at
 from kintsugi.lab.testbed import tools
 from kintsugi.lab.testbed.hosts import TESTBED_JOURNAL, Hosts
 from kintsugi.lab.testbed.tools import ToolFailed
@@ -122,7 +122,7 @@ class RunTestbed:
             self._mount_file(image, mount_point, size=size)
         except ToolFailed:
             image.unlink(missing_ok=True)
-            self._before(UnmountPath(str(mount_point)))
+            self._before(UnmountPath(str(mount_point), mounts_at(str(mount_point))))
             tools.call("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(mount_point))
         return mount_point
 
@@ -131,7 +131,7 @@ class RunTestbed:
         with image.open("wb") as file:
             file.truncate(size)
         tools.call("mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=0,nodiscard", str(image))
-        self._before(UnmountPath(str(mount_point)))
+        self._before(UnmountPath(str(mount_point), mounts_at(str(mount_point))))
         # The kernel frees the device of `-o loop` with its last mount.
         tools.call("mount", "-o", "loop", str(image), str(mount_point))
 

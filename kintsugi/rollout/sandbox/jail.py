@@ -331,7 +331,7 @@ def await_command(pid: int) -> dict[str, Any]:
 
 
 class Usage:
-    """Memory and processor time of the processes below one process, summed: read from /proc, outside of the jail."""
+    """Sums of CPU time and memory over the processes below one process, read from /proc outside of the jail."""
 
     def __init__(self, first: int, *, proc: int) -> None:
         """`proc` is a descriptor of /proc: the path is gone once the first process has entered its root."""
@@ -430,10 +430,10 @@ def be_first_process(order: dict[str, Any], *, user: int, report: int, parent: i
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     stdin = order["channel"] if order["channel"] >= 0 else in_memory(order["stdin"].encode())
     is_isolated = order["isolated"]
+    os.umask(0o022)  # The launcher's would keep the program's user out of the folders that are made here.
     if is_isolated:
         build_root(order["visible"], hidden=order["hidden"], work_bytes=order["limits"]["file_bytes"] * 2)
         os.chdir(WORK)
-        os.umask(0o022)
         give_up_rights(user)
     # After the change of user, which would reset the signal.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

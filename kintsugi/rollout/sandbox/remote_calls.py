@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # Importing `typing` takes longer than the rest of this file.
 MOST_BYTES = 64 << 20
 """Longest line; a longer one ends the tests."""
 ENDED_EARLY = "the program ended before its tests were done"
-_SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _MODULES = frozenset(
     {"bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq"}
     | {"itertools", "json", "math", "operator", "random", "re", "statistics", "string", "typing"}

@@ -9,13 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kintsugi.cli.run_actions import check_own, find_launcher
+from kintsugi.cli.run_actions import find_launcher
 from kintsugi.errors import UntrustedFile, UserError
 from kintsugi.run_folder import reader
 from kintsugi.run_folder.ending import read_end
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.reader import ELSEWHERE_S, Launcher, write_launcher
 from kintsugi.run_folder.started import changes_since_start, record_start
+from kintsugi.runtime.owned_files import check_owner
 from kintsugi.runtime.proc import boot_id, process_start_time
 from kintsugi.telemetry.events import EventLog, ProcessBegan, ProcessGone
 from tests.unit.cli.test_main import GRPO, FakeCluster, Kintsugi, cluster, kintsugi
@@ -176,7 +177,7 @@ def test_the_folder_of_another_user_is_not_resumed(run: RunFolder, monkeypatch: 
     own = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     with pytest.raises(UntrustedFile, match=r"mine belongs to user .*; resume it as"):
-        check_own(run.path)
+        check_owner(run.path, deed="resume it")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a file of another user")
@@ -185,5 +186,5 @@ def test_a_launcher_file_of_another_user_does_not_make_root_signal_a_process(run
     assert process_start_time(os.getpid()) and boot_id()
     find_launcher(run.path).close()
     os.chown(run.launcher_file, 65534, 65534)
-    with pytest.raises(UserError, match="belongs to another user"):
+    with pytest.raises(UserError, match="found one of user 65534"):
         find_launcher(run.path)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from kintsugi.errors import DeadlineExceeded, UntrustedFile, UserError
 from kintsugi.lab.injector import reaper
 from kintsugi.lab.injector.reaper import ReaperGuard, reap_abandoned
-from kintsugi.lab.injector.undo_log import ProcessIdentity, RemovePath, UndoJournal
+from kintsugi.lab.injector.undo_log import ProcessIdentity, RemovePath, UndoJournal, group_mounts
 from kintsugi.runtime.processes import Child, SystemProcesses
 
 LEASE_S = 60.0
@@ -233,3 +235,53 @@ def test_a_change_that_the_laboratory_does_not_make_is_named_and_left(tmp_path: 
         os.close(writer)
         log.close()
         journal.close()
+
+
+A_LABORATORY = """
+import os, sys, time
+from pathlib import Path
+from kintsugi.lab.injector.reaper import ReaperGuard
+from kintsugi.lab.injector.undo_log import RemovePath
+(Path(sys.argv[1]) / "cgroup.procs").write_text(str(os.getpid()))
+folder = Path(sys.argv[2])
+guard = ReaperGuard(folder / "undo.jsonl")
+guard.before(RemovePath(str(folder / "made")), lease_s=60.0)
+(folder / "made").touch()
+print("made", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A control group of its own, as a service or a login session has it."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to make a control group")
+    for mount in group_mounts():
+        path = mount.path / f"kintsugi-test-{os.getpid()}"
+        try:
+            path.mkdir()
+        except OSError:
+            continue
+        yield path
+        path.rmdir()
+        return
+    pytest.skip("this host has no control groups that can be made")
+
+
+def test_a_laboratory_that_is_killed_with_all_of_its_control_group_is_undone(
+    tmp_path: Path, group: Path
+) -> None:
+    """As `systemctl stop`, the end of a login session, or a group without memory does it."""
+    command = [sys.executable, "-c", A_LABORATORY, str(group), str(tmp_path)]
+    laboratory = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert laboratory.stdout is not None and laboratory.stdout.readline() == b"made\n"
+    deadline = time.monotonic() + 30.0
+    while (there := (group / "cgroup.procs").read_text().split()) != [str(laboratory.pid)]:
+        assert time.monotonic() < deadline, f"the reaper is still in the group: {there}"
+        time.sleep(0.01)
+    for pid in there:
+        os.kill(int(pid), signal.SIGKILL)
+    laboratory.wait(10)
+    laboratory.stdout.close()
+    until_gone(tmp_path / "made")

@@ -29,6 +29,7 @@ from kintsugi.lab.injector.undo_log import (
     Undo,
     UndoJournal,
     UnmountPath,
+    mounts_at,
     network_of,
     queue_rules,
 )
@@ -226,3 +227,26 @@ def test_root_opens_no_journal_in_a_folder_that_others_can_change(tmp_path: Path
     os.chown(shared / "lab", 65534, -1)
     with pytest.raises(UntrustedFile, match="belongs to user 65534"):
         UndoJournal(shared / "lab" / "undo.jsonl")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+def test_only_the_mount_that_was_made_is_undone(tmp_path: Path) -> None:
+    place = tmp_path / "a place"
+    place.mkdir()
+    mount = ("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place))
+    tools.call(*mount)
+    (earlier,) = mounts_at(str(place))
+    undo = UnmountPath(str(place), mounts_at(str(place)))
+    try:
+        undo.carry_out()
+        assert mounts_at(str(place)) == (earlier,), "ours was never made"
+        tools.call(*mount)
+        tools.call(*mount)
+        with pytest.raises(OSError, match="another file system was mounted over this one"):
+            undo.carry_out()
+        tools.call("umount", str(place))
+        undo.carry_out()
+        assert mounts_at(str(place)) == (earlier,)
+    finally:
+        while mounts_at(str(place)):
+            tools.call("umount", str(place))

@@ -205,6 +205,15 @@ def test_what_a_program_prints_of_a_set_is_the_same_every_time() -> None:
     assert first.stdout == second.stdout
 
 
+def test_a_caller_whose_files_are_private_runs_programs_too() -> None:
+    """The launcher of a run sets this mask."""
+    before = os.umask(0o077)
+    try:
+        assert run_python("print(1)").stdout == "1\n"
+    finally:
+        os.umask(before)
+
+
 def test_any_command_can_be_run() -> None:
     outcome = run([sys.executable, "-I", "-c", "print(open('given').read())"], files={"given": "content"})
     assert outcome.stdout == "content\n"

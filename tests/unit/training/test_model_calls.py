@@ -120,7 +120,13 @@ def one_rank_call(batch: Batch, *, calls: ModelCalls, interface: str) -> dict[st
 
 def alone() -> ProcessGroup:
     return join_group(
-        group_id=1, ranks=["model-0"], me="model-0", store_address="", device=CPU, timeout_s=1.0
+        group_id=1,
+        ranks=["model-0"],
+        me="model-0",
+        store_address="",
+        keys=(b"", b""),
+        device=CPU,
+        timeout_s=1.0,
     )
 
 

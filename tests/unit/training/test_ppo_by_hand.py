@@ -196,7 +196,13 @@ def test_actor_critic_and_moving_reference_end_where_a_second_implementation_doe
     batch, by_hand, state = several_turns(), ByHand(stage), new_state(stage)
     calls = ModelCalls(state, deterministic=True)
     group = join_group(
-        group_id=1, ranks=["model-0"], me="model-0", store_address="", device=CPU, timeout_s=1.0
+        group_id=1,
+        ranks=["model-0"],
+        me="model-0",
+        store_address="",
+        keys=(b"", b""),
+        device=CPU,
+        timeout_s=1.0,
     )
     for step in range(1, NUM_STEPS + 1):
         for interface in calls_of(stage):
