@@ -254,6 +254,7 @@ def status(run: Run) -> None:
 
     from kintsugi.cli import tables
     from kintsugi.cli.session import print_faults
+    from kintsugi.learning_health.follower import learning_lines
     from kintsugi.run_folder import reader
     from kintsugi.runtime.printable import printable
     from kintsugi.telemetry.process_reports import read_processes
@@ -266,6 +267,9 @@ def status(run: Run) -> None:
         if (recovery := tables.recovery_line(reports)) is not None:
             console.print(printable(recovery), highlight=False, markup=False)
         console.print(tables.processes_table(reports))
+    for line in learning_lines(folder):
+        text = printable(f"learning: {line}; details: kintsugi diagnose {folder} --learning")
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     for alert in reader.read_alerts(folder, count=ALERTS_SHOWN):
         text = printable(tables.alert_line(alert))
         console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -49,6 +49,10 @@ class SampleRecord(msgspec.Struct, frozen=True):
     reward_components: dict[str, float]
     finish: FinishReason
     advantage: float | None
+    answer: str = ""
+    """Expected answer, if the row has one."""
+    source: str = ""
+    """Data source of the row, where several are mixed."""
 
 
 class EvalAnswerRecord(msgspec.Struct, frozen=True):
@@ -324,6 +328,8 @@ class SamplesWriter:
                 reward_components=meta.reward_components,
                 finish=meta.finish,
                 advantage=advantages.get(meta.key),
+                answer=texts.get(meta.key, nothing).answer,
+                source=texts.get(meta.key, nothing).source,
             )
             for meta in metas
         ]
