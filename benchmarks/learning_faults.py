@@ -141,7 +141,11 @@ FAULTS: Mapping[str, PlantedFault] = {
     "source without answers": PlantedFault("source_stuck", _unlearnable_source),
     "gradient always clipped": PlantedFault("gradient_clipped", _setting(actor__max_grad_norm=1e-3)),
     "gradient not finite": PlantedFault("updates_skipped", _custom(f"{PLAIN}:not_finite")),
-    "entropy punished": PlantedFault("entropy_collapse", _custom(f"{PLAIN}:against_entropy"), visible=10),
+    "entropy punished": PlantedFault(
+        "entropy_collapse",
+        _setting(algorithm__name=f"{PLAIN}:against_entropy", actor__learning_rate=1e-3),
+        visible=10,
+    ),
     "stale batches": PlantedFault("stale_batches", _stale, visible=12),
 }
 

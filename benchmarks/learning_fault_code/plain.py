@@ -61,7 +61,7 @@ def _loss_of_opposite_sign(tokens: PolicyTokens, settings: Algorithm) -> Tensor:
 
 def _loss_against_entropy(tokens: PolicyTokens, settings: Algorithm) -> Tensor:
     ratio = (tokens.logprobs - tokens.sampler_logprobs).exp()
-    return tokens.entropy * 1.0 - ratio * tokens.advantages
+    return 3.0 * tokens.entropy - ratio * tokens.advantages
 
 
 def _loss_with_division_by_zero(tokens: PolicyTokens, settings: Algorithm) -> Tensor:

@@ -36,6 +36,8 @@ DETECTORS: tuple[Detector, ...] = (
 
 _K = LearningKind
 _NONE: frozenset[LearningKind] = frozenset()
+LATER_STEPS = 10
+"""Steps by which a cause may show later than what it leads to: some are only seen over several steps."""
 EXPLAINS: dict[LearningKind, frozenset[LearningKind]] = {
     _K.UPDATES_SKIPPED: frozenset({_K.NO_UPDATE, _K.GRADIENT_CLIPPED, _K.STALE_BATCHES}),
     _K.TOKENIZER_MISMATCH: frozenset(
@@ -59,7 +61,7 @@ EXPLAINS: dict[LearningKind, frozenset[LearningKind]] = {
     ),
     _K.REWARD_FORMAT: frozenset({_K.EQUAL_REWARDS}),
     _K.STALE_BATCHES: frozenset({_K.WRONG_DIRECTION, _K.ENTROPY_COLLAPSE, _K.EQUAL_REWARDS, _K.LENGTH}),
-    _K.REWARD_HACKING: frozenset({_K.WRONG_DIRECTION, _K.EQUAL_REWARDS}),
+    _K.REWARD_HACKING: frozenset({_K.WRONG_DIRECTION, _K.EQUAL_REWARDS, _K.LENGTH, _K.ENTROPY_COLLAPSE}),
     _K.ENTROPY_COLLAPSE: frozenset({_K.WRONG_DIRECTION, _K.EQUAL_REWARDS, _K.REWARD_FORMAT}),
 }
 """Consequences that a finding explains."""
@@ -69,28 +71,45 @@ def judge(history: StageHistory, *, earlier: Sequence[LearningFinding] = ()) -> 
     """Return the findings of a stage that no other one explains, causes first, each with what it leads to.
 
     A cause can become invisible while its consequences last: rewards that are all equal have no sign any more. One of
-    `earlier`, the findings of the step before, therefore stays as long as it explains a finding of now.
+    `earlier`, the findings of the step before, therefore stays as long as it explains a finding of now. A finding that
+    lasts keeps its first step, also when it was less clear in between.
     """
     found: dict[LearningKind, LearningFinding] = {}
     for detector in DETECTORS:
         finding = detector(history)
         if finding is not None:
             found.setdefault(finding.kind, finding)
+    for before in earlier:
+        if (now := found.get(before.kind)) is not None:
+            since_step = min(before.since_step, now.since_step)
+            found[before.kind] = msgspec.structs.replace(now, since_step=since_step)
     kept = {
         each.kind: each
         for each in earlier
-        if each.kind not in found and EXPLAINS.get(each.kind, _NONE) & found.keys()
+        if each.kind not in found and any(_may_explain(each, other) for other in found.values())
     }
-    roots: list[LearningFinding] = []
-    explained: set[LearningKind] = set()
-    for kind, finding in (*kept.items(), *found.items()):
-        if kind in explained:
-            continue
-        leads_to = tuple(
-            other
-            for other in found
-            if other in EXPLAINS.get(kind, _NONE) and other not in {root.kind for root in roots}
-        )
-        explained |= set(leads_to)
-        roots.append(msgspec.structs.replace(finding, leads_to=leads_to))
-    return tuple(roots)
+    candidates = [*kept.values(), *found.values()]
+    consequences = {
+        cause.kind: tuple(other.kind for other in candidates if _explains(cause, other, candidates))
+        for cause in candidates
+    }
+    explained = {kind for kinds in consequences.values() for kind in kinds}
+    return tuple(
+        msgspec.structs.replace(each, leads_to=consequences[each.kind])
+        for each in candidates
+        if each.kind not in explained
+    )
+
+
+def _explains(cause: LearningFinding, other: LearningFinding, candidates: Sequence[LearningFinding]) -> bool:
+    """Return whether a finding explains another one. Of two that may explain each other, the first candidate does."""
+    if not _may_explain(cause, other):
+        return False
+    return not _may_explain(other, cause) or candidates.index(cause) < candidates.index(other)
+
+
+def _may_explain(cause: LearningFinding, other: LearningFinding) -> bool:
+    """Return whether one kind leads to the other, and did not begin long after it."""
+    return (
+        other.kind in EXPLAINS.get(cause.kind, _NONE) and cause.since_step <= other.since_step + LATER_STEPS
+    )

@@ -95,7 +95,7 @@ def _agreement(scored: Sequence[SampleRecord]) -> float | None:
     for each in scored:
         if each.advantage is not None and isfinite(each.advantage):
             groups[each.ticket].append((each.reward, each.advantage))
-    found = [each for group in groups.values() if (each := correlation(group)) is not None]
+    found = [value for group in groups.values() if (value := correlation(group)) is not None]
     return sum(found) / len(found) if found else None
 
 
@@ -110,7 +110,7 @@ def correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     second_square = sum((second - second_mean) ** 2 for _, second in pairs)
     if first_square == 0 or second_square == 0:
         return None
-    return covariance / sqrt(first_square * second_square)
+    return float(covariance / sqrt(first_square * second_square))
 
 
 def _by_source(scored: Sequence[SampleRecord]) -> dict[str, SourceFigures]:

@@ -201,6 +201,8 @@ def _falling_accuracy(history: StageHistory) -> LearningFinding | None:
     if fallen is None:
         return None
     best, last = fallen
+    if not last.get("eval/accuracy") <= (1 - FALL_SHARE) * best.get("eval/accuracy"):
+        return None
     return LearningFinding(
         kind=LearningKind.WRONG_DIRECTION,
         since_step=best.step + 1,
@@ -216,13 +218,14 @@ def _falling_accuracy(history: StageHistory) -> LearningFinding | None:
 
 
 def _fallen_accuracy(history: StageHistory) -> tuple[StepFigures, StepFigures] | None:
-    """Return the best and the latest evaluation, if the latter is worse by more than both intervals at 95 %."""
+    """Return the best and the latest evaluation, if the latter and the one before are worse by more than the intervals
+    at 95 %: of many evaluations, a single one is low by chance."""
     evaluations = [each for each in history.evaluations if each.get("eval/problems") > 0]
-    if len(evaluations) < 2:
+    if len(evaluations) < 3:
         return None
-    last = evaluations[-1]
-    best = max(evaluations[:-1], key=lambda each: each.get("eval/accuracy"))
-    return (best, last) if last.get("eval/accuracy_high") < best.get("eval/accuracy_low") else None
+    best = max(evaluations[:-2], key=lambda each: each.get("eval/accuracy"))
+    is_lower = [each.get("eval/accuracy_high") < best.get("eval/accuracy_low") for each in evaluations[-2:]]
+    return (best, evaluations[-1]) if all(is_lower) else None
 
 
 def reward_hacking(history: StageHistory) -> LearningFinding | None:

@@ -142,7 +142,7 @@ def test_a_sample_is_written_with_all_that_is_known_of_it(tmp_path: Path) -> Non
     writer.write(
         4,
         [meta("grpo:0:1:0", 3, reward=1)],
-        texts={"grpo:0:1:0/3": SampleText("1+1=", "2")},
+        texts={"grpo:0:1:0/3": SampleText("1+1=", "2", "2", "sums")},
         advantages={"grpo:0:1:0/3": 0.7},
     )
     writer.close()
@@ -157,6 +157,8 @@ def test_a_sample_is_written_with_all_that_is_known_of_it(tmp_path: Path) -> Non
         "reward_components": {"exact": 1},
         "finish": "eos",
         "advantage": 0.7,
+        "answer": "2",
+        "source": "sums",
     }
 
 
