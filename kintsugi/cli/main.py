@@ -160,8 +160,15 @@ def rollout(
 
 
 @app.command()
-def check(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Validate a recipe and show its values with origins, data, graph, processes and memory. Starts nothing.
+def check(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Also sample this many completions, and show what they earn.")
+    ] = 0,
+) -> None:
+    """Validate a recipe and show its values with origins, data, graph, processes and memory. Starts nothing, unless
+    completions are to be sampled.
 
     Refuses a run that does not fit the accelerators of this machine.
     """
@@ -171,6 +178,11 @@ def check(recipe: Recipe, overrides: Overrides = None) -> None:
     resolved = load_validated(recipe, overrides)
     say(overview(resolved))
     check_devices(resolved.config)
+    if samples:
+        from kintsugi.cli.sample_check import sample_before_training
+
+        say("")
+        say(sample_before_training(resolved, count=samples))
 
 
 @app.command()

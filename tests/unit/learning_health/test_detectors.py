@@ -15,7 +15,7 @@ from kintsugi.learning_health.judge import judge
 from kintsugi.learning_health.sample_figures import SampleFigures, SourceFigures
 
 FACTS = StageFacts(name="grpo", algorithm="grpo", first_step=1)
-Figures = Callable[[int], dict[str, Any]]
+Figures = Callable[[int], dict[str, float]]
 NUM_STEPS = 24
 
 
@@ -51,7 +51,7 @@ def samples(**changed: Any) -> SampleFigures:
 
 
 def history_of(
-    figures: Callable[[int], dict[str, float]] = metrics,
+    figures: Figures = metrics,
     *,
     of_samples: Callable[[int], SampleFigures | None] = lambda step: samples(),
     accuracies: tuple[float, ...] = (),
@@ -158,7 +158,7 @@ def test_accuracy_that_is_low_once_is_chance_and_twice_a_fall() -> None:
 
 
 def test_a_reward_that_rises_while_accuracy_falls_is_hacked() -> None:
-    def rising(step):
+    def rising(step: int) -> dict[str, float]:
         return metrics(step, **{"reward/mean": 0.1 + 0.03 * step})
 
     expect(
@@ -186,12 +186,12 @@ def test_a_source_that_never_earns_is_named() -> None:
 
 
 def test_entropy_that_collapses_before_the_task_is_solved_is_found() -> None:
-    def collapsing(step):
+    def collapsing(step: int) -> dict[str, float]:
         return metrics(step, entropy=0.9 if step < 8 else 0.02)
 
     expect(policy.collapsed_entropy(history_of(collapsing)), LearningKind.ENTROPY_COLLAPSE, since=8)
 
-    def solved(step):
+    def solved(step: int) -> dict[str, float]:
         return metrics(step, **{"entropy": 0.9 if step < 8 else 0.02, "reward/mean": 0.9})
 
     assert policy.collapsed_entropy(history_of(solved)) is None
@@ -203,7 +203,7 @@ def test_completions_that_are_all_truncated_are_found() -> None:
 
 
 def test_completions_that_grow_into_the_limit_are_found_and_longer_ones_are_not() -> None:
-    def exploding(step):
+    def exploding(step: int) -> dict[str, float]:
         return metrics(
             step,
             **{"completions/mean_length": 5.0 * step, "completions/clipped_ratio": min(1.0, 0.04 * step)},
@@ -211,7 +211,7 @@ def test_completions_that_grow_into_the_limit_are_found_and_longer_ones_are_not(
 
     expect(policy.grown_length(history_of(exploding)), LearningKind.LENGTH)
 
-    def longer(step):
+    def longer(step: int) -> dict[str, float]:
         return metrics(step, **{"completions/mean_length": 5.0 * step})
 
     assert policy.grown_length(history_of(longer)) is None
@@ -240,7 +240,7 @@ def test_large_first_updates_of_a_new_model_are_usual() -> None:
 
 
 def test_a_sampler_that_disagrees_is_found_unless_samples_are_old() -> None:
-    def disagreeing(step):
+    def disagreeing(step: int) -> dict[str, float]:
         return metrics(step, logprob_abs_diff_mean=0.3, token_staleness_mean=2.0)
 
     expect(policy.sampler_mismatch(history_of(disagreeing)), LearningKind.SAMPLER_MISMATCH, since=1)
@@ -248,7 +248,7 @@ def test_a_sampler_that_disagrees_is_found_unless_samples_are_old() -> None:
 
 
 def test_a_reference_that_is_another_model_is_found_at_the_first_step() -> None:
-    def other(step):
+    def other(step: int) -> dict[str, float]:
         return metrics(step, kl=0.8)
 
     expect(
@@ -256,7 +256,7 @@ def test_a_reference_that_is_another_model_is_found_at_the_first_step() -> None:
         LearningKind.REFERENCE_MISMATCH,
     )
 
-    def moved(step):
+    def moved(step: int) -> dict[str, float]:
         return metrics(step, kl=0.0 if step == 1 else 0.8)
 
     assert policy.reference_mismatch(history_of(moved, has_reference=True)) is None
@@ -268,7 +268,7 @@ def test_a_pair_margin_before_the_first_update_shows_another_reference() -> None
 
 
 def test_a_trained_model_that_is_worse_than_chance_has_another_tokenizer() -> None:
-    def worse(step):
+    def worse(step: int) -> dict[str, float]:
         return metrics(step, loss=4.5 - 0.1 * step)
 
     facts = {"algorithm": "sft", "vocabulary": 14, "samples_completions": False}
@@ -285,7 +285,7 @@ def test_completions_that_cannot_be_decoded_show_another_tokenizer() -> None:
 
 
 def test_updates_without_effect_are_found_but_not_while_only_the_critic_learns() -> None:
-    def idle(step):
+    def idle(step: int) -> dict[str, float]:
         return metrics(step, update_ratio=0.0)
 
     expect(updates.no_update(history_of(idle)), LearningKind.NO_UPDATE, since=1)
@@ -293,7 +293,7 @@ def test_updates_without_effect_are_found_but_not_while_only_the_critic_learns()
 
 
 def test_gradients_far_above_the_limit_are_found_and_those_just_above_are_not() -> None:
-    def clipped(step):
+    def clipped(step: int) -> dict[str, float]:
         return metrics(step, grad_norm=25.0)
 
     expect(updates.clipped_gradient(history_of(clipped)), LearningKind.GRADIENT_CLIPPED, since=1)
@@ -301,7 +301,7 @@ def test_gradients_far_above_the_limit_are_found_and_those_just_above_are_not() 
 
 
 def test_updates_that_are_skipped_repeatedly_are_found_and_a_single_one_is_not() -> None:
-    def repeated(step):
+    def repeated(step: int) -> dict[str, float]:
         return metrics(step, skipped=1.0 if step > 20 else 0.0)
 
     expect(updates.skipped_updates(history_of(repeated)), LearningKind.UPDATES_SKIPPED, since=21)
@@ -309,12 +309,12 @@ def test_updates_that_are_skipped_repeatedly_are_found_and_a_single_one_is_not()
 
 
 def test_old_samples_are_found_where_the_policy_has_moved_away() -> None:
-    def stale(step):
+    def stale(step: int) -> dict[str, float]:
         return metrics(step, staleness_mean=8.0, behaviour_kl=0.5)
 
     expect(updates.stale_batches(history_of(stale, is_on_policy=False)), LearningKind.STALE_BATCHES, since=1)
 
-    def close(step):
+    def close(step: int) -> dict[str, float]:
         return metrics(step, staleness_mean=8.0, behaviour_kl=0.001)
 
     assert updates.stale_batches(history_of(close, is_on_policy=False)) is None
