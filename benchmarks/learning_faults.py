@@ -211,7 +211,8 @@ def case_folder(name: str, seed: int, *, folder: Path) -> Path:
 def in_own_process(*arguments: Any, **options: Any) -> bool:
     """Call `learning_runner.run` in a process of its own: a planted fault may change modules of its process.
     Return whether it succeeded."""
-    import learning_runner
+    sys.path.insert(0, str(CODE.parents[1]))
+    from benchmarks import learning_runner
 
     process = multiprocessing.get_context("fork").Process(
         target=learning_runner.run, args=arguments, kwargs=options

@@ -271,7 +271,7 @@ def test_a_trained_model_that_is_worse_than_chance_has_another_tokenizer() -> No
     def worse(step: int) -> dict[str, float]:
         return metrics(step, loss=4.5 - 0.1 * step)
 
-    facts = {"algorithm": "sft", "vocabulary": 14, "samples_completions": False}
+    facts: dict[str, Any] = {"algorithm": "sft", "vocabulary": 14, "samples_completions": False}
     expect(
         policy.tokenizer_mismatch(history_of(worse, is_pretrained=True, **facts)),
         LearningKind.TOKENIZER_MISMATCH,
