@@ -173,7 +173,7 @@ def _run(folder: Path) -> None:
     with tempfile.TemporaryFile() as errors:
         try:
             session = SystemProcesses().spawn(
-                [sys.executable, "-m", "kintsugi.cli.session", str(folder), str(lifeline_read)],
+                [sys.executable, "-P", "-m", "kintsugi.cli.session", str(folder), str(lifeline_read)],
                 pass_fds=(lifeline_read,),
                 environment={**os.environ, "PYTHONPATH": _search_path()},
                 stdout=relay.target,

@@ -58,7 +58,7 @@ class ProgressView:
         if reader.is_evaluation(line):
             self.accuracy = line["eval/accuracy"]
             return
-        self.step = int(line["step"] or 0)
+        self.step = int(line.get("step") or self.step)
         self.reward = line.get("reward/mean", self.reward)
         self.recent.append(line)
         seconds = sum(_number(recent, "timing/step") for recent in self.recent)

@@ -19,7 +19,6 @@ from kintsugi.cli.arguments import (
     Recipe,
     Run,
     Step,
-    add_current_folder_to_path,
     load_validated,
     loaded,
     validated,
@@ -170,13 +169,14 @@ def check(
     """Validate a recipe and show its values with origins, data, graph, processes and memory. Starts nothing, unless
     completions are to be sampled.
 
-    Refuses a run that does not fit the accelerators of this machine.
+    Refuses a run that does not fit the accelerators or the limits of this machine.
     """
-    from kintsugi.cli.capacity import check_devices
+    from kintsugi.cli.capacity import check_devices, check_limits
     from kintsugi.cli.check import overview
 
     resolved = load_validated(recipe, overrides)
     say(overview(resolved))
+    check_limits(resolved.config)
     check_devices(resolved.config)
     if samples:
         from kintsugi.cli.sample_check import sample_before_training
@@ -186,19 +186,29 @@ def check(
 
 
 @app.command()
-def resume(run: Run) -> None:
+def resume(
+    run: Run,
+    accept: Annotated[
+        bool, typer.Option("--accept", help="Resume although config.yaml or other files were changed.")
+    ] = False,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Resume a run of another host, which is gone.")
+    ] = False,
+) -> None:
     """Resume a run that was stopped, failed or killed, from its last checkpoint."""
     from kintsugi.cli.run_actions import Finished, check_resumable
     from kintsugi.run_folder import reader
+    from kintsugi.run_folder.started import record_start
 
     folder = reader.find_run(run)
-    add_current_folder_to_path()
     try:
-        status = check_resumable(folder)
+        status = check_resumable(folder, take_over=take_over, accept_changes=accept)
     except Finished as error:
         _print_error(str(error))
         raise typer.Exit(1) from error
     RunFolder(folder).summary_file.unlink(missing_ok=True)
+    if accept:
+        record_start(folder, status.config)
     _launch(status.config, run_dir=folder, resume=True)
 
 
@@ -268,13 +278,14 @@ def status(run: Run) -> None:
     from kintsugi.cli.session import print_faults
     from kintsugi.learning_health.follower import learning_lines
     from kintsugi.run_folder import reader
+    from kintsugi.run_folder.ending import read_end
     from kintsugi.runtime.printable import printable
     from kintsugi.telemetry.process_reports import read_processes
 
     folder = reader.find_run(run)
     current = reader.read_status(folder)
     console = Console()
-    console.print(tables.status_table(current, reader.read_journal(folder)))
+    console.print(tables.status_table(current, reader.read_journal(folder), end=read_end(folder)))
     if current.state is reader.RunState.RUNNING and (reports := read_processes(folder)) is not None:
         if (recovery := tables.recovery_line(reports)) is not None:
             console.print(printable(recovery), highlight=False, markup=False)
@@ -299,14 +310,16 @@ def incidents(
 
     from kintsugi.cli import tables
     from kintsugi.run_folder import reader
+    from kintsugi.run_folder.ending import read_end
 
     folder = reader.find_run(run)
-    report = reader.read_incidents(folder)
+    report, end = reader.read_incidents(folder), read_end(folder)
     if json:
-        say_json(msgspec.json.format(msgspec.json.encode(report), indent=2))
+        values = {**msgspec.to_builtins(report), "end": msgspec.to_builtins(end)}
+        say_json(msgspec.json.format(msgspec.json.encode(values), indent=2))
         return
-    running = any(each.is_open for each in report.incidents) and reader.living_launcher(folder) is not None
-    say(tables.incidents_text(report, run=str(folder), running=running))
+    running = any(each.is_open for each in report.incidents) and reader.is_running(folder)
+    say(tables.incidents_text(report, run=str(folder), running=running, end=end))
 
 
 @app.command("runs")
@@ -395,7 +408,6 @@ def evaluate(run: Run, step: Step = None) -> None:
         )
     from kintsugi.cli.evaluate import evaluate_checkpoint
 
-    add_current_folder_to_path()
     metrics = evaluate_checkpoint(folder, step=step)
     say(tables.evaluation_text(metrics))
 

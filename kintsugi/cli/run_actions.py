@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import signal
 import sys
 import tempfile
@@ -9,8 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from kintsugi.errors import DeadlineExceeded, UserError
+from kintsugi.errors import DeadlineExceeded, UntrustedFile, UserError
 from kintsugi.run_folder import reader
+from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.processes import Child, SystemProcesses, describe_status
 
 SCALE_TIMEOUT_S = 60.0
@@ -25,7 +28,15 @@ def find_launcher(folder: Path) -> Child:
         raise UserError(
             f"{folder} is not running (it is {reader.read_status(folder).state}); there is nothing to stop"
         )
-    return SystemProcesses().adopt(record.pid)
+    launcher = SystemProcesses().adopt(record.pid)
+    owner = RunFolder(folder).launcher_file.stat().st_uid
+    if Path(f"/proc/{record.pid}").stat().st_uid != owner:
+        launcher.close()
+        raise UntrustedFile(
+            f"{RunFolder(folder).launcher_file}: expected the launcher of user {owner}, which wrote the file; process "
+            f"{record.pid} belongs to another user"
+        )
+    return launcher
 
 
 def request_stop(folder: Path, launcher: Child) -> str:
@@ -38,19 +49,51 @@ class Finished(UserError):
     """A run that has nothing left to do."""
 
 
-def check_resumable(folder: Path) -> reader.RunStatus:
-    """Return the status of a run that can be resumed; UserError for one that runs, is finished or is invalid."""
-    from kintsugi.config.validation import validate
+def check_resumable(
+    folder: Path, *, take_over: bool = False, accept_changes: bool = False
+) -> reader.RunStatus:
+    """Return the status of a run that can be resumed; UserError for one that runs, is finished, is invalid, belongs to
+    another user or was changed since its start.
 
+    `take_over`: also one whose launcher ran on another host, which gives no sign of life any more.
+    """
+    from kintsugi.config.validation import validate
+    from kintsugi.run_folder.started import changes_since_start
+
+    check_own(folder)
     status = reader.read_status(folder)
     if status.state is reader.RunState.RUNNING:
-        raise UserError(f"{folder} is running (process {status.pid}); there is nothing to resume")
+        where = f"on host {status.host}" if status.host else f"process {status.pid}"
+        raise UserError(f"{folder} is running ({where}); there is nothing to resume")
+    if take_over:
+        RunFolder(folder).launcher_file.unlink(missing_ok=True)
+    reader.living_launcher(folder)  # Refuses one of another host.
     if status.state is reader.RunState.FINISHED:
         raise Finished(
             f"{folder} is finished ({status.step} of {status.total_steps} steps); there is nothing to resume"
         )
     validate(msgspec.structs.replace(status.config, run_dir=None), resumed=folder)
+    changes = changes_since_start(folder, status.config)
+    if changes and not accept_changes:
+        listed = "\n".join(f"  {change}" for change in changes)
+        raise UserError(
+            f"{folder} is not what it was when it started:\n{listed}\nits result would not be that of an "
+            "uninterrupted run; undo the change, or accept it with `kintsugi resume --accept`"
+        )
     return status
+
+
+def check_own(folder: Path) -> None:
+    """Refuse the folder of another user: a resume runs the code that its files name, with the rights of the caller."""
+    owner = folder.stat().st_uid
+    if owner != os.geteuid():
+        try:
+            name = pwd.getpwuid(owner).pw_name
+        except KeyError:
+            name = str(owner)
+        raise UntrustedFile(
+            f"{folder} belongs to user {name}: expected a run of this user; resume it as {name}"
+        )
 
 
 class RunActions:
@@ -73,14 +116,11 @@ class RunActions:
         return f"{run_dir}: scaled to {servers} generation servers"
 
     def resume(self, run_dir: Path) -> str:
-        from kintsugi.cli.arguments import add_current_folder_to_path
-
-        add_current_folder_to_path()
         check_resumable(run_dir)
         self._reap()
         with tempfile.TemporaryFile() as output:
             child = SystemProcesses().spawn(
-                [sys.executable, "-m", "kintsugi", "resume", str(run_dir)],
+                [sys.executable, "-P", "-m", "kintsugi", "resume", str(run_dir)],
                 stdout=output,
                 stderr=output,
                 new_session=True,

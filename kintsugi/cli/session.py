@@ -47,12 +47,15 @@ def run_session(
     from kintsugi.cli.capacity import check_start
     from kintsugi.cli.supervisor import supervise
     from kintsugi.data.dataset import pin_data
+    from kintsugi.run_folder.started import record_start
 
     for sentence in pin_data(config, run_dir=run_dir).left_out:
         print_message(f"{NOTE}{sentence}")
     for sentence in check_start(config, run_dir=run_dir, resume=resume):
         print_message(f"{WARNING}{sentence}")
     record_locally(run_dir, Action.RESUME if resume else Action.START, begins=not resume)
+    if not resume:
+        record_start(run_dir, config)
     output, since = SteadyOutput(sys.stdout), SYSTEM_CLOCK.wall()
     console = Console(file=cast(TextIO, output))
     log = RunFolder(run_dir).log_file(process_id(Role.MASTER, 0))

@@ -409,7 +409,8 @@ def test_a_new_master_greets_everybody_of_its_journal_who_learns_that_there_is_o
         return books or None
 
     wait(attempt, whom="the new master", what="its address book", timeout_s=10.0)
-    assert {peer.process for peer in books[0].peers} >= {"master-0", "agent-0"}
+    assert [peer.process for peer in books[0].peers] == ["master-0"]
+    assert books[0].since is not None
     terms = [fact for fact in read_facts(successor.run_dir / "journal") if isinstance(fact, TermStarted)]
     assert [(fact.term, fact.adopting) for fact in terms] == [(1, False), (2, True)]
 
@@ -481,6 +482,19 @@ def test_what_people_read_about_a_step_is_written_before_its_fact_and_cut_off_if
     assert not any(isinstance(fact, StepCommitted) for fact in read_facts(successor.run_dir / "journal"))
     successor.shell.begin()
     assert [path.read_text() for path in written] == ["", ""]
+
+
+def test_an_input_whose_decision_a_dying_master_did_not_journal_is_left_out_of_a_replay(
+    succession: tuple[Run, Run],
+) -> None:
+    stopped, successor = succession
+    gone = Suspected("agent-0", "a", "nothing there speaks", "host", HOST_LOST_S)
+    with pytest.raises(FencedError):
+        stopped.shell._take(gone)
+    successor.shell.begin()
+    assert gone in [one.event for one in read_inputs(successor.run_dir / "inputs")]
+    again, journaled = replay(successor.run_dir)
+    assert again == journaled
 
 
 class OneSuspicion(FailureDetector):
