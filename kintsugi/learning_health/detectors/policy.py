@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import isfinite, log
 
-from kintsugi.learning_health.detectors.rewards import EDGE, METRICS, PATIENCE, SAMPLES
+from kintsugi.learning_health.detectors.rewards import CONFIG, EDGE, METRICS, PATIENCE, SAMPLES
 from kintsugi.learning_health.finding import LearningEvidence, LearningFinding, LearningKind
 from kintsugi.learning_health.history import StageHistory, StepFigures, mean_of, median_of, trailing
 
@@ -97,7 +97,7 @@ def truncated(history: StageHistory) -> LearningFinding | None:
             LearningEvidence(
                 METRICS, last.step, f"completions/clipped_ratio {share:.2f}, mean_length {length:.1f}"
             ),
-            LearningEvidence("config.yaml", last.step, f"sampling.max_new_tokens {limit}"),
+            LearningEvidence(CONFIG, last.step, f"sampling.max_new_tokens {limit}"),
         ),
         advice=(
             "raise `sampling.max_new_tokens` (and `generation.max_length`), or find out why the model does not end: "
@@ -160,7 +160,7 @@ def _divergence(
         step=history.steps[-1].step,
         confidence=confidence,
         summary=summary,
-        evidence=(LearningEvidence(METRICS, at, quote), LearningEvidence("config.yaml", at, rate)),
+        evidence=(LearningEvidence(METRICS, at, quote), LearningEvidence(CONFIG, at, rate)),
         advice=(
             "lower `actor.learning_rate` (by a factor of 10 as a first try), add `actor.warmup_steps`, lower "
             "`algorithm.updates_per_step`, and resume from a checkpoint before this"

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from kintsugi.learning_health.finding import LearningEvidence, LearningFinding, LearningKind
 from kintsugi.learning_health.history import StageHistory, StepFigures, mean_of, standard_error, trailing
 from kintsugi.learning_health.sample_figures import SampleFigures, SourceFigures
+from kintsugi.run_folder.layout import RELATIVE
 
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+METRICS, SAMPLES = str(RELATIVE.metrics_file), str(RELATIVE.samples_file)
+CONFIG = str(RELATIVE.config_file)
 PATIENCE = 3
 """Steps that have to show the same before it is reported, where one step is already clear."""
 SOLVED_SHARE = 0.95

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kintsugi.learning_health.detectors.rewards import METRICS
+from kintsugi.learning_health.detectors.rewards import CONFIG, METRICS
 from kintsugi.learning_health.finding import LearningEvidence, LearningFinding, LearningKind
 from kintsugi.learning_health.history import StageHistory, mean_of, median_of, trailing
 
@@ -71,7 +71,7 @@ def clipped_gradient(history: StageHistory) -> LearningFinding | None:
         ),
         evidence=(
             LearningEvidence(METRICS, last.step, f"grad_norm {last.get('grad_norm'):.3g}"),
-            LearningEvidence("config.yaml", last.step, f"actor.max_grad_norm {limit:g}"),
+            LearningEvidence(CONFIG, last.step, f"actor.max_grad_norm {limit:g}"),
         ),
         advice=(
             "set `actor.max_grad_norm` to about the usual norm, so that only outliers are clipped; if the norm itself "
