@@ -55,7 +55,7 @@ def run_session(
         print_message(f"{WARNING}{sentence}")
     record_locally(run_dir, Action.RESUME if resume else Action.START, begins=not resume)
     if not resume:
-        record_start(run_dir, config)
+        record_start(run_dir, load_config(RunFolder(run_dir).config_file))
     output, since = SteadyOutput(sys.stdout), SYSTEM_CLOCK.wall()
     console = Console(file=cast(TextIO, output))
     log = RunFolder(run_dir).log_file(process_id(Role.MASTER, 0))
