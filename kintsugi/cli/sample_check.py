@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 from kintsugi.cluster.launcher import launch
-from kintsugi.config.recipe import Resolved, dump, rollout_only
+from kintsugi.config.recipe import Resolved, anchored, dump, rollout_only
 from kintsugi.config.schema import LEARN_ROWS, Config
 from kintsugi.data.dataset import pin_data
 from kintsugi.errors import UserError, WorldError
@@ -58,7 +58,7 @@ def _sampling_only(resolved: Resolved, *, count: int) -> Config:
             f"--samples: expected an algorithm that samples completions, got `{resolved.config.algorithm.name}`, which "
             "learns from rows of the data"
         )
-    config = rollout_only(resolved, steps=1).config
+    config = anchored(rollout_only(resolved, steps=1).config)
     group_size = 2 if count % 2 == 0 else 1
     return msgspec.structs.replace(
         config,
