@@ -48,7 +48,11 @@ def sample_before_training(resolved: Resolved, *, count: int) -> str:
                 f"no completion could be sampled and scored: {'; '.join(faults) or 'no cause was recorded'}"
             )
             raise UserError(message) if code == EXIT_USER_ERROR else WorldError(message)
-    return "\n".join(_lines(records))
+    warmup = resolved.config.warmup
+    before = (
+        [] if warmup is None else [f"  before the warm-up of {warmup.steps} steps, which is not made here"]
+    )
+    return "\n".join([*_lines(records), *before])
 
 
 def _sampling_only(resolved: Resolved, *, count: int) -> Config:
