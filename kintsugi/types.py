@@ -158,6 +158,10 @@ class SampleText(msgspec.Struct, frozen=True, array_like=True):
 
     prompt: str
     completion: str
+    answer: str = ""
+    """Expected answer: the row's column `answer`, cut to a few hundred characters; empty if it has none."""
+    source: str = ""
+    """Data source of the row, where several are mixed."""
 
 
 class SampleMeta(msgspec.Struct, frozen=True, array_like=True):

@@ -18,6 +18,7 @@ from rich.text import Text
 from kintsugi.config.schema import Config
 from kintsugi.config.stages import has_servers, next_stage, stages
 from kintsugi.errors import StorageError
+from kintsugi.learning_health.follower import learning_lines
 from kintsugi.run_folder import reader
 from kintsugi.run_folder.incidents import headline
 from kintsugi.run_folder.reader import MetricLine
@@ -192,6 +193,7 @@ class LiveView:
             "tokens/s": None if progress.tokens_per_s is None else f"{progress.tokens_per_s:,.0f}",
             "time": " ".join(f"{name} {share:.0%}" for name, share in shares.items()) or None,
             "remaining": None if eta is None else f"≈ {duration(eta)}",
+            "learning": "; ".join(learning_lines(self._run_dir)) or None,
         }
         return [(name, value) for name, value in values.items() if value is not None]
 

@@ -159,8 +159,15 @@ def rollout(
 
 
 @app.command()
-def check(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Validate a recipe and show its values with origins, data, graph, processes and memory. Starts nothing.
+def check(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Also sample this many completions, and show what they earn.")
+    ] = 0,
+) -> None:
+    """Validate a recipe and show its values with origins, data, graph, processes and memory. Starts nothing, unless
+    completions are to be sampled.
 
     Refuses a run that does not fit the accelerators or the limits of this machine.
     """
@@ -171,6 +178,11 @@ def check(recipe: Recipe, overrides: Overrides = None) -> None:
     say(overview(resolved))
     check_limits(resolved.config)
     check_devices(resolved.config)
+    if samples:
+        from kintsugi.cli.sample_check import sample_before_training
+
+        say("")
+        say(sample_before_training(resolved, count=samples))
 
 
 @app.command()
@@ -264,6 +276,7 @@ def status(run: Run) -> None:
 
     from kintsugi.cli import tables
     from kintsugi.cli.session import print_faults
+    from kintsugi.learning_health.follower import learning_lines
     from kintsugi.run_folder import reader
     from kintsugi.run_folder.ending import read_end
     from kintsugi.runtime.printable import printable
@@ -277,6 +290,9 @@ def status(run: Run) -> None:
         if (recovery := tables.recovery_line(reports)) is not None:
             console.print(printable(recovery), highlight=False, markup=False)
         console.print(tables.processes_table(reports))
+    for line in learning_lines(folder):
+        text = printable(f"learning: {line}; details: kintsugi diagnose {folder} --learning")
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     for alert in reader.read_alerts(folder, count=ALERTS_SHOWN):
         text = printable(tables.alert_line(alert))
         console.print(text, highlight=False, markup=False, soft_wrap=True)

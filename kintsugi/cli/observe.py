@@ -152,13 +152,27 @@ def diagnose(
     bottleneck: Annotated[
         bool, typer.Option("--bottleneck", help="Find the bottleneck of a healthy run.")
     ] = False,
+    learning: Annotated[
+        bool,
+        typer.Option("--learning", help="Find what keeps a run, whose processes are healthy, from learning."),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Diagnose a run, running or ended: root cause, propagation to the visible symptom, and remedy."""
+    from kintsugi.errors import UserError
     from kintsugi.run_folder import reader
     from kintsugi.telemetry.store.index import RunStore
 
     folder = reader.find_run(run)
+    if learning:
+        from kintsugi.learning_health import assess_learning
+        from kintsugi.learning_health.format import format_report
+
+        if at is not None or bottleneck:
+            raise UserError("--learning: expected neither --at nor --bottleneck with it")
+        learned = assess_learning(folder)
+        _say_either(learned if json else format_report(learned))
+        return
     moment = None
     if at is not None:
         with RunStore(folder) as store:

@@ -1,4 +1,4 @@
-"""`kintsugi watch`: print new events, alerts and diagnoses of a run, and post them to a webhook."""
+"""`kintsugi watch`: print new events, alerts, diagnoses and findings about learning, and post them to a webhook."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 
 import msgspec
 
+from kintsugi.diagnosis.learning_watch import notification_of_finding
 from kintsugi.diagnosis.notifications import CauseKey, cause_key, notification, notification_of
 from kintsugi.diagnosis.verdict import Diagnosis
+from kintsugi.learning_health import LearningKind, LearningReport
+from kintsugi.learning_health.format import finding_line
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.printable import printable_line
 from kintsugi.telemetry.events import Alert, Record, Span, Tail
@@ -27,6 +30,9 @@ class RunFollower:
         self._diagnoses = LineTail(RunFolder(run_dir).diagnoses_file)
         self._causes: set[CauseKey] = set()
         """Causes of the last diagnosis; they are not reported again."""
+        self._learning = LineTail(RunFolder(run_dir).learning_file)
+        self._findings: set[LearningKind] = set()
+        """Findings of the last report about learning; they are not reported again."""
         self._is_first = True
         self.look()
         self._is_first = False
@@ -45,11 +51,15 @@ class RunFollower:
         while lines := self._diagnoses.lines():
             for line in lines:
                 self._take_diagnosis(line)
+        while lines := self._learning.lines():
+            for line in lines:
+                self._take_learning(line)
 
     def close(self) -> None:
         for tail in self._tails.values():
             tail.close()
         self._diagnoses.close()
+        self._learning.close()
 
     def _take(self, process: str, record: Record) -> None:
         event, time = record.event, record.stamp.time
@@ -76,6 +86,18 @@ class RunFollower:
                 self._print(diagnosis.at, cause.process, text)
                 self._post(notification_of(cause, run=str(self._run_dir), time=diagnosis.at))
         self._causes = {cause_key(cause) for cause in diagnosis.causes}
+
+    def _take_learning(self, line: bytes) -> None:
+        """Report findings about learning that were not in the last report."""
+        try:
+            report = msgspec.json.decode(line, type=LearningReport)
+        except (msgspec.MsgspecError, UnicodeDecodeError):  # Partial line of a killed process.
+            return
+        for finding in report.findings:
+            if not self._is_first and finding.kind not in self._findings:
+                self._print(report.time, WATCHER, f"learning: {finding_line(finding)}")
+                self._post(notification_of_finding(finding, report))
+        self._findings = {finding.kind for finding in report.findings}
 
     def _print(self, time: float, process: str, text: str) -> None:
         self._say(printable_line(f"{clock_text(time)} {process:<10} {text}"))

@@ -163,7 +163,7 @@ class Records:
         values = step_metrics(
             record.metas, advantages=advantages, call_metrics=record.call_metrics, timing=timing
         )
-        self.attempt("metrics", lambda: self._metrics.write(record.step, values))
+        self.attempt("metrics", lambda: self._metrics.write(record.step, values, stage=record.stage))
         self.attempt(
             "completions of the trackers",
             lambda: self._metrics.write_completions(record.step, record.metas, texts=record.texts),

@@ -2,6 +2,7 @@
 
     files that grow ─► evidence of the last minutes ─► diagnosis, once a second ─► <run>/diagnoses.jsonl, events,
                                                                                    webhook, the master's requests
+    metrics, samples ─► history of the stage ─► findings about learning ─► <run>/learning.jsonl, events, webhook
 
 It consumes the records of the run, waits for the next second, and ends with its lifeline, that is with the launcher. No
 process depends on it, and it depends on none: it may be killed at any time and is started again.
@@ -22,6 +23,7 @@ import msgspec
 from kintsugi.config.recipe import load_config
 from kintsugi.config.schema import MonitoringSection
 from kintsugi.diagnosis.diagnose import Follower
+from kintsugi.diagnosis.learning_watch import LearningWatch
 from kintsugi.diagnosis.notifications import (
     CauseKey,
     cause_key,
@@ -81,6 +83,7 @@ class DiagnosisWatcher:
         self._run_dir, self._log, self._webhook, self._clock = run_dir, log, webhook, clock
         self._follower = Follower(run_dir, clock=clock)
         self._file = LineFile(RunFolder(run_dir).diagnoses_file, largest_size=LARGEST_SIZE)
+        self._learning = LearningWatch(run_dir, log=log, webhook=webhook)
         self._since: dict[CauseKey, float] = {}
         """Current verdicts → time since when they were reported."""
         self._standing: dict[CauseKey, Cause] = {}
@@ -98,6 +101,7 @@ class DiagnosisWatcher:
         self._report(diagnosis)
         self._hand_over(diagnosis)
         self._post_news()
+        self._learning.look()
         return diagnosis
 
     def _report(self, diagnosis: Diagnosis) -> None:
@@ -172,6 +176,7 @@ class DiagnosisWatcher:
 
     def close(self) -> None:
         self._follower.close()
+        self._learning.close()
         self._file.close()
 
 

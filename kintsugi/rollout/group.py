@@ -30,6 +30,21 @@ class RolloutGroup(msgspec.Struct, eq=False):
         return self.request.ticket.id
 
 
+LONGEST_ANSWER = 400
+"""Characters of an expected answer that are recorded with each sample; its end, where worked solutions have it."""
+
+
+def sample_text(row: Row, completion: str, *, prompt: str | None = None) -> SampleText:
+    """Return the texts of a sample that are recorded for people and for the watch over learning."""
+    answer, source = row.columns.get("answer", ""), row.columns.get("source", "")
+    return SampleText(
+        row.prompt if prompt is None else prompt,
+        completion,
+        "" if answer is None else str(answer)[-LONGEST_ANSWER:],
+        source if isinstance(source, str) else "",
+    )
+
+
 class UnreadGroup(msgspec.Struct, frozen=True):
     """A requested group that waits for its row from a stream."""
 

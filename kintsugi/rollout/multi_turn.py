@@ -19,7 +19,7 @@ from kintsugi.config.schema import Config
 from kintsugi.errors import USER_ERRORS, DataError, KintsugiError, RemoteError
 from kintsugi.rollout.environments.protocol import Episode, EpisodeFailed, EpisodeRecord
 from kintsugi.rollout.generation_client import GenerationClient
-from kintsugi.rollout.group import GroupOutcome, GroupSample, RolloutGroup
+from kintsugi.rollout.group import GroupOutcome, GroupSample, RolloutGroup, sample_text
 from kintsugi.rollout.rewards.spec import RETURN
 from kintsugi.rollout.single_turn import EMPTY
 from kintsugi.rollout.trajectory import discounted, episode_trajectory, is_empty
@@ -34,7 +34,7 @@ from kintsugi.rollout.user_code.process import UserProcess
 from kintsugi.runtime.clock import Clock, random_stream
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.telemetry.events import QuarantineCause
-from kintsugi.types import Completion, SampleText, SamplingParams, sample_key
+from kintsugi.types import Completion, SamplingParams, sample_key
 
 _RequestKey = tuple[int, bytes, SamplingParams]
 """Identity of a generation request: turn, digest of the prompt (the prompts of a long episode are large), sampling."""
@@ -258,7 +258,7 @@ class MultiTurnGroups:
             [
                 GroupSample(
                     episode_trajectory(sample_key(ticket, sample), record.turns, finish=record.finish),
-                    SampleText(record.prompt, record.text),
+                    sample_text(group.row, record.text, prompt=record.prompt),
                     {} if episode_group.demonstrate else self._components(record),
                 )
                 for sample, record in records

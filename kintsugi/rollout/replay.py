@@ -9,10 +9,10 @@ from __future__ import annotations
 from array import array
 
 from kintsugi.data.saved_rollouts import saved_samples
-from kintsugi.rollout.group import GroupOutcome, GroupSample
+from kintsugi.rollout.group import GroupOutcome, GroupSample, sample_text
 from kintsugi.rollout.trajectory import int32
 from kintsugi.telemetry.saved_rollouts import SavedSample
-from kintsugi.types import Row, SampleText, Ticket, Trajectory, sample_key
+from kintsugi.types import Row, Ticket, Trajectory, sample_key
 
 
 def replay(ticket: Ticket, row: Row) -> GroupOutcome:
@@ -21,9 +21,7 @@ def replay(ticket: Ticket, row: Row) -> GroupOutcome:
     wanted = [saved[number] for number in range(ticket.num_samples) if number in saved]
     return GroupOutcome(
         [
-            GroupSample(
-                _trajectory(ticket.id, sample), SampleText(row.prompt, sample.completion), sample.rewards
-            )
+            GroupSample(_trajectory(ticket.id, sample), sample_text(row, sample.completion), sample.rewards)
             for sample in wanted
         ],
         {

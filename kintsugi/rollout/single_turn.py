@@ -15,7 +15,7 @@ from kintsugi.config.schema import Config
 from kintsugi.errors import ConfigError, DataError, KintsugiError
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.rollout.generation_client import GenerationClient
-from kintsugi.rollout.group import GroupOutcome, GroupSample, RolloutGroup
+from kintsugi.rollout.group import GroupOutcome, GroupSample, RolloutGroup, sample_text
 from kintsugi.rollout.rewards.spec import RewardFailed
 from kintsugi.rollout.trajectory import is_empty, sampled_trajectory
 from kintsugi.rollout.user_code.channel import (
@@ -29,7 +29,7 @@ from kintsugi.rollout.user_code.process import UserProcess
 from kintsugi.runtime.clock import Clock
 from kintsugi.runtime.spans import SPANS
 from kintsugi.telemetry.events import QuarantineCause
-from kintsugi.types import Completion, FinishReason, SampleText, sample_key
+from kintsugi.types import Completion, FinishReason, sample_key
 
 EMPTY = "a completion of zero tokens"
 
@@ -145,7 +145,7 @@ class SingleTurnGroups:
         samples = [
             GroupSample(
                 sampled_trajectory(ticket, group.prompt, completion),
-                SampleText(group.row.prompt, text),
+                sample_text(group.row, text),
                 components,
             )
             for index, (completion, text, components) in enumerate(

@@ -39,6 +39,7 @@ from kintsugi.rollout.group import (
     RolloutGroup,
     UnreadGroup,
     is_same,
+    sample_text,
 )
 from kintsugi.rollout.multi_turn import MultiTurnGroups
 from kintsugi.rollout.replay import replay
@@ -318,7 +319,7 @@ class RolloutWorker:
         samples = [
             GroupSample(
                 demonstrated_trajectory(ticket.id, tokens.prompt, tokens.answers[name], sample=sample),
-                SampleText(group.row.prompt, group.row.columns[name]),
+                sample_text(group.row, group.row.columns[name]),
                 {},
             )
             for sample, name in enumerate((CHOSEN, REJECTED) if pairs else (COMPLETION,))

@@ -17,6 +17,7 @@
     samples.index           place and worst samples of each step in samples.jsonl
     verdicts.jsonl          held-out problems of each evaluation, answered right or wrong
     diagnoses.jsonl         diagnoses of the watcher process
+    learning.jsonl          findings about learning, a line whenever they change (`learning_health/`)
     store.db                search index over events, logs and journal (built by `kintsugi logs`)
     audit.jsonl             actions on this run: time, caller, origin, answer; each line has the hash of the last
     devices.json            memory of the accelerators before the run started
@@ -120,6 +121,10 @@ class RunFolder:
     @property
     def diagnoses_file(self) -> Path:
         return self.path / "diagnoses.jsonl"
+
+    @property
+    def learning_file(self) -> Path:
+        return self.path / "learning.jsonl"
 
     @property
     def audit_file(self) -> Path:

@@ -34,6 +34,8 @@ from kintsugi.telemetry.samples_index import NUM_WORST, SamplesOfStep
 from kintsugi.types import FinishReason, SampleMeta, SampleText
 
 _BLOCK_SIZE = 1 << 16
+DEMONSTRATIONS = frozenset({"warmup", "sft"})
+"""Stages that learn from rows of the data."""
 TABLE_EVERY, TABLE_ROWS, CELL_LENGTH = 10, 8, 1000
 """Steps between tables of completions in the trackers, rows of a table, characters of a cell: they bound the files."""
 MOST_CALLS = 1024
@@ -60,6 +62,10 @@ class SampleRecord(msgspec.Struct, frozen=True):
     reward_components: dict[str, float]
     finish: FinishReason
     advantage: float | None
+    answer: str = ""
+    """Expected answer, if the row has one."""
+    source: str = ""
+    """Data source of the row, where several are mixed."""
 
 
 class EvalAnswerRecord(msgspec.Struct, frozen=True):
@@ -228,6 +234,18 @@ class _Stepped(msgspec.Struct):
     step: int
 
 
+def tracker_tag(name: str, *, stage: str = "") -> str:
+    """Return the tag of a metric in the trackers, which group by what is before the first slash. Figures of
+    demonstrations are apart from those of RL: their losses and lengths are not comparable.
+
+    >>> tracker_tag("loss", stage="grpo"), tracker_tag("reward/mean", stage="grpo"), tracker_tag("loss", stage="warmup")
+    ('train/loss', 'reward/mean', 'sft/loss')
+    """
+    if stage in DEMONSTRATIONS:
+        return f"sft/{name}"
+    return name if "/" in name else f"train/{name}"
+
+
 class MetricsWriter:
     """Writes the metrics of a step to `metrics.jsonl`, TensorBoard and, if configured, W&B.
 
@@ -249,10 +267,10 @@ class MetricsWriter:
                 _InBackground("W&B", lambda: _WeightsAndBiases(run_dir, run_id=wandb_id), clock=self._clock)
             )
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one line; a value that is not finite becomes null."""
+    def write(self, step: int, values: Mapping[str, float], *, stage: str = "") -> None:
+        """Write one line; a value that is not finite becomes null. The trackers show it under tags (`tracker_tag`)."""
         time = self._clock.wall()
-        finite = {name: value for name, value in values.items() if isfinite(value)}
+        finite = {tracker_tag(name, stage=stage): value for name, value in values.items() if isfinite(value)}
         _try_all(
             lambda: self._lines.append([{"step": step, "time": time, **values}]),
             *(partial(tracker.write, step, finite, time=time) for tracker in self._trackers),
@@ -345,6 +363,8 @@ class SamplesWriter:
                 reward_components=meta.reward_components,
                 finish=meta.finish,
                 advantage=advantages.get(meta.key),
+                answer=texts.get(meta.key, nothing).answer,
+                source=texts.get(meta.key, nothing).source,
             )
             for meta in metas
         ]

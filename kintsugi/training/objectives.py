@@ -127,6 +127,7 @@ class _Shared:
             "loss": _mean_of(totals, "loss"),
             "grad_norm": sum(update.grad_norm for update in updates) / len(updates),
             "learning_rate": updates[-1].learning_rate,
+            "update_ratio": sum(float(update.ratio) for update in updates) / len(updates),
             "skipped": float(sum(not update.applied for update in updates)),
             "tokens": totals[0]["tokens"],
             "loss_tokens": totals[0]["loss_tokens"],

@@ -50,6 +50,9 @@ class Update:
     """Norm of the gradient before clipping."""
     learning_rate: float
     applied: bool
+    ratio: Tensor | float = 0.0
+    """Norm of the change of the weights, relative to the norm of the weights. A tensor: reading it here would make the
+    host wait for the device."""
 
 
 class TrainingState:
@@ -289,6 +292,7 @@ class TrainingState:
         if grad_norm > actor.max_grad_norm:
             gradient.mul_(actor.max_grad_norm / grad_norm)
         self._count("critic_updates" if part == CRITIC else "updates")
+        before = self._some_weights(part).clone()
         adamw(
             self._layout.parts[part],
             weights=self._weights,
@@ -300,7 +304,12 @@ class TrainingState:
         )
         if self._compute_weights is not self._weights:
             self._part(part, self._compute_weights).copy_(self._part(part, self._weights))
-        return Update(grad_norm, rate, applied=True)
+        return Update(grad_norm, rate, applied=True, ratio=_change(before, self._some_weights(part)))
+
+    def _some_weights(self, part: str) -> Tensor:
+        """Evenly spaced weights of a model, few enough to be copied at every update."""
+        weights = self._part(part, self._weights)
+        return weights[:: -(-weights.numel() // RATIO_ELEMENTS)]
 
     def _schedule(self, part: str) -> tuple[ActorSection, int, int]:
         """Optimizer settings of a model, its number of updates in this stage so far, and their total number.
@@ -577,6 +586,15 @@ def _norm(gradient: Tensor) -> Tensor:
     most = NORM_ELEMENTS if gradient.is_cuda else CPU_NORM_ELEMENTS
     pieces = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in gradient.split(most)]
     return pieces[0] if len(pieces) == 1 else torch.linalg.vector_norm(torch.stack(pieces))
+
+
+RATIO_ELEMENTS = 1 << 16
+"""Weights from which the relative change of an update is estimated."""
+
+
+def _change(before: Tensor, after: Tensor) -> Tensor:
+    """Norm of the difference, relative to the norm of `before`."""
+    return (_norm(after - before) / _norm(before)).nan_to_num(nan=0.0, posinf=0.0)
 
 
 def adamw(

@@ -38,6 +38,7 @@ ALLOWED: dict[str, frozenset[str]] = {
         "graph",
         "journal",
         "lab",
+        "learning_health",
         "rollout",
     }
     | {"page", "run_folder", "serving", "simulation"},
@@ -59,16 +60,17 @@ ALLOWED: dict[str, frozenset[str]] = {
     "data": SHARED,
     "dataplane": SHARED | {"samples.sharding"},
     "device_lease": SHARED,
-    "diagnosis": GROUND | {"telemetry"},
+    "diagnosis": GROUND | {"telemetry", "learning_health"},
     "generation": SHARED | {"weights", "cluster.shared_memory", "device_lease"},
     "graph": SHARED | {"samples.sharding", "dataplane"},
     "journal": GROUND | {"control.protocol"},
     "lab": SHARED
     | {"cli.scale", "cluster", "control", "data", "diagnosis", "generation", "graph", "journal", "rollout"}
     | {"run_folder", "simulation", "training"},
+    "learning_health": GROUND | {"telemetry"},
     "model": frozenset({"types", "errors", "config.schema", "config.stages"}),
     "openai_api": GROUND | {"model"},
-    "page": SHARED | {"access", "diagnosis", "journal", "run_folder"},
+    "page": SHARED | {"access", "diagnosis", "journal", "learning_health", "run_folder"},
     "process": GROUND | {"telemetry"},
     "protocol": frozenset({"types", "errors"}),
     "recovery": SHARED,

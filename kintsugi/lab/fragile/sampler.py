@@ -52,10 +52,10 @@ class Sampler:
     def load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         self._engine.load(version, self._engine.stage(tensors))
 
-    def roll_out(self, prompts: Sequence[Prompt]) -> RolledOut:
-        """Generate and score all samples of these prompts."""
+    def roll_out(self, prompts: Sequence[Prompt], *, temperature: float | None = None) -> RolledOut:
+        """Generate and score all samples of these prompts, at the temperature of the recipe if none is given."""
         sampling = SamplingParams(
-            temperature=self._config.sampling.temperature,
+            temperature=self._config.sampling.temperature if temperature is None else temperature,
             max_new_tokens=self._config.sampling.max_new_tokens,
             seed=self._config.seed,
         )

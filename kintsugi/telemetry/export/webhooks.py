@@ -46,7 +46,7 @@ class Notification(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     process: str
     """Process that it is about; otherwise the process that raised it."""
     kind: str
-    """`alert`, `fault` or `diagnosis`."""
+    """`alert`, `fault`, `diagnosis` or `learning`."""
     text: str
     values: Mapping[str, float] = {}
     details: Any = None

@@ -30,6 +30,7 @@ FILES = {
     "samples_index_file": "samples.index",
     "eval_answers_file": "verdicts.jsonl",
     "diagnoses_file": "diagnoses.jsonl",
+    "learning_file": "learning.jsonl",
     "audit_file": "audit.jsonl",
     "index_file": "store.db",
     "decode_step_file": "steps",

@@ -143,7 +143,7 @@ def test_a_sample_is_written_with_all_that_is_known_of_it(tmp_path: Path) -> Non
     writer.write(
         4,
         [meta("grpo:0:1:0", 3, reward=1)],
-        texts={"grpo:0:1:0/3": SampleText("1+1=", "2")},
+        texts={"grpo:0:1:0/3": SampleText("1+1=", "2", "2", "sums")},
         advantages={"grpo:0:1:0/3": 0.7},
     )
     writer.close()
@@ -158,6 +158,8 @@ def test_a_sample_is_written_with_all_that_is_known_of_it(tmp_path: Path) -> Non
         "reward_components": {"exact": 1},
         "finish": "eos",
         "advantage": 0.7,
+        "answer": "2",
+        "source": "sums",
     }
 
 
@@ -239,6 +241,22 @@ def test_a_resumed_run_is_the_same_run_at_weights_and_biases(tmp_path: Path, wan
     assert {name: run.logged for name, run in wandb.runs.items()} == {"job1": [1, 2]}
 
 
+def test_trackers_show_demonstrations_apart_and_group_what_has_no_group(
+    tmp_path: Path, wandb: FakeWandb
+) -> None:
+    with MetricsWriter(tmp_path, wandb_id="job1") as writer:
+        writer.write(1, {"loss": 1.0, "timing/step": 2.0}, stage="warmup")
+        writer.write(2, {"loss": 0.5, "reward/mean": 0.1}, stage="grpo")
+    assert wandb.runs["job1"].values == {
+        "sft/loss": 1.0,
+        "sft/timing/step": 2.0,
+        "train/loss": 0.5,
+        "reward/mean": 0.1,
+    }
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == [1.0, 0.5]
+
+
 def test_a_tracker_that_fails_keeps_nothing_from_the_file(tmp_path: Path, wandb: FakeWandb) -> None:
     writer = MetricsWriter(tmp_path, wandb_id="job1")
     for step in (1, 2, 3):
@@ -315,7 +333,7 @@ def test_tensorboard_reads_what_was_written_and_drops_what_was_undone(tmp_path: 
     program = (
         "import sys\n"
         "from tensorboard.backend.event_processing.event_accumulator import EventAccumulator\n"
-        "events = EventAccumulator(sys.argv[1]).Reload().Scalars('loss')\n"
+        "events = EventAccumulator(sys.argv[1]).Reload().Scalars('train/loss')\n"
         "sys.stdout.write(str([(event.step, event.value) for event in events]))\n"
     )
     result = subprocess.run(

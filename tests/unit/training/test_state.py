@@ -368,3 +368,22 @@ def test_a_rollback_measures_the_reference_weights_too() -> None:
     weight[0] += 1
     state.rollback(0)
     assert torch.equal(weight, before)
+
+
+def test_an_update_reports_how_far_it_changed_the_weights() -> None:
+    state = new_state(STAGE)
+    before = torch.cat([tensor.flatten().clone() for tensor in state.weights().values()])
+    state.begin_update()
+    update = state.update(gradient(state, 1))
+    state.end_update(1)
+    state.commit(1)
+    after = torch.cat([tensor.flatten() for tensor in state.weights().values()])
+    expected = torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before)
+    assert float(update.ratio) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_an_update_that_is_skipped_changed_nothing() -> None:
+    state = new_state(STAGE)
+    state.begin_update()
+    update = state.update(torch.full_like(state.gradient, torch.inf))
+    assert (update.applied, float(update.ratio)) == (False, 0.0)
