@@ -21,6 +21,11 @@ Overrides = Annotated[
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its name in runs/.")]
 Step = Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the last one.")]
 
+Best = Annotated[
+    bool, typer.Option("--best", help="The checkpoint with the highest held-out accuracy instead.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON with all fields.")]
+
 
 def load_validated(recipe: Path, overrides: list[str] | None) -> Resolved:
     """Load a recipe with overrides and validate it."""

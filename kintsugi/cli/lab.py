@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kintsugi.cli.arguments import Overrides, Recipe, load_validated
-from kintsugi.cli.output import say
+from kintsugi.cli.output import console, say
 
 app = typer.Typer()
 lab = typer.Typer(no_args_is_help=True, help="Inject faults into runs, and compare diagnosis methods.")
@@ -40,8 +40,6 @@ def soak(
     """Run a recipe without faults and with processes killed and stopped repeatedly, and compare the results."""
     import signal
 
-    from rich.console import Console
-
     from kintsugi.config.recipe import anchored
     from kintsugi.lab.soak import report as reports
     from kintsugi.lab.soak.soak import Soak
@@ -51,12 +49,11 @@ def soak(
     folder = Path(config.run_dir) if config.run_dir else next_run_dir(config.name).resolve()
     create_run_dir(folder)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    console = Console()
     run = Soak(config, folder=folder, num_faults=faults, seed=seed, cold=cold, say=say)
     report = run.run()
     if json is not None:
         reports.write(report, json)
-    console.print(reports.render(report))
+    console().print(reports.render(report))
     if report.totals.wrong:
         raise typer.Exit(1)
 

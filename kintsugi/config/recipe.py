@@ -34,6 +34,8 @@ from kintsugi.errors import ConfigError, StorageError
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 PYTHON = "Python"
+DEFAULT_OF = "default of "
+"""Origin of a value that the algorithm decides."""
 
 Tree = dict[str, Any]
 Origins = dict[str, str]
@@ -107,9 +109,27 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
     origins: Origins = {}
     for origin, layer in _layers(Path(path)):
         _merge(tree, layer, origin=origin, origins=origins)
-    for override in overrides:
-        _merge(tree, _parse_override(override), origin=COMMAND_LINE, origins=origins)
+    given = [_parse_override(override) for override in overrides]
+    if any(
+        "name" in layer.get("algorithm", {}) for layer in given if isinstance(layer.get("algorithm"), dict)
+    ):
+        _forget_algorithm_defaults(tree, beside=Path(path))
+    for layer in given:
+        _merge(tree, layer, origin=COMMAND_LINE, origins=origins)
     return _resolved(tree, origins)
+
+
+def _forget_algorithm_defaults(tree: Tree, *, beside: Path) -> None:
+    """Open the values again that a run's `config.yaml` has from the defaults of its algorithm: another one has
+    others."""
+    try:
+        recorded = msgspec.json.decode((beside.parent / "origins.json").read_bytes(), type=dict[str, str])
+    except (OSError, msgspec.MsgspecError):
+        return
+    section = tree.get("algorithm")
+    for field, origin in recorded.items():
+        if origin.startswith(DEFAULT_OF) and isinstance(section, dict):
+            section[field.removeprefix("algorithm.")] = None
 
 
 def given(config: Config, overrides: Sequence[str] = ()) -> Resolved:

@@ -423,7 +423,7 @@ class CheckpointSection(_Section, frozen=True):
     every: int = 25
     """Steps between checkpoints. The last step is always saved; 0: only the last step."""
     keep: int = 2
-    """Number of checkpoints to keep; older ones are deleted."""
+    """Number of checkpoints to keep; older ones are deleted, except the one with the highest held-out accuracy."""
 
 
 ShareDevice = Literal["no", "keep", "offload"]

@@ -1,6 +1,7 @@
 """Layout of a run folder: the path of every file that a run writes, defined once.
 
     config.yaml             the configuration, as it runs
+    config.until-step-N.yaml  the configuration before a resume with overrides
     origins.json            source of each configuration value: recipe, override, default
     rewards.py              reward functions that were passed from Python
     data.json               data sources with their digests, pinned when the run starts
@@ -8,6 +9,7 @@
     journal.N               earlier facts, which the journal has folded into its first record; 256 MiB at most
     inputs                  events that the master handled, for replay in the simulator
     summary.json            outcome of the run, written at its end
+    tags.json               tags of the run (`kintsugi tag`)
     launcher.json           process that runs this folder, while it runs
     processes.json          status, counters and waits of each process, refreshed by the master
     metrics.jsonl           metrics of each step and evaluation
@@ -55,6 +57,9 @@ class RunFolder:
     @property
     def config_file(self) -> Path:
         return self.path / "config.yaml"
+
+    def earlier_config_file(self, step: int) -> Path:
+        return self.path / f"config.until-step-{step}.yaml"
 
     @property
     def origins_file(self) -> Path:
@@ -123,6 +128,10 @@ class RunFolder:
     @property
     def devices_file(self) -> Path:
         return self.path / "devices.json"
+
+    @property
+    def tags_file(self) -> Path:
+        return self.path / "tags.json"
 
     @property
     def checkpoints_folder(self) -> Path:

@@ -490,3 +490,20 @@ def chosen_checkpoint(folder: Path, *, step: int | None) -> Path:
         raise UserError(f"--step: expected a step with a checkpoint ({have}), got {chosen}")
     verify(checkpoints[chosen])
     return checkpoints[chosen]
+
+
+def best_step(folder: Path) -> int:
+    """Return the step of the checkpoint with the highest held-out accuracy; the latest one of equals."""
+    checkpoints = checkpoint_folders(folder)
+    measured = {
+        int(line["step"] or 0): line["eval/accuracy"] or 0.0
+        for line in read_status(folder).evaluations
+        if int(line["step"] or 0) in checkpoints
+    }
+    if not measured:
+        have = ", ".join(map(str, checkpoints)) or "none"
+        raise UserError(
+            f"--best: expected a checkpoint of a step that was evaluated, found none (checkpoints of steps: {have}); "
+            "`eval.every` as a multiple of `checkpoint.every` evaluates every checkpoint"
+        )
+    return max(measured, key=lambda step: (measured[step], step))
