@@ -13,7 +13,7 @@ from rich.text import Text
 
 from kintsugi.cli.progress import duration, seconds_text
 from kintsugi.config.schema import Config
-from kintsugi.config.stages import has_servers
+from kintsugi.config.stages import has_servers, stages
 from kintsugi.run_folder import reader
 from kintsugi.run_folder.layout import RELATIVE
 from kintsugi.run_folder.summary import Summary
@@ -37,7 +37,7 @@ def print_closing(console: Console, summary: Summary, *, config: Config, folder:
         text = printable(f"incidents: {incidents_text(summary)}; details: {see}")
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     console.print("try next:", highlight=False)
-    for command in suggestions(summary, folder=folder):
+    for command in suggestions(summary, config=config, folder=folder):
         console.print(printable(f"  {command}"), highlight=False, markup=False, soft_wrap=True)
 
 
@@ -111,7 +111,7 @@ def _measured(summary: Summary, config: Config, *, index: int) -> str:
     unscored = int(found.get("eval/unscored", 0))
     if unscored >= count:
         return "not measured: no answer could be scored"
-    if index == 0 and step > 0:
+    if index == 0 and step >= stages(config)[-1].first_step:
         return "not measured"
     if index == -1 and step < summary.steps:
         since = f"not measured since step {step}"
@@ -128,7 +128,7 @@ def incidents_text(summary: Summary) -> str:
     return f"{recovered} recovered{unresolved}, {seconds_text(lost_s)} lost"
 
 
-def suggestions(summary: Summary, *, folder: Path) -> list[str]:
+def suggestions(summary: Summary, *, config: Config, folder: Path) -> list[str]:
     """Commands to try next, depending on the outcome of the run."""
     if summary.outcome != reader.RunState.FINISHED:
         return [f"{program()} resume {folder}", f"{program()} status {folder}"]
@@ -145,7 +145,7 @@ def suggestions(summary: Summary, *, folder: Path) -> list[str]:
         f"{program()} serve {folder}",
         f"{program()} export {folder} --to my-model",
         f"{program('tensorboard')} --logdir {folder}/tensorboard",
-        f"{program()} resume {folder} algorithm.steps={summary.steps * 2}",
+        f"{program()} resume {folder} algorithm.steps={2 * config.algorithm.steps}",
         f"{program()} train {folder}/config.yaml seed=1 run_dir={folder}-seed-1",
     ]
 

@@ -168,6 +168,8 @@ def _print_failure(code: int, faults: Sequence[FaultLine], *, run_dir: Path, mas
         print_message(f"error: {faults[-1].message}")
     elif faults:
         print_faults(faults)
+        if (trace := reader.last_user_traceback(run_dir)) is not None:
+            print_message(f"the last traceback of user code, in {trace}")
         print_message(f"error: the run failed; its folder is {run_dir}")
     elif code == EXIT_USER_ERROR and master_log:
         print_message(f"error: {master_log.splitlines()[-1]}")

@@ -7,13 +7,19 @@ cluster. Values that the program can measure are not settings. `config/recipe.py
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
 
 
-class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    pass
+class _Section(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, repr_omit_defaults=True
+):
+    """A section of the configuration. Its text has the values that are not defaults."""
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with other values: `config.replace(seed=1)`, `config.actor.replace(learning_rate=3e-4)`."""
+        return msgspec.structs.replace(self, **changes)
 
 
 class NewModel(_Section, frozen=True):

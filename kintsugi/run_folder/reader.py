@@ -41,6 +41,8 @@ from kintsugi.types import Role, process_id
 MetricLine = dict[str, float | None]
 T = TypeVar("T")
 
+TRACEBACK = "Traceback (most recent call last):"
+LOG_END_BYTES = 1 << 16
 LATEST_METRICS = 100
 """Lines at the end of `metrics.jsonl` that show the latest value of every metric."""
 _EVALUATION_MARK = b'"eval/accuracy"'
@@ -507,3 +509,19 @@ def best_step(folder: Path) -> int:
             "`eval.every` as a multiple of `checkpoint.every` evaluates every checkpoint"
         )
     return max(measured, key=lambda step: (measured[step], step))
+
+
+def last_user_traceback(folder: Path) -> str | None:
+    """Return the last traceback of a reward, an environment or an agent in the logs of the rollout workers, with the
+    file; None if there is none."""
+    paths = sorted(
+        RunFolder(folder).logs_folder.glob(f"{Role.ROLLOUT}-*.log"), key=lambda path: path.stat().st_mtime
+    )
+    for path in reversed(paths):
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - LOG_END_BYTES))
+            text = file.read().decode(errors="replace")
+        start = text.rfind(TRACEBACK)
+        if start >= 0:
+            return f"{path}:\n{text[start:].rstrip()}"
+    return None
