@@ -34,10 +34,11 @@ def load_validated(recipe: Path, overrides: list[str] | None) -> Resolved:
 
 def loaded(recipe: Path, overrides: list[str] | None) -> Resolved:
     """Load a recipe with overrides. Rewards, environments and algorithms may be modules of the current folder."""
+    from kintsugi.cli.local_models import with_local_models
     from kintsugi.config.recipe import load
 
     add_current_folder_to_path()
-    return load(recipe, overrides or ())
+    return with_local_models(load(recipe, overrides or ()))
 
 
 def validated(resolved: Resolved) -> Resolved:

@@ -103,16 +103,18 @@ def init(
     algorithm: Annotated[str, typer.Option(help="Algorithm: sft, dpo, ppo, grpo, dapo, …")] = "grpo",
     model: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Hugging Face folder; default: a small new model."),
+        typer.Option(metavar="FOLDER", help="Hugging Face folder or hub name; default: a small new model."),
     ] = None,
     data: Annotated[
         str | None, typer.Option(metavar="SOURCE", help="Data file or folder; default: generated arithmetic.")
     ] = None,
 ) -> None:
     """Write a commented recipe that is valid as it is."""
+    from kintsugi.cli.local_models import model_folder
     from kintsugi.cli.recipe_template import write_starter
 
-    written = write_starter(file, algorithm=algorithm, model=model, data=data)
+    folder = None if model is None else model_folder(model, field="--model")
+    written = write_starter(file, algorithm=algorithm, model=folder, data=data)
     say(f"{', '.join(map(str, written))}: try `kintsugi check {file}`, then `kintsugi train {file}`")
 
 

@@ -124,6 +124,7 @@ def serve(
     ] = False,
 ) -> None:
     """Serve a model with an OpenAI-compatible API: completions and chat, with streaming."""
+    from kintsugi.cli.local_models import model_folder
     from kintsugi.errors import UserError
     from kintsugi.serving.credentials import Credentials, read_key
     from kintsugi.serving.session import ServeOptions
@@ -139,7 +140,7 @@ def serve(
         allowed_hosts=tuple(allowed_host or ()),
     )
     options = ServeOptions(
-        model=model,
+        model=model_folder(model, field="MODEL"),
         host=host,
         port=port,
         num_servers=servers,

@@ -1,4 +1,4 @@
-"""Commands that read runs: `status`, `incidents`, `runs`, `tag`, `compare`, `samples`, `eval`."""
+"""Commands that read runs: `status`, `incidents`, `runs`, `tag`, `prune`, `compare`, `samples`, `eval`."""
 
 from __future__ import annotations
 
@@ -145,6 +145,28 @@ def tag(
     else:
         has = read_tags(folder)
     say(f"{folder}: {', '.join(has) or 'no tags'}")
+
+
+@app.command()
+def prune(
+    run: Run,
+    parts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PART…", help="Parts to remove; without any, their sizes are shown."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show what takes space in a run folder, and remove parts of it once the run has ended."""
+    from kintsugi.cli import tables
+    from kintsugi.run_folder import pruning, reader
+
+    folder = reader.find_run(run)
+    if parts:
+        say(f"{folder}: {pruning.prune(folder, parts) / 1e6:,.1f} MB freed")
+    elif json:
+        _say_json(pruning.sizes(folder))
+    else:
+        console().print(tables.sizes_table(pruning.sizes(folder)))
 
 
 @app.command()

@@ -26,6 +26,7 @@ from kintsugi.run_folder.incidents import (
 )
 from kintsugi.run_folder.layout import RELATIVE
 from kintsugi.run_folder.listing import RunLine
+from kintsugi.run_folder.pruning import PartSize
 from kintsugi.run_folder.reader import JournalStatus, MetricLine, RunStatus
 from kintsugi.telemetry.events import Alert, Record
 from kintsugi.telemetry.process_reports import ProcessReports
@@ -281,6 +282,17 @@ def runs_table(found: Sequence[RunLine]) -> Table:
             *([", ".join(line.tags)] if has_tags else []),
         ]
         table.add_row(*map(cell, texts))
+    return table
+
+
+def sizes_table(parts: Sequence[PartSize]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("part")
+    table.add_column("MB", justify="right", no_wrap=True)
+    table.add_column("contents")
+    table.add_column("does not work without it")
+    for part in parts:
+        table.add_row(part.name, f"{part.size / 1e6:,.1f}", part.contents, part.without or "the run")
     return table
 
 

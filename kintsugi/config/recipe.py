@@ -164,7 +164,15 @@ def rollout_only(resolved: Resolved, *, steps: int) -> Resolved:
     return Resolved(config, origins)
 
 
+def _list_single_reward(tree: Tree) -> None:
+    """Take `algorithm.reward: my.function` for a list of one."""
+    section = tree.get("algorithm")
+    if isinstance(section, dict) and isinstance(section.get("reward"), str):
+        section["reward"] = [section["reward"]]
+
+
 def _resolved(tree: Tree, origins: Origins) -> Resolved:
+    _list_single_reward(tree)
     _expand_custom_algorithm(tree, origins)
     config = _convert(tree, origins=origins)
     for field in fields_of(config):

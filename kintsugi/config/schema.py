@@ -42,7 +42,8 @@ class ModelSection(_Section, frozen=True):
     """Source of the model: a Hugging Face folder, or a new model with random weights."""
 
     path: str | None = None
-    """Hugging Face folder with safetensors files. Excludes `new`."""
+    """Hugging Face folder with safetensors files, or the name of a model on the hub, `owner/name`: taken from the local
+    cache, or downloaded. Excludes `new`."""
     new: NewModel | None = None
     """Architecture of a new model. Excludes `path`."""
 
