@@ -258,17 +258,22 @@ def resume(run: Run, overrides: Overrides = None, detach: Detach = False) -> Non
 
 @app.command()
 def attach(run: Run) -> None:
-    """Show a running run as `kintsugi train` does. Ctrl-C leaves it going."""
+    """Show a running run as `kintsugi train` does. Ctrl-C leaves it going. Of an ended run, show the results."""
     from kintsugi.cli.session import attach as attach_to
+    from kintsugi.cli.session import show_results
     from kintsugi.errors import UserError
     from kintsugi.run_folder import reader
 
     folder = reader.find_run(run)
-    if reader.living_launcher(folder) is None:
-        state = reader.read_status(folder).state
-        hint = f"`kintsugi status {run}`" if state is reader.RunState.FINISHED else f"`kintsugi resume {run}`"
-        raise UserError(f"{folder}: expected a run that is running, it is {state}; try {hint}")
-    if (code := attach_to(folder)) != 0:
+    if reader.living_launcher(folder) is not None:
+        code = attach_to(folder)
+    elif reader.read_summary(folder) is not None:
+        code = show_results(folder)
+    else:
+        raise UserError(
+            f"{folder}: expected a run that is running, it was interrupted; try `kintsugi resume {run}`"
+        )
+    if code != 0:
         raise typer.Exit(code)
 
 

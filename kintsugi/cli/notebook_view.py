@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from html import escape
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,12 @@ def in_notebook() -> bool:
 
 def _display(html: str) -> Any:
     """Display a block; returns a handle to update it with."""
-    from IPython.display import HTML, display
-
-    return display(HTML(html), display_id=True)
+    shown = import_module("IPython.display")
+    return shown.display(shown.HTML(html), display_id=True)
 
 
 def _update(handle: Any, html: str) -> None:
-    from IPython.display import HTML
-
-    handle.update(HTML(html))
+    handle.update(import_module("IPython.display").HTML(html))
 
 
 class NotebookView:

@@ -121,6 +121,15 @@ def attach(run_dir: Path) -> int:
     return code
 
 
+def show_results(run_dir: Path) -> int:
+    """Print the closing table of a run that has ended; returns the exit code that it had."""
+    config = load_config(RunFolder(run_dir).config_file)
+    summary = reader.read_summary(run_dir)
+    code = 0 if summary is not None and summary.outcome in _GOOD_OUTCOMES else EXIT_ERROR
+    _print_outcome(code, console(), config=config, run_dir=run_dir, since=0.0, log_size=0)
+    return code
+
+
 def _prepare(config: Config, *, run_dir: Path, resume: bool) -> None:
     """Pin the data, check what can be checked before any process starts, and record the start."""
     from kintsugi.access.roles import Action

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kintsugi.errors import ModelError
 
-FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt")
+FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
 """Files of a model; other formats of the same weights are left out."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")
 
@@ -29,8 +29,8 @@ def local_folder(
     cache_dir: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> str:
-    """Return the folder of a model: the path itself, or of a hub name its folder in the local cache, which is downloaded
-    if needed; `say` is called before. ModelError names `field`, and says what to do without a connection."""
+    """Return the folder of a model: the path itself, or of a hub name its folder in the local cache, downloaded if
+    needed; `say` is called before. ModelError names `field`, and says what to do without a connection."""
     if not is_hub_name(path):
         return path
     from huggingface_hub import snapshot_download

@@ -18,7 +18,7 @@ class Part(msgspec.Struct, frozen=True):
     name: str
     contents: str
     without: str
-    """What does not work any more without them; empty if they must stay."""
+    """Commands that do not work any more without them; empty if they must stay."""
     paths: Callable[[Path], list[Path]]
 
 
@@ -55,7 +55,7 @@ PARTS = (
     Part(
         "evaluations",
         "folders of `kintsugi eval`",
-        "their details; printed results are not in them",
+        "the details of these evaluations",
         _files("evaluations"),
     ),
     Part(

@@ -465,12 +465,16 @@ def test_the_version_and_a_short_help_option(kintsugi: Kintsugi) -> None:
     assert "Usage" in kintsugi("train", "-h").output
 
 
-def test_attach_to_a_run_that_does_not_run_names_what_to_do(kintsugi: Kintsugi, cluster: FakeCluster) -> None:
-    cluster.outcome = "stopped"
+def test_attach_to_an_ended_run_shows_its_results_and_of_an_interrupted_one_names_what_to_do(
+    kintsugi: Kintsugi, cluster: FakeCluster
+) -> None:
     kintsugi("train", GRPO, "run_dir=mine")
     result = kintsugi("attach", "mine")
+    assert result.code == 0 and "held-out accuracy after" in result.output
+    Path("mine/summary.json").unlink()
+    result = kintsugi("attach", "mine")
     assert result.code == 2
-    assert "expected a run that is running, it is stopped; try `kintsugi resume mine`" in result.errors
+    assert "expected a run that is running, it was interrupted; try `kintsugi resume mine`" in result.errors
 
 
 @pytest.mark.parametrize("command", ["check", "train"])
