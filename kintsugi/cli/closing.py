@@ -163,4 +163,5 @@ def accuracy_text(accuracy: float | None, *, count: int, of: str = "problems") -
     if accuracy is None:
         return "not measured"
     low, high = wilson_interval(accuracy, count=count)
-    return f"{accuracy:.1%} ({low:.1%} – {high:.1%} at 95 %, {count} {of})"
+    noun = of.removesuffix("s") if count == 1 else of
+    return f"{accuracy:.1%} ({low:.1%} – {high:.1%} at 95 %, {count} {noun})"

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kintsugi.cli.arguments import Overrides, Recipe, load_validated
-from kintsugi.cli.output import console, say
+from kintsugi.cli.output import console, counted, say
 
 app = typer.Typer()
 lab = typer.Typer(no_args_is_help=True, help="Inject faults into runs, and compare diagnosis methods.")
@@ -80,13 +80,17 @@ def simulate(
         say(summary_of(replay, outcome))
         raise typer.Exit(1 if outcome.violations else 0)
     report = run_campaign(first=first, count=seeds, num_workers=workers, num_processes=processes)
-    encoded = msgspec.json.format(msgspec.json.encode(report), indent=2)
     if json is not None:
-        json.write_bytes(encoded + b"\n")
-        violating = report.pop("violating")
-        report.pop("coverage")
-        encoded = msgspec.json.format(msgspec.json.encode({**report, "violating": violating}), indent=2)
-    say(encoded.decode())
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    say(
+        f"{counted(report['violations'], 'violation')} in {counted(report['seeds'], 'seed')} with "
+        f"{counted(report['faults'], 'fault')}: {report['events']:,} events, {report['virtual_s']:,.0f} s of virtual "
+        f"time in {report['wall_s']:.1f} s"
+    )
+    if report["violating"]:
+        say(msgspec.json.format(msgspec.json.encode(report["violating"]), indent=2).decode())
+    if json is None:
+        say("--json FILE writes all figures, and which states and events were covered")
     raise typer.Exit(1 if report["violations"] else 0)
 
 

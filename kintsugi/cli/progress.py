@@ -34,6 +34,8 @@ SILENT_S = 5.0
 PAUSE_S = 1.0
 """Time between two steps beyond what they account for, from which it counts as a pause of the run."""
 
+RECOVERED = "recovered by"
+"""Begin of the alert that ends an incident; the strategy and the cause follow."""
 SHARES = ("data", "generate", "reward", "train", "weights", "other")
 _PHASES = {
     Phase.ADOPTING: "a new master takes over",
@@ -116,13 +118,15 @@ def _accounted_s(line: MetricLine) -> float:
 
 
 def _shares_of(line: MetricLine) -> dict[str, float]:
-    """Seconds of one step by activity; evaluations, checkpoints and the like are `other`."""
+    """Seconds of one step by activity; evaluations, checkpoints and the like are `other`. The start of the run, which
+    the first step accounts for, is not part of a step."""
     timing = {
         name.removeprefix("timing/"): value or 0.0
         for name, value in line.items()
         if name.startswith("timing/")
     }
-    timing.pop("step", None)
+    for name in ("step", "start"):
+        timing.pop(name, None)
     timing["train"] = timing.get("train", 0.0) + timing.pop("commit", 0.0)
     known = {name: timing.pop(name, 0.0) for name in SHARES[:-1]}
     return known | {"other": sum(timing.values())}
@@ -286,7 +290,10 @@ def alert_text(alert: Record) -> str:
     assert isinstance(alert.event, Alert)
     first, _, _ = headline(alert.event.message).partition(". ")
     seconds = alert.event.values.get("total")
-    return first + ("" if seconds is None else f" ({seconds_text(seconds)})")
+    if seconds is None:
+        return first
+    done, _, cause = first.partition(": ")
+    return f"recovered in {seconds_text(seconds)}: {cause}" if done.startswith(RECOVERED) else first
 
 
 def duration(seconds: float) -> str:

@@ -255,6 +255,8 @@ def _column_lines(found: _Found) -> str:
     ]
     if data.completion_column is not None:
         lines.append(f"  completion_column: {data.completion_column}   # target of SFT")
+    if data.source == "arithmetic":
+        return "  # `12+39=` → `15`: the sum with its digits reversed, the last digit first\n"
     return "" if found.generates_data else "\n".join(lines) + "\n"
 
 

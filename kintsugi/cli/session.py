@@ -137,8 +137,14 @@ def _prepare(config: Config, *, run_dir: Path, resume: bool) -> None:
     from kintsugi.cli.capacity import check_start
     from kintsugi.data.dataset import pin_data
 
-    for sentence in pin_data(config, run_dir=run_dir).left_out:
+    data = pin_data(config, run_dir=run_dir)
+    for sentence in data.left_out:
         print_message(f"{NOTE}{sentence}")
+    if 0 < data.num_positions < data.num_held_out:
+        print_message(
+            f"{NOTE}{data.num_held_out:,} rows are held out (`data.num_eval`) and only {data.num_positions:,} are "
+            "trained on"
+        )
     for sentence in check_start(config, run_dir=run_dir, resume=resume):
         print_message(f"{WARNING}{sentence}")
     record_locally(run_dir, Action.RESUME if resume else Action.START, begins=not resume)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kintsugi.cli.closing import accuracy_text, cell
 from kintsugi.cli.output import counted
-from kintsugi.cli.progress import StepProgress, phase_text, seconds_text
+from kintsugi.cli.progress import StepProgress, alert_text, phase_text, seconds_text
 from kintsugi.control.phases.table import Phase
 from kintsugi.journal.facts import CauseDiagnosed
 from kintsugi.run_folder.incidents import (
@@ -130,11 +130,9 @@ def alert_line(record: Record) -> str:
     """`alert 2026-05-01 12:00:03: disk full`."""
     assert isinstance(record.event, Alert)
     values = record.event.values
-    if "total" in values:  # Of a recovery; `kintsugi incidents` has its parts.
-        text = f" ({seconds_text(values['total'])})"
-    else:
-        text = "".join(f" {name}={value:g}" for name, value in values.items())
-    return f"alert {_moment(record.stamp.time)}: {headline(record.event.message)}{text}"
+    # The parts of a recovery are in `kintsugi incidents`.
+    text = "" if "total" in values else "".join(f" {name}={value:g}" for name, value in values.items())
+    return f"alert {_moment(record.stamp.time)}: {alert_text(record)}{text}"
 
 
 WIDTH = 80

@@ -277,10 +277,10 @@ def test_a_loss_and_its_recovery_are_printed_immediately_and_old_ones_are_not(
         display.tick()
         plain = re.sub(r"\x1b\[[0-9;?]*m", "", output.getvalue())
         assert "model-1 was lost: KeyError: 'x'\n" in plain
-        log.emit(Alert("mended by recover: model-1 was lost", {"total": 0.25, "start": 0.1}))
+        log.emit(Alert("recovered by recover: model-1 was lost", {"total": 0.25, "start": 0.1}))
     log.close()
     text = output.getvalue()
-    assert text.count("mended by recover: model-1 was lost (250 ms)") == 1
+    assert text.count("recovered in 250 ms: model-1 was lost") == 1
     assert "earlier session" not in text and "nothing to look at" not in text
 
 
@@ -349,3 +349,9 @@ def test_an_accuracy_comes_with_its_interval() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0.24, "240 ms"), (1.26, "1.3 s"), (65.4, "1:05")])
 def test_short_times_keep_their_precision(seconds: float, text: str) -> None:
     assert seconds_text(seconds) == text
+
+
+def test_the_start_of_a_run_is_no_part_of_the_remaining_time() -> None:
+    progress = StepProgress(CONFIG)
+    progress.take(line(1, **{"timing/start": 100.0}))
+    assert progress.eta_s() == 9.0 * 9 and "other" not in progress.shares()
