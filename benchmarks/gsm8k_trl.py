@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs 
 from kintsugi.rollout.rewards import gsm8k_answer
 
 SYSTEM = "Solve the problem step by step. Write the final number after ####."
-EVAL_BATCH = 250
+EVAL_BATCH = 500
 
 
 def rows(path: Path, *, count: int | None = None) -> Iterator[dict[str, Any]]:

@@ -1,10 +1,14 @@
-"""The page on a run with a million samples: first paint, time to interactive, memory and CPU of the server, 20 viewers.
+"""The page on a run with a million samples: first paint, time to interactive, memory and CPU of the server, 20 viewers;
+and beside a run that goes on: the CPU time that an open page adds.
 
     python benchmarks/page.py [--samples 1000000] [--viewers 20] [--folder FOLDER]
+    python benchmarks/page.py --live [--recipe grpo_arithmetic]
 
 The run is generated from the recorded one of the package: same journal and events, as many samples and steps as asked
-for (about 280 bytes a sample). Every load is one of a fresh browser context, so nothing is cached. Needs the chromium
-of the system and the extra `test`.
+for (about 280 bytes a sample). Every load is one of a fresh browser context, so nothing is cached. Beside a run, the
+page is a process of its own and the run does nothing for it, so what it adds is the CPU time of that process, compared
+with that of all processes of the run in the same time; the browser counts for neither. Needs the chromium of the system
+and the extra `test`.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ from kintsugi.page.demo import FAULTS, unpack
 PER_STEP = 256
 LOADS = 5
 IDLE_S = 20.0
+LIVE_S = 12.0
+STARTED_STEP = 3
 VIEWS = ("learning", "rollouts", "time", "health", "incidents", "logs", "levels")
 DRAWN = "() => document.querySelector('main .view *') && !document.querySelector('main .spinner')"
 PAINTED = """() => {
@@ -127,6 +133,64 @@ def measure(server: Server, browser: Browser, *, viewers: int) -> dict[str, Any]
     return results
 
 
+def cpu_s(processes: list[psutil.Process]) -> dict[int, float]:
+    """CPU seconds of each process so far; those that ended are left out."""
+    found = {}
+    for process in processes:
+        try:
+            used = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        found[process.pid] = float(used.user + used.system)
+    return found
+
+
+def live(browser: Browser, folder: Path, *, recipe: str) -> dict[str, Any]:
+    """Train with the page beside it, and look at each view for a while."""
+    run_dir = folder / "live"
+    command = [
+        sys.executable,
+        "-m",
+        "kintsugi",
+        "train",
+        recipe,
+        f"run_dir={run_dir}",
+        "algorithm.steps=100000",
+    ]
+    launcher = subprocess.Popen([*command, "--page"], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    address = launcher.stdout.readline().removeprefix("page: ").strip()
+    results: dict[str, Any] = {}
+    try:
+        metrics = run_dir / "metrics.jsonl"
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < STARTED_STEP:
+            assert launcher.poll() is None
+            time.sleep(0.2)
+        for view in (None, "learning", "time", "health", "logs"):
+            context = browser.new_context(viewport={"width": 1440, "height": 900})
+            if view is not None:
+                page = context.new_page()
+                page.goto(f"{address}#/run/live/{view}")
+                page.wait_for_function(DRAWN)
+            processes = psutil.Process(launcher.pid).children(recursive=True)
+            (beside,) = [each for each in processes if "kintsugi.cli.page" in each.cmdline()]
+            steps, before = metrics.read_bytes().count(b"\n"), cpu_s(processes)
+            time.sleep(LIVE_S)
+            after = cpu_s(processes)
+            used = {pid: after[pid] - before[pid] for pid in after.keys() & before.keys()}
+            of_page = used.pop(beside.pid)
+            steps = metrics.read_bytes().count(b"\n") - steps
+            results[f"{view or 'no viewer'}"] = (
+                f"{of_page / sum(used.values()):.2%} of the run's CPU time: {of_page:.2f} s beside "
+                f"{sum(used.values()):.1f} s in {LIVE_S:.0f} s and {steps} steps"
+            )
+            context.close()
+    finally:
+        launcher.send_signal(signal.SIGINT)
+        launcher.communicate(timeout=60)
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -134,7 +198,18 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--viewers", type=int, default=20)
     parser.add_argument("--folder", type=Path, help="where the run is generated; default: a temporary folder")
+    parser.add_argument("--live", action="store_true", help="only the page beside a run that goes on")
+    parser.add_argument("--recipe", default="grpo_arithmetic", help="recipe of that run")
     arguments = parser.parse_args()
+    if arguments.live:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, sync_playwright() as playwright:
+            browser = playwright.chromium.launch(
+                executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+            )
+            for view, result in live(browser, Path(folder), recipe=arguments.recipe).items():
+                print(f"{view}: {result}")
+            browser.close()
+        return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         run_dir = generate(Path(folder), samples=arguments.samples)
         size = (run_dir / "samples.jsonl").stat().st_size

@@ -22,6 +22,7 @@ from kintsugi.page.demo import FAULTS
 
 ROUTES = {
     "learning": f"/run/{FAULTS}/learning",
+    "rollouts": f"/run/{FAULTS}/rollouts?step=60",
     "incidents": f"/run/{FAULTS}/incidents?incident=1",
     "time": f"/run/{FAULTS}/time?step=58",
 }

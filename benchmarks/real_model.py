@@ -208,13 +208,52 @@ def show_all(results: Sequence[dict[str, Any]]) -> None:
         )
 
 
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that describe the run, whatever is done to it."""
+    parser.add_argument("--model", type=Path, help="model folder")
+    parser.add_argument("--data", type=Path, help="folder with GSM8K's train.jsonl and test.jsonl")
+    parser.add_argument("--recipe", default="recipes/grpo_qwen_gsm8k.yaml", help="recipe, by path or name")
+    parser.add_argument(
+        "--save-every", type=int, default=0, help="steps between checkpoints; 0: only the last"
+    )
+    parser.add_argument("--warmup", type=int, help="warm-up updates; at most as many as steps")
+    parser.add_argument("--evaluate", action="store_true", help="evaluate as the recipe says")
+    parser.add_argument("--random-weights", metavar="SHAPE", help="tiny, 135m, 0.6b, 1.5b, 1.8b or 4b")
+    parser.add_argument("--tokenizer", type=Path, help="folder with tokenizer files, for --random-weights")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
+    parser.add_argument("--out", type=Path, required=True)
+
+
+def check_run_arguments(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    if "/" not in arguments.recipe:
+        arguments.recipe = f"recipes/{arguments.recipe}.yaml"
+    if arguments.random_weights is not None and arguments.tokenizer is None:
+        parser.error("--random-weights needs --tokenizer")
+
+
+def make_random_model(arguments: argparse.Namespace) -> None:
+    """Write the model folder of `--random-weights`, unless it exists, and use it as `--model`."""
+    if arguments.random_weights is None:
+        return
+    from benchmarks.real_model_weights import write_random_model
+
+    arguments.model = arguments.out / f"model-{arguments.random_weights}"
+    if not arguments.model.exists():
+        began = time.monotonic()
+        count = write_random_model(
+            arguments.random_weights, folder=arguments.model, tokenizer=arguments.tokenizer
+        )
+        print(
+            f"{arguments.model}: {count / 1e9:.3f} B parameters in {time.monotonic() - began:.1f} s",
+            flush=True,
+        )
+
+
 def parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, help="model folder")
-    parser.add_argument("--data", type=Path, help="folder with GSM8K's train.jsonl and test.jsonl")
-    parser.add_argument("--recipe", default="recipes/grpo_qwen_gsm8k.yaml", help="recipe, by path or name")
+    add_run_arguments(parser)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--faults", default="none", help=f"some of {', '.join(FAULTS)}, with commas between")
     parser.add_argument(
@@ -224,24 +263,12 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
         "--fault-step", type=int, default=4, help="pass of the phase in which the fault is sent"
     )
     parser.add_argument("--fault-share", type=float, default=0.5, help="share of the phase before the fault")
-    parser.add_argument(
-        "--save-every", type=int, default=0, help="steps between checkpoints; 0: only the last"
-    )
-    parser.add_argument("--warmup", type=int, help="warm-up updates; at most as many as steps")
-    parser.add_argument("--evaluate", action="store_true", help="evaluate as the recipe says")
-    parser.add_argument("--random-weights", metavar="SHAPE", help="tiny, 135m, 0.6b, 1.5b, 1.8b or 4b")
-    parser.add_argument("--tokenizer", type=Path, help="folder with tokenizer files, for --random-weights")
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for each run")
-    parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args(words)
-    if "/" not in arguments.recipe:
-        arguments.recipe = f"recipes/{arguments.recipe}.yaml"
+    check_run_arguments(arguments, parser)
     arguments.faults = sorted(arguments.faults.split(","), key=lambda name: name != "none")
     if unknown := [name for name in arguments.faults if name not in FAULTS]:
         parser.error(f"--faults: expected some of {', '.join(FAULTS)}, got {', '.join(unknown)}")
-    if arguments.random_weights is not None and arguments.tokenizer is None:
-        parser.error("--random-weights needs --tokenizer")
     if "save" in arguments.faults and arguments.save_every == 0:
         arguments.save_every = max(1, arguments.steps // 2)
     return arguments
@@ -250,19 +277,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
 def main() -> None:
     arguments = parsed(sys.argv[1:])
     arguments.out.mkdir(parents=True, exist_ok=True)
-    if arguments.random_weights is not None:
-        from benchmarks.real_model_weights import write_random_model
-
-        arguments.model = arguments.out / f"model-{arguments.random_weights}"
-        if not arguments.model.exists():
-            began = time.monotonic()
-            count = write_random_model(
-                arguments.random_weights, folder=arguments.model, tokenizer=arguments.tokenizer
-            )
-            print(
-                f"{arguments.model}: {count / 1e9:.3f} B parameters in {time.monotonic() - began:.1f} s",
-                flush=True,
-            )
+    make_random_model(arguments)
     results = []
     for name in arguments.faults:
         result = one(name, FAULTS[name], arguments=arguments)

@@ -79,7 +79,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 KINDS = {
     "norm": ("_add_and_normalize", "_gradient_of_norm", "_add_rows", "rms_norm", "layer_norm", "gammabeta"),
     "rotary": ("_rotate", "_gradient_of_rotation"),
-    "gate": ("_activate", "_gradient_of_activation", "silu"),
+    "gate": ("activate_rows", "_gradient_of_activation", "silu"),
     "attention": ("flash", "fmha"),
     "products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitkreduce"),
     "embedding": ("embedding", "radix", "sort", "krn_partial", "sum_and_scatter"),

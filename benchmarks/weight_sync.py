@@ -23,6 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -102,8 +103,13 @@ class Meeting:
         agent.ask(Order(peers=peers))
         self.rank.ask(Order(peers=peers))
         self.segments = self._resources.enter_context(closing(SegmentClient(f"kintsugi-{self.job}-{HOST}")))
+        own = self._setups["server-0"]
         self.fetcher = Fetcher(
-            process="server-0", host=HOST, send_request=self._ask, device=card, join=receive
+            process="server-0",
+            host=HOST,
+            send_request=self._ask,
+            device=card,
+            join=partial(receive, keys=(own.public_key, own.secret_key)),
         )
         self.version = 0
 

@@ -30,8 +30,8 @@ from kintsugi.protocol.membership import AddressBook
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.weights import FetchWeights, Publish, Published, UploadWeights
 from kintsugi.telemetry.events import Alert, Note
-from kintsugi.training.process_group import StoreServer
 from kintsugi.transport import Blob, Endpoint, Reply, new_key_pair
+from kintsugi.transport.store import StoreServer
 from kintsugi.types import Peer
 from kintsugi.weights.publish import Publisher
 from kintsugi.weights.transports.collective import CollectiveTransport
@@ -157,12 +157,13 @@ class PublishingRank:
         self._baseline = CopyBaseline(size) if self._device.type == "cpu" else None
         self.endpoint = endpoint_of(setup)
         self._uploading = _Uploading(setup)
-        self._store = StoreServer("127.0.0.1")
+        self._store = StoreServer(keys=(setup.public_key, setup.secret_key))
         self._publisher: Publisher | None = None
 
     def carry_out(self, order: Order) -> Told:
         if order.publish is None:
             self.endpoint.set_book(AddressBook(1, order.peers))
+            self._store.admit(lambda key: self.endpoint.role_of_key(key) is not None)
             self._uploading.set_peers(order.peers)
             segments = SegmentClient(f"kintsugi-{self._setup.job}-{HOST}")
             self._publisher = Publisher(
@@ -172,7 +173,12 @@ class PublishingRank:
                 folder=Path(self._setup.folder),
                 device=DeviceSlots(self._device, host=HOST) if self._device.type == "cuda" else None,
                 transports=(
-                    CollectiveTransport(process=self._setup.process, store=self._store.address, emit=_print),
+                    CollectiveTransport(
+                        process=self._setup.process,
+                        store=self._store.address,
+                        keys=(self._setup.public_key, self._setup.secret_key),
+                        emit=_print,
+                    ),
                     RelayTransport(self._uploading.submit, process=self._setup.process, emit=_print),
                 ),
             )

@@ -210,7 +210,7 @@ def _run(folder: Path, *, config: Config, on_step: OnStep | None) -> None:
     with tempfile.TemporaryFile() as errors:
         try:
             session = SystemProcesses().spawn(
-                [sys.executable, "-m", "kintsugi.cli.session", str(folder), str(lifeline_read)],
+                [sys.executable, "-P", "-m", "kintsugi.cli.session", str(folder), str(lifeline_read)],
                 pass_fds=(lifeline_read,),
                 environment={**os.environ, "PYTHONPATH": _search_path()},
                 stdout=relay.target,

@@ -96,10 +96,12 @@ class Miscomputed(msgspec.Struct, frozen=True, tag=True):
 
 
 class EndedByError(msgspec.Struct, frozen=True, tag=True):
-    """Detail of a `ProcessDied`: the process itself recorded an error before it ended."""
+    """Detail of a `ProcessDied` or a `StartFailed`: the process ended by an error of its own, or could not be made."""
 
     kind: str
-    """Class name of that error."""
+    """Class name of that error; empty if it could not record it."""
+    shortage: str = ""
+    """Thing that the host did not give it, if that was the reason: memory, a descriptor, a thread."""
 
 
 FaultDetail = StatesDiverged | GroupFailed | DataDamaged | Miscomputed | EndedByError
@@ -180,8 +182,16 @@ class ProcessDied(WorldError):
 class StartFailed(WorldError):
     """A process failed to start."""
 
-    def __init__(self, *, process: str, phase: str, why: str, cause: Fault | None = None) -> None:
-        super().__init__(f"{process} failed to start while {phase}: {why}", cause=cause)
+    def __init__(
+        self,
+        *,
+        process: str,
+        phase: str,
+        why: str,
+        cause: Fault | None = None,
+        detail: FaultDetail | None = None,
+    ) -> None:
+        super().__init__(f"{process} failed to start while {phase}: {why}", cause=cause, detail=detail)
         self.process, self.phase, self.why = process, phase, why
 
 
@@ -288,6 +298,11 @@ def chain(fault: Fault) -> Iterator[Fault]:
     while link is not None:
         yield link
         link = link.cause
+
+
+def is_shortage(fault: Fault) -> bool:
+    """Return whether a process ended because the host did not give it what it needs."""
+    return isinstance(fault.detail, EndedByError) and bool(fault.detail.shortage)
 
 
 def damage_of(error: BaseException) -> DataDamaged | None:

@@ -13,9 +13,10 @@ excludes a second saver. All I/O goes through `Disk`, so that tests can fail any
 when tensors are saved or loaded.
 
 Files are written, digested, read back and loaded in pieces of `PIECE_BYTES`, none of which holds the interpreter's
-lock: no file is ever a whole in memory, and the other threads of the process keep running. While a file is written, the
-device writes the pieces before: at most `FLUSH_BYTES` are not there yet, so that the sync at the end is short and the
-page cache holds no second copy of the state. Files are read back from the device, not from that cache.
+lock: no file is ever a whole in memory, and the other threads of the process keep running. While a piece is written,
+the device writes those before: at most `ahead_bytes` are in the page cache only, so that it holds no second copy of the
+state. The more may be there, the sooner all tensors have been read, and the longer the sync after that. Files are read
+back from the device, not from that cache.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import logging
 import mmap
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,7 @@ STATE_FILE = "trainer.safetensors"
 EXTRA_FILE = "trainer.json"
 _LOCK_FILE = ".lock"
 FLUSH_BYTES = 128 << 20
-"""Bytes of a file that may be on their way to the device: enough to keep it busy, little beside the state."""
+"""Bytes that may be on their way to the device if no number is given: enough to keep it busy, little beside a state."""
 SMALL_BYTES = 1 << 20
 """Smaller pieces (norms, biases) are written together."""
 
@@ -109,11 +110,13 @@ def save_checkpoint(
     disk: Disk = SYSTEM_DISK,
     on_bytes: OnBytes = _ignore,
     on_read: Callable[[], object] = lambda: None,
+    ahead_bytes: int = FLUSH_BYTES,
 ) -> Checkpoint:
     """Write and verify a checkpoint, then remove old ones. `model_files`: name and contents of the Hugging Face files.
 
     Of `best_steps`, the first that has a checkpoint is kept too, however old.
     `on_read` is called as soon as all tensors have been read: they may change while the files are synced and verified.
+    `ahead_bytes` of them may not be at the device by then.
 
     A disk error raises StorageError with the file's name and leaves the previous checkpoints as they were. Saving a
     step again replaces it if the contents differ. Checkpoints of later steps belong to a history that was rolled back
@@ -127,7 +130,8 @@ def save_checkpoint(
         unfinished = folder / f".saving-step-{step:06d}"
         files = chain(model_files, _trainer_files(step=step, stage=stage, state=state, extra=extra))
         try:
-            _write(unfinished, files, step=step, stage=stage, disk=disk, on_bytes=on_bytes, on_read=on_read)
+            writer = _Writer(unfinished, disk=disk, on_bytes=on_bytes, ahead_bytes=ahead_bytes)
+            writer.write(files, step=step, stage=stage, on_read=on_read)
             written = verify(unfinished, disk=disk, on_bytes=on_bytes, uncached=True)
             checkpoint = _put_in_place(written, folder=folder, disk=disk)
         finally:
@@ -247,36 +251,55 @@ def _trainer_files(
     yield EXTRA_FILE, msgspec.json.format(msgspec.json.encode(_Extra(step, stage, dict(extra))))
 
 
-def _write(
-    folder: Path,
-    files: Iterable[tuple[str, FileContent]],
-    *,
-    step: int,
-    stage: str,
-    disk: Disk,
-    on_bytes: OnBytes,
-    on_read: Callable[[], object],
-) -> None:
-    """Write all files and make them durable, the manifest last."""
-    with storage_errors(str(folder)):
-        disk.mkdir(folder)
-    stored: dict[str, StoredFile] = {}
-    for name, content in files:
-        assert name not in stored, f"two files named {name}"
-        stored[name] = _write_file(folder / name, content, disk=disk, on_bytes=on_bytes)
-    on_read()
-    manifest = encode_manifest(Contents(step, stage, stored))
-    _write_file(folder / MANIFEST_FILE, manifest, disk=disk, on_bytes=on_bytes)
-    with storage_errors(str(folder)):
-        disk.sync_folder(folder)
+class _Writer:
+    """Writes the files of a checkpoint and makes them durable, the manifest last."""
 
+    def __init__(self, folder: Path, *, disk: Disk, on_bytes: OnBytes, ahead_bytes: int) -> None:
+        self._folder, self._disk, self._on_bytes = folder, disk, on_bytes
+        self._flushes = _Flushes(most_bytes=ahead_bytes)
 
-def _write_file(path: Path, content: FileContent, *, disk: Disk, on_bytes: OnBytes) -> StoredFile:
-    """Write a file in pieces and make it durable; its digests are computed on the way."""
-    whole = xxhash.xxh3_64()
-    digests: dict[str, Any] = {}
-    with storage_errors(str(path)), closing(disk.open(path, create=True)) as file:
-        writer = _PieceWriter(file, on_bytes=on_bytes)
+    def write(
+        self,
+        files: Iterable[tuple[str, FileContent]],
+        *,
+        step: int,
+        stage: str,
+        on_read: Callable[[], object],
+    ) -> None:
+        with storage_errors(str(self._folder)):
+            self._disk.mkdir(self._folder)
+        stored: dict[str, StoredFile] = {}
+        with ExitStack() as resources:
+            opened: list[tuple[Path, File]] = []
+            for name, content in files:
+                assert name not in stored, f"two files named {name}"
+                path = self._folder / name
+                with storage_errors(str(path)):
+                    file = resources.enter_context(closing(self._disk.open(path, create=True)))
+                    stored[name] = self._write_content(path, file, content)
+                opened.append((path, file))
+            on_read()
+            self._make_durable(opened)
+        manifest = self._folder / MANIFEST_FILE
+        with storage_errors(str(manifest)), closing(self._disk.open(manifest, create=True)) as file:
+            self._write_content(manifest, file, encode_manifest(Contents(step, stage, stored)))
+            self._make_durable([(manifest, file)])
+        with storage_errors(str(self._folder)):
+            self._disk.sync_folder(self._folder)
+
+    def _make_durable(self, opened: Sequence[tuple[Path, File]]) -> None:
+        while self._flushes.num_bytes:
+            self._flushes.finish_first()
+            self._on_bytes(0)  # The save may be ended here.
+        for path, file in opened:
+            with storage_errors(str(path)):
+                file.sync()
+
+    def _write_content(self, path: Path, file: File, content: FileContent) -> StoredFile:
+        """Write a file in pieces; its digests are computed on the way."""
+        whole = xxhash.xxh3_64()
+        digests: dict[str, Any] = {}
+        writer = _PieceWriter(path, file, flushes=self._flushes, on_bytes=self._on_bytes)
         if isinstance(content, bytes):
             whole.update(content)
             writer.write(memoryview(content))
@@ -288,19 +311,40 @@ def _write_file(path: Path, content: FileContent, *, disk: Disk, on_bytes: OnByt
                     digests[place.name].update(piece)
                 writer.write(piece)
         writer.finish()
-        file.sync()
-    places = () if isinstance(content, bytes) else sorted(content.places, key=lambda place: place.name)
-    pieces = tuple(describe_tensor(place, digest=digests[place.name].hexdigest()) for place in places)
-    return StoredFile(writer.end, whole.hexdigest(), pieces)
+        places = () if isinstance(content, bytes) else sorted(content.places, key=lambda place: place.name)
+        pieces = tuple(describe_tensor(place, digest=digests[place.name].hexdigest()) for place in places)
+        return StoredFile(writer.end, whole.hexdigest(), pieces)
+
+
+class _Flushes:
+    """Ranges of files that are on their way to the device, oldest first."""
+
+    def __init__(self, *, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._ranges: deque[tuple[Path, File, int, int]] = deque()
+        self.num_bytes = 0
+
+    def start(self, path: Path, file: File, *, offset: int, size: int) -> None:
+        """Start to write a range to the device; wait for older ones while there are too many bytes."""
+        file.start_flush(offset=offset, size=size)
+        self._ranges.append((path, file, offset, size))
+        self.num_bytes += size
+        while self.num_bytes - self._ranges[0][3] >= self._most_bytes:
+            self.finish_first()
+
+    def finish_first(self) -> None:
+        path, file, offset, size = self._ranges.popleft()
+        self.num_bytes -= size
+        with storage_errors(str(path)):
+            file.finish_flush(offset=offset, size=size)
 
 
 class _PieceWriter:
     """Writes the pieces of one file, while the device writes those before."""
 
-    def __init__(self, file: File, *, on_bytes: OnBytes) -> None:
-        self._file, self._on_bytes = file, on_bytes
+    def __init__(self, path: Path, file: File, *, flushes: _Flushes, on_bytes: OnBytes) -> None:
+        self._path, self._file, self._flushes, self._on_bytes = path, file, flushes, on_bytes
         self._small = bytearray()
-        self._flushing: deque[tuple[int, int]] = deque()
         self.end = 0
         """Size of the file so far."""
 
@@ -321,11 +365,7 @@ class _PieceWriter:
     def _write(self, piece: memoryview) -> None:
         start, self.end = self.end, self.end + len(piece)
         self._file.pwrite(piece, offset=start)
-        self._file.start_flush(offset=start, size=len(piece))
-        self._flushing.append((start, len(piece)))
-        while self._flushing[0][0] + FLUSH_BYTES <= self.end:
-            offset, size = self._flushing.popleft()
-            self._file.finish_flush(offset=offset, size=size)
+        self._flushes.start(self._path, self._file, offset=start, size=len(piece))
         self._on_bytes(len(piece))
 
 

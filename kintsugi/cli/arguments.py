@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,11 +32,10 @@ def load_validated(recipe: Path, overrides: list[str] | None) -> Resolved:
 
 
 def loaded(recipe: Path, overrides: list[str] | None) -> Resolved:
-    """Load a recipe with overrides. Rewards, environments and algorithms may be modules of the current folder."""
+    """Load a recipe with overrides; models that it names are taken from the hub."""
     from kintsugi.cli.local_models import with_local_models
     from kintsugi.config.recipe import load
 
-    add_current_folder_to_path()
     return with_local_models(load(recipe, overrides or ()))
 
 
@@ -47,9 +45,3 @@ def validated(resolved: Resolved) -> Resolved:
 
     validate(resolved.config, origins=resolved.origins)
     return resolved
-
-
-def add_current_folder_to_path() -> None:
-    """Make modules of the current folder importable, as `python -m` does. Workers do the same."""
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)

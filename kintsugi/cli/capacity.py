@@ -16,14 +16,16 @@ import psutil
 
 from kintsugi.cluster.device_memory import read_devices
 from kintsugi.config.schema import Config
-from kintsugi.config.stages import stages
+from kintsugi.config.stages import num_processes, stages
 from kintsugi.control.placement import plan_layout
 from kintsugi.errors import DeadlineExceeded, UserError
 from kintsugi.model.memory import DeviceReading, ProcessMemory, RunMemory
 from kintsugi.model.plan import plan_companions, plan_model
 from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.descriptors import descriptor_limit, num_descriptors
 from kintsugi.runtime.disk import write_atomically
 from kintsugi.runtime.waits import wait
+from kintsugi.transport import most_peers
 from kintsugi.types import Role, role_of
 
 FREED_S = 10.0
@@ -67,6 +69,28 @@ def memory_lines(config: Config) -> Iterator[str]:
     yield from (f"  {line}" for line in _disk_lines(memory, folder=Path(config.run_dir or "runs")))
 
 
+def limit_lines(config: Config) -> Iterator[str]:
+    """Describe what each process needs of the limits of this user and of ZeroMQ."""
+    number = num_processes(config)
+    yield f"  file descriptors: up to {num_descriptors(number):,} each, at most {descriptor_limit():,} (ulimit -Hn)"
+    yield f"  connections: up to {number:,} each, at most {most_peers():,}"
+
+
+def check_limits(config: Config) -> None:
+    """Raise UserError if a process could not connect to all others."""
+    number = num_processes(config)
+    needed, limit = num_descriptors(number), descriptor_limit()
+    if needed > limit:
+        raise UserError(
+            f"{number:,} processes need up to {needed:,} file descriptors each, this user can have {limit:,}; "
+            "raise the hard limit (ulimit -Hn, LimitNOFILE=), or start fewer processes"
+        )
+    if number > most_peers():
+        raise UserError(
+            f"{number:,} processes: ZeroMQ allows at most {most_peers():,}; start fewer processes"
+        )
+
+
 def check_devices(config: Config) -> None:
     """Raise UserError if a card of this machine is too small for the processes that would use it."""
     devices = read_devices()
@@ -80,6 +104,7 @@ def check_start(config: Config, *, run_dir: Path, resume: bool) -> list[str]:
 
     Records what other programs use of the cards in the run folder, for servers that size their KV cache.
     """
+    check_limits(config)
     check_devices(config)
     devices = read_devices()
     memory = run_memory(config, num_devices=len(devices))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kintsugi.cli.capacity import memory_lines
+from kintsugi.cli.capacity import limit_lines, memory_lines
 from kintsugi.config.recipe import Resolved, fields_of, shown
 from kintsugi.config.resolution import with_resolved_algorithm
 from kintsugi.config.schema import Config
@@ -36,6 +36,7 @@ def overview(resolved: Resolved) -> str:
             for stage in stages(config)
         ),
         ["processes", *_layout(plan_layout(config))],
+        ["limits", *limit_lines(config)],
         ["memory, estimated", *memory_lines(config)],
     ]
     return "\n\n".join("\n".join(part) for part in parts)

@@ -140,7 +140,10 @@ def run_campaign(
     cases: Annotated[int, typer.Option(min=1, help="Number of cases.")] = 100,
     seed: Annotated[int, typer.Option(help="Seed of the faults, targets and times.")] = 0,
     each: Annotated[
-        bool, typer.Option("--each", help="Each of 16 faults once, instead of random ones.")
+        bool, typer.Option("--each", help="Each of 18 faults once, instead of random ones.")
+    ] = False,
+    pairs: Annotated[
+        bool, typer.Option("--pairs", help="Only cases with two faults at once, in two processes.")
     ] = False,
     disk_folder: Annotated[
         Path | None,
@@ -161,6 +164,7 @@ def run_campaign(
         recipe=recipe,
         overrides=overrides or (),
         each=each,
+        pairs=pairs,
         disk_folder=disk_folder,
     ):
         raise typer.Exit(1)

@@ -19,7 +19,6 @@ from kintsugi.cli.arguments import (
     Overrides,
     Recipe,
     Run,
-    add_current_folder_to_path,
     load_validated,
     loaded,
     validated,
@@ -220,18 +219,29 @@ def rollout(
 def check(recipe: Recipe, overrides: Overrides = None) -> None:
     """Validate a recipe and show its values with origins, data, graph, processes and memory. Starts nothing.
 
-    Refuses a run that does not fit the accelerators of this machine.
+    Refuses a run that does not fit the accelerators or the limits of this machine.
     """
-    from kintsugi.cli.capacity import check_devices
+    from kintsugi.cli.capacity import check_devices, check_limits
     from kintsugi.cli.check import overview
 
     resolved = load_validated(recipe, overrides)
     say(overview(resolved))
+    check_limits(resolved.config)
     check_devices(resolved.config)
 
 
 @app.command()
-def resume(run: Run, overrides: Overrides = None, detach: Detach = False) -> None:
+def resume(
+    run: Run,
+    overrides: Overrides = None,
+    detach: Detach = False,
+    accept: Annotated[
+        bool, typer.Option("--accept", help="Resume although config.yaml or other files were changed.")
+    ] = False,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Resume a run of another host, which is gone.")
+    ] = False,
+) -> None:
     """Resume a run that was stopped, failed or killed, from its last checkpoint.
 
     Overrides may change what a run can change on its way: the number of steps, rates, evaluations, checkpoints, numbers
@@ -240,18 +250,20 @@ def resume(run: Run, overrides: Overrides = None, detach: Detach = False) -> Non
     from kintsugi.cli.run_actions import Finished, change_config, check_resumable
     from kintsugi.run_folder import reader
     from kintsugi.run_folder.creation import replace_config
+    from kintsugi.run_folder.started import record_start
 
     folder = reader.find_run(run)
-    add_current_folder_to_path()
     try:
         config, changes = change_config(folder, overrides or ())
-        step = check_resumable(folder, config).step
+        status = check_resumable(folder, config, take_over=take_over, accept_changes=accept)
     except Finished as error:
         _print_error(str(error))
         raise typer.Exit(1) from error
     for change in changes:
         say(change)
-    replace_config(folder, config, step=step)
+    replace_config(folder, config, step=status.step)
+    if accept or changes:
+        record_start(folder, config)
     RunFolder(folder).summary_file.unlink(missing_ok=True)
     _launch(config, run_dir=folder, resume=True, detach=detach)
 

@@ -169,11 +169,15 @@ def diagnose(
         report = find_bottleneck(folder, at=moment)
         _say_either(report if json else format_bottleneck(report))
         return
+    from kintsugi.cli.tables import end_text
     from kintsugi.diagnosis import diagnose as diagnose_run
     from kintsugi.diagnosis.format import as_values, format_diagnosis
+    from kintsugi.run_folder.ending import read_end
 
     diagnosis = diagnose_run(folder, at=moment)
-    _say_either(as_values(diagnosis) if json else format_diagnosis(diagnosis))
+    end = read_end(folder) if at is None else None
+    text = end_text(end, run=str(folder)) if end is not None else ""
+    _say_either(as_values(diagnosis, end=text) if json else format_diagnosis(diagnosis, end=text))
 
 
 @app.command()

@@ -222,6 +222,7 @@ class PageBesideRun:
                 self._child = SystemProcesses().spawn(
                     [
                         sys.executable,
+                        "-P",
                         "-m",
                         "kintsugi.cli.page",
                         str(self._run_dir),

@@ -77,7 +77,7 @@ class StepProgress:
         if reader.is_evaluation(line):
             self.accuracy, self.accuracy_step = line["eval/accuracy"], int(line["step"] or 0)
             return
-        self.step = int(line["step"] or 0)
+        self.step = int(line.get("step") or self.step)
         self.reward = line.get("reward/mean")
         self.loss = line.get("loss")
         self.recent.append(line)

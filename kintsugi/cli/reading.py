@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kintsugi.cli.arguments import Best, Json, Run, Step, add_current_folder_to_path
+from kintsugi.cli.arguments import Best, Json, Run, Step
 from kintsugi.cli.output import console, say, say_json
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def status(
     from kintsugi.cli import tables
     from kintsugi.cli.session import print_faults
     from kintsugi.run_folder import reader
+    from kintsugi.run_folder.ending import read_end
     from kintsugi.runtime.printable import printable
     from kintsugi.telemetry.process_reports import read_processes
 
@@ -46,7 +47,7 @@ def status(
         _say_status_json(current, journal, reports, kept=kept)
         return
     screen = console()
-    screen.print(tables.status_table(current, journal, kept=kept))
+    screen.print(tables.status_table(current, journal, kept=kept, end=read_end(folder)))
     if reports is not None:
         for line in (tables.activity_line(reports, current), tables.recovery_line(reports)):
             if line is not None:
@@ -85,16 +86,19 @@ def _say_status_json(
 @app.command()
 def incidents(run: Run, json: Json = False) -> None:
     """Show the incidents of a run: cause, recovery, duration and cost."""
+    import msgspec
+
     from kintsugi.cli import tables
     from kintsugi.run_folder import reader
+    from kintsugi.run_folder.ending import read_end
 
     folder = reader.find_run(run)
-    report = reader.read_incidents(folder)
+    report, end = reader.read_incidents(folder), read_end(folder)
     if json:
-        _say_json(report)
+        _say_json({**msgspec.to_builtins(report), "end": msgspec.to_builtins(end)})
         return
-    running = any(each.is_open for each in report.incidents) and reader.living_launcher(folder) is not None
-    say(tables.incidents_text(report, run=str(folder), running=running))
+    running = any(each.is_open for each in report.incidents) and reader.is_running(folder)
+    say(tables.incidents_text(report, run=str(folder), running=running, end=end))
 
 
 @app.command("runs")
@@ -279,7 +283,6 @@ def evaluate(
         )
     from kintsugi.cli.evaluate import evaluate_checkpoint
 
-    add_current_folder_to_path()
     metrics = evaluate_checkpoint(
         folder, step=reader.best_step(folder) if best else step, data=data, overrides=overrides or ()
     )

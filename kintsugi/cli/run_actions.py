@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import signal
 import sys
 import tempfile
@@ -14,7 +16,7 @@ from kintsugi.cli.output import counted
 from kintsugi.config.recipe import fields_of, given, load_config, shown
 from kintsugi.config.schema import Config
 from kintsugi.config.stages import stages
-from kintsugi.errors import ConfigError, DeadlineExceeded, UserError
+from kintsugi.errors import ConfigError, DeadlineExceeded, UntrustedFile, UserError
 from kintsugi.run_folder import reader
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.processes import Child, SystemProcesses, describe_status
@@ -31,7 +33,15 @@ def find_launcher(folder: Path) -> Child:
         raise UserError(
             f"{folder} is not running (it is {reader.read_status(folder).state}); there is nothing to stop"
         )
-    return SystemProcesses().adopt(record.pid)
+    launcher = SystemProcesses().adopt(record.pid)
+    owner = RunFolder(folder).launcher_file.stat().st_uid
+    if Path(f"/proc/{record.pid}").stat().st_uid != owner:
+        launcher.close()
+        raise UntrustedFile(
+            f"{RunFolder(folder).launcher_file}: expected the launcher of user {owner}, which wrote the file; process "
+            f"{record.pid} belongs to another user"
+        )
+    return launcher
 
 
 def request_stop(folder: Path, launcher: Child) -> str:
@@ -95,20 +105,56 @@ def change_config(folder: Path, overrides: Sequence[str]) -> tuple[Config, list[
     ]
 
 
-def check_resumable(folder: Path, config: Config | None = None) -> reader.RunStatus:
-    """Return the status of a run that can be resumed; UserError for one that runs, is finished or is invalid. `config`:
-    the configuration with which it is to continue, if another one."""
-    from kintsugi.config.validation import validate
+def check_resumable(
+    folder: Path,
+    config: Config | None = None,
+    *,
+    take_over: bool = False,
+    accept_changes: bool = False,
+) -> reader.RunStatus:
+    """Return the status of a run that can be resumed; UserError for one that runs, is finished, is invalid, belongs to
+    another user or was changed since its start.
 
+    `config`: the configuration with which it is to continue, if another one than that in its folder.
+    `take_over`: also one whose launcher ran on another host, which gives no sign of life any more.
+    """
+    from kintsugi.config.validation import validate
+    from kintsugi.run_folder.started import changes_since_start
+
+    check_own(folder)
     status = reader.read_status(folder)
     config = status.config if config is None else config
     if status.state is reader.RunState.RUNNING:
-        raise UserError(f"{folder} is running (process {status.pid}); there is nothing to resume")
+        where = f"on host {status.host}" if status.host else f"process {status.pid}"
+        raise UserError(f"{folder} is running ({where}); there is nothing to resume")
+    if take_over:
+        RunFolder(folder).launcher_file.unlink(missing_ok=True)
+    reader.living_launcher(folder)  # Refuses one of another host.
     if status.state is reader.RunState.FINISHED and stages(config)[-1].last_step <= status.total_steps:
         more = f"`kintsugi resume {folder} algorithm.steps={2 * config.algorithm.steps}` trains it longer"
         raise Finished(f"{folder} is finished ({status.step} of {status.total_steps} steps); {more}")
     validate(msgspec.structs.replace(config, run_dir=None), resumed=folder)
+    changes = changes_since_start(folder, status.config)
+    if changes and not accept_changes:
+        listed = "\n".join(f"  {change}" for change in changes)
+        raise UserError(
+            f"{folder} is not what it was when it started:\n{listed}\nits result would not be that of an "
+            "uninterrupted run; undo the change, or accept it with `kintsugi resume --accept`"
+        )
     return status
+
+
+def check_own(folder: Path) -> None:
+    """Refuse the folder of another user: a resume runs the code that its files name, with the rights of the caller."""
+    owner = folder.stat().st_uid
+    if owner != os.geteuid():
+        try:
+            name = pwd.getpwuid(owner).pw_name
+        except KeyError:
+            name = str(owner)
+        raise UntrustedFile(
+            f"{folder} belongs to user {name}: expected a run of this user; resume it as {name}"
+        )
 
 
 class RunActions:
@@ -131,14 +177,11 @@ class RunActions:
         return f"{run_dir}: scaled to {counted(servers, 'generation server')}"
 
     def resume(self, run_dir: Path) -> str:
-        from kintsugi.cli.arguments import add_current_folder_to_path
-
-        add_current_folder_to_path()
         check_resumable(run_dir)
         self._reap()
         with tempfile.TemporaryFile() as output:
             child = SystemProcesses().spawn(
-                [sys.executable, "-m", "kintsugi", "resume", str(run_dir)],
+                [sys.executable, "-P", "-m", "kintsugi", "resume", str(run_dir)],
                 stdout=output,
                 stderr=output,
                 new_session=True,

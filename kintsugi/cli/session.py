@@ -136,6 +136,7 @@ def _prepare(config: Config, *, run_dir: Path, resume: bool) -> None:
     from kintsugi.cli.access import record_locally
     from kintsugi.cli.capacity import check_start
     from kintsugi.data.dataset import pin_data
+    from kintsugi.run_folder.started import record_start
 
     data = pin_data(config, run_dir=run_dir)
     for sentence in data.left_out:
@@ -148,6 +149,8 @@ def _prepare(config: Config, *, run_dir: Path, resume: bool) -> None:
     for sentence in check_start(config, run_dir=run_dir, resume=resume):
         print_message(f"{WARNING}{sentence}")
     record_locally(run_dir, Action.RESUME if resume else Action.START, begins=not resume)
+    if not resume:
+        record_start(run_dir, config)
 
 
 def _print_outcome(

@@ -144,7 +144,7 @@ def _start(order: LaunchOrder, processes: Processes) -> Child:
     handed_over = in_memory(msgspec.msgpack.encode(order))
     try:
         return processes.spawn(
-            [sys.executable, "-m", "kintsugi.cli.supervisor", str(handed_over)],
+            [sys.executable, "-P", "-m", "kintsugi.cli.supervisor", str(handed_over)],
             pass_fds=(handed_over, *order.descriptors),
             stdout=DEVNULL,
             stderr=DEVNULL,

@@ -15,6 +15,7 @@ from kintsugi.cli.output import counted
 from kintsugi.cli.progress import StepProgress, alert_text, phase_text, seconds_text
 from kintsugi.control.phases.table import Phase
 from kintsugi.journal.facts import CauseDiagnosed
+from kintsugi.run_folder.ending import RunEnd
 from kintsugi.run_folder.incidents import (
     INTERRUPTED,
     ChosenStrategy,
@@ -36,13 +37,25 @@ from kintsugi.types import Role, Wait, role_of
 EVALUATIONS_SHOWN = 3
 
 
-def status_table(status: RunStatus, journal: JournalStatus, *, kept: Sequence[int] = ()) -> Table:
+def end_text(end: RunEnd, *, run: str) -> str:
+    """`interrupted at 2026-05-01 12:00:03: …; `kintsugi resume runs/a` continues it`."""
+    moment = f" at {_moment(end.time)}" if end.time else ""
+    return f"{end.state}{moment}: {end.what}; `kintsugi resume {run}` continues it"
+
+
+def status_table(
+    status: RunStatus, journal: JournalStatus, *, kept: Sequence[int] = (), end: RunEnd | None = None
+) -> Table:
     """State, latest metrics, last evaluations and the checkpoints that are `kept`."""
     table = Table(title=cell(str(status.folder)), title_justify="left", show_header=False, min_width=60)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    state = status.state if status.pid is None else f"{status.state} (process {status.pid})"
-    table.add_row("state", cell(state))
+    where = (
+        f" (process {status.pid})" if status.pid is not None else f" on {status.host}" if status.host else ""
+    )
+    table.add_row("state", cell(f"{status.state}{where}"))
+    if end is not None:
+        table.add_row("end", cell(end_text(end, run=str(status.folder))))
     table.add_row("step", cell(f"{status.step} of {status.total_steps}, stage {status.stage}"))
     for label, name, form in _METRICS:
         if (value := status.metrics.get(name)) is not None:
@@ -141,8 +154,8 @@ _PARTS = ("start", "lock", "rebuild", "repair", "replay", "total")
 """Parts of the recovery time of an incident, in their order."""
 
 
-def incidents_text(report: IncidentReport, *, run: str, running: bool) -> str:
-    """Format the incidents of a run, one block each, the newest last."""
+def incidents_text(report: IncidentReport, *, run: str, running: bool, end: RunEnd | None = None) -> str:
+    """Format the incidents of a run, one block each, the newest last, and what ended it if it did not finish."""
     blocks = [incident_text(incident, running=running) for incident in report.incidents]
     if report.other_losses:
         rows = [_row("lost", _loss_text(loss)) for loss in report.other_losses]
@@ -150,6 +163,8 @@ def incidents_text(report: IncidentReport, *, run: str, running: bool) -> str:
     if report.other_diagnoses:
         rows = [_row("diagnosed", _diagnosed_text(found)) for found in report.other_diagnoses]
         blocks.append("\n".join(["slowdowns without a failure", *rows]))
+    if end is not None:
+        blocks.append(textwrap.fill(f"{run}: {end_text(end, run=run)}", WIDTH, break_on_hyphens=False))
     return "\n\n".join(blocks) or f"{run}: no incidents"
 
 

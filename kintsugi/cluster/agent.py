@@ -16,9 +16,11 @@ The agent in turn restarts a master that was killed, with the same keys on the s
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
+from pathlib import Path
 from uuid import uuid4
 
 import msgspec
@@ -53,7 +55,7 @@ from kintsugi.cluster.shared_memory import SegmentServer
 from kintsugi.cluster.spawn import StartOrder, await_readable, own_session_and_log
 from kintsugi.cluster.weight_relay import WeightRelay
 from kintsugi.errors import RefusedError, StartFailed
-from kintsugi.process.exit_codes import EXIT_ORPHANED
+from kintsugi.process.exit_codes import EXIT_ERROR, EXIT_ORPHANED
 from kintsugi.process.main import run_process
 from kintsugi.process.membership import HEARTBEAT_S, Membership, open_endpoint
 from kintsugi.protocol.agents import Inspect, ProcessExited, ProcessStarted, StartProcess, StopProcess
@@ -64,12 +66,17 @@ from kintsugi.protocol.weights import FetchWeights, UploadWeights
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.counters import COUNTERS
-from kintsugi.runtime.processes import Child, Processes, SystemProcesses, describe_status
+from kintsugi.runtime.descriptors import raise_descriptor_limit
+from kintsugi.runtime.processes import Child, Processes, SystemProcesses
+from kintsugi.runtime.shortages import EXIT_UNFIT, SHORTAGES, describe_exit
 from kintsugi.runtime.signals import Signals
-from kintsugi.telemetry.events import fault_at_end
+from kintsugi.telemetry.disk_budget import bound_log
+from kintsugi.telemetry.events import ProcessGone, fault_at_end
+from kintsugi.telemetry.verdict_files import WATCHER
 from kintsugi.transport import Delivery
-from kintsugi.types import ChildReport, Placement
+from kintsugi.types import ChildReport, Placement, Role, process_id
 
+BOUND_LOGS_S = 10.0
 END_GRACE_S = 2.0
 PATIENCE_S = 1.5
 """Time for children to end on their own after the master has sent `Shutdown` to all processes."""
@@ -96,11 +103,15 @@ class Agent:
         self._children: dict[str, ChildProcess] = {}
         self._master: ChildProcess | None = None
         self._master_limit = RestartLimit()
+        self._master_at = math.inf
+        """When to start the next master; infinite while one runs."""
+        self._has_begun = False
+        """A master of this run has registered this agent, or an earlier agent of this host."""
         self._pending_stop = PendingStop(requested=handover.stop_requested)
         self._descendants: list[Child] = []
         self._ending = False
         self._exit_code = 0
-        self._tick_at = 0.0
+        self._tick_at = self._bound_logs_at = 0.0
         self._endpoint = open_endpoint(own, clock=clock)
         self._membership = Membership(self._endpoint, own, capabilities={}, children=self._child_reports)
         self._monitor = HostMonitor(
@@ -180,6 +191,7 @@ class Agent:
             self._report(AgentReady())
             return
         self._master = self._children.get(self._handover.master.process)
+        self._has_begun = has_predecessor
         if has_predecessor:
             self._pending_stop.expect_master(after_term=self._endpoint.term)
         if self._master is not None:
@@ -322,8 +334,11 @@ class Agent:
             child.start_request = None
 
     def on_start_failed(self, child: ChildProcess, error: StartFailed) -> None:
-        """Answer the start request of a process that could not be spawned."""
+        """Answer the start request of a process that could not be spawned; try again if it is a later master."""
         self._remove(child)
+        is_master = child.process == self._own.master.process
+        if is_master and self._run_has_begun() and self._replace_master(shortage=True):
+            return
         self._report_start_failure(child, error)
         self._answer_stops(child)
 
@@ -422,7 +437,7 @@ class Agent:
             self._handle_start(child.successor.delivery, child.successor.order)
 
     def _on_master_ended(self, child: ChildProcess, status: int | None) -> None:
-        """Restart a master that was killed in the middle of the run; otherwise its end is the end of the run."""
+        """Start another master if that may help; otherwise its end is the end of the run."""
         has_exited = status is not None and status >= 0
         if status is None and self._membership.shutdown_reason is None:
             # An adopted master may have sent `Shutdown` that is not read yet.
@@ -430,20 +445,49 @@ class Agent:
                 self._handle(delivery)
         announced = self._membership.shutdown_reason is not None
         stopped_by_us = child.stopping or (self._pending_stop.was_requested and status == -signal.SIGTERM)
-        if not (has_exited or announced or stopped_by_us or self._ending):
-            if self._master_limit.allows(self._clock.monotonic()):
-                COUNTERS.add("agent.master_restarts")
-                # Messages from now on are for the successor, which accepts them only after registration.
-                self._membership.registered = False
-                self._pending_stop.expect_master(after_term=self._endpoint.term)
-                self._start_master(adopting=True)
+        if not (announced or stopped_by_us or self._ending) and self._is_replaceable(child, status):
+            if self._replace_master(shortage=has_exited):
                 return
-            self._report(MasterDied(describe_status(status), child.last_output()))
+            now = self._clock.monotonic()
+            how = f"{describe_exit(status)}, {self._master_limit.explain(now)}"
+            self._report(MasterDied(how, child.last_output()))
         elif not child.started:
             self._report_start_failure(child, child.start_error(status))
-        unknown = self._membership.shutdown_exit_code if announced else 1
-        self._exit_code = status if status is not None and status >= 0 else unknown
+        unknown = self._membership.shutdown_exit_code if announced else EXIT_ERROR
+        decided = status is not None and status >= 0 and status not in SHORTAGES
+        self._exit_code = status if status is not None and decided else unknown
         self._end(grace_s=END_GRACE_S)
+
+    def _is_replaceable(self, child: ChildProcess, status: int | None) -> bool:
+        """Whether another master may do better: after a kill, after an error of the host, and after a start that failed
+        in the middle of the run. With its other exit codes a master has decided the end of the run."""
+        if status is None or status < 0:
+            return True
+        return (status in SHORTAGES and status != EXIT_UNFIT) or (
+            self._run_has_begun() and (status == EXIT_UNFIT or not child.started)
+        )
+
+    def _run_has_begun(self) -> bool:
+        return self._has_begun or self._endpoint.term > 0
+
+    def _replace_master(self, *, shortage: bool) -> bool:
+        """Start another master, after a pause if that happens often; False if the limit is reached or this agent ends.
+        `shortage`: the host did not give it what it needs."""
+        now = self._clock.monotonic()
+        if self._ending or not self._master_limit.allows(now, shortage=shortage):
+            return False
+        COUNTERS.add("agent.master_restarts")
+        # Messages from now on are for the successor, which accepts them only after registration.
+        self._membership.registered = False
+        self._pending_stop.expect_master(after_term=self._endpoint.term)
+        self._master_at = now + self._master_limit.pause_s(now)
+        self._start_due_master(now)
+        return True
+
+    def _start_due_master(self, now: float) -> None:
+        if now >= self._master_at and not self._ending:
+            self._master_at = math.inf
+            self._start_master(adopting=True)
 
     def _end(self, *, grace_s: float, keep_master: bool = False) -> None:
         """Begin to end, or end sooner. Children that the master has asked to end get a moment to do so."""
@@ -475,12 +519,26 @@ class Agent:
     def _on_launcher_ended(self) -> None:
         """End everything. The master ends first: it would take the ends of its workers for faults."""
         self._endpoint.unwatch(self._own.lifeline)
+        self._record_lost_launcher()
         self._exit_code = 1
         for child in self._children.values():
             self._hold_descendants(child)
         if self._master is not None:
             self._stop(self._master, grace_s=0.0)
         self._end(grace_s=END_GRACE_S)
+
+    def _record_lost_launcher(self) -> None:
+        """Record that launcher and standby were killed, unless the run ends in order."""
+        # Imported here: no other part of an agent reads a run folder.
+        from kintsugi.run_folder.reader import is_running, recorded_launcher
+
+        is_ordered = self._ending or self._membership.shutdown_reason is not None
+        launcher = recorded_launcher(Path(self._own.run_dir))
+        if is_ordered or launcher is None or is_running(Path(self._own.run_dir)):
+            return
+        how = "ended together with its standby"
+        gone = ProcessGone(process_id(Role.LAUNCHER, 0), "", launcher.pid, None, how)
+        self._monitor.log.emit(gone)
 
     def _hold_descendants(self, child: ChildProcess) -> None:
         """Hold the processes that a child has started, until the end. Orphans of an adopted child do not become
@@ -490,13 +548,14 @@ class Agent:
                 self._descendants += hold_descendants(child.handle.pid, processes=self._processes)
 
     def _until_next_timer_s(self) -> float:
-        due = min([self._tick_at, *(child.signal_at for child in self._children.values())])
+        due = min([self._tick_at, self._master_at, *(child.signal_at for child in self._children.values())])
         return max(0.0, due - self._clock.monotonic())
 
     def _run_timers(self) -> None:
         now = self._clock.monotonic()
         for child in self._children.values():
             child.send_due_signals(now)
+        self._start_due_master(now)
         if not self._ending:
             self._membership.tick(now)
             self._forward_stop()
@@ -506,6 +565,9 @@ class Agent:
         self._monitor.run_checks(
             self._check_children, self._check_accelerators, self._monitor.tick, self._arbiter.tick, now=now
         )
+        if now >= self._bound_logs_at:
+            self._bound_logs_at = now + BOUND_LOGS_S
+            self._bound_logs()
 
     def _check_children(self, now: float) -> None:
         self._report_ending()
@@ -518,6 +580,12 @@ class Agent:
         self._membership.load = os.getloadavg()[0]
         if not self._factory.is_forking:
             reap_orphans(but=self.known_pids())
+
+    def _bound_logs(self) -> None:
+        """Bound what processes of this host print: its children, this agent, and beside the master the launcher."""
+        others = (process_id(Role.LAUNCHER, 0), WATCHER) if self._handover.master is not None else ()
+        for process in (self._own.process, *self._children, *others):
+            bound_log(RunFolder(self._own.run_dir).log_file(process))
 
     def _check_accelerators(self, now: float) -> None:
         """Keep spares and new processes off accelerators that broke."""
@@ -598,6 +666,7 @@ def main(arguments: list[str]) -> int:
         handover = msgspec.msgpack.decode(handed_over.read(), type=AgentHandover)
     for inherited in handover.descriptors:
         os.set_inheritable(inherited, False)
+    raise_descriptor_limit(handover.bootstrap.num_processes)
     own_session_and_log(process, RunFolder(handover.bootstrap.run_dir).log_file(process))
     if not _may_begin(handover.gate):
         return EXIT_ORPHANED

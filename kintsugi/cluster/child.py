@@ -276,13 +276,16 @@ def write_table(
 
 
 def end_orphans(path: Path, *, processes: Processes, timeout_s: float) -> None:
-    """Kill the children of an agent that was killed, by its table, with their process groups."""
-    for record, handle in find_alive(path, processes=processes):
+    """Kill the children of an agent that was killed, by its table, with their process groups. DeadlineExceeded if one
+    does not end; the others have been killed then."""
+    alive = find_alive(path, processes=processes)
+    for _, handle in alive:
         # It leads a group, unless it was forked a moment ago and is still in the fork server's.
         with contextlib.suppress(ProcessLookupError):
             if os.getpgid(handle.pid) == handle.pid:
                 os.killpg(handle.pid, signal.SIGKILL)
         handle.send_signal(signal.SIGKILL)
+    for record, handle in alive:
         handle.wait_ended(whom=record.process, timeout_s=timeout_s)
         remove_counter_files(handle.pid)
         handle.close()
@@ -293,7 +296,7 @@ def read_table(path: Path) -> ChildrenTable | None:
     """Read the table; None when there is none of this boot."""
     try:
         table = msgspec.json.decode(path.read_bytes(), type=ChildrenTable)
-    except FileNotFoundError:
+    except (FileNotFoundError, msgspec.DecodeError):  # A crash of the host may leave an empty file.
         return None
     return table if table.boot_id == boot_id() else None
 

@@ -67,7 +67,7 @@ class DiagnosisProcess:
             log.parent.mkdir(exist_ok=True)
             with log.open("ab") as output:
                 self._child = self._processes.spawn(
-                    [sys.executable, "-m", MODULE, str(self._run_dir), str(lifeline)],
+                    [sys.executable, "-P", "-m", MODULE, str(self._run_dir), str(lifeline)],
                     pass_fds=(lifeline,),
                     stdout=output,
                     stderr=output,

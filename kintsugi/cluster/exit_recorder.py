@@ -15,7 +15,7 @@ from pathlib import Path
 from kintsugi.cluster.child import ChildProcess
 from kintsugi.cluster.orphans import remove_counter_files
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
-from kintsugi.runtime.processes import describe_status
+from kintsugi.runtime.shortages import describe_exit
 from kintsugi.telemetry.collect.cgroups import ControlGroups, ProcessGroups
 from kintsugi.telemetry.collect.process import oom_kills
 from kintsugi.telemetry.events import EventLog, ProcessGone
@@ -134,7 +134,7 @@ class ExitRecorder:
         ordered = child.stopping and not child.ended_before_stop
         was_killed = status in (None, -signal.SIGKILL) and not ordered
         oom = was_killed and self._ooms.explains(pid, self._clock.monotonic(), placed=child.placed_group)
-        how = describe_status(status) + (" for want of memory" if oom else "")
+        how = describe_exit(status) + (" for want of memory" if oom else "")
         gone = ProcessGone(
             of=child.process,
             incarnation=child.incarnation,

@@ -32,7 +32,7 @@ from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.waits import WaitTable, join, wait
 from kintsugi.telemetry.collect.cgroups import ControlGroups
 from kintsugi.telemetry.collect.clock_offset import ClockEstimate, reading
-from kintsugi.telemetry.collect.links import Address, LinkTable, address_in
+from kintsugi.telemetry.collect.links import Address, LinkTable, address_in, num_recorded
 from kintsugi.telemetry.collect.probes import DiskProbe, NameProbe, Probe, is_name
 from kintsugi.telemetry.collect.process import UNREADABLE, HostStatSampler, OpenFiles, ProcessSampler
 from kintsugi.telemetry.collect.socket_owners import SocketOwners, ends_of
@@ -69,7 +69,7 @@ class HostMonitor:
         self._stopped = StoppedProcessDetector()
         self._control_groups = ControlGroups()
         self._ooms = ooms = OomAttribution()
-        self._log = log = EventLog(
+        self.log = log = EventLog(
             RunFolder(own.run_dir).events_file(own.process), process=own.process, clock=clock
         )
         self._exit_recorder = ExitRecorder(log, ooms=ooms, clock=clock)
@@ -80,7 +80,7 @@ class HostMonitor:
 
     def begin(self) -> None:
         # Opens the log, so that a later lack of descriptors can be recorded.
-        self._log.emit(Note(f"{self._own.process} monitors the processes of {self._own.host}"))
+        self.log.emit(Note(f"{self._own.process} monitors the processes of {self._own.host}"))
         self.accelerators.begin()
         self._sampler.begin()
 
@@ -129,10 +129,10 @@ class HostMonitor:
                 refused = refused or error
         if refused is not None and not self._checks_fail:
             fault = fault_of(refused, process=self._own.process, time=self._clock.wall())
-            self._checks_fail = self._log.try_emit(FaultSeen(fault))
+            self._checks_fail = self.log.try_emit(FaultSeen(fault))
         elif refused is None and self._checks_fail:
             self._checks_fail = False
-            self._log.emit(Note(f"{self._own.process} can check its processes again"))
+            self.log.emit(Note(f"{self._own.process} can check its processes again"))
 
     def report_accelerator_faults(self) -> bool:
         """Report new faults of accelerators to the master; True if one of them is broken."""
@@ -150,7 +150,7 @@ class HostMonitor:
     def close(self) -> None:
         self.accelerators.close()
         self._sampler.close()
-        self._log.close()
+        self.log.close()
 
 
 class ClockSync:
@@ -327,7 +327,8 @@ class HostSampler:
             own = {each.local: owners[each.inode] for each in sockets if each.inode in owners}
             self._ends.own = ends_of(own)
         book = {**self._ends.others, **targets.book}
-        look = self._links.look(sockets, owners=owners, book=book)
+        most = num_recorded(len(self._samplers), num_processes=self._own.num_processes)
+        look = self._links.look(sockets, owners=owners, book=book, most=most)
         self._late_readings = [*look.before]
         return [*look.now]
 

@@ -44,18 +44,14 @@ from kintsugi.cluster.handover import (
 )
 from kintsugi.cluster.namespaces import HostNamespaces, enter, listening_socket
 from kintsugi.cluster.orphans import children_of, kill_children, reap_orphans, subreaper
-from kintsugi.cluster.restart_policy import (
-    MOST_RESTARTS,
-    STOPPED_S,
-    WITHIN_S,
-    RestartLimit,
-    StoppedProcessDetector,
-)
+from kintsugi.cluster.restart_policy import STOPPED_S, RestartLimit, StoppedProcessDetector
 from kintsugi.cluster.spawn import execute, in_memory
 from kintsugi.cluster.standby import AgentState, LauncherState, LostLauncher, Standby
 from kintsugi.config.schema import Config
+from kintsugi.config.stages import num_processes
 from kintsugi.errors import (
     ConfigError,
+    DeadlineExceeded,
     Fault,
     KintsugiError,
     ProcessDied,
@@ -69,10 +65,12 @@ from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.reader import living_launcher, write_launcher
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
+from kintsugi.runtime.descriptors import raise_descriptor_limit
 from kintsugi.runtime.proc import process_start_time
 from kintsugi.runtime.processes import Child, Processes, SystemProcesses, describe_status
 from kintsugi.runtime.signals import Signals
 from kintsugi.runtime.waits import wait_readable
+from kintsugi.telemetry.disk_budget import DISK_BUDGET
 from kintsugi.telemetry.events import EventLog, FaultSeen, ProcessGone
 from kintsugi.transport import new_key_pair
 from kintsugi.types import Peer, Placement, Role, process_id
@@ -111,6 +109,8 @@ def launch(
         raise UserError(f"run_dir {run_dir} is in use: process {owner.pid} runs it; stop that one first")
     hosts = hosts or [HostNamespaces(f"host-{index}") for index in range(config.cluster.hosts)]
     assert len(hosts) == config.cluster.hosts, (hosts, config.cluster.hosts)
+    raise_descriptor_limit(num_processes(config))
+    DISK_BUDGET.divide(num_processes(config))
     with ExitStack() as stack:
         signals = Signals(signal.SIGINT, signal.SIGTERM)
         stack.callback(signals.close)
@@ -157,6 +157,8 @@ class _AgentHandle:
         self._place = place
         self.process = handover.bootstrap.process
         self.limit = RestartLimit()
+        self.restart_at = math.inf
+        """When to start the next incarnation; infinite if none is due."""
         self._num_starts = 0
         self._child: Child | None = None
         self.pid = 0
@@ -184,6 +186,11 @@ class _AgentHandle:
     @property
     def was_started(self) -> bool:
         return self._num_starts > 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended and is not restarted."""
+        return self.ended and math.isinf(self.restart_at)
 
     def start(
         self, processes: Processes, *, stop_requested: bool, deadline: float, record: Callable[[], None]
@@ -220,6 +227,7 @@ class _AgentHandle:
             os.close(handed_over)
             os.close(gate)
         self._num_starts += 1
+        self.restart_at = math.inf
         self.pid, self._start_time = self._child.pid, process_start_time(self._child.pid) or 0
         self.ready = self.ended = self.is_ending = False
         self.exit_code = None
@@ -257,6 +265,7 @@ class _AgentHandle:
             self.exit_code,
             self.ended,
             self.status,
+            not math.isinf(self.restart_at),
         )
 
     def adopt(self, state: AgentState, *, processes: Processes, deadline: float) -> None:
@@ -266,6 +275,7 @@ class _AgentHandle:
         self.ready, self.was_ready, self.is_ending = state.ready, state.was_ready, state.is_ending
         self.exit_code, self.ended, self.status = state.exit_code, state.ended, state.status
         self.start_deadline = deadline
+        self.restart_at = 0.0 if state.is_restarting else math.inf
         if self.ended or not self.was_started:
             return
         try:
@@ -371,6 +381,7 @@ class _Launcher:
                 lifeline=self._lifeline_read if role is Role.AGENT else -1,
                 bind=places[peer.host].bind,
                 known_as=places[peer.host].known_as,
+                num_processes=num_processes(config),
             )
 
         master = msgspec.structs.replace(
@@ -418,15 +429,15 @@ class _Launcher:
         for agent in self._agents:
             if not agent.was_started:
                 self._start_agent(agent)
-        while any(not agent.ended for agent in self._agents):
-            self._turn(TICK_S)
+        while any(not agent.is_over for agent in self._agents):
             try:
+                self._turn(TICK_S)
                 self._check_agents(self._clock.monotonic())
                 self._ensure_standby()
-            except OSError as error:
+                self._publish()
+                on_tick()
+            except (OSError, StorageError) as error:
                 self._check_failed(error)
-            self._publish()
-            on_tick()
         if self._failure is not None and self._num_stops == 0:
             raise self._failure
         status = self._agents[0].status
@@ -457,9 +468,14 @@ class _Launcher:
         self._log.emit(ProcessGone(own, "", lost.pid, lost.status, describe_status(lost.status)))
         self._num_stops = lost.state.num_stops
         deadline = self._clock.monotonic() + self._start_timeout_s
-        for agent, state in zip(self._agents, lost.state.agents, strict=True):
-            agent.adopt(state, processes=self._processes, deadline=deadline)
-        self._diagnosis.replace(*lost.state.diagnosis)
+        while True:
+            try:
+                for agent, state in zip(self._agents, lost.state.agents, strict=True):
+                    agent.adopt(state, processes=self._processes, deadline=deadline)
+                self._diagnosis.replace(*lost.state.diagnosis)
+                return
+            except OSError as error:  # An agent that is not held would be taken for dead.
+                self._check_failed(error)
 
     def _state(self) -> LauncherState:
         agents = tuple(agent.state() for agent in self._agents)
@@ -499,6 +515,9 @@ class _Launcher:
 
     def _check_agents(self, now: float) -> None:
         """Check what no descriptor shows: agents that are late or stopped, and zombies of a dead agent's processes."""
+        for agent in self._agents:
+            if now >= agent.restart_at:
+                self._restart(agent)
         living = {agent.pid: agent for agent in self._agents if not agent.ended}
         late = [agent.process for agent in living.values() if not agent.ready and now > agent.start_deadline]
         if late and self._kill_at is None:
@@ -512,12 +531,13 @@ class _Launcher:
             self._diagnosis.ensure_running(now)
         reap_orphans(but=self._known_pids() | living.keys())
 
-    def _check_failed(self, error: OSError) -> None:
-        """Record once that checks fail, for lack of descriptors or memory; they are repeated."""
+    def _check_failed(self, error: OSError | StorageError) -> None:
+        """Record once that a round fails, for lack of descriptors, memory or space; the next one tries again."""
         if not self._checks_fail:
             self._checks_fail = True
             own = process_id(Role.LAUNCHER, 0)
             self._log.emit(FaultSeen(fault_of(error, process=own, time=self._clock.wall())))
+        wait_readable(whom="the host", what="what it lacks", timeout_s=TICK_S)
 
     def _read_stop_requests(self) -> None:
         """Read stop requests, a byte each. At end of file no process can send one any more, and the run goes on."""
@@ -563,16 +583,25 @@ class _Launcher:
         failed = not has_exited or (agent.was_ready and not agent.is_ending)
         if self._kill_at is None and failed:
             self._log.emit(agent.exit_event())
-        if self._kill_at is None and failed and agent.limit.allows(self._clock.monotonic()):
-            self._restart(agent)
+        if self._kill_at is None and failed and self._order_restart(agent):
             return
         if self._kill_at is None and (failed or not agent.ready):
             how = describe_status(agent.status)
-            often = f", more than {MOST_RESTARTS} times in {WITHIN_S:g} s" if failed else ""
+            often = f", {agent.limit.explain(self._clock.monotonic())}" if failed else ""
             log = tail(RunFolder(self._run_dir).log_file(agent.process))
             self._fail(ProcessDied(f"{agent.process} {how}{often}; its log ends: {log or '(empty)'}"))
         if agent is self._agents[0]:
             self._close_agents()
+
+    def _order_restart(self, agent: _AgentHandle, *, shortage: bool = False) -> bool:
+        """Restart an agent, after a pause if that happens often; False if the limit is reached."""
+        now = self._clock.monotonic()
+        if not agent.limit.allows(now, shortage=shortage):
+            return False
+        agent.restart_at = now + agent.limit.pause_s(now)
+        if now >= agent.restart_at:
+            self._restart(agent)
+        return True
 
     def _restart(self, agent: _AgentHandle) -> None:
         """Restart an agent after killing the processes that it can not adopt, because its table does not list them."""
@@ -581,10 +610,13 @@ class _Launcher:
         agents = {each.pid for each in self._agents if not each.ended}
         others = self._known_pids() | agents | recorded
         kill_children(self._processes, but=others, timeout_s=END_DEADLINE_S, clock=self._clock)
+        agent.restart_at = math.inf
         try:
             self._start_agent(agent)
         except StartFailed as error:
-            self._fail(error)
+            # The host has no memory or no descriptor left for it now; its processes go on without it.
+            if not self._order_restart(agent, shortage=True):
+                self._fail(error)
 
     def _fail(self, error: KintsugiError) -> None:
         """Record a failure and end the run. The first failure is kept; later ones follow from it."""
@@ -598,6 +630,8 @@ class _Launcher:
         if self._lifeline_write >= 0:
             os.close(self._lifeline_write)
             self._lifeline_write = -1
+        for agent in self._agents:
+            agent.restart_at = math.inf
         if self._kill_at is None:
             self._kill_at = self._clock.monotonic() + END_DEADLINE_S
 
@@ -613,13 +647,26 @@ class _Launcher:
         self._close_agents()
         for agent in self._agents:
             if not agent.has_ended():
-                agent.child.wait_ended(whom=agent.process, timeout_s=END_DEADLINE_S)
+                self._attempt(partial(agent.child.wait_ended, whom=agent.process, timeout_s=END_DEADLINE_S))
             agent.close()
             # Before their lifeline ends: a child that ends on its own leaves the processes that it started.
             table = RunFolder(self._run_dir).agent_file(agent.process)
-            end_orphans(table, processes=self._processes, timeout_s=END_DEADLINE_S)
-        self._diagnosis.close()
+            self._attempt(partial(end_orphans, table, processes=self._processes, timeout_s=END_DEADLINE_S))
+        self._attempt(self._diagnosis.close)
+        self._attempt(
+            partial(
+                kill_children, self._processes, but=self._others, timeout_s=END_DEADLINE_S, clock=self._clock
+            )
+        )
         self._log.close()
-        kill_children(self._processes, but=self._others, timeout_s=END_DEADLINE_S, clock=self._clock)
         for agent in self._agents:
             agent.close_pipes()
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        """Carry out one part of the clean-up. A process that the kernel does not end, as one that waits for a disk,
+        does not keep the others from being ended; it ends by its lifeline."""
+        try:
+            action()
+        except (DeadlineExceeded, OSError) as error:
+            own = process_id(Role.LAUNCHER, 0)
+            self._log.emit(FaultSeen(fault_of(error, process=own, time=self._clock.wall())))

@@ -119,9 +119,10 @@ def kill_children(
     """Kill every child of this process except these, and every orphan that results, until there is none."""
     deadline = clock.monotonic() + timeout_s
     while others := [pid for pid in children_of(os.getpid()) if pid not in but]:
-        for pid in others:
-            other = processes.adopt(pid)
+        held = [processes.adopt(pid) for pid in others]
+        for other in held:
             other.send_signal(signal.SIGKILL)
+        for pid, other in zip(others, held, strict=True):
             other.wait_ended(whom=f"orphan {pid}", timeout_s=deadline - clock.monotonic())
             remove_counter_files(pid)
             other.close()

@@ -11,22 +11,59 @@ STOPPED_S = 1.0
 """Job control or a debugger may stop a process briefly; one that is stopped for longer has to be replaced."""
 MOST_RESTARTS = 10
 WITHIN_S = 30.0
+MOST_PER_DAY = 300
+"""A process that dies every few seconds stays below the limit of half a minute for ever."""
+DAY_S = 24 * 3600.0
+QUICK_RESTARTS = 4
+"""Restarts within `WITHIN_S` that are made without a pause."""
+FIRST_PAUSE_S = 0.1
+FIRST_SHORTAGE_PAUSE_S, LONGEST_SHORTAGE_PAUSE_S = 0.5, 30.0
 
 
 class RestartLimit:
-    """At most `MOST_RESTARTS` within `WITHIN_S` seconds: a process that dies more often has a fault of its own."""
+    """At most `MOST_RESTARTS` within `WITHIN_S` seconds and `MOST_PER_DAY` a day, with growing pauses: a process that
+    dies more often has a fault of its own.
+
+    A process that the host did not give what it needs (descriptors, memory, space) is not at fault: its restarts have
+    longer pauses and only the limit of a day.
+    """
 
     def __init__(self) -> None:
         self._times: deque[float] = deque()
+        self._num_shortages = 0
+        """Ends for lack of something, one after the other."""
 
-    def allows(self, now: float) -> bool:
+    def allows(self, now: float, *, shortage: bool = False) -> bool:
         """Whether one more is within the limit; if so, it is counted."""
-        while self._times and now - self._times[0] > WITHIN_S:
+        while self._times and now - self._times[0] > DAY_S:
             self._times.popleft()
-        if len(self._times) >= MOST_RESTARTS:
+        self._num_shortages = self._num_shortages + 1 if shortage else 0
+        too_often = self._num_recent(now) >= MOST_RESTARTS and not shortage
+        if too_often or len(self._times) >= MOST_PER_DAY:
             return False
         self._times.append(now)
         return True
+
+    def withdraw(self) -> None:
+        """Do not count the restart that was allowed last: it could not be made."""
+        self._times.pop()
+
+    def pause_s(self, now: float) -> float:
+        """Pause before the restart that was allowed last."""
+        if self._num_shortages:
+            pause_s = FIRST_SHORTAGE_PAUSE_S * 2.0 ** min(self._num_shortages - 1, 16)
+            return min(pause_s, LONGEST_SHORTAGE_PAUSE_S)
+        excess = self._num_recent(now) - QUICK_RESTARTS
+        return FIRST_PAUSE_S * 2.0 ** (excess - 1) if excess > 0 else 0.0
+
+    def explain(self, now: float) -> str:
+        """Describe the limit that was reached: `more than 10 times in 30 s`."""
+        if len(self._times) >= MOST_PER_DAY:
+            return f"more than {MOST_PER_DAY} times in a day"
+        return f"more than {MOST_RESTARTS} times in {WITHIN_S:g} s"
+
+    def _num_recent(self, now: float) -> int:
+        return sum(now - time <= WITHIN_S for time in self._times)
 
 
 class StoppedProcessDetector:

@@ -27,11 +27,12 @@ from pathlib import Path
 
 import msgspec
 
-from kintsugi.errors import DeadlineExceeded, StartFailed
+from kintsugi.errors import DeadlineExceeded, EndedByError, StartFailed
 from kintsugi.process.main import run_process
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.processes import Child, Processes
+from kintsugi.runtime.shortages import start_shortage
 from kintsugi.runtime.stacks import enable_stack_dumps
 from kintsugi.runtime.waits import wait
 from kintsugi.types import Placement
@@ -109,7 +110,7 @@ def execute(
 ) -> Child:
     """Start `python -m …` in a session of its own, so that the terminal's Ctrl-C does not reach it."""
     return processes.spawn(
-        [sys.executable, "-m", *arguments],
+        [sys.executable, "-P", "-m", *arguments],
         pass_fds=pass_fds,
         environment=child_environment(os.environ, placement),
         before_exec=before_exec,
@@ -129,7 +130,9 @@ def spawn(processes: Processes, start: StartOrder) -> Child:
             pass_fds=(handed_over, *start.descriptors),
         )
     except OSError as error:
-        raise StartFailed(process=process, phase="executing the interpreter", why=str(error)) from error
+        detail = EndedByError(type(error).__name__, start_shortage(error))
+        phase = "executing the interpreter"
+        raise StartFailed(process=process, phase=phase, why=str(error), detail=detail) from error
     finally:
         if handed_over >= 0:
             os.close(handed_over)

@@ -16,12 +16,14 @@ import contextlib
 import os
 import signal
 import socket
+import traceback
 
 import msgspec
 
 from kintsugi.cluster.orphans import become_subreaper
 from kintsugi.cluster.restart_policy import RestartLimit, StoppedProcessDetector
 from kintsugi.errors import DeadlineExceeded
+from kintsugi.process.exit_codes import EXIT_ERROR
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.processes import Child
 from kintsugi.runtime.signals import Signals
@@ -50,6 +52,8 @@ class AgentState(msgspec.Struct, frozen=True, array_like=True):
     """Exit code that it has reported."""
     ended: bool
     status: int | None
+    is_restarting: bool = False
+    """It has ended, and another incarnation is due."""
 
 
 class LauncherState(msgspec.Struct, frozen=True, array_like=True):
@@ -107,6 +111,8 @@ class Standby:
         try:
             pid = os.fork()
         except OSError:
+            if not is_parent:
+                self._limit.withdraw()
             os.close(own[1])
             launchers_end.close()
             standbys_end.close()
@@ -122,7 +128,7 @@ class Standby:
         is_standby = (pid > 0) if is_parent else (pid == 0)
         if is_standby:
             launchers_end.close()
-            return self._follow(other, standbys_end, signals, state)
+            return self._follow_or_end(other, standbys_end, signals, state)
         standbys_end.close()
         launchers_end.setblocking(False)
         self._other, self._channel, self._sent = other, launchers_end, None
@@ -166,6 +172,17 @@ class Standby:
         self._channel.close()
         self._other = self._channel = None
 
+    def _follow_or_end(
+        self, leader: Child, channel: socket.socket, signals: Signals, state: LauncherState
+    ) -> LostLauncher:
+        """Follow the launcher. An error here ends this process only, which the launcher replaces: it must not leave by
+        the caller, whose clean-up ends the run."""
+        try:
+            return self._follow(leader, channel, signals, state)
+        except BaseException as error:  # noqa: BLE001 - the standby's outermost boundary: printed to its log.
+            traceback.print_exception(error)
+            os._exit(EXIT_ERROR)
+
     def _follow(
         self, leader: Child, channel: socket.socket, signals: Signals, state: LauncherState
     ) -> LostLauncher:
@@ -178,8 +195,9 @@ class Standby:
             state = _received(channel) or state
             for number in signals.received():
                 leader.send_signal(number)
-            if stopped.sample((leader.pid,), now=self._clock.monotonic()):
-                leader.send_signal(signal.SIGKILL)
+            with contextlib.suppress(OSError):  # The host has no descriptor left: it is looked at again.
+                if stopped.sample((leader.pid,), now=self._clock.monotonic()):
+                    leader.send_signal(signal.SIGKILL)
         wait_readable(whom="processes that were killed together", what="their end", timeout_s=SETTLE_S)
         state = _received(channel) or state
         channel.close()

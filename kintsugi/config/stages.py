@@ -135,6 +135,12 @@ def _with_proximal(config: Config) -> AlgorithmSection:
     return msgspec.structs.replace(section, proximal="sampler" if is_sampler else "recompute")
 
 
+def num_processes(config: Config) -> int:
+    """Return how many processes a run starts with: an agent per host, the master, its manager, and the workers."""
+    sampling = config.generation.servers + 1 if has_servers(config) else 0
+    return config.cluster.hosts + 1 + config.actor.workers + config.rollout.workers + sampling
+
+
 def has_servers(config: Config) -> bool:
     """Whether anything is sampled. A reward model is trained and evaluated on pairs without sampling."""
     return config.algorithm.name != "reward_model"

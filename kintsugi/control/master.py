@@ -55,7 +55,7 @@ from kintsugi.control.protocol import (
 from kintsugi.control.scaling import Scaling
 from kintsugi.control.state import MasterState
 from kintsugi.control.suspicion import Suspicions
-from kintsugi.errors import Fault, StartKilled, root_first
+from kintsugi.errors import Fault, StartKilled, is_shortage, root_first
 from kintsugi.journal.facts import (
     RolledBack,
     RunEnded,
@@ -411,7 +411,7 @@ class Master:
             if self.recovery_state is not RecoveryState.DUMPING:  # The dump ends the run with its own cause.
                 self._fail(fault, now)
             return
-        self._processes.order(process, now)
+        self._processes.order_again(process, fault, now)
         if role is Role.MODEL and phase is not Phase.STARTING:
             self._advance(PhaseReport(PhaseResult.RANK_LOST, fault=fault), now)
         else:
@@ -421,7 +421,7 @@ class Master:
         """Order a process again that did not start; the run ends if its role cannot be started at all."""
         if self.state.open_incident:
             self._recovery.note(fault, now, phase=self.phase)
-        self._processes.order_later(process, now)
+        self._processes.order_later(process, fault, now)
         role = self._processes.plans[process].role
         if (
             (self._is_first_start or role is not Role.MODEL)
@@ -498,7 +498,7 @@ class Master:
         has_error_code = event.status is not None and event.status > 0
         if was_live:
             self._lost(event.process, fault, now)
-        elif has_error_code and self._is_first_start:
+        elif has_error_code and self._is_first_start and not is_shortage(fault):
             self._fail(fault, now)
         else:
             self._start_failed(event.process, fault, now)

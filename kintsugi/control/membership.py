@@ -7,7 +7,7 @@ from enum import StrEnum
 import msgspec
 
 from kintsugi.journal.facts import ProcessJoined, ProcessLost, ProcessRequested, ProcessRetired
-from kintsugi.protocol.membership import AddressBook, Heartbeat
+from kintsugi.protocol.membership import TERM_BITS, AddressBook, Heartbeat
 from kintsugi.runtime.peak_memory import PEAKS_REPORTED
 from kintsugi.types import Peer, Progress, Role, Wait, role_of
 
@@ -54,11 +54,14 @@ class WorkerRecord(msgspec.Struct, omit_defaults=True):
     progress: Progress = Progress({})
     waits: tuple[Wait, ...] = ()
     gauges: dict[str, float] = {}
+    changed: int = 0
+    """Number of the address book that first listed this incarnation, or no longer lists it."""
 
 
 class _FoldedRegistry(msgspec.Struct):
     members: list[WorkerRecord]
     book_number: int
+    previous_number: int = -1
 
 
 class WorkerRegistry:
@@ -67,6 +70,8 @@ class WorkerRegistry:
     def __init__(self) -> None:
         self.members: dict[str, WorkerRecord] = {}
         self.book_number = 0
+        self.previous_number = -1
+        """Number of the last address book of the term before this one; -1 if there was none."""
         self.peaks: dict[str, dict[str, float]] = {}
         """Largest reported peaks of memory by process, over its incarnations. A new master knows those of the processes
         that live."""
@@ -79,7 +84,10 @@ class WorkerRegistry:
         member = self.members.get(process)
         after = TRANSITIONS[(member.status if member else None, type(fact))]
         if isinstance(fact, ProcessRequested):
-            self.members[process] = WorkerRecord(process, fact.role, fact.host, fact.incarnation, after)
+            changed = 0 if member is None else member.changed  # A book that no longer lists its predecessor.
+            self.members[process] = WorkerRecord(
+                process, fact.role, fact.host, fact.incarnation, after, changed=changed
+            )
         elif isinstance(fact, ProcessJoined):
             peer = fact.peer
             self.members[process] = WorkerRecord(
@@ -88,21 +96,33 @@ class WorkerRegistry:
         else:
             assert member is not None
             member.status = after
-        self.book_number += 1
+        if isinstance(fact, ProcessJoined | ProcessLost):
+            self.book_number += 1
+            self.members[process].changed = self.book_number
 
     def fold(self) -> bytes:
         """Encode the durable part."""
         durable = [
-            WorkerRecord(m.process, m.role, m.host, m.incarnation, m.status, m.pid, m.peer, m.capabilities)
+            WorkerRecord(
+                m.process,
+                m.role,
+                m.host,
+                m.incarnation,
+                m.status,
+                m.pid,
+                m.peer,
+                m.capabilities,
+                changed=m.changed,
+            )
             for m in self.members.values()
         ]
-        return msgspec.msgpack.encode(_FoldedRegistry(durable, self.book_number))
+        return msgspec.msgpack.encode(_FoldedRegistry(durable, self.book_number, self.previous_number))
 
     def restore(self, folded: bytes) -> None:
         """Replace the durable part by one that `fold` encoded."""
         found = msgspec.msgpack.decode(folded, type=_FoldedRegistry)
         self.members = {member.process: member for member in found.members}
-        self.book_number = found.book_number
+        self.book_number, self.previous_number = found.book_number, found.previous_number
         self._live.clear()
 
     def accepts(self, fact: MemberFact) -> str | None:
@@ -178,14 +198,37 @@ class WorkerRegistry:
     def begin_term(self, term: int) -> None:
         """Number the address books of a new master above all of its predecessor's, even if the journal lost the last of
         them."""
-        self.book_number = term << 32
+        self.previous_number, self.book_number = self.book_number, term << TERM_BITS
 
-    def address_book(self, master: Peer) -> AddressBook:
-        """Return the addresses of all live processes, the master included. A leaving server is still listed: its
-        requests have to be taken back."""
+    def listed(self) -> list[str]:
+        """Return the processes that the address book lists. A leaving server is still among them: its requests have to
+        be taken back."""
+        return [process for process in self.members if self.is_listed(process)]
+
+    def is_listed(self, process: str) -> bool:
+        member = self.members.get(process)
         here = (WorkerStatus.LIVE, WorkerStatus.LEAVING)
-        peers = [m.peer for m in self.members.values() if m.status in here and m.peer is not None]
-        return AddressBook(self.book_number, (master, *peers))
+        return member is not None and member.status in here and member.peer is not None
+
+    def address_book(self, master: Peer, *, since: int | None = None) -> AddressBook:
+        """Return the addresses of all processes, the master included; or what changed after the book of this number,
+        if that is known."""
+        listed = [self.members[process] for process in self.listed()]
+        if since is None or not self._knows_changes_since(since):
+            return AddressBook(self.book_number, (master, *(m.peer for m in listed if m.peer is not None)))
+        added = [m.peer for m in listed if m.peer is not None and m.changed > since]
+        removed = [
+            m.process for m in self.members.values() if m.changed > since and not self.is_listed(m.process)
+        ]
+        masters = (master,) if since >> TERM_BITS != self.book_number >> TERM_BITS else ()
+        return AddressBook(self.book_number, (*masters, *added), since, tuple(removed))
+
+    def _knows_changes_since(self, number: int) -> bool:
+        """Return whether this is a book of this term, or of the one before as far as the journal has it: facts that a
+        power cut took with it may have been in a later one."""
+        term, previous_term = self.book_number >> TERM_BITS, self.previous_number >> TERM_BITS
+        is_of_previous_term = number >> TERM_BITS == previous_term and number <= self.previous_number
+        return number >= 0 and (number >> TERM_BITS == term or is_of_previous_term)
 
     def pids(self) -> dict[str, list[int]]:
         """Return role → pids of the live processes, for the summary."""

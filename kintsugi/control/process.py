@@ -19,6 +19,7 @@ import msgspec
 from kintsugi.checkpoint.store import latest
 from kintsugi.config.recipe import load_config
 from kintsugi.config.schema import COMPARE_SAMPLES, LEARN_PAIRS, Config
+from kintsugi.control.book_sharing import BookSharing
 from kintsugi.control.failure_detector import FailureDetector, event_of_report
 from kintsugi.control.master import Master
 from kintsugi.control.placement import plan_layout
@@ -59,18 +60,19 @@ from kintsugi.errors import (
     fault_of,
     root_first,
 )
-from kintsugi.journal.facts import CheckpointSaved, Fact, RolledBack, RunEnded, StepCommitted, TermStarted
+from kintsugi.journal.facts import CheckpointSaved, Fact, RunEnded, StepCommitted, TermStarted
 from kintsugi.journal.journal import Journal, is_disk_error, scan_facts
 from kintsugi.process.exit_codes import EXIT_ERROR, EXIT_USER_ERROR
 from kintsugi.process.membership import ORPHANED, open_endpoint, watch_lifeline
 from kintsugi.protocol.agents import AskTime, ChipFault, ProcessExited, ProcessSuspected, TimeTold
 from kintsugi.protocol.bootstrap import Bootstrap
-from kintsugi.protocol.membership import AddressBook, Heartbeat, Ok, Ping, Register, Registered, Shutdown
+from kintsugi.protocol.membership import Heartbeat, Ok, Ping, Register, Registered, Shutdown
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.reader import living_launcher
 from kintsugi.runtime.clock import SYSTEM_CLOCK, WorkingClock
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.disk import SYSTEM_DISK, Disk
+from kintsugi.runtime.shortages import EXIT_NO_MEMORY, EXIT_UNFIT, shortage_code
 from kintsugi.runtime.signals import Signals
 from kintsugi.runtime.waits import wait
 from kintsugi.telemetry.events import (
@@ -125,6 +127,8 @@ class MasterShell:
         self._requests = UserRequests(self._run_dir)
         self._detector = FailureDetector()
         self._endpoint = open_endpoint(bootstrap)
+        own = self._endpoint.peer(host=bootstrap.host)
+        self._sharing = BookSharing(self._master.state.members, master=own)
         self._processes: dict[str, list[int]] = {}
         self._events: deque[Event] = deque()
         self._next_tick = self._next_report = self._clock.monotonic()
@@ -145,7 +149,7 @@ class MasterShell:
                 # A later checkpoint belongs to steps that were undone: its completion was never journaled.
                 checkpoint = latest(RunFolder(self._run_dir).checkpoints_folder, at_most=state.step)
                 step, source = (checkpoint.step, str(checkpoint.path)) if checkpoint else (0, None)
-                refusal = state.ledger.accepts(RolledBack(step, ""))
+                refusal = state.can_return_to(step)
                 if refusal is not None:
                     raise StorageError(f"no readable checkpoint of steps {state.saved_steps}: {refusal}")
                 began = msgspec.structs.replace(began, resumed=True, restore_step=step, restore_path=source)
@@ -154,7 +158,11 @@ class MasterShell:
         return journal, new_master(self._config, state, run_dir=self._run_dir), began
 
     def run(self) -> int:
-        """Run until the run has ended; return the exit code of the process. Any error ends the run with its cause."""
+        """Run until the run has ended; return the exit code of the process.
+
+        What the host does not give (memory, descriptors) ends this process only: its agent starts another one, which
+        continues by the journal. Any other error ends the run with its cause.
+        """
         try:
             self._watch_signals()
             self.begin()
@@ -164,8 +172,14 @@ class MasterShell:
             # Another master owns the run: any message or record of this one would interfere with it.
             self._log.emit(Note(f"replaced while it did not run: {error}"))
             self._exit_code = EXIT_ERROR
+        except MemoryError:
+            os._exit(EXIT_NO_MEMORY)  # Anything else would need memory.
         except Exception as error:  # noqa: BLE001 - the run's outermost boundary: recorded with its cause, then reported.
-            self._fail_run(error)
+            self._exit_code = shortage_code(error)
+            if self._exit_code is None:
+                self._fail_run(error)
+            else:
+                record_fault(self._log, error, process=self._bootstrap.process)
         self._endpoint.close(flush_s=GOODBYE_S)
         assert self._exit_code is not None
         return self._exit_code
@@ -191,6 +205,8 @@ class MasterShell:
             self._feed(Tick(self._master.state.members.queue()))
             for found in self._detector.check(now, self._master.pending):
                 self._feed(msgspec.structs.replace(found, time=self._clock.wall()))
+        for book, processes in self._sharing.due(now):
+            self._endpoint.send_to_all(processes, book)
         if now >= self._next_report:
             self._next_report = now + REPORT_S
             self._records.processes(self._reports())
@@ -224,8 +240,9 @@ class MasterShell:
                 now, incarnation = self._clock.monotonic(), delivery.envelope.incarnation
                 self._master.state.members.on_heartbeat(sender, heartbeat, now)
                 self._detector.on_heartbeat(sender, incarnation, heartbeat, now)
-                if heartbeat.book < self._master.state.members.book_number:
-                    self._endpoint.send(sender, self._book())
+                lacking = self._sharing.after_heartbeat(sender, heartbeat.book, now)
+                if lacking is not None:
+                    self._endpoint.send(sender, lacking)
             case Register() as register if delivery.wants_reply:
                 self._register(delivery, register)
             case ProcessExited() | ProcessSuspected() | ChipFault() as seen:
@@ -328,11 +345,11 @@ class MasterShell:
 
     def _write_or_pause(self, write: Callable[[], None]) -> None:
         """Write, or wait until the disk accepts it. A journal that is damaged or owned by another master ends the
-        run."""
+        run. At a limit of this process waiting would not help: another one takes its place."""
         try:
             write()
         except StorageError as error:
-            if not is_disk_error(error):
+            if not _may_pass(error):
                 raise
             message = f"paused, cause disk: {error}; the run continues when the disk accepts it"
             self._log.emit(JournalPaused(message, error=str(error)))
@@ -358,7 +375,7 @@ class MasterShell:
         try:
             write()
         except StorageError as error:
-            if is_disk_error(error):
+            if _may_pass(error):
                 return None
             raise
         return True
@@ -368,6 +385,7 @@ class MasterShell:
             case Request():
                 self._request(effect)
             case Tell(to=to, body=body):
+                self._share_before(to)
                 self._endpoint.send(to, body)
             case Admit(peer=peer):
                 self._endpoint.admit(peer)
@@ -376,7 +394,7 @@ class MasterShell:
                 self._detector.forget(process)
                 self._endpoint.forget(process, fault)
             case ShareBook():
-                self._share_book()
+                self._sharing.changed()
             case RecordStep():
                 pass  # Written before its fact.
             case RecordEvaluation():
@@ -386,7 +404,14 @@ class MasterShell:
             case Finish():
                 self._finish(effect, self._master.state)
 
+    def _share_before(self, process: str) -> None:
+        """Send a process the changed address book before a request that may name processes in it."""
+        book = self._sharing.before_request(process, self._clock.monotonic())
+        if book is not None:
+            self._endpoint.send(process, book)
+
     def _request(self, request: Request) -> None:
+        self._share_before(request.to)
         self._endpoint.request(
             request.to,
             request.body,
@@ -404,16 +429,6 @@ class MasterShell:
         error = pending.error
         fault = error.cause or fault_of(error, process=request.to, time=self._clock.wall())
         self._feed(RequestFailed(request.token, request.to, fault))
-
-    def _book(self) -> AddressBook:
-        master = self._endpoint.peer(host=self._bootstrap.host)
-        return self._master.state.members.address_book(master)
-
-    def _share_book(self) -> None:
-        book = self._book()
-        for peer in book.peers:
-            if peer.process != self._bootstrap.process:
-                self._endpoint.send(peer.process, book)
 
     def _reports(self) -> ProcessReports:
         """Return the latest report of every process, and that of the master."""
@@ -538,6 +553,30 @@ def config_digest(config: Config) -> str:
     return hashlib.sha256(msgspec.json.encode(config)).hexdigest()
 
 
+def _may_pass(error: StorageError) -> bool:
+    """Return whether the disk may accept the same write later from this process."""
+    return is_disk_error(error) and shortage_code(error) == EXIT_UNFIT
+
+
+def record_fault(log: EventLog, error: BaseException, *, process: str) -> None:
+    """Record an error for which this process is replaced, as far as that is possible."""
+    log.try_emit(FaultSeen(fault_of(error, process=process, time=SYSTEM_CLOCK.wall())))
+
+
 def main(bootstrap: Bootstrap) -> int:
-    config = load_config(RunFolder(bootstrap.run_dir).config_file)
-    return MasterShell(bootstrap, config).run()
+    """Run the master. One that cannot begin because of the host, or for a reason that is not known, leaves with an exit
+    code that lets its agent start another one; a damaged journal or a mistake of the user would stay."""
+    try:
+        config = load_config(RunFolder(bootstrap.run_dir).config_file)
+        shell = MasterShell(bootstrap, config)
+    except Exception as error:
+        code = shortage_code(error)
+        if code is None and isinstance(error, KintsugiError):
+            raise
+        path = RunFolder(bootstrap.run_dir).events_file(bootstrap.process)
+        log = EventLog(path, process=bootstrap.process)
+        record_fault(log, error, process=bootstrap.process)
+        log.close()
+        traceback.print_exception(error)
+        return EXIT_UNFIT if code is None else code
+    return shell.run()

@@ -11,11 +11,11 @@ from kintsugi.control.membership import WorkerRecord, WorkerStatus
 from kintsugi.control.pending import PendingRequests, Purpose, RequestId
 from kintsugi.control.placement import ProcessPlan
 from kintsugi.control.protocol import Admit, Exited, Forget, Joined, ShareBook
-from kintsugi.errors import EndedByError, Fault, FaultDetail
+from kintsugi.errors import EndedByError, Fault, FaultDetail, is_shortage
 from kintsugi.journal.facts import ProcessJoined, ProcessLost, ProcessRequested, ProcessRetired
 from kintsugi.protocol.agents import ProcessStarted, StartProcess, StopProcess
 from kintsugi.protocol.generation import Retire
-from kintsugi.runtime.processes import describe_status
+from kintsugi.runtime.shortages import SHORTAGES, describe_exit
 from kintsugi.types import Peer, Role
 
 _LEAVING = WorkerStatus.LEAVING
@@ -32,6 +32,10 @@ ASK_AGAIN_S = 5.0
 """Time after which a start is requested again; longer than most starts take."""
 COMPUTE = (Role.MODEL, Role.SERVER)
 """Roles that need an accelerator where the host has any."""
+FIRST_SHORTAGE_S, LONGEST_SHORTAGE_S, SHORTAGE_OVER_S = 0.5, 30.0, 300.0
+"""Pauses before a process is started again that the host did not give what it needs; after such a time without another
+one they begin from the first."""
+SHORTAGES_PER_FAILURE = 5
 QUICK_RETRIES = 3
 """Starts of one process that may fail before others stop waiting for it; further attempts follow at long intervals."""
 
@@ -70,6 +74,8 @@ class ProcessManager:
         """Process that could not be stopped → when to try again."""
         self._terminating: dict[str, Fault] = {}
         """Incarnation → fault for which the master terminates it."""
+        self._shortages: dict[str, tuple[int, float]] = {}
+        """Process → number of ends for a shortage of the host, one soon after the other, and time of the last."""
         self._excluded_hosts: set[str] = set()
         """Hosts without a working accelerator."""
 
@@ -263,11 +269,32 @@ class ProcessManager:
             return None
         return member.process if self._lose(member, fault) else None
 
-    def order_later(self, process: str, now: float) -> None:
-        """Start a process again after a pause that grows with every failed start."""
+    def order_later(self, process: str, fault: Fault, now: float) -> None:
+        """Start a process again after a pause that grows with every failed start. A shortage of the host may pass: only
+        every fifth one counts as a failed start."""
+        if is_shortage(fault):
+            number = self._order_after_shortage(process, now)
+            self._failed_starts[process] += number % SHORTAGES_PER_FAILURE == 0
+            return
         self._failed_starts[process] += 1
         pause_s = FIRST_RETRY_S * 2.0 ** min(self._failed_starts[process] - 1, 8)
         self._order_at[process] = now + min(pause_s, LONGEST_RETRY_S)
+
+    def order_again(self, process: str, fault: Fault, now: float) -> None:
+        """Start a lost process again: immediately, or after a growing pause if the host did not give it what it
+        needs."""
+        if is_shortage(fault):
+            self._order_after_shortage(process, now)
+        else:
+            self.order(process, now)
+
+    def _order_after_shortage(self, process: str, now: float) -> int:
+        """Start a process again after a pause; return how often that was done in a row."""
+        number, last = self._shortages.get(process, (0, now))
+        number = number if now - last < SHORTAGE_OVER_S else 0
+        self._shortages[process] = (number + 1, now)
+        self._order_at[process] = now + min(FIRST_SHORTAGE_S * 2.0 ** min(number, 8), LONGEST_SHORTAGE_S)
+        return number + 1
 
     def tick(self, now: float) -> None:
         """Request the starts and stops that are due."""
@@ -368,10 +395,11 @@ class ProcessManager:
         if member is None or member.incarnation != event.incarnation:
             self._decision.explain(f"{event.process} {event.incarnation} is not a current process")
             return None
-        message = describe_status(event.status)
+        message = describe_exit(event.status)
         if event.last_output:
             message += f"; its last words: {event.last_output[-600:].strip()}"
-        detail = EndedByError(event.error) if event.error else None
+        shortage = SHORTAGES.get(event.status or 0, "")
+        detail = EndedByError(event.error, shortage) if event.error or shortage else None
         fault = self._fault_of(member, message, time=event.time, detail=detail)
         return fault if self._lose(member, fault) else None
 

@@ -40,6 +40,11 @@ from kintsugi.run_folder.incidents import IncidentIndex
 from kintsugi.samples.ledger import Ledger
 
 PAUSES_KEPT = 10_000
+EVALUATIONS_KEPT = 1_000
+"""Evaluations that are kept: the first, and the latest ones. `metrics.jsonl` has all of them."""
+SAMPLES_KEPT = 100_000
+"""Samples that are kept one by one, about 100 MB of them. A run that saves rarely, or whose saves fail, keeps a
+`ReturnPoint` for each step that it can go back to, instead of all samples since."""
 
 
 class Tally(msgspec.Struct):
@@ -90,6 +95,13 @@ def _add_up(metrics: dict[str, float], sums: dict[str, float], counts: dict[str,
         counts[name] = counts.get(name, 0) + 1
 
 
+class ReturnPoint(msgspec.Struct, frozen=True):
+    """State that a rollback to a step leads to, for a step whose later samples are not kept."""
+
+    ledger: bytes
+    tallies: dict[str, Tally]
+
+
 class _FoldedRun(msgspec.Struct, omit_defaults=True):
     """The fields of `MasterState` that are no parts of their own."""
 
@@ -117,6 +129,7 @@ class _FoldedRun(msgspec.Struct, omit_defaults=True):
     stop_reason: str | None
     num_incidents: int
     open_incident: int
+    return_points: dict[int, ReturnPoint] = {}
 
 
 class MasterState:
@@ -158,6 +171,8 @@ class MasterState:
         self.failed_save_step = -1
         self.digests: dict[int, str] = {}
         """Digest of the trainers' state, by step that a rollback can reach."""
+        self.return_points: dict[int, ReturnPoint] = {}
+        """Steps that a rollback can reach, though the samples since are not kept."""
         self.stop_reason: str | None = None
         """Reason of a stop that was requested."""
         self.incidents = IncidentIndex()
@@ -167,7 +182,7 @@ class MasterState:
 
     def apply(self, fact: Fact) -> None:
         self.incidents.take(fact)
-        if isinstance(fact, LedgerFact):
+        if isinstance(fact, LedgerFact) and not isinstance(fact, RolledBack):
             self.ledger.apply(fact)
         match fact:
             case ProcessRequested() | ProcessJoined() | ProcessRetired() | ProcessLost():
@@ -188,6 +203,7 @@ class MasterState:
                 self.pace = fact
             case EvaluationDone():
                 self.evaluations.append(fact)
+                del self.evaluations[1 : -EVALUATIONS_KEPT + 1]
             case CheckpointSaved():
                 self._save(fact)
             case CheckpointFailed():
@@ -257,12 +273,53 @@ class MasterState:
                 self.wall_s += fact.wall_s
                 self.stop_reason = None
 
+    def can_return_to(self, step: int) -> str | None:
+        """Return why a rollback to this step is impossible, or None if it is possible."""
+        if step in self.return_points:
+            return None
+        return self.ledger.accepts(RolledBack(step, ""))
+
     def _commit(self, fact: StepCommitted) -> None:
         self.step = fact.step
         self.digests[fact.step] = fact.state_digest
         self.tallies.setdefault(self.stage, Tally()).add(fact.step, fact.metrics)
+        if self.ledger.num_kept > SAMPLES_KEPT:
+            self._forget_unsaved()
+
+    def _forget_unsaved(self) -> None:
+        """Forget the older half of the samples, and keep a return point for each checkpoint, or for the beginning."""
+        kept_from = self.ledger.step_of_newest(SAMPLES_KEPT // 2)
+        oldest = [] if len(self.saved_steps) == self._keep_checkpoints else [0]
+        steps = [step for step in (*oldest, *self.saved_steps) if step < kept_from]
+        steps = [step for step in steps if self.can_return_to(step) is None]
+        for step in steps:
+            if step not in self.return_points:
+                tallies = msgspec.msgpack.decode(msgspec.msgpack.encode(self.tallies), type=dict[str, Tally])
+                for tally in tallies.values():
+                    tally.roll_back(step)
+                    tally.settle(step)
+                self.return_points[step] = ReturnPoint(self.ledger.rolled_back(step), tallies)
+        self.return_points = {step: self.return_points[step] for step in steps}
+        self._forget_before(kept_from)
+
+    def _forget_before(self, step: int) -> None:
+        """Forget what only a rollback to an earlier step needs."""
+        # The next master may still have to send the rollout workers the groups that the last step trained.
+        self.ledger.forget_before(min(step + 1, self.step))
+        self.digests = {
+            s: digest for s, digest in self.digests.items() if s >= step or s in self.return_points
+        }
+        for tally in self.tallies.values():
+            tally.settle(step)
 
     def _roll_back(self, fact: RolledBack) -> None:
+        point = self.return_points.get(fact.step)
+        if point is not None:
+            self.ledger.restore(point.ledger)
+            self.tallies = dict(point.tallies)
+        else:
+            self.ledger.apply(fact)
+        self.return_points = {s: each for s, each in self.return_points.items() if s < fact.step}
         self.step, self.version = fact.step, -1
         self.lineage += 1
         self.digests = {step: digest for step, digest in self.digests.items() if step <= fact.step}
@@ -280,8 +337,6 @@ class MasterState:
         paths = {**self.checkpoint_paths, fact.step: fact.path}
         self.checkpoint_paths = {step: paths[step] for step in self.saved_steps}
         if len(self.saved_steps) == self._keep_checkpoints:
-            # The next master may still have to send the rollout workers the groups that the last step trained.
-            self.ledger.forget_before(min(self.saved_steps[0] + 1, self.step))
-            self.digests = {s: digest for s, digest in self.digests.items() if s >= self.saved_steps[0]}
-            for tally in self.tallies.values():
-                tally.settle(self.saved_steps[0])
+            oldest = self.saved_steps[0]
+            self.return_points = {s: point for s, point in self.return_points.items() if s >= oldest}
+            self._forget_before(oldest)

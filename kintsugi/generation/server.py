@@ -447,7 +447,7 @@ def main(bootstrap: Bootstrap) -> int:
             send_request=partial(_ask, shell),
             emit=shell.events.emit,
             device=MappedSlots(device) if device.type == "cuda" else None,
-            join=receive,
+            join=partial(receive, keys=shell.keys),
         )
         lease = open_lease(shell, policy=policy, device=identity(device), memory=memory)
         warm_up(backend, policy=policy, device=device)

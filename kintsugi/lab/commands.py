@@ -125,21 +125,25 @@ def run_campaign(
     recipe: Path | None = None,
     overrides: Sequence[str] = (),
     each: bool = False,
+    pairs: bool = False,
     disk_folder: Path | None = None,
 ) -> bool:
-    """Run a campaign on its own workload or on any recipe, with random cases or `each` fault once; return whether the
-    diagnosis was right often enough for `each`."""
+    """Run a campaign on its own workload or on any recipe, with random cases, `pairs` of faults only or `each` fault
+    once; return whether the diagnosis was right often enough for `each`."""
     from kintsugi.lab.campaign.campaign import Campaign
-    from kintsugi.lab.campaign.cases import each_once, plan
+    from kintsugi.lab.campaign.cases import CaseClass, each_once, plan
     from kintsugi.lab.campaign.records import num_right, table_lines
     from kintsugi.lab.faults.cuda import FullGpuMemory
 
+    if each and pairs:
+        raise UserError("expected --each or --pairs, got both")
     config, places = _campaign_workload(recipe, overrides, disk_folder=disk_folder)
     able = _campaign_abilities(places)
     if each:
         cases = each_once(config=config, abilities=able, has_accelerator=FullGpuMemory.missing() is None)
     else:
-        cases = plan(count, seed=seed, config=config, abilities=able)
+        only = CaseClass.TWO if pairs else None
+        cases = plan(count, seed=seed, config=config, abilities=able, only=only)
     check_places(places, name="campaign", folder=folder)
     folder = new_folder(folder, name="campaign", json=json)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

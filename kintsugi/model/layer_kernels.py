@@ -1,7 +1,8 @@
 """Triton kernels between the matrix products of training: each is one pass over its inputs.
 
-The forward kernels round to the model's type where those of generation do (`generation/cuda/layers.py`), so that
-trainer and sampler differ only by the order of sums. Gradients are computed in fp32 and rounded once.
+The forward kernels round to the model's type where those of generation do (`generation/cuda/layers.py`, which shares
+rotation and gate), so that trainer and sampler differ only by the order of sums. Gradients are computed in fp32 and
+rounded once.
 
 The gradient of a norm's weight is a sum over all rows. Each program adds up its own rows and writes one row of partial
 sums; a second kernel adds those in a fixed order. Nothing is added atomically, so equal inputs give equal bits.
@@ -202,9 +203,8 @@ def _column_sums(partials: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit
-def _rotate_heads(
-    source,
-    target,
+def rotated_heads(
+    heads,
     weight,
     mask,
     columns,
@@ -214,8 +214,9 @@ def _rotate_heads(
     has_norm: tl.constexpr,
     half: tl.constexpr,
 ):
-    """Normalise and rotate the heads whose first halves are at these pointers."""
-    first, second = tl.load(source, mask, 0.0), tl.load(source + half, mask, 0.0)
+    """Both halves of the heads whose first halves are at these pointers, normalised and rotated. Training and
+    generation share it, so that both round alike."""
+    first, second = tl.load(heads, mask, 0.0), tl.load(heads + half, mask, 0.0)
     dtype = first.dtype
     if has_norm:
         inside = columns < half
@@ -227,8 +228,7 @@ def _rotate_heads(
         first, second = low.to(dtype), high.to(dtype)
     low = (first.to(tl.float32) * cosine).to(dtype).to(tl.float32) - second.to(tl.float32) * sine
     high = (second.to(tl.float32) * cosine).to(dtype).to(tl.float32) + first.to(tl.float32) * sine
-    tl.store(target, low.to(dtype), mask)
-    tl.store(target + half, high.to(dtype), mask)
+    return low.to(dtype), high.to(dtype)
 
 
 @triton.jit
@@ -261,13 +261,15 @@ def _rotate(
     heads = tl.arange(0, padded_heads)
     at = heads[:, None] * (2 * half) + columns[None, :]
     mask = (heads < num_heads)[:, None] & inside[None, :]
-    _rotate_heads(
-        source + at, target + at, query_weight, mask, columns, cosine, sine, epsilon, has_norm, half
-    )
+    low, high = rotated_heads(source + at, query_weight, mask, columns, cosine, sine, epsilon, has_norm, half)
+    tl.store(target + at, low, mask)
+    tl.store(target + at + half, high, mask)
     heads = tl.arange(0, padded_kv_heads)
     at = (num_heads + heads)[:, None] * (2 * half) + columns[None, :]
     mask = (heads < num_kv_heads)[:, None] & inside[None, :]
-    _rotate_heads(source + at, target + at, key_weight, mask, columns, cosine, sine, epsilon, has_norm, half)
+    low, high = rotated_heads(source + at, key_weight, mask, columns, cosine, sine, epsilon, has_norm, half)
+    tl.store(target + at, low, mask)
+    tl.store(target + at + half, high, mask)
 
 
 def rotate(
@@ -501,7 +503,7 @@ def gradient_of_rotation(
 
 
 @triton.jit
-def _activate(gate_up, output, size: tl.constexpr, block_size: tl.constexpr):
+def activate_rows(gate_up, output, size: tl.constexpr, block_size: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block_size + tl.arange(0, block_size)
     mask = columns < size
@@ -518,7 +520,7 @@ def activate(gate_up: Tensor) -> Tensor:
     output = gate_up.new_empty(num_rows, size)
     block_size = min(1024, triton.next_power_of_2(size))
     with torch.cuda.device_of(gate_up):
-        _activate[(num_rows, triton.cdiv(size, block_size))](
+        activate_rows[(num_rows, triton.cdiv(size, block_size))](
             gate_up, output, size=size, block_size=block_size, num_warps=_warps_for(block_size)
         )
     return output

@@ -17,6 +17,8 @@ elsewhere in the package, and `pyproject.toml` admits only torch releases for wh
 
 from __future__ import annotations
 
+import hmac
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, cast
@@ -25,8 +27,13 @@ import torch
 import torch._C._distributed_c10d
 from torch import Tensor
 
+from kintsugi.model.listeners import listening_sockets, refuse_connections
+
 _c10d: Any = torch._C._distributed_c10d
 """Untyped: torch's annotations lack most of this module."""
+PROOF_BYTES = 32
+_creating_device = threading.Lock()
+"""Held while a gloo device is created, so that its listening socket can be told from those of other devices."""
 
 
 class Work(Protocol):
@@ -38,7 +45,7 @@ class Work(Protocol):
 
 
 class Store(Protocol):
-    """Key-value store at which the ranks of a group meet."""
+    """Key-value store at which the ranks of a group meet, as torch sees it."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -47,6 +54,26 @@ class Store(Protocol):
     def check(self, keys: list[str]) -> bool: ...
 
     def add(self, key: str, amount: int) -> int: ...
+
+
+class KeyValues(Protocol):
+    """The operations that a store needs from `transport.store.StoreClient`."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: Sequence[str]) -> bool: ...
+
+    def add(self, key: str, amount: int) -> int: ...
+
+    def compare_and_set(self, key: str, *, expected: bytes, value: bytes) -> bytes: ...
+
+    def delete(self, key: str) -> bool: ...
+
+    def num_values(self) -> int: ...
+
+    def await_keys(self, keys: Sequence[str], *, timeout_s: float | None = None) -> None: ...
 
 
 class Backend(Protocol):
@@ -65,31 +92,90 @@ class Backend(Protocol):
     ) -> Work: ...
 
 
-def serve_store(host: str, port: int, *, listener: int) -> Store:
-    """Serve a store on a listening socket, given as a descriptor that the store takes over."""
-    return cast(
-        Store,
-        _c10d.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener),
-    )
+class GroupStore(_c10d.Store):
+    """Store of torch whose operations our own store carries out.
+
+    torch calls these methods from the thread that builds a group, with NCCL also later. It does not keep the Python
+    object alive: keep a reference as long as the group.
+    """
+
+    def __init__(self, values: KeyValues) -> None:
+        super().__init__()
+        self._values = values
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._values.set(key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self._values.get(key)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._values.check(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._values.add(key, amount)
+
+    def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
+        return self._values.compare_and_set(key, expected=bytes(expected), value=bytes(value))
+
+    def delete_key(self, key: str) -> bool:
+        return self._values.delete(key)
+
+    def num_keys(self) -> int:
+        return self._values.num_values()
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._values.await_keys(keys, timeout_s=None if timeout is None else timeout.total_seconds())
+
+    def has_extended_api(self) -> bool:
+        return False
 
 
-def connect_store(host: str, port: int, *, timeout: timedelta) -> Store:
-    """Connect to a store that another process, or this one, serves; blocks up to `timeout`."""
-    return cast(Store, _c10d.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
-
-
-def prefix_store(prefix: str, store: Store) -> Store:
+def prefix_store(prefix: str, store: GroupStore) -> Store:
     """View of a store in which every key has a prefix."""
     return cast(Store, _c10d.PrefixStore(prefix, store))
 
 
-def gloo_group(store: Store, *, rank: int, size: int, interface: str, timeout: timedelta) -> Backend:
-    """Connect a gloo group over the network interface with this address; blocks until all ranks are connected."""
+def gloo_group(
+    store: Store, *, rank: int, size: int, interface: str, timeout: timedelta, secret: bytes
+) -> Backend:
+    """Connect a gloo group over the network interface with this address; blocks until all ranks are connected.
+
+    gloo accepts every connection, so each rank then proves to each other one, over the connection between the two, that
+    it has the group's secret; RuntimeError if one does not. Afterwards no further connection is accepted.
+    """
     options = _c10d.ProcessGroupGloo._Options()
     options._timeout = timeout
     options._threads = 1
-    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=interface)]
-    return cast(Backend, _c10d.ProcessGroupGloo(store, rank, size, options))
+    with _creating_device:
+        others = listening_sockets()
+        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=interface)]
+        own = listening_sockets() - others
+    backend = cast(Backend, _c10d.ProcessGroupGloo(store, rank, size, options))
+    for listener in own:
+        refuse_connections(listener)
+    _prove_membership(backend, secret, rank=rank, size=size, timeout=timeout)
+    return backend
+
+
+def _prove_membership(backend: Backend, secret: bytes, *, rank: int, size: int, timeout: timedelta) -> None:
+    """Exchange proofs between each two ranks. A proof is bound to the secret and to its direction, so one that was
+    received can not be sent back or to another rank."""
+
+    def proof(sender: int, receiver: int) -> bytes:
+        return hmac.digest(secret, b"rank %d to rank %d of %d" % (sender, receiver, size), "sha256")
+
+    sent = torch.frombuffer(
+        bytearray(b"".join(proof(rank, other) for other in range(size))), dtype=torch.uint8
+    )
+    received = torch.empty_like(sent)
+    lengths = [PROOF_BYTES] * size
+    start_all_to_all(backend, sent, into=received, sent=lengths, received=lengths, timeout=timeout).wait()
+    proofs = received.numpy().tobytes()
+    for other in range(size):
+        shown = proofs[other * PROOF_BYTES : (other + 1) * PROOF_BYTES]
+        if not hmac.compare_digest(shown, proof(other, rank)):
+            raise RuntimeError(f"the connection of rank {other} does not belong to it: its proof is wrong")
 
 
 def nccl_group(store: Store, *, rank: int, size: int, timeout: timedelta) -> Backend:

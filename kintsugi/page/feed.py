@@ -24,7 +24,9 @@ OVERVIEW_POLL_S = 1.0
 OVERVIEW_RUN_S = 0.01
 """Additional time between two looks at a folder, per run in it."""
 LEAST_INTERVAL_S = {"health": 1.0, "logs": 1.0, "timeline": 2.0, "samples": 1.0}
-"""Parts that change all the time are reported at most this often."""
+"""Parts that change all the time are reported at most this often …"""
+COST_FACTOR = 60.0
+"""… and so that answers to one viewer take at most this part of the time: a run must not notice that it is watched."""
 MOST_INCIDENTS = 20
 
 
@@ -99,6 +101,8 @@ class RunFeed:
         self._on_samples = on_samples
         self._detector: ChangeDetector | None = None
         self._reported: dict[str, float] = {}
+        self._costs: dict[str, float] = {}
+        """Seconds that the last answer about each part took."""
         self._waiting: set[str] = set()
         """Changes that were seen and not reported yet."""
         self._known: dict[int, tuple[str, int]] | None = None
@@ -121,6 +125,14 @@ class RunFeed:
             self._poller.end()
             self._poller = self._detector = self._known = None
 
+    def note_cost(self, what: str, seconds: float) -> None:
+        """Take the time that an answer about a part took."""
+        self._costs[what] = seconds
+
+    def least_interval_s(self, what: str) -> float:
+        """Return the time between two reports of a part."""
+        return max(LEAST_INTERVAL_S.get(what, 0.0), COST_FACTOR * self._costs.get(what, 0.0))
+
     def tell(self, what: set[str]) -> None:
         """Report a change that is not in the run's files: an index is complete, a diagnosis was made."""
         if self._poller is not None:
@@ -135,7 +147,7 @@ class RunFeed:
         due = {
             what
             for what in self._waiting
-            if now - self._reported.get(what, -1e9) >= LEAST_INTERVAL_S.get(what, 0.0)
+            if now - self._reported.get(what, -1e9) >= self.least_interval_s(what)
         }
         self._waiting -= due
         self._reported |= dict.fromkeys(due, now)

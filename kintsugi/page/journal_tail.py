@@ -1,4 +1,8 @@
-"""Facts of a run's journal, read as they are written, without those of single prompts, which are nearly all of it."""
+"""Facts of a run's journal, read as they are written, without those of single prompts, which are nearly all of it.
+
+journal     the folded state of a compacted run, then what followed; read first, so that its incidents are known at once
+journal.N   earlier facts, read afterwards, the newest file first: restarts, dropped samples, times of old incidents
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,7 @@ from kintsugi.journal.facts import (
     SamplesScored,
     ScaleRefused,
     ServersScaled,
+    StateFolded,
     StepCommitted,
     StrategyChosen,
     TermStarted,
@@ -34,7 +39,8 @@ from kintsugi.journal.facts import (
     VersionCurrent,
 )
 from kintsugi.journal.inputs import read_moments
-from kintsugi.journal.journal import read_payloads
+from kintsugi.journal.journal import JournalPayload, kept_files, read_payloads
+from kintsugi.page.line_files import file_id
 from kintsugi.run_folder.incidents import MASTER, IncidentIndex, IncidentReport
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
@@ -66,6 +72,16 @@ class TimedFact(msgspec.Struct, frozen=True):
     fact: Fact
 
 
+class _EarlierFile(msgspec.Struct):
+    """A file that the journal replaced when it was compacted."""
+
+    path: Path
+    until: int
+    """Last record that the newer file does not have."""
+    size: int
+    offset: int = 0
+
+
 class JournalTail:
     """State of a run that only its journal has. Not safe for several threads."""
 
@@ -74,10 +90,17 @@ class JournalTail:
         self._reset()
 
     def _reset(self) -> None:
-        self._inode, self._offset = 0, 0
+        self._inode, self._offset, self._size = 0, 0, 0
+        self._first = self._last = 0
+        """Sequences of the first record of the journal, and of the last one that was read."""
+        self._earlier: list[_EarlierFile] = []
+        """Files that the journal replaced, still to be read, the newest first."""
         self._index = IncidentIndex()
         self.problems: tuple[str, ...] = ()
+        self.is_current = False
+        """Whether the journal itself is read: incidents and processes are those of now."""
         self.is_complete = False
+        """Whether earlier files are read, too."""
         self.hosts: dict[str, str] = {}
         """Process → host, of every process that ever was requested."""
         self.pids: dict[str, int] = {}
@@ -95,35 +118,136 @@ class JournalTail:
         """Facts of incidents, with the number of their record."""
         self._moments: dict[int, float] = {}
         self._moments_offset = 0
+        self._moments_for = 0
+        """Number of timed facts that the times were looked up for."""
+
+    @property
+    def share(self) -> float:
+        """Part of the journal and its earlier files that has been read."""
+        if self.is_complete:
+            return 1.0
+        total = self._size + sum(each.size for each in self._earlier)
+        return min(0.99, self._offset / total) if total else 0.0
+
+    def all_problems(self) -> tuple[str, ...]:
+        """Return the problems, and whether reading goes on."""
+        if self.is_complete:
+            return self.problems
+        return *self.problems, f"the journal is still being read: {self.share:.0%}"
 
     def refresh(self, *, budget_s: float = READ_S) -> None:
-        """Read what was added. A journal that another master continued is another file, and is read from its start."""
+        """Read what was added, then what is left of earlier files, for as long as the budget allows."""
         path = self._run.journal_file
-        try:
-            inode = path.stat().st_ino
-        except OSError:
-            self._reset()
-            self.is_complete = True
-            return
-        if inode != self._inode:
-            self._reset()
-            self._inode = inode
         deadline = self._clock.monotonic() + budget_s
-        self.is_complete = False
+        self.is_current = self.is_complete = False
         try:
-            while not self.is_complete and self._clock.monotonic() < deadline:
-                payloads = read_payloads(path, offset=self._offset, most=PIECE)
-                for payload in payloads:
-                    for fact in _facts(payload.content):
-                        self._take(payload.sequence, fact)
-                    self._offset = payload.end
-                self.is_complete = len(payloads) < PIECE
-        except KintsugiError as error:
-            self.problems = (str(error),)
-            self.is_complete = True
+            status = path.stat()
+            if status.st_ino != self._inode:
+                self._change_file(path, status.st_ino)
+            self._size = status.st_size
+            self.is_current = self._read_new(path, deadline=deadline)
+            self.is_complete = self.is_current and self._read_earlier(deadline=deadline)
+        except FileNotFoundError:
+            self._reset()
+            self.is_current = self.is_complete = True
+        except (KintsugiError, OSError) as error:
+            self._give_up(str(error))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            self.problems = (f"{path.name}: written by another version of kintsugi: {error}",)
-            self.is_complete = True
+            self._give_up(f"{path.name}: written by another version of kintsugi: {error}")
+
+    def _give_up(self, problem: str) -> None:
+        """Keep what was read so far; the rest can not be read."""
+        self.problems = (problem,)
+        self.is_current = self.is_complete = True
+
+    def _change_file(self, path: Path, inode: int) -> None:
+        """Continue in another file: a compacted one begins with the state that is known already; one that another
+        master continued is a copy, and is read from its start."""
+        first = next(iter(read_payloads(path, most=1)), None)
+        sequence = first.sequence if first is not None else 0
+        if self._last and sequence > self._first and self._catch_up(path, sequence):
+            assert first is not None
+            self._inode, self._first, self._offset = inode, sequence, first.end
+            return
+        self._reset()
+        self._inode, self._first = inode, sequence
+        until = sequence
+        for number, earlier in reversed(kept_files(path).items()):
+            known = file_id(earlier)
+            if number < until and known is not None:
+                self._earlier.append(_EarlierFile(earlier, until=until, size=known[1]))
+                until = number
+
+    def _catch_up(self, path: Path, sequence: int) -> bool:
+        """Read the end of the file that was followed, under its second name; return whether nothing is missing."""
+        earlier = {number: kept for number, kept in kept_files(path).items() if number >= self._first}
+        for number, kept in earlier.items():
+            offset = self._offset if number == self._first else 0
+            try:
+                while payloads := read_payloads(kept, offset=offset, most=PIECE):
+                    self._take_payloads([each for each in payloads if self._last < each.sequence <= sequence])
+                    offset = payloads[-1].end
+            except KintsugiError:  # It was removed meanwhile.
+                return False
+        return self._last == sequence
+
+    def _read_new(self, path: Path, *, deadline: float) -> bool:
+        """Read the journal; return whether all of it is read."""
+        while True:
+            payloads = read_payloads(path, offset=self._offset, most=PIECE)
+            self._take_payloads(payloads)
+            if payloads:
+                self._offset = payloads[-1].end
+            if len(payloads) < PIECE:
+                return True
+            if self._clock.monotonic() >= deadline:
+                return False
+
+    def _take_payloads(self, payloads: list[JournalPayload]) -> None:
+        for payload in payloads:
+            for fact in _facts(payload.content):
+                self._take(payload.sequence, fact)
+            self._last = payload.sequence
+
+    def _read_earlier(self, *, deadline: float) -> bool:
+        """Read earlier files; return whether all of them are read. One that was removed meanwhile is left out."""
+        while self._earlier:
+            if self._clock.monotonic() >= deadline:
+                return False
+            file = self._earlier[0]
+            try:
+                payloads = read_payloads(file.path, offset=file.offset, most=PIECE)
+            except (KintsugiError, FileNotFoundError):
+                payloads = []
+            for payload in payloads:
+                if payload.sequence <= file.until:
+                    for fact in _facts(payload.content):
+                        self._take_earlier(payload.sequence, fact)
+            if len(payloads) < PIECE:
+                self._earlier.pop(0)
+            else:
+                file.offset = payloads[-1].end
+        return True
+
+    def _take_earlier(self, sequence: int, fact: Fact) -> None:
+        """Take a fact that the folded state stands for, but for what the state does not tell."""
+        if isinstance(fact, _TIMED) and len(self.timed) < MOST_TIMED:
+            self.timed.append((sequence, fact))
+        match fact:
+            case ProcessRequested(process=process, host=host):
+                self.hosts.setdefault(process, host)
+            case ProcessJoined(peer=peer):
+                self.hosts.setdefault(peer.process, peer.host)
+            case ProcessLost(process=process):
+                self.restarts[process] += 1
+            case TermStarted(adopting=True):
+                self.restarts[MASTER] += 1
+            case VersionCurrent(version=version):
+                self.current_version = max(version, self.current_version or version)
+            case TicketFiltered() | TicketExpired() | SampleQuarantined():
+                self._take_count(fact)
+            case _:
+                pass
 
     def _take(self, sequence: int, fact: Fact) -> None:
         self._index.take(fact)
@@ -131,6 +255,8 @@ class JournalTail:
             self.timed.append((sequence, fact))
             del self.timed[:-MOST_TIMED]
         match fact:
+            case StateFolded():
+                self._restore(fact)
             case ProcessRequested(process=process, host=host):
                 self.hosts[process] = host
             case ProcessJoined(peer=peer, pid=pid):
@@ -153,6 +279,12 @@ class JournalTail:
                 self.ended = fact
             case _:
                 self._take_count(fact)
+
+    def _restore(self, folded: StateFolded) -> None:
+        """Take the state that all earlier records led to."""
+        self.pids, self.answers = dict(folded.processes), dict(folded.answers)
+        self.saved_steps, self.scaled_to = list(folded.saved_steps), folded.servers
+        self.committed_step = folded.step
 
     def _take_count(self, fact: Fact) -> None:
         """Take a fact about weights, servers, or samples that were dropped."""
@@ -187,16 +319,18 @@ class JournalTail:
     def facts_between(self, since: float, until: float) -> list[TimedFact]:
         """Return the facts of incidents in a window of time, in order."""
         self._read_moments()
-        found = (TimedFact(self._moments.get(sequence), fact) for sequence, fact in self.timed)
+        in_order = sorted(self.timed, key=lambda each: each[0])
+        found = (TimedFact(self._moments.get(sequence), fact) for sequence, fact in in_order)
         return [each for each in found if each.time is not None and since <= each.time <= until]
 
     def _read_moments(self) -> None:
-        """Read the times of inputs; those that led to facts of incidents are kept."""
+        """Read the times of inputs; those that led to facts of incidents are kept. Facts that became known since the
+        last time may follow from inputs that were read already."""
         path = self._run.inputs_file
         wanted = {sequence for sequence, _ in self.timed}
+        if len(wanted) != self._moments_for:
+            self._moments_offset, self._moments_for = 0, len(wanted)
         try:
-            if self._moments_offset > path.stat().st_size:
-                self._moments_offset = 0
             while True:
                 moments, end = read_moments(path, offset=self._moments_offset)
                 for moment in moments:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from kintsugi.config.recipe import fields_of, load_config, shown
 from kintsugi.config.schema import Config
@@ -60,6 +61,7 @@ UNREADABLE = "unreadable"
 OTHER_VERSION = "this run may be of another version of kintsugi; its records are shown as far as possible"
 MOST_POINTS = 20_000
 MOST_MARKS = 500
+CURVE_POINTS = 48
 _PARTS = re.compile(r"⟨(?P<output>.*?)⟩|(?P<call><tool(?:_call)?>.*?</tool(?:_call)?>)", re.DOTALL)
 """Observations of an environment stand in ⟨…⟩ between the texts of the policy (`rollout/user_code`)."""
 _CHAT = re.compile(r"<\|im_start\|>(?P<role>\w+)\n(?P<text>.*?)(?:<\|im_end\|>\n?|\Z)", re.DOTALL)
@@ -165,7 +167,7 @@ class RunReader:
         found = [config_problem, summary_problem, state_problem, *self.metrics_table.all_problems()]
         if with_journal or state == RunState.RUNNING:
             self.journal.refresh()
-            found += self.journal.problems
+            found += self.journal.all_problems()
         has_records = bool(self.metrics_table.steps) or summary is not None
         is_readable = config is not None or has_records
         return RunRow(
@@ -184,8 +186,19 @@ class RunReader:
             algorithm=config.algorithm.name if config else summary.algorithm if summary else "",
             model=model_name(config) if config else "",
             last_incident=self._last_incident(summary, is_running=state == RunState.RUNNING),
+            curve=self._curve(),
             problems=tuple(filter(None, found)),
         )
+
+    def _curve(self) -> tuple[float | None, ...]:
+        """Return the mean reward from the first step that has one, thinned to the width of a cell."""
+        values = self.metrics_table.column("reward/mean")
+        known = np.flatnonzero(np.isfinite(values))
+        if not len(known):
+            return ()
+        values = values[known[0] :]
+        means = thinned(values, every=max(1, -(-len(values) // CURVE_POINTS)))
+        return tuple(None if value is None else float(f"{value:.4g}") for value in means)
 
     def _last_incident(self, summary: Summary | None, *, is_running: bool) -> IncidentRow | None:
         """Return the last incident: by the journal where it was read, else by the summary."""
@@ -288,7 +301,7 @@ class RunReader:
                 evaluations=tuple(table.evaluations),
                 marks=tuple(self.marks()),
                 thinned=every,
-                problems=(*table.all_problems(), *self.journal.problems),
+                problems=(*table.all_problems(), *self.journal.all_problems()),
             )
 
     def marks(self) -> list[Mark]:
@@ -368,7 +381,7 @@ class RunReader:
             marks = tuple(
                 mark for mark in self.marks() if mark.time is not None and begin <= mark.time <= end
             )
-            problems = (*self.metrics_table.all_problems(), *self.journal.problems)
+            problems = (*self.metrics_table.all_problems(), *self.journal.all_problems())
         points = max(10, min(points, MOST_POINTS))
         offsets = lanes_over_time.clock_offsets(self.folder)
         lanes, more = lanes_over_time.lanes(

@@ -67,7 +67,7 @@ class RunRow(_Answer, frozen=True, kw_only=True):
     {"id": "sums-1", "name": "sums", "state": "running", "step": 12, "steps": 100, "reward": 0.41,
      "accuracy": 0.55, "accuracy_low": 0.42, "accuracy_high": 0.67, "tokens_per_s": 3484.5, "age_s": 93.0,
      "started": 1794984263.4, "algorithm": "grpo", "model": "new llama, 2 layers", "last_incident": {…} or null,
-     "problems": []}
+     "curve": [0.1, 0.25, 0.41], "problems": []}
     """
 
     id: str
@@ -89,6 +89,8 @@ class RunRow(_Answer, frozen=True, kw_only=True):
     algorithm: str = ""
     model: str = ""
     last_incident: IncidentRow | None = None
+    curve: tuple[float | None, ...] = ()
+    """Mean reward over the steps that have one, thinned to few points."""
     problems: tuple[str, ...] = ()
 
 
@@ -535,12 +537,16 @@ class EvidenceQuote(_Answer, frozen=True, kw_only=True):
 
 
 class Alternative(_Answer, frozen=True, kw_only=True):
-    """A less likely cause: {"cause": "…", "process": "server-0", "kind": "slow", "certainty": 0.2}."""
+    """A less likely cause: {"cause": "…", "process": "server-0", "kind": "slow", "certainty": 0.2, "also": false}.
+
+    `also`: not instead of the cause, but besides it: its process broke in the same incident.
+    """
 
     cause: str
     process: str
     kind: str
     certainty: float
+    also: bool = False
 
 
 class CausePage(_Answer, frozen=True, kw_only=True):
@@ -631,10 +637,18 @@ class Target(_Answer, frozen=True, kw_only=True):
     at_least: bool = True
 
 
+class IncidentLoss(_Answer, frozen=True, kw_only=True):
+    """{"incident": 1, "title": "model-1 was killed by SIGKILL", "seconds": 0.9}"""
+
+    incident: int
+    title: str
+    seconds: float
+
+
 class ServiceLevels(_Answer, frozen=True, kw_only=True):
     """{"throughput": 3484.5, "samples_per_s": 240.1, "success_rate": 1.0, "gpu_hours": null, "processor_hours": 0.02,
     "wall_s": 93.0, "training_s": 88.0, "lost_s": 4.1, "effective_ratio": 0.95, "incidents": 2, "recovered": 2,
-    "mean_recovery_s": 2.05, "steps_undone": 0, "lost_by_incident": {"1": 0.9}, "targets": [Target, …], "problems": []}
+    "mean_recovery_s": 2.05, "steps_undone": 0, "losses": [IncidentLoss, …], "targets": [Target, …], "problems": []}
     """
 
     throughput: float | None
@@ -647,15 +661,16 @@ class ServiceLevels(_Answer, frozen=True, kw_only=True):
     processor_hours: float | None
     wall_s: float | None
     training_s: float | None
-    lost_s: float
-    """Time from faults to the next committed step."""
+    lost_s: float | None
+    """Time from faults to the next committed step; null while the journal is being read."""
     effective_ratio: float | None
     """1 − lost time / wall time."""
-    incidents: int
+    incidents: int | None
     recovered: int
     mean_recovery_s: float | None
     steps_undone: int
-    lost_by_incident: dict[str, float]
+    losses: tuple[IncidentLoss, ...]
+    """The incidents that took the most time, the longest first."""
     targets: tuple[Target, ...]
     problems: tuple[str, ...] = ()
 

@@ -40,6 +40,7 @@ from kintsugi.page.schema import (
 )
 from kintsugi.page.security import DECISION, JSON, Guard, refused, set_headers, token_of
 from kintsugi.run_folder.comparison import Comparison, compare
+from kintsugi.runtime.clock import SYSTEM_CLOCK
 from kintsugi.telemetry.store.search import SearchQuery
 
 STATIC = Path(__file__).parent / "static"
@@ -105,12 +106,12 @@ class PageServer:
         get("/api/events", self._all_events)
         get("/api/compare", self._compare)
         get(run, self._of_run(lambda reader, _: reader.header()))
-        get(f"{run}/metrics", self._of_run(_metrics))
+        get(f"{run}/metrics", self._of_run(_metrics, part="metrics"))
         get(f"{run}/samples", self._samples)
         get(f"{run}/samples/{{number}}", self._of_run(_sample))
-        get(f"{run}/timeline", self._of_run(_timeline))
+        get(f"{run}/timeline", self._of_run(_timeline, part="timeline"))
         get(f"{run}/trace", self._trace)
-        get(f"{run}/health", self._of_run(lambda reader, _: reader.health()))
+        get(f"{run}/health", self._of_run(lambda reader, _: reader.health(), part="health"))
         get(f"{run}/incidents", self._of_run(lambda reader, _: reader.incidents()))
         get(f"{run}/incidents/{{number}}", self._incident)
         get(f"{run}/logs", self._logs)
@@ -150,12 +151,22 @@ class PageServer:
 
     # Answers.
 
-    def _of_run(self, answer: Callable[[RunReader, web.Request], Any]) -> Callable[[web.Request], Any]:
-        """Return a handler that reads an answer about a run in a thread; None is a 404."""
+    def _of_run(
+        self, answer: Callable[[RunReader, web.Request], Any], *, part: str = ""
+    ) -> Callable[[web.Request], Any]:
+        """Return a handler that reads an answer about a run in a thread; None is a 404. `part`: what it is about, whose
+        changes are reported the more rarely the longer the answer takes."""
+
+        def read(reader: RunReader, request: web.Request) -> Any:
+            began = SYSTEM_CLOCK.monotonic()
+            found = answer(reader, request)
+            if part:
+                self._feed(reader).note_cost(part, SYSTEM_CLOCK.monotonic() - began)
+            return found
 
         async def handler(request: web.Request) -> web.Response:
             reader = self._reader(request)
-            response = await self._answer(request, lambda: answer(reader, request))
+            response = await self._answer(request, lambda: read(reader, request))
             self._read_journal(reader)
             return response
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from kintsugi.page.incidents import title
 from kintsugi.page.journal_tail import JournalTail
 from kintsugi.page.line_files import last_lines
 from kintsugi.page.metrics import MetricsTable
-from kintsugi.page.schema import ServiceLevels, Target
+from kintsugi.page.schema import IncidentLoss, ServiceLevels, Target
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.summary import Summary
 from kintsugi.telemetry.readings import HostReading, samples_in
@@ -20,6 +21,7 @@ EFFECTIVE_TARGET = 0.95
 SUCCESS_TARGET = 0.999
 RECOVERY_TARGET_S = 30.0
 """Targets for every run: of the time, of the samples, and of the mean recovery."""
+MOST_LOSSES = 50
 
 
 def service_levels(
@@ -30,13 +32,22 @@ def service_levels(
     summary: Summary | None,
     wall_s: float | None,
 ) -> ServiceLevels:
-    """Return the service levels so far. `wall_s`: duration of all sessions of the run."""
-    incidents = journal.report().incidents
-    lost = {str(each.incident): each.seconds for each in incidents if each.seconds is not None}
-    lost_s = math.fsum(lost.values())
+    """Return the service levels so far. `wall_s`: duration of all sessions of the run.
+
+    While the journal is being read, what follows from incidents is not known: a part of them would look like a run that
+    lost less.
+    """
+    incidents = journal.report().incidents if journal.is_current else ()
+    losses = [
+        IncidentLoss(incident=each.incident, title=title(each), seconds=each.seconds)
+        for each in incidents
+        if each.seconds is not None
+    ]
+    losses.sort(key=lambda each: -each.seconds)
+    lost_s = math.fsum(each.seconds for each in losses)
     recovered = [each for each in incidents if each.mended_step is not None]
     success = _success(summary, journal, metrics)
-    ratio = None if not wall_s else max(0.0, 1.0 - lost_s / wall_s)
+    ratio = max(0.0, 1.0 - lost_s / wall_s) if wall_s and journal.is_current else None
     recovery_s = math.fsum(each.seconds or 0.0 for each in recovered) / len(recovered) if recovered else None
     processors, accelerators = _hardware(run_dir)
     tokens = _total(metrics, "loss_tokens")
@@ -56,15 +67,15 @@ def service_levels(
         processor_hours=processors * wall_s / 3600.0 if wall_s and processors else None,
         wall_s=wall_s,
         training_s=_total(metrics, "timing/step"),
-        lost_s=lost_s,
+        lost_s=lost_s if journal.is_current else None,
         effective_ratio=ratio,
-        incidents=len(incidents),
+        incidents=len(incidents) if journal.is_current else None,
         recovered=len(recovered),
         mean_recovery_s=recovery_s,
         steps_undone=sum(each.steps_undone for each in incidents),
-        lost_by_incident=lost,
+        losses=tuple(losses[:MOST_LOSSES]),
         targets=targets,
-        problems=(*metrics.all_problems(), *journal.problems),
+        problems=(*metrics.all_problems(), *journal.all_problems()),
     )
 
 

@@ -1,4 +1,4 @@
-"""Exit codes of every process of a run."""
+"""Exit codes of every process of a run; `runtime/shortages.py` has those for what the host did not give."""
 
 from __future__ import annotations
 

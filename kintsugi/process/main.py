@@ -16,6 +16,8 @@ from kintsugi.process.thread_errors import recorded_thread_errors
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.shortages import EXIT_UNFIT, shortage_code
+from kintsugi.telemetry.disk_budget import DISK_BUDGET
 from kintsugi.telemetry.events import EventLog, FaultSeen, Note, ProcessBegan, ProcessEnded
 from kintsugi.telemetry.spans import SpanLog
 from kintsugi.types import Role
@@ -36,12 +38,20 @@ def run_worker(
     return 0
 
 
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, UserError):
+        return EXIT_USER_ERROR
+    code = shortage_code(error)
+    return EXIT_ERROR if code in (None, EXIT_UNFIT) else code
+
+
 def run_process(bootstrap: Bootstrap, main: Callable[[Bootstrap], int]) -> int:
     """Run a process's program, record its begin, its end and uncaught errors, and return its exit code.
 
-    The code is 0 after a clean end, 2 for a mistake of the user (one sentence on stderr), 1 for any other error (with
-    its traceback).
+    The code is 0 after a clean end, 2 for a mistake of the user (one sentence on stderr), one of its own if the host
+    gave it no memory, descriptor or thread, 1 for any other error (with its traceback).
     """
+    DISK_BUDGET.divide(bootstrap.num_processes)
     log = EventLog(RunFolder(bootstrap.run_dir).events_file(bootstrap.process), process=bootstrap.process)
     log.emit(ProcessBegan(bootstrap.role.value, bootstrap.incarnation, os.getpid()))
     spans = SpanLog(bootstrap.run_dir, bootstrap.process)
@@ -54,7 +64,7 @@ def run_process(bootstrap: Bootstrap, main: Callable[[Bootstrap], int]) -> int:
         fault = fault_of(error, process=bootstrap.process, time=SYSTEM_CLOCK.wall())
         log.emit(FaultSeen(fault))
         reason = f"{fault.kind}: {fault.message}"
-        code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_ERROR
+        code = _exit_code(error)
         with contextlib.suppress(OSError):  # The log may not be writable.
             if code == EXIT_USER_ERROR:
                 sys.stderr.write(f"{error}\n")

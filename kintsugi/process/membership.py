@@ -69,6 +69,7 @@ def open_endpoint(bootstrap: Bootstrap, *, clock: Clock = SYSTEM_CLOCK) -> Endpo
         listener=bootstrap.listener,
         clock=clock,
         term=bootstrap.term,
+        num_peers=bootstrap.num_processes,
     )
     if bootstrap.known_as:
         endpoint.address = f"tcp://{bootstrap.known_as}:{endpoint.address.rpartition(':')[2]}"
@@ -193,9 +194,9 @@ class Membership:
             self._endpoint.reply(delivery, Ok())
         elif isinstance(body, AddressBook):
             # The master stays admitted even if the book does not list it.
-            listed = any(peer.process == self._master for peer in body.peers)
+            listed = body.since is not None or any(peer.process == self._master for peer in body.peers)
             peers = body.peers if listed else (*body.peers, self._endpoint.peers[self._master])
-            self._endpoint.set_book(AddressBook(body.number, peers))
+            self._endpoint.set_book(msgspec.structs.replace(body, peers=peers))
         elif isinstance(body, Shutdown):
             self.shutdown_reason, self.shutdown_exit_code = body.reason, body.exit_code
         else:

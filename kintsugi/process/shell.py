@@ -37,7 +37,7 @@ from kintsugi.runtime.counters import COUNTERS, IDLENESS
 from kintsugi.runtime.waits import join, wait
 from kintsugi.telemetry.events import EventLog, FaultSeen, ProcessEnded
 from kintsugi.transport import Blob, Delivery, PendingReply, Reply
-from kintsugi.types import Peer
+from kintsugi.types import Peer, Role
 
 GRACE_S = 5.0
 
@@ -56,6 +56,9 @@ class Mailbox(Protocol):
 
     @property
     def process(self) -> str: ...
+
+    @property
+    def keys(self) -> tuple[bytes, bytes]: ...
 
     def peer(self, process: str) -> Peer | None: ...
 
@@ -181,9 +184,18 @@ class Shell:
         """Run a service in the control thread from now on."""
         self._services += (service,)
 
+    @property
+    def keys(self) -> tuple[bytes, bytes]:
+        """Key pair of this process, (public, secret)."""
+        return self.bootstrap.public_key, self.bootstrap.secret_key
+
     def peer(self, process: str) -> Peer | None:
         """Return the entry of a process in the address book."""
         return self._endpoint.peers.get(process)
+
+    def role_of_key(self, key: bytes) -> Role | None:
+        """Return the role of the process to which the address book assigns this public key. Any thread may ask."""
+        return self._endpoint.role_of_key(key)
 
     # For the main thread.
 

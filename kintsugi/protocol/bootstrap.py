@@ -40,3 +40,5 @@ class Bootstrap(msgspec.Struct, frozen=True):
     term: int = 0
     adopting: bool = False
     """For a master: whether it replaces one that died, so that workers may still run and continue under it."""
+    num_processes: int = 0
+    """Processes that the run starts with: the peers that this one may have."""

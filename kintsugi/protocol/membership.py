@@ -55,8 +55,12 @@ class Heartbeat(MessageBody, frozen=True):
     load: float
     waits: tuple[Wait, ...] = ()
     book: int = -1
-    """Number of the address book that the process has; the master sends its own again if it is newer."""
+    """Number of the address book that the process has; the master sends what it lacks."""
     gauges: dict[str, float] = {}
+
+
+TERM_BITS = 32
+"""The number of an address book is the term of its master, shifted by so many bits, plus the changes in that term."""
 
 
 class AddressBook(MessageBody, frozen=True):
@@ -65,6 +69,11 @@ class AddressBook(MessageBody, frozen=True):
     number: int
     """Grows; an older book is ignored."""
     peers: tuple[Peer, ...]
+    since: int | None = None
+    """None: the book is whole. Otherwise it has only what changed after the book of this number, for a process that has
+    that one or a later one."""
+    removed: tuple[str, ...] = ()
+    """Processes that are no longer in the book since then."""
 
 
 class Shutdown(MessageBody, frozen=True):

@@ -38,7 +38,7 @@ class RebuildGroup(MessageBody, frozen=True):
     ranks: tuple[str, ...]
     """Process ids in rank order."""
     store: str
-    """host:port of the generation's store; the process at `ranks[0]` serves it."""
+    """host:port#key of the generation's store; the process at `ranks[0]` serves it."""
     sequence: int
     timeout_s: float = 30.0
     """Time to wait for the other ranks. Shorter than the master's deadline for the reply, so that the reply can name

@@ -140,9 +140,16 @@ _message_decoder = msgspec.msgpack.Decoder(Message)
 _sealed_decoder = msgspec.msgpack.Decoder(_Sealed)
 
 
-def encode(envelope: Envelope, body: Body) -> bytes:
-    """Encode the first frame of a message."""
+def encode(envelope: Envelope, body: Body | msgspec.Raw) -> bytes:
+    """Encode the first frame of a message, with a body that may be encoded already."""
+    if isinstance(body, msgspec.Raw):
+        return _encoder.encode(_Sealed(envelope, body))
     return _encoder.encode(Message(envelope, body))
+
+
+def encode_body(body: Body) -> msgspec.Raw:
+    """Encode a body that is sent to many processes, once for all of them."""
+    return msgspec.Raw(_encoder.encode(body))
 
 
 def decode(frame: bytes | memoryview) -> Message:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from kintsugi.errors import Fault
+from kintsugi.errors import Fault, is_shortage
 from kintsugi.recovery.states import RecoveryState
 from kintsugi.recovery.strategy import MAX_FAULTS, FaultSituation, Strategy
 from kintsugi.types import Role, role_of
 
 _S = RecoveryState
+SHORTAGES_PER_DEATH = 5
 
 
 class Incident:
@@ -42,6 +43,8 @@ class Incident:
         """Number of faults without the first loss of each process: the loss of a host is a hundred of those."""
         self.deaths: Counter[str] = Counter()
         """Process → how often it was lost."""
+        self.shortages: Counter[str] = Counter()
+        """Process → how often it was lost because the host did not give it what it needs."""
         self.attempts = 0
         """Number of recoveries that failed without a new fault."""
         self.blamed: Counter[str] = Counter()
@@ -89,9 +92,17 @@ class IncidentLog:
         current.last_fault_at = current.all_live_at = now
         if lost:
             current.processes[lost] = None
-            current.deaths[lost] += 1
+            current.deaths[lost] += self._weight(current, fault, lost)
             if fault.cause is None:  # The master did not terminate it.
                 current.attempts = 0
+
+    @staticmethod
+    def _weight(current: Incident, fault: Fault, lost: str) -> int:
+        """Return by how much a loss counts: what the host lacks may come back, so only every fifth does."""
+        if not is_shortage(fault):
+            return 1
+        current.shortages[lost] += 1
+        return int(current.shortages[lost] % SHORTAGES_PER_DEATH == 0)
 
     def all_live(self, now: float) -> None:
         """Record the time at which the last missing process is back."""

@@ -12,6 +12,7 @@ next manager.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import msgspec
@@ -71,7 +72,8 @@ class RolloutWorker:
         self._run_dir = Path(bootstrap.run_dir)
         self._max_positions = plan_architecture(config).max_positions
         self._reader: PrefetchingReader | None = None
-        """Opened when the first row is requested."""
+        """Opened while the worker waits for its first request, or by that request if it comes first."""
+        self._has_tried_data = False
         self._rewards = rewards_of(config)
         self._running: dict[str, RolloutGroup] = {}
         self._unread: list[UnreadGroup] = []
@@ -120,8 +122,8 @@ class RolloutWorker:
         for delivery in deliveries:
             if not self.membership.handle(delivery):
                 self._handle(delivery)
-        if self._reader is not None and not deliveries:
-            self._reader.make_ready(within_s=MAKE_READY_S)
+        if not deliveries:
+            self._make_ready()
         self._begin_unread()
         for message in self._user_process.take(self._clock.monotonic()):
             self._sampled_groups.take(message)
@@ -129,6 +131,17 @@ class RolloutWorker:
         self.membership.load = float(self._sampled_groups.load)
         self._declare()
         self.membership.tick(self._clock.monotonic())
+
+    def _make_ready(self) -> None:
+        """Open the data before the first request, so that it does not wait for it; then prefetch the next rows."""
+        if self._reader is not None:
+            self._reader.make_ready(within_s=MAKE_READY_S)
+        elif self.membership.registered and not self._has_tried_data:
+            self._has_tried_data = True
+            with contextlib.suppress(
+                KintsugiError
+            ):  # Raised again by the first request, which can report it.
+                self._open_reader()
 
     def _declare(self) -> None:
         """Declare a wait for the manager while something is being generated, else for the user's code; heartbeats
@@ -267,16 +280,18 @@ class RolloutWorker:
             return not isinstance(error, RowNotYet)
         return True
 
-    def _row(self, request: RunEpisodes) -> tuple[Row, TokenizedRow]:
+    def _open_reader(self) -> PrefetchingReader:
         if self._reader is None:
             self._reader = PrefetchingReader(self._config, self._tokenizer, run_dir=self._run_dir)
+        return self._reader
+
+    def _row(self, request: RunEpisodes) -> tuple[Row, TokenizedRow]:
+        reader = self._open_reader()
         ticket = request.ticket
         if request.split == "eval":
-            return self._reader.held_out(ticket.position)
+            return reader.held_out(ticket.position)
         seed = self._stages[ticket.stage].seed
-        return self._reader.training(
-            stage=ticket.stage, seed=seed, epoch=ticket.epoch, position=ticket.position
-        )
+        return reader.training(stage=ticket.stage, seed=seed, epoch=ticket.epoch, position=ticket.position)
 
     def _check_length(self, length: int, row: Row) -> None:
         limit = self._config.generation.max_length

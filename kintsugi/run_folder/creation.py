@@ -111,7 +111,14 @@ def create_run_dir(folder: Path) -> None:
 def remove_unused(folder: Path) -> None:
     """Remove the folder of a run that never started, if it contains nothing but the files of `make_run_folder`."""
     run = RunFolder(folder)
-    given = {run.config_file, run.origins_file, run.rewards_file, run.data_file, run.audit_file}
+    given = {
+        run.config_file,
+        run.origins_file,
+        run.started_file,
+        run.rewards_file,
+        run.data_file,
+        run.audit_file,
+    }
     if set(folder.iterdir()) <= given:
         for path in given:
             path.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
     config.yaml             the configuration, as it runs
     config.until-step-N.yaml  the configuration before a resume with overrides
     origins.json            source of each configuration value: recipe, override, default
+    started.json            the configuration at the start, to find what was changed before a resume
     rewards.py              reward functions that were passed from Python
     data.json               data sources with their digests, pinned when the run starts
     journal                 facts that the master committed; a resume and a takeover replay them
@@ -64,6 +65,10 @@ class RunFolder:
     @property
     def origins_file(self) -> Path:
         return self.path / "origins.json"
+
+    @property
+    def started_file(self) -> Path:
+        return self.path / "started.json"
 
     @property
     def rewards_file(self) -> Path:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import os
 import socket
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from itertools import islice, takewhile
+from math import inf
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +33,7 @@ from kintsugi.journal.facts import (
 from kintsugi.run_folder.incidents import IncidentHistory, IncidentIndex, IncidentReport
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.summary import FaultLine, Summary
+from kintsugi.runtime.clock import SYSTEM_CLOCK
 from kintsugi.runtime.disk import write_atomically
 from kintsugi.runtime.proc import boot_id, process_start_time
 from kintsugi.telemetry.events import Alert, FaultSeen, Record, records_in
@@ -43,6 +47,9 @@ T = TypeVar("T")
 
 TRACEBACK = "Traceback (most recent call last):"
 LOG_END_BYTES = 1 << 16
+ELSEWHERE_S = 60.0
+"""Time without a sign of life after which a run of another host may be taken over: a master that pauses for a full disk
+does not write either, but then its host can be asked."""
 LATEST_METRICS = 100
 """Lines at the end of `metrics.jsonl` that show the latest value of every metric."""
 _EVALUATION_MARK = b'"eval/accuracy"'
@@ -87,7 +94,9 @@ class RunStatus(msgspec.Struct, frozen=True):
     """Latest value of each metric."""
     evaluations: tuple[MetricLine, ...]
     pid: int | None
-    """PID of the launcher while it runs."""
+    """PID of the launcher while it runs on this host."""
+    host: str = ""
+    """Other host on which it runs."""
 
 
 class JournalStatus(msgspec.Struct, frozen=True):
@@ -121,28 +130,34 @@ def read_status(folder: Path) -> RunStatus:
     """Read the status from the small files, without the journal."""
     config = load_config(RunFolder(folder).config_file)
     evaluations, latest = _latest_metrics(folder)
-    steps = [line for line in latest if not is_evaluation(line)]
-    step = int(steps[-1].get("step") or 0) if steps else 0
+    steps = [line.get("step") for line in latest if not is_evaluation(line)]
+    step = int(next((each for each in reversed(steps) if each is not None), 0))
     metrics = {name: value for line in (*evaluations, *latest) for name, value in line.items()}
-    launcher = living_launcher(folder)
-    pid = launcher.pid if launcher else None
+    running = is_running(folder)
+    launcher = recorded_launcher(folder)
+    is_here = launcher is not None and launcher.host_name == socket.gethostname()
+    living = living_launcher(folder) if running and is_here else None
     return RunStatus(
         folder=folder,
         config=config,
-        state=_state(folder, pid=pid),
+        state=RunState.RUNNING if running else _state(folder),
         step=step,
         total_steps=stages(config)[-1].last_step,
         stage=next_stage(config, step=step).name,
         metrics=metrics,
         evaluations=tuple(evaluations),
-        pid=pid,
+        pid=living.pid if living is not None else None,
+        host=launcher.host_name if running and launcher is not None and not is_here else "",
     )
 
 
-def _state(folder: Path, *, pid: int | None) -> RunState:
-    if pid is not None:
-        return RunState.RUNNING
-    summary = read_summary(folder)
+def _state(folder: Path) -> RunState:
+    """Return the state of a run that does not run. A summary that cannot be read, as after a crash of the host, is
+    none."""
+    try:
+        summary = read_summary(folder)
+    except StorageError:
+        summary = None
     if summary is None or summary.outcome not in {state.value for state in RunState}:
         return RunState.INTERRUPTED
     return RunState(summary.outcome)
@@ -429,15 +444,13 @@ def living_launcher(folder: Path) -> Launcher | None:
 
     A reused PID does not count.
     """
-    path = RunFolder(folder).launcher_file
-    try:
-        record = msgspec.json.decode(path.read_bytes(), type=Launcher)
-    except (FileNotFoundError, msgspec.DecodeError):
+    record = recorded_launcher(folder)
+    if record is None:
         return None
     if record.host_name != socket.gethostname():
         raise UserError(
-            f"{path}: process {record.pid} of host {record.host_name} runs this folder; continue there, "
-            "or remove the file if that host is gone"
+            f"{RunFolder(folder).launcher_file}: process {record.pid} of host {record.host_name} runs this folder; "
+            "continue there, or, if that host is gone, with `kintsugi resume --take-over`"
         )
     if record.boot_id != boot_id():
         return None
@@ -446,6 +459,37 @@ def living_launcher(folder: Path) -> Launcher | None:
     if record.standby_pid and _runs(record.standby_pid, record.standby_start_time):
         return Launcher(record.standby_pid, record.standby_start_time, record.host_name, record.boot_id)
     return None
+
+
+def recorded_launcher(folder: Path) -> Launcher | None:
+    """Return the last launcher of this folder that has not ended in order, whether it runs or not."""
+    try:
+        return msgspec.json.decode(RunFolder(folder).launcher_file.read_bytes(), type=Launcher)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def is_running(folder: Path) -> bool:
+    """Return whether a run runs; on another host, whether it was seen to within the last `ELSEWHERE_S` seconds."""
+    record = recorded_launcher(folder)
+    if record is None or record.host_name == socket.gethostname():
+        return living_launcher(folder) is not None
+    return unseen_s(folder) < ELSEWHERE_S
+
+
+def unseen_s(folder: Path) -> float:
+    """Return how long ago the master last wrote what it writes twice a second, by the clock of the folder's disk, which
+    hosts may share; infinite if it never did."""
+    run = RunFolder(folder)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as now:
+            return os.fstat(now.fileno()).st_mtime - run.processes_file.stat().st_mtime
+    except OSError:
+        pass
+    try:
+        return SYSTEM_CLOCK.wall() - run.processes_file.stat().st_mtime
+    except OSError:
+        return inf
 
 
 def _runs(pid: int, start_time: int) -> bool:

@@ -10,6 +10,7 @@ counters.py   progress counters and idle time
 spans.py      recording of durations
 disk.py       files by path, with explicit durability
 processes.py  child processes, held by pidfd
+shortages.py  exit codes of processes that the host did not give what they need
 proc.py       processes as /proc shows them
 signals.py    signals as readable descriptors
 stacks.py     stack dumps of hung and crashed processes

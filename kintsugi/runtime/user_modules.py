@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,6 +48,8 @@ def import_object(path: str, *, field: str) -> Any:
             f"`{field}`: expected dotted paths like `package.module.function` or files like "
             f"`rewards.py:function`, got {path!r}"
         )
+    if IN_A_FILE not in path and not _is_found(where.partition(".")[0]):
+        _search_current_folder(field, path)
     try:
         module = _import_file(Path(where)) if IN_A_FILE in path else importlib.import_module(where)
     except (Exception, SystemExit) as error:  # A user's module may do anything while it is imported.
@@ -55,6 +58,30 @@ def import_object(path: str, *, field: str) -> Any:
             f"{_hint(where, error)}"
         ) from error
     return getattr(module, name, None)
+
+
+def _is_found(package: str) -> bool:
+    """Whether a module is found without the current folder."""
+    return package in sys.modules or (
+        package.isidentifier() and importlib.util.find_spec(package) is not None
+    )
+
+
+def _search_current_folder(field: str, path: str) -> None:
+    """Let modules of the current folder be found, after all others, so that none of them replaces a library.
+
+    ConfigError for root in a folder that other users can write: they could put the module there.
+    """
+    here = Path.cwd()
+    if str(here) in sys.path:
+        return
+    found = here.stat()
+    if os.geteuid() == 0 and (found.st_uid != 0 or found.st_mode & 0o022):
+        raise ConfigError(
+            f"`{field}`: {path} is not installed, and as root nothing is imported from {here}, which other users can "
+            f"write. Start in a folder of root's own (`chmod go-w`), or name the file: `path/to/file.py:name`"
+        )
+    sys.path.append(str(here))
 
 
 def _module(path: str) -> str:

@@ -106,6 +106,7 @@ class Ledger:
         self._counts: Counter[SampleState] = Counter()
         self.ends = FinishCounts()
         self._num_issued = 0
+        self._num_kept = 0
         self._forgotten = 0
 
     # Facts.
@@ -299,10 +300,32 @@ class Ledger:
         for id in [
             id for id, group in self._groups.items() if group.phase not in LIVE and group.ended < step
         ]:
-            del self._groups[id]
+            self._num_kept -= len(self._groups.pop(id).states)
         for kept in (self._batches, self._dropped):
             for old in [old for old in kept if old < step]:
                 del kept[old]
+
+    @property
+    def num_kept(self) -> int:
+        """Samples whose groups are kept one by one."""
+        return self._num_kept
+
+    def step_of_newest(self, count: int) -> int:
+        """Return the step before those that trained the newest `count` samples; at least the last two are newer."""
+        step = self.step - 1
+        while step > 0 and (batch := self._batches.get(step)) is not None and count > 0:
+            count -= sum(len(self._groups[id].states) for id in batch)
+            step -= 1
+        return max(0, step)
+
+    def rolled_back(self, step: int) -> bytes:
+        """Encode the state that a rollback to this step leads to now. It leads to the same run later too: tickets that
+        are issued meanwhile are then issued again, in the same order."""
+        copy = Ledger(min_valid=self._min_valid)
+        copy.restore(self.fold())
+        copy.apply(RolledBack(step, ""))
+        copy.forget_before(step)
+        return copy.fold()
 
     # The whole, as bytes.
 
@@ -329,6 +352,7 @@ class Ledger:
         found = _decoder.decode(folded)
         self.step, self._num_issued, self._forgotten = found.step, found.num_issued, found.forgotten
         self._groups = {group.ticket.id: group for group in found.groups}
+        self._num_kept = sum(len(group.states) for group in found.groups)
         self._phases = {phase: {} for phase in SampleState if phase in LIVE}
         self._workers = {}
         for id, group in self._groups.items():
@@ -425,6 +449,7 @@ class Ledger:
         states, metas = [_S.ISSUED] * ticket.num_samples, [None] * ticket.num_samples
         group = GroupRecord(ticket, self._num_issued, states, list(metas))
         self._num_issued += 1
+        self._num_kept += len(states)
         self._groups[ticket.id] = self._phases[_S.ISSUED][ticket.id] = group
         self._counts[_S.ISSUED] += ticket.num_samples
 

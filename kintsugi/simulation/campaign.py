@@ -305,7 +305,7 @@ def _run_parts(first: int, count: int, *, num_workers: int, num_processes: int) 
             path = Path(folder) / f"{number}.json"
             arguments = [str(begin), str(size), str(num_workers), str(path)]
             child = SystemProcesses().spawn(
-                [sys.executable, "-m", "kintsugi.simulation.campaign", *arguments]
+                [sys.executable, "-P", "-m", "kintsugi.simulation.campaign", *arguments]
             )
             children.append((child, path))
             begin += size

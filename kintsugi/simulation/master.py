@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kintsugi.config.schema import Config
+from kintsugi.control.book_sharing import BookSharing
 from kintsugi.control.failure_detector import FailureDetector, event_of_report
 from kintsugi.control.master import Master
 from kintsugi.control.phases.table import Phase
@@ -56,8 +57,7 @@ from kintsugi.types import Role, kind_of, role_of
 
 JOURNAL = Path("/run/journal")
 LARGE = 200
-"""Number of processes above which the address book is sent once for many changes: its cost is quadratic."""
-SHARE_S = 0.05
+"""Number of processes above which all share one address book: one for each process would take quadratic memory."""
 
 NewMaster = Callable[..., Master]
 Gate = Callable[["SimulatedMaster", str, Callable[..., None], tuple[Any, ...]], bool]
@@ -146,7 +146,6 @@ class SimulatedMaster(SimulatedProcess):
         self.gate: Gate | None = None
         self.detector = FailureDetector()
         self._current_book: AddressBook | None = None
-        self._sharing = False
         self._events: deque[Event] = deque()
         state = new_state(config)
         owner = f"master-0 {self.incarnation}"
@@ -165,6 +164,7 @@ class SimulatedMaster(SimulatedProcess):
             num_eval_rows=config.data.num_eval,
             checkpoint_folder=str(RELATIVE.checkpoints_folder),
         )
+        self._sharing = BookSharing(state.members, master=self.peer)
 
     @property
     def state(self) -> str:
@@ -228,8 +228,7 @@ class SimulatedMaster(SimulatedProcess):
         now = self.world.now
         self.master.state.members.on_heartbeat(sender, heartbeat, now)
         self.detector.on_heartbeat(sender, incarnation, heartbeat, now)
-        if heartbeat.book < self._book().number:
-            self.endpoint.send(sender, self._book())
+        self._send_book([sender], self._sharing.after_heartbeat(sender, heartbeat.book, now))
 
     def _register(self, delivery: Delivery, register: Register) -> None:
         peer = register.peer
@@ -270,6 +269,8 @@ class SimulatedMaster(SimulatedProcess):
             while self._events and not self.finished:
                 self._take(self._events[0])
                 self._events.popleft()
+            for book, processes in self._sharing.due(self.world.now):
+                self._send_book(processes, book)
         except Killed:
             self.end(-9)
         except FencedError:
@@ -323,6 +324,7 @@ class SimulatedMaster(SimulatedProcess):
     def _act(self, effect: Effect) -> None:
         match effect:
             case Request():
+                self._share_before(effect.to)
                 self.endpoint.request(
                     effect.to,
                     effect.body,
@@ -330,35 +332,33 @@ class SimulatedMaster(SimulatedProcess):
                     on_done=lambda body, fault: self._answered(effect, body, fault),
                 )
             case Tell(to=to, body=body):
+                self._share_before(to)
                 self.endpoint.send(to, body)
             case Admit(peer=peer):
                 self.endpoint.admit(peer)
             case Forget(process=process, fault=fault):
                 self.detector.forget(process)
                 self.endpoint.forget(process, fault)
-            case ShareBook() if self._is_large:
-                if not self._sharing:
-                    self._sharing = True
-                    self.after(SHARE_S, self._share_book)
             case ShareBook():
-                self._share_book()
+                self._sharing.changed()
             case Finish():
                 self._finish(effect)
             case _:
                 pass  # Records for users: no process of the run depends on them.
 
-    def _book(self) -> AddressBook:
-        """Return the address book, built once per change: with thousands of processes it is long."""
-        if self._current_book is None:
-            self._current_book = self.master.state.members.address_book(self.peer)
-        return self._current_book
+    def _share_before(self, process: str) -> None:
+        self._send_book([process], self._sharing.before_request(process, self.world.now))
 
-    def _share_book(self) -> None:
-        self._sharing = False
-        book = self._book()
-        for peer in book.peers:
-            if peer.process != self.name:
-                self.endpoint.send(peer.process, book)
+    def _send_book(self, processes: Sequence[str], book: AddressBook | None) -> None:
+        """Send a book. In a large cluster it is a whole one, built once per change, that all of them share."""
+        if book is None:
+            return
+        if self._is_large:
+            if self._current_book is None:
+                self._current_book = self.master.state.members.address_book(self.peer)
+            book = self._current_book
+        for process in processes:
+            self.endpoint.send(process, book)
 
     def _finish(self, finish: Finish) -> None:
         self.finished = True

@@ -209,15 +209,14 @@ class SimulatedEndpoint:
         self._introduced.add(peer.public_key)
 
     def set_book(self, book: AddressBook) -> bool:
-        if book.number <= self.directory.number:
+        if not self.directory.accepts(book):
             return False
         if isinstance(self.directory, SharedDirectory):
             self._share_book(self.directory, self._owner.network.index_of(book))
             return True
-        self.directory.number = book.number
-        listed = {peer.process for peer in book.peers}
-        for process in [process for process in self.directory.peers if process not in listed]:
+        for process in self.directory.removed_by(book):
             self.forget(process, self._fault(f"{process} is no longer in the address book"))
+        self.directory.number = book.number
         for peer in book.peers:
             if peer.process != self._owner.name:
                 self.admit(peer)

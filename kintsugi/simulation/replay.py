@@ -8,19 +8,24 @@ from kintsugi.config.recipe import load_config
 from kintsugi.control.master import Master
 from kintsugi.control.process import new_master, new_state
 from kintsugi.control.protocol import Began
+from kintsugi.errors import UserError
 from kintsugi.journal.facts import Fact
-from kintsugi.journal.inputs import read_inputs
+from kintsugi.journal.inputs import are_complete, read_inputs
 from kintsugi.journal.journal import read_facts
 from kintsugi.run_folder.layout import RunFolder
 
 
 def replay(run_dir: Path) -> tuple[list[Fact], list[Fact]]:
-    """Return (facts of the decisions on the recorded inputs, facts that the run journaled)."""
+    """Return (facts of the decisions on the recorded inputs, facts that the run journaled). UserError if the run is so
+    long that its first inputs are not kept."""
+    inputs = RunFolder(run_dir).inputs_file
+    if not are_complete(inputs):
+        raise UserError(f"{inputs}: expected all inputs of the run, the first ones are not kept")
     config = load_config(RunFolder(run_dir).config_file)
     state = new_state(config)
     master: Master | None = None
     again: list[Fact] = []
-    for record in read_inputs(RunFolder(run_dir).inputs_file):
+    for record in read_inputs(inputs):
         if isinstance(record.event, Began):
             master = new_master(config, state, run_dir=run_dir)
         assert master is not None, "a recording starts with a master that begins"

@@ -24,7 +24,8 @@ from kintsugi.errors import Fault
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.counters import COUNTERS
-from kintsugi.telemetry.jsonl_log import LineFile, LineTail, lines_in, paths_of
+from kintsugi.telemetry.disk_budget import DISK_BUDGET, EVENTS_SIZE
+from kintsugi.telemetry.jsonl_log import NUM_OLD, LineFile, LineTail, lines_in, paths_of
 
 
 class _Event(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
@@ -259,6 +260,9 @@ class Record(msgspec.Struct, frozen=True):
     event: Event
 
 
+LARGEST_SIZE = 64 << 20
+"""Size of a file of a small run; three older files are kept."""
+
 _encoder = msgspec.json.Encoder()
 _stamp_decoder = msgspec.json.Decoder(Stamp)
 _event_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
@@ -268,7 +272,8 @@ class EventLog:
     """Appends the events of one process. Safe to use from several threads: a line is one write."""
 
     def __init__(self, path: Path, *, process: str, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._file = LineFile(path)
+        size = DISK_BUDGET.file_size(EVENTS_SIZE, num_files=NUM_OLD + 1, largest=LARGEST_SIZE)
+        self._file = LineFile(path, largest_size=size)
         self._process = process
         self._clock = clock
         self._num_lost = 0
@@ -321,7 +326,10 @@ def read_events(run_dir: str | Path, *, process: str | None = None, with_spans: 
     paths = (
         sorted(folder.glob("*.jsonl"))
         if process is None
-        else [RunFolder(run_dir).events_file(process), *paths_of(RunFolder(run_dir).spans_file(process))]
+        else [
+            *paths_of(RunFolder(run_dir).events_file(process)),
+            *paths_of(RunFolder(run_dir).spans_file(process)),
+        ]
     )
     records = [
         record for path in paths if with_spans or ".spans." not in path.name for record in _read_file(path)

@@ -74,8 +74,8 @@ class LineFile:
     def _append(self, lines: bytes) -> None:
         if self._descriptor < 0:
             self._open()
-        if os.fstat(self._descriptor).st_nlink == 0:
-            # The file was removed: no reader would see further lines.
+        if not self._is_in_place():
+            # The file was removed, or put aside by another writer of this log.
             self.close()
             self._open()
         if self._torn:
@@ -89,6 +89,12 @@ class LineFile:
         self._torn = written < len(lines)
         if self._torn:
             raise OSError("only a part of a line was taken")
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.stat(self._path).st_ino == os.fstat(self._descriptor).st_ino
+        except FileNotFoundError:
+            return False
 
     def _is_full(self, end: int) -> bool:
         """Return whether a large file is above its limit, or holds its part of the time to be kept."""

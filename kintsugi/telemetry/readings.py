@@ -20,8 +20,9 @@ import msgspec
 
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
+from kintsugi.telemetry.disk_budget import DISK_BUDGET, GROWN_READINGS_SIZE, READINGS_SIZE
 from kintsugi.telemetry.events import Stamp, stamped
-from kintsugi.telemetry.jsonl_log import LineFile, LineWriter, lines_in
+from kintsugi.telemetry.jsonl_log import NUM_OLD, LineFile, LineWriter, lines_in
 from kintsugi.types import Wait
 
 
@@ -88,7 +89,7 @@ class ReadingRecord(msgspec.Struct, frozen=True):
 
 
 LARGEST_SIZE = 16 << 20
-"""Size of a file; with the three older files that are kept, it holds hours of a small run."""
+"""Size of a file of a small run; with the three older files that are kept, it holds hours."""
 KEPT_S = 900.0
 """Time that is kept of any run: more than a diagnosis looks back. Files grow beyond `LARGEST_SIZE` for it."""
 MOST_SIZE = 256 << 20
@@ -97,7 +98,7 @@ TOTALS = frozenset(
     {"cpu_s", "run_delay_s", "io_delay_s", "throttled_s", "read_bytes", "write_bytes", "major_faults"}
     | {"voluntary_switches", "involuntary_switches"}
     | {"cpu_busy_s", "cpu_iowait_s", "cpu_steal_s", "oom_kills", "disk_busy_s", "disk_read_bytes"}
-    | {"disk_write_bytes", "network_in_bytes", "network_out_bytes", "tcp_retransmits"}
+    | {"disk_write_bytes", "network_in_bytes", "network_out_bytes", "tcp_retransmits", "tcp_checksum_errors"}
     | {"pressure_cpu_s", "pressure_io_s", "pressure_memory_s"}
     | {"retransmits", "needless", "out_bytes", "in_bytes", "receiver_limited_s", "children_cpu_s"}
     | {"fsync_errors", "resolve_errors"}
@@ -113,7 +114,12 @@ class ReadingsLog:
 
     def __init__(self, run_dir: str | Path, *, process: str, clock: Clock = SYSTEM_CLOCK) -> None:
         path = RunFolder(run_dir).readings_file(process)
-        file = LineFile(path, largest_size=LARGEST_SIZE, kept_s=KEPT_S, most_size=MOST_SIZE)
+        file = LineFile(
+            path,
+            largest_size=DISK_BUDGET.file_size(READINGS_SIZE, num_files=NUM_OLD + 1, largest=LARGEST_SIZE),
+            kept_s=KEPT_S,
+            most_size=DISK_BUDGET.file_size(GROWN_READINGS_SIZE, num_files=NUM_OLD + 1, largest=MOST_SIZE),
+        )
         self._writer = LineWriter(file, lost="figures.dropped", encode=b"".join)
         self._process, self._clock = process, clock
 

@@ -13,11 +13,12 @@ import msgspec
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK
 from kintsugi.runtime.spans import SPANS
+from kintsugi.telemetry.disk_budget import DISK_BUDGET, SPANS_SIZE
 from kintsugi.telemetry.events import Span, Stamp
-from kintsugi.telemetry.jsonl_log import LineFile, LineWriter
+from kintsugi.telemetry.jsonl_log import NUM_OLD, LineFile, LineWriter
 
 LARGEST_SIZE = 64 << 20
-"""Size of a file; with the three older files that are kept, it holds about a million spans."""
+"""Size of a file of a small run; with the three older files that are kept, it holds about a million spans."""
 GATHER_S = 0.5
 
 
@@ -52,7 +53,8 @@ class SpanLog:
     """Records the spans of this process from construction until `close`."""
 
     def __init__(self, run_dir: str, process: str) -> None:
-        file = LineFile(RunFolder(run_dir).spans_file(process), largest_size=LARGEST_SIZE, reserved_size=0)
+        size = DISK_BUDGET.file_size(SPANS_SIZE, num_files=NUM_OLD + 1, largest=LARGEST_SIZE)
+        file = LineFile(RunFolder(run_dir).spans_file(process), largest_size=size, reserved_size=0)
         self._writer = LineWriter[Told](file, lost="spans.dropped", encode=self._encode, gather_s=GATHER_S)
         self._encoder = msgspec.json.Encoder()
         self._process = process

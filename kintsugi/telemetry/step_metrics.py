@@ -8,23 +8,27 @@ its own. `samples.jsonl` has one line per trained sample. Both are cut back, in 
 from __future__ import annotations
 
 import os
+import queue
 import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from heapq import nsmallest
 from io import BytesIO, FileIO
 from itertools import accumulate, pairwise
-from math import isfinite, sqrt
+from math import inf, isfinite, sqrt
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
-from kintsugi.errors import StorageError
+from kintsugi.errors import DeadlineExceeded, StorageError
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import Clock, SystemClock
 from kintsugi.runtime.disk import append_whole
+from kintsugi.runtime.waits import WaitTable, join, wait
 from kintsugi.telemetry.jsonl_log import lines_backwards
 from kintsugi.telemetry.samples_index import NUM_WORST, SamplesOfStep
 from kintsugi.types import FinishReason, SampleMeta, SampleText
@@ -32,6 +36,13 @@ from kintsugi.types import FinishReason, SampleMeta, SampleText
 _BLOCK_SIZE = 1 << 16
 TABLE_EVERY, TABLE_ROWS, CELL_LENGTH = 10, 8, 1000
 """Steps between tables of completions in the trackers, rows of a table, characters of a cell: they bound the files."""
+MOST_CALLS = 1024
+"""Longest queue for a tracker in the background; later calls are dropped."""
+REOPEN_S = 60.0
+"""Pause after a failure to open a tracker in the background: W&B itself waits for its server for longer."""
+FINISH_S = 30.0
+"""Time for the last calls of a tracker in the background."""
+IDLE_S = 3600.0
 
 _Result = TypeVar("_Result")
 
@@ -141,12 +152,17 @@ class _Lines:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._encoder = msgspec.json.Encoder()
-        self._guarded(self._repair)
-        self._file = self._guarded(self._open)
+        self._opened: FileIO | None = None
+        with suppress(StorageError):  # The next write tries again, and says what is the matter.
+            self._guarded(lambda: self._file)
 
-    def _open(self) -> FileIO:
-        """Open unbuffered: a later flush must not repeat what a full disk refused."""
-        return self._path.open("ab", buffering=0)
+    @property
+    def _file(self) -> FileIO:
+        """The file, opened unbuffered: a later flush must not repeat what a full disk refused."""
+        if self._opened is None:
+            self._repair()
+            self._opened = self._path.open("ab", buffering=0)
+        return self._opened
 
     def append(self, records: Sequence[Any]) -> list[int]:
         """Append all lines or none: half a line would make the rest of the file unreadable. Return the offset of each
@@ -181,10 +197,11 @@ class _Lines:
         self._guarded(cut)
 
     def close(self) -> None:
-        self._file.close()
+        if self._opened is not None:
+            self._opened.close()
 
     def _repair(self) -> None:
-        """Return the end of the last complete line, searched from the back."""
+        """Cut off what follows the last complete line, searched from the back."""
         if not self._path.is_file():
             return
         with self._path.open("r+b") as file:
@@ -214,19 +231,23 @@ class _Stepped(msgspec.Struct):
 class MetricsWriter:
     """Writes the metrics of a step to `metrics.jsonl`, TensorBoard and, if configured, W&B.
 
-    A failure of one does not keep the metrics from the others; StorageError then names those that failed.
+    A failure of one does not keep the metrics from the others; StorageError then names those that failed. Trackers are
+    opened when they are first written to, and again after a failure; W&B is called in a thread of its own.
     """
 
     def __init__(self, run_dir: Path, *, wandb_id: str | None = None, clock: Clock | None = None) -> None:
         """`wandb_id` names the run at W&B, where a resumed run continues under the same name; None disables W&B."""
         self._clock = clock or SystemClock()
         self._lines = _Lines(RunFolder(run_dir).metrics_file)
+        folder = RunFolder(run_dir).tensorboard_folder
         self._trackers: list[_Tracker] = [
-            _TensorBoard(RunFolder(run_dir).tensorboard_folder, time=self._clock.wall())
+            _OpenedLate("TensorBoard", lambda: _TensorBoard(folder, time=self._clock.wall()))
         ]
         self._has_table = False
         if wandb_id is not None:
-            self._trackers.append(_WeightsAndBiases(run_dir, run_id=wandb_id))
+            self._trackers.append(
+                _InBackground("W&B", lambda: _WeightsAndBiases(run_dir, run_id=wandb_id), clock=self._clock)
+            )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write one line; a value that is not finite becomes null."""
@@ -391,6 +412,111 @@ class _Tracker(Protocol):
     def close(self) -> None: ...
 
 
+class _OpenedLate:
+    """A tracker that is opened by the first call, and by the next one if that failed."""
+
+    def __init__(self, name: str, open_tracker: Callable[[], _Tracker]) -> None:
+        self._name, self._open = name, open_tracker
+        self._tracker: _Tracker | None = None
+
+    def _opened(self) -> _Tracker:
+        if self._tracker is None:
+            try:
+                self._tracker = self._open()
+            except ImportError as error:
+                raise StorageError(f"{self._name}: {error}") from error
+        return self._tracker
+
+    def write(self, step: int, values: Mapping[str, float], *, time: float) -> None:
+        self._opened().write(step, values, time=time)
+
+    def write_table(self, name: str, step: int, table: TrackerTable, *, time: float) -> None:
+        self._opened().write_table(name, step, table, time=time)
+
+    def truncate_after(self, step: int, *, time: float) -> None:
+        self._opened().truncate_after(step, time=time)
+
+    def close(self) -> None:
+        if self._tracker is not None:
+            self._tracker.close()
+
+
+class _InBackground:
+    """Calls a tracker in a thread of its own, in order: one that does not answer, as over a network, delays nothing.
+
+    The thread consumes a bounded queue of calls, opens the tracker for the first one, and ends at `close`. After a
+    failure to open it, calls are dropped for `REOPEN_S`. An error is raised by the next call, or by `close`.
+    """
+
+    def __init__(self, name: str, open_tracker: Callable[[], _Tracker], *, clock: Clock) -> None:
+        self._name, self._open, self._clock = name, open_tracker, clock
+        self._calls: queue.Queue[Callable[[_Tracker], None] | None] = queue.Queue(maxsize=MOST_CALLS)
+        self._thread: threading.Thread | None = None
+        self._error = ""
+
+    def write(self, step: int, values: Mapping[str, float], *, time: float) -> None:
+        self._put(lambda tracker: tracker.write(step, values, time=time))
+
+    def write_table(self, name: str, step: int, table: TrackerTable, *, time: float) -> None:
+        self._put(lambda tracker: tracker.write_table(name, step, table, time=time))
+
+    def truncate_after(self, step: int, *, time: float) -> None:
+        self._put(lambda tracker: tracker.truncate_after(step, time=time))
+
+    def _put(self, call: Callable[[_Tracker], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            raise StorageError(f"{self._name}: {MOST_CALLS} calls wait for it") from None
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, ""
+        if error:
+            raise StorageError(f"{self._name}: {error}")
+
+    def _run(self) -> None:
+        tracker: _Tracker | None = None
+        reopen_at = -inf
+        while (call := self._next()) is not None:
+            try:
+                if tracker is None and self._clock.monotonic() >= reopen_at:
+                    reopen_at = self._clock.monotonic() + REOPEN_S
+                    tracker = self._open()
+                if tracker is not None:
+                    call(tracker)
+            except Exception as error:  # noqa: BLE001 - the thread's outermost boundary: raised by the next call.
+                self._error = str(error) or type(error).__name__
+        if tracker is not None:
+            tracker.close()
+
+    def _next(self) -> Callable[[_Tracker], None] | None:
+        """Wait for a call; None at `close`. The waits of this thread say nothing about the progress of the process, so
+        they are not declared."""
+
+        def attempt(remaining_s: float) -> tuple[Callable[[_Tracker], None] | None] | None:
+            try:
+                return (self._calls.get(timeout=remaining_s),)
+            except queue.Empty:
+                return None
+
+        while True:
+            with suppress(DeadlineExceeded):
+                return wait(attempt, whom="itself", what="a call", timeout_s=IDLE_S, waits=WaitTable())[0]
+
+    def close(self) -> None:
+        """Make the calls that wait, for a bounded time."""
+        if self._thread is None:
+            return
+        with suppress(queue.Full, DeadlineExceeded):
+            self._calls.put_nowait(None)
+            join(self._thread, whom=self._name, timeout_s=FINISH_S)
+        self._raise_error()
+
+
 class _TensorBoard:
     """Event files, written without torch or TensorFlow; imported late because that takes a while.
 
@@ -441,24 +567,17 @@ class _WeightsAndBiases:
     def __init__(self, run_dir: Path, *, run_id: str) -> None:
         import wandb
 
-        self._error: type[Exception] = wandb.Error
         self._table = wandb.Table
         self._run = wandb.init(
             project="kintsugi", id=run_id, name=run_dir.name, dir=str(run_dir), resume="allow"
         )
 
     def write(self, step: int, values: Mapping[str, float], *, time: float) -> None:
-        try:
-            self._run.log(dict(values), step=step)
-        except self._error as error:
-            raise StorageError(f"W&B: {error}") from error
+        self._run.log(dict(values), step=step)
 
     def write_table(self, name: str, step: int, table: TrackerTable, *, time: float) -> None:
         rows = [list(row) for row in table.rows]
-        try:
-            self._run.log({name: self._table(columns=list(table.columns), data=rows)}, step=step)
-        except self._error as error:
-            raise StorageError(f"W&B: {error}") from error
+        self._run.log({name: self._table(columns=list(table.columns), data=rows)}, step=step)
 
     def truncate_after(self, step: int, *, time: float) -> None:
         """W&B keeps its history; repeated steps are ignored there."""

@@ -11,6 +11,11 @@ Ranks with an accelerator each communicate through NCCL. NCCL refuses two ranks 
 device, like those without any, communicate through gloo and host memory. The ranks derive the route from each other's
 device identities when they meet.
 
+The ranks meet at the store of the first one (`transport.store`), which only processes of the run can use. Neither gloo
+nor NCCL authenticates connections by itself. The first rank therefore leaves a secret in the store; gloo's ranks prove
+to each other that they have it (`torch_internals.gloo_group`), and NCCL's ranks find each other by an identifier with a
+random number of its own, which they receive through the store too.
+
 `end` may be called from any thread; every collective of the group that is running then raises `GroupBroken`.
 """
 
@@ -18,14 +23,15 @@ from __future__ import annotations
 
 import errno
 import re
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from enum import StrEnum
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,53 +40,32 @@ from kintsugi.errors import DeadlineExceeded, GroupBroken, GroupFailed, Unfit
 from kintsugi.model.device import CPU_IDENTITY, identity
 from kintsugi.model.torch_internals import (
     Backend,
+    GroupStore,
     Store,
     Work,
-    connect_store,
     gloo_group,
     nccl_group,
     prefix_store,
-    serve_store,
     start_all_gather,
     start_all_reduce,
     start_all_to_all,
 )
 from kintsugi.runtime.clock import SYSTEM_CLOCK
 from kintsugi.runtime.waits import join, wait
+from kintsugi.transport.store import StoreClient, split_address
 
 SHORTEST_POLL_S = 0.0002
 LONGEST_POLL_S = 0.005
 CLOSE_GRACE_S = 0.5
 LONGEST_CONNECT_S = 1.0
 STORE_ANSWERS_S = 1.0
+SECRET_KEY = "secret"
+SECRET_BYTES = 32
 
 T = TypeVar("T")
 
 Interruption = Callable[[], str | None]
 """Called while waiting. A returned reason ends the group; the function may also raise to end the wait."""
-
-
-class StoreServer:
-    """Store at which the ranks of a group meet, if this process is the group's first rank.
-
-    It runs from the start of the process, so the master knows its address before it builds a group. Each group uses a
-    key prefix of its own. The listening socket is created here because the library would listen on all interfaces.
-    """
-
-    def __init__(self, host: str = "127.0.0.1", *, known_as: str = "") -> None:
-        listener = socket.create_server((host, 0), backlog=128)
-        port = listener.getsockname()[1]
-        self.address = f"{known_as or host}:{port}"
-        self._store: Store | None = serve_store(host, port, listener=listener.detach())
-
-    def close(self) -> None:
-        self._store = None
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """`split_address("127.0.0.1:4001") == ("127.0.0.1", 4001)`."""
-    host, _, port = address.rpartition(":")
-    return host, int(port)
 
 
 class Route(StrEnum):
@@ -114,13 +99,16 @@ class ProcessGroup:
         backend: Backend | None,
         route: Route,
         interruption: Interruption,
+        store: OpenStore | None = None,
     ) -> None:
+        """`store` is closed with the group: NCCL uses it as long as the group lives."""
         assert (backend is None) == (len(ranks) == 1)
         self.group_id = group_id
         self.ranks = tuple(ranks)
         self.rank = rank
         self.route = route
         self._backend = backend
+        self._store = store
         self._interruption = interruption
         self._over = threading.Event()
         self._why_over = ""
@@ -195,7 +183,7 @@ class ProcessGroup:
             return
         backends, self._backend = [self._backend], None
         dropping = threading.Thread(
-            target=_drop, args=(backends,), name=f"drop-group-{self.group_id}", daemon=True
+            target=_drop, args=(backends, self._store), name=f"drop-group-{self.group_id}", daemon=True
         )
         dropping.start()
         with suppress(DeadlineExceeded):
@@ -252,22 +240,24 @@ def join_group(
     ranks: Sequence[str],
     me: str,
     store_address: str,
+    keys: tuple[bytes, bytes],
     device: torch.device,
     timeout_s: float,
     interruption: Interruption = lambda: None,
 ) -> ProcessGroup:
-    """Create the group with the other ranks, within `timeout_s`."""
-    backend, route = None, Route.HOST
+    """Create the group with the other ranks, within `timeout_s`; `keys` is the key pair of this process."""
+    backend, route, store = None, Route.HOST, None
     if len(ranks) > 1:
         rendezvous = _Rendezvous(
             group_id=group_id,
             ranks=ranks,
             me=me,
             store_address=store_address,
+            keys=keys,
             timeout_s=timeout_s,
             interruption=interruption,
         )
-        backend, route = rendezvous.connect(device)
+        backend, route, store = rendezvous.connect(device)
     return ProcessGroup(
         group_id=group_id,
         ranks=ranks,
@@ -275,7 +265,29 @@ def join_group(
         backend=backend,
         route=route,
         interruption=interruption,
+        store=store,
     )
+
+
+class OpenStore:
+    """Connection to a group's store, and the objects by which torch uses it."""
+
+    def __init__(self, address: str, *, prefix: str, keys: tuple[bytes, bytes], timeout_s: float) -> None:
+        self._client = StoreClient(address, keys=keys, timeout_s=timeout_s)
+        self._store = GroupStore(self._client)
+        self.view: Store = prefix_store(prefix, self._store)
+        """The store as torch sees it; every key has the group's prefix."""
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class Connected(NamedTuple):
+    """Result of a rendezvous. The store stays open where the library uses it later."""
+
+    backend: Backend
+    route: Route
+    store: OpenStore | None
 
 
 class _Rendezvous:
@@ -294,12 +306,15 @@ class _Rendezvous:
         ranks: Sequence[str],
         me: str,
         store_address: str,
+        keys: tuple[bytes, bytes],
         timeout_s: float,
         interruption: Interruption,
     ) -> None:
         self._ranks = ranks
         self._rank = ranks.index(me)
-        self._address = split_address(store_address)
+        self._store_address = store_address
+        self._address = split_address(store_address)[:2]
+        self._keys = keys
         self._prefix = f"generation-{group_id}"
         self._deadline = SYSTEM_CLOCK.monotonic() + timeout_s
         self._timeout = timedelta(seconds=timeout_s)
@@ -309,10 +324,10 @@ class _Rendezvous:
         self._over = threading.Event()
         """Set when `connect` has returned or raised: the background thread gives up."""
 
-    def connect(self, device: torch.device) -> tuple[Backend, Route]:
+    def connect(self, device: torch.device) -> Connected:
         joining = _in_background(lambda: self._join(device), name=self._prefix)
 
-        def attempt(remaining_s: float) -> tuple[Backend, Route] | None:
+        def attempt(remaining_s: float) -> Connected | None:
             why = self._interruption()
             if why is not None:
                 raise GroupBroken(f"{self._what} with {self._others}: {why}")
@@ -336,7 +351,12 @@ class _Rendezvous:
 
     def _store_answers(self) -> bool:
         """Whether the store of this process answers. Only the first rank asks, because it serves the store."""
-        answer = _in_background(lambda: self._store().set("question", ""), name="checking its store")
+
+        def ask() -> None:
+            with closing(self._open_store(STORE_ANSWERS_S)) as store:
+                store.view.set("question", "")
+
+        answer = _in_background(ask, name="checking its store")
 
         def attempt(remaining_s: float) -> bool | None:
             if not answer.done():
@@ -353,14 +373,22 @@ class _Rendezvous:
         host, port = self._address
         return GroupBroken(f"{self._what} with {self._others} at {host}:{port} failed: {_plain(error)}")
 
-    def _join(self, device: torch.device) -> tuple[Backend, Route]:
+    def _join(self, device: torch.device) -> Connected:
         """Announce this rank, wait for the others and connect; runs in the background thread."""
         interface = self._poll(self._reach, whom=self._ranks[0])
-        store = self._announce(identity(device))
-        here = [f"here-{rank}" for rank in range(len(self._ranks))]
-        self._poll(lambda: store.check(here) or None, whom=self._others)
-        route = choose_route([store.get(key).decode() for key in here])
-        return self._backend(store, interface=interface, route=route), route
+        with ExitStack() as opened:
+            store = opened.enter_context(closing(self._open_store(self._timeout.total_seconds())))
+            if self._rank == 0:
+                store.view.set(SECRET_KEY, secrets.token_hex(SECRET_BYTES))
+            store.view.set(f"here-{self._rank}", identity(device))
+            here = [f"here-{rank}" for rank in range(len(self._ranks))]
+            self._poll(lambda: store.view.check([SECRET_KEY, *here]) or None, whom=self._others)
+            route = choose_route([store.view.get(key).decode() for key in here])
+            backend = self._backend(store.view, interface=interface, route=route)
+            if route is Route.NCCL:
+                opened.pop_all()
+                return Connected(backend, route, store)
+            return Connected(backend, route, None)
 
     def _reach(self) -> str | None:
         """Connect to the store's address; return this rank's own address on that connection, None if it failed."""
@@ -373,20 +401,21 @@ class _Rendezvous:
                 raise RuntimeError("no socket can be opened") from error
             return None
 
-    def _announce(self, identity: str) -> Store:
-        """Write this rank's device identity into the store."""
-        store = self._store()
-        store.set(f"here-{self._rank}", identity)
-        return store
-
-    def _store(self) -> Store:
-        return prefix_store(self._prefix, connect_store(*self._address, timeout=self._timeout))
+    def _open_store(self, timeout_s: float) -> OpenStore:
+        return OpenStore(self._store_address, prefix=self._prefix, keys=self._keys, timeout_s=timeout_s)
 
     def _backend(self, store: Store, *, interface: str, route: Route) -> Backend:
         size = len(self._ranks)
         if route is Route.NCCL:
             return nccl_group(store, rank=self._rank, size=size, timeout=self._timeout)
-        return gloo_group(store, rank=self._rank, size=size, interface=interface, timeout=self._timeout)
+        return gloo_group(
+            store,
+            rank=self._rank,
+            size=size,
+            interface=interface,
+            timeout=self._timeout,
+            secret=store.get(SECRET_KEY),
+        )
 
     def _poll(self, look: Callable[[], T | None], *, whom: str) -> T:
         """Call `look` until it returns a value; stop at the deadline or when `connect` has ended."""
@@ -405,11 +434,13 @@ class _Rendezvous:
         return max(0.0, self._deadline - SYSTEM_CLOCK.monotonic())
 
 
-def _drop(backends: list[Backend]) -> None:
-    """Abort the collectives that still run, then drop the group."""
+def _drop(backends: list[Backend], store: OpenStore | None) -> None:
+    """Abort the collectives that still run, then drop the group and close its store."""
     for backend in backends:
         backend.abort()
     backends.clear()
+    if store is not None:
+        store.close()
 
 
 def _in_background(function: Callable[[], T], *, name: str) -> Future[T]:

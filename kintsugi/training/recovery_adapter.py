@@ -39,14 +39,19 @@ class TorchAdapter:
         state: TrainingState,
         *,
         process: str,
+        keys: tuple[bytes, bytes],
         stages: Mapping[str, Stage],
         load_state: LoadState,
         forget: Callable[[], None],
         interruption: Interruption,
     ) -> None:
-        """`forget` drops what the rank keeps for the step it is in (samples, log-probabilities, results)."""
+        """`keys` is the key pair of this process.
+
+        `forget` drops what the rank keeps for the step it is in (samples, log-probabilities, results).
+        """
         self._state = state
         self._process = process
+        self._keys = keys
         self._stages = stages
         self._load_state = load_state
         self._forget = forget
@@ -126,6 +131,7 @@ class TorchAdapter:
             ranks=request.ranks,
             me=self._process,
             store_address=request.store,
+            keys=self._keys,
             device=self._state.gradient.device,
             timeout_s=request.timeout_s,
             interruption=self._interruption,

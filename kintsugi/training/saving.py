@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from kintsugi.checkpoint.store import save_checkpoint
 from kintsugi.errors import DeadlineExceeded, Unfit
@@ -35,6 +36,9 @@ from kintsugi.transport import Delivery, subject
 STALL_S = 0.5
 """Training that stood still for longer because of a save is reported."""
 CLOSE_TIMEOUT_S = 5.0
+MOST_AHEAD_BYTES, AHEAD_SHARE = 8 << 30, 1 / 8
+"""Bytes of a checkpoint that may be in the page cache only, and their share of the memory that is available. They let
+go of the snapshot earlier: a disk of 1.2 GB/s needs 21 s for 25 GB, three steps of a 1.8 B model take 16 s."""
 
 ModelFiles = Callable[[HeldState], Iterable[tuple[str, FileContent]]]
 """Files of a Hugging Face folder with the weights of a state."""
@@ -153,6 +157,7 @@ class CheckpointSaver:
             best_steps=request.best_steps,
             on_bytes=on_bytes,
             on_read=on_read,
+            ahead_bytes=min(MOST_AHEAD_BYTES, int(AHEAD_SHARE * psutil.virtual_memory().available)),
         )
         ended = SYSTEM_CLOCK.monotonic()
         timing = {

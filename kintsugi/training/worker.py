@@ -85,7 +85,7 @@ from kintsugi.training.initial_weights import empty_model, fill_initial
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.pairwise_eval import HeldOutPairs, score_pairs
 from kintsugi.training.peer_replication import KEEP_TIMEOUT_S, PeerReplica, choose_agent
-from kintsugi.training.process_group import ProcessGroup, StoreServer
+from kintsugi.training.process_group import ProcessGroup
 from kintsugi.training.recovery_adapter import TorchAdapter
 from kintsugi.training.rollout_writer import RolloutStore
 from kintsugi.training.sample_fetch import StepSamples, await_answer
@@ -94,6 +94,7 @@ from kintsugi.training.snapshots import CopyCounters, HeldState, StoredState
 from kintsugi.training.state import TrainingState
 from kintsugi.training.state_transfer import StateSource, fetch_state
 from kintsugi.transport import Blob, Delivery, Reply, subject
+from kintsugi.transport.store import StoreServer
 from kintsugi.types import Peer, Role, process_id, role_of, ticket_of
 from kintsugi.weights.manifest import weights_sha256
 from kintsugi.weights.publish import Publisher
@@ -186,6 +187,7 @@ class ModelWorker:
         self._adapter = TorchAdapter(
             state,
             process=shell.process,
+            keys=shell.keys,
             stages=self._stages,
             load_state=self._load_state,
             forget=self._forget,
@@ -614,7 +616,7 @@ def open_publisher(
         folder=RunFolder(shell.bootstrap.run_dir).published_weights_folder(shell.process).absolute(),
         device=DeviceSlots(device, host=host) if device.type == "cuda" else None,
         transports=(
-            CollectiveTransport(process=shell.process, store=store, emit=shell.events.emit),
+            CollectiveTransport(process=shell.process, store=store, keys=shell.keys, emit=shell.events.emit),
             RelayTransport(submit, process=shell.process, emit=shell.events.emit),
         ),
     )
@@ -629,7 +631,8 @@ def main(bootstrap: Bootstrap) -> int:
         use_deterministic_kernels()
     model = empty_model(config, device=device)
     with ExitStack() as resources:
-        store = StoreServer(_interface(bootstrap.bind), known_as=bootstrap.known_as)
+        keys = (bootstrap.public_key, bootstrap.secret_key)
+        store = StoreServer(_interface(bootstrap.bind), keys=keys, known_as=bootstrap.known_as)
         server = resources.enter_context(closing(store))
         segments = SegmentClient(bootstrap.segments) if bootstrap.segments else None
         if segments is not None:
@@ -649,6 +652,7 @@ def main(bootstrap: Bootstrap) -> int:
             state.fill_initial(lambda weights: fill_initial(weights, config))
 
         def body(shell: Shell) -> None:
+            server.admit(lambda key: shell.role_of_key(key) in (Role.MODEL, Role.SERVER))
             publisher = open_publisher(shell, device=device, segments=segments, store=server.address)
             worker = ModelWorker(
                 shell,

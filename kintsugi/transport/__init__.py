@@ -3,6 +3,7 @@
 endpoint.py    requests, replies and one-way messages of one process; its connections and its loop
 rpc.py         one request and its reply; bulk data and its checksum
 directory.py   authentication: which process a key belongs to
+store.py       the store at which the processes of a collective group meet
 sockets.py     set-up of the ZeroMQ sockets; frames in and out of them
 """
 
@@ -17,7 +18,7 @@ from kintsugi.transport.rpc import (
     subject,
     verify_bulk,
 )
-from kintsugi.transport.sockets import new_key_pair
+from kintsugi.transport.sockets import most_peers, new_key_pair
 
 __all__ = [
     "Blob",
@@ -27,6 +28,7 @@ __all__ = [
     "Reply",
     "bulk_digest",
     "chunks",
+    "most_peers",
     "new_key_pair",
     "subject",
     "verify_bulk",

@@ -10,6 +10,7 @@ import msgspec
 from zmq.utils import z85
 
 from kintsugi.errors import Fault, KintsugiError, ProcessDied, RefusedError
+from kintsugi.protocol.membership import TERM_BITS, AddressBook
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.wire import ALLOWED_SENDERS, Envelope, MessageKind
 from kintsugi.transport.rpc import Delivery
@@ -64,6 +65,24 @@ class Directory:
         peer = self.peers.pop(process, None)
         if peer is not None:
             del self.callers[peer.public_key.decode()]
+
+    def accepts(self, book: AddressBook) -> bool:
+        """Whether a book is newer than this one, and whole or a difference from this one.
+
+        A difference from an earlier book of the same master will do. One of another master may have changes that its
+        journal lost in a power cut, and of which the book's master does not know.
+        """
+        if book.number <= self.number or book.since is None:
+            return book.number > self.number
+        is_of_same_term = self.number >> TERM_BITS == book.number >> TERM_BITS
+        return book.since == self.number or (is_of_same_term and book.since < self.number)
+
+    def removed_by(self, book: AddressBook) -> list[str]:
+        """Return the processes that a newer book does not list any more."""
+        if book.since is not None:
+            return [process for process in book.removed if process in self.peers]
+        listed = {peer.process for peer in book.peers}
+        return [process for process in self.peers if process not in listed]
 
     def unreachable_error(self, process: str) -> KintsugiError:
         """Return the error for a request to a process that can not be reached."""

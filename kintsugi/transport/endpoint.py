@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import zmq
@@ -27,6 +27,7 @@ from kintsugi.errors import (
     DeadlineExceeded,
     EpochOver,
     Fault,
+    KintsugiError,
     ProcessDied,
     RefusedError,
     RemoteError,
@@ -55,13 +56,14 @@ from kintsugi.transport.sockets import (
     is_readable,
     is_readable_soon,
     milliseconds,
+    open_context,
     open_dealer,
     open_router,
     open_zap,
     receive_blobs,
     send_frames,
 )
-from kintsugi.types import Peer
+from kintsugi.types import Peer, Role
 
 FIRST_RESEND_S = 0.25
 LONGEST_RESEND_S = 2.0
@@ -91,6 +93,7 @@ class Endpoint:
         listener: int = -1,
         clock: Clock = SYSTEM_CLOCK,
         term: int = 0,
+        num_peers: int = 0,
     ) -> None:
         self.job = job
         self.process = process
@@ -106,7 +109,7 @@ class Endpoint:
         self._num_timers = 0
         self._inbox: deque[Delivery] = deque()
         self._watched: dict[object, Callable[[], None]] = {}
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = open_context(num_peers=num_peers)
         self._poller = zmq.Poller()
         self._links = PeerConnections(
             self._context, self._poller, public_key=public_key, secret_key=secret_key, clock=clock
@@ -119,6 +122,8 @@ class Endpoint:
         self._poller.register(self._router, zmq.POLLIN)
         self.address: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         """Where peers reach this process."""
+        self._connect_error = ""
+        """Why the last connection that failed could not be opened."""
         self._closing: Fault | None = None
         """Set by `close`."""
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -135,6 +140,11 @@ class Endpoint:
     def book_number(self) -> int:
         """Number of the newest address book taken over; -1 before the first."""
         return self._directory.number
+
+    def role_of_key(self, key: bytes) -> Role | None:
+        """Return the role of the process that this public key is admitted as; None if it is not. Any thread may ask."""
+        caller = self._directory.callers.get(key.decode())
+        return caller.role if caller is not None else None
 
     def peer(self, *, host: str) -> Peer:
         """Entry of this process in an address book."""
@@ -158,13 +168,15 @@ class Endpoint:
             self._zap.send_multipart(answer)
 
     def set_book(self, book: AddressBook) -> bool:
-        """Take over a newer address book and forget processes that are not in it. An older one is ignored (False)."""
-        if book.number <= self._directory.number:
+        """Take over a newer address book, or what changed in it, and forget processes that are not in it any more.
+
+        False for an older one, and for changes of a book that this process does not have: its heartbeats show that.
+        """
+        if not self._directory.accepts(book):
             return False
-        self._directory.number = book.number
-        listed = {peer.process for peer in book.peers}
-        for process in [process for process in self._directory.peers if process not in listed]:
+        for process in self._directory.removed_by(book):
             self.forget(process, self._fault(f"{process} is no longer in the address book"))
+        self._directory.number = book.number
         for peer in book.peers:
             if peer.process != self.process:
                 self.admit(peer)
@@ -211,7 +223,7 @@ class Endpoint:
             return pending
         link = self._links.get(process) or self._connect(process)
         if link is None:
-            pending.settle(None, self._directory.unreachable_error(process))
+            pending.settle(None, self._unreachable_error(process))
             return pending
         pending.sequence = link.sequence = link.sequence + 1
         link.pending[pending.sequence] = pending
@@ -239,6 +251,15 @@ class Endpoint:
         link.sequence += 1
         return self._transmit(link, link.sequence, _ONE_WAY, body, blobs, cause_id)
 
+    def send_to_all(self, processes: Iterable[str], body: Body) -> None:
+        """Send one one-way message to many processes; it is encoded once."""
+        encoded = wire.encode_body(body)
+        for process in processes:
+            link = self._links.get(process) or self._connect(process)
+            if link is not None:
+                link.sequence += 1
+                self._transmit(link, link.sequence, _ONE_WAY, encoded, (), None)
+
     def reply(self, delivery: Delivery, body: Body, *, blobs: Sequence[Blob] = ()) -> None:
         """Answer a request, once. The reply is saved for repetitions of the request."""
         envelope = delivery.envelope
@@ -254,15 +275,29 @@ class Endpoint:
         return fault
 
     def _connect(self, process: str) -> PeerConnection | None:
+        """Return a connection; None if the process is unknown, or if this one has no descriptor or socket left."""
         peer = self._directory.peers.get(process)
-        return self._links.open(peer) if peer is not None and peer.address else None
+        if peer is None or not peer.address:
+            return None
+        try:
+            return self._links.open(peer)
+        except zmq.ZMQError as error:
+            COUNTERS.add("transport.not_connected")
+            self._connect_error = str(error)
+            return None
+
+    def _unreachable_error(self, process: str) -> KintsugiError:
+        """Return the error for a request to a process to which there is no connection."""
+        if process in self._directory.peers and self._connect_error:
+            return RefusedError(f"{process} can not be reached by {self.process}: {self._connect_error}")
+        return self._directory.unreachable_error(process)
 
     def _transmit(
         self,
         link: PeerConnection,
         sequence: int,
         kind: MessageKind,
-        body: Body,
+        body: Body | msgspec.Raw,
         blobs: Sequence[Blob],
         cause_id: str | None,
     ) -> bool:

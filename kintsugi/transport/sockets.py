@@ -25,6 +25,8 @@ pauses between TCP's retransmissions are longer than a new connection takes. The
 that is stopped."""
 CONNECT_S = 3.0
 """A connection attempt that takes longer is repeated, for the same reason."""
+SPARE_SOCKETS = 1024
+"""Sockets of an endpoint beyond two for each peer: its own, and those of connections that are being replaced."""
 NOBLOCK = int(zmq.NOBLOCK)
 MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
@@ -33,6 +35,20 @@ _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 def new_key_pair() -> tuple[bytes, bytes]:
     """Create a CURVE key pair, (public, secret), both in Z85."""
     return zmq.curve_keypair()
+
+
+def open_context(*, num_peers: int) -> zmq.Context[zmq.Socket[bytes]]:
+    """Open the context of an endpoint that may have this many peers, and twice as many after the run has grown."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    limit = int(context.get(zmq.SOCKET_LIMIT))
+    context.set(zmq.MAX_SOCKETS, min(limit, 2 * num_peers + SPARE_SOCKETS))
+    return context
+
+
+def most_peers() -> int:
+    """Return how many peers ZeroMQ allows one process."""
+    with zmq.Context() as context:
+        return int(context.get(zmq.SOCKET_LIMIT)) - SPARE_SOCKETS
 
 
 def open_zap(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
@@ -44,11 +60,18 @@ def open_zap(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
 
 
 def open_router(
-    context: zmq.Context[zmq.Socket[bytes]], *, public_key: bytes, secret_key: bytes, bind: str, listener: int
+    context: zmq.Context[zmq.Socket[bytes]],
+    *,
+    public_key: bytes,
+    secret_key: bytes,
+    bind: str,
+    listener: int,
+    largest_bytes: int = LARGEST_FRAME_BYTES,
 ) -> zmq.Socket[bytes]:
-    """Open the inbound socket of a process: bound to an address, or to a socket that is listening already."""
+    """Open an inbound socket of a process: bound to an address, or to a socket that is listening already."""
     router = context.socket(zmq.ROUTER)
     _configure(router)
+    router.setsockopt(zmq.MAXMSGSIZE, largest_bytes)
     router.curve_server = True
     router.curve_publickey = public_key
     router.curve_secretkey = secret_key
@@ -68,11 +91,15 @@ def open_dealer(
 ) -> zmq.Socket[bytes]:
     """Connect to one process, which must prove that it holds the peer's key."""
     dealer = context.socket(zmq.DEALER)
-    _configure(dealer)
-    dealer.curve_serverkey = peer.public_key
-    dealer.curve_publickey = public_key
-    dealer.curve_secretkey = secret_key
-    dealer.connect(peer.address)
+    try:
+        _configure(dealer)
+        dealer.curve_serverkey = peer.public_key
+        dealer.curve_publickey = public_key
+        dealer.curve_secretkey = secret_key
+        dealer.connect(peer.address)
+    except zmq.ZMQError:
+        dealer.close(0)
+        raise
     return dealer
 
 

@@ -34,6 +34,14 @@ document.addEventListener("securitypolicyviolation", (event) =>
 """
 
 
+# The listener comes after that of the page, which has begun with the new route when this one is called.
+GO = """(hash) => location.hash === hash || new Promise((done) => {
+  addEventListener("hashchange", () => done(), { once: true });
+  location.hash = hash;
+})"""
+DRAWN = """() => document.querySelector("main :is(.view > *, .state)") && !document.querySelector("main .spinner")"""
+
+
 class Viewer:
     """A page of the browser that notes what must not happen."""
 
@@ -51,11 +59,12 @@ class Viewer:
             self.foreign.append(request.url)
 
     def open(self, route: str) -> Page:
-        """Open a route and wait until its view has been drawn."""
-        self.page.goto("about:blank")
-        self.page.goto(f"{self.address}#{route}")
-        self.page.wait_for_selector("main :is(.view, .state)")
-        self.page.wait_for_function("() => !document.querySelector('main .spinner')")
+        """Open a route and wait until its view has been drawn; the page itself is loaded only once."""
+        if self.page.url.startswith(self.address):
+            self.page.evaluate(GO, f"#{route}")
+        else:
+            self.page.goto(f"{self.address}#{route}")
+        self.page.wait_for_function(DRAWN)
         return self.page
 
     def assert_nothing_forbidden(self) -> None:
@@ -81,22 +90,26 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     yield from serve(folder)
 
 
-def serve(folder: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "kintsugi", "page", str(folder), "--port", "0"]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+def serve(folder: Path, *options: str, lines: int = 1, home: Path | None = None) -> Iterator[str]:
+    """Serve the runs of a folder; yields the address of the given line of its output.
+
+    `home`: folder of tokens and of the host's audit log."""
+    command = [sys.executable, "-m", "kintsugi", "page", str(folder), "--port", "0", *options]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "KINTSUGI_HOME": str(home or folder)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         try:
-            line = process.stdout.readline()
-            assert line.startswith("page: http://"), line
-            yield line.removeprefix("page: ").strip()
+            line = [process.stdout.readline() for _ in range(lines)][-1]
+            assert ": http://" in line, line
+            yield line.partition(": ")[2].strip()
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(timeout=30)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def viewer(browser: Browser, address: str) -> Iterator[Viewer]:
+    """One page for all tests of a module: a view must not depend on those before it."""
     context = browser.new_context(viewport={"width": 1440, "height": 900}, reduced_motion="reduce")
     yield Viewer(context.new_page(), address)
     context.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kintsugi.page.demo import FAULTS, SLOW, unpack
 
-DEAD, EMPTY, HOSTILE, DAMAGED = "dead", "empty", "hostile", "damaged"
+DEAD, EMPTY, HOSTILE, DAMAGED, WIDE = "dead", "empty", "hostile", "damaged", "wide"
 TEXTS = (
     "<script>window.owned = 1</script><img src=x onerror='window.owned = 1'>",
     "\x1b[31mred\x1b[0m \x07 \x9b2J",
@@ -38,7 +38,15 @@ def make(folder: Path) -> Path:
     lines = metrics.read_text(encoding="utf-8").splitlines()
     lines.insert(5, '{"step": 5, "ti')
     metrics.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with (folder / DAMAGED / "config.yaml").open("a", encoding="utf-8") as file:
+        file.write("field_of_a_later_version: 1\n")
+    shutil.copytree(folder / FAULTS, folder / WIDE)
+    for number in range(2, 40):
+        for kind in ("jsonl", "spans.jsonl"):
+            events = folder / WIDE / "events"
+            shutil.copy(events / f"server-{number % 2}.{kind}", events / f"server-{number}.{kind}")
+    (folder / "no_run").mkdir()
     return folder
 
 
-__all__ = ["DAMAGED", "DEAD", "EMPTY", "FAULTS", "HOSTILE", "SLOW", "TEXTS", "make"]
+__all__ = ["DAMAGED", "DEAD", "EMPTY", "FAULTS", "HOSTILE", "SLOW", "TEXTS", "WIDE", "make"]

@@ -60,6 +60,13 @@ class Run:
     # The command line.
 
     def command(self, *arguments: str) -> subprocess.Popen[str]:
+        return self._start([sys.executable, "-m", self._program, *arguments])
+
+    def shell(self, line: str) -> subprocess.Popen[str]:
+        """A line of a shell, as a user types it."""
+        return self._start(["sh", "-c", line])
+
+    def _start(self, argv: list[str]) -> subprocess.Popen[str]:
         environment = {
             **os.environ,
             "COLUMNS": "200",
@@ -70,7 +77,7 @@ class Run:
             **self.environment,
         }
         process = subprocess.Popen(
-            [sys.executable, "-m", self._program, *arguments],
+            argv,
             env=environment,
             cwd=self.run_dir.parent,
             stdout=self.output,

@@ -15,11 +15,12 @@ import msgspec
 import pytest
 
 from kintsugi.cluster.child import ChildrenTable
-from kintsugi.journal.facts import IncidentClosed
+from kintsugi.journal.facts import IncidentClosed, StateFolded, StepCommitted
+from kintsugi.journal.journal import kept_files, read_records
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.telemetry.events import ProcessBegan, read_events
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
-from tests.cluster.real_runs import Run, finished, play, until
+from tests.cluster.real_runs import PROGRAMS, Run, finished, play, until
 
 pytestmark = pytest.mark.cluster
 
@@ -87,6 +88,21 @@ def lose_a_host(run: Run) -> None:
     assert code == 0, errors
 
 
+def lose_masters_after_compactions(run: Run) -> None:
+    """Three masters in a row, each of which finds a journal that begins with a folded state."""
+    folders = (PROGRAMS / "small_journal", PROGRAMS, os.environ.get("PYTHONPATH", ""))
+    run.environment["PYTHONPATH"] = os.pathsep.join(map(str, folders))
+    run.start(gates=GATES)
+    for gate in GATES:
+        run.wait_at(gate)
+        (first, *_) = read_records(run.run_dir / "journal", most=1)
+        assert isinstance(first.facts[0], StateFolded)
+        strike(run, "master-0")
+        run.let_through(gate)
+    code, errors = run.end()
+    assert code == 0, errors
+
+
 KILLED: dict[str, tuple[tuple[str, ...], ...]] = {
     "control": (("master-0",), ("manager-0",), ("agent-0",)),
     "workers": (("model-0",), ("server-0", "rollout-1"), ("model-1",)),
@@ -108,6 +124,7 @@ QUICK: dict[str, Callable[[Run], None]] = {
     **scenarios_of(KILLED, signal.SIGKILL),
     "stopped-rank-in-a-collective": stop_rank_in_a_collective,
     "host": lose_a_host,
+    "compacted-journal": lose_masters_after_compactions,
 }
 LONG: dict[str, Callable[[Run], None]] = {
     **scenarios_of(STOPPED, signal.SIGSTOP),
@@ -177,3 +194,16 @@ def test_an_incident_is_written_up_with_what_it_cost(quick: Callable[[str], Run]
     closed = [fact for fact in quick("workers").facts if isinstance(fact, IncidentClosed)]
     assert {process for fact in closed for process in fact.processes} >= {"model-0", "model-1"}
     assert all(fact.timing for fact in closed)
+
+
+def test_a_compacted_journal_and_the_files_that_it_replaced_have_all_facts_of_the_run(
+    undisturbed: Run, quick: Callable[[str], Run]
+) -> None:
+    run = quick("compacted-journal")
+    assert len(kept_files(run.run_dir / "journal")) >= len(GATES)
+    assert not any(isinstance(fact, StateFolded) for fact in run.facts)
+    committed = [fact for fact in run.facts if isinstance(fact, StepCommitted)]
+    expected = [fact for fact in undisturbed.facts if isinstance(fact, StepCommitted)]
+    assert [(fact.step, fact.state_digest) for fact in committed] == [
+        (fact.step, fact.state_digest) for fact in expected
+    ]

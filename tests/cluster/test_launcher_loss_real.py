@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import pty
+import resource
+import shutil
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kintsugi.run_folder.reader import read_status
-from kintsugi.telemetry.events import ProcessBegan, read_events
+from kintsugi.telemetry.events import Alert, ProcessBegan, ProcessGone, read_events
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
-from tests.cluster.real_runs import Run, finished, play, until
+from tests.cluster.real_runs import LAST_STEP, PROGRAMS, Run, finished, play, until
 
 pytestmark = pytest.mark.cluster
 
@@ -85,6 +88,80 @@ def close_the_pipe(run: Run) -> None:
     run.assert_nothing_left(timeout_s=20.0)
 
 
+def kill_everything_else(run: Run) -> None:
+    """All processes but the launcher and the command, in one moment: ranks and agents lose all memory of the state."""
+    command = run.start(gates=(5,))
+    run.wait_at(5)
+    launcher, _ = run.launcher_pair()
+    for pid in run.pids():
+        if pid not in (launcher, command.pid):
+            os.kill(pid, signal.SIGKILL)
+    run.let_through(5)
+    run.finish()
+
+
+def kill_everything_at_once(run: Run) -> None:
+    """Launcher and standby too. Afterwards every command says what happened, and the run is resumed."""
+    run.start(gates=(5,))
+    run.wait_at(5)
+    for pid in run.pids():
+        os.kill(pid, signal.SIGKILL)
+    run.assert_nothing_left(timeout_s=20.0)
+    run.let_through(5)
+    for command in ("status", "incidents", "diagnose"):
+        code, told = run.ask(command, str(run.run_dir))
+        assert code == 0 and "all its processes were killed at the same moment" in " ".join(told.split())
+        assert "kintsugi resume" in told and "no incidents" not in told and "nothing to blame" not in told
+    code, errors = run.resume()
+    assert code == 0, errors
+
+
+def limit_files_of_master(run: Run) -> None:
+    """The master may write no byte more to any file: another one is started, and the reason is known."""
+    run.start(gates=(5,))
+    run.wait_at(5)
+    master = pids_of(run, "master-0")[-1]
+    _, hard = resource.prlimit(master, resource.RLIMIT_FSIZE)
+    resource.prlimit(master, resource.RLIMIT_FSIZE, (0, hard))
+    run.let_through(5)
+    run.finish()
+    gone = [record.event for record in read_events(run.run_dir, process="agent-0")]
+    assert [each.how for each in gone if isinstance(each, ProcessGone) and each.pid == master] == [
+        "exited with code 74 (it met its own limit of the size of a file, ulimit -f)"
+    ]
+
+
+def lose_master_without_trackers(run: Run) -> None:
+    """W&B cannot be reached, and TensorBoard's folder is a file, at the start of the run and of another master."""
+    path = os.pathsep.join([str(PROGRAMS), str(PROGRAMS / "unreachable"), os.environ.get("PYTHONPATH", "")])
+    run.environment = {"PYTHONPATH": path}
+    run.start("logging.wandb=true", gates=(5,))
+    run.wait_at(5)
+    shutil.rmtree(run.run_dir / "tensorboard")
+    (run.run_dir / "tensorboard").touch()
+    run.kill("master-0")
+    run.let_through(5)
+    run.finish()
+    alerts = [record.event.message for record in read_events(run.run_dir) if isinstance(record.event, Alert)]
+    assert [each for each in alerts if "W&B: no route to host" in each]
+    assert [each for each in alerts if "tensorboard" in each]
+
+
+def save_to_a_read_only_disk(run: Run) -> None:
+    """The last save waits until the folder can be written again."""
+    folder = run.run_dir / "checkpoints"
+    run.start(gates=(LAST_STEP,))
+    run.wait_at(LAST_STEP)
+    subprocess.run(["mount", "--bind", folder, folder], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+        run.let_through(LAST_STEP)
+        run.wait_for_line(f"checkpoint of step {LAST_STEP} waits for the disk", file="events/master-0.jsonl")
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+    run.finish()
+
+
 def fill_the_output(run: Run) -> None:
     with Path("/dev/full").open("w") as full:
         run.output = full
@@ -99,6 +176,14 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
     "pipe": close_the_pipe,
     "full-output": fill_the_output,
 }
+LONG: dict[str, Callable[[Run], None]] = {
+    "everything-else": kill_everything_else,
+    "everything": kill_everything_at_once,
+    "file-limit": limit_files_of_master,
+    "trackers": lose_master_without_trackers,
+}
+if os.geteuid() == 0:
+    LONG["read-only"] = save_to_a_read_only_disk
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +192,28 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
     return lambda name: finished(played[name])
 
 
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    played = play(LONG, tmp_path_factory.mktemp("long"))
+    return lambda name: finished(played[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONG)
+def test_a_run_survives_the_loss_of_everything_but_its_launcher_and_what_a_host_refuses(
+    undisturbed: Run, long: Callable[[str], Run], name: str
+) -> None:
+    assert_as_undisturbed(long(name), undisturbed)
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_run_ends_as_if_nothing_had_happened(
     undisturbed: Run, lost: Callable[[str], Run], name: str
 ) -> None:
-    run = lost(name)
+    assert_as_undisturbed(lost(name), undisturbed)
+
+
+def assert_as_undisturbed(run: Run, undisturbed: Run) -> None:
     assert run.summary.outcome == "finished"
     assert run.summary.weights_sha256 == undisturbed.summary.weights_sha256
     assert_trained_exactly_once(run)

@@ -144,7 +144,7 @@ class TinyRun:
 
     def result(self) -> tuple[int, str]:
         assert self.launcher is not None
-        _, errors = self.launcher.communicate(timeout=20)
+        _, errors = self.launcher.communicate(timeout=60)
         return self.launcher.returncode, errors
 
     def assert_nothing_left(self, *, timeout_s: float = 0.0) -> None:

@@ -15,8 +15,10 @@ from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.device import choose_device, identity, use_deterministic_kernels
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.training.model_calls import ModelCalls
-from kintsugi.training.process_group import ProcessGroup, Route, StoreServer, _Rendezvous
+from kintsugi.training.process_group import ProcessGroup, Route, _Rendezvous
 from kintsugi.training.reduction import Contribution, sum_any_order
+from kintsugi.transport import new_key_pair
+from kintsugi.transport.store import StoreServer
 from kintsugi.types import SamplingParams
 from tests.unit.training.test_model_calls import alone
 from tests.unit.training.world import (
@@ -166,16 +168,18 @@ def test_ranks_that_share_a_device_exchange_through_host_memory() -> None:
 def test_a_rank_with_a_device_of_its_own_meets_the_others_through_nccl() -> None:
     """With one card this can only be a world of one, which otherwise needs no group: that NCCL starts, moves data and
     can be let go is all that it shows."""
-    server = StoreServer()
+    keys = new_key_pair()
+    server = StoreServer(keys=keys)
     meeting = _Rendezvous(
         group_id=1,
         ranks=["model-0"],
         me="model-0",
         store_address=server.address,
+        keys=keys,
         timeout_s=60.0,
         interruption=lambda: None,
     )
-    backend, route = meeting.connect(CUDA)
+    backend, route, store = meeting.connect(CUDA)
     assert route is Route.NCCL
     group = ProcessGroup(
         group_id=1,
@@ -183,6 +187,7 @@ def test_a_rank_with_a_device_of_its_own_meets_the_others_through_nccl() -> None
         rank=0,
         backend=backend,
         route=route,
+        store=store,
         interruption=lambda: None,
     )
     tensor = torch.arange(6.0, device=CUDA)

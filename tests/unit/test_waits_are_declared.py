@@ -29,7 +29,9 @@ ALLOWED = {
     ("runtime/signals.py", "os.read(self._reader, 256)"): NON_BLOCKING_PIPE,
     ("rollout/sandbox/sandbox.py", "os.read(descriptor, _CHUNK)"): NON_BLOCKING_PIPE,
     ("rollout/sandbox/jail.py", "os.read(reader, 4096)"): IN_THE_JAIL,
-    ("rollout/sandbox/jail.py", "poller.poll(idle_s * 1000)"): IN_THE_JAIL,
+    ("rollout/sandbox/jail.py", "poller.poll(look_s * 1000)"): IN_THE_JAIL,
+    ("rollout/sandbox/jail.py", "poller.poll()"): IN_THE_JAIL,
+    ("rollout/sandbox/sandbox.py", "each.result()"): "runtime.wait saw that it has ended",
     ("rollout/sandbox/jail.py", "os.wait4(-1, 0)"): IN_THE_JAIL,
     ("rollout/sandbox/jail.py", "os.waitpid(pid, 0)"): IN_THE_JAIL,
     ("rollout/sandbox/jail.py", "os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)"): IN_THE_JAIL,
@@ -54,17 +56,22 @@ ALLOWED = {
     ): "reaps that child, which exits right after its fork",
     (
         "model/torch_internals.py",
-        "_c10d.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener)",
-    ): "the serving side: the socket listens already, and no rank is waited for",
-    (
-        "model/torch_internals.py",
-        "_c10d.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)",
-    ): "called in threads for which runtime.wait waits; the library ends it at the timeout",
+        "start_all_to_all(backend, sent, into=received, sent=lengths, received=lengths, timeout=timeout).wait()",
+    ): "as the construction of the group: in threads for which runtime.wait waits; the library ends it at the timeout",
     ("model/torch_internals.py", "backend.broadcast([tensor], options)"): "starts it; the caller waits",
     (
         "training/process_group.py",
-        "store.get(key)",
-    ): "`_poll` declares it; the key is there, so no rank is waited for",
+        "store.view.get(key)",
+    ): "our own store, which declares it",
+    ("training/process_group.py", "store.get(SECRET_KEY)"): "our own store, which declares it",
+    (
+        "weights/transports/collective.py",
+        "store.get(f'{source.key}/secret')",
+    ): "our own store, which declares it",
+    (
+        "transport/store.py",
+        "self._poller.poll(milliseconds(until_s))",
+    ): "the store's own loop, an attempt of runtime.wait",
     (
         "training/process_group.py",
         "socket.create_connection(self._address, timeout=LONGEST_CONNECT_S)",
@@ -79,7 +86,7 @@ ALLOWED = {
     ): "collects the error of a collective that runtime.wait saw completed",
     (
         "weights/transports/collective.py",
-        "probe.connect((host, int(port)))",
+        "probe.connect((host, port))",
     ): "a datagram socket: nothing is sent",
     (
         "weights/transports/collective.py",

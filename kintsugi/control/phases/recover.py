@@ -374,11 +374,12 @@ class RecoveryCoordinator:
         have, else to the last checkpoint, else to the beginning, where every fresh rank is."""
         state, incident = self._decision.state, self._incidents.current
         assert incident is not None
-        step = max((saved for saved in state.saved_steps if saved < state.step), default=0)
+        earlier = (saved for saved in state.saved_steps if saved < state.step)
+        step = max((saved for saved in earlier if state.can_return_to(saved) is None), default=0)
         if not incident.fell_back and state.step - 1 in state.digests:
             step = max(step, state.step - 1)
         back = RolledBack(step, f"the state of step {state.step} is lost: {fault.message}")
-        if state.ledger.accepts(back) is not None:
+        if state.can_return_to(step) is not None:
             incident.unrecoverable = "no readable state is left of any step that the run still knows"
             return
         incident.fell_back, incident.attempts, incident.repairs = True, 0, 0

@@ -25,8 +25,9 @@ from kintsugi.telemetry.events import FaultHandled
 _DISK_FAULTS = (StorageError.__name__, StorageFull.__name__, DeadlineExceeded.__name__)
 """Faults of the disk. A save that exceeds its deadline is one too: a writer that hangs is found by its heartbeats."""
 
-RETRY_S = 2.0
-"""Pause before the last save is repeated when the disk was full, or when the rank was not ready."""
+RETRY_S, LONGEST_RETRY_S = 2.0, 60.0
+"""Pause before the last save is repeated when the disk did not accept it, or when the rank was not ready; it doubles
+while the disk refuses for another reason than lack of space."""
 BEST_NAMED = 16
 """Evaluated steps that a save names; the best of them with a checkpoint is kept."""
 MOST_REFUSALS = 5
@@ -49,8 +50,10 @@ class SavePhase:
         """The phase waits for the answer."""
         self._retry_at = math.inf
         self._num_refusals = 0
-        self._is_alerted = False
-        """The last save waits for space on the disk, and the operator was alerted."""
+        self._num_attempts = 0
+        """Times that the disk has not accepted the last save."""
+        self._alerted = ""
+        """Reason of the last alert that the last save waits."""
 
     @property
     def is_under_way(self) -> bool:
@@ -93,9 +96,9 @@ class SavePhase:
     def failed(self, process: str, fault: Fault, now: float) -> PhaseReport:
         """Decide what follows from a failed save.
 
-        A fault of the disk is reported, and the run continues without this checkpoint. The last one waits for space
-        instead, with everything in the memory of the ranks, until the operator stops the run. A rank that refuses is
-        asked again.
+        A fault of the disk is reported, and the run continues without this checkpoint. The last one waits instead for
+        a disk that accepts it (full, read-only, not permitted), with everything in the memory of the ranks, until the
+        operator stops the run. A rank that refuses is asked again.
         """
         state, is_last = self._decision.state, self._is_last(self.step)
         if fault.kind == RefusedError.__name__ and self._num_refusals < MOST_REFUSALS:
@@ -104,17 +107,25 @@ class SavePhase:
             return RUNNING
         if fault.kind not in _DISK_FAULTS:
             return PhaseReport(PhaseResult.RANK_FAILED, process=process, fault=fault)
-        if fault.kind == StorageFull.__name__ and is_last and state.stop_reason is None:
-            if not self._is_alerted:
-                message = f"checkpoint of step {self.step} waits for room: {fault.message}"
-                self._decision.add_effect(Raise.of(FaultHandled(message, of=fault.process, fault=fault.id)))
-            self._is_alerted = True
-            self._retry_at = now + RETRY_S
+        if is_last and state.stop_reason is None:
+            self._wait_for_disk(fault, now)
             return RUNNING
         self._decision.add_fact(CheckpointFailed(self.step, fault))
         message = f"checkpoint of step {self.step} failed: {fault.message}"
         self._decision.add_effect(Raise.of(FaultHandled(message, of=fault.process, fault=fault.id)))
         return PhaseReport(PhaseResult.UNRECOVERABLE, fault=fault) if is_last else self._end()
+
+    def _wait_for_disk(self, fault: Fault, now: float) -> None:
+        """Repeat the last save after a pause; the operator is told each reason once."""
+        is_full = fault.kind == StorageFull.__name__
+        if fault.message != self._alerted:
+            what = "room" if is_full else "the disk"
+            message = f"checkpoint of step {self.step} waits for {what}: {fault.message}"
+            self._decision.add_effect(Raise.of(FaultHandled(message, of=fault.process, fault=fault.id)))
+            self._alerted = fault.message
+        doublings = 0 if is_full else min(self._num_attempts, 8)
+        self._num_attempts += 1
+        self._retry_at = now + min(RETRY_S * 2.0**doublings, LONGEST_RETRY_S)
 
     def _end(self) -> PhaseReport:
         was_awaited, self._is_awaited = self._is_awaited, False

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from kintsugi.diagnosis.detectors.cross_process import NO_EPISODES, across_processes, is_user_code
+from kintsugi.diagnosis.detectors.damage import damaged_on_the_way
 from kintsugi.diagnosis.detectors.fault_kinds import CONSEQUENCES, kind_of_fault
 from kintsugi.diagnosis.detectors.foreign_errors import kind_of
 from kintsugi.diagnosis.evidence import MASTER, OVER, EvidenceBundle, LoggedMessage, ProcessEnd, known_role
@@ -20,6 +21,7 @@ from kintsugi.diagnosis.process_activity import ProcessActivities
 from kintsugi.diagnosis.verdict import Evidence, FaultKind
 from kintsugi.errors import Fault, StatesDiverged, chain, root_first
 from kintsugi.run_folder.layout import RELATIVE
+from kintsugi.runtime.shortages import EXIT_FILE_LIMIT, EXIT_NO_DESCRIPTORS, EXIT_NO_MEMORY, SHORTAGES
 from kintsugi.telemetry.events import (
     AcceleratorWarning,
     BytesDamaged,
@@ -57,6 +59,12 @@ NOTICED_AFTER_S = {FaultKind.HANDOVER: 1.0, FaultKind.NETWORK_DELAY: 1.0}
 """Time that a process waits for an answer or an upload before it raises the alert."""
 HINTS = frozenset({FaultKind.SLOW, FaultKind.NETWORK_DELAY})
 """Alerts of these kinds compare measurements; the others report what happened."""
+SHORTAGE_KINDS = {
+    EXIT_NO_MEMORY: FaultKind.MEMORY,
+    EXIT_NO_DESCRIPTORS: FaultKind.DESCRIPTORS,
+    EXIT_FILE_LIMIT: FaultKind.DISK_FULL,
+}
+"""Exit codes with which a master says what the host did not give it."""
 XID = "xid"
 """Health signal of an accelerator that means a hardware error even if the device still works."""
 
@@ -71,6 +79,7 @@ def discrete_events(
     dead = {finding.process for finding in found}
     found += _alerts(bundle, since=since, until=until)
     found += _damaged_bytes(bundle, since=since, until=until)
+    found += damaged_on_the_way(bundle, since=since, until=until)
     found += across_processes(bundle, since=since, until=until)
     found = [finding for finding in found if finding.until >= until or not bundle.is_over(finding.until)]
     return [*found, *_errors(bundle, since=since, until=at, dead=dead)]
@@ -131,10 +140,12 @@ def _end(bundle: EvidenceBundle, end: ProcessEnd) -> Finding:
     elif end.was_stalled:
         kind, what = FaultKind.STOPPED, "did not run any more and was replaced"
     elif end.status is not None and (end.status > 0 or -end.status in OWN_SIGNALS):
-        kind = FaultKind.CRASHED
+        kind = SHORTAGE_KINDS.get(end.status, FaultKind.CRASHED)
         rules_out = ("a kill from outside: the process exited",)
         error = _last_error(bundle, end)
-        if error is not None and error.fault is not None:
+        if end.status in SHORTAGE_KINDS:
+            what = f"ended because {SHORTAGES[end.status]}"
+        elif error is not None and error.fault is not None:
             kind = kind_of_fault(error.fault) or kind
             onset = min(onset, error.time)
             what = f"ended with an error: {shortened(error.message)}"

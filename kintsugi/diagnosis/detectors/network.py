@@ -48,6 +48,8 @@ MOST_AT_ONCE = 6.0
 """Bound of the losses of one second: a dropped queue is one event."""
 LOST_FACTOR = 6.0
 BACKOFF = 3
+UNACKED_BACKOFF = 2
+"""Retransmissions of one segment that are no accident: a single lost segment is acknowledged after the first."""
 UNACKED_S = 1.6
 """Least time without an acknowledgement although segments were retransmitted."""
 UNSENT_S = 3.6
@@ -169,6 +171,16 @@ def network_troubles(
     return [*(each.finding for each in found), *lost]
 
 
+def has_unacknowledged(bundle: EvidenceBundle, process: str, *, at: float) -> bool:
+    """Return whether segments of a connection of a process were retransmitted repeatedly and are not acknowledged."""
+    return any(
+        process in key[:2]
+        and is_inside(key)
+        and max(tracks["backoff"].between(at - SILENT_S, at), default=0.0) >= UNACKED_BACKOFF
+        for key, tracks in bundle.links.items()
+    )
+
+
 def _trouble(bundle: EvidenceBundle, blame: BlamedEnd, finding: Finding) -> ConnectionTrouble:
     here = {process for process, host in bundle.host_of.items() if blame.host and host == blame.host}
     return ConnectionTrouble(finding, frozenset({blame.process} | here))
@@ -279,10 +291,32 @@ def _cut_or_lost(bundle: EvidenceBundle, signs: _Signs, blame: BlamedEnd) -> Fin
         and onset + SAMPLE_S < point.time <= points[-1].time
         and point.value > 0
     ]
+    unacked_since = max(onset + SAMPLE_S, points[0].time - UNACKED_S)
     if len({point.pair for point in lost}) > 1 or _segments(lost) > FEW:
         return _lost(bundle, signs, blame._replace(points=lost))
+    if repeated := _repeated_again(bundle, blame, since=unacked_since, until=points[-1].time):
+        return _lost(bundle, signs, blame._replace(points=repeated))
     words = "nothing is acknowledged despite repeated retransmissions"
     return _finding(bundle, signs, blame, FaultKind.NETWORK_CUT, onset, words, 0.78)
+
+
+def _repeated_again(
+    bundle: EvidenceBundle, blame: BlamedEnd, *, since: float, until: float
+) -> list[ConnectionEnd]:
+    """Return retransmissions on a connection of the end that came after something had been acknowledged there: where
+    half of the packets are lost, one segment may be repeated for seconds, and yet others pass. Where a cut has ended,
+    nothing is repeated after the first acknowledgement."""
+    found: list[ConnectionEnd] = []
+    for key, tracks in bundle.links.items():
+        if not is_inside(key) or not _is_at(bundle, blame, ConnectionEnd(since, key, 0.0)):
+            continue
+        acknowledged = next((time for time, value in tracks["out"].points(since, until) if value > 0), until)
+        found += [
+            ConnectionEnd(time, key, value)
+            for time, value in tracks["lost"].points(acknowledged + SAME_ROUND_S, until)
+            if value > 0
+        ]
+    return sorted(found)
 
 
 def _late_or_lost(bundle: EvidenceBundle, signs: _Signs, blame: BlamedEnd) -> Finding:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kintsugi.generation.cuda.slot_state import ALIVE, POSITION, TOKEN
 from kintsugi.model.architecture import ModelConfig
+from kintsugi.model.layer_kernels import activate_rows, rotated_heads
 from kintsugi.model.rotary import inverse_frequencies, rotation_at
 
 _TOKEN, _POSITION, _ALIVE = tl.constexpr(TOKEN), tl.constexpr(POSITION), tl.constexpr(ALIVE)
@@ -185,34 +186,6 @@ def add_and_normalize(
 
 
 @triton.jit
-def _rotated_heads(
-    heads,
-    weight,
-    mask,
-    columns,
-    cosine,
-    sine,
-    epsilon,
-    has_norm: tl.constexpr,
-    half: tl.constexpr,
-):
-    """Both halves of the heads at these pointers, normalised and rotated."""
-    first, second = tl.load(heads, mask, 0.0), tl.load(heads + half, mask, 0.0)
-    dtype = first.dtype
-    if has_norm:
-        inside = columns < half
-        low, high = first.to(tl.float32), second.to(tl.float32)
-        squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
-        inverse = tl.rsqrt(squares / (2 * half) + epsilon)[:, None]
-        low *= inverse * tl.load(weight + columns, inside, 0.0).to(tl.float32)[None, :]
-        high *= inverse * tl.load(weight + half + columns, inside, 0.0).to(tl.float32)[None, :]
-        first, second = low.to(dtype), high.to(dtype)
-    low = (first.to(tl.float32) * cosine).to(dtype).to(tl.float32) - second.to(tl.float32) * sine
-    high = (second.to(tl.float32) * cosine).to(dtype).to(tl.float32) + first.to(tl.float32) * sine
-    return low.to(dtype), high.to(dtype)
-
-
-@triton.jit
 def _rotate_and_store(
     qkv,
     positions,
@@ -245,7 +218,7 @@ def _rotate_and_store(
     own = qkv + row.to(tl.int64) * qkv_stride
     valid = (in_group < group)[:, None] & is_column
     heads = own + (kv_head * group + in_group)[:, None] * head_dim + columns[None, :]
-    low, high = _rotated_heads(heads, query_weight, valid, columns, cosine, sine, epsilon, has_norm, half)
+    low, high = rotated_heads(heads, query_weight, valid, columns, cosine, sine, epsilon, has_norm, half)
     tl.store(heads, low, valid)
     tl.store(heads + half, high, valid)
 
@@ -253,7 +226,7 @@ def _rotate_and_store(
     one = tl.arange(0, 1)[:, None]
     is_written = is_column & (destination >= 0)
     heads = own + (num_kv_heads * group + kv_head + one) * head_dim + columns[None, :]
-    low, high = _rotated_heads(heads, key_weight, is_written, columns, cosine, sine, epsilon, has_norm, half)
+    low, high = rotated_heads(heads, key_weight, is_written, columns, cosine, sine, epsilon, has_norm, half)
     page = (destination // page_size).to(tl.int64)
     place = (page * num_kv_heads + kv_head) * (page_size * head_dim) + (destination % page_size) * head_dim
     target = place + one * head_dim + columns[None, :]
@@ -302,23 +275,11 @@ def rotate_and_store(
     )
 
 
-@triton.jit
-def _silu_and_multiply(gate_up, output, size: tl.constexpr, block_size: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * block_size + tl.arange(0, block_size)
-    mask = columns < size
-    gate = tl.load(gate_up + row * (2 * size) + columns, mask, 0.0)
-    up = tl.load(gate_up + row * (2 * size) + size + columns, mask, 0.0).to(tl.float32)
-    wide = gate.to(tl.float32)
-    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
-    tl.store(output + row * size + columns, (activated * up).to(gate.dtype), mask)
-
-
 def silu_and_multiply(gate_up: Tensor, *, output: Tensor) -> None:
     """`output = silu(gate) × up` of [rows, 2 × size], gate first."""
     num_rows, size = output.shape
     block_size = min(1024, triton.next_power_of_2(size))
-    _silu_and_multiply[(num_rows, triton.cdiv(size, block_size))](
+    activate_rows[(num_rows, triton.cdiv(size, block_size))](
         gate_up,
         output,
         size=size,

@@ -86,7 +86,14 @@ class BlindDiagnosis:
         try:
             with path.open("ab") as said, self._log.open("ab") as errors:
                 self._process = (processes or SystemProcesses()).spawn(
-                    [sys.executable, "-m", "kintsugi.lab.campaign.blind", str(run_dir), str(lifeline_read)],
+                    [
+                        sys.executable,
+                        "-P",
+                        "-m",
+                        "kintsugi.lab.campaign.blind",
+                        str(run_dir),
+                        str(lifeline_read),
+                    ],
                     pass_fds=(lifeline_read,),
                     stdout=said,
                     stderr=errors,

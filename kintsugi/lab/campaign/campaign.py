@@ -280,9 +280,7 @@ class Campaign:
                 _begin(case, cluster, injected, undoing)
                 start = min((each.start for each in injected), default=SYSTEM_CLOCK.wall())
                 answer = self._verdict(cluster, since=start)
-                shown_s = SYSTEM_CLOCK.wall() - start
-                if injected and shown_s < LEAST_FAULT_S:
-                    cluster.until(lambda: False, timeout_s=LEAST_FAULT_S - shown_s)
+                _until_shown(injected, cluster)
                 answer = _with_last_causes(answer, cluster.looks())
             except KintsugiError as error:
                 # Once there is an answer, a later error does not exclude the case.
@@ -318,6 +316,15 @@ class Campaign:
         if not cluster.until(said, timeout_s=cluster.pace.window_s):
             return MethodAnswer((), None)
         return MethodAnswer(_causes(found[0]), found[0].t)
+
+
+def _until_shown(injected: Sequence[Injected], cluster: CampaignCluster) -> None:
+    """Wait until the last fault of a case has had its time: one fault may be diagnosed before another has begun."""
+    if not injected:
+        return
+    shown_s = SYSTEM_CLOCK.wall() - max(each.start for each in injected)
+    if shown_s < LEAST_FAULT_S:
+        cluster.until(lambda: False, timeout_s=LEAST_FAULT_S - shown_s)
 
 
 def _with_last_causes(answer: MethodAnswer, later: Sequence[Look]) -> MethodAnswer:

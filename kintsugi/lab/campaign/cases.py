@@ -23,7 +23,11 @@ WINDOW_S = 10.0
 """A case without a verdict ends after this time."""
 LEAST_FAULT_S = 6.0
 """Shortest duration of a fault, even when it is diagnosed earlier: its effect has to show, also in the logs."""
+LEAST_PAIR_S = 8.0
+"""Shortest duration of the later one of two faults: the diagnosis reports what is over for this long."""
 MOMENT_TIMEOUT_S = 12.0
+PAIR_LEASE_S = WINDOW_S + MOMENT_TIMEOUT_S + 2.0
+"""Longest duration of a fault of a pair: the first one lasts while the second awaits its moment."""
 
 
 class CaseClass(StrEnum):
@@ -97,14 +101,23 @@ class CampaignCase(msgspec.Struct, frozen=True, kw_only=True):
     benign: Benign | None = None
 
 
-def plan(count: int, *, seed: int, config: Config, abilities: Collection[Ability]) -> list[CampaignCase]:
-    """Draw the cases: classes by their shares, in random order; fault types and roles evenly distributed."""
+def plan(
+    count: int,
+    *,
+    seed: int,
+    config: Config,
+    abilities: Collection[Ability],
+    only: CaseClass | None = None,
+) -> list[CampaignCase]:
+    """Draw the cases: classes by their shares or one class only, in random order; fault types and roles evenly
+    distributed."""
     if not abilities:
         raise UserError(
             "no fault can be injected on this machine (see `kintsugi lab abilities`): nothing to diagnose"
         )
     stream = random_stream(seed, "campaign")
-    classes = [what for what, share in SHARES for _ in range(round(share * count))]
+    shares = SHARES if only is None else ((only, 1.0),)
+    classes = [what for what, share in shares for _ in range(round(share * count))]
     classes = (classes + [CaseClass.FAULT] * count)[:count]
     stream.shuffle(classes)
     faults = _faults(stream, config=config, abilities=sorted(abilities))
@@ -135,7 +148,10 @@ def _two(faults: Iterator[Injection]) -> tuple[Injection, Injection]:
     second = next(
         each for each in faults if each.target != first.target and each.ability is not first.ability
     )
-    return first, second
+    return (
+        msgspec.structs.replace(first, duration_s=PAIR_LEASE_S),
+        msgspec.structs.replace(second, duration_s=PAIR_LEASE_S),
+    )
 
 
 def _faults(stream: random.Random, *, config: Config, abilities: Sequence[Ability]) -> Iterator[Injection]:
@@ -175,6 +191,8 @@ EACH: tuple[tuple[Ability, Role, dict[str, float]], ...] = (
     (Ability.DISK_FILL, Role.MODEL, {"share": 1.0}),
     (Ability.STOP, Role.MODEL, {}),
     (Ability.KILL, Role.MODEL, {}),
+    (Ability.STOP, Role.AGENT, {}),
+    (Ability.KILL, Role.AGENT, {}),
     (Ability.STOP, Role.MASTER, {}),
     (Ability.KILL, Role.MASTER, {}),
 )

@@ -13,7 +13,7 @@ from kintsugi.lab.fragile.timeouts import DEFAULT_FACTOR, Scale, write_scale
 from kintsugi.lab.testbed.run import MarkedRun
 from kintsugi.lab.testbed.testbed import RunTestbed
 
-LAUNCHER = (sys.executable, "-m", "kintsugi.lab.fragile.launcher")
+LAUNCHER = (sys.executable, "-P", "-m", "kintsugi.lab.fragile.launcher")
 
 
 class FragileRun(MarkedRun):

@@ -20,8 +20,10 @@ from kintsugi.protocol.training import CallDone, RunCall
 from kintsugi.training.batch import BatchSample, sample_of
 from kintsugi.training.initial_weights import load_model
 from kintsugi.training.model_calls import ModelCalls
-from kintsugi.training.process_group import ProcessGroup, StoreServer, join_group
+from kintsugi.training.process_group import ProcessGroup, join_group
 from kintsugi.training.state import TrainingState
+from kintsugi.transport import new_key_pair
+from kintsugi.transport.store import StoreServer
 from kintsugi.types import Trajectory
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -53,7 +55,9 @@ class Trainer:
             process=process,
         )
         self._calls = ModelCalls(self._state, deterministic=config.deterministic)
-        self._store = StoreServer(host)
+        self._keys = new_key_pair()
+        self._store = StoreServer(host, keys=self._keys)
+        self._store.admit(lambda key: True)  # A conventional store: it admits every process.
         self._group: ProcessGroup | None = None
         self._trajectories: dict[str, Trajectory] = {}
 
@@ -68,6 +72,7 @@ class Trainer:
             ranks=ranks,
             me=self._process,
             store_address=store,
+            keys=self._keys,
             device=CPU,
             timeout_s=timeout_s,
         )

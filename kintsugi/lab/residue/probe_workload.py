@@ -36,7 +36,7 @@ from kintsugi.runtime.waits import wait
 from kintsugi.telemetry.events import EventLog, ProcessBegan
 
 MARK = "KINTSUGI_PROBE"
-COMMAND = (sys.executable, "-m", "kintsugi.lab.residue.probe_workload")
+COMMAND = (sys.executable, "-P", "-m", "kintsugi.lab.residue.probe_workload")
 START_TIMEOUT_S = 20.0
 ROUND_TRIP_TIMEOUT_S = 5.0
 PAUSE_S = 0.005

@@ -168,6 +168,7 @@ def _laboratory(folder: Path, *, mark: str, seed: int, first: int, count: int) -
         lab = SystemProcesses().spawn(
             [
                 sys.executable,
+                "-P",
                 "-m",
                 "kintsugi.lab.residue.residue",
                 str(folder),

@@ -120,6 +120,7 @@ class Hosts:
             [
                 *there,
                 sys.executable,
+                "-P",
                 "-m",
                 "kintsugi.lab.testbed.name_server",
                 NAME_SERVER,

@@ -33,7 +33,7 @@ from kintsugi.runtime.processes import Child, Processes, SystemProcesses
 from kintsugi.runtime.waits import wait
 
 MARK = "KINTSUGI_LAB_MARK"
-LAUNCHER = (sys.executable, "-m", "kintsugi.lab.testbed.run")
+LAUNCHER = (sys.executable, "-P", "-m", "kintsugi.lab.testbed.run")
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """Makes the C library return freed memory to the kernel immediately. Where there is no accelerator, tensors are in host
 memory, and memory that the C library keeps could not be refused to the process."""

@@ -26,7 +26,7 @@ const VIEWS = [
   { route: "logs", label: "Logs", module: "logs", key: "6" },
   { route: "levels", label: "Service levels", module: "service_levels", key: "7" },
 ];
-const STATE_REFRESH_MS = 400;
+const STATE_REFRESH_MS = 800;
 
 const app = document.getElementById("app");
 const bar = h("header", { class: "bar" });
@@ -266,7 +266,7 @@ async function readRun(id) {
 
 function drawBar() {
   const id = current?.route.id ?? null;
-  const title = id === null ? (current?.route.name === "compare" ? "Compare" : "Runs") : (run?.name ?? id);
+  const title = id === null ? (current?.route.name === "compare" ? "Compare" : "Runs") : id;
   const view = VIEWS.find((each) => each.route === current?.route.name);
   document.title = id === null ? `${title} · Kintsugi` : `${title} · ${view?.label ?? ""} · Kintsugi`;
   redraw(
@@ -382,7 +382,7 @@ function drawHead() {
   }
   redraw(
     head,
-    h("div", { class: "run-title" }, h("h1", visible(run.name || run.id)), stateBadge(run.state), runPhase(), h("span", { class: "grow" }), actions()),
+    h("div", { class: "run-title" }, h("h1", visible(run.id)), run.name && run.name !== run.id && h("span", { class: "run-recipe" }, visible(run.name)), stateBadge(run.state), runPhase(), h("span", { class: "grow" }), actions()),
     h("dl", { class: "facts" }, facts()),
     run.end && runEnd(run.end),
     problems(run.problems),
@@ -471,7 +471,7 @@ function confirmAction(name) {
   const form = h(
     "form",
     { onsubmit: submit },
-    h("h2", `${label} ${run.name}`),
+    h("h2", `${label} ${run.id}`),
     h("p", ask),
     name === "scale" && h("label", "Generation servers ", servers),
     problem,

@@ -30,11 +30,17 @@ let numCharts = 0;
 
 /** How values are written: `format(value)` in the legend, `format(value, step)` on an axis whose ticks lie `step` apart. */
 export const figure = (value, step) => (step === undefined ? number(value) : number(value, significant(value, step)));
-export const share = (value, step) => percent(value, step === undefined ? 1 : Math.max(0, -Math.floor(Math.log10(step * 100) + 1e-9)));
+export const share = (value, step) => percent(value, step === undefined ? 1 : Math.max(0, -lastDigit(step * 100)));
 
 /** Significant digits that tell ticks apart. */
 function significant(value, step) {
-  return value === 0 ? 1 : Math.min(6, Math.max(1, Math.floor(Math.log10(Math.abs(value)) + 1e-9) - Math.floor(Math.log10(step) + 1e-9) + 1));
+  return value === 0 ? 1 : Math.min(6, Math.max(1, Math.floor(Math.log10(Math.abs(value)) + 1e-9) - lastDigit(step) + 1));
+}
+
+/** Power of ten of the last digit of a step between ticks: 0 for 2, −1 for 0.5 and 2.5. */
+function lastDigit(step) {
+  const power = Math.floor(Math.log10(step) + 1e-9);
+  return Math.abs(step / 10 ** power - 2.5) < 1e-6 ? power - 1 : power;
 }
 
 /** State that charts share. `onZoom(range | null)` is told of every change of the zoomed range. */
@@ -83,12 +89,12 @@ export function chartGroup({ cursor = null, onZoom = () => {} } = {}) {
 }
 
 /** Round numbers from `low` to `high`, about `wanted` of them. */
-export function ticks(low, high, wanted = 5) {
+export function ticks(low, high, wanted = 5, sizes = [1, 2, 5, 10]) {
   const span = high - low;
   if (!(span > 0)) return [low];
   const rough = span / Math.max(1, wanted);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough * 0.999);
+  const step = sizes.map((each) => each * power).find((each) => each >= rough * 0.999);
   const found = [];
   for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9; index += 1) found.push(index * step);
   return found.map((value) => Number(value.toPrecision(12)));
@@ -139,8 +145,8 @@ export function lineChart(given) {
   options.format ??= figure;
   options.marks = inOrder(options.marks);
   const { group } = options;
-  const plot = svg("svg", { class: "plot", "aria-hidden": "true", height: options.height });
-  const clip = svg("rect", { x: MARGIN.left - 4, y: 0, height: options.height - MARGIN.bottom + 4 });
+  const plot = svg("svg", { class: "plot", "aria-hidden": "true" });
+  const clip = svg("rect", { x: MARGIN.left - 4, y: 0 });
   const clipId = `clip-${(numCharts += 1)}`;
   const layers = {
     axes: svg("g", { class: "axes" }),
@@ -152,7 +158,6 @@ export function lineChart(given) {
   const tip = h("div", { class: "chart-tip", hidden: true });
   const slider = { role: "slider", "aria-label": options.title, "aria-valuemin": "0", "aria-valuemax": "0", "aria-valuenow": "0" };
   const area = h("div", { class: "chart-area", tabindex: "0", ...slider }, plot, tip);
-  area.style.setProperty("height", `${options.height}px`);
   const legend = h("div", { class: "legend" });
   const position = h("span", { class: "chart-position" });
   const note = h("p", { class: "chart-note" });
@@ -166,6 +171,7 @@ export function lineChart(given) {
   );
 
   let width = 0;
+  let height = options.height;
   let seen = false;
   let dirty = true;
   let scale = null;
@@ -173,9 +179,9 @@ export function lineChart(given) {
   let drag = null;
 
   const sizes = new ResizeObserver(([entry]) => {
-    const next = Math.round(entry.contentRect.width);
-    if (next === width) return;
-    width = next;
+    const next = [Math.round(entry.contentRect.width), Math.max(options.height, Math.floor(entry.contentRect.height))];
+    if (next[0] === width && next[1] === height) return;
+    [width, height] = next;
     redraw();
   });
   const sight = new IntersectionObserver(([entry]) => {
@@ -230,6 +236,8 @@ export function lineChart(given) {
     if (width < 40) return;
     dirty = false;
     plot.setAttribute("width", width);
+    plot.setAttribute("height", height);
+    clip.setAttribute("height", height - MARGIN.bottom + 4);
     clip.setAttribute("width", Math.max(0, width - MARGIN.left - MARGIN.right + 8));
     drawn = options.series.map((each) => ({ ...each, smooth: smoothed(each.y, each.rough ? 0 : options.smoothing) }));
     scale = scales();
@@ -248,7 +256,7 @@ export function lineChart(given) {
   function scales() {
     const [from, to] = group.range ?? group.extent();
     const right = width - MARGIN.right;
-    const bottom = options.height - MARGIN.bottom;
+    const bottom = height - MARGIN.bottom;
     const span = to - from || 1;
     const [low, high] = valueRange(from, to);
     const shape = options.log ? Math.log10 : (value) => value;
@@ -295,7 +303,7 @@ export function lineChart(given) {
 
   function drawAxes() {
     const { x, y, low, high, from, to, right, bottom } = scale;
-    const rows = options.log ? logTicks(low, high) : ticks(low, high, 4);
+    const rows = options.log ? logTicks(low, high) : ticks(low, high, 4, [1, 2, 2.5, 5, 10]);
     const step = (value) => (options.log ? value : (rows[1] ?? rows[0] + 1) - rows[0]);
     const columns = ticks(from, to, Math.max(3, Math.floor(width / 80))).filter(Number.isInteger);
     const last = columns.at(-1);

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import re
-import secrets
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from kintsugi.errors import ConfigError, DataError
-from kintsugi.rollout.sandbox.sandbox import SandboxOutcome, run_python
+from kintsugi.rollout.sandbox.sandbox import SandboxFailed, SandboxOutcome, run_python, run_tested
 from kintsugi.runtime.printable import printable_line
 
 _log = logging.getLogger(__name__)
@@ -26,6 +25,8 @@ _FENCE = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTA
 _LONGEST_ANSWER = 2000
 """Length limit of a final answer in characters; a longer one is wrong and is not parsed."""
 _COMPARISON_CPU_S = 2.0
+_ATTEMPTS = 3
+"""How often a program is tried that could not be run."""
 
 
 def exact_answer(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
@@ -161,18 +162,31 @@ def _cpu_time_limit(limit_s: float) -> Iterator[None]:
             signal.signal(signal.SIGPROF, before)
 
 
-def program_output(completions: list[str], **columns: Any) -> list[float]:
+def program_output(completions: list[str], **columns: Any) -> list[float | Exception]:
     """1 where the completion is a Python program that passes the tests of its row, else 0; each runs in a sandbox.
 
     The program is the text between the last pair of ``` fences, else the whole completion. Column `tests` has Python
-    code that runs after it, typically assertions (text, or a list of texts). Alternatively column `expected_output` has
-    the text that it must print, given `stdin` (texts, or lists of equal length, all of which must pass); white space at
-    the end of lines is ignored. The worker's log has the reason for each score of 0.
+    code, typically assertions (text, or a list of texts), that runs in a sandbox of its own and calls the program's
+    functions by name. Alternatively column `expected_output` has the text that the program must print, given `stdin`
+    (texts, or lists of equal length, all of which must pass); white space at the end of lines is ignored. The worker's
+    log has the reason for each score of 0. A program that this machine failed to run, several times, is quarantined;
+    the others of its group count.
     """
     rows = [{name: values[index] for name, values in columns.items()} for index in range(len(completions))]
     # One program per CPU, because they compute and would slow each other down.
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="sandbox") as pool:
-        return list(pool.map(_judge_program, completions, rows))
+        return list(pool.map(_try_to_judge, completions, rows))
+
+
+def _try_to_judge(completion: str, row: dict[str, Any]) -> float | Exception:
+    """Judge one program; the error if it could not be run, which is never the program's doing."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            return _judge_program(completion, row)
+        except SandboxFailed as error:
+            _log.warning("program_output: attempt %d: %s", attempt + 1, error)
+            failure = error
+    return failure
 
 
 def _judge_program(completion: str, row: dict[str, Any]) -> float:
@@ -225,26 +239,9 @@ def _lines(text: str) -> list[str]:
 
 
 def _why_tests_fail(source: str, tests: str) -> str:
-    """Run a program with its tests; return why they fail, or nothing.
-
-    The harness prints a random token after the tests, so that a program that exits early does not pass. Tests share the
-    interpreter with the program, so a program written to deceive them can: its results may claim to equal everything,
-    or it may search the harness for the token.
-    """
-    last_word = secrets.token_hex(16)
-    harness = (
-        "import os as _os, sys as _sys\n"
-        "def _run(last_word, write):\n"
-        "    space = {'__name__': '__main__'}\n"
-        f"    exec(compile({source!r}, 'program.py', 'exec'), space)\n"
-        f"    exec(compile({tests!r}, 'tests.py', 'exec'), space)\n"
-        "    write(2, last_word.encode())\n"
-        "_run(_sys.stdin.readline(), _os.write)\n"
-    )
-    outcome = run_python(harness, stdin=last_word)
-    if outcome.reason:
-        return _why(outcome)
-    return "" if last_word in outcome.stderr else "it ended before its tests were done"
+    """Run a program and its tests, apart from each other; return why they fail, or nothing."""
+    outcome = run_tested(source, tests)
+    return _why(outcome) if outcome.reason else ""
 
 
 def _why(outcome: SandboxOutcome) -> str:

@@ -45,12 +45,14 @@ _OPEN_TREE_CLONE, _OPEN_TREE_CLOEXEC, _MOVE_MOUNT_F_EMPTY_PATH = 1, os.O_CLOEXEC
 _MNT_DETACH = 2
 _SYS_OPEN_TREE, _SYS_MOVE_MOUNT, _SYS_MOUNT_SETATTR = 428, 429, 442
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 1, 22, 38, 2
+_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
 _ADDR_NO_RANDOMIZE = 0x0040000
 _CAP_SYS_ADMIN = 21
 
 _NUMBERS: dict[str, dict[str, int]] = {
     "x86_64": {
         "audit": 0xC000003E, "pivot_root": 155, "capset": 126, "clone": 56, "clone3": 435, "socket": 41,
+        "socketpair": 53,
         "ptrace": 101, "unshare": 272, "setns": 308, "mount": 165, "umount2": 166, "chroot": 161,
         "keyctl": 250, "add_key": 248, "request_key": 249, "bpf": 321, "perf_event_open": 298,
         "userfaultfd": 323, "process_vm_readv": 310, "process_vm_writev": 311, "io_uring_setup": 425,
@@ -59,10 +61,13 @@ _NUMBERS: dict[str, dict[str, int]] = {
         "move_mount": 429, "fsopen": 430, "fsmount": 432, "fspick": 433, "mount_setattr": 442,
         "pidfd_getfd": 438, "kcmp": 312, "syslog": 103, "swapon": 167, "quotactl": 179, "acct": 163,
         "shmget": 29, "msgget": 68, "semget": 64, "modify_ldt": 154, "prlimit64": 302, "sched_setparam": 142,
-        "sched_setscheduler": 144, "sched_setaffinity": 203, "sched_setattr": 314,
+        "sched_setscheduler": 144, "sched_setaffinity": 203, "sched_setattr": 314, "setpriority": 141,
+        "ioprio_set": 251, "io_setup": 206, "fanotify_init": 300, "statmount": 457, "listmount": 458,
+        "move_pages": 279, "migrate_pages": 256, "get_robust_list": 274,
     },
     "aarch64": {
         "audit": 0xC00000B7, "pivot_root": 41, "capset": 91, "clone": 220, "clone3": 435, "socket": 198,
+        "socketpair": 199,
         "ptrace": 117, "unshare": 97, "setns": 268, "mount": 40, "umount2": 39, "chroot": 51,
         "keyctl": 219, "add_key": 217, "request_key": 218, "bpf": 280, "perf_event_open": 241,
         "userfaultfd": 282, "process_vm_readv": 270, "process_vm_writev": 271, "io_uring_setup": 425,
@@ -71,12 +76,17 @@ _NUMBERS: dict[str, dict[str, int]] = {
         "move_mount": 429, "fsopen": 430, "fsmount": 432, "fspick": 433, "mount_setattr": 442,
         "pidfd_getfd": 438, "kcmp": 272, "syslog": 116, "swapon": 224, "quotactl": 60, "acct": 89,
         "shmget": 194, "msgget": 186, "semget": 190, "prlimit64": 261, "sched_setparam": 118,
-        "sched_setscheduler": 119, "sched_setaffinity": 122, "sched_setattr": 274,
+        "sched_setscheduler": 119, "sched_setaffinity": 122, "sched_setattr": 274, "setpriority": 140,
+        "ioprio_set": 30, "io_setup": 0, "fanotify_init": 262, "statmount": 457, "listmount": 458,
+        "move_pages": 239, "migrate_pages": 238, "get_robust_list": 100,
     },
 }  # fmt: skip
 """System call numbers by machine. All from `ptrace` on are refused; those in `_OWN_ONLY` for other processes only."""
 _OWN_ONLY = ("prlimit64", "sched_setparam", "sched_setscheduler", "sched_setaffinity", "sched_setattr")
 """System calls with a pid as first argument; 0 is the caller."""
+
+LONGEST_LOOK_S = 0.1
+"""Longest time between two looks at what a program uses."""
 
 _library = ctypes.CDLL(None, use_errno=True)
 
@@ -211,7 +221,8 @@ def refuse_system_calls() -> None:
     """Install the seccomp filter; child processes inherit it."""
     _Progress.step = "installing the system call filter"
     numbers = dict(_numbers())
-    audit, clone, clone3, socket_call = (numbers.pop(name) for name in ("audit", "clone", "clone3", "socket"))
+    audit, clone, clone3 = (numbers.pop(name) for name in ("audit", "clone", "clone3"))
+    families = [numbers.pop(name) for name in ("socket", "socketpair")]
     own_only = [numbers.pop(name) for name in _OWN_ONLY if name in numbers]
     refused = [number for name, number in numbers.items() if name != "capset"]
     allow, refuse, unknown, kill = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
@@ -227,8 +238,12 @@ def refuse_system_calls() -> None:
         program += [(equal, number, 0, 4), (load, 16, 0, 0), (equal, 0, 0, 1), (give, allow, 0, 0)]
         program += [(give, refuse, 0, 0)]
     program += [(equal, clone3, 0, 1), (give, unknown, 0, 0)]
-    program += [(equal, clone, 0, 3), (load, 16, 0, 0), (any_bit, namespaces, 0, 5), (give, refuse, 0, 0)]
-    program += [(equal, socket_call, 0, 3), (load, 16, 0, 0), (equal, 1, 1, 0), (give, refuse, 0, 0)]
+    program += [(equal, clone, 0, 3), (load, 16, 0, 0), (any_bit, namespaces, 0, 1), (give, refuse, 0, 0)]
+    # Both take the family as their first argument; 1 is AF_UNIX. The number is loaded again where it was replaced.
+    program += [(load, 0, 0, 0)]
+    for number in families:
+        program += [(equal, number, 0, 4), (load, 16, 0, 0), (equal, 1, 1, 0), (give, refuse, 0, 0)]
+        program += [(give, allow, 0, 0)]
     program += [(give, allow, 0, 0)]
     code = b"".join(struct.pack("=HBBI", op, yes, no, value) for op, value, yes, no in program)
     buffer = ctypes.create_string_buffer(code)
@@ -302,28 +317,110 @@ def _close(descriptor: int) -> None:
         pass
 
 
-def watch(pid: int, *, idle_s: float) -> dict[str, Any]:
-    """Wait for the command and reap its orphans; kill a command that is idle.
-
-    The time limit is CPU time, enforced by the kernel, so that a busy machine does not change the result. A command
-    that used almost no CPU time for `idle_s` seconds waits for something that will not come.
-    """
-    pidfd = os.pidfd_open(pid)
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    clock, used, idle = (~pid << 3) | 2, 0.0, False
-    while not poller.poll(idle_s * 1000):
-        before, used = used, time.clock_gettime(clock)
-        if used - before < 0.05 * idle_s:
-            idle = True
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            break
+def await_command(pid: int) -> dict[str, Any]:
+    """Wait for the command and reap its orphans; return its exit code and what all its processes used."""
     while True:
         ended, status, usage = os.wait4(-1, 0)
         if ended == pid:
-            code = os.waitstatus_to_exitcode(status)
-            seconds = usage.ru_utime + usage.ru_stime
-            return {"code": code, "cpu_s": seconds, "memory_bytes": usage.ru_maxrss * 1024, "idle": idle}
+            everything = resource.getrusage(resource.RUSAGE_CHILDREN)
+            return {
+                "code": os.waitstatus_to_exitcode(status),
+                "cpu_s": everything.ru_utime + everything.ru_stime,
+                "memory_bytes": usage.ru_maxrss * 1024,
+            }
+
+
+class Usage:
+    """What the processes below one process use, summed: read from /proc, outside of the jail."""
+
+    def __init__(self, first: int, *, proc: int) -> None:
+        """`proc` is a descriptor of /proc: the path is gone once the first process has entered its root."""
+        self._first = first
+        self._proc = proc
+        self._seen: dict[tuple[int, str], float] = {}
+        """CPU time of each process that was ever seen: (pid, start time) → seconds."""
+        self.cpu_s = 0.0
+        self.memory_bytes = 0
+        self.held_up_s = 0.0
+        """Time that processes waited for a CPU that was busy with something else."""
+        self._held_up: dict[int, float] = {}
+
+    def look(self) -> None:
+        tick = os.sysconf("SC_CLK_TCK")
+        waited_for, memory = 0.0, 0
+        for pid in self._processes():
+            try:
+                fields = self._read(f"{pid}/stat").rpartition(")")[2].split()
+                schedule = self._read(f"{pid}/schedstat").split()
+                resident, shared = map(int, self._read(f"{pid}/statm").split()[1:3])
+            except (OSError, ValueError):  # It has ended.
+                continue
+            if len(fields) < 20 or len(schedule) < 2:
+                continue
+            memory += resident - shared
+            if pid != self._first:
+                self._seen[pid, fields[19]] = (int(fields[11]) + int(fields[12])) / tick
+            waited_for += sum(map(int, fields[11 if pid != self._first else 13 : 15])) / tick
+            self._held_up[pid] = int(schedule[1]) / 1e9
+        # Children that were never waited for are missing in one sum, those that lived between two looks in the other.
+        self.cpu_s = max(self.cpu_s, waited_for, sum(self._seen.values()))
+        self.memory_bytes = memory * resource.getpagesize()
+        self.held_up_s = sum(self._held_up.values())
+
+    def _processes(self) -> list[int]:
+        found, new = [], [self._first]
+        while new:
+            pid = new.pop()
+            found.append(pid)
+            try:
+                folder = os.open(f"{pid}/task", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._proc)
+            except OSError:
+                continue
+            try:
+                for thread in os.listdir(folder):
+                    new += map(int, self._read(f"{pid}/task/{thread}/children").split())
+            except OSError:
+                continue
+            finally:
+                os.close(folder)
+        return found
+
+    def _read(self, path: str) -> str:
+        with open(os.open(path, os.O_RDONLY, dir_fd=self._proc), encoding="utf-8", errors="replace") as file:
+            return file.read()
+
+
+def supervise(first: int, limits: dict[str, Any], *, proc: int) -> dict[str, Any] | None:
+    """Wait for the end of the first process; kill it, and all inside with it, if the program exceeds a limit.
+
+    Limits hold for all processes of a program together. Time that they waited for a CPU does not count, so that a busy
+    machine does not change the result. Returns the report of a kill, None if the process ended by itself.
+    """
+    pidfd = os.pidfd_open(first)
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    usage, since = Usage(first, proc=proc), time.monotonic()
+    look_s, idle_since, cpu_before = 0.02, 0.0, 0.0
+    while not poller.poll(look_s * 1000):
+        look_s = min(look_s * 1.5, LONGEST_LOOK_S)
+        usage.look()
+        unhindered_s = time.monotonic() - since - usage.held_up_s
+        if usage.cpu_s - cpu_before >= 0.05 * max(unhindered_s - idle_since, 0.0):
+            idle_since, cpu_before = unhindered_s, usage.cpu_s
+        why = ""
+        if usage.cpu_s > limits["cpu_s"] + 0.1:
+            why = "cpu"
+        elif usage.memory_bytes > limits["memory_bytes"]:
+            why = "memory"
+        elif unhindered_s - idle_since >= limits["idle_s"]:
+            why = "idle"
+        elif unhindered_s >= limits["slow_s"]:
+            why = "slow"
+        if why:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            poller.poll()
+            return {"killed": why, "cpu_s": usage.cpu_s, "memory_bytes": usage.memory_bytes}
+    return None
 
 
 def be_first_process(order: dict[str, Any], *, user: int, report: int, parent: int) -> NoReturn:
@@ -331,7 +428,7 @@ def be_first_process(order: dict[str, Any], *, user: int, report: int, parent: i
     os.setsid()
     # The kernel delivers signals from inside the namespace to its first process only if it has a handler: it has none.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    stdin = in_memory(order["stdin"].encode())
+    stdin = order["channel"] if order["channel"] >= 0 else in_memory(order["stdin"].encode())
     is_isolated = order["isolated"]
     if is_isolated:
         build_root(order["visible"], hidden=order["hidden"], work_bytes=order["limits"]["file_bytes"] * 2)
@@ -340,6 +437,8 @@ def be_first_process(order: dict[str, Any], *, user: int, report: int, parent: i
         give_up_rights(user)
     # After the change of user, which would reset the signal.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_DUMPABLE, 0)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     poller = select.poll()
     poller.register(parent, 0)
     die_with_parent(is_alive=not poller.poll(0))
@@ -351,12 +450,12 @@ def be_first_process(order: dict[str, Any], *, user: int, report: int, parent: i
     if is_isolated:
         refuse_system_calls()
     pid = start_command(order, stdin)
-    os.close(1)
-    os.close(2)
-    outcome = watch(pid, idle_s=order["limits"]["idle_s"])
+    for descriptor in (1, 2, stdin):
+        os.close(descriptor)
+    outcome = await_command(pid)
     if not is_isolated:
         _kill_group(pid)
-    os.write(report, json.dumps(outcome).encode())
+    os.write(report, json.dumps(outcome).encode() + b"\n")
     os._exit(0)
 
 
@@ -387,6 +486,7 @@ def main(report: int) -> None:
             file.write("1000")
         if order["isolated"]:
             unshare(user)
+        proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         parent, alive = os.pipe2(os.O_CLOEXEC)
         # On SIGTERM the first process is killed, and with it all processes inside; it is reaped below.
         first: list[int] = []
@@ -396,14 +496,18 @@ def main(report: int) -> None:
         if pid == 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.close(alive)
+            os.close(proc)
             try:
                 be_first_process(order, user=user, report=report, parent=parent)
             except (OSError, ValueError) as error:
                 _report(report, error)
                 os._exit(1)
         os.close(parent)
-        os.close(1)
-        os.close(2)
+        for descriptor in (1, 2, order["channel"]):
+            _close(descriptor)
+        killed = supervise(pid, order["limits"], proc=proc)
+        if killed is not None:
+            os.write(report, json.dumps(killed).encode() + b"\n")
         os.close(report)
         # The pid stays reserved until SIGTERM is ignored, so that the handler cannot kill another process.
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)

@@ -21,10 +21,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as futures_wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -33,6 +34,7 @@ from kintsugi.runtime.processes import describe_status
 from kintsugi.runtime.waits import wait
 
 _JAIL = Path(__file__).with_name("jail.py")
+_REMOTE_CALLS = Path(__file__).with_name("remote_calls.py")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 _CHUNK = 65536
 _END_S = 5.0
@@ -55,11 +57,13 @@ class SandboxFailed(WorldError):
 
 
 class SandboxLimits(msgspec.Struct, frozen=True):
-    """Resource limits of one program; memory is limited per process, file size per file."""
+    """Resource limits of one program, for all its processes together; file size is limited per file."""
 
     cpu_s: int = 2
     idle_s: float = 4.0
     """Time after which a program that used almost no CPU is killed as blocked."""
+    slow_s: float = 12.0
+    """Time after which a program is killed as too slow. Time that it waited for a busy CPU does not count."""
     memory_bytes: int = 512 * 2**20
     processes: int = 8
     """Limit of concurrent processes and threads, one of which is the jail's own."""
@@ -73,6 +77,14 @@ class SandboxLimits(msgspec.Struct, frozen=True):
 
 
 LIMITS = SandboxLimits()
+_CPU_MARGIN_S = 0.1
+"""Processor time beyond the limit that is within the clock ticks in which it is measured."""
+_WHY_KILLED: dict[str, Callable[[SandboxLimits], str]] = {
+    "cpu": lambda limits: f"used more than {limits.cpu_s} s of processor time",
+    "memory": lambda limits: f"needed more than {limits.memory_bytes // 2**20} MiB of memory",
+    "idle": lambda limits: f"stood still for {limits.idle_s:g} s",
+    "slow": lambda limits: f"was not done after {limits.slow_s:g} s",
+}
 
 
 class SandboxOutcome(msgspec.Struct, frozen=True):
@@ -92,6 +104,8 @@ class _Permission:
     """Whether programs may run unsandboxed if isolation is impossible; set per process by the user's recipe."""
 
     unsandboxed = False
+    is_isolation_known = False
+    """Whether a program was isolated in this process."""
 
 
 def permit_unsandboxed(permitted: bool) -> None:
@@ -133,11 +147,83 @@ def run(
         "hidden": _hidden(),
         "limits": msgspec.to_builtins(limits),
         "isolated": True,
+        "channel": -1,
     }
+    return _run_anywhere(order, limits=limits)
+
+
+def run_tested(source: str, tests: str, *, limits: SandboxLimits = LIMITS) -> SandboxOutcome:
+    """Run a program and its tests, each in a jail of its own; they are connected by pipes (`remote_calls.py`).
+
+    The outcome is that of the tests, or of the program where that failed first.
+    """
+    to_program, to_tests = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
+    # The tests are idle while the program computes, as long as that may; the program while they do.
+    patient = msgspec.structs.replace(limits, idle_s=limits.deadline_s, slow_s=limits.deadline_s)
+    sides = (
+        (
+            "program",
+            source,
+            msgspec.structs.replace(limits, idle_s=2 * limits.idle_s),
+            to_program[0],
+            to_tests[1],
+        ),
+        ("tests", tests, patient, to_tests[0], to_program[1]),
+    )
+    with ThreadPoolExecutor(2, thread_name_prefix="sandbox") as pool:
+        running = [pool.submit(_run_side, *side) for side in sides]
+
+        def attempt(remaining_s: float) -> bool | None:
+            return None if futures_wait(running, remaining_s).not_done else True
+
+        limit_s = limits.deadline_s + 4 * _END_S
+        wait(attempt, whom="sandbox", what="the end of a program and its tests", timeout_s=limit_s)
+    program, verdict = (each.result() for each in running)
+    return program if verdict.reason and program.reason else verdict
+
+
+def _run_side(side: str, source: str, limits: SandboxLimits, reader: int, writer: int) -> SandboxOutcome:
+    """Run the program's or the tests' side of two pipes; closes the descriptors."""
+    command = os.path.realpath(sys.executable)
+    order = {
+        "parent": os.getpid(),
+        "arguments": [command, "-s", "-P", "-B", "-X", "utf8", "remote_calls.py", side],
+        "files": {
+            "remote_calls.py": _REMOTE_CALLS.read_text(encoding="utf-8"),
+            f"{side}.py": _encodable(source),
+        },
+        "environment": {"PYTHONHASHSEED": "0"},
+        "stdin": "",
+        "visible": _visible(command),
+        "hidden": _hidden(),
+        "limits": msgspec.to_builtins(limits),
+        "isolated": True,
+        "channel": reader,
+    }
+    with contextlib.ExitStack() as handed_over:
+        handed_over.callback(os.close, reader)
+        handed_over.callback(os.close, writer)
+        # Closed as soon as the jail has its own copies: only then does the end of one side reach the other.
+        pipes = _Pipes(reader, writer, close=handed_over.close)
+        return _run_anywhere(order, limits=limits, pipes=pipes)
+
+
+class _Pipes(NamedTuple):
+    """Descriptors that take the place of standard input and output of a command."""
+
+    reader: int
+    writer: int
+    close: Callable[[], None]
+
+
+def _run_anywhere(
+    order: dict[str, Any], *, limits: SandboxLimits, pipes: _Pipes | None = None
+) -> SandboxOutcome:
+    """Run an order in a jail, or without one where that is impossible and permitted."""
     if _Permission.unsandboxed and not is_available():
         with tempfile.TemporaryDirectory() as folder:
-            return _run(order | {"isolated": False}, limits=limits, folder=folder)
-    return _run(order, limits=limits, folder="/")
+            return _run(order | {"isolated": False}, limits=limits, folder=folder, pipes=pipes)
+    return _run(order, limits=limits, folder="/", pipes=pipes)
 
 
 def _encodable(text: str) -> str:
@@ -145,13 +231,15 @@ def _encodable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-@cache
 def is_available() -> bool:
-    """Whether this machine can isolate programs; tested once per process."""
-    try:
-        require()
-    except ConfigError:
-        return False
+    """Whether this machine can isolate programs. Once it could it is not asked again; until then each time, because
+    the limit of namespaces may be reached for a moment only."""
+    if not _Permission.is_isolation_known:
+        try:
+            require()
+        except ConfigError:
+            return False
+        _Permission.is_isolation_known = True
     return True
 
 
@@ -167,6 +255,7 @@ def require() -> None:
         "hidden": _hidden(),
         "limits": msgspec.to_builtins(LIMITS),
         "isolated": True,
+        "channel": -1,
     }
     outcome = _run(order, limits=LIMITS, folder="/")
     if outcome.reason:
@@ -202,7 +291,9 @@ def _times_out_of_memory() -> int:
     return next((int(line.split()[1]) for line in counters if line.startswith("oom_kill ")), 0)
 
 
-def _run(order: dict[str, Any], *, limits: SandboxLimits, folder: str) -> SandboxOutcome:
+def _run(
+    order: dict[str, Any], *, limits: SandboxLimits, folder: str, pipes: _Pipes | None = None
+) -> SandboxOutcome:
     times_before = _times_out_of_memory()
     with contextlib.ExitStack() as stack:
         handed_over = os.memfd_create("order")
@@ -216,10 +307,10 @@ def _run(order: dict[str, Any], *, limits: SandboxLimits, folder: str) -> Sandbo
             jail = subprocess.Popen(
                 [os.path.realpath(sys.executable), "-I", "-S", str(_JAIL), str(told)],
                 stdin=handed_over,
-                stdout=subprocess.PIPE,
+                stdout=subprocess.PIPE if pipes is None else pipes.writer,
                 stderr=subprocess.PIPE,
                 env={},
-                pass_fds=(told,),
+                pass_fds=(told,) if pipes is None else (told, pipes.reader),
                 cwd=folder,
                 bufsize=0,
             )
@@ -227,12 +318,14 @@ def _run(order: dict[str, Any], *, limits: SandboxLimits, folder: str) -> Sandbo
             raise SandboxFailed(f"could not start a sandbox: {error}") from error
         finally:
             os.close(told)
-        assert jail.stdout is not None and jail.stderr is not None
-        stack.enter_context(jail.stdout)
-        stack.enter_context(jail.stderr)
-        pipes = {"report": reading.fileno(), "out": jail.stdout.fileno(), "err": jail.stderr.fileno()}
+            if pipes is not None:
+                pipes.close()
+        read = {"report": reading.fileno()}
+        for name, stream in (("out", jail.stdout), ("err", jail.stderr)):
+            if stream is not None:
+                read[name] = stack.enter_context(stream).fileno()
         try:
-            written = _collect(pipes, limits=limits)
+            written = _collect(read, limits=limits)
         finally:
             _end(jail)
         return _outcome(written, jail, limits=limits, times_before=times_before)
@@ -260,7 +353,7 @@ def _end(jail: subprocess.Popen[bytes]) -> None:
 
 def _collect(pipes: dict[str, int], *, limits: SandboxLimits) -> dict[str, bytes]:
     """Read output until the jail has reported its end, then the rest; stop early if too much is written."""
-    written = dict.fromkeys(pipes, b"")
+    written = dict.fromkeys(("report", "out", "err"), b"")
     with selectors.DefaultSelector() as selector:
         for name, descriptor in pipes.items():
             os.set_blocking(descriptor, False)
@@ -280,7 +373,7 @@ def _collect(pipes: dict[str, int], *, limits: SandboxLimits) -> dict[str, bytes
             wait(attempt, whom="sandbox", what="the end of a program", timeout_s=limits.deadline_s)
         except DeadlineExceeded as error:
             raise SandboxFailed(f"a program was not done after {limits.deadline_s:g} s: {error}") from error
-    for name in ("out", "err"):
+    for name in pipes.keys() - {"report"}:
         written[name] += _rest(pipes[name], most=limits.output_bytes + 1)
     return written
 
@@ -306,22 +399,26 @@ def _outcome(
         return SandboxOutcome(out, err, None, f"wrote more than {limits.output_bytes} bytes")
     if not written["report"]:
         raise SandboxFailed(f"the sandbox {describe_status(jail.returncode)} before the program was done")
-    report = msgspec.json.decode(written["report"])
+    report = msgspec.json.decode(written["report"].partition(b"\n")[0])
     if "error" in report:
         if report["errno"] in _IMPOSSIBLE:
             raise _unavailable(report["error"])
         raise SandboxFailed(f"a sandbox could not be made: {report['error']}")
-    code, cpu_s = int(report["code"]), float(report["cpu_s"])
-    if code == 0:
+    cpu_s, memory_bytes = float(report["cpu_s"]), int(report["memory_bytes"])
+    if "killed" in report:
+        reason = _WHY_KILLED[report["killed"]](limits)
+        return SandboxOutcome(out, err, -signal.SIGKILL, reason, cpu_s=cpu_s, memory_bytes=memory_bytes)
+    code = int(report["code"])
+    if cpu_s > limits.cpu_s + _CPU_MARGIN_S:
+        reason = _WHY_KILLED["cpu"](limits)
+    elif code == 0:
         reason = ""
-    elif report["idle"]:
-        reason = f"stood still for {limits.idle_s:g} s"
     elif code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_s >= limits.cpu_s):
-        reason = f"used more than {limits.cpu_s} s of processor time"
+        reason = _WHY_KILLED["cpu"](limits)
     elif code == -signal.SIGKILL and _times_out_of_memory() > times_before:
         raise SandboxFailed("the machine ran out of memory while a program ran")
     elif "MemoryError" in err[-200:]:
-        reason = f"needed more than {limits.memory_bytes // 2**20} MiB of memory"
+        reason = _WHY_KILLED["memory"](limits)
     else:
         reason = describe_status(code)
-    return SandboxOutcome(out, err, code, reason, cpu_s=cpu_s, memory_bytes=int(report["memory_bytes"]))
+    return SandboxOutcome(out, err, code, reason, cpu_s=cpu_s, memory_bytes=memory_bytes)

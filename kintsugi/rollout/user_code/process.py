@@ -261,6 +261,7 @@ class UserProcess:
             self._child = self._processes.spawn(
                 [
                     sys.executable,
+                    "-P",
                     "-c",
                     _PROGRAM,
                     json.dumps(sys.path),

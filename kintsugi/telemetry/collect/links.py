@@ -8,6 +8,9 @@ when a connection is replaced by another.
 When many ranks are connected with each other, most connections are idle. An idle link is recorded rarely. When it
 becomes active, its state in the sample before is recorded first, so that differences are the same as if every sample
 had been recorded.
+
+Of more links than can be recorded, those in trouble come first, then those that were not recorded for longest: with n
+ranks there are n² of them, and the diagnosis has to read them all.
 """
 
 from __future__ import annotations
@@ -47,6 +50,16 @@ _fixed = attrgetter(*(name for name in TcpInfo.__struct_fields__ if name != "las
 """Fields that do not change on an idle connection."""
 
 
+RECORDED_A_SECOND = 4096
+"""Links of a whole run that are recorded in each sample; about a megabyte."""
+LEAST_RECORDED = 64
+
+
+def num_recorded(num_own: int, *, num_processes: int) -> int:
+    """Return how many links a host with `num_own` of the run's processes records in each sample."""
+    return max(LEAST_RECORDED, RECORDED_A_SECOND * num_own // max(1, num_own, num_processes))
+
+
 class LinkSampler(NamedTuple):
     """Readings of one sample."""
 
@@ -72,7 +85,10 @@ class LinkTable:
         self._totals: dict[Key, Counts] = {}
         self._recorded: dict[Key, _Recorded] = {}
         self._left_out: dict[Key, list[TcpSocket]] = {}
-        """Links of the last sample that were not recorded."""
+        """Idle links of the last sample that were not recorded."""
+        self._num_looks = 0
+        self._last_look: dict[Key, int] = {}
+        """Number of the sample in which a link was last recorded."""
 
     def look(
         self,
@@ -80,9 +96,10 @@ class LinkTable:
         *,
         owners: Mapping[int, str],
         book: Mapping[Address, str],
+        most: int = RECORDED_A_SECOND,
     ) -> LinkSampler:
-        """Return the readings to record. `owners`: inode → process of this host; `book`: listening address →
-        process."""
+        """Return the readings to record, `most` of this moment. `owners`: inode → process of this host; `book`:
+        listening address → process."""
         owned = [each for each in sockets if each.inode in owners]
         names = _Names(owned, owners, book)
         groups: dict[Key, list[TcpSocket]] = {}
@@ -91,7 +108,13 @@ class LinkTable:
                 groups.setdefault(names.key(each), []).append(each)
         found, recorded, left_out = LinkSampler([], []), dict[Key, _Recorded](), dict[Key, list[TcpSocket]]()
         counted: dict[int, Counts] = {}
+        postponed = self._postponed(groups, most=most)
         for key, group in sorted(groups.items()):
+            if key in postponed:
+                counted |= {
+                    c: self._counted[c] for c in (each.cookie for each in group) if c in self._counted
+                }
+                continue
             marks, last = [_mark(each) for each in group], self._recorded.get(key)
             is_same = last is not None and last.marks == marks and None not in marks
             if last is not None and is_same and last.num_left_out < RARELY - 1:
@@ -103,10 +126,23 @@ class LinkTable:
             self._count(key, group, counted)
             found.now.append(self._sample(key, group))
             recorded[key] = _Recorded(marks, 0)
+            self._last_look[key] = self._num_looks
         self._counted, self._recorded, self._left_out = counted, recorded, left_out
         if len(self._totals) > MOST_LINKS:
-            self._totals = {key: self._totals[key] for key in groups}
+            self._totals = {key: self._totals[key] for key in groups if key in self._totals}
+        self._last_look = {key: look for key, look in self._last_look.items() if key in groups}
         return found
+
+    def _postponed(self, groups: Mapping[Key, list[TcpSocket]], *, most: int) -> set[Key]:
+        """Return the links that exceed `most`, and wait for a later sample."""
+        self._num_looks += 1
+        if len(groups) <= most:
+            return set()
+        by_need = sorted(
+            groups,
+            key=lambda key: (not any(map(_is_in_trouble, groups[key])), self._last_look.get(key, 0), key),
+        )
+        return set(by_need[most:])
 
     def _count(self, key: Key, group: list[TcpSocket], counted: dict[int, Counts]) -> None:
         totals = self._totals.get(key, NOTHING)
@@ -141,6 +177,10 @@ class LinkTable:
         states = {each.state for each in group}
         state = next((each for each in WORST_FIRST if each in states), min(states))
         return LinkReading(of, peer, port, state, values)
+
+
+def _is_in_trouble(each: TcpSocket) -> bool:
+    return each.state != "ESTABLISHED" or each.info is None or bool(each.info.backoff or each.info.lost)
 
 
 def _mark(each: TcpSocket) -> object:

@@ -276,10 +276,12 @@ def _network() -> dict[str, float]:
         fields = counters.split()
         if interface.strip() != "lo":
             received, sent = received + int(fields[0]), sent + int(fields[8])
+    protocol = dict(_protocol_counters())
     return {
         "network_in_bytes": float(received),
         "network_out_bytes": float(sent),
-        "tcp_retransmits": float(dict(_protocol_counters())["RetransSegs"]),
+        "tcp_retransmits": float(protocol["RetransSegs"]),
+        "tcp_checksum_errors": float(protocol.get("InCsumErrors", 0)),
     }
 
 

@@ -115,6 +115,7 @@ HOST_HELP: Mapping[str, str] = {
     "network_in_bytes": "Bytes received by all interfaces but loopback.",
     "network_out_bytes": "Bytes sent by all interfaces but loopback.",
     "tcp_retransmits": "TCP segments sent again.",
+    "tcp_checksum_errors": "TCP segments that arrived with a wrong checksum.",
     "pressure_cpu_s": "Time in which a task waited for a CPU (PSI, some).",
     "pressure_io_s": "Time in which a task waited for I/O (PSI, some).",
     "pressure_memory_s": "Time in which a task waited for memory (PSI, some).",

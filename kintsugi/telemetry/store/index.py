@@ -307,7 +307,7 @@ class RunStore:
         path = RunFolder(self.run_dir).inputs_file
         while path.exists():
             (offset,) = self.database.execute("SELECT offset FROM inputs").fetchone()
-            moments, end = read_moments(path, offset=offset if offset <= path.stat().st_size else 0)
+            moments, end = read_moments(path, offset=offset)
             if not moments:
                 return
             timed = {moment.after + 1: moment.wall for moment in moments if moment.wall}

@@ -7,64 +7,74 @@ not join costs the others only that deadline.
 
 from __future__ import annotations
 
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import timedelta
 
 import torch
 
 from kintsugi.errors import WorldError
-from kintsugi.model.torch_internals import Store, connect_store, gloo_group, prefix_store, start_broadcast
+from kintsugi.model.torch_internals import GroupStore, gloo_group, prefix_store, start_broadcast
 from kintsugi.protocol.weights import Publish
 from kintsugi.runtime.waits import join, wait
 from kintsugi.telemetry.events import OperationFailed
+from kintsugi.transport.store import StoreClient, split_address
 from kintsugi.types import CollectiveSource, WeightManifest, WeightSource
 from kintsugi.weights.publish import VersionLayout
 
 COLLECTIVE_TIMEOUT_S = 10.0
 """Deadline for all processes to join, and for each part to arrive."""
 BROADCAST_BYTES = 16 << 20
+SECRET_BYTES = 32
 
 
-def receive(manifest: WeightManifest, source: CollectiveSource, into: memoryview) -> None:
-    """Join as a server; WorldError if the others did not join in time, or left."""
+def receive(
+    manifest: WeightManifest, source: CollectiveSource, into: memoryview, *, keys: tuple[bytes, bytes]
+) -> None:
+    """Join as a server, with the key pair of this process; WorldError if the others did not join in time, or left."""
     members = (source.process, *source.servers)
     _in_time(
-        lambda: _broadcast(source, 1 + _index_among(source), into[: manifest.size]),
+        lambda: _receive_part(source, into[: manifest.size], keys=keys),
         peer=", ".join(members),
         what=f"broadcast of version {manifest.version}",
     )
 
 
-def _index_among(source: CollectiveSource) -> int:
-    """Rank of this process: the store counts arrivals; the order of all ranks but the first is arbitrary."""
-    store = _store(source)
-    return int(store.add(f"{source.key}/servers", 1)) - 1
+def _receive_part(source: CollectiveSource, memory: memoryview, *, keys: tuple[bytes, bytes]) -> None:
+    """Join under the next free rank; the store counts arrivals, because the order of the servers is arbitrary."""
+    with closing(_open_store(source, keys)) as store:
+        rank = store.add(f"{source.key}/servers", 1)
+        _broadcast(source, rank, memory, store=store)
 
 
-def _store(source: CollectiveSource) -> Store:
-    host, _, port = source.store.rpartition(":")
-    return connect_store(host, int(port), timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+def _open_store(source: CollectiveSource, keys: tuple[bytes, bytes]) -> StoreClient:
+    return StoreClient(source.store, keys=keys, timeout_s=COLLECTIVE_TIMEOUT_S)
 
 
 def _interface(source: CollectiveSource) -> str:
     """Local address that reaches the store."""
-    host, _, port = source.store.rpartition(":")
+    host, port, _ = split_address(source.store)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # Sends nothing: the kernel only chooses the route.
+        probe.connect((host, port))  # Sends nothing: the kernel only chooses the route.
         address: str = probe.getsockname()[0]
         return address
 
 
-def _broadcast(source: CollectiveSource, rank: int, memory: memoryview) -> None:
+def _broadcast(source: CollectiveSource, rank: int, memory: memoryview, *, store: StoreClient) -> None:
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    if rank == 0:
+        store.set(f"{source.key}/secret", secrets.token_bytes(SECRET_BYTES))
+    torch_store = GroupStore(store)
     group = gloo_group(
-        prefix_store(source.key, _store(source)),
+        prefix_store(source.key, torch_store),
         rank=rank,
         size=1 + len(source.servers),
         interface=_interface(source),
         timeout=timeout,
+        secret=store.get(f"{source.key}/secret"),
     )
     data = torch.frombuffer(memory, dtype=torch.uint8)
     for part in data.split(BROADCAST_BYTES):
@@ -93,9 +103,18 @@ class CollectiveTransport:
 
     name = "collective"
 
-    def __init__(self, *, process: str, store: str, emit: Callable[[OperationFailed], object]) -> None:
+    def __init__(
+        self,
+        *,
+        process: str,
+        store: str,
+        keys: tuple[bytes, bytes],
+        emit: Callable[[OperationFailed], object],
+    ) -> None:
+        """`store` is the address of this process's store, `keys` its key pair."""
         self._process = process
         self._store = store
+        self._keys = keys
         self._emit = emit
         self._num_offered = 0
 
@@ -115,7 +134,8 @@ class CollectiveTransport:
         servers = ", ".join(source.servers)
 
         def attempt(remaining_s: float) -> bool:
-            _broadcast(source, 0, memory)
+            with closing(_open_store(source, self._keys)) as store:
+                _broadcast(source, 0, memory, store=store)
             return True
 
         try:

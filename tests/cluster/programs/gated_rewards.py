@@ -1,7 +1,7 @@
 """A reward that varies with the answer, and that a test can make wait at a chosen step of its run.
 
 While the file `<run>.gates/5` exists, nothing is scored once step 5 is committed; `<run>.gates/5.reached` says that a
-worker stands there.
+worker stands there. An asynchronous run may have committed step 6 before the next group is scored.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ def wait_at_gate(run_dir: Path) -> None:
     metrics = run_dir / "metrics.jsonl"
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     step = json.loads(lines[-1])["step"] if lines else 0
-    gate = run_dir.with_suffix(".gates") / str(step)
-    if gate.exists():
+    gates = run_dir.with_suffix(".gates")
+    passed = [gate for gate in gates.iterdir() if gate.name.isdecimal() and int(gate.name) <= step]
+    for gate in passed:
         gate.with_suffix(".reached").touch()
-    while gate.exists():
-        time.sleep(0.005)
+        while gate.exists():
+            time.sleep(0.005)
 
 
 def begins_odd(completions: list[str], **columns: Any) -> list[float]:

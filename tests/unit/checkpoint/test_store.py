@@ -111,6 +111,36 @@ def test_the_folder_is_a_hugging_face_folder_with_the_trainers_state_beside(tmp_
     assert torch.equal(load_file(saved.path / "trainer.safetensors")["weights"], state_of(1)["weights"])
 
 
+@pytest.mark.parametrize(("ahead_mib", "unfinished"), [(1, 2), (5, 4), (100, 10)])
+def test_tensors_have_been_read_while_so_many_bytes_are_not_at_the_device(
+    ahead_mib: int, unfinished: int
+) -> None:
+    disk = MemoryDisk()
+    seen: list[int] = []
+    synced: list[int] = []
+
+    def note() -> None:
+        seen.append(disk.operations.count("start_flush") - disk.operations.count("finish_flush"))
+        synced.append(disk.operations.count("sync"))
+
+    save_checkpoint(
+        FOLDER,
+        step=1,
+        stage="grpo",
+        state={f"part{index}": torch.full((1 << 19,), float(index)) for index in range(6)},
+        extra=EXTRA,
+        model_files=model_files(1),
+        keep=1,
+        disk=disk,
+        on_read=note,
+        ahead_bytes=ahead_mib << 20,
+    )
+    assert (seen, synced) == ([unfinished], [0]), "six pieces of 2 MiB and four small ones"
+    assert disk.operations.count("start_flush") == disk.operations.count("finish_flush")
+    assert disk.operations.count("sync") == 5, "four files, and the manifest after them"
+    assert latest(FOLDER, disk=disk) is not None
+
+
 def test_the_manifest_names_every_file_and_every_tensor() -> None:
     disk = MemoryDisk()
     path = save_step(3, disk=disk).path

@@ -14,11 +14,14 @@ from kintsugi.cli import capacity
 from kintsugi.config.schema import (
     ActorSection,
     CheckpointSection,
+    ClusterSection,
     Config,
     GenerationSection,
     ModelSection,
     NewModel,
 )
+from kintsugi.config.stages import num_processes
+from kintsugi.control.placement import plan_layout
 from kintsugi.errors import UserError
 from kintsugi.model.memory import DeviceReading
 from kintsugi.run_folder.layout import RunFolder
@@ -159,3 +162,24 @@ def test_more_servers_than_a_card_has_room_for_are_refused(cards: Cards) -> None
         UserError, match=r"--servers: expected at most 1: one more takes about .* of a device"
     ):
         capacity.check_more_servers(config(), servers=3, now=1)
+
+
+def test_more_processes_than_descriptors_or_connections_allow_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    capacity.check_limits(config())
+    monkeypatch.setattr("kintsugi.cli.capacity.descriptor_limit", lambda: 256)
+    with pytest.raises(
+        UserError, match="file descriptors each, this user can have 256; raise the hard limit"
+    ):
+        capacity.check_limits(config())
+    monkeypatch.undo()
+    monkeypatch.setattr("kintsugi.cli.capacity.most_peers", lambda: 3)
+    with pytest.raises(UserError, match="ZeroMQ allows at most 3"):
+        capacity.check_limits(config())
+
+
+def test_the_number_of_processes_is_that_of_the_plan() -> None:
+    one, three = config(), msgspec.structs.replace(config(workers=5), cluster=ClusterSection(hosts=3))
+    for each in (one, three):
+        assert num_processes(each) == len(plan_layout(each))

@@ -244,33 +244,35 @@ def test_a_stop_that_comes_while_ranks_prepare_ends_the_run_before_its_first_ste
     assert count(driven, TicketsIssued) == count(driven, CheckpointSaved) == 0
 
 
-@pytest.mark.parametrize("why", ["last", "stopping"])
-def test_a_failed_save_after_which_none_comes_ends_the_run_as_failed(driven: Driven, why: str) -> None:
-    if why == "stopping":
-        driven.until(Phase.TRAINING)
-        driven.feed(StopRequested("SIGTERM"))
-    driven.until(
-        lambda: driven.master.phase is Phase.SAVING and driven.state.step == (3 if why == "last" else 1)
-    )
+def test_a_failed_save_of_a_run_that_stops_ends_it_as_failed(driven: Driven) -> None:
+    driven.until(Phase.TRAINING)
+    driven.feed(StopRequested("SIGTERM"))
+    driven.until(lambda: driven.master.phase is Phase.SAVING and driven.state.step == 1)
     driven.fail(driven.asked(Save)[0], "disk full")
     driven.let_grace_pass()
     fact = ended(driven)
     assert fact.outcome == "failed" and fact.fault is not None and fact.fault.message == "disk full"
 
 
-def test_a_last_save_without_room_waits_for_it_and_the_run_finishes(driven: Driven) -> None:
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("StorageFull", "room"), ("StorageError", "the disk"), ("DeadlineExceeded", "the disk")],
+)
+def test_a_last_save_that_the_disk_does_not_take_waits_for_it_and_the_run_finishes(
+    driven: Driven, kind: str, what: str
+) -> None:
     driven.until(lambda: driven.master.phase is Phase.SAVING and driven.state.step == 3)
     told = [
         effect.message
-        for _ in range(3)
+        for attempt in range(3)
         for decision in (
-            driven.fail(driven.asked(Save)[0], "full", kind="StorageFull"),
-            driven.pass_time(RETRY_S),
+            driven.fail(driven.asked(Save)[0], "refused", kind=kind),
+            driven.pass_time(RETRY_S * (1 if kind == "StorageFull" else 2**attempt)),
         )
         for effect in decision.effects
         if isinstance(effect, Raise)
     ]
-    assert told == ["checkpoint of step 3 waits for room: full"]
+    assert told == [f"checkpoint of step 3 waits for {what}: refused"]
     driven.until(Phase.ENDED)
     assert ended(driven).outcome == "finished"
     assert count(driven, CheckpointFailed) == 0
@@ -304,6 +306,7 @@ def test_who_does_not_want_to_wait_for_room_stops_the_run(driven: Driven) -> Non
 
 def test_a_last_save_that_failed_is_tried_again_when_the_run_is_resumed(driven: Driven) -> None:
     driven.until(lambda: driven.master.phase is Phase.SAVING and driven.state.step == 3)
+    driven.feed(StopRequested("SIGTERM"))
     driven.fail(driven.asked(Save)[0], "disk full")
     driven.let_grace_pass()
     resumed = Driven(state=driven.state)

@@ -12,13 +12,15 @@ from kintsugi.control.placement import ProcessPlan
 from kintsugi.control.processes import (
     ASK_AGAIN_S,
     FIRST_RETRY_S,
+    FIRST_SHORTAGE_S,
+    LONGEST_SHORTAGE_S,
     QUICK_RETRIES,
     STOP_AGAIN_S,
     Arrival,
     ProcessManager,
 )
 from kintsugi.control.protocol import Admit, Exited, Joined, Request
-from kintsugi.errors import Fault
+from kintsugi.errors import EndedByError, Fault
 from kintsugi.journal.facts import ProcessRequested, StrategyChosen
 from kintsugi.protocol.agents import ProcessStarted, StartProcess, StopProcess
 from kintsugi.protocol.messages import Body
@@ -96,6 +98,12 @@ def manager() -> tuple[ProcessManager, DecisionBuilder]:
     return manager, decision
 
 
+NOT_STARTED = Fault("n", "StartFailed", "model-0", "it did not start", 0.0)
+NO_THREADS = Fault(
+    "t", "ProcessDied", "model-0", "code 75", 0.0, detail=EndedByError("RuntimeError", "no thread")
+)
+
+
 def registered(process: str, incarnation: str) -> Joined:
     return Joined(Peer(process, incarnation, "host-0", "tcp://here", b"key"), role_of(process), 1, {}, ())
 
@@ -115,7 +123,7 @@ def test_a_registration_is_new_once_then_again_and_refused_when_it_is_of_somebod
 
 def test_what_is_due_is_ordered_at_the_very_moment_and_not_before() -> None:
     team, decision = manager()
-    team.order_later("model-0", 1.0)
+    team.order_later("model-0", NOT_STARTED, 1.0)
     due = 1.0 + FIRST_RETRY_S
     team.tick(math.nextafter(due, 0.0))
     assert asked(decision) == []
@@ -206,7 +214,7 @@ def test_the_time_that_a_start_may_take_begins_with_its_own_order() -> None:
 def test_pauses_double_with_every_start_that_fails_and_are_short_again_when_one_has_come() -> None:
     team, decision = manager()
     for number in range(4):
-        team.order_later("model-0", 0.0)
+        team.order_later("model-0", NOT_STARTED, 0.0)
         team.tick(math.nextafter(FIRST_RETRY_S * 2**number, 0.0))
         assert asked(decision) == []
         team.tick(FIRST_RETRY_S * 2**number)
@@ -218,9 +226,29 @@ def test_pauses_double_with_every_start_that_fails_and_are_short_again_when_one_
     assert not team.cannot_start(Role.MODEL)
     lost(team, "0.4")
     decision.take()
-    team.order_later("model-0", 0.0)
+    team.order_later("model-0", NOT_STARTED, 0.0)
     team.tick(FIRST_RETRY_S)
     assert asked(decision) == [StartProcess("model-0", Role.MODEL, "0.5")]
+
+
+def test_a_process_that_the_host_starves_is_started_again_after_growing_pauses_and_for_long() -> None:
+    team, decision = manager()
+    now, pauses = 0.0, []
+    while not team.cannot_start(Role.MODEL):
+        if len(pauses) % 2:
+            team.order_again("model-0", NO_THREADS, now)
+            team.tick(now)
+            assert asked(decision) == []
+        team.order_later("model-0", NO_THREADS, now)
+        began = now
+        while not asked(decision):
+            now += 0.25
+            team.tick(now)
+        pauses.append(now - began)
+        lost(team, f"0.{len(pauses)}")
+        decision.take()
+    assert pauses == sorted(pauses) and pauses[0] == FIRST_SHORTAGE_S and pauses[-1] == LONGEST_SHORTAGE_S
+    assert sum(pauses) > 200.0
 
 
 def test_the_first_reason_to_end_a_process_is_the_cause_of_its_loss_and_not_of_the_next_one() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from kintsugi.diagnosis.diagnose import look
 from kintsugi.errors import DataDamaged, EndedByError, GroupFailed, Miscomputed, StatesDiverged
+from kintsugi.runtime.shortages import EXIT_FILE_LIMIT, EXIT_NO_DESCRIPTORS, EXIT_NO_MEMORY, describe_exit
 from kintsugi.telemetry.events import (
     AcceleratorWarning,
     Alert,
@@ -274,6 +275,16 @@ def test_the_detail_of_a_fault_names_its_kind(
     assert named(run.play(1)) == [("server-0", kind)]
 
 
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(EXIT_NO_MEMORY, "memory"), (EXIT_NO_DESCRIPTORS, "descriptors"), (EXIT_FILE_LIMIT, "disk_full")],
+)
+def test_an_exit_code_says_what_the_host_did_not_give(status: int, kind: str) -> None:
+    run = HealthyRun().play(30)
+    run.kill("master-0", status=status, how=describe_exit(status))
+    assert ("master-0", kind) in named(run.play(1))
+
+
 def test_who_did_not_answer_the_recall_of_a_device_is_named() -> None:
     run = HealthyRun().play(30)
     message = "server-0 has not answered LeaseRecalled 7 of cuda:0 for 1.1 s; waiting for it: model-0"
@@ -401,3 +412,26 @@ def test_one_that_computes_in_one_long_call_does_not_hang_until_it_has_taken_far
     for _ in range(39):
         assert named(run.play(1)) == []
     assert named(run.play(3)) == [("model-1", "hung")]
+
+
+@pytest.mark.parametrize("status", [-9, None], ids=["its parent took over", "another process took over"])
+def test_a_killed_launcher_is_named_while_the_run_goes_on_under_its_successor(status: int | None) -> None:
+    run = HealthyRun().play(30)
+    run.say("launcher-0", ProcessGone("launcher-0", "", 77, status, "killed by SIGKILL"))
+    assert named(run.play(2)) == [("launcher-0", "killed")]
+
+
+def test_a_launcher_that_is_lost_with_its_standby_is_the_cause_of_all_ends_that_follow() -> None:
+    run = HealthyRun().play(30)
+    lost = ProcessGone("launcher-0", "", 77, None, "ended together with its standby")
+    for agent in ("agent-0", "agent-1"):
+        run.say(agent, lost)
+    run.now += 0.3
+    for process in ("master-0", "manager-0", "model-0", "rollout-0", "server-0"):
+        run.say(
+            "agent-0", ProcessGone(process, "1", run.pids[process], -9, "killed by SIGKILL", ordered=True)
+        )
+    for agent in ("agent-0", "agent-1"):
+        run.say(agent, ProcessEnded(1, ""))
+    found = look(run.bundle, at=run.bundle.at, is_over=True)
+    assert [(cause.process, cause.kind.value) for cause in found.causes] == [("launcher-0", "killed")]

@@ -121,6 +121,44 @@ def test_who_still_has_a_connection_that_loses_much_is_not_cut_off() -> None:
     assert named(run.play(7)) == [("model-1", "network_loss")]
 
 
+def test_a_connection_that_is_acknowledged_and_then_repeats_again_loses_and_is_not_cut() -> None:
+    """Half of the packets are lost: one connection stalls for seconds, another passes a segment now and then."""
+    run = HealthyRun().play(30)
+    run.changes.update({link: cut(since=30) for link in links_of("model-1")})
+
+    def passes_once(now: float, rates: dict[str, float]) -> None:
+        rates.update(backoff=1.0, retransmits=1.0, out_bytes=1000.0 if now == 33 else 0.0)
+
+    run.changes["model-1", "model-0"] = passes_once
+    assert named(run.play(7)) == [("model-1", "network_loss")]
+
+
+def test_a_cut_that_has_ended_for_one_connection_does_not_become_a_loss() -> None:
+    run = HealthyRun().play(30)
+    run.changes.update({link: cut(since=30) for link in links_of("model-1")})
+
+    def works_again(now: float, rates: dict[str, float]) -> None:
+        if now < 36:
+            cut(since=30)(now, rates)
+        elif now == 36:
+            rates.update(retransmits=1.0)
+
+    run.changes["model-1", "model-0"] = works_again
+    assert named(run.play(9)) == [("model-1", "network_cut")]
+
+
+def test_that_others_wait_for_a_process_is_not_put_down_to_it_while_a_connection_is_unacknowledged() -> None:
+    run = HealthyRun()
+    for second in range(1, 41):
+        run.waits["rollout-1"] = ("manager-0", "completions", float(second))
+        run.play(1)
+    run.stalled = True
+    run.changes["rollout-1", "manager-0"] = lambda now, rates: rates.update(backoff=2.0, unacked=1.0)
+    for _ in range(6):
+        assert ("manager-0", "slow") not in named(run.play(1))
+    assert ("manager-0", "slow") in named(run.play(3)), "it is named when nothing else explains it"
+
+
 def test_who_is_found_silent_because_its_network_is_cut_does_not_hang() -> None:
     run = HealthyRun().play(30)
     for link in links_of("server-0"):

@@ -42,6 +42,13 @@ def test_two_faults_of_two_processes_are_both_named() -> None:
     assert set(named(run.play(1))) == {("rollout-0", "killed"), ("model-1", "cpu")}
 
 
+def test_a_quota_that_holds_a_process_is_named_beside_a_slow_disk() -> None:
+    run = HealthyRun().play(30)
+    run.changes["host-0"] = lambda now, rates: rates.update(fsync_s=2.0)
+    run.changes["rollout-1"] = throttle
+    assert {("rollout-1", "cpu"), ("master-0", "disk_slow")} <= set(named(run.play(4)))
+
+
 def test_what_goes_on_comes_before_what_is_over() -> None:
     run = HealthyRun().play(30)
     run.kill("rollout-0")

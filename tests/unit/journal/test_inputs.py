@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from kintsugi.control.protocol import (
     Began,
     Event,
@@ -14,7 +16,7 @@ from kintsugi.control.protocol import (
     Tick,
 )
 from kintsugi.errors import Fault
-from kintsugi.journal.inputs import InputRecorder, read_inputs, read_moments
+from kintsugi.journal.inputs import InputRecorder, are_complete, read_inputs, read_moments
 from kintsugi.protocol.membership import Ok
 from kintsugi.protocol.rollout import EpisodesDone
 from kintsugi.types import ChildReport, Peer, Role, SampleText, Ticket
@@ -102,6 +104,30 @@ def test_when_inputs_came_is_read_piece_by_piece_while_they_are_written(tmp_path
     recorder.close()
     assert found == [(float(number), 100.0 + number, 2 * number) for number in range(len(EVENTS))]
     assert read_moments(path, offset=offset) == ([], path.stat().st_size)
+
+
+def test_a_long_recording_is_kept_in_parts_of_which_the_oldest_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kintsugi.journal.inputs.PART_SIZE", 1_000)
+    monkeypatch.setattr("kintsugi.journal.inputs.MOST_SIZE", 5_000)
+    path, offset, found = tmp_path / "inputs", 0, []
+    assert not list(tmp_path.iterdir())
+    for session in range(4):
+        recorder = InputRecorder(path)
+        for number in range(100):
+            recorder.write(Tick(), 100.0 * session + number, wall=1.0)
+            if number % 7 == 0:
+                moments, offset = read_moments(path, offset=offset)
+                found += [moment.now for moment in moments]
+        recorder.close()
+    found += [moment.now for moment in read_moments(path, offset=offset)[0]]
+    assert found == [float(number) for number in range(400)], "a reader that follows misses nothing"
+    assert sum(each.stat().st_size for each in tmp_path.iterdir()) <= 6_000
+    kept = [record.now for record in read_inputs(path)]
+    assert kept == found[-len(kept) :] and 100 < len(kept) < 400
+    assert [moment.now for moment in read_moments(path)[0]] == kept, "a new reader begins with what is kept"
+    assert not are_complete(path)
 
 
 def test_when_inputs_came_is_read_up_to_a_torn_tail(tmp_path: Path) -> None:

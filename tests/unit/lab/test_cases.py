@@ -15,6 +15,15 @@ CONFIG = load(experiments_folder() / "workloads" / "campaign.yaml").config
 EVERYTHING = tuple(Ability)
 
 
+def test_a_plan_of_pairs_has_two_faults_of_different_processes_in_every_case() -> None:
+    cases = plan(12, seed=3, config=CONFIG, abilities=EVERYTHING, only=CaseClass.TWO)
+    assert [case.what for case in cases] == [CaseClass.TWO] * 12
+    for case in cases:
+        first, second = case.injections
+        assert first.target != second.target
+        assert first.ability is not second.ability
+
+
 def test_a_plan_is_the_same_for_a_seed_and_another_for_another() -> None:
     first = plan(30, seed=1, config=CONFIG, abilities=EVERYTHING)
     assert first == plan(30, seed=1, config=CONFIG, abilities=EVERYTHING)
@@ -71,12 +80,12 @@ def test_where_nothing_can_be_injected_there_is_nothing_to_plan() -> None:
 
 def test_each_fault_is_tried_once_on_a_process_that_the_run_has_and_the_full_disk_in_a_save() -> None:
     cases = each_once(config=CONFIG, abilities=EVERYTHING, has_accelerator=False)
-    assert len(cases) == len(EACH) == 16
+    assert len(cases) == len(EACH) == 18
     injections = [each for case in cases for each in case.injections]
     check_faults(injections, CONFIG, where="each")
-    assert len({(each.ability, each.target) for each in injections}) == 16
+    assert len({(each.ability, each.target) for each in injections}) == 18
     assert {role_of(each.target).value for each in injections if each.ability is Ability.KILL} == {
-        "master", "manager", "model", "rollout", "server"
+        "agent", "master", "manager", "model", "rollout", "server"
     }  # fmt: skip
     (full,) = (each for each in injections if each.ability is Ability.DISK_FILL)
     assert full.trigger.phase == "saving"
@@ -84,7 +93,7 @@ def test_each_fault_is_tried_once_on_a_process_that_the_run_has_and_the_full_dis
 
 def test_what_a_machine_can_not_do_is_left_out_and_growth_is_larger_on_an_accelerator() -> None:
     only = each_once(config=CONFIG, abilities=(Ability.GROW, Ability.KILL), has_accelerator=True)
-    assert [case.number for case in only] == [1, 2, 3, 4, 5, 6]
+    assert [case.number for case in only] == [1, 2, 3, 4, 5, 6, 7]
     (grow,) = (each for case in only for each in case.injections if each.ability is Ability.GROW)
     assert grow.amount["limit"] > 1e10
 

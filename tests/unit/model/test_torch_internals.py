@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Condition
 
 import pytest
 import torch
 from torch import Tensor
 
 from kintsugi.model import torch_internals
+from kintsugi.model.listeners import listening_sockets
 from kintsugi.model.torch_internals import (
     Backend,
+    GroupStore,
     SharedGpuMemory,
-    Store,
     blocked_linear,
     blocked_linear_add,
     blocked_weight,
-    connect_store,
     copy_all,
     cpu_has_avx512_bf16,
     fused_adamw,
@@ -31,7 +32,6 @@ from kintsugi.model.torch_internals import (
     map_gpu_memory,
     mkldnn_has_bf16,
     prefix_store,
-    serve_store,
     start_all_gather,
     start_all_reduce,
     start_all_to_all,
@@ -43,22 +43,57 @@ TIMEOUT = timedelta(seconds=20)
 HOST = "127.0.0.1"
 
 
+class Values(dict[str, bytes]):
+    """The operations of a store that gloo uses, within one process."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        return self[key]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        self[key] = str(int(dict.get(self, key, b"0")) + amount).encode()
+        return int(self[key])
+
+    def await_keys(self, keys: Sequence[str], *, timeout_s: float | None = None) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.check(keys), timeout_s), keys
+
+    def compare_and_set(self, key: str, *, expected: bytes, value: bytes) -> bytes:
+        raise NotImplementedError
+
+    def delete(self, key: str) -> bool:
+        return self.pop(key, None) is not None
+
+    def num_values(self) -> int:
+        return len(self)
+
+
 @pytest.fixture
-def address() -> Iterator[tuple[str, int]]:
-    listener = socket.create_server((HOST, 0))
-    port = listener.getsockname()[1]
-    server: Store | None = serve_store(HOST, port, listener=listener.detach())
-    yield HOST, port
-    del server
+def store() -> GroupStore:
+    return GroupStore(Values())
 
 
-def on_two_ranks(address: tuple[str, int], work: Callable[[Backend, int], Tensor]) -> list[list[float]]:
+def connect(store: GroupStore, *, rank: int, secret: bytes = b"secret") -> Backend:
+    view = prefix_store("group", store)
+    return gloo_group(view, rank=rank, size=2, interface=HOST, timeout=TIMEOUT, secret=secret)
+
+
+def on_two_ranks(store: GroupStore, work: Callable[[Backend, int], Tensor]) -> list[list[float]]:
     """Run a collective on two ranks of one process; return the result of each."""
     both_connected, both_done = Barrier(2), Barrier(2)
 
     def run(rank: int) -> list[float]:
-        store = prefix_store("group", connect_store(*address, timeout=TIMEOUT))
-        group = gloo_group(store, rank=rank, size=2, interface=HOST, timeout=TIMEOUT)
+        group = connect(store, rank=rank)
         both_connected.wait(30)
         found: list[float] = work(group, rank).tolist()
         both_done.wait(30)  # A rank that leaves early breaks the other's connection.
@@ -68,29 +103,47 @@ def on_two_ranks(address: tuple[str, int], work: Callable[[Backend, int], Tensor
         return list(pool.map(run, range(2)))
 
 
-def test_a_store_keeps_keys_counts_and_tells_which_keys_exist(address: tuple[str, int]) -> None:
-    store = connect_store(*address, timeout=TIMEOUT)
+def test_a_store_keeps_keys_counts_and_tells_which_keys_exist(store: GroupStore) -> None:
     store.set("here-0", "cpu")
     assert store.get("here-0") == b"cpu"
     assert store.check(["here-0"]) and not store.check(["here-0", "here-1"])
     assert [store.add("servers", 1), store.add("servers", 1)] == [1, 2]
 
 
-def test_a_prefix_separates_the_keys_of_two_groups(address: tuple[str, int]) -> None:
-    store = connect_store(*address, timeout=TIMEOUT)
+def test_a_prefix_separates_the_keys_of_two_groups(store: GroupStore) -> None:
     first, second = prefix_store("first", store), prefix_store("second", store)
     first.set("here-0", "cpu")
     assert first.check(["here-0"]) and not second.check(["here-0"])
 
 
-def test_connecting_to_a_store_that_nothing_serves_raises_at_the_timeout() -> None:
-    with socket.create_server((HOST, 0)) as closed:
-        port = closed.getsockname()[1]
-    with pytest.raises(RuntimeError):
-        connect_store(HOST, port, timeout=timedelta(seconds=0.2))
+def test_a_rank_without_the_secret_of_the_group_is_refused_by_name(store: GroupStore) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        honest = pool.submit(connect, store, rank=0)
+        stranger = pool.submit(connect, store, rank=1, secret=b"guessed")
+        with pytest.raises(RuntimeError, match="the connection of rank 1 does not belong to it"):
+            honest.result(30)
+        assert isinstance(stranger.exception(30), RuntimeError)
 
 
-def test_an_all_reduce_sums_in_place_and_can_be_polled(address: tuple[str, int]) -> None:
+def test_a_connected_group_accepts_no_further_connection(store: GroupStore) -> None:
+    before = listening_sockets()
+
+    def work(backend: Backend, rank: int) -> Tensor:
+        doors = listening_sockets() - before if rank == 0 else set()
+        assert len(doors) == (2 if rank == 0 else 0)
+        for door in doors:
+            with socket.socket(fileno=os.dup(door.descriptor)) as listener, socket.socket() as stranger:
+                stranger.settimeout(0.2)
+                with pytest.raises(TimeoutError):
+                    stranger.connect(listener.getsockname())
+        tensor = torch.ones(1)
+        start_all_reduce(backend, tensor, timeout=TIMEOUT).wait()
+        return tensor
+
+    assert on_two_ranks(store, work) == [[2.0]] * 2
+
+
+def test_an_all_reduce_sums_in_place_and_can_be_polled(store: GroupStore) -> None:
     def work(backend: Backend, rank: int) -> Tensor:
         tensor = torch.tensor([1.0, rank])
         running = start_all_reduce(backend, tensor, timeout=TIMEOUT)
@@ -99,19 +152,19 @@ def test_an_all_reduce_sums_in_place_and_can_be_polled(address: tuple[str, int])
         assert running.is_completed()
         return tensor
 
-    assert on_two_ranks(address, work) == [[2.0, 1.0]] * 2
+    assert on_two_ranks(store, work) == [[2.0, 1.0]] * 2
 
 
-def test_an_all_gather_puts_the_tensors_into_rank_order(address: tuple[str, int]) -> None:
+def test_an_all_gather_puts_the_tensors_into_rank_order(store: GroupStore) -> None:
     def work(backend: Backend, rank: int) -> Tensor:
         gathered = torch.empty(4)
         start_all_gather(backend, torch.full((2,), float(rank)), into=gathered, timeout=TIMEOUT).wait()
         return gathered
 
-    assert on_two_ranks(address, work) == [[0.0, 0.0, 1.0, 1.0]] * 2
+    assert on_two_ranks(store, work) == [[0.0, 0.0, 1.0, 1.0]] * 2
 
 
-def test_an_all_to_all_exchanges_parts_of_different_sizes(address: tuple[str, int]) -> None:
+def test_an_all_to_all_exchanges_parts_of_different_sizes(store: GroupStore) -> None:
     def work(backend: Backend, rank: int) -> Tensor:
         received = torch.empty(2 if rank == 0 else 4)
         part = 1 if rank == 0 else 2
@@ -121,24 +174,24 @@ def test_an_all_to_all_exchanges_parts_of_different_sizes(address: tuple[str, in
         ).wait()
         return received
 
-    assert on_two_ranks(address, work) == [[0.0, 10.0], [1.0, 2.0, 11.0, 12.0]]
+    assert on_two_ranks(store, work) == [[0.0, 10.0], [1.0, 2.0, 11.0, 12.0]]
 
 
-def test_a_broadcast_sends_the_tensor_of_rank_0(address: tuple[str, int]) -> None:
+def test_a_broadcast_sends_the_tensor_of_rank_0(store: GroupStore) -> None:
     def work(backend: Backend, rank: int) -> Tensor:
         tensor = torch.full((2,), 5.0 if rank == 0 else 0.0)
         start_broadcast(backend, tensor, timeout=TIMEOUT).wait()
         return tensor
 
-    assert on_two_ranks(address, work) == [[5.0, 5.0]] * 2
+    assert on_two_ranks(store, work) == [[5.0, 5.0]] * 2
 
 
-def test_aborting_a_gloo_group_does_nothing(address: tuple[str, int]) -> None:
+def test_aborting_a_gloo_group_does_nothing(store: GroupStore) -> None:
     def work(backend: Backend, rank: int) -> Tensor:
         backend.abort()
         return torch.zeros(1)
 
-    assert on_two_ranks(address, work) == [[0.0]] * 2
+    assert on_two_ranks(store, work) == [[0.0]] * 2
 
 
 @pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="this build of torch has no NCCL")

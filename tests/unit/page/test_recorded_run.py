@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,32 @@ def test_lanes_show_training_generation_and_load(faults: RunReader) -> None:
     assert whole.heat is None
 
 
+def test_many_processes_are_a_heat_map_of_their_busy_share(recorded: Path, tmp_path: Path) -> None:
+    run = tmp_path / "wide"
+    shutil.copytree(recorded / SLOW, run)
+    events = run / "events"
+    for number in range(2, 40):
+        shutil.copy(events / "model-0.jsonl", events / f"model-{number}.jsonl")
+        shutil.copy(
+            recorded / FAULTS / "events" / "model-0.spans.jsonl",
+            events / f"model-{number}.spans.jsonl",
+        )
+    reader = RunReader(run)
+    last = RunReader(recorded / FAULTS).timeline(since=None, until=None, points=500)
+    heat = reader.timeline(since=last.since, until=last.until, points=500).heat
+    assert heat is not None and {f"model-{number}" for number in range(2, 40)} <= set(heat.processes)
+    busy = heat.busy[heat.processes.index("model-2")]
+    trained = sum(
+        span.until - span.since
+        for lane in last.lanes
+        if lane.process == "model-0"
+        for span in lane.spans
+        if span.kind != "wait"
+    )
+    assert sum(busy) / len(busy) == pytest.approx(trained / (last.until - last.since), abs=0.05)
+    assert "train" in heat.kinds[heat.processes.index("model-2")]
+
+
 def test_health_of_an_ended_run_says_that_its_processes_ended(faults: RunReader) -> None:
     health = faults.health()
     processes = {each.process: each for host in health.hosts for each in host.processes}
@@ -86,7 +113,7 @@ def test_health_of_an_ended_run_says_that_its_processes_ended(faults: RunReader)
 
 def test_service_levels_count_the_time_that_was_lost(faults: RunReader) -> None:
     levels = faults.service_levels()
-    assert levels.lost_s > 0
+    assert levels.lost_s is not None and levels.lost_s > 0
     assert levels.wall_s is not None and levels.wall_s > levels.lost_s
     assert levels.effective_ratio is not None and 0 < levels.effective_ratio < 1
     assert levels.incidents == levels.recovered

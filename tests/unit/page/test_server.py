@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from kintsugi.errors import StorageError, UserError
 from kintsugi.page.access import PageDecision, SessionAccess
 from kintsugi.page.catalog import RunCatalog
+from kintsugi.page.feed import RunFeed
+from kintsugi.page.run_reader import RunReader
 from kintsugi.page.security import COOKIE, POLICY
 from kintsugi.telemetry.events import Note, read_events
 from tests.unit.page.made_runs import Client, FakeActions, answer, asked, make_run, with_page
@@ -281,3 +284,11 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     for name, found in (("other", "without config.yaml"), ("other/file", "a file"), ("none", "nothing")):
         with pytest.raises(UserError, match=found):
             RunCatalog.of(str(tmp_path / name))
+
+
+def test_a_part_that_takes_long_to_answer_is_reported_the_more_rarely(runs: Path) -> None:
+    feed = RunFeed(RunReader(runs / "mine-1"), pool=ThreadPoolExecutor(1), on_samples=lambda _: None)
+    usual = feed.least_interval_s("timeline")
+    feed.note_cost("timeline", 0.2)
+    assert feed.least_interval_s("timeline") == 12.0 > usual
+    assert feed.least_interval_s("metrics") == 0.0

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kintsugi.errors import Fault
+from kintsugi.errors import EndedByError, Fault
 from kintsugi.recovery.incident_log import IncidentLog
 from kintsugi.recovery.states import RecoveryState
 
@@ -29,6 +29,16 @@ def test_faults_that_come_before_the_first_is_mended_are_one_incident() -> None:
     incidents.close()
     incidents.fault(fault("model-0"), number=2, now=3.0)
     assert incidents.current.number == 2
+
+
+def test_a_loss_for_want_of_something_of_the_host_counts_every_fifth_time() -> None:
+    incidents = IncidentLog()
+    starved = Fault("f", "ProcessDied", "model-0", "lost", 0.0, detail=EndedByError("", "no memory"))
+    for number in range(1, 11):
+        incidents.fault(starved, number=1, now=float(number), lost="model-0")
+        assert incidents.current is not None and incidents.current.deaths["model-0"] == number // 5
+    incidents.fault(fault("model-0"), number=1, now=11.0, lost="model-0")
+    assert incidents.current is not None and incidents.current.deaths["model-0"] == 3
 
 
 def test_a_committed_step_clears_what_is_counted_but_not_what_is_told() -> None:

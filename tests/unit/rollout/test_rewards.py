@@ -13,7 +13,7 @@ from kintsugi.rollout.rewards.builtin import (
     program_of,
     program_output,
 )
-from kintsugi.rollout.sandbox.sandbox import SandboxOutcome
+from kintsugi.rollout.sandbox.sandbox import SandboxFailed, SandboxOutcome
 
 
 @pytest.mark.parametrize(
@@ -124,6 +124,91 @@ def test_programs_are_judged_by_tests_that_really_ran() -> None:
     noisy = f"import atexit, sys; sys.stdout = None; atexit.register(sys.stderr.write, 'bye')\n{right}"
     cheats = ["import sys; sys.exit(0)", "import os; os._exit(0)"]
     assert program_output([right, noisy, wrong, *cheats], tests=[tests] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+READ_THE_INPUT_AGAIN = "import os; os.lseek(0, 0, 0); os.write(2, os.read(0, 64)); os._exit(0)"
+LOOK_INTO_THE_CALLER = (
+    "import os, sys\nos.write(2, sys._getframe(1).f_locals['last_word'].encode())\nos._exit(0)"
+)
+EQUAL_TO_EVERYTHING = "class E(int):\n    __eq__ = lambda *_: True\ndef add(a, b): return E()"
+NO_DIFFERENCE = "class E(float):\n    __sub__ = lambda *_: 0.0\ndef add(a, b): return E()"
+OWN_BUILTIN = "def abs(x): return 0.0\ndef add(a, b): return 7"
+READ_THE_TESTS = (
+    "def add(a, b):\n    for name in ('tests.py', '/tmp/tests.py'):\n        open(name)\n    return a + b"
+)
+EXIT_IN_A_CALL = "def add(a, b): raise SystemExit(0)"
+
+
+@pytest.mark.parametrize(
+    "cheat",
+    [
+        READ_THE_INPUT_AGAIN,
+        LOOK_INTO_THE_CALLER,
+        EQUAL_TO_EVERYTHING,
+        NO_DIFFERENCE,
+        OWN_BUILTIN,
+        READ_THE_TESTS,
+        EXIT_IN_A_CALL,
+    ],
+)
+def test_a_program_written_to_deceive_its_tests_scores_nothing(cheat: str) -> None:
+    tests = ["assert add(2, 3) == 5", "assert abs(add(2, 3) - 5) < 1e-6"]
+    assert program_output([cheat], tests=[tests]) == [0.0]
+
+
+MANY_THINGS = """
+import math
+from collections import Counter, namedtuple
+Point = namedtuple("Point", "x y")
+LIMIT = {"a": (1, 2.5), 3: {4}, b"x": None}
+class Odd(ValueError): pass
+class Stack:
+    def __init__(self): self.items = []
+    def push(self, item): self.items.append(item); return self
+    def __len__(self): return len(self.items)
+    def __getitem__(self, index): return self.items[index]
+def sort(values): values.sort()
+def apply(function, value): return function(value)
+def count(text): return Counter(text)
+def squares():
+    number = 0
+    while True:
+        yield number ** 2
+        number += 1
+def fail(value): raise Odd(value)
+def point(): return Point(1, 2)
+def large(): return 10 ** 5000
+"""
+TESTS_OF_MANY_THINGS = [
+    "values = [3, 1, 2]; sort(values); assert values == [1, 2, 3]",
+    "assert apply(lambda x: x + 1, 3) == 4 and apply(function=len, value='abc') == 3",
+    "assert count('aab') == {'a': 2, 'b': 1} and point() == (1, 2) and large() == 10 ** 5000",
+    "import itertools; assert list(itertools.islice(squares(), 4)) == [0, 1, 4, 9]",
+    "stack = Stack(); assert stack.push(7) == stack and len(stack) == 1 and 7 in stack and stack[0] == 7",
+    "assert stack.items == [7] and Stack() != Stack()",
+    "assert LIMIT == {'a': (1, 2.5), 3: {4}, b'x': None} and math.isclose(1, 1)",
+    "def caught(kind):\n    try: fail(1)\n    except kind as error: return str(error)",
+    "assert '1' in caught(Odd) and '1' in caught(ValueError)",
+]
+
+
+def test_tests_use_functions_objects_exceptions_and_callbacks_of_a_program() -> None:
+    assert program_output([MANY_THINGS], tests=[TESTS_OF_MANY_THINGS]) == [1.0]
+
+
+def test_a_program_that_could_not_be_run_does_not_void_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def run(source: str, **_: Any) -> SandboxOutcome:
+        tried.append(source)
+        if source == "unlucky":
+            raise SandboxFailed("the machine ran out of memory while a program ran")
+        return SandboxOutcome("1", "", 0, "")
+
+    monkeypatch.setattr(builtin, "run_python", run)
+    found = program_output(["print(1)", "unlucky", "print(2)"], expected_output=["1"] * 3)
+    assert [found[0], found[2]] == [1.0, 1.0] and isinstance(found[1], SandboxFailed)
+    assert tried.count("unlucky") == 3
 
 
 def test_why_a_program_scored_nothing_is_logged(

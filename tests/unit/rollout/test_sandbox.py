@@ -156,10 +156,10 @@ def refusing_namespaces(work: Callable[[], Any]) -> Any:
 
     def body() -> Any:
         numbers = jail._NUMBERS[platform.machine()]
-        kept = ("audit", "clone", "clone3", "socket", "unshare")
+        kept = ("audit", "clone", "clone3", "socket", "socketpair", "unshare")
         jail._NUMBERS[platform.machine()] = {name: numbers[name] for name in kept}
         jail.refuse_system_calls()
-        sandbox.is_available.cache_clear()
+        sandbox._Permission.is_isolation_known = False
         return work()
 
     return in_child(body)
@@ -239,6 +239,48 @@ def test_an_endless_loop_that_ignores_the_signal_is_killed() -> None:
 def test_a_program_that_waits_for_ever_is_ended() -> None:
     outcome = run_python("import time\nwhile True: time.sleep(9)", limits=SandboxLimits(idle_s=0.4))
     assert outcome.reason == "stood still for 0.4 s"
+
+
+SIX_CHILDREN = """
+import os, time
+for _ in range(6):
+    if os.fork() == 0:
+        until = time.process_time() + 0.4
+        while time.process_time() < until: pass
+        os._exit(0)
+for _ in range(6): os.wait()
+"""
+THREE_LARGE_CHILDREN = """
+import os, time
+for _ in range(3):
+    if os.fork() == 0:
+        kept = bytearray(60 << 20)
+        time.sleep(30)
+time.sleep(30)
+"""
+UNHURRIED = """
+import time
+while True:
+    until = time.process_time() + 0.02
+    while time.process_time() < until: pass
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.slow
+def test_the_processor_time_of_all_processes_of_a_program_counts() -> None:
+    outcome = run_python(SIX_CHILDREN, limits=SandboxLimits(cpu_s=1))
+    assert outcome.reason == "used more than 1 s of processor time" and outcome.cpu_s > 1.0
+
+
+def test_the_memory_of_all_processes_of_a_program_counts() -> None:
+    outcome = run_python(THREE_LARGE_CHILDREN, limits=SandboxLimits(memory_bytes=2**27))
+    assert outcome.reason == "needed more than 128 MiB of memory"
+
+
+def test_a_program_that_neither_stands_still_nor_ends_is_too_slow_which_is_a_verdict() -> None:
+    outcome = run_python(UNHURRIED, limits=SandboxLimits(idle_s=0.5, slow_s=1.0))
+    assert outcome.reason == "was not done after 1 s"
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])

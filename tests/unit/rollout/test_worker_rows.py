@@ -11,6 +11,7 @@ import pytest
 from kintsugi.config.schema import AlgorithmSection, Config, DataSection
 from kintsugi.errors import RemoteError
 from kintsugi.protocol.rollout import Drop, EpisodesDone, FetchSamples, SamplesFetched
+from kintsugi.rollout import worker
 from kintsugi.runtime.waits import WAITS
 from tests.unit.rollout.worlds import World, config, run
 
@@ -34,6 +35,35 @@ def test_a_pair_is_the_chosen_answer_and_the_rejected_one(world: MakeWorld) -> N
         assert sum(trajectory.loss_mask) == len(done.texts[key].completion) + 1
     right = [int(done.texts[key].completion[::-1]) == first + second for key in keys]
     assert right == [True, False]
+
+
+def test_the_data_are_open_before_the_first_row_is_requested(
+    world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    make = worker.PrefetchingReader
+
+    def noted(*arguments: Any, **keywords: Any) -> worker.PrefetchingReader:
+        opened.append("data")
+        return make(*arguments, **keywords)
+
+    monkeypatch.setattr(worker, "PrefetchingReader", noted)
+    here = world(config())
+    here.until(lambda: bool(opened))
+    here.answers = ["1"]
+    here.ask(run()).result().expect(EpisodesDone)
+    assert opened == ["data"], "the first request found them open"
+
+
+def test_data_that_can_not_be_opened_are_reported_by_the_first_request(
+    world: MakeWorld, tmp_path: Path
+) -> None:
+    missing = DataSection(source=str(tmp_path / "none.jsonl"), prompt_column="prompt")
+    here = world(msgspec.structs.replace(config(), data=missing, warmup=None))
+    for _ in range(3):
+        here.worker.turn()
+    with pytest.raises(RemoteError, match=r"none\.jsonl"):
+        here.ask(run()).result()
 
 
 class TestStream:

@@ -16,6 +16,7 @@ PACKAGE = Path(layout.__file__).parents[1]
 FILES = {
     "config_file": "config.yaml",
     "origins_file": "origins.json",
+    "started_file": "started.json",
     "rewards_file": "rewards.py",
     "data_file": "data.json",
     "journal_file": "journal",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from pathlib import Path
 
@@ -82,3 +84,44 @@ def test_a_file_that_exits_when_it_is_imported_does_not_end_who_imports_it(tmp_p
     file.write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(ConfigError, match="SystemExit: 0"):
         import_function(f"{file}:right")
+
+
+PACKAGE = Path(__file__).parents[3] / "kintsugi"
+
+
+def test_a_module_of_the_current_folder_is_found_after_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `msgspec.py` that lies about must not be taken for the library."""
+    (tmp_path / "rewards_lying_about.py").write_text("def right(completions): return [1.0]\n")
+    monkeypatch.chdir(tmp_path)
+    assert import_function("rewards_lying_about.right")([]) == [1.0]
+    assert sys.path[-1] == str(tmp_path) and sys.path[0] != str(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the rule is root's")
+@pytest.mark.parametrize(("mode", "owner"), [(0o777, 0), (0o1777, 0), (0o770, 0), (0o755, 65534)])
+def test_root_imports_nothing_from_a_folder_that_others_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, owner: int
+) -> None:
+    (tmp_path / "planted_rewards.py").write_text("raise SystemError('it was executed')\n")
+    tmp_path.chmod(mode)
+    os.chown(tmp_path, owner, -1)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"as root nothing is imported from .*, which other users can write"
+    ):
+        import_function("planted_rewards.right")
+    assert str(tmp_path) not in sys.path
+
+
+def test_every_process_of_the_package_is_started_without_the_current_folder_on_its_path() -> None:
+    """`python -m` and `python -c` put it first; `-P` and `-I` do not."""
+    call = re.compile(r"(?:sys\.executable\)?|python\S*),\s*\*?(?:flags|\"-(\w)\"),")
+    found = [
+        (path.name, flag)
+        for path in PACKAGE.rglob("*.py")
+        for flag in call.findall(path.read_text(encoding="utf-8"))
+    ]
+    assert len(found) >= 15
+    assert [each for each in found if each[1] not in ("P", "I", "s", "")] == []

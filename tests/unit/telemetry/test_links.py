@@ -4,7 +4,13 @@ import msgspec
 import pytest
 
 from kintsugi.diagnosis.evidence import EvidenceBundle
-from kintsugi.telemetry.collect.links import RARELY, LinkTable, address_in
+from kintsugi.telemetry.collect.links import (
+    RARELY,
+    RECORDED_A_SECOND,
+    LinkTable,
+    address_in,
+    num_recorded,
+)
 from kintsugi.telemetry.collect.tcp import TcpInfo, TcpSocket
 from kintsugi.telemetry.readings import LinkReading
 
@@ -171,6 +177,29 @@ def test_the_diagnosis_sees_the_same_of_every_second_in_which_something_happened
         assert set(points) <= set(in_every_look[name]), "nothing is told that was not so"
         assert {(at, value) for at, value in in_every_look[name] if at in used_at} <= set(points)
     assert dict(rates_of(told)["out"])[9] == 1000.0, "of one second, and not of the pause before it"
+
+
+def test_of_too_many_links_those_in_trouble_are_recorded_always_and_the_others_in_turn() -> None:
+    links, most, num_links = LinkTable(), 100, 1000
+    seen: dict[int, list[float]] = {}
+    for second in range(1, 21):
+        sockets = [
+            end(2, (HERE, 20_000 + n), (THERE, 7_000 + n), cookie=n + 1, out_bytes=second * n, lost=n == 17)
+            for n in range(num_links)
+        ]
+        found = links.look(sockets, owners=OWNERS, book={}, most=most)
+        assert (len(found.now), found.before) == (most, [])
+        for sample in found.now:
+            seen.setdefault(sample.port - 7_000, []).append(sample.values["out_bytes"])
+    assert len(seen) == num_links, "each of them within eleven samples"
+    assert len(seen[17]) == 20
+    assert all(values[-1] > values[0] for number, values in seen.items() if number and len(values) > 1)
+    assert max(len(values) for number, values in seen.items() if number != 17) <= 3
+
+
+def test_the_hosts_of_a_run_together_record_a_bounded_number_of_links() -> None:
+    assert num_recorded(9, num_processes=9) == RECORDED_A_SECOND
+    assert 64 * num_recorded(14, num_processes=64 * 14) <= RECORDED_A_SECOND
 
 
 def test_an_address_is_read_from_an_endpoint() -> None:

@@ -4,6 +4,7 @@ import json
 import resource
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -193,9 +194,10 @@ class FakeRun:
 
     def __init__(self) -> None:
         self.logged: list[int] = []
+        self.values: dict[str, Any] = {}
 
     def log(self, values: dict[str, Any], *, step: int) -> None:
-        self.values = values
+        self.values |= values
         if len(self.logged) == 2:
             raise FakeWandb.Error("no connection")
         self.logged.append(step)
@@ -238,12 +240,62 @@ def test_a_resumed_run_is_the_same_run_at_weights_and_biases(tmp_path: Path, wan
 
 
 def test_a_tracker_that_fails_keeps_nothing_from_the_file(tmp_path: Path, wandb: FakeWandb) -> None:
-    with MetricsWriter(tmp_path, wandb_id="job1") as writer:
-        writer.write(1, {})
-        writer.write(2, {})
-        with pytest.raises(StorageError, match="W&B: no connection"):
-            writer.write(3, {})
+    writer = MetricsWriter(tmp_path, wandb_id="job1")
+    for step in (1, 2, 3):
+        writer.write(step, {})
+    with pytest.raises(StorageError, match="W&B: no connection"):
+        writer.close()
     assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3]
+
+
+def test_a_wandb_that_cannot_be_reached_at_a_start_keeps_nothing_from_the_file(
+    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(**options: str) -> FakeRun:
+        raise FakeWandb.Error("no route to host")
+
+    monkeypatch.setattr(wandb, "init", unreachable)
+    writer = MetricsWriter(tmp_path, wandb_id="job1")
+    writer.write(1, {})
+    with pytest.raises(StorageError, match="W&B: no route to host"):
+        writer.close()
+    assert steps_in(tmp_path / "metrics.jsonl") == [1]
+
+
+def test_a_wandb_that_does_not_answer_delays_no_step(
+    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+
+    def slow(**options: str) -> FakeRun:
+        answers.wait()
+        return wandb.runs.setdefault("job1", FakeRun())
+
+    monkeypatch.setattr(wandb, "init", slow)
+    with MetricsWriter(tmp_path, wandb_id="job1") as writer:
+        for step in (1, 2):
+            writer.write(step, {"loss": 1.0})
+        assert steps_in(tmp_path / "metrics.jsonl") == [1, 2]
+        answers.set()
+    assert wandb.runs["job1"].logged == [1, 2]
+
+
+def test_writers_are_opened_by_a_later_write_if_the_disk_refused_them_at_first(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    writer, samples = MetricsWriter(folder), SamplesWriter(folder)
+    for write in (
+        lambda: writer.write(1, {"loss": 1.0}),
+        lambda: samples.write(1, [meta("a", 0)], texts={}, advantages={}),
+    ):
+        with pytest.raises(StorageError, match="No such file or directory"):
+            write()
+    folder.mkdir()
+    writer.write(2, {"loss": 2.0})
+    samples.write(2, [meta("a", 0)], texts={}, advantages={})
+    writer.close()
+    samples.close()
+    assert steps_in(folder / "metrics.jsonl") == steps_in(folder / "samples.jsonl") == [2]
+    assert any((folder / "tensorboard").iterdir())
 
 
 @pytest.mark.parametrize("torn", [b'{"step":2,"lo', b"x" * 200_000])
@@ -284,9 +336,9 @@ def test_trackers_get_a_bounded_table_of_completions_and_the_incidents(
     with MetricsWriter(tmp_path, wandb_id="job1") as writer:
         writer.write_completions(53, metas, texts=texts)
         writer.write_completions(54, metas, texts=texts)
-        completions = wandb.runs["job1"].values["completions"]
         writer.write_incident(54, incident=1, text="model-0 was lost")
     assert wandb.runs["job1"].logged == [53, 54]
+    completions = wandb.runs["job1"].values["completions"]
     assert [row[2] for row in completions.data] == [0.0, 1.0, 2.0, 3.0, 16.0, 17.0, 18.0, 19.0]
     assert wandb.runs["job1"].values["incidents"].data == [[1, 54, "model-0 was lost"]]
     program = (

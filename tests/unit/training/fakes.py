@@ -35,7 +35,7 @@ from kintsugi.protocol.wire import Envelope, MessageKind
 from kintsugi.training.initial_weights import load_model
 from kintsugi.training.state import TrainingState
 from kintsugi.training.worker import ModelWorker
-from kintsugi.transport import Blob, Delivery, Reply
+from kintsugi.transport import Blob, Delivery, Reply, new_key_pair
 from kintsugi.types import Peer
 from kintsugi.weights.publish import Publisher
 from tests.unit.training.world import CPU, Batch, calls_of, new_batch, rewarded
@@ -75,6 +75,7 @@ class FakeShell:
 
     def __init__(self, process: str) -> None:
         self.process = process
+        self.keys = new_key_pair()
         self.arrivals: deque[Delivery] = deque()
         self.num_arrived = 0
         self.replies: list[tuple[Body, Sequence[Blob]]] = []

@@ -11,16 +11,18 @@ import torch
 
 from kintsugi.errors import WorldError
 from kintsugi.training.model_calls import ModelCalls
-from kintsugi.training.process_group import ProcessGroup, StoreServer, join_group
+from kintsugi.training.process_group import ProcessGroup, join_group
+from kintsugi.transport.store import StoreServer
 from tests.unit.training.world import CPU, every_length, new_stage, new_state, run_call
 
 
 class Rank:
     """Holds a group across commands, as a worker does."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, keys: tuple[bytes, bytes]) -> None:
         self.name = name
-        self.server = StoreServer()
+        self.keys = keys
+        self.server = StoreServer(keys=keys)
         self.group: ProcessGroup | None = None
 
     def join(self, *, group_id: int, ranks: list[str], store: str, timeout_s: float) -> int:
@@ -32,6 +34,7 @@ class Rank:
             ranks=ranks,
             me=self.name,
             store_address=store,
+            keys=self.keys,
             device=CPU,
             timeout_s=timeout_s,
         )
@@ -72,7 +75,8 @@ def answer(rank: Rank, command: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    rank = Rank(sys.argv[1])
+    public, secret = sys.stdin.readline().split()
+    rank = Rank(sys.argv[1], keys=(public.encode(), secret.encode()))
     sys.stdout.write(f"{rank.server.address}\n")
     sys.stdout.flush()
     for line in sys.stdin:

@@ -16,13 +16,18 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from zmq.utils import z85
 
 from kintsugi.errors import GroupBroken, Unfit
 from kintsugi.runtime.waits import wait
-from kintsugi.training.process_group import ProcessGroup, Route, StoreServer, choose_route, join_group
+from kintsugi.training.process_group import ProcessGroup, Route, choose_route, join_group
+from kintsugi.transport import new_key_pair
+from kintsugi.transport.store import StoreServer
 from tests.unit.training.world import CPU, every_length, in_world, new_stage, train
 
 ROOT = Path(__file__).parents[3]
+KEYS = new_key_pair()
+"""Key pair that the ranks of a test share: a store admits its own key."""
 
 
 class RankProcess:
@@ -39,6 +44,9 @@ class RankProcess:
             text=True,
         )
         self._store = ""
+        assert self._popen.stdin is not None
+        self._popen.stdin.write(b" ".join(KEYS).decode() + "\n")
+        self._popen.stdin.flush()
 
     @property
     def store(self) -> str:
@@ -164,13 +172,14 @@ def test_processes_end_cleanly_with_a_group_still_open(processes: list[RankProce
 
 
 def new_group(*, ranks: list[str], timeout_s: float = 0.3, why_over: str | None = None) -> ProcessGroup:
-    server = StoreServer()
+    server = StoreServer(keys=KEYS)
     try:
         return join_group(
             group_id=1,
             ranks=ranks,
             me=ranks[0],
             store_address=server.address,
+            keys=KEYS,
             device=CPU,
             timeout_s=timeout_s,
             interruption=lambda: why_over,
@@ -182,7 +191,7 @@ def new_group(*, ranks: list[str], timeout_s: float = 0.3, why_over: str | None 
 def test_a_group_of_one_needs_no_sockets() -> None:
     before = len(os.listdir("/proc/self/fd"))
     group = join_group(
-        group_id=1, ranks=["model-0"], me="model-0", store_address="", device=CPU, timeout_s=1.0
+        group_id=1, ranks=["model-0"], me="model-0", store_address="", keys=KEYS, device=CPU, timeout_s=1.0
     )
     assert (group.size, group.rank, len(os.listdir("/proc/self/fd"))) == (1, 0, before)
     group.close()
@@ -207,7 +216,7 @@ def test_a_rank_whose_peers_do_not_come_says_whom_it_waited_for() -> None:
 
 
 def test_a_store_that_nobody_serves_is_waited_for_only_so_long() -> None:
-    server = StoreServer()
+    server = StoreServer(keys=KEYS)
     server.close()
     with pytest.raises(GroupBroken, match=r"waited 0\.3 s for model-1"):
         join_group(
@@ -215,6 +224,7 @@ def test_a_store_that_nobody_serves_is_waited_for_only_so_long() -> None:
             ranks=["model-1", "model-0"],
             me="model-0",
             store_address=server.address,
+            keys=KEYS,
             device=CPU,
             timeout_s=0.3,
         )
@@ -228,7 +238,8 @@ def test_the_first_rank_is_unfit_when_its_own_store_does_not_answer() -> None:
                 group_id=1,
                 ranks=["model-0", "model-1"],
                 me="model-0",
-                store_address=f"{host}:{port}",
+                store_address=f"{host}:{port}#{z85.decode(KEYS[0]).hex()}",
+                keys=KEYS,
                 device=CPU,
                 timeout_s=0.3,
             )

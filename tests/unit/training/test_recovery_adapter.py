@@ -38,9 +38,10 @@ from kintsugi.protocol.recovery import (
 from kintsugi.protocol.training import CallDone, CommitStep, Save, Saved, StartStage
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.training.peer_replication import PeerReplica
-from kintsugi.training.process_group import ProcessGroup, StoreServer
+from kintsugi.training.process_group import ProcessGroup
 from kintsugi.training.recovery_adapter import probe
 from kintsugi.transport import Blob, Reply
+from kintsugi.transport.store import StoreServer
 from kintsugi.types import Peer
 from tests.unit.training.fakes import (
     BETA_CONFIG,
@@ -385,7 +386,7 @@ def test_a_repair_with_the_wrong_digest_changes_nothing(segments: FakeSegments) 
 def test_a_rank_that_waits_for_a_group_to_form_still_answers_its_peers() -> None:
     rank = Rank().start()
     rank.shell.replies.clear()
-    with closing(StoreServer()) as server:
+    with closing(StoreServer(keys=rank.shell.keys)) as server:
         alone = RebuildGroup(2, ("model-0", "model-1"), server.address, sequence=2, timeout_s=0.1)
         rank.ask(alone, FetchState(2))
     (fetched, _), (failed, _) = rank.shell.replies

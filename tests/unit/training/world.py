@@ -33,8 +33,10 @@ from kintsugi.protocol.training import RunCall
 from kintsugi.samples.sharding import logical_shards, shards_of_rank
 from kintsugi.training.batch import sample_of
 from kintsugi.training.model_calls import CallResult, ModelCalls
-from kintsugi.training.process_group import ProcessGroup, StoreServer, join_group
+from kintsugi.training.process_group import ProcessGroup, join_group
 from kintsugi.training.state import TrainingState, Update
+from kintsugi.transport import new_key_pair
+from kintsugi.transport.store import StoreServer
 from kintsugi.types import FinishReason, Role, ShardItem, Trajectory
 
 TINY = ModelConfig(
@@ -316,7 +318,8 @@ def in_world(
 ) -> list[T]:
     """Run a function on every rank of a group, one thread each, and give what they return."""
     ranks = [f"model-{rank}" for rank in range(world_size)]
-    server = StoreServer()
+    keys = new_key_pair()
+    server = StoreServer(keys=keys)
 
     def run(rank: int) -> T:
         group = join_group(
@@ -324,6 +327,7 @@ def in_world(
             ranks=ranks,
             me=ranks[rank],
             store_address=server.address,
+            keys=keys,
             device=device,
             timeout_s=20.0,
         )

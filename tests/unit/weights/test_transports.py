@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,7 +20,8 @@ import torch
 from kintsugi.errors import DeadlineExceeded, IntegrityError, WorldError
 from kintsugi.protocol.weights import FetchWeights, Publish
 from kintsugi.telemetry.events import OperationFailed
-from kintsugi.training.process_group import StoreServer
+from kintsugi.transport import new_key_pair
+from kintsugi.transport.store import StoreServer
 from kintsugi.types import (
     CollectiveSource,
     DeviceSource,
@@ -37,6 +39,8 @@ from kintsugi.weights.transports.collective import CollectiveTransport, receive
 from kintsugi.weights.transports.device import MappedSlots
 from kintsugi.weights.transports.stream import StreamAnswered
 from tests.unit.weights.test_publish_and_fetch import MemorySegments, stream_from
+
+KEYS = new_key_pair()
 
 
 @pytest.fixture
@@ -142,12 +146,12 @@ def test_a_wrong_byte_on_the_disk_is_found_and_the_rank_asked_instead(tmp_path: 
 
 @pytest.fixture
 def store() -> Iterator[StoreServer]:
-    with closing(StoreServer("127.0.0.1")) as server:
+    with closing(StoreServer(keys=KEYS)) as server:
         yield server
 
 
 def broadcast(store: StoreServer, *, said: list[OperationFailed], servers: tuple[str, ...]) -> Publisher:
-    transport = CollectiveTransport(process="model-0", store=store.address, emit=said.append)
+    transport = CollectiveTransport(process="model-0", store=store.address, keys=KEYS, emit=said.append)
     return Publisher(process="model-0", host="host-0", segments=None, transports=(transport,))
 
 
@@ -158,7 +162,9 @@ def test_all_servers_get_a_broadcast(store: StoreServer) -> None:
     found: dict[str, Fetched] = {}
 
     def fetch(name: str, manifest: WeightManifest, sources: Sequence[WeightSource]) -> None:
-        fetcher = Fetcher(process=name, host="host-9", send_request=no_stream, join=receive)
+        fetcher = Fetcher(
+            process=name, host="host-9", send_request=no_stream, join=partial(receive, keys=KEYS)
+        )
         found[name] = fetcher.fetch(manifest, sources)
 
     for version in (1, 2):
@@ -189,7 +195,7 @@ def test_a_server_that_does_not_come_costs_the_others_the_deadline_and_no_more(
         process="server-0",
         host="host-9",
         send_request=lambda process, request, _: StreamAnswered(ask(process, request)),
-        join=receive,
+        join=partial(receive, keys=KEYS),
     )
     fetched = fetcher.fetch(manifest, sources)
     assert_same(fetched, some_weights())
@@ -201,14 +207,14 @@ def test_a_server_that_does_not_come_costs_the_others_the_deadline_and_no_more(
 def test_a_broadcast_that_ends_in_any_error_has_failed(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def broken(source: CollectiveSource) -> NoReturn:
+    def broken(source: CollectiveSource, keys: tuple[bytes, bytes]) -> NoReturn:
         raise error
 
-    monkeypatch.setattr(collective, "_store", broken)
+    monkeypatch.setattr(collective, "_open_store", broken)
     source = CollectiveSource("model-0", "127.0.0.1:1", "key", ("server-0",))
     manifest = build_manifest(some_weights(), version=3, step=3, mesh={})
     with pytest.raises(WorldError, match=f"broadcast of version 3 .* failed: {error}"):
-        receive(manifest, source, memoryview(bytearray(manifest.size)))
+        receive(manifest, source, memoryview(bytearray(manifest.size)), keys=KEYS)
 
 
 def test_who_writes_late_writes_to_nothing_that_was_verified() -> None:

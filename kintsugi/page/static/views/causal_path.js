@@ -5,7 +5,8 @@
  *     figure.close();
  *
  * `path` has { time, component, text }, the cause first. `marks` are other times of the incident: { time, text }.
- * Places that would overlap are drawn as one ("2–4"); the list below the drawing names each of them.
+ * Effects that follow so closely that they would overlap are moved apart, in their order; the list below the drawing has
+ * the time of each.
  */
 
 import { h, replace, svg, visible } from "../dom.js";
@@ -17,7 +18,7 @@ const TOP = 30;
 const BOTTOM = 30;
 const RADIUS = 10;
 const NARROW = 460;
-const CLOSE_PX = 26;
+const CLOSE_PX = 34;
 const LEAST_SPAN_S = 0.2;
 const LONGEST_TAIL = 6;
 const ORDER = ["master", "watcher", "manager", "rollout", "server", "model", "agent", "launcher"];
@@ -40,9 +41,7 @@ export function causalPath({ path, onset, end = null, marks = [] }) {
 
   function light(index, on) {
     for (const [place, item] of items.entries()) item.classList.toggle("lit", on && place === index);
-    for (const mark of drawing.querySelectorAll("[data-points]")) {
-      mark.classList.toggle("lit", on && mark.dataset.points.split(",").includes(String(index)));
-    }
+    for (const mark of drawing.querySelectorAll("[data-point]")) mark.classList.toggle("lit", on && mark.dataset.point === String(index));
   }
 }
 
@@ -72,7 +71,7 @@ function picture({ path, onset, end, marks, width }) {
   const x = (time) => left + RADIUS + ((time - from) / (to - from)) * (right - left - 2 * RADIUS);
   const y = (component) => TOP + (rows.indexOf(component) + 0.5) * high + (narrow ? 9 : 0);
   const height = TOP + rows.length * high + BOTTOM;
-  const places = placesOf(path, x);
+  const places = placesOf(path, x, right - RADIUS);
   const label = path.map((point) => `${after(point.time - onset)} ${point.component}: ${point.text}`).join("; then ");
   return svg(
     "svg",
@@ -106,16 +105,15 @@ function extentOf(path, onset, end) {
   return { from, to: whole ? end : from + span * 1.12, isCut: !whole };
 }
 
-/** One place per mark; marks of a row that would overlap share one. */
-function placesOf(path, x) {
-  const places = [];
-  for (const [index, point] of path.entries()) {
-    const at = x(point.time);
-    const near = places.at(-1);
-    if (near && near.component === point.component && Math.abs(near.x - at) < CLOSE_PX) near.points.push(index);
-    else places.push({ x: at, component: point.component, points: [index] });
-  }
-  return places;
+/** Places of the points: none closer to its predecessor than `CLOSE_PX`, as long as there is room for all at the right. */
+function placesOf(path, x, right) {
+  const gap = Math.min(CLOSE_PX, (right - x(path[0].time)) / path.length);
+  let last = -Infinity;
+  return path.map((point, index) => {
+    const room = right - (path.length - 1 - index) * gap;
+    last = Math.min(room, Math.max(last + gap, x(point.time)));
+    return { x: last, component: point.component, index };
+  });
 }
 
 function pairs(places) {
@@ -184,13 +182,10 @@ function arrow(one, two, y) {
 }
 
 function dot(place, y, isCause) {
-  const numbers = place.points.map((index) => index + 1);
-  const label = numbers.length > 1 ? `${numbers[0]}–${numbers.at(-1)}` : String(numbers[0]);
-  const wide = numbers.length > 1 ? 8 : 0;
   return svg(
     "g",
-    { class: isCause ? "causal-dot cause" : "causal-dot", "data-points": place.points.join(",") },
-    svg("rect", { x: place.x - RADIUS - wide, y: y - RADIUS, width: 2 * (RADIUS + wide), height: 2 * RADIUS, rx: RADIUS }),
-    svg("text", { x: place.x, y: y + 4, "text-anchor": "middle" }, label),
+    { class: isCause ? "causal-dot cause" : "causal-dot", "data-point": place.index },
+    svg("circle", { cx: place.x, cy: y, r: RADIUS }),
+    svg("text", { x: place.x, y: y + 4, "text-anchor": "middle" }, String(place.index + 1)),
   );
 }

@@ -104,7 +104,7 @@ export async function render(root, { api, params, setParams, signal, cursor, hre
         { class: "table-wrap fit" },
         h(
           "table",
-          h("thead", h("tr", ["Runs", "Difference", "95 % interval", "", "Problems", "Only the first right", "Only the second right", "p"].map((each, index) => h("th", { scope: "col", class: index > 3 || index === 1 ? "number" : "" }, each || h("span", { class: "visually-hidden" }, "Drawing"))))),
+          h("thead", h("tr", ["Runs", "Difference", "95 % interval", "", "Problems", "Right in only one of the two", "p-value"].map((each, index) => h("th", { scope: "col", class: index > 3 || index === 1 ? "number" : "" }, each || h("span", { class: "visually-hidden" }, "Drawing"))))),
           h(
             "tbody",
             all.map((pair) =>
@@ -115,8 +115,7 @@ export async function render(root, { api, params, setParams, signal, cursor, hre
                 h("td", `${points(pair.low)} … ${points(pair.high)}`),
                 h("td", differenceBar(pair)),
                 h("td", { class: "number" }, pair.paired ? count(pair.problems[0]) : `${pair.problems.map(count).join(" and ")}, not the same`),
-                h("td", { class: "number" }, pair.paired ? count(pair.only_first) : "–"),
-                h("td", { class: "number" }, pair.paired ? count(pair.only_second) : "–"),
+                h("td", { class: "number" }, pair.paired ? h("span", { class: "only" }, letter(pair.first, place(pair.first)), count(pair.only_first), letter(pair.second, place(pair.second)), count(pair.only_second)) : "–"),
                 h("td", { class: "number" }, number(pair.p_value, 2)),
               ),
             ),

@@ -65,10 +65,15 @@ export async function render(root, context) {
   function processTable() {
     return h(
       "table",
-      { class: "health", onpointerover: (event) => light(event.target.closest("tr")?.dataset.process ?? null), onpointerleave: () => light(null), onfocusin: (event) => light(event.target.closest("tr")?.dataset.process ?? null) },
-      h("thead", h("tr", h("th", { class: "gutter" }, h("span", { class: "visually-hidden" }, "Waits")), ["Process", "State", "Load"].map((name) => h("th", name)), ["Memory", "Weights", "Restarts"].map((name) => h("th", { class: "number" }, name)), h("th", "Last words"))),
+      { class: ["health", !hasWaits() && "no-waits", !data.running && "over"], onpointerover: (event) => light(event.target.closest("tr")?.dataset.process ?? null), onpointerleave: () => light(null), onfocusin: (event) => light(event.target.closest("tr")?.dataset.process ?? null) },
+      h("thead", h("tr", h("th", { class: "gutter" }, h("span", { class: "visually-hidden" }, "Waits")), h("th", "Process"), h("th", "State"), h("th", { class: "load-cell" }, "Load"), ["Memory", "Weights", "Restarts"].map((name) => h("th", { class: "number" }, name)), h("th", "Last line"))),
       data.hosts.map((host) => h("tbody", hostRow(host), host.processes.map((each) => processRow(each)))),
     );
+  }
+
+  /** Without arrows there is no need of room for them; the load of a process that ended says nothing. */
+  function hasWaits() {
+    return data.running && data.waits.length > 0;
   }
 
   function hostRow(host) {
@@ -87,7 +92,7 @@ export async function render(root, context) {
       h("td", { class: "gutter" }),
       h("th", { scope: "row" }, h("a", { class: "mono", href: logs, title: "Its records" }, visible(each.process)), h("small", each.pid ? `pid ${each.pid}` : ""), waits.map(waitText)),
       h("td", { dataset: { label: "State" } }, stateBadge(each.state), each.silent_s > SILENT_S && data.running && h("small", { class: "warn" }, `silent ${duration(each.silent_s)}`)),
-      h("td", { dataset: { label: "Load" } }, loadBar(each.load, most)),
+      h("td", { class: "load-cell", dataset: { label: "Load" } }, loadBar(each, most)),
       h("td", { class: "number", dataset: { label: "Memory" } }, bytes(each.memory || null)),
       h("td", { class: "number", dataset: { label: "Weights" } }, each.version === null || each.version < 0 ? "–" : String(each.version)),
       h("td", { class: ["number", each.restarts && "warn"], dataset: { label: "Restarts" } }, String(each.restarts)),
@@ -179,10 +184,12 @@ function waitText(wait) {
   return h("small", { class: wait.since_s >= LONG_WAIT_S ? "wait-text long" : "wait-text" }, `waits ${duration(wait.since_s)} for `, h("b", visible(wait.to)), ": ", visible(wait.what));
 }
 
-/** Load is counted differently by each role (queued tokens, running episodes), so the bar compares within the role. */
-function loadBar(load, most) {
-  if (load === null || load === undefined) return "–";
-  return h("span", { class: "load", title: `Load ${number(load, 4)}, as this role counts it; the bar compares with the busiest of its role` }, h("i", { style: { width: `${most > 0 ? (load / most) * 100 : 0}%` } }), h("span", compact(load)));
+const LOADS = { server: "tokens", rollout: "groups" };
+
+/** Load is counted differently by each role, so the bar compares within the role. */
+function loadBar({ load, role }, most) {
+  if (load === null || load === undefined || !(role in LOADS)) return h("span", { class: "muted" }, "–");
+  return h("span", { class: "load", title: `${number(load, 4)} ${LOADS[role]} in flight; the bar compares with the busiest of its role` }, h("i", { style: { width: `${most > 0 ? (load / most) * 100 : 0}%` } }), h("span", `${compact(load)} ${LOADS[role]}`));
 }
 
 // ---- what matters, in a sentence

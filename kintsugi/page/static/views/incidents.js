@@ -24,6 +24,14 @@ const PHASES = {
   replay: "repeated work",
   rest: "not measured by phase",
 };
+const STRATEGIES = {
+  continue: "the ranks went on without interruption",
+  retry: "the interrupted work was repeated",
+  recover: "what was lost was replaced",
+  elastic: "went on with fewer ranks",
+  dump: "saved the state and ended the run",
+  exit: "ended the run",
+};
 const STATES = { recovered: "recovered", recovering: "recovering", unresolved: "ended the run" };
 const AROUND_S = 5;
 const LEAST_REST = 0.05;
@@ -74,9 +82,9 @@ export async function render(root, context) {
     return h(
       "a",
       { href: context.href(path, { incident: each.id }), dataset: { incident: each.id }, "aria-current": isChosen ? "true" : null, class: `incident-row is-${each.state}`, onclick: choose },
-      h("span", { class: "incident-line" }, h("span", { class: "incident-number" }, `#${each.id}`), stateWord(each.state), h("span", { class: "grow" }), h("span", { class: "incident-cost" }, each.cost_s === null ? "lasting" : duration(each.cost_s))),
+      h("span", { class: "incident-line" }, h("span", { class: "incident-number" }, `#${each.id}`), stateWord(each.state), h("span", { class: "grow" }), h("span", { class: "incident-cost" }, each.cost_s === null ? "not over" : duration(each.cost_s))),
       h("span", { class: "incident-title" }, visible(each.title)),
-      h("span", { class: "incident-meta" }, `${clock(each.from)} · step ${each.step}${each.strategy ? ` · ${each.strategy}` : ""}`),
+      h("span", { class: "incident-meta" }, `${clock(each.from)} · after step ${each.step}`),
     );
 
     function choose(event) {
@@ -168,7 +176,8 @@ function explanation(diagnosis, figure, linkTo) {
     section("Why", cause(diagnosis), figure?.element),
     advice(diagnosis),
     evidence(diagnosis, linkTo),
-    alternatives(diagnosis),
+    causes("Also broke in this incident", diagnosis.alternatives.filter(({ also }) => also)),
+    causes("Less likely causes", diagnosis.alternatives.filter(({ also }) => !also)),
     ruledOut(diagnosis),
   ];
 }
@@ -182,29 +191,21 @@ function section(title, ...children) {
 }
 
 function facts(detail) {
-  const fact = (label, value) => h("div", h("dt", label), h("dd", value));
+  const fact = (label, value, detail = null) => h("div", h("dt", label), h("dd", value, detail && h("small", ` ${detail}`)));
   return h(
     "dl",
     { class: "incident-facts" },
-    fact("Lasted", detail.cost_s === null ? "lasting" : duration(detail.cost_s)),
-    fact("After step", String(detail.step)),
-    fact("Answer", detail.strategy || "–"),
+    fact("Lasted", detail.cost_s === null ? "not over" : duration(detail.cost_s)),
+    fact("Strategy", detail.strategy || "–", STRATEGIES[detail.strategy]),
     fact("Steps undone", String(detail.steps_undone)),
     fact("Groups sampled again", String(detail.groups_again)),
-    detail.diagnosis && fact("Certainty", percent(detail.diagnosis.certainty, 0)),
   );
 }
 
-/** The lines of the story; what was not chosen is one line below the decision. */
 function sentences(detail, linkTo) {
   const times = detail.story.map((line) => line.time).filter((time) => time !== null);
   const start = times.length ? Math.min(...times) : detail.from;
-  const lines = [];
-  for (const line of detail.story) {
-    if (line.kind === "rejected" && lines.at(-1)?.kind === "rejected") lines.at(-1).texts.push(line.text);
-    else lines.push({ ...line, texts: [line.text] });
-  }
-  return lines.map((line) => sentence(line, start, linkTo));
+  return detail.story.map((line) => sentence(line, start, linkTo));
 }
 
 function sentence(line, start, linkTo) {
@@ -217,7 +218,7 @@ function sentence(line, start, linkTo) {
     h(
       "div",
       { class: "story-text" },
-      line.texts.map((text) => h("p", hostile(text, { limit: 600, tag: "span" }))),
+      h("p", hostile(line.text, { limit: 600, tag: "span" })),
       line.kind !== "rejected" &&
         h(
           "p",
@@ -289,16 +290,14 @@ function evidence(diagnosis, linkTo) {
   );
 }
 
-function alternatives(diagnosis) {
-  if (!diagnosis.alternatives.length) return section("Other causes", h("p", { class: "muted" }, "None fits the records."));
+function causes(title, all) {
+  if (!all.length) return null;
   return section(
-    "Other causes",
+    title,
     h(
       "ul",
       { class: "alternatives" },
-      diagnosis.alternatives.map((each) =>
-        h("li", h("span", { class: "alternative-share" }, h("meter", { min: "0", max: "1", value: String(each.certainty), "aria-hidden": "true" }), percent(each.certainty, 0)), h("span", visible(each.cause), " ", h("span", { class: "muted" }, visible(`${each.kind.replaceAll("_", " ")}, ${each.process}`)))),
-      ),
+      all.map((each) => h("li", h("span", { class: "alternative-share" }, h("meter", { min: "0", max: "1", value: String(each.certainty), "aria-hidden": "true" }), percent(each.certainty, 0)), visible(each.cause))),
     ),
   );
 }

@@ -382,14 +382,15 @@ function paintPanel(pen, plan, panel, colour) {
   pen.fillStyle = colour("--line");
   pen.fillRect(plan.left, base, plan.right - plan.left, 1);
   pen.fillStyle = colour("--muted");
-  const names = series.length > 3 ? `${series.length} processes` : series.map((each) => each.name).join(", ");
-  pen.fillText(`${isHost ? measure.host : measure.process}: ${names}`, plan.left + 4, y + 3);
+  const title = isHost ? measure.host : measure.process;
+  pen.fillText(title, plan.left + 4, y + 3);
+  paintNames(pen, series, { x: plan.left + 4 + pen.measureText(title).width + 14, y: y + 3, right: plan.right }, colour);
   pen.textAlign = "right";
   if (!plan.narrow) pen.fillText(measure.text(top, isHost), plan.left - 10, y + 14);
   pen.textAlign = "left";
   inside(pen, plan, y, base + 1);
   for (const [index, each] of series.entries()) {
-    pen.strokeStyle = colour(`--s${[0, 1, 2, 3, 4, 7][index % 6]}`);
+    pen.strokeStyle = colour(seriesColour(index));
     pen.lineWidth = 1.5;
     pen.beginPath();
     let open = false;
@@ -407,6 +408,27 @@ function paintPanel(pen, plan, panel, colour) {
     pen.stroke();
   }
   pen.restore();
+}
+
+function seriesColour(index) {
+  return `--s${[0, 1, 2, 3, 4, 7][index % 6]}`;
+}
+
+/** Names of the lines, each behind a dash of its colour, as far as there is room. */
+function paintNames(pen, series, { x, y, right }, colour) {
+  let at = x;
+  for (const [index, { name }] of series.entries()) {
+    const width = pen.measureText(name).width;
+    if (at + width + 16 > right) {
+      pen.fillText(`and ${series.length - index} more`, at, y);
+      return;
+    }
+    pen.fillStyle = colour(seriesColour(index));
+    pen.fillRect(at, y - 4, 10, 2);
+    pen.fillStyle = colour("--muted");
+    pen.fillText(name, at + 14, y);
+    at += width + 28;
+  }
 }
 
 function paintMarks(pen, plan, data, colour) {

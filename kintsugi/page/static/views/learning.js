@@ -21,12 +21,12 @@ const SECTIONS = [
   {
     title: "Policy",
     charts: [
-      { title: "Loss", keys: ["loss", "value_loss"], labels: ["policy", "critic"] },
-      { title: "Entropy", keys: ["entropy"] },
-      { title: "KL", keys: ["kl", "behaviour_kl"], labels: ["kl", "behaviour_kl"] },
-      { title: "Clipped share", keys: ["clip_ratio", "value_clip_ratio"], labels: ["policy", "critic"], format: share },
-      { title: "Sampler − trainer", hint: "Difference of their log-probabilities before the first update; rises when something is wrong", keys: ["logprob_abs_diff_mean", "logprob_abs_diff_max"], labels: ["mean", "max"] },
-      { title: "Importance weights", keys: ["importance_weight_mean", "importance_weight_max", "ratio_mean"], labels: ["mean", "max", "ratio"] },
+      { title: "Loss", hint: "Of the policy, and of the critic where there is one", keys: ["loss", "value_loss"], labels: ["policy", "critic"] },
+      { title: "Entropy", hint: "Of the policy's next token, mean over loss tokens, in nats", keys: ["entropy"] },
+      { title: "KL", hint: "Divergence of the policy from the reference (without one: from the sampler), and of the sampler from the policy before the first update; nats per token", keys: ["kl", "behaviour_kl"], labels: ["to the reference", "sampler to trainer"] },
+      { title: "Clipped share", hint: "Tokens whose probability ratio was outside the clip range", keys: ["clip_ratio", "value_clip_ratio"], labels: ["policy", "critic"], format: share },
+      { title: "Sampler − trainer", hint: "Absolute difference of their log-probabilities before the first update; rises when something is wrong", keys: ["logprob_abs_diff_mean", "logprob_abs_diff_max"], labels: ["mean", "max"] },
+      { title: "Importance weights", hint: "Probability of a token for the trainer over that for the sampler; 1 where they agree", keys: ["importance_weight_mean", "importance_weight_max", "ratio_mean"], labels: ["mean", "max", "ratio"] },
       { title: "Pairs ranked right", keys: ["dpo_accuracy", "rm_accuracy"], format: share },
       { title: "Margin", keys: ["dpo_margin", "rm_margin"] },
     ],

@@ -7,10 +7,10 @@ const text = (value) => String(value ?? "").toLowerCase();
 
 /** Columns of the table; `value` is what is sorted by, `down` whether the first click sorts the largest first. */
 const COLUMNS = [
-  { name: "name", label: "Run", value: (run) => text(run.name), cell: nameCell },
+  { name: "name", label: "Run", value: (run) => text(run.id), cell: nameCell },
   { name: "state", label: "State", value: (run) => ["running", "failed", "interrupted", "unreadable", "stopped", "finished"].indexOf(run.state), cell: (run) => stateBadge(run.state) },
   { name: "step", label: "Step", number: true, down: true, value: (run) => run.step, cell: stepCell },
-  { name: "reward", label: "Reward", number: true, down: true, value: (run) => run.reward, cell: (run) => number(run.reward, 3) },
+  { name: "reward", label: "Reward", number: true, down: true, value: (run) => run.reward, cell: rewardCell },
   { name: "accuracy", label: "Accuracy", number: true, down: true, value: (run) => run.accuracy, cell: accuracyCell },
   { name: "tokens", label: "Tokens/s", number: true, down: true, value: (run) => run.tokens_per_s, cell: (run) => compact(run.tokens_per_s) },
   { name: "age", label: "Age", number: true, value: (run) => (run.started ? run.age_s : null), cell: (run) => (run.started ? duration(run.age_s) : "–") },
@@ -158,7 +158,7 @@ export async function render(root, { api, signal, params, setParams, navigate, h
   }
 
   function row(run) {
-    const box = h("input", { type: "checkbox", checked: chosen.has(run.id), disabled: run.state === "unreadable", "aria-label": `Choose ${run.name} for a comparison`, onchange: () => choose(run, box.checked) });
+    const box = h("input", { type: "checkbox", checked: chosen.has(run.id), disabled: run.state === "unreadable", "aria-label": `Choose ${run.id} for a comparison`, onchange: () => choose(run, box.checked) });
     return h(
       "tr",
       { class: chosen.has(run.id) ? "chosen" : "", dataset: { run: run.id } },
@@ -198,8 +198,8 @@ export async function render(root, { api, signal, params, setParams, navigate, h
 }
 
 function nameCell(run, href) {
-  const link = h("a", { class: "run-link", href: href(`/run/${encodeURIComponent(run.id)}/learning`) }, visible(run.name || run.id));
-  const detail = run.name !== run.id && h("small", visible(run.id));
+  const link = h("a", { class: "run-link", href: href(`/run/${encodeURIComponent(run.id)}/learning`) }, visible(run.id));
+  const detail = run.name && run.name !== run.id && h("small", visible(run.name));
   const trouble = run.problems?.length > 0 && h("small", { class: "warn", title: run.problems.join("\n") }, run.state === "unreadable" ? visible(run.problems[0]) : plural(run.problems.length, "problem"));
   return h("div", { class: "run-name" }, link, detail, trouble);
 }
@@ -207,6 +207,26 @@ function nameCell(run, href) {
 function stepCell(run) {
   if (!run.steps) return run.state === "unreadable" ? "–" : count(run.step);
   return [h("span", count(run.step), h("small", ` / ${count(run.steps)}`)), h("progress", { max: run.steps, value: Math.min(run.step, run.steps), "aria-label": "Steps done" })];
+}
+
+const CURVE = { width: 72, height: 20 };
+
+/** The last value, behind the curve that led to it. */
+function rewardCell(run) {
+  const known = (run.curve ?? []).map((value, index) => [index, value]).filter(([, value]) => value !== null);
+  if (known.length < 2) return number(run.reward, 3);
+  const values = known.map(([, value]) => value);
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const x = (index) => 2 + (index / (run.curve.length - 1)) * (CURVE.width - 4);
+  const y = (value) => (high > low ? CURVE.height - 2 - ((value - low) / (high - low)) * (CURVE.height - 4) : CURVE.height / 2);
+  const points = known.map(([index, value]) => `${x(index).toFixed(1)},${y(value).toFixed(1)}`);
+  const [lastX, lastY] = points.at(-1).split(",");
+  return h(
+    "span",
+    { class: "reward", title: `Mean reward from ${number(values[0], 3)} to ${number(values.at(-1), 3)}; lowest ${number(low, 3)}, highest ${number(high, 3)}` },
+    svg("svg", { class: "spark", width: CURVE.width, height: CURVE.height, "aria-hidden": "true" }, svg("polyline", { points: points.join(" ") }), svg("circle", { cx: lastX, cy: lastY, r: 2 })),
+    number(run.reward, 3),
+  );
 }
 
 /** The share, and where its interval lies between 0 and 100 %. */

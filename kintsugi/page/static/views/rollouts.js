@@ -101,7 +101,8 @@ export async function render(root, context) {
     }
   }
 
-  /** Without a step cursor the newest step that has samples is shown. In the plain view, the first group is open. */
+  /** Without a step cursor the newest step that has samples is shown. In the plain view, the first group whose rewards
+   * differ is open: the others have nothing to compare. */
   async function read() {
     let step = state.all ? null : cursor.step;
     if (!state.all && step === null) {
@@ -112,7 +113,7 @@ export async function render(root, context) {
     const filter = { step, sort: state.sort, text: state.text, min: state.min, max: state.max, outcome: state.outcome, limit: PAGE };
     const answer = await api.samples(id, { ...filter, group: state.group }, { signal });
     if (isPlain() && state.group === null && answer.groups.length) {
-      const group = answer.groups[0].group;
+      const { group } = answer.groups.find(({ low, high }) => high > low) ?? answer.groups[0];
       return { ...answer, ...itemsOf(await api.samples(id, { ...filter, group }, { signal })), step, filter: { ...filter, group }, group };
     }
     const group = state.group || null;
@@ -233,7 +234,7 @@ export async function render(root, context) {
       h("header", score(item), h("span", { class: "grow" }), !together && h("span", { class: "muted" }, `step ${item.step}`), h("span", { class: "muted" }, `#${item.sample}`)),
       rewardParts(item),
       !together && h("div", { class: "sample-prompt" }, hostile(tail(item.prompt, 160), { limit: 200 })),
-      h("div", { class: "sample-text" }, item.completion === "" ? h("span", { class: "muted" }, "empty") : hostile(item.completion, { limit: EXCERPT })),
+      h("div", { class: "sample-text" }, item.completion === "" ? h("span", { class: "muted" }, "empty") : episode(item.completion), item.length > item.completion.length && h("small", "cut here; a click shows all")),
       place,
       h("footer", ending(item), h("span", `weights ${item.version}`), h("span", plural(item.length, "character"))),
     );
@@ -357,6 +358,20 @@ function pressed(label, isOn, onclick) {
 /** The end of a prompt says more than its beginning, which is often the same instruction for all. */
 function tail(text, length) {
   return text.length > length ? `…${text.slice(-length)}` : text;
+}
+
+const PARTS = /⟨(?<output>[^]*?)⟩|(?<call><tool(?:_call)?>[^]*?<\/tool(?:_call)?>)/g;
+
+/** A completion in few lines, with tool calls and their output told apart. */
+function episode(text) {
+  const parts = [];
+  let from = 0;
+  for (const { index, 0: whole, groups } of text.matchAll(PARTS)) {
+    parts.push([text.slice(from, index), ""], groups.call === undefined ? [groups.output, "tool-output"] : [whole, "tool-call"]);
+    from = index + whole.length;
+  }
+  parts.push([text.slice(from), ""]);
+  return h("div", { class: "hostile", dir: "auto" }, parts.filter(([part]) => part.trim()).map(([part, kind]) => h("bdi", { class: ["hostile-text", kind], title: kind.replace("-", " ") || null }, visible(part.slice(0, EXCERPT)))));
 }
 
 function notes(page, state) {

@@ -34,7 +34,8 @@ export async function render(root, { api, run, signal, href }) {
   }
 
   function draw(levels) {
-    replace(root, problems(levels.problems), tiles(levels), time(levels), targets(levels), losses(levels, (id) => href(`/run/${encodeURIComponent(run.id)}/incidents`, { incident: id })));
+    const address = (id) => href(`/run/${encodeURIComponent(run.id)}/incidents`, { incident: id });
+    replace(root, h("h2", { class: "visually-hidden" }, "Service levels"), problems(levels.problems), tiles(levels), time(levels), h("div", { class: "levels-pair" }, targets(levels), losses(levels, address)));
   }
 }
 
@@ -54,14 +55,20 @@ function tiles(levels) {
     tile("Throughput", compact(levels.throughput), levels.samples_per_s === null ? "trained tokens/s" : `trained tokens/s · ${number(levels.samples_per_s, 3)} samples/s`),
     tile("Success rate", percent(levels.success_rate), "of samples neither lost nor quarantined"),
     cost,
-    tile("Incidents recovered", levels.incidents ? `${count(levels.recovered)} of ${count(levels.incidents)}` : "none", levels.incidents ? `${duration(levels.mean_recovery_s)} each on average · ${plural(levels.steps_undone, "step")} undone` : "nothing broke"),
+    incidentTile(levels),
   );
+}
+
+function incidentTile({ incidents, recovered, mean_recovery_s: mean, steps_undone: undone }) {
+  if (incidents === null) return tile("Incidents recovered", "–", "being read");
+  if (!incidents) return tile("Incidents recovered", "none", "nothing broke");
+  return tile("Incidents recovered", `${count(recovered)} of ${count(incidents)}`, `${duration(mean)} each on average · ${plural(undone, "step")} undone`);
 }
 
 /** Where the wall time went: training, lost to faults, and all else (start, evaluation, saving, idle). */
 function time(levels) {
-  if (!levels.wall_s) return null;
-  const lost = Math.min(levels.wall_s, levels.lost_s ?? 0);
+  if (!levels.wall_s || levels.lost_s === null) return null;
+  const lost = Math.min(levels.wall_s, levels.lost_s);
   const training = Math.max(0, Math.min(levels.wall_s - lost, levels.training_s ?? 0));
   const parts = [
     { name: "Training", seconds: training, tone: "training" },
@@ -94,11 +101,11 @@ function targets({ targets: all }) {
   if (!all.length) return h("section", { class: "card" }, h("h2", "Targets"), empty("No targets are set", "Service levels of the configuration appear here with their attainment."));
   return h(
     "section",
-    { class: "section" },
+    { class: "card targets-card" },
     h("h2", "Targets"),
     h(
       "div",
-      { class: "table-wrap fit" },
+      { class: "table-scroll" },
       h(
         "table",
         { class: "targets" },
@@ -116,10 +123,9 @@ function targetRow({ label, target, actual, met, unit, at_least: atLeast }) {
 }
 
 /** What each incident cost, the most expensive first. */
-function losses({ lost_by_incident: lost, incidents }, address) {
-  const all = Object.entries(lost).sort(([, one], [, two]) => two - one);
-  if (!all.length) return incidents ? null : h("section", { class: "card" }, h("h2", "Time lost by incident"), empty("No incident", "No fault has taken time from this run."));
-  const most = all[0][1] || 1;
+function losses({ losses: all, incidents }, address) {
+  if (!all.length) return incidents === 0 ? h("section", { class: "card" }, h("h2", "Time lost by incident"), empty("No incident", "No fault has taken time from this run.")) : null;
+  const most = all[0].seconds || 1;
   return h(
     "section",
     { class: "card" },
@@ -127,15 +133,15 @@ function losses({ lost_by_incident: lost, incidents }, address) {
     h(
       "ol",
       { class: "losses" },
-      all.slice(0, 50).map(([id, seconds]) =>
+      all.map(({ incident, title, seconds }) =>
         h(
           "li",
-          h("a", { href: address(id) }, `Incident ${id}`),
-          svg("svg", { width: "100%", height: "10", "aria-hidden": "true" }, svg("rect", { width: `${Math.max(0.5, (seconds / most) * 100)}%`, height: "100%", rx: "2" })),
+          h("a", { href: address(incident) }, h("span", { class: "muted" }, `#${incident}`), " ", visible(title)),
           h("b", { class: "number" }, duration(seconds)),
+          svg("svg", { width: "100%", height: "6", "aria-hidden": "true" }, svg("rect", { width: `${Math.max(0.5, (seconds / most) * 100)}%`, height: "100%", rx: "2" })),
         ),
       ),
     ),
-    all.length > 50 && h("p", { class: "muted" }, `and ${count(all.length - 50)} that cost less`),
+    incidents > all.length && h("p", { class: "muted" }, `and ${count(incidents - all.length)} that cost less, or are not over`),
   );
 }

@@ -26,7 +26,7 @@ export async function render(root, context) {
   await read();
   return {
     update(what) {
-      if (isFollowing && (what.includes("timeline") || what.includes("metrics") || what.includes("health"))) readSoon();
+      if (isFollowing && what.includes("timeline")) readSoon();
     },
     close() {
       forget();
@@ -236,6 +236,7 @@ function stepBars(steps, cursor) {
     h(
       "div",
       { class: "step-bars", onpointerleave: () => (note.textContent = hint(steps)) },
+      [1, 0.5].map((part) => h("span", { class: "step-scale", "aria-hidden": "true", style: { bottom: `${part * 100}%` } }, duration(most * part))),
       steps.map((step) =>
         h(
           "button",
@@ -244,13 +245,20 @@ function stepBars(steps, cursor) {
         ),
       ),
     ),
-    h("div", { class: "step-axis" }, h("span", `step ${steps[0].step}`), h("span", `highest bar ${duration(most)}`), h("span", `step ${steps.at(-1).step}`)),
+    h("div", { class: "step-numbers", "aria-hidden": "true" }, steps.map((step, index) => h("span", isLabelled(index, steps.length) ? String(step.step) : ""))),
     note,
   ];
 
   function tell(step) {
     note.textContent = `Step ${step.step}: ${duration(step.to - step.from)}; ${stageLines(step).join(", ")}`;
   }
+}
+
+const MOST_LABELS = 24;
+
+/** Steps are numbered below their bars, as many as there is room for. */
+function isLabelled(index, amount) {
+  return index % Math.ceil(amount / MOST_LABELS) === 0;
 }
 
 function hint(steps) {
