@@ -82,10 +82,12 @@ def simulate(
     report = run_campaign(first=first, count=seeds, num_workers=workers, num_processes=processes)
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    told = {
+        name: counted(int(str(report[f"{name}s"])), name) for name in ("violation", "seed", "fault", "event")
+    }
     say(
-        f"{counted(report['violations'], 'violation')} in {counted(report['seeds'], 'seed')} with "
-        f"{counted(report['faults'], 'fault')}: {report['events']:,} events, {report['virtual_s']:,.0f} s of virtual "
-        f"time in {report['wall_s']:.1f} s"
+        f"{told['violation']} in {told['seed']} with {told['fault']}: {told['event']}, "
+        f"{report['virtual_s']:,.0f} s of virtual time in {report['wall_s']:.1f} s"
     )
     if report["violating"]:
         say(msgspec.json.format(msgspec.json.encode(report["violating"]), indent=2).decode())

@@ -53,7 +53,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
         program = tmp_path / "session.py"
         program.write_text(SESSION.format(body=body, summary=SUMMARY))
         stand_in = tmp_path / "python"
-        stand_in.write_text(f'#!/bin/sh\nshift 2\nexec {interpreter} {program} "$@"\n')
+        stand_in.write_text(f'#!/bin/sh\nshift 3\nexec {interpreter} {program} "$@"\n')
         stand_in.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(stand_in))
 
