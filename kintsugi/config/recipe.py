@@ -30,6 +30,7 @@ from kintsugi.config.schema import (
 )
 from kintsugi.config.stages import stages
 from kintsugi.errors import ConfigError, StorageError
+from kintsugi.run_folder.layout import RunFolder
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
@@ -123,7 +124,9 @@ def _forget_algorithm_defaults(tree: Tree, *, beside: Path) -> None:
     """Open the values again that a run's `config.yaml` has from the defaults of its algorithm: another one has
     others."""
     try:
-        recorded = msgspec.json.decode((beside.parent / "origins.json").read_bytes(), type=dict[str, str])
+        recorded = msgspec.json.decode(
+            RunFolder(beside.parent).origins_file.read_bytes(), type=dict[str, str]
+        )
     except (OSError, msgspec.MsgspecError):
         return
     section = tree.get("algorithm")

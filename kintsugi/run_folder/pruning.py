@@ -10,6 +10,7 @@ import msgspec
 
 from kintsugi.errors import StorageError, UserError
 from kintsugi.run_folder import reader
+from kintsugi.run_folder.layout import RELATIVE
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -29,8 +30,9 @@ class PartSize(msgspec.Struct, frozen=True):
     size: int
 
 
-def _files(*names: str) -> Callable[[Path], list[Path]]:
-    return lambda folder: [path for name in names for path in sorted(folder.glob(name))]
+def _files(*names: str | Path) -> Callable[[Path], list[Path]]:
+    """Files and folders by their names, or patterns of names, in a run folder."""
+    return lambda folder: [path for name in names for path in sorted(folder.glob(str(name)))]
 
 
 def _old_checkpoints(folder: Path) -> list[Path]:
@@ -45,18 +47,20 @@ def _old_checkpoints(folder: Path) -> list[Path]:
 
 
 PARTS = (
-    Part("index", "search index", "nothing: `kintsugi logs` builds it again", _files("store.db*")),
+    Part(
+        "index", "search index", "nothing: `kintsugi logs` builds it again", _files(f"{RELATIVE.index_file}*")
+    ),
     Part(
         "telemetry",
         "spans, readings and recorded inputs",
         "`diagnose`, `trace` and the replay of this run; incidents and events stay",
-        _files("events/*.spans.jsonl*", "figures", "inputs", "journal.[0-9]*"),
+        _files(f"{RELATIVE.spans_file('*')}*", RELATIVE.readings_folder, RELATIVE.inputs_file),
     ),
     Part(
         "evaluations",
         "folders of `kintsugi eval`",
         "the details of these evaluations",
-        _files("evaluations"),
+        _files(RELATIVE.evaluations_folder),
     ),
     Part(
         "checkpoints",
@@ -68,7 +72,7 @@ PARTS = (
         "samples",
         "trained samples",
         "`kintsugi samples`",
-        _files("samples.jsonl", "samples.index", "rollouts"),
+        _files(RELATIVE.samples_file, RELATIVE.samples_index_file, RELATIVE.rollouts_folder),
     ),
 )
 """Parts that can be removed, the least missed first."""
