@@ -16,6 +16,7 @@ from kintsugi.run_folder import reader
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.telemetry.events import Alert, FaultHandled, ProcessGone, Record, Span, Transition, read_events
 from kintsugi.telemetry.jsonl_log import lines_in, paths_of
+from kintsugi.telemetry.store.tracing import MASTER_PHASES
 
 SKIPPED = 2
 """First steps that medians leave out: kernels are compiled and allocators grow."""
@@ -33,7 +34,7 @@ def phases(records: Sequence[Record]) -> list[Phase]:
     moves = [
         (record.stamp.time, record.event.after)
         for record in records
-        if isinstance(record.event, Transition) and record.event.machine == "master"
+        if isinstance(record.event, Transition) and (record.event.machine, record.event.key) == MASTER_PHASES
     ]
     return [Phase(name, since, until) for (since, name), (until, _) in pairwise(moves)]
 
@@ -126,17 +127,26 @@ def saves(
     records: Sequence[Record], readings: Sequence[HostReading], found: Sequence[Phase]
 ) -> dict[str, Any]:
     spans = [
-        {"step": record.event.attributes.get("step"), "seconds": round(record.event.duration_s, 3)}
+        {
+            "step": record.event.attributes.get("step"),
+            "seconds": round(record.event.duration_s, 3),
+            "stalled_s": _number(record.event.attributes.get("stalled_s")),
+        }
         for record in records
         if isinstance(record.event, Span) and record.event.name == "save"
     ]
     return {
         "saves": spans,
-        "standing_still_s": [
-            round(phase.until - phase.since, 3) for phase in found if phase.name == "saving"
-        ],
+        "standing_still_s": [each["stalled_s"] for each in spans],
+        "waited_for_the_last_s": round(
+            sum(phase.until - phase.since for phase in found if phase.name == "saving"), 3
+        ),
         "seen_on_disk_s": round(_saving_seconds(readings), 1),
     }
+
+
+def _number(text: str | None) -> float | None:
+    return None if text is None else float(text)
 
 
 def _saving_seconds(readings: Sequence[HostReading]) -> float:
@@ -293,6 +303,7 @@ def table(result: dict[str, Any]) -> str:
     add("longest silence heard, s", _pairs(result["silence_heard_s"]))
     add("saves", " ".join(f"step {each['step']}: {each['seconds']} s" for each in result["saves"]))
     add("standing still for saves", f"{result['standing_still_s']} s; on disk {result['seen_on_disk_s']} s")
+    add("waited for the last save", f"{result['waited_for_the_last_s']} s")
     add("left in /dev/shm", result.get("left_in_shared_memory"))
     for text in result["alerts"]:
         add("alert", text)

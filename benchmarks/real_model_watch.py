@@ -19,6 +19,7 @@ from typing import Any
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.telemetry.events import Tail, Transition
 from kintsugi.telemetry.process_reports import read_processes
+from kintsugi.telemetry.store.tracing import MASTER_PHASES
 
 DEVICE_INTERVAL_S = 0.1
 HOST_INTERVAL_S = 0.5
@@ -243,7 +244,7 @@ class Trigger:
         """Passes of the phase so far; the delay of the chosen one is a share of the median of those before."""
         for record in self._events.records():
             event = record.event
-            if not isinstance(event, Transition) or event.machine != "master":
+            if not isinstance(event, Transition) or (event.machine, event.key) != MASTER_PHASES:
                 continue
             if event.before == self._fault.during and self._entered is not None:
                 self._durations.append(record.stamp.time - self._entered)

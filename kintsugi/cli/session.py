@@ -150,7 +150,7 @@ def _prepare(config: Config, *, run_dir: Path, resume: bool) -> None:
         print_message(f"{WARNING}{sentence}")
     record_locally(run_dir, Action.RESUME if resume else Action.START, begins=not resume)
     if not resume:
-        record_start(run_dir, config)
+        record_start(run_dir, load_config(RunFolder(run_dir).config_file))
 
 
 def _print_outcome(

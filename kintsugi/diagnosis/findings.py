@@ -30,6 +30,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Other processes involved, as the peer of a link."""
     of_host: bool = False
     """The whole host is affected, and the process represents it."""
+    advice: str = ""
+    """Remedy, where it is another than that of the kind."""
 
 
 def shortened(message: str, *, max_length: int = 240) -> str:

@@ -32,7 +32,7 @@ RECOVERY_STEPS = 8.0
 computed again."""
 MEASURED = 0.9
 """Strength from which on a reading is no effect of a fault elsewhere: the kernel itself counts the time for which a
-quota held a process."""
+quota held a process, or three connections of a process and hardly any other are bad."""
 BEFORE_S = 1.2
 """Clock errors and sampling may place an effect this much before its cause."""
 _K = FaultKind
@@ -252,8 +252,10 @@ def _explains_elsewhere(cause: Finding, other: Finding) -> bool:
         # One accelerator: the process that grew leaves no memory to the others.
         return other.process in cause.others and cause.process not in other.others
     if other.kind in _NETWORK and cause.kind in _GONE | {_K.MEMORY} and cause.is_fact:
-        # A lost process leaves its peers with dead connections.
-        return cause.process in other.others or not other.is_fact
+        # A lost process leaves its peers with dead connections, and its replacement delays others for a moment. It cuts
+        # no connection between others: the kernel acknowledges for a process that gets no CPU.
+        is_moment = not other.is_fact and other.kind is not _K.NETWORK_CUT and other.strength < MEASURED
+        return cause.process in other.others or is_moment
     if cause.is_fact and cause.kind in _GONE | {_K.MEMORY, _K.DEVICE, _K.DEVICE_MEMORY}:
         # A replacement costs its neighbours CPU and disk for a moment, and others notice the absence.
         return not other.is_fact and other.strength < MEASURED and other.kind in _MOMENTARY
@@ -306,7 +308,7 @@ def _cause(bundle: EvidenceBundle, candidate: CandidateCause, *, at: float) -> C
         path=path_from(bundle, finding, symptom=candidate.symptom.hop, at=at),
         evidence=finding.evidence,
         rules_out=finding.rules_out,
-        advice=ADVICE[finding.kind],
+        advice=finding.advice or ADVICE[finding.kind],
     )
 
 

@@ -19,13 +19,13 @@ from kintsugi.page.schema import IncidentRow
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 
-POLL_S = 0.4
+POLL_S = 0.6
 OVERVIEW_POLL_S = 1.0
 OVERVIEW_RUN_S = 0.01
 """Additional time between two looks at a folder, per run in it."""
-LEAST_INTERVAL_S = {"health": 1.0, "logs": 1.0, "timeline": 2.0, "samples": 1.0}
+LEAST_INTERVAL_S = {"metrics": 2.0, "health": 2.5, "logs": 2.0, "timeline": 3.0, "samples": 2.5}
 """Parts that change all the time are reported at most this often …"""
-COST_FACTOR = 60.0
+COST_FACTOR = 120.0
 """… and so that answers to one viewer take at most this part of the time: a run must not notice that it is watched."""
 MOST_INCIDENTS = 20
 

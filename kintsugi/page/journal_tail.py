@@ -6,8 +6,8 @@ journal.N   earlier facts, read afterwards, the newest file first: restarts, dro
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -53,6 +53,7 @@ PIECE = 200
 MOST_TIMED = 20_000
 """Facts of incidents that are kept with their times."""
 MOST_REASONS = 500
+LAST_MOMENTS = 4096
 LINE_END = "\n"
 _UNREAD = frozenset(
     kind_of(kind).encode() for kind in (TicketsIssued, TicketAssigned, SamplesScored, BatchFormed)
@@ -118,8 +119,9 @@ class JournalTail:
         """Facts of incidents, with the number of their record."""
         self._moments: dict[int, float] = {}
         self._moments_offset = 0
-        self._moments_for = 0
-        """Number of timed facts that the times were looked up for."""
+        self._has_all_moments = False
+        self._last_moments: deque[tuple[int, float]] = deque(maxlen=LAST_MOMENTS)
+        """Record that may follow from each of the last inputs, and the time of the input."""
 
     @property
     def share(self) -> float:
@@ -324,23 +326,27 @@ class JournalTail:
         return [each for each in found if each.time is not None and since <= each.time <= until]
 
     def _read_moments(self) -> None:
-        """Read the times of inputs; those that led to facts of incidents are kept. Facts that became known since the
-        last time may follow from inputs that were read already."""
+        """Read the times of inputs; those that led to facts of incidents are kept. The last ones are looked at again,
+        since an input is written before its facts, and all of them once earlier facts are known."""
         path = self._run.inputs_file
         wanted = {sequence for sequence, _ in self.timed}
-        if len(wanted) != self._moments_for:
-            self._moments_offset, self._moments_for = 0, len(wanted)
+        if self.is_complete and not self._has_all_moments:
+            self._moments_offset, self._has_all_moments = 0, True
+        self._take_moments(self._last_moments, wanted)
         try:
             while True:
                 moments, end = read_moments(path, offset=self._moments_offset)
-                for moment in moments:
-                    if moment.wall and moment.after + 1 in wanted:
-                        self._moments[moment.after + 1] = moment.wall
+                found = [(moment.after + 1, moment.wall) for moment in moments if moment.wall]
+                self._take_moments(found, wanted)
+                self._last_moments.extend(found)
                 self._moments_offset = end
                 if not moments:
                     return
         except (OSError, msgspec.MsgspecError):
             return
+
+    def _take_moments(self, found: Iterable[tuple[int, float]], wanted: set[int]) -> None:
+        self._moments.update((sequence, wall) for sequence, wall in found if sequence in wanted)
 
 
 def _facts(content: bytes) -> Iterator[Fact]:

@@ -124,15 +124,16 @@ class RunReader:
             return not self.journal.is_complete
 
     def is_running(self) -> bool:
+        """Return whether the run runs, here or on a host that shares this disk."""
         try:
-            return reader.living_launcher(self.folder) is not None
+            return reader.is_running(self.folder)
         except (KintsugiError, OSError):
             return False
 
     def state(self, summary: Summary | None) -> tuple[str, str]:
         """Return the state of the run, and a problem."""
         try:
-            if reader.living_launcher(self.folder) is not None:
+            if reader.is_running(self.folder):
                 return RunState.RUNNING.value, ""
         except UserError as error:
             return RunState.INTERRUPTED.value, str(error)

@@ -35,6 +35,8 @@ MOST_BYTES, MOST_IN_ALL = 6 << 20, 96 << 20
 MOST_PROCESSES = 32
 """Above this many processes there is a heat map."""
 HEAT_COLUMNS = 120
+LEAST_WORK = 0.05
+"""Part of a cell of the heat map below which it shows the wait."""
 MOST_STEPS = 400
 MASTER = process_id(Role.MASTER, 0)
 
@@ -459,6 +461,17 @@ def steps(metrics: MetricsTable, *, since: float, until: float) -> list[StepBar]
     return bars
 
 
+def _main_kind(seconds: Mapping[str, float], *, width: float) -> str:
+    """Return the kind that took most of a cell; a wait only where there was hardly any work beside it.
+
+    >>> _main_kind({"wait": 1.0, "train": 0.4}, width=1.0), _main_kind({"wait": 1.0, "train": 0.01}, width=1.0)
+    ('train', 'wait')
+    """
+    work = {kind: each for kind, each in seconds.items() if kind != "wait"}
+    chosen = work if sum(work.values()) >= LEAST_WORK * width else seconds
+    return max(chosen, key=lambda kind: chosen[kind]) if chosen else ""
+
+
 def heat(found: Iterable[Lane], *, since: float, until: float) -> HeatMap:
     """Return the busy share of each process over time, and the kind that took most of it."""
     width = max((until - since) / HEAT_COLUMNS, 1e-6)
@@ -479,7 +492,7 @@ def heat(found: Iterable[Lane], *, since: float, until: float) -> HeatMap:
                 for each in seconds
             )
         )
-        kinds.append(tuple(max(each, key=lambda kind: each[kind]) if each else "" for each in seconds))
+        kinds.append(tuple(_main_kind(each, width=width) for each in seconds))
         names.append(lane.process)
     times = tuple(since + column * width for column in range(HEAT_COLUMNS))
     return HeatMap(times=times, processes=tuple(names), busy=tuple(rows), kinds=tuple(kinds))

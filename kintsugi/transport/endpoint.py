@@ -104,7 +104,7 @@ class Endpoint:
         self._public_key = public_key
         self._secret_key = secret_key
         self._directory = Directory(job=job, process=process)
-        self._saved = SavedReplies()
+        self._saved = SavedReplies(num_peers=num_peers)
         self._timers: list[tuple[float, int, PendingReply]] = []
         self._num_timers = 0
         self._inbox: deque[Delivery] = deque()

@@ -26,7 +26,10 @@ SLOW_S = 1.0
 """A request that takes longer is recorded as a span."""
 CHUNK_BYTES = 16 << 20
 SAVED_REPLIES = 512
+REPLIES_PER_PEER = 4
+"""Replies saved for each peer beyond `SAVED_REPLIES`: in a large run too a repeated request finds its reply."""
 SAVED_BYTES = 2 << 20
+BYTES_PER_PEER = 8 << 10
 SLOWEST_BULK_BYTES_PER_S = 50e6
 """A bulk transfer counts as under way for as long as it would take at this rate."""
 
@@ -173,7 +176,9 @@ class SavedReplies:
     be under way, and are carried out again after that (a repeated fetch is harmless).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, num_peers: int = 0) -> None:
+        self._most_replies = SAVED_REPLIES + REPLIES_PER_PEER * num_peers
+        self._most_bytes = SAVED_BYTES + BYTES_PER_PEER * num_peers
         self._replies: OrderedDict[tuple[str, str, int], SavedReply] = OrderedDict()
         self._bytes = 0
 
@@ -193,6 +198,6 @@ class SavedReplies:
             saved = SavedReply(frame, blobs, size)
         self._replies[envelope.sender, envelope.incarnation, envelope.sequence] = saved
         self._bytes += saved.size
-        while self._bytes > SAVED_BYTES or len(self._replies) > SAVED_REPLIES:
+        while self._bytes > self._most_bytes or len(self._replies) > self._most_replies:
             _, oldest = self._replies.popitem(last=False)
             self._bytes -= oldest.size

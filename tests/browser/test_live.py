@@ -58,7 +58,8 @@ def test_a_run_is_watched_while_a_rank_is_killed_and_stopped_from_the_page(
     for address in serve(run.run_dir.parent, "--operate", lines=2, home=tmp_path):
         stop_from(address, browser, run)
     audited = [json.loads(line)["entry"] for line in (run.run_dir / "audit.jsonl").read_text().splitlines()]
-    assert [(each["action"], each["answer"]) for each in audited] == [("stop", "accepted")]
+    stop = audited[-1]
+    assert (stop["action"], stop["answer"], stop["name"]) == ("stop", "accepted", "page token (operator)")
 
 
 def stop_from(address: str, browser: Browser, run: Run) -> None:

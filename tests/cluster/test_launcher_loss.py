@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import pytest
 
 from kintsugi.runtime.proc import process_start_time
+from kintsugi.runtime.shortages import EXIT_NO_MEMORY
 from kintsugi.telemetry.events import ProcessGone, read_events
 from kintsugi.types import Role
 from tests.cluster.tiny_runs import TinyRun, start_of, until
@@ -200,7 +201,23 @@ def test_launcher_and_standby_killed_together_leave_nothing(run: TinyRun, with_c
     assert run.launcher is not None
     kill(*pair, *([run.launcher.pid] if with_command else []))
     run.assert_nothing_left(timeout_s=ENDED_S)
+    for agent in ("agent-0", "agent-1"):
+        events = [record.event for record in read_events(run.run_dir, process=agent)]
+        lost = [event for event in events if isinstance(event, ProcessGone) and event.of == "launcher-0"]
+        assert [(event.pid, event.how) for event in lost] == [(pair[0], "ended together with its standby")]
     if not with_command:
         code, errors = run.result()
         assert code == 99
         assert errors.startswith("ProcessDied: launcher-0")
+
+
+def test_a_master_that_leaves_for_want_of_memory_is_replaced_and_its_workers_stay(run: TinyRun) -> None:
+    run.start(start_of("model-0"), exit_code=EXIT_NO_MEMORY, supervised=True)
+    until(lambda: run.happened() and run.master()[1] and ["complete"] in run.happened(), "the second master")
+    run.note_sockets()
+    started = [record.event for record in read_events(run.run_dir, process="agent-0")]
+    gone = [event for event in started if isinstance(event, ProcessGone)]
+    assert [(event.of, event.how) for event in gone] == [
+        ("master-0", "exited with code 72 (it got no memory)")
+    ]
+    end(run)

@@ -9,10 +9,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from benchmarks.real_model_report import Phase, busy_share, typical
+from benchmarks.real_model_report import Phase, busy_share, phases, saves, typical
 from benchmarks.real_model_watch import Device, Fault, HostReading, Monitor, Trigger, peaks
 from kintsugi.run_folder.layout import RunFolder
-from kintsugi.telemetry.events import EventLog, Transition
+from kintsugi.telemetry.events import EventLog, Record, Span, Stamp, Transition
 from kintsugi.telemetry.process_reports import ProcessReport, ProcessReports, write_processes
 
 
@@ -122,3 +122,21 @@ def test_medians_leave_the_first_steps_out() -> None:
     assert typical(steps)["seconds"] == 2.0
     assert typical([]) == {}
     assert HostReading.__dataclass_fields__.keys() >= {"saving", "silent_s_of"}
+
+
+def test_a_save_beside_training_is_no_phase_of_the_run_and_says_how_long_training_stood_still() -> None:
+    def at(seconds: float, event: Transition | Span) -> Record:
+        return Record(Stamp(seconds, seconds, "master-0"), event)
+
+    records = [
+        at(0, Transition("master", "run", "publishing", "collecting", "")),
+        at(0, Transition("master", "save", "idle", "saving", "")),
+        at(2, Transition("master", "run", "collecting", "training", "")),
+        at(5, Transition("master", "save", "saving", "idle", "")),
+        at(5, Span("save", 0, 5, {"step": "2", "stalled_s": "0.25"})),
+        at(6, Transition("master", "run", "training", "committing", "")),
+    ]
+    found = phases(records)
+    assert found == [Phase("collecting", 0, 2), Phase("training", 2, 6)]
+    report = saves(records, [], found)
+    assert (report["standing_still_s"], report["waited_for_the_last_s"]) == ([0.25], 0)

@@ -177,6 +177,7 @@ def common_silence(bundle: EvidenceBundle) -> Iterator[Finding]:
         ),
         is_fact=True,
         rules_out=("the end of the run: it had not finished, and no stop was requested",),
+        advice="`kintsugi resume` continues the run from its last checkpoint; find what ended everything on that host.",
     )
 
 

@@ -20,6 +20,8 @@ from itertools import chain
 from math import log2
 from typing import NamedTuple
 
+import msgspec
+
 from kintsugi.diagnosis.baseline import MANY, Baselines
 from kintsugi.diagnosis.evidence import MASTER, EvidenceBundle, LinkKey, known_role
 from kintsugi.diagnosis.findings import Finding
@@ -58,6 +60,8 @@ FIRST_TRY_S = 0.2
 SILENT_S = 2.5
 FEW = 2.5
 """Lost segments above which an end is not cut off: they were sent over a route that works."""
+BEFORE_S = 6.4
+"""Time before nothing is acknowledged in which losses show that the route was bad and not cut."""
 SHOWN_S = 2.1
 """Time after the first late acknowledgement until every active connection has shown whether it is late too. A cut shows
 within the next sample, since it has taken some retransmissions already."""
@@ -284,20 +288,28 @@ def _cut_or_lost(bundle: EvidenceBundle, signs: _Signs, blame: BlamedEnd) -> Fin
     seconds."""
     points = blame.points
     onset = min(point.time - FIRST_TRY_S * (2**point.value - 1) for point in points)
-    lost = [
-        point
-        for point in signs.lost
-        if _is_at(bundle, blame, point)
-        and onset + SAMPLE_S < point.time <= points[-1].time
-        and point.value > 0
-    ]
-    unacked_since = max(onset + SAMPLE_S, points[0].time - UNACKED_S)
-    if len({point.pair for point in lost}) > 1 or _segments(lost) > FEW:
-        return _lost(bundle, signs, blame._replace(points=lost))
-    if repeated := _repeated_again(bundle, blame, since=unacked_since, until=points[-1].time):
-        return _lost(bundle, signs, blame._replace(points=repeated))
+    if lost := _losses_beside(bundle, signs, blame, onset=onset):
+        finding = _lost(bundle, signs, blame._replace(points=lost))
+        return msgspec.structs.replace(finding, until=max(finding.until, points[-1].time))
     words = "nothing is acknowledged despite repeated retransmissions"
     return _finding(bundle, signs, blame, FaultKind.NETWORK_CUT, onset, words, 0.78)
+
+
+def _losses_beside(
+    bundle: EvidenceBundle, signs: _Signs, blame: BlamedEnd, *, onset: float
+) -> list[ConnectionEnd]:
+    """Return the losses that show that an end is not cut off: at the same time, for seconds before, or on a connection
+    that works and repeats again."""
+    first, last = blame.points[0].time, blame.points[-1].time
+    here = [point for point in signs.lost if _is_at(bundle, blame, point) and point.time <= last]
+    lost = [point for point in here if onset + SAMPLE_S < point.time and point.value > 0]
+    if len({point.pair for point in lost}) > 1 or _segments(lost) > FEW:
+        return lost
+    before = [point for point in here if onset - BEFORE_S <= point.time < onset - SAMPLE_S]
+    if _segments(before) > FEW and len({round(point.time) for point in before}) > 1:
+        return sorted([*before, *lost])
+    since = max(onset + SAMPLE_S, first - UNACKED_S)
+    return _repeated_again(bundle, blame, since=since, until=last)
 
 
 def _repeated_again(

@@ -23,8 +23,6 @@ WINDOW_S = 10.0
 """A case without a verdict ends after this time."""
 LEAST_FAULT_S = 6.0
 """Shortest duration of a fault, even when it is diagnosed earlier: its effect has to show, also in the logs."""
-LEAST_PAIR_S = 8.0
-"""Shortest duration of the later one of two faults: the diagnosis reports what is over for this long."""
 MOMENT_TIMEOUT_S = 12.0
 PAIR_LEASE_S = WINDOW_S + MOMENT_TIMEOUT_S + 2.0
 """Longest duration of a fault of a pair: the first one lasts while the second awaits its moment."""

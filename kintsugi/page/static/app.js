@@ -26,7 +26,8 @@ const VIEWS = [
   { route: "logs", label: "Logs", module: "logs", key: "6" },
   { route: "levels", label: "Service levels", module: "service_levels", key: "7" },
 ];
-const STATE_REFRESH_MS = 800;
+const STATE_REFRESH_MS = 2000;
+const NEWS_REFRESH_MS = 300;
 
 const app = document.getElementById("app");
 const bar = h("header", { class: "bar" });
@@ -228,7 +229,8 @@ function followRun(id) {
       drawBar();
     },
     onChange(what, runs) {
-      if (id !== null) refreshSoon(id);
+      const isNews = what.includes("state") || what.includes("incidents");
+      if (id !== null) refreshSoon(id, isNews ? NEWS_REFRESH_MS : STATE_REFRESH_MS);
       current?.view?.update?.(what, runs);
       for (const listener of [...(current?.listeners ?? [])]) listener(what, runs);
     },
@@ -241,8 +243,10 @@ function followRun(id) {
   });
 }
 
-function refreshSoon(id) {
-  if (refreshTimer !== null) return;
+/** Read the header again; figures that change all the time wait longer than news, which come before them. */
+function refreshSoon(id, delay) {
+  if (refreshTimer !== null && delay !== NEWS_REFRESH_MS) return;
+  clearTimeout(refreshTimer);
   refreshTimer = setTimeout(async () => {
     refreshTimer = null;
     try {
@@ -250,7 +254,7 @@ function refreshSoon(id) {
     } catch {
       // The connection's own state is shown; the next change tries again.
     }
-  }, STATE_REFRESH_MS);
+  }, delay);
 }
 
 async function readRun(id) {
@@ -391,8 +395,9 @@ function drawHead() {
 
 function runPhase() {
   if (run.state !== "running") return null;
-  const text = run.recovery ? `recovering: ${run.recovery}` : run.phase;
-  return text ? h("span", { class: ["phase", run.recovery && "warn"] }, text) : null;
+  const isRecovering = run.recovery && run.recovery !== "normal";
+  const text = isRecovering ? `recovering: ${run.recovery}` : run.phase;
+  return text ? h("span", { class: ["phase", isRecovering && "warn"] }, text) : null;
 }
 
 function fact(label, value, detail = null, extra = null, name = null) {

@@ -331,7 +331,7 @@ def await_command(pid: int) -> dict[str, Any]:
 
 
 class Usage:
-    """What the processes below one process use, summed: read from /proc, outside of the jail."""
+    """Memory and processor time of the processes below one process, summed: read from /proc, outside of the jail."""
 
     def __init__(self, first: int, *, proc: int) -> None:
         """`proc` is a descriptor of /proc: the path is gone once the first process has entered its root."""

@@ -5,10 +5,11 @@ A page is built on request, from the ends of the files that the run writes anywa
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from http import HTTPStatus
@@ -20,7 +21,7 @@ import msgspec
 
 from kintsugi.errors import UserError
 from kintsugi.run_folder.layout import RunFolder
-from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.telemetry.export.metric_help import help_of
 from kintsugi.telemetry.export.prometheus_text import (
     CONTENT_TYPE,
@@ -244,11 +245,49 @@ def _named(name: str, *, is_total: bool) -> str:
     return f"{name}_total" if is_total else name
 
 
+MOST_ANSWERS = 16
+"""Requests that are answered at the same time."""
+CACHED_S = 1.0
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     # A page that is still being read when the next process takes the port over must not be in its way.
     allow_reuse_address = True
-    render: Callable[[], str]
+    page: _CachedPage
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._free = threading.BoundedSemaphore(MOST_ANSWERS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own; a request beyond `MOST_ANSWERS` at once is closed without an answer."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+
+class _CachedPage:
+    """The page of a run, read from its files once per `CACHED_S` for however many requests."""
+
+    def __init__(self, run_dir: Path, *, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._run_dir, self._clock = run_dir, clock
+        self._lock = threading.Lock()
+        self._body, self._until = b"", -math.inf
+
+    def body(self) -> bytes:
+        with self._lock:
+            if self._clock.monotonic() >= self._until:
+                self._body = render(self._run_dir).encode()
+                self._until = self._clock.monotonic() + CACHED_S
+            return self._body
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -259,7 +298,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path.partition("?")[0] not in ("/", "/metrics"):
             self.send_error(HTTPStatus.NOT_FOUND, "metrics are at /metrics")
             return
-        body = self.server.render().encode()
+        body = self.server.page.body()
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", CONTENT_TYPE)
         self.send_header("Content-Length", str(len(body)))
@@ -281,7 +320,7 @@ class MetricsServer:
             self._server = _Server((host, port), _Handler)
         except (OSError, OverflowError) as error:
             raise UserError(f"{host}:{port}: expected an address to serve metrics at: {error}") from error
-        self._server.render = lambda: render(run_dir)
+        self._server.page = _CachedPage(run_dir)
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
             target=lambda: self._server.serve_forever(poll_interval=0.1), name="figures", daemon=True

@@ -22,6 +22,7 @@ from kintsugi.process.membership import open_endpoint
 from kintsugi.protocol.agents import ProcessExited, ProcessStarted, StartProcess
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.protocol.membership import Register, Registered, Shutdown
+from kintsugi.runtime.shortages import SHORTAGES
 from kintsugi.transport import PendingReply
 
 
@@ -148,7 +149,8 @@ def _write(bootstrap: Bootstrap, what: str, value: object) -> None:
 
 
 class Orders(msgspec.Struct):
-    """`<run_dir>/orders.json`: what the fake master starts, and how it ends (None: when it is told to)."""
+    """`<run_dir>/orders.json`: what the fake master starts, and how it ends (None: when it is told to; the code of a
+    shortage: only the first one)."""
 
     starts: dict[str, list[StartProcess]]
     exit_code: int | None = None
@@ -219,9 +221,9 @@ def master(bootstrap: Bootstrap) -> int:
                 note(["complete"])
             if orders.kill_itself:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if orders.exit_code is not None:
+            if orders.exit_code is not None and not (orders.exit_code in SHORTAGES and bootstrap.adopting):
                 break
     for process in registered if len(registered) > 1 else ():
         endpoint.send(process, Shutdown("the fake master ends"))
     endpoint.close(flush_s=1.0)
-    return orders.exit_code or 0
+    return 0 if bootstrap.adopting else orders.exit_code or 0

@@ -484,6 +484,19 @@ def test_what_people_read_about_a_step_is_written_before_its_fact_and_cut_off_if
     assert [path.read_text() for path in written] == ["", ""]
 
 
+def test_an_input_whose_decision_a_dying_master_did_not_journal_is_left_out_of_a_replay(
+    succession: tuple[Run, Run],
+) -> None:
+    stopped, successor = succession
+    gone = Suspected("agent-0", "a", "nothing there speaks", "host", HOST_LOST_S)
+    with pytest.raises(FencedError):
+        stopped.shell._take(gone)
+    successor.shell.begin()
+    assert gone in [one.event for one in read_inputs(successor.run_dir / "inputs")]
+    again, journaled = replay(successor.run_dir)
+    assert again == journaled
+
+
 class OneSuspicion(FailureDetector):
     """A watch that finds something once."""
 

@@ -45,15 +45,21 @@ class HealthyRun:
     pids: dict[str, int] = field(default_factory=dict)
     stalled: bool = False
     now: float = 0.0
+    hosts: dict[str, tuple[str, ...]] = field(default_factory=lambda: HOSTS)
+    links: tuple[tuple[str, str], ...] = LINKS
 
     def __post_init__(self) -> None:
         self._random = random.Random(7)
         self._totals: dict[object, dict[str, float]] = {}
         self._step = 0
-        for number, process in enumerate(PROCESSES):
+        for number, process in enumerate(self._processes):
             self.pids[process] = 100 + number
             role = process.rsplit("-", 1)[0]
             self.say(process, ProcessBegan(role, "1", self.pids[process]))
+
+    @property
+    def _processes(self) -> list[str]:
+        return [process for processes in self.hosts.values() for process in processes]
 
     @property
     def time(self) -> float:
@@ -70,7 +76,7 @@ class HealthyRun:
 
     def _one_second(self) -> None:
         self.now += 1.0
-        for host, processes in HOSTS.items():
+        for host, processes in self.hosts.items():
             agent = processes[0]
             if agent not in self.silent:
                 self._take(agent, HostReading(host, self._host(host)))
@@ -78,10 +84,10 @@ class HealthyRun:
                     values = self._process(process)
                     state = self.states.get(process, "S")
                     self._take(agent, ProcessReading(process, self.pids[process], state, values))
-                for of, peer in LINKS:
+                for of, peer in self.links:
                     if of in processes:
                         self._take(agent, LinkReading(of, peer, 4000, "ESTABLISHED", self._link(of, peer)))
-        for process in PROCESSES:
+        for process in self._processes:
             if process not in self.silent:
                 self._beat(process)
         if not self.stalled:
@@ -165,7 +171,7 @@ class HealthyRun:
         self, process: str, *, status: int = -9, how: str = "killed by SIGKILL", oom: bool = False
     ) -> None:
         """It is gone and comes back at once, as it does."""
-        agent = next(processes[0] for processes in HOSTS.values() if process in processes)
+        agent = next(processes[0] for processes in self.hosts.values() if process in processes)
         self.say(agent, ProcessGone(process, "1", self.pids[process], status, how, oom=oom))
         self.pids[process] += 1000
         self.say(process, ProcessBegan(process.rsplit("-", 1)[0], "2", self.pids[process]), ago_s=-0.2)

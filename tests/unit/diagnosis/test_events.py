@@ -360,6 +360,7 @@ def test_that_everybody_fell_silent_at_once_is_named_when_nobody_records_any_mor
     found = look(run.bundle, at=run.bundle.at, is_over=True)
     assert [(cause.process, cause.kind) for cause in found.causes] == [("master-0", "killed")]
     assert "ended all processes together" in found.causes[0].summary
+    assert "kintsugi resume" in found.causes[0].advice
     run.say("master-0", Transition("master", "run", "", "ended", "finished"))
     assert look(run.bundle, at=run.bundle.at, is_over=True).causes == ()
 

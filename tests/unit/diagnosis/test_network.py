@@ -133,6 +133,19 @@ def test_a_connection_that_is_acknowledged_and_then_repeats_again_loses_and_is_n
     assert named(run.play(7)) == [("model-1", "network_loss")]
 
 
+def test_a_connection_that_stalls_after_losses_of_several_seconds_is_not_cut() -> None:
+    run = HealthyRun().play(30)
+
+    def stalls(now: float, rates: dict[str, float]) -> None:
+        rates.update(retransmits=3.0 if now < 35 else 0.0)
+        if now >= 35:
+            # The pauses between retransmissions double.
+            rates.update(out_bytes=0.0, backoff=min(4.0, now - 34))
+
+    run.changes.update(dict.fromkeys(links_of("model-1"), stalls))
+    assert named(run.play(11)) == [("model-1", "network_loss")]
+
+
 def test_a_cut_that_has_ended_for_one_connection_does_not_become_a_loss() -> None:
     run = HealthyRun().play(30)
     run.changes.update({link: cut(since=30) for link in links_of("model-1")})

@@ -7,7 +7,7 @@ from kintsugi.diagnosis.evidence import EvidenceBundle
 from kintsugi.diagnosis.ranking import ADVICE, EXPLAINS_LOCALLY, replaceable
 from kintsugi.diagnosis.verdict import FaultKind
 from kintsugi.telemetry.events import SlowProcess
-from tests.unit.diagnosis.healthy import HealthyRun
+from tests.unit.diagnosis.healthy import LINKS, HealthyRun
 from tests.unit.diagnosis.looking import diagnosis_of, named
 from tests.unit.diagnosis.test_thresholds import starve, throttle
 
@@ -47,6 +47,24 @@ def test_a_quota_that_holds_a_process_is_named_beside_a_slow_disk() -> None:
     run.changes["host-0"] = lambda now, rates: rates.update(fsync_s=2.0)
     run.changes["rollout-1"] = throttle
     assert {("rollout-1", "cpu"), ("master-0", "disk_slow")} <= set(named(run.play(4)))
+
+
+def test_a_process_that_is_cut_off_is_named_beside_one_that_was_killed() -> None:
+    run = HealthyRun().play(30)
+    run.kill("rollout-0")
+    for link in LINKS:
+        if "model-1" in link and "rollout-0" not in link:
+            run.changes[link] = lambda now, rates: rates.update(backoff=min(5.0, now - 30), out_bytes=0.0)
+    assert set(named(run.play(5))) == {("model-1", "network_cut"), ("rollout-0", "killed")}
+
+
+def test_dead_connections_with_a_process_that_was_killed_are_no_fault_of_the_network() -> None:
+    run = HealthyRun().play(30)
+    run.kill("rollout-0")
+    for link in LINKS:
+        if "rollout-0" in link:
+            run.changes[link] = lambda now, rates: rates.update(backoff=min(5.0, now - 30), out_bytes=0.0)
+    assert named(run.play(5)) == [("rollout-0", "killed")]
 
 
 def test_what_goes_on_comes_before_what_is_over() -> None:

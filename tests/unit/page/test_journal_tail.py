@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from kintsugi.control.protocol import Tick
 from kintsugi.journal.facts import (
     Fact,
     RunStarted,
     SampleQuarantined,
     StateFolded,
     StepCommitted,
+    TermStarted,
     TicketsIssued,
 )
+from kintsugi.journal.inputs import InputRecorder
 from kintsugi.journal.journal import Journal, read_facts
 from kintsugi.page.incidents import spoken
 from kintsugi.page.journal_tail import JournalTail
@@ -148,3 +151,18 @@ def test_service_levels_are_not_told_from_a_part_of_the_journal(journal: Journal
 def test_a_summary_is_spoken_without_a_colon_before_its_verb() -> None:
     assert spoken("server-0: is stopped (state T)", "server-0") == "server-0 is stopped (state T)"
     assert spoken("KeyError: 'x'", "server-0") == "KeyError: 'x'"
+
+
+def test_a_fact_has_the_time_of_its_input_though_that_was_read_before_it(
+    journal: Journal, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    tail = read(run_dir)
+    inputs = InputRecorder(run_dir / "inputs")
+    inputs.write(Tick(), 1.0, wall=500.0, after=journal.sequence)
+    inputs.close()
+    assert tail.facts_between(499.0, 501.0) == []
+    journal.append((TermStarted(2, "second", adopting=True),))
+    tail.refresh()
+    (found,) = tail.facts_between(499.0, 501.0)
+    assert found.time == 500.0 and isinstance(found.fact, TermStarted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -203,3 +204,14 @@ def test_records_of_a_step_and_the_trace_come_from_the_index(recorded: Path) -> 
     # A slow machine answers before the index is complete.
     assert lines["lines"] or not lines["indexed"]
     assert trace["traceEvents"]
+
+
+def test_a_run_of_another_host_runs_as_long_as_its_master_writes(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "launcher.json").write_text(
+        '{"pid": 7, "start_time": 1, "host_name": "elsewhere", "boot_id": "1"}'
+    )
+    (run / "processes.json").write_text("{}")
+    assert RunReader(run).row().state == "running"
+    os.utime(run / "processes.json", (1.0, 1.0))
+    assert RunReader(run).row().state == "interrupted"

@@ -1,16 +1,27 @@
 from __future__ import annotations
 
 import re
+import socket
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from kintsugi.errors import UserError
 from kintsugi.run_folder.layout import RunFolder
+from kintsugi.simulation.virtual_clock import VirtualClock
 from kintsugi.telemetry.export import prometheus
-from kintsugi.telemetry.export.prometheus import FRESH_S, LAST_BYTES, MetricsServer, render
+from kintsugi.telemetry.export.prometheus import (
+    CACHED_S,
+    FRESH_S,
+    LAST_BYTES,
+    MOST_ANSWERS,
+    MetricsServer,
+    _CachedPage,
+    render,
+)
 from kintsugi.telemetry.export.prometheus_text import CONTENT_TYPE
 from kintsugi.telemetry.process_reports import write_processes
 from kintsugi.telemetry.readings import TOTALS, ClockOffsetReading, HostReading, LinkReading, ProcessReading
@@ -174,3 +185,29 @@ def test_the_figures_that_only_grow_are_those_of_which_the_documentation_says_so
         for name in sorted(TOTALS)
         if not any(f"`{name}`" in row[1] and "total" in row[2] for row in rows)
     ] == []
+
+
+def test_requests_of_one_second_read_the_files_once(
+    run: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renders: list[Path] = []
+
+    def count(run_dir: Path) -> str:
+        renders.append(run_dir)
+        return f"page {len(renders)}"
+
+    monkeypatch.setattr("kintsugi.telemetry.export.prometheus.render", count)
+    clock = VirtualClock()
+    page = _CachedPage(run.folder, clock=clock)
+    assert [page.body() for _ in range(5)] == [b"page 1"] * 5
+    clock.advance(CACHED_S)
+    assert page.body() == b"page 2"
+
+
+def test_more_connections_than_can_be_answered_at_once_are_closed(run: RecordedRun) -> None:
+    with MetricsServer(run.folder, host="127.0.0.1", port=0) as server, ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=30))
+            for _ in range(MOST_ANSWERS + 1)
+        ]
+        assert silent[-1].recv(1) == b""

@@ -88,3 +88,10 @@ def test_the_oldest_answers_leave_when_they_are_too_large_together() -> None:
     assert kept(replies, count=count) == [2, 3, 4, 5]
     newest = replies.get(request(5))
     assert newest is not None and newest.frame == bytes(SAVED_BYTES // 8)
+
+
+def test_an_endpoint_of_a_large_run_saves_replies_for_each_of_its_peers() -> None:
+    replies, count = SavedReplies(num_peers=900), SAVED_REPLIES + 900
+    for number in range(count):
+        replies.put(request(number), b"answer", now=0.0)
+    assert kept(replies, count=count) == list(range(count))

@@ -246,5 +246,5 @@ function accuracyCell(run) {
 function incidentCell(run, href) {
   const incident = run.last_incident;
   if (!incident) return h("span", { class: "muted" }, run.state === "unreadable" ? "–" : "none");
-  return h("span", { class: "incident-cell" }, h("a", { href: href(`/run/${encodeURIComponent(run.id)}/incidents`, { incident: incident.id }) }, visible(incident.title)), h("small", incident.from ? ago(incident.from) : `at step ${count(incident.step)}`, incident.state === "recovered" ? "" : `, ${incident.state}`));
+  return h("span", { class: "incident-cell" }, h("a", { href: href(`/run/${encodeURIComponent(run.id)}/incidents`, { incident: incident.id }) }, visible(incident.title)), h("small", incident.from ? ago(incident.from) : `after step ${count(incident.step)}`, incident.state === "recovered" ? "" : `, ${incident.state}`));
 }

@@ -51,7 +51,7 @@ export async function render(root, context) {
   // ---- frame
 
   function frame() {
-    const search = h("input", { type: "search", placeholder: "Words in prompts and completions", value: state.text, "aria-label": "Search samples", oninput: later(() => change({ text: search.value.trim() })) });
+    const search = h("input", { type: "search", placeholder: "Words in the samples", value: state.text, "aria-label": "Search samples", oninput: later(() => change({ text: search.value.trim() })) });
     const sort = h("select", { "aria-label": "Order", onchange: () => change({ sort: sort.value }) }, Object.entries(SORTS).map(([value, label]) => h("option", { value, selected: value === state.sort }, label)));
     const outcome = h("select", { "aria-label": "How it ended", onchange: () => change({ outcome: outcome.value }) });
     const step = h("div", { class: "row step-picker" });
@@ -450,7 +450,7 @@ function score(item) {
     "span",
     { class: "score" },
     h("b", { class: item.reward > 0 ? "score-value some" : "score-value" }, number(item.reward, 3)),
-    item.advantage !== null && h("span", { class: item.advantage < 0 ? "advantage below" : "advantage above", title: `Advantage ${number(item.advantage, 4)}: reward against its group` }, h("i", { style: { width: `${Math.min(50, Math.abs(item.advantage) * 20)}%` } }), h("span", `advantage ${signed(item.advantage)}`)),
+    item.advantage !== null && h("span", { class: item.advantage < 0 ? "advantage below" : "advantage above", title: `Advantage ${number(item.advantage, 4)}: reward against its group` }, h("span", { class: "advantage-bar", "aria-hidden": "true" }, h("i", { style: { width: `${Math.min(50, Math.abs(item.advantage) * 20)}%` } })), `advantage ${signed(item.advantage)}`),
   );
 }
 
