@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
 from kintsugi.config.schema import Config
@@ -37,7 +38,7 @@ PAUSE_S = 1.0
 RECOVERED = "recovered by"
 """Begin of the alert that ends an incident; the strategy and the cause follow."""
 SHARES = ("data", "generate", "reward", "train", "weights", "other")
-_PHASES = {
+_PHASES: Mapping[str, str] = {
     Phase.ADOPTING: "a new master takes over",
     Phase.PREPARING: "preparing the ranks",
     Phase.TRAINING: "training",
@@ -265,7 +266,7 @@ def phase_text(reports: ProcessReports, steps: StepProgress) -> str:
         case Phase.SAVING:
             return saving_text(reports)
         case _:
-            return _PHASES.get(Phase(reports.phase), reports.phase)
+            return _PHASES.get(reports.phase, reports.phase)
 
 
 def saving_text(reports: ProcessReports) -> str:
