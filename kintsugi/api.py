@@ -18,11 +18,15 @@ from typing import IO, Any
 
 import msgspec
 
+from kintsugi.cli.local_models import with_local_models
+from kintsugi.cli.notebook_view import NotebookView, curve_html, in_notebook, table_html
 from kintsugi.cli.session import NOTE
 from kintsugi.config.recipe import PYTHON, Resolved, given, load, load_config
 from kintsugi.config.schema import Config
 from kintsugi.config.validation import validate
 from kintsugi.errors import KintsugiError, RunFailed, UserError
+from kintsugi.notebook import CURVES
+from kintsugi.notebook import load as load_run
 from kintsugi.process.exit_codes import EXIT_USER_ERROR
 from kintsugi.run_folder import reader
 from kintsugi.run_folder.creation import make_run_folder, remove_unused
@@ -34,6 +38,8 @@ from kintsugi.runtime.waits import wait
 from kintsugi.source_capture import import_path, standalone_source
 
 Reward = str | Callable[..., Any]
+OnStep = Callable[[dict[str, float | None]], object]
+"""Function that gets the metrics of a step, or of an evaluation (with `eval/accuracy`), each with its `step`."""
 Rewards = Reward | Sequence[Reward] | Mapping[Reward, float]
 
 TURN_S = 0.5
@@ -70,6 +76,31 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
         """The same for the model before training."""
         return self.summary.eval_accuracy_before
 
+    def plot(self) -> Any:
+        """Return a matplotlib figure of the learning curves, with incidents as marks; needs the extra `plots`."""
+        return load_run(self.folder).plot()
+
+    def _repr_html_(self) -> str:
+        """Results and curves, as a notebook shows them."""
+        rows = [
+            ("outcome", f"{self.outcome}, {self.summary.steps} steps"),
+            ("held-out accuracy", f"{_percent(self.accuracy_before)} → {_percent(self.accuracy)}"),
+            ("run folder", str(self.folder)),
+        ]
+        curves = [
+            curve_html(title, [(step, value) for step, value in self._points(name) if value is not None])
+            for name, title in CURVES
+        ]
+        return f"{table_html(rows)}{''.join(curves)}"
+
+    def _points(self, name: str) -> list[tuple[float, float | None]]:
+        if name in self.metrics:
+            return [
+                (step or 0.0, value)
+                for step, value in zip(self.metrics["step"], self.metrics[name], strict=True)
+            ]
+        return [(line["step"] or 0.0, line[name]) for line in self.evaluations if name in line]
+
     def __repr__(self) -> str:
         shares = [_percent(self.accuracy_before), _percent(self.accuracy)]
         return f"RunResult({self.outcome}, {self.summary.steps} steps, accuracy {' → '.join(shares)}, '{self.folder}')"
@@ -80,6 +111,7 @@ def train(
     *overrides: str,
     reward: Rewards | None = None,
     run_dir: str | os.PathLike[str] | None = None,
+    on_step: OnStep | None = None,
 ) -> RunResult:
     """Train to the end and return the result. The first Ctrl-C stops after the current step, with a checkpoint.
 
@@ -88,6 +120,8 @@ def train(
     mapping of these to weights. Workers import reward functions by their path. The source of a function defined in a
     script or notebook is written into the run folder with everything it uses; UserError says why if that
     is not possible.
+    `on_step` is called in this thread with the metrics of each step, and of each evaluation, once and in order; the run
+    does not wait for it. If it raises, the run stops after its step, with a checkpoint, and the exception is raised.
 
     Raises UserError for an invalid configuration, if possible before any process is started, and RunFailed if the run
     fails.
@@ -95,6 +129,7 @@ def train(
     if not isinstance(config, Config | str | os.PathLike):
         raise UserError(f"config: expected a `Config` or the path of a recipe, got {type(config).__name__}")
     resolved = given(config, overrides) if isinstance(config, Config) else load(Path(config), overrides)
+    resolved = with_local_models(resolved)
     if run_dir is not None:
         resolved = _with_value(resolved, "run_dir", os.fspath(run_dir))
     with scratch_folder() as scratch:
@@ -104,7 +139,7 @@ def train(
         validate(resolved.config, origins=resolved.origins)
         made, _ = make_run_folder(resolved, rewards=written)
     folder = Path(made.run_dir or "")
-    _run(folder)
+    _run(folder, config=made, on_step=on_step)
     return read_run(folder)
 
 
@@ -166,10 +201,12 @@ def _path_of(reward: Reward, *, file: Path) -> str:
     return import_path(reward) or f"{file}:{reward.__name__}"
 
 
-def _run(folder: Path) -> None:
+def _run(folder: Path, *, config: Config, on_step: OnStep | None) -> None:
     """Run a folder to its end in a separate session; raise the error of a failed run."""
     lifeline_read, lifeline_write = os.pipe2(os.O_CLOEXEC)
-    relay = _Relay()
+    view = NotebookView(config, run_dir=folder) if in_notebook() else None
+    relay = _Relay(is_shown=view is None)
+    steps = _StepCalls(folder, on_step)
     with tempfile.TemporaryFile() as errors:
         try:
             session = SystemProcesses().spawn(
@@ -182,19 +219,49 @@ def _run(folder: Path) -> None:
             )
             relay.started()
             try:
-                interrupted = _follow(session, relay)
+                interrupted = _follow(session, relay, steps=steps, view=view)
             finally:
                 session.close()
         finally:
             relay.close()
             os.close(lifeline_read)
             os.close(lifeline_write)
+            if view is not None:
+                view.close()
         code = session.status()
         message = _relay_notes(errors)
+        if steps.error is not None:
+            raise steps.error
         if interrupted:
             raise KeyboardInterrupt
         if code != 0:
             raise _failure(code, message, folder=folder)
+
+
+class _StepCalls:
+    """Calls the user's function for every new line of the metrics, once per step also after a rollback."""
+
+    def __init__(self, folder: Path, function: OnStep | None) -> None:
+        self._folder, self._function = folder, function
+        self._offset = 0
+        self._last = (0.0, False)
+        self.error: Exception | None = None
+        """Exception of the function; it is not called again."""
+
+    def attempt(self) -> None:
+        if self._function is None or self.error is not None:
+            return
+        lines, self._offset = reader.read_metrics(self._folder, offset=self._offset)
+        for line in lines:
+            place = (line["step"] or 0.0, reader.is_evaluation(line))
+            if place <= self._last:
+                continue
+            self._last = place
+            try:
+                self._function(dict(line))
+            except Exception as error:  # noqa: BLE001 - the boundary to the user's function: raised at the end of the run.
+                self.error = error
+                return
 
 
 def _search_path() -> str:
@@ -203,12 +270,14 @@ def _search_path() -> str:
 
 
 class _Relay:
-    """Relay of the session's output: a terminal is passed on directly, otherwise text is copied to `sys.stdout`."""
+    """Relay of the session's output: a terminal is passed on directly, otherwise text is copied to `sys.stdout`, unless
+    a notebook shows the run itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_shown: bool = True) -> None:
         self.reader, self._writer = -1, -1
+        self._is_shown = is_shown
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        if sys.stdout.isatty():
+        if is_shown and sys.stdout.isatty():
             self.target = sys.stdout.fileno()
         else:
             self.reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -228,8 +297,9 @@ class _Relay:
                 content = os.read(self.reader, 65536)
             except BlockingIOError:
                 return
-            sys.stdout.write(self._decoder.decode(content, final=not content))
-            sys.stdout.flush()
+            if self._is_shown:
+                sys.stdout.write(self._decoder.decode(content, final=not content))
+                sys.stdout.flush()
             if not content:
                 self.close()
 
@@ -240,17 +310,26 @@ class _Relay:
             self.reader = -1
 
 
-def _follow(session: Child, relay: _Relay) -> int:
-    """Wait for the end; return the number of interrupts. The first requests a stop, the second aborts the run."""
+def _follow(session: Child, relay: _Relay, *, steps: _StepCalls, view: NotebookView | None) -> int:
+    """Wait for the end; return the number of interrupts. The first requests a stop, the second aborts the run. So does,
+    once, an exception of the user's function."""
     interrupts = 0
+    has_failed = False
     try:
         while not session.ended():
             try:
                 _wait_and_relay(session, relay)
+                steps.attempt()
+                if view is not None:
+                    view.tick()
             except KeyboardInterrupt:
                 interrupts += 1
                 session.send_signal(signal.SIGTERM)
+            if steps.error is not None and not has_failed:
+                has_failed = True
+                session.send_signal(signal.SIGTERM)
         relay.attempt()
+        steps.attempt()
     finally:
         if not session.ended():
             for _ in range(2):
@@ -288,4 +367,7 @@ def _failure(code: int | None, message: str, *, folder: Path) -> KintsugiError:
         remove_unused(folder)
     if code == EXIT_USER_ERROR:
         return UserError(message)
-    return RunFailed(message or f"the session of {folder} ended with exit code {code} and no message")
+    failed = RunFailed(message or f"the session of {folder} ended with exit code {code} and no message")
+    if (trace := reader.last_user_traceback(folder)) is not None:
+        failed.add_note(trace)
+    return failed

@@ -106,6 +106,7 @@ def save_checkpoint(
     extra: Mapping[str, Any],
     model_files: Iterable[tuple[str, FileContent]],
     keep: int,
+    best_steps: Sequence[int] = (),
     disk: Disk = SYSTEM_DISK,
     on_bytes: OnBytes = _ignore,
     on_read: Callable[[], object] = lambda: None,
@@ -113,6 +114,7 @@ def save_checkpoint(
 ) -> Checkpoint:
     """Write and verify a checkpoint, then remove old ones. `model_files`: name and contents of the Hugging Face files.
 
+    Of `best_steps`, the first that has a checkpoint is kept too, however old.
     `on_read` is called as soon as all tensors have been read: they may change while the files are synced and verified.
     `ahead_bytes` of them may not be at the device by then.
 
@@ -136,7 +138,7 @@ def save_checkpoint(
             with suppress(OSError):
                 if disk.exists(unfinished):
                     _remove_folder(unfinished, disk=disk)
-        _retire_others(checkpoint, folder=folder, keep=keep, disk=disk)
+        _retire_others(checkpoint, folder=folder, keep=keep, best_steps=best_steps, disk=disk)
     return checkpoint
 
 
@@ -387,10 +389,14 @@ def _put_in_place(unfinished: Checkpoint, *, folder: Path, disk: Disk) -> Checkp
     return msgspec.structs.replace(unfinished, path=path)
 
 
-def _retire_others(newest: Checkpoint, *, folder: Path, keep: int, disk: Disk) -> None:
+def _retire_others(
+    newest: Checkpoint, *, folder: Path, keep: int, best_steps: Sequence[int], disk: Disk
+) -> None:
     paths = _checkpoint_folders(folder, disk=disk)
     earlier = [path for path in paths if _place(path)[0] < newest.step]
-    kept = {newest.path, *(earlier[-(keep - 1) :] if keep > 1 else ())}
+    by_step = {_place(path)[0]: path for path in [*earlier, newest.path]}
+    best = [by_step[step] for step in best_steps if step in by_step]
+    kept = {newest.path, *(earlier[-(keep - 1) :] if keep > 1 else ()), *best[:1]}
     for path in paths:
         if path not in kept:
             _retire(path, disk=disk)

@@ -20,6 +20,11 @@ Overrides = Annotated[
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its name in runs/.")]
 Step = Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the last one.")]
 
+Best = Annotated[
+    bool, typer.Option("--best", help="The checkpoint with the highest held-out accuracy instead.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON with all fields.")]
+
 
 def load_validated(recipe: Path, overrides: list[str] | None) -> Resolved:
     """Load a recipe with overrides and validate it."""
@@ -27,10 +32,11 @@ def load_validated(recipe: Path, overrides: list[str] | None) -> Resolved:
 
 
 def loaded(recipe: Path, overrides: list[str] | None) -> Resolved:
-    """Load a recipe with overrides."""
+    """Load a recipe with overrides; models that it names are taken from the hub."""
+    from kintsugi.cli.local_models import with_local_models
     from kintsugi.config.recipe import load
 
-    return load(recipe, overrides or ())
+    return with_local_models(load(recipe, overrides or ()))
 
 
 def validated(resolved: Resolved) -> Resolved:

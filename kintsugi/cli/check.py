@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from kintsugi.cli.capacity import limit_lines, memory_lines
 from kintsugi.config.recipe import Resolved, fields_of, shown
+from kintsugi.config.resolution import with_resolved_algorithm
 from kintsugi.config.schema import Config
 from kintsugi.config.stages import Stage, stages
 from kintsugi.control.placement import ProcessPlan, plan_layout
@@ -42,8 +43,9 @@ def overview(resolved: Resolved) -> str:
 
 
 def _values(resolved: Resolved) -> Iterator[str]:
+    resolved = with_resolved_algorithm(resolved)
     rows = [
-        (field, "null" if value is None else shown(value), resolved.origins[field])
+        (field, "null" if value is None else "{}" if value == {} else shown(value), resolved.origins[field])
         for field, value in fields_of(resolved.config).items()
     ]
     name_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))

@@ -7,13 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from kintsugi.cli.output import counted
 from kintsugi.errors import UserError
 from kintsugi.run_folder.comparison import Comparison, MetricCurve
 
 BARS = "▁▂▃▄▅▆▇█"
-SPARK_WIDTH = 24
-POINTS = 6
-WIDTH = 100
+SPARK_WIDTH = 19
+POINTS = 5
+"""Steps at which values are printed; the last column is the mean over all steps."""
+COLUMN = 9
+WIDTH = 80
 
 
 def comparison_text(comparison: Comparison, *, starters: Mapping[str, str] | None = None) -> str:
@@ -31,9 +34,8 @@ def comparison_text(comparison: Comparison, *, starters: Mapping[str, str] | Non
 
 def _run_lines(comparison: Comparison, starters: Mapping[str, str]) -> Iterator[str]:
     for run in comparison.runs:
-        line = (
-            f"{run.label}  {run.folder}  {run.state}, {run.step} of {run.total_steps} steps, seed {run.seed}"
-        )
+        steps = f"{run.step} of {counted(run.total_steps, 'step')}"
+        line = f"{run.label}  {run.folder}  {run.state}, {steps}, seed {run.seed}"
         starter = starters.get(run.folder)
         yield f"{line}, started by {starter}" if starter else line
 
@@ -50,17 +52,19 @@ def _difference_lines(comparison: Comparison) -> Iterator[str]:
 
 
 def _curve_lines(curve: MetricCurve, comparison: Comparison) -> Iterator[str]:
-    """A sparkline per run on a common scale, and means over equal intervals of steps, below the last step of each."""
+    """A sparkline per run on a common scale, values at a few steps, and the mean over all steps of the run."""
     every_step = sorted({step for steps in curve.steps for step in steps})
     values = [value for run in curve.values for value in run]
-    fine, coarse = min(SPARK_WIDTH, len(every_step)), min(POINTS, len(every_step))
-    ends = [every_step[-(-(point + 1) * len(every_step) // coarse) - 1] for point in range(coarse)]
-    yield f"{curve.metric:{SPARK_WIDTH + 5}}{''.join(f'{end:>10}' for end in ends)}"
+    count = min(POINTS, len(every_step))
+    at = [every_step[round(index * (len(every_step) - 1) / max(1, count - 1))] for index in range(count)]
+    heads = [*(f"step {step}" if step < 1000 else f"{step}" for step in at), "mean"]
+    yield f"{curve.metric:{SPARK_WIDTH + 5}}{''.join(f'{head:>{COLUMN}}' for head in heads)}"
     for run, steps, own in zip(comparison.runs, curve.steps, curve.values, strict=True):
         points = dict(zip(steps, own, strict=True))
-        bars = sparkline(_means(points, every_step, count=fine), low=min(values), high=max(values))
-        means = _means(points, every_step, count=coarse)
-        numbers = "".join(f"{'' if value is None else f'{value:.3g}':>10}" for value in means)
+        means = _means(points, every_step, count=min(SPARK_WIDTH, len(every_step)))
+        bars = sparkline(means, low=min(values), high=max(values))
+        shown = [*(points.get(step) for step in at), fmean(own) if own else None]
+        numbers = "".join(f"{'' if value is None else f'{value:.3g}':>{COLUMN}}" for value in shown)
         yield f"  {run.label}  {bars:{SPARK_WIDTH}}{numbers}".rstrip()
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kintsugi.cli.arguments import Overrides, Recipe, load_validated
-from kintsugi.cli.output import say
+from kintsugi.cli.output import console, counted, say
 
 app = typer.Typer()
 lab = typer.Typer(no_args_is_help=True, help="Inject faults into runs, and compare diagnosis methods.")
@@ -40,8 +40,6 @@ def soak(
     """Run a recipe without faults and with processes killed and stopped repeatedly, and compare the results."""
     import signal
 
-    from rich.console import Console
-
     from kintsugi.config.recipe import anchored
     from kintsugi.lab.soak import report as reports
     from kintsugi.lab.soak.soak import Soak
@@ -51,12 +49,11 @@ def soak(
     folder = Path(config.run_dir) if config.run_dir else next_run_dir(config.name).resolve()
     create_run_dir(folder)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    console = Console()
     run = Soak(config, folder=folder, num_faults=faults, seed=seed, cold=cold, say=say)
     report = run.run()
     if json is not None:
         reports.write(report, json)
-    console.print(reports.render(report))
+    console().print(reports.render(report))
     if report.totals.wrong:
         raise typer.Exit(1)
 
@@ -83,13 +80,19 @@ def simulate(
         say(summary_of(replay, outcome))
         raise typer.Exit(1 if outcome.violations else 0)
     report = run_campaign(first=first, count=seeds, num_workers=workers, num_processes=processes)
-    encoded = msgspec.json.format(msgspec.json.encode(report), indent=2)
     if json is not None:
-        json.write_bytes(encoded + b"\n")
-        violating = report.pop("violating")
-        report.pop("coverage")
-        encoded = msgspec.json.format(msgspec.json.encode({**report, "violating": violating}), indent=2)
-    say(encoded.decode())
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    told = {
+        name: counted(int(str(report[f"{name}s"])), name) for name in ("violation", "seed", "fault", "event")
+    }
+    say(
+        f"{told['violation']} in {told['seed']} with {told['fault']}: {told['event']}, "
+        f"{report['virtual_s']:,.0f} s of virtual time in {report['wall_s']:.1f} s"
+    )
+    if report["violating"]:
+        say(msgspec.json.format(msgspec.json.encode(report["violating"]), indent=2).decode())
+    if json is None:
+        say("--json FILE writes all figures, and which states and events were covered")
     raise typer.Exit(1 if report["violations"] else 0)
 
 

@@ -8,22 +8,22 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kintsugi.cli import access, lab, observe, page
+from kintsugi.cli import access, lab, models, observe, page, reading
 from kintsugi.cli.arguments import (
     Overrides,
     Recipe,
     Run,
-    Step,
     load_validated,
     loaded,
     validated,
 )
-from kintsugi.cli.output import say, say_json
+from kintsugi.cli.output import counted, say
 from kintsugi.run_folder.layout import RunFolder
 
 if TYPE_CHECKING:
@@ -31,18 +31,47 @@ if TYPE_CHECKING:
     from kintsugi.config.schema import Config
 
 app = typer.Typer(
-    help="Fault-tolerant, distributed RL post-training of language models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(reading.app)
 app.add_typer(observe.app)
+app.add_typer(models.app)
 app.add_typer(page.app)
 app.add_typer(lab.app)
 app.add_typer(access.app)
 
-SAMPLES_SHOWN = 20
-ALERTS_SHOWN = 5
+
+class Hangup(StrEnum):
+    """Meaning of a terminal that is closed while it shows a run."""
+
+    DETACH = "detach"
+    STOP = "stop"
+
+
+Detach = Annotated[
+    bool, typer.Option("--detach", "-d", help="Return once the run has started; `kintsugi attach` shows it.")
+]
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        import kintsugi
+
+        say(f"kintsugi {kintsugi.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Fault-tolerant, distributed RL post-training of language models."""
 
 
 def main() -> None:
@@ -73,16 +102,18 @@ def init(
     algorithm: Annotated[str, typer.Option(help="Algorithm: sft, dpo, ppo, grpo, dapo, …")] = "grpo",
     model: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Hugging Face folder; default: a small new model."),
+        typer.Option(metavar="FOLDER", help="Hugging Face folder or hub name; default: a small new model."),
     ] = None,
     data: Annotated[
         str | None, typer.Option(metavar="SOURCE", help="Data file or folder; default: generated arithmetic.")
     ] = None,
 ) -> None:
     """Write a commented recipe that is valid as it is."""
+    from kintsugi.cli.local_models import model_folder
     from kintsugi.cli.recipe_template import write_starter
 
-    written = write_starter(file, algorithm=algorithm, model=model, data=data)
+    folder = None if model is None else model_folder(model, field="--model")
+    written = write_starter(file, algorithm=algorithm, model=folder, data=data)
     say(f"{', '.join(map(str, written))}: try `kintsugi check {file}`, then `kintsugi train {file}`")
 
 
@@ -106,7 +137,7 @@ def recipes(
     if name is None:
         say(recipe_list())
     elif copy is None:
-        say(recipe_text(name), nl=False)
+        say(recipe_text(name), nl=False, wrap=False)
     else:
         say(f"{copy_recipe(name, copy)}: try `kintsugi check {copy}`")
 
@@ -115,16 +146,35 @@ def recipes(
 def train(
     recipe: Recipe,
     overrides: Overrides = None,
+    detach: Detach = False,
+    on_hangup: Annotated[
+        Hangup, typer.Option(help="Whether closing the terminal leaves the run going or stops it.")
+    ] = Hangup.DETACH,
     with_page: Annotated[
         bool, typer.Option("--page", help="Show the run in a browser, as `kintsugi page` does.")
     ] = False,
     page_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: any free port.")] = 0,
 ) -> None:
     """Train a model as described by a recipe, and show progress and results."""
-    _train(loaded(recipe, overrides), page_port=page_port if with_page else None)
+    from kintsugi.errors import UserError
+
+    if detach and with_page:
+        raise UserError("--detach: expected no --page with it; `kintsugi page RUN` shows a detached run")
+    _train(
+        loaded(recipe, overrides),
+        detach=detach,
+        on_hangup=on_hangup,
+        page_port=page_port if with_page else None,
+    )
 
 
-def _train(resolved: Resolved, *, page_port: int | None = None) -> None:
+def _train(
+    resolved: Resolved,
+    *,
+    detach: bool = False,
+    on_hangup: Hangup = Hangup.DETACH,
+    page_port: int | None = None,
+) -> None:
     from kintsugi.errors import KintsugiError
     from kintsugi.run_folder.creation import make_run_folder, remove_unused
 
@@ -137,7 +187,14 @@ def _train(resolved: Resolved, *, page_port: int | None = None) -> None:
             )
             if beside.address:
                 say(f"page: {beside.address}")
-        _launch(config, run_dir=run_dir, resume=False, on_tick=beside.check if beside is not None else None)
+        _launch(
+            config,
+            run_dir=run_dir,
+            resume=False,
+            detach=detach,
+            on_hangup=on_hangup,
+            on_tick=beside.check if beside is not None else None,
+        )
     except KintsugiError:
         remove_unused(run_dir)
         raise
@@ -188,6 +245,8 @@ def check(
 @app.command()
 def resume(
     run: Run,
+    overrides: Overrides = None,
+    detach: Detach = False,
     accept: Annotated[
         bool, typer.Option("--accept", help="Resume although config.yaml or other files were changed.")
     ] = False,
@@ -195,21 +254,51 @@ def resume(
         bool, typer.Option("--take-over", help="Resume a run of another host, which is gone.")
     ] = False,
 ) -> None:
-    """Resume a run that was stopped, failed or killed, from its last checkpoint."""
-    from kintsugi.cli.run_actions import Finished, check_resumable
+    """Resume a run that was stopped, failed or killed, from its last checkpoint.
+
+    Overrides may change what a run can change on its way: the number of steps, rates, evaluations, checkpoints, numbers
+    of servers. With more steps, a finished run is extended, with its optimizer.
+    """
+    from kintsugi.cli.run_actions import Finished, change_config, check_resumable
     from kintsugi.run_folder import reader
+    from kintsugi.run_folder.creation import replace_config
     from kintsugi.run_folder.started import record_start
 
     folder = reader.find_run(run)
     try:
-        status = check_resumable(folder, take_over=take_over, accept_changes=accept)
+        config, changes = change_config(folder, overrides or ())
+        status = check_resumable(folder, config, take_over=take_over, accept_changes=accept)
     except Finished as error:
         _print_error(str(error))
         raise typer.Exit(1) from error
+    for change in changes:
+        say(change)
+    replace_config(folder, config, step=status.step)
+    if accept or changes:
+        record_start(folder, config)
     RunFolder(folder).summary_file.unlink(missing_ok=True)
-    if accept:
-        record_start(folder, status.config)
-    _launch(status.config, run_dir=folder, resume=True)
+    _launch(config, run_dir=folder, resume=True, detach=detach)
+
+
+@app.command()
+def attach(run: Run) -> None:
+    """Show a running run as `kintsugi train` does. Ctrl-C leaves it going. Of an ended run, show the results."""
+    from kintsugi.cli.session import attach as attach_to
+    from kintsugi.cli.session import show_results
+    from kintsugi.errors import UserError
+    from kintsugi.run_folder import reader
+
+    folder = reader.find_run(run)
+    if reader.living_launcher(folder) is not None:
+        code = attach_to(folder)
+    elif reader.read_summary(folder) is not None:
+        code = show_results(folder)
+    else:
+        raise UserError(
+            f"{folder}: expected a run that is running, it was interrupted; try `kintsugi resume {run}`"
+        )
+    if code != 0:
+        raise typer.Exit(code)
 
 
 @app.command()
@@ -266,304 +355,38 @@ def scale(
         access.record_locally(folder, Action.SCALE, detail=f"servers={servers}", answer=f"refused: {error}")
         raise
     access.record_locally(folder, Action.SCALE, detail=f"servers={servers}")
-    say(f"{folder}: scaled to {servers} generation servers; see `kintsugi status`")
-
-
-@app.command()
-def status(run: Run) -> None:
-    """Show state, progress and processes of a run."""
-    from rich.console import Console
-
-    from kintsugi.cli import tables
-    from kintsugi.cli.session import print_faults
-    from kintsugi.learning_health.follower import learning_lines
-    from kintsugi.run_folder import reader
-    from kintsugi.run_folder.ending import read_end
-    from kintsugi.runtime.printable import printable
-    from kintsugi.telemetry.process_reports import read_processes
-
-    folder = reader.find_run(run)
-    current = reader.read_status(folder)
-    console = Console()
-    console.print(tables.status_table(current, reader.read_journal(folder), end=read_end(folder)))
-    if current.state is reader.RunState.RUNNING and (reports := read_processes(folder)) is not None:
-        if (recovery := tables.recovery_line(reports)) is not None:
-            console.print(printable(recovery), highlight=False, markup=False)
-        console.print(tables.processes_table(reports))
-    for line in learning_lines(folder):
-        text = printable(f"learning: {line}; details: kintsugi diagnose {folder} --learning")
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-    for alert in reader.read_alerts(folder, count=ALERTS_SHOWN):
-        text = printable(tables.alert_line(alert))
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-    if current.state is reader.RunState.FAILED and (summary := reader.read_summary(folder)) is not None:
-        print_faults(summary.faults)
-
-
-@app.command()
-def incidents(
-    run: Run,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON with all fields.")] = False,
-) -> None:
-    """Show the incidents of a run: cause, recovery, duration and cost."""
-    import msgspec
-
-    from kintsugi.cli import tables
-    from kintsugi.run_folder import reader
-    from kintsugi.run_folder.ending import read_end
-
-    folder = reader.find_run(run)
-    report, end = reader.read_incidents(folder), read_end(folder)
-    if json:
-        values = {**msgspec.to_builtins(report), "end": msgspec.to_builtins(end)}
-        say_json(msgspec.json.format(msgspec.json.encode(values), indent=2))
-        return
-    running = any(each.is_open for each in report.incidents) and reader.is_running(folder)
-    say(tables.incidents_text(report, run=str(folder), running=running, end=end))
-
-
-@app.command("runs")
-def list_runs(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that contains run folders.")] = Path(
-        "runs"
-    ),
-) -> None:
-    """List runs, newest first."""
-    from rich.console import Console
-
-    from kintsugi.cli import tables
-    from kintsugi.run_folder import reader
-
-    found = reader.list_runs(folder)
-    if not found:
-        say(f"no runs in {folder}/")
-        return
-    Console().print(tables.runs_table(found))
-
-
-@app.command()
-def compare(
-    compared: Annotated[
-        list[str],
-        typer.Argument(metavar="RUN RUN…", help="Two or more run folders, or their names in runs/."),
-    ],
-    metric: Annotated[
-        list[str] | None, typer.Option(help="Metric of metrics.jsonl to show instead; may be repeated.")
-    ] = None,
-    png: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also plot the curves to this file.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON with all points.")] = False,
-) -> None:
-    """Compare runs: configuration, metric curves, and held-out accuracy with confidence intervals."""
-    import msgspec
-
-    from kintsugi.access.audit import started_by
-    from kintsugi.cli.compare import comparison_text, plot
-    from kintsugi.run_folder import reader
-    from kintsugi.run_folder.comparison import compare as compare_runs
-
-    comparison = compare_runs([reader.find_run(name) for name in compared], metrics=metric or ())
-    starters = {run.folder: started_by(Path(run.folder)) for run in comparison.runs}
-    if png is not None:
-        plot(comparison, png)
-    if json:
-        values = {**msgspec.to_builtins(comparison), "started_by": [*starters.values()]}
-        say_json(msgspec.json.format(msgspec.json.encode(values), indent=2))
-    else:
-        say(comparison_text(comparison, starters=starters))
-
-
-@app.command()
-def samples(
-    run: Run,
-    step: Annotated[int | None, typer.Option(help="Only samples of this step.")] = None,
-    worst: Annotated[
-        int | None, typer.Option(min=1, help="Show this many samples with the lowest reward.")
-    ] = None,
-    grep: Annotated[
-        str | None, typer.Option(help="Only samples with this text in prompt or completion.")
-    ] = None,
-) -> None:
-    """Show trained samples: prompts, completions, rewards."""
-    from kintsugi.cli import tables
-    from kintsugi.run_folder import reader
-
-    last = None if worst else SAMPLES_SHOWN + 1
-    chosen = reader.read_samples(reader.find_run(run), step=step, worst=worst, grep=grep, last=last)
-    shown = chosen if worst else chosen[-SAMPLES_SHOWN:]
-    if len(shown) < len(chosen):
-        say(f"the last {len(shown)} samples (select others with --step, --worst and --grep)")
-    say("\n".join(map(tables.sample_line, shown)) if shown else "no matching samples")
-
-
-@app.command("eval")
-def evaluate(run: Run, step: Step = None) -> None:
-    """Evaluate a checkpoint of a run on its held-out problems."""
-    from kintsugi.cli import tables
-    from kintsugi.errors import UserError
-    from kintsugi.run_folder import reader
-
-    folder = reader.find_run(run)
-    if (launcher := reader.living_launcher(folder)) is not None:
-        raise UserError(
-            f"{folder} is running (process {launcher.pid}) and evaluates its own weights; see `kintsugi status`"
-        )
-    from kintsugi.cli.evaluate import evaluate_checkpoint
-
-    metrics = evaluate_checkpoint(folder, step=step)
-    say(tables.evaluation_text(metrics))
-
-
-@app.command()
-def export(
-    run: Run,
-    to: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Folder to write; must not exist. Default: NAME-step-N in the current folder.",
-        ),
-    ] = None,
-    step: Step = None,
-) -> None:
-    """Verify a checkpoint and export it as a Hugging Face folder."""
-    from kintsugi.cli.export import export_checkpoint
-    from kintsugi.run_folder import reader
-
-    written = export_checkpoint(reader.find_run(run), to=to, step=step)
-    say(f"{written[0].parent}: {', '.join(sorted(path.name for path in written))}")
-
-
-@app.command("import")
-def import_model(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Hugging Face folder or GGUF file.")],
-    destination: Annotated[Path, typer.Argument(metavar="DEST", help="Folder to write; must not exist.")],
-) -> None:
-    """Convert a model to a folder that `model.path` accepts."""
-    from kintsugi.cli.import_progress import import_bar
-    from kintsugi.model.import_gguf import import_model
-
-    with import_bar() as progress:
-        written = import_model(source, destination, progress=progress)
-    say(f"{destination}: {', '.join(sorted(path.name for path in written))}")
-
-
-@app.command()
-def serve(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Hugging Face folder, e.g. of an export.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = 8000,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 accepts connections from other hosts.")
-    ] = "127.0.0.1",
-    servers: Annotated[int, typer.Option(min=1, max=64, help="Number of generation servers.")] = 1,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="KINTSUGI_API_KEY",
-            help="API key that clients must send; default: none. Arguments are visible in `ps`: prefer the file.",
-        ),
-    ] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File with the API key, readable by you alone.")
-    ] = None,
-    admin_key_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="File with the key for /admin: weights and number of servers."),
-    ] = None,
-    tokens: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="File of named keys with roles and quotas (`kintsugi token add`); admins may use /admin.",
-        ),
-    ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Accept connections from other hosts without any key.")
-    ] = False,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME", help="Further host name of this service, e.g. of a proxy; may be repeated."
-        ),
-    ] = None,
-    weights_folder: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="DIR", help="Folder that /admin/weights may load from; default: the one with the model."
-        ),
-    ] = None,
-    slots: Annotated[int, typer.Option(min=1, help="Sequences that a server decodes concurrently.")] = 64,
-    max_length: Annotated[
-        int | None,
-        typer.Option(
-            min=2, help="Maximum prompt + completion in tokens; default: that of the model, at most 4096."
-        ),
-    ] = None,
-    kv_cache_gib: Annotated[float | None, typer.Option(help="KV cache size of one server, in GiB.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    queue: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=65536,
-            help="Maximum number of completions in flight; further ones are refused with 429.",
-        ),
-    ] = 1024,
-    strategy: Annotated[
-        str, typer.Option(help="Routing: least_loaded, round_robin or prefix_affine.")
-    ] = "least_loaded",
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Bitwise reproducible completions; slower.")
-    ] = False,
-) -> None:
-    """Serve a model with an OpenAI-compatible API: completions and chat, with streaming."""
-    from kintsugi.errors import UserError
-    from kintsugi.serving.credentials import Credentials, read_key
-    from kintsugi.serving.session import ServeOptions
-    from kintsugi.serving.session import serve as serve_model
-
-    if api_key is not None and api_key_file is not None:
-        raise UserError("expected either --api-key or --api-key-file, got both")
-    credentials = Credentials(
-        api_key=api_key if api_key_file is None else read_key(api_key_file),
-        admin_key=None if admin_key_file is None else read_key(admin_key_file),
-        token_file=tokens,
-        host=host,
-        allowed_hosts=tuple(allowed_host or ()),
-    )
-    options = ServeOptions(
-        model=model,
-        host=host,
-        port=port,
-        num_servers=servers,
-        queue=queue,
-        credentials=credentials,
-        insecure=insecure,
-        weights_folders=tuple(weights_folder or ()),
-        max_length=max_length,
-    )
-    plan = {
-        "slots": slots,
-        "kv_cache_gib": kv_cache_gib,
-        "dtype": dtype,
-        "device": device,
-        "strategy": strategy,
-        "deterministic": deterministic,
-    }
-    raise typer.Exit(serve_model(options, plan, print_line=say))
+    say(f"{folder}: scaled to {counted(servers, 'generation server')}; see `kintsugi status`")
 
 
 def _launch(
-    config: Config, *, run_dir: Path, resume: bool, on_tick: Callable[[], None] | None = None
+    config: Config,
+    *,
+    run_dir: Path,
+    resume: bool,
+    detach: bool = False,
+    on_hangup: Hangup = Hangup.DETACH,
+    on_tick: Callable[[], None] | None = None,
 ) -> None:
-    """Run to the end and show the outcome; a failed run exits with its code."""
-    from kintsugi.cli.session import run_session
+    """Run to the end and show the outcome, or start a run and leave it; a failed run exits with its code."""
+    from kintsugi.cli.session import run_session, start_detached
+    from kintsugi.run_folder import reader
     from kintsugi.runtime.stacks import enable_stack_dumps
 
     enable_stack_dumps()
-    code = run_session(config, run_dir=run_dir, resume=resume, on_tick=on_tick or (lambda: None))
+    if detach:
+        code = start_detached(config, run_dir=run_dir, resume=resume)
+        if reader.living_launcher(run_dir) is not None:
+            say(
+                f"{run_dir}: running; `kintsugi attach {run_dir}` shows it, `kintsugi stop {run_dir}` stops it"
+            )
+    else:
+        code = run_session(
+            config,
+            run_dir=run_dir,
+            resume=resume,
+            on_tick=on_tick or (lambda: None),
+            stops_on_hangup=on_hangup is Hangup.STOP,
+        )
     if code != 0:
         raise typer.Exit(code)
 

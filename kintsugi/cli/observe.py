@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kintsugi.cli.arguments import Run
+from kintsugi.cli.arguments import Json, Run
 from kintsugi.cli.output import say, say_json
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ Since = Annotated[
     ),
 ]
 Until = Annotated[str | None, typer.Option(metavar="T", help="End, in the same formats.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON with all fields.")]
 
 
 @app.command()

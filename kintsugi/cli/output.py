@@ -9,17 +9,64 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shutil
 import sys
-from typing import TextIO
+import textwrap
+from typing import TYPE_CHECKING, TextIO
 
 import typer
 
 from kintsugi.runtime.printable import printable, printable_json
 
+if TYPE_CHECKING:
+    from rich.console import Console
 
-def say(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Print text."""
-    typer.echo(printable(text), err=err, nl=nl)
+
+def console(file: TextIO | None = None) -> Console:
+    """Console for tables and live views. Colours and redrawing are for terminals only, also where FORCE_COLOR is set,
+    as by notebooks and CI; NO_COLOR and TERM=dumb are obeyed."""
+    from rich.console import Console
+
+    target = file if file is not None else sys.stdout
+    is_terminal = target is not None and target.isatty() and os.environ.get("TERM") != "dumb"
+    return Console(file=target, force_terminal=is_terminal, legacy_windows=False)
+
+
+def say(text: str, *, err: bool = False, nl: bool = True, wrap: bool = True) -> None:
+    """Print text. On a terminal, lines that are longer than it is wide are broken between words."""
+    stream = sys.stderr if err else sys.stdout
+    text = printable(text)
+    if wrap and stream is not None and stream.isatty():
+        text = wrapped(text, width=shutil.get_terminal_size().columns)
+    typer.echo(text, err=err, nl=nl)
+
+
+def wrapped(text: str, *, width: int) -> str:
+    """Break long lines between words; what follows is indented further than the line. Longer words stay whole.
+
+    >>> print(wrapped("  cause  a rank was lost", width=16))
+      cause  a rank
+          was lost
+    """
+    lines = []
+    for line in text.split("\n"):
+        if len(line) > width:
+            lead = line[: len(line) - len(line.lstrip())]
+            line = textwrap.fill(
+                line,
+                width,
+                subsequent_indent=f"{lead}    ",
+                replace_whitespace=False,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 step`, `2 steps`, `no steps`."""
+    return f"{f'{count:,}' if count else 'no'} {noun}{'' if count == 1 else 's'}"
 
 
 def say_json(encoded: bytes) -> None:

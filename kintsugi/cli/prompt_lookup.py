@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -23,6 +24,10 @@ from kintsugi.telemetry.store.tracing import issued_tickets
 from kintsugi.types import Ticket
 
 MOST_NAMED = 8
+REVERSED = (
+    "The task of this data is to write sums with their digits reversed, the last digit first, which a small model "
+    "learns quickly: 91+67 is 158, the right answer is '851'."
+)
 
 
 class NamedPrompt(msgspec.Struct, frozen=True):
@@ -38,12 +43,12 @@ def find_prompt(store: RunStore, given: str) -> NamedPrompt:
     wanted = given.partition("/")[0] if ":" in given else given
     for ticket in issued_tickets(store):
         if ticket.id == wanted:
-            return _Rows(store.run_dir).named(ticket)
+            return RunRows(store.run_dir).named(ticket)
     if ids_in(wanted) == {wanted}:
         raise UserError(
             f"{store.run_dir}: no ticket {wanted} was issued so far; `kintsugi samples` shows some"
         )
-    rows = _Rows(store.run_dir)
+    rows = RunRows(store.run_dir)
     if given.isdecimal():
         found = [ticket for ticket in issued_tickets(store) if rows.index(ticket) == int(given)]
     else:
@@ -64,7 +69,7 @@ def find_prompt(store: RunStore, given: str) -> NamedPrompt:
     return rows.named(found[0])
 
 
-class _Rows:
+class RunRows:
     """Rows of the tickets of a run, if its data can still be read."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -98,6 +103,30 @@ class _Rows:
         except KintsugiError as error:
             self.problem = str(error)
             return ""
+
+    @property
+    def note(self) -> str:
+        """Sentence about data that looks wrong at first sight; empty for most."""
+        sources = [self._config.data.source, *(each.source for each in self._config.data.sources)]
+        return REVERSED if "arithmetic" in sources else ""
+
+    def columns(self, ticket_id: str) -> dict[str, Any]:
+        """Columns of the row of a ticket, as rewards get them; empty if the data cannot be read."""
+        stage, _, rest = ticket_id.partition(":")
+        numbers = rest.split(":")
+        if self._data is None or len(numbers) < 2 or not all(map(str.isdecimal, numbers[:2])):
+            return {}
+        try:
+            row = self._data.training_row(
+                stage=stage,
+                seed=self._seeds.get(stage, 0),
+                epoch=int(numbers[0]),
+                position=int(numbers[1]),
+            )
+        except KintsugiError as error:
+            self.problem = str(error)
+            return {}
+        return dict(row.columns)
 
     def named(self, ticket: Ticket) -> NamedPrompt:
         row = next((f"row {index} of {name}" for name, index in self._places(ticket)), "")

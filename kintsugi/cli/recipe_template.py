@@ -27,7 +27,7 @@ from kintsugi.config.schema import (
     NewModel,
 )
 from kintsugi.config.validation import validate
-from kintsugi.data.columns import RequiredColumns
+from kintsugi.data.columns import PROMPT_COLUMNS, RequiredColumns
 from kintsugi.data.dataset import DataSet, open_data
 from kintsugi.data.tokenized import RowTokenizer
 from kintsugi.errors import DataError, StorageError, UserError
@@ -35,7 +35,6 @@ from kintsugi.model.plan import plan_model
 from kintsugi.runtime.user_modules import scratch_folder
 from kintsugi.types import Row
 
-PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "query", "messages", "input")
 COMPLETION_COLUMNS = ("completion", "response", "output", "solution", "answer")
 ROWS_MEASURED = 500
 MOST_HELD_OUT = 500
@@ -256,6 +255,8 @@ def _column_lines(found: _Found) -> str:
     ]
     if data.completion_column is not None:
         lines.append(f"  completion_column: {data.completion_column}   # target of SFT")
+    if data.source == "arithmetic":
+        return "  # `12+39=` → `15`: the sum with its digits reversed, the last digit first\n"
     return "" if found.generates_data else "\n".join(lines) + "\n"
 
 

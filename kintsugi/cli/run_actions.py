@@ -5,11 +5,16 @@ from __future__ import annotations
 import signal
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from kintsugi.errors import DeadlineExceeded, UntrustedFile, UserError
+from kintsugi.cli.output import counted
+from kintsugi.config.recipe import fields_of, given, load_config, shown
+from kintsugi.config.schema import Config
+from kintsugi.config.stages import stages
+from kintsugi.errors import ConfigError, DeadlineExceeded, UntrustedFile, UserError
 from kintsugi.run_folder import reader
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.owned_files import check_owner
@@ -49,12 +54,68 @@ class Finished(UserError):
     """A run that has nothing left to do."""
 
 
+CHANGEABLE = (
+    "algorithm.steps",
+    "algorithm.entropy_weight",
+    "algorithm.clip_low",
+    "algorithm.clip_high",
+    "actor.learning_rate",
+    "actor.schedule",
+    "actor.weight_decay",
+    "actor.max_grad_norm",
+    "critic.learning_rate",
+    "sampling.temperature",
+    "rollout.attempts",
+    "rollout.reward_timeout_s",
+    "rollout.turn_timeout_s",
+    "eval",
+    "checkpoint.every",
+    "logging",
+    "monitoring",
+    "weights.deadline_s",
+    "cluster.start_timeout_s",
+)
+"""Fields, and sections, that a resume may change: a run with other values of the rest is another run."""
+
+
+def change_config(folder: Path, overrides: Sequence[str]) -> tuple[Config, list[str]]:
+    """Return the configuration of a run with overrides, and a sentence for each change; ConfigError for a field that
+    belongs to what the run has done already."""
+    before = load_config(RunFolder(folder).config_file)
+    if not overrides:
+        return before, []
+    after = given(before, overrides).config
+    old, new = fields_of(before), fields_of(after)
+    changed = [name for name in dict.fromkeys((*old, *new)) if old.get(name) != new.get(name)]
+    for name in changed:
+        if name not in CHANGEABLE and name.partition(".")[0] not in CHANGEABLE:
+            raise ConfigError(
+                f"`{name}`: expected a field that a resume may change ({', '.join(CHANGEABLE)}), got "
+                f"{shown(new.get(name))}; with another value it is another run: "
+                f"`kintsugi train {RunFolder(folder).config_file} {name}=… run_dir=null`"
+            )
+    done = reader.read_status(folder).step
+    if (last := stages(after)[-1].last_step) < done:
+        raise ConfigError(
+            f"`algorithm.steps` (command line): expected at least {after.algorithm.steps + done - last}, as "
+            f"{folder} has done {counted(done, 'step')} in all, got {after.algorithm.steps}"
+        )
+    return after, [
+        f"{name}: {shown(old.get(name))} until step {done}, then {shown(new.get(name))}" for name in changed
+    ]
+
+
 def check_resumable(
-    folder: Path, *, take_over: bool = False, accept_changes: bool = False
+    folder: Path,
+    config: Config | None = None,
+    *,
+    take_over: bool = False,
+    accept_changes: bool = False,
 ) -> reader.RunStatus:
     """Return the status of a run that can be resumed; UserError for one that runs, is finished, is invalid, belongs to
     another user or was changed since its start.
 
+    `config`: the configuration with which it is to continue, if another one than that in its folder.
     `take_over`: also one whose launcher ran on another host, which gives no sign of life any more.
     """
     from kintsugi.config.validation import validate
@@ -62,17 +123,17 @@ def check_resumable(
 
     check_owner(folder, deed="resume it")
     status = reader.read_status(folder)
+    config = status.config if config is None else config
     if status.state is reader.RunState.RUNNING:
         where = f"on host {status.host}" if status.host else f"process {status.pid}"
         raise UserError(f"{folder} is running ({where}); there is nothing to resume")
     if take_over:
         RunFolder(folder).launcher_file.unlink(missing_ok=True)
     reader.living_launcher(folder)  # Refuses one of another host.
-    if status.state is reader.RunState.FINISHED:
-        raise Finished(
-            f"{folder} is finished ({status.step} of {status.total_steps} steps); there is nothing to resume"
-        )
-    validate(msgspec.structs.replace(status.config, run_dir=None), resumed=folder)
+    if status.state is reader.RunState.FINISHED and stages(config)[-1].last_step <= status.total_steps:
+        more = f"`kintsugi resume {folder} algorithm.steps={2 * config.algorithm.steps}` trains it longer"
+        raise Finished(f"{folder} is finished ({status.step} of {status.total_steps} steps); {more}")
+    validate(msgspec.structs.replace(config, run_dir=None), resumed=folder)
     changes = changes_since_start(folder, status.config)
     if changes and not accept_changes:
         listed = "\n".join(f"  {change}" for change in changes)
@@ -100,7 +161,7 @@ class RunActions:
         from kintsugi.cli.scale import scale_run
 
         scale_run(run_dir, servers=servers, timeout_s=SCALE_TIMEOUT_S)
-        return f"{run_dir}: scaled to {servers} generation servers"
+        return f"{run_dir}: scaled to {counted(servers, 'generation server')}"
 
     def resume(self, run_dir: Path) -> str:
         check_resumable(run_dir)

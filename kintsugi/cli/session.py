@@ -21,8 +21,9 @@ from typing import TextIO, cast
 
 from rich.console import Console
 
-from kintsugi.cli.live import LiveView, print_closing
-from kintsugi.cli.output import SteadyOutput, print_message
+from kintsugi.cli.closing import print_closing
+from kintsugi.cli.live import LiveView, follow_until_end
+from kintsugi.cli.output import SteadyOutput, console, print_message
 from kintsugi.cluster.child import tail
 from kintsugi.config.recipe import load_config
 from kintsugi.config.schema import Config
@@ -32,35 +33,32 @@ from kintsugi.run_folder import reader
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.summary import FaultLine
 from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.printable import printable
 from kintsugi.runtime.stacks import enable_stack_dumps
+from kintsugi.telemetry.process_reports import read_processes
 from kintsugi.types import Role, process_id
 
 NOTE, WARNING = "note: ", "warning: "
+_GOOD_OUTCOMES = (reader.RunState.FINISHED, reader.RunState.STOPPED)
 
 
 def run_session(
-    config: Config, *, run_dir: Path, resume: bool, on_tick: Callable[[], None] = lambda: None
+    config: Config,
+    *,
+    run_dir: Path,
+    resume: bool,
+    on_tick: Callable[[], None] = lambda: None,
+    stops_on_hangup: bool = False,
 ) -> int:
     """Run to the end, print the outcome and return the exit code. The first cause of a failure is printed first."""
-    from kintsugi.access.roles import Action
-    from kintsugi.cli.access import record_locally
-    from kintsugi.cli.capacity import check_start
     from kintsugi.cli.supervisor import supervise
-    from kintsugi.data.dataset import pin_data
-    from kintsugi.run_folder.started import record_start
 
-    for sentence in pin_data(config, run_dir=run_dir).left_out:
-        print_message(f"{NOTE}{sentence}")
-    for sentence in check_start(config, run_dir=run_dir, resume=resume):
-        print_message(f"{WARNING}{sentence}")
-    record_locally(run_dir, Action.RESUME if resume else Action.START, begins=not resume)
-    if not resume:
-        record_start(run_dir, load_config(RunFolder(run_dir).config_file))
+    _prepare(config, run_dir=run_dir, resume=resume)
     output, since = SteadyOutput(sys.stdout), SYSTEM_CLOCK.wall()
-    console = Console(file=cast(TextIO, output))
+    screen = console(cast(TextIO, output))
     log = RunFolder(run_dir).log_file(process_id(Role.MASTER, 0))
     log_size = log.stat().st_size if log.exists() else 0
-    with LiveView(config, run_dir=run_dir, console=console) as display:
+    with LiveView(config, run_dir=run_dir, console=screen) as display:
 
         def tick() -> None:
             # A file that cannot be read now may be readable the next time.
@@ -68,15 +66,104 @@ def run_session(
                 display.tick()
             on_tick()
 
-        code = supervise(config, run_dir=run_dir, on_tick=tick, resume=resume)
-    summary = reader.read_summary(run_dir)
-    if summary is not None:
-        print_closing(console, summary, config=config, folder=run_dir)
-    if code != 0:
-        faults = reader.read_faults(run_dir, since=since)
-        _print_failure(code, faults, run_dir=run_dir, master_log=tail(log, offset=log_size).strip())
+        code = supervise(
+            config,
+            run_dir=run_dir,
+            on_tick=tick,
+            on_stop=display.acknowledge_stop,
+            resume=resume,
+            stops_on_hangup=stops_on_hangup,
+        )
+    _print_outcome(code, screen, config=config, run_dir=run_dir, since=since, log_size=log_size)
     output.settle()
     return code
+
+
+def start_detached(config: Config, *, run_dir: Path, resume: bool) -> int:
+    """Start a run and return as soon as its master reports; the run goes on without a terminal."""
+    from kintsugi.cli.supervisor import supervise
+
+    _prepare(config, run_dir=run_dir, resume=resume)
+    since = SYSTEM_CLOCK.wall()
+    log = RunFolder(run_dir).log_file(process_id(Role.MASTER, 0))
+    log_size = log.stat().st_size if log.exists() else 0
+
+    def has_begun() -> bool:
+        reports = read_processes(run_dir)
+        return reports is not None and reports.time >= since
+
+    code = supervise(config, run_dir=run_dir, on_tick=lambda: None, resume=resume, is_enough=has_begun)
+    if reader.living_launcher(run_dir) is None:  # It has ended already, which is a failure as a rule.
+        screen = console()
+        _print_outcome(code, screen, config=config, run_dir=run_dir, since=since, log_size=log_size)
+    return code
+
+
+def attach(run_dir: Path) -> int:
+    """Show a running run as `kintsugi train` does, until it ends; Ctrl-C leaves the run going."""
+    config, since = load_config(RunFolder(run_dir).config_file), SYSTEM_CLOCK.wall()
+    output = SteadyOutput(sys.stdout)
+    screen = console(cast(TextIO, output))
+    log = RunFolder(run_dir).log_file(process_id(Role.MASTER, 0))
+    log_size = log.stat().st_size if log.exists() else 0
+    try:
+        with LiveView(config, run_dir=run_dir, console=screen) as display:
+            follow_until_end(display, folder=run_dir)
+    except KeyboardInterrupt:
+        see = f"`kintsugi attach {run_dir}` shows it again, `kintsugi stop {run_dir}` stops it"
+        screen.print(printable(f"detached; the run goes on: {see}"), highlight=False, markup=False)
+        output.settle()
+        return 0
+    summary = reader.read_summary(run_dir)
+    code = 0 if summary is not None and summary.outcome in _GOOD_OUTCOMES else EXIT_ERROR
+    _print_outcome(code, screen, config=config, run_dir=run_dir, since=since, log_size=log_size)
+    output.settle()
+    return code
+
+
+def show_results(run_dir: Path) -> int:
+    """Print the closing table of a run that has ended; returns the exit code that it had."""
+    config = load_config(RunFolder(run_dir).config_file)
+    summary = reader.read_summary(run_dir)
+    code = 0 if summary is not None and summary.outcome in _GOOD_OUTCOMES else EXIT_ERROR
+    _print_outcome(code, console(), config=config, run_dir=run_dir, since=0.0, log_size=0)
+    return code
+
+
+def _prepare(config: Config, *, run_dir: Path, resume: bool) -> None:
+    """Pin the data, check what can be checked before any process starts, and record the start."""
+    from kintsugi.access.roles import Action
+    from kintsugi.cli.access import record_locally
+    from kintsugi.cli.capacity import check_start
+    from kintsugi.data.dataset import pin_data
+    from kintsugi.run_folder.started import record_start
+
+    data = pin_data(config, run_dir=run_dir)
+    for sentence in data.left_out:
+        print_message(f"{NOTE}{sentence}")
+    if 0 < data.num_positions < data.num_held_out:
+        print_message(
+            f"{NOTE}{data.num_held_out:,} rows are held out (`data.num_eval`) and only {data.num_positions:,} are "
+            "trained on"
+        )
+    for sentence in check_start(config, run_dir=run_dir, resume=resume):
+        print_message(f"{WARNING}{sentence}")
+    record_locally(run_dir, Action.RESUME if resume else Action.START, begins=not resume)
+    if not resume:
+        record_start(run_dir, load_config(RunFolder(run_dir).config_file))
+
+
+def _print_outcome(
+    code: int, screen: Console, *, config: Config, run_dir: Path, since: float, log_size: int
+) -> None:
+    """Print the closing table, and the causes of a failure."""
+    summary = reader.read_summary(run_dir)
+    if summary is not None:
+        print_closing(screen, summary, config=config, folder=run_dir)
+    if code != 0:
+        log = RunFolder(run_dir).log_file(process_id(Role.MASTER, 0))
+        faults = reader.read_faults(run_dir, since=since)
+        _print_failure(code, faults, run_dir=run_dir, master_log=tail(log, offset=log_size).strip())
 
 
 def print_error(error: KintsugiError) -> int:
@@ -99,6 +186,8 @@ def _print_failure(code: int, faults: Sequence[FaultLine], *, run_dir: Path, mas
         print_message(f"error: {faults[-1].message}")
     elif faults:
         print_faults(faults)
+        if (trace := reader.last_user_traceback(run_dir)) is not None:
+            print_message(f"the last traceback of user code, in {trace}")
         print_message(f"error: the run failed; its folder is {run_dir}")
     elif code == EXIT_USER_ERROR and master_log:
         print_message(f"error: {master_log.splitlines()[-1]}")

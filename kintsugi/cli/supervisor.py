@@ -75,17 +75,23 @@ def supervise(
     *,
     run_dir: Path,
     on_tick: Callable[[], None],
+    on_stop: Callable[[], None] = lambda: None,
     resume: bool = False,
+    is_enough: Callable[[], bool] = lambda: False,
+    stops_on_hangup: bool = False,
     programs: Programs = PROGRAMS,
     processes: Processes | None = None,
 ) -> int:
     """Run `config` to its end as `launch` does, in a launcher that outlives this process. Main thread only.
 
-    `on_tick` is called about five times a second; it must not raise. SIGINT and SIGTERM are passed on as stop requests.
+    `on_tick` is called about five times a second; it must not raise. SIGINT and SIGTERM are passed on as stop requests,
+    with `stops_on_hangup` SIGHUP too; `on_stop` is called after each. Returns 0 before the end once `is_enough` holds:
+    the run goes on by itself.
     Raises the launcher's error, and ProcessDied if all launcher processes were killed.
     """
     with ExitStack() as stack:
-        signals = Signals(signal.SIGINT, signal.SIGTERM)
+        hangup = (signal.SIGHUP,) if stops_on_hangup else ()
+        signals = Signals(signal.SIGINT, signal.SIGTERM, *hangup)
         stack.callback(signals.close)
         result, result_write = os.pipe2(os.O_CLOEXEC)
         stack.callback(os.close, result)
@@ -115,6 +121,7 @@ def supervise(
             for _ in signals.received():
                 with contextlib.suppress(BrokenPipeError, BlockingIOError):
                     os.write(requests, b".")
+                on_stop()
             if result in ready:
                 part = os.read(result, 65536)
                 if not part:
@@ -122,6 +129,8 @@ def supervise(
                 content += part
             child.status()  # Reaps the first launcher process, which may end before the run.
             on_tick()
+            if is_enough():
+                return 0
     return _outcome(content, run_dir=run_dir)
 
 

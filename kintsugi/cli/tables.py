@@ -7,13 +7,13 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 
 from rich.table import Table
 
-from kintsugi.cli.live import accuracy_text, cell, seconds_text
+from kintsugi.cli.closing import accuracy_text, cell
+from kintsugi.cli.output import counted
+from kintsugi.cli.progress import StepProgress, alert_text, phase_text, seconds_text
 from kintsugi.control.phases.table import Phase
-from kintsugi.errors import KintsugiError
 from kintsugi.journal.facts import CauseDiagnosed
 from kintsugi.run_folder.ending import RunEnd
 from kintsugi.run_folder.incidents import (
@@ -25,12 +25,16 @@ from kintsugi.run_folder.incidents import (
     ReportedFault,
     headline,
 )
-from kintsugi.run_folder.layout import RELATIVE, RunFolder
+from kintsugi.run_folder.layout import RELATIVE
+from kintsugi.run_folder.listing import RunLine
+from kintsugi.run_folder.pruning import PartSize
 from kintsugi.run_folder.reader import JournalStatus, MetricLine, RunStatus
 from kintsugi.telemetry.events import Alert, Record
 from kintsugi.telemetry.process_reports import ProcessReports
 from kintsugi.telemetry.step_metrics import SampleRecord
 from kintsugi.types import Role, Wait, role_of
+
+EVALUATIONS_SHOWN = 3
 
 
 def end_text(end: RunEnd, *, run: str) -> str:
@@ -39,7 +43,10 @@ def end_text(end: RunEnd, *, run: str) -> str:
     return f"{end.state}{moment}: {end.what}; `kintsugi resume {run}` continues it"
 
 
-def status_table(status: RunStatus, journal: JournalStatus, *, end: RunEnd | None = None) -> Table:
+def status_table(
+    status: RunStatus, journal: JournalStatus, *, kept: Sequence[int] = (), end: RunEnd | None = None
+) -> Table:
+    """State, latest metrics, last evaluations and the checkpoints that are `kept`."""
     table = Table(title=cell(str(status.folder)), title_justify="left", show_header=False, min_width=60)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -53,12 +60,16 @@ def status_table(status: RunStatus, journal: JournalStatus, *, end: RunEnd | Non
     for label, name, form in _METRICS:
         if (value := status.metrics.get(name)) is not None:
             table.add_row(label, format(value, form))
-    for line in status.evaluations:
+    for line in status.evaluations[-EVALUATIONS_SHOWN:]:
         table.add_row(f"accuracy after step {line['step']:.0f}", cell(_accuracy(line)))
+    if (earlier := len(status.evaluations) - EVALUATIONS_SHOWN) > 0:
+        table.add_row("", f"{counted(earlier, 'earlier evaluation')}: --json shows them")
     if journal.scaled_to is not None:
         table.add_row("servers", cell(_servers_text(status, journal)))
-    if journal.saved_steps:
-        table.add_row("checkpoints written", ", ".join(map(str, journal.saved_steps)))
+    if kept:
+        table.add_row(
+            "checkpoints", f"of {'step' if len(kept) == 1 else 'steps'} {', '.join(map(str, kept))}"
+        )
     if journal.incident is not None:
         table.add_row(
             f"open incident {journal.incident.incident}", cell(headline(journal.incident.cause.message))
@@ -75,6 +86,15 @@ def _servers_text(status: RunStatus, journal: JournalStatus) -> str:
     return text if status.pid is None or running == journal.scaled_to else f"{text}; {running} running"
 
 
+def activity_line(reports: ProcessReports, status: RunStatus) -> str | None:
+    """`now: collecting 300/1000 groups, as of 12:00:03`; None while the run recovers, which has a line of its own."""
+    if reports.phase == Phase.RECOVERING or not reports.phase:
+        return None
+    steps = StepProgress(status.config)
+    steps.step = status.step
+    return f"now: {phase_text(reports, steps)}, as of {datetime.fromtimestamp(reports.time):%H:%M:%S}"
+
+
 def recovery_line(reports: ProcessReports) -> str | None:
     """`recovering: wait for replacements, as of 12:00:03`; None unless the run is recovering."""
     if reports.phase != Phase.RECOVERING:
@@ -82,25 +102,34 @@ def recovery_line(reports: ProcessReports) -> str | None:
     return f"recovering: {reports.recovery}, as of {datetime.fromtimestamp(reports.time):%H:%M:%S}"
 
 
-def processes_table(reports: ProcessReports) -> Table:
-    """Processes with their counters and waits: distinguishes slow from stuck and shows which process is waited for."""
+def processes_table(reports: ProcessReports, *, with_counters: bool = False) -> Table:
+    """Processes with what they wait for, which distinguishes slow from stuck; with all their counters if asked for."""
     table = Table(box=None, pad_edge=False)
-    for name in ("process", "pid", "host", "status", "load", "heartbeat", "counters", "waits for"):
-        table.add_column(name, no_wrap=name in ("process", "pid"), overflow="fold")
+    names = (
+        "process",
+        "pid",
+        "host",
+        "status",
+        "heartbeat",
+        *(("counters",) if with_counters else ()),
+        "waits for",
+    )
+    for name in names:
+        table.add_column(name, no_wrap=name not in ("status", "counters", "waits for"), overflow="fold")
     for report in reports.processes:
-        texts = (
+        texts = [
             report.process,
             str(report.pid or ""),
             report.host,
             report.status,
-            f"{report.load:.2f}",
             "never" if report.silent_s is None else f"{report.silent_s:.1f} s ago",
-            ", ".join(
-                f"{name} {value:,.10g}"
-                for name, value in sorted({**report.gauges, **report.counters}.items())
-            ),
-            "; ".join(map(_wait_text, report.waits)),
-        )
+        ]
+        if with_counters:
+            values = sorted({"load": round(report.load, 2), **report.gauges, **report.counters}.items())
+            texts.append("\n".join(f"{name} {value:,.10g}" for name, value in values))
+        waits = report.waits if with_counters else report.waits[:1]
+        more = f" (+{len(report.waits) - 1})" if len(report.waits) > len(waits) else ""
+        texts.append("\n".join(map(_wait_text, waits)) + more)
         table.add_row(*map(cell, texts))
     return table
 
@@ -113,8 +142,10 @@ def _wait_text(wait: Wait) -> str:
 def alert_line(record: Record) -> str:
     """`alert 2026-05-01 12:00:03: disk full`."""
     assert isinstance(record.event, Alert)
-    values = "".join(f" {name}={value:g}" for name, value in record.event.values.items())
-    return f"alert {_moment(record.stamp.time)}: {headline(record.event.message)}{values}"
+    values = record.event.values
+    # The parts of a recovery are in `kintsugi incidents`.
+    text = "" if "total" in values else "".join(f" {name}={value:g}" for name, value in values.items())
+    return f"alert {_moment(record.stamp.time)}: {alert_text(record)}{text}"
 
 
 WIDTH = 80
@@ -224,16 +255,12 @@ def _choice_lines(choice: ChosenStrategy) -> Iterator[str]:
 
 def _cost(incident: IncidentHistory) -> str:
     seconds = "" if incident.seconds is None else f"{seconds_text(incident.seconds)}, "
-    undone = _counted(incident.steps_undone, "step")
-    return f"{seconds}{undone} undone, {_counted(incident.groups_again, 'group')} sampled again"
+    undone = counted(incident.steps_undone, "step")
+    return f"{seconds}{undone} undone, {counted(incident.groups_again, 'group')} sampled again"
 
 
 def _repeated(times: int) -> str:
     return f" ({times} times)" if times > 1 else ""
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
 
 
 def _moment(time: float) -> str:
@@ -242,41 +269,63 @@ def _moment(time: float) -> str:
 
 _METRICS = (
     ("reward", "reward/mean", ".3f"),
+    ("loss", "loss", ".4g"),
     ("tokens per second", "tokens_per_s", ",.0f"),
     ("gradient norm", "grad_norm", ".3f"),
     ("sampler–trainer logprob difference", "logprob_abs_diff_mean", ".2e"),
 )
 
 
-def runs_table(found: Sequence[tuple[Path, RunStatus | KintsugiError]]) -> Table:
+def runs_table(found: Sequence[RunLine]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in ("run", "state", "step", "reward", "accuracy", "started"):
-        table.add_column(name, no_wrap=name != "state")
-    for folder, status in found:
-        if isinstance(status, KintsugiError):
-            table.add_row(cell(str(folder)), cell(f"unreadable: {status}"))
+    has_tags = any(line.tags for line in found)
+    for name in ("run", "state", "step", "reward", "accuracy", "started", *(("tags",) if has_tags else ())):
+        table.add_column(name, no_wrap=name not in ("state", "tags"))
+    for line in found:
+        if line.problem:
+            table.add_row(cell(line.folder), cell(f"unreadable: {line.problem}"))
             continue
-        reward, accuracy = status.metrics.get("reward/mean"), status.metrics.get("eval/accuracy")
-        started = datetime.fromtimestamp(RunFolder(folder).config_file.stat().st_mtime)
-        table.add_row(
-            cell(str(folder)),
-            status.state,
-            f"{status.step}/{status.total_steps}",
-            "" if reward is None else f"{reward:.3f}",
-            "" if accuracy is None else f"{accuracy:.1%}",
-            f"{started:%Y-%m-%d %H:%M}",
-        )
+        texts = [
+            line.folder,
+            line.state,
+            f"{line.step}/{line.total_steps}",
+            "" if line.reward is None else f"{line.reward:.3f}",
+            "" if line.accuracy is None else f"{line.accuracy:.1%}",
+            f"{datetime.fromtimestamp(line.started):%Y-%m-%d %H:%M}",
+            *([", ".join(line.tags)] if has_tags else []),
+        ]
+        table.add_row(*map(cell, texts))
     return table
 
 
-def sample_line(record: SampleRecord) -> str:
-    """Format a sample on one line; texts are Python literals, so that whitespace is visible."""
+def sizes_table(parts: Sequence[PartSize]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("part")
+    table.add_column("MB", justify="right", no_wrap=True)
+    table.add_column("contents")
+    table.add_column("does not work without it")
+    for part in parts:
+        table.add_row(part.name, f"{part.size / 1e6:,.1f}", part.contents, part.without or "the run")
+    return table
+
+
+def sample_text(record: SampleRecord, *, columns: Mapping[str, object], width: int) -> str:
+    """Format a sample: where it comes from, prompt and completion, and the columns of its row. Texts are Python
+    literals, so that whitespace is visible."""
     components = " ".join(f"{name}={value:g}" for name, value in record.reward_components.items())
-    advantage = "" if record.advantage is None else f" advantage {record.advantage:+.2f}"
-    return (
-        f"step {record.step} {record.ticket}/{record.sample} v{record.version} reward {record.reward:g} ({components})"
-        f"{advantage} {record.finish}: {record.prompt!r} → {record.completion!r}"
+    reward = f"reward {record.reward:g} ({components})" if components else "no reward"
+    advantage = "" if record.advantage is None else f"  advantage {record.advantage:+.2f}"
+    weights = "" if record.version < 0 else f"  weights {record.version}"
+    head = (
+        f"step {record.step}  {record.ticket}/{record.sample}{weights}  {reward}{advantage}  {record.finish}"
     )
+    short = f"  {record.prompt!r} → {record.completion!r}"
+    short += "".join(f"  {name}: {value!r}" for name, value in columns.items())
+    if len(short) <= width:
+        return f"{head}\n{short}"
+    parts = {"prompt": record.prompt, "completion": record.completion, **columns}
+    label = max(map(len, parts))
+    return "\n".join([head, *(f"  {name:{label}}  {value!r}" for name, value in parts.items())])
 
 
 def evaluation_text(metrics: Mapping[str, float]) -> str:
@@ -288,7 +337,7 @@ def evaluation_text(metrics: Mapping[str, float]) -> str:
         f"({metrics[f'{name}_low']:.1%} – {metrics[f'{name}_high']:.1%} at 95 %)"
         for name in names
     ]
-    return "\n".join([*lines, f"{metrics['eval/problems']:.0f} problems"])
+    return "\n".join([*lines, counted(round(metrics["eval/problems"]), "problem")])
 
 
 def _accuracy(line: MetricLine) -> str:

@@ -30,10 +30,13 @@ from kintsugi.config.schema import (
 )
 from kintsugi.config.stages import stages
 from kintsugi.errors import ConfigError, StorageError
+from kintsugi.run_folder.layout import RunFolder
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 PYTHON = "Python"
+DEFAULT_OF = "default of "
+"""Origin of a value that the algorithm decides."""
 
 Tree = dict[str, Any]
 Origins = dict[str, str]
@@ -107,9 +110,29 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
     origins: Origins = {}
     for origin, layer in _layers(Path(path)):
         _merge(tree, layer, origin=origin, origins=origins)
-    for override in overrides:
-        _merge(tree, _parse_override(override), origin=COMMAND_LINE, origins=origins)
+    given = [_parse_override(override) for override in overrides]
+    if any(
+        "name" in layer.get("algorithm", {}) for layer in given if isinstance(layer.get("algorithm"), dict)
+    ):
+        _forget_algorithm_defaults(tree, beside=Path(path))
+    for layer in given:
+        _merge(tree, layer, origin=COMMAND_LINE, origins=origins)
     return _resolved(tree, origins)
+
+
+def _forget_algorithm_defaults(tree: Tree, *, beside: Path) -> None:
+    """Open the values again that a run's `config.yaml` has from the defaults of its algorithm: another one has
+    others."""
+    try:
+        recorded = msgspec.json.decode(
+            RunFolder(beside.parent).origins_file.read_bytes(), type=dict[str, str]
+        )
+    except (OSError, msgspec.MsgspecError):
+        return
+    section = tree.get("algorithm")
+    for field, origin in recorded.items():
+        if origin.startswith(DEFAULT_OF) and isinstance(section, dict):
+            section[field.removeprefix("algorithm.")] = None
 
 
 def given(config: Config, overrides: Sequence[str] = ()) -> Resolved:
@@ -144,7 +167,15 @@ def rollout_only(resolved: Resolved, *, steps: int) -> Resolved:
     return Resolved(config, origins)
 
 
+def _list_single_reward(tree: Tree) -> None:
+    """Take `algorithm.reward: my.function` for a list of one."""
+    section = tree.get("algorithm")
+    if isinstance(section, dict) and isinstance(section.get("reward"), str):
+        section["reward"] = [section["reward"]]
+
+
 def _resolved(tree: Tree, origins: Origins) -> Resolved:
+    _list_single_reward(tree)
     _expand_custom_algorithm(tree, origins)
     config = _convert(tree, origins=origins)
     for field in fields_of(config):

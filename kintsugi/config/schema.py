@@ -7,13 +7,19 @@ cluster. Values that the program can measure are not settings. `config/recipe.py
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
 
 
-class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    pass
+class _Section(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, repr_omit_defaults=True
+):
+    """A section of the configuration. Its text has the values that are not defaults."""
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with other values: `config.replace(seed=1)`, `config.actor.replace(learning_rate=3e-4)`."""
+        return msgspec.structs.replace(self, **changes)
 
 
 class NewModel(_Section, frozen=True):
@@ -36,7 +42,8 @@ class ModelSection(_Section, frozen=True):
     """Source of the model: a Hugging Face folder, or a new model with random weights."""
 
     path: str | None = None
-    """Hugging Face folder with safetensors files. Excludes `new`."""
+    """Hugging Face folder with safetensors files, or the name of a model on the hub, `owner/name`: taken from the local
+    cache, or downloaded. Excludes `new`."""
     new: NewModel | None = None
     """Architecture of a new model. Excludes `path`."""
 
@@ -423,7 +430,7 @@ class CheckpointSection(_Section, frozen=True):
     every: int = 25
     """Steps between checkpoints. The last step is always saved; 0: only the last step."""
     keep: int = 2
-    """Number of checkpoints to keep; older ones are deleted."""
+    """Number of checkpoints to keep; older ones are deleted, except the one with the highest held-out accuracy."""
 
 
 ShareDevice = Literal["no", "keep", "offload"]

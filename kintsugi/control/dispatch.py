@@ -111,6 +111,12 @@ class EpisodeDispatch:
         """Number of groups that are not handed out."""
         return self._scheduler.num_pending
 
+    def num_ready(self, stage: Stage) -> int:
+        """Return how many groups of the next batch are complete, in any order."""
+        size = stage.algorithm.batch_size
+        waiting = self._decision.state.ledger.candidates(size + self._config.asynchrony.overtake)
+        return min(size, sum(group.is_ready for group in waiting))
+
     def next_batch(self, stage: Stage) -> tuple[str, ...]:
         """Return the batch of the next step, or nothing while it is incomplete. Groups that have become too stale are
         dropped; groups that are complete already, or the next prompts, replace them."""

@@ -52,8 +52,12 @@ class Evaluation:
         )
 
     @property
+    def num_answered(self) -> int:
+        return len(self._correct)
+
+    @property
     def finished(self) -> bool:
-        return len(self._correct) == len(self.tasks)
+        return self.num_answered == len(self.tasks)
 
     def metrics(self) -> dict[str, float]:
         """Return greedy accuracy, mean@k and pass@k with their intervals, and the number of unscored answers if there

@@ -191,6 +191,30 @@ class Master:
         return self._save.is_under_way
 
     @property
+    def saving_step(self) -> int:
+        """Step whose checkpoint is being written; 0 if none is."""
+        return self._save.step if self._save.is_under_way else 0
+
+    @property
+    def phase_since(self) -> float:
+        """Begin of the current phase."""
+        return self._since
+
+    @property
+    def progress(self) -> tuple[int, int, str]:
+        """Done and total work of the current phase, and its unit; zeros where nothing is counted. For display."""
+        match self.phase:
+            case Phase.STARTING:
+                planned = len(self._processes.plans)
+                return planned - len(self._processes.missing()), planned, "processes"
+            case Phase.COLLECTING:
+                return self._dispatch.num_ready(self.stage), self.stage.algorithm.batch_size, "groups"
+            case Phase.EVALUATING if (evaluation := self._dispatch.evaluation) is not None:
+                return evaluation.num_answered, len(evaluation.tasks), "problems"
+            case _:
+                return 0, 0, ""
+
+    @property
     def _is_first_start(self) -> bool:
         """Whether the run starts for the first time and nothing has failed: a process that cannot start now never
         will."""

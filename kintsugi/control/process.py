@@ -85,7 +85,7 @@ from kintsugi.telemetry.events import (
     RunFinished,
     Transition,
 )
-from kintsugi.telemetry.process_reports import ProcessReports
+from kintsugi.telemetry.process_reports import Activity, ProcessReports
 from kintsugi.transport import Delivery, PendingReply
 from kintsugi.types import role_of
 
@@ -436,9 +436,18 @@ class MasterShell:
         own = own_report(self._bootstrap, waits=self._master.pending.waits())
         others = (report_of(member, now) for member in self._master.state.members.members.values())
         master = self._master
-        return ProcessReports(
-            self._clock.wall(), (own, *others), master.phase.value, master.recovery_state.value
+        wall = self._clock.wall()
+        done, total, unit = master.progress
+        activity = Activity(
+            since=wall - (now - master.phase_since),
+            done=done,
+            total=total,
+            unit=unit,
+            awaits=tuple(dict.fromkeys(wait.whom for wait in master.pending.waits())),
+            is_stopping=master.state.stop_reason is not None,
+            saving_step=master.saving_step,
         )
+        return ProcessReports(wall, (own, *others), master.phase.value, master.recovery_state.value, activity)
 
     def _fail_run(self, error: Exception) -> None:
         """End the run because of an error of this process, and record it in journal, summary and workers as far as

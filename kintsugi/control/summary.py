@@ -77,6 +77,7 @@ def summarize_run(
             timing[name] = timing.get(name, 0.0) + seconds
     rewarded = state.tallies.get(main.name) if main.samples_completions else None
     first, last = (rewarded.first, rewarded.last) if rewarded is not None else (None, None)
+    taught = state.tallies.get(main.name) if not main.samples_completions else None
     sums, counts = rewarded.totals() if rewarded is not None else ({}, {})
     accuracy = [done.metrics["eval/accuracy"] for done in state.evaluations]
     agreement = "logprob_abs_diff_mean"
@@ -88,7 +89,8 @@ def summarize_run(
         "outcome": state.outcome,
         "run_dir": run_dir,
         "steps": state.step,
-        "wall_s": state.wall_s,
+        # A master that took over counts from its own start; the steps of the others are in the time of the phases.
+        "wall_s": max(state.wall_s, sum(timing.values())),
         "samples": _sample_counts(state, trained=int(sum(sums.get("samples", 0.0) for sums, _ in totals))),
         "samples_by_end": state.ledger.ends.means(),
         "staleness": _staleness(sums),
@@ -101,6 +103,8 @@ def summarize_run(
         "tokens_trained": int(sum(sums.get("tokens_trained", 0.0) for sums, _ in totals)),
         "reward_first": first.get("reward_mean") if first else None,
         "reward_last": last.get("reward_mean") if last else None,
+        "loss_first": _loss(taught.first) if taught is not None else None,
+        "loss_last": _loss(taught.last) if taught is not None else None,
         "eval_accuracy_before": accuracy[0] if accuracy else None,
         "eval_accuracy_after": accuracy[-1] if accuracy else None,
         "evaluations": [
@@ -118,6 +122,10 @@ def summarize_run(
         "incidents": [_incident_line(incident) for incident in incidents],
         "incidents_open": sum(incident.mended_step is None for incident in incidents),
     }
+
+
+def _loss(metrics: Mapping[str, float] | None) -> float | None:
+    return None if metrics is None else metrics.get("loss")
 
 
 def _sample_counts(state: MasterState, *, trained: int) -> dict[str, int]:

@@ -15,6 +15,9 @@ COMPLETION, CHOSEN, REJECTED = "completion", "chosen", "rejected"
 _ARGUMENTS = frozenset({"completions", "prompts"})
 """Arguments of reward functions besides the columns."""
 
+PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "query", "messages", "input")
+"""Names that prompts have in other data sets, the likeliest first."""
+
 Message = dict[str, Any]
 
 
@@ -63,7 +66,11 @@ def row_of(record: Mapping[str, Any], section: SourceSection, *, needs: Required
     else:
         have = ", ".join(sorted(record)) or "none"
         found = "" if asked is None else f" (which has {_kind(asked)})"
-        raise UnusableRow(f"expected text in column '{section.prompt_column}'{found}, columns there: {have}")
+        likely = next((name for name in PROMPT_COLUMNS if isinstance(record.get(name), str | list)), None)
+        hint = f"; try `data.prompt_column={likely}`" if likely is not None and asked is None else ""
+        raise UnusableRow(
+            f"expected text in column '{section.prompt_column}'{found}, columns there: {have}{hint}"
+        )
     if not prompt:
         raise UnusableRow("expected a prompt of at least one token, got an empty text")
     _take_completion(columns, record, section, answer=answer, needed=needs.completion)

@@ -6,10 +6,11 @@ the same in every process that reads the same bytes.
 
 from __future__ import annotations
 
+import json
 import os
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -237,7 +238,10 @@ def record_of(line: bytes) -> dict[str, Any]:
             f"expected at most {LONGEST_ROW >> 20} MiB, got a longer line that begins {line[:40]!r}"
         )
     try:
-        return _decoder.decode(line)
+        record = _decoder.decode(line)
+        if repeated := _repeated_column(line, record):
+            raise UnusableRow(f"expected every column once, got '{repeated}' twice")
+        return record
     except UnicodeDecodeError:
         pass
     except msgspec.DecodeError as error:
@@ -251,6 +255,19 @@ def record_of(line: bytes) -> dict[str, Any]:
             f"expected UTF-8, got byte 0x{line[error.start]:02x} after {error.start} bytes"
         ) from error
     raise UnusableRow(f"expected text that UTF-8 can hold, got {line[:60]!r}")
+
+
+def _repeated_column(line: bytes, record: Mapping[str, Any]) -> str | None:
+    """Return a column that the object has twice, of which the decoder kept the last; None as a rule. Only a line in
+    which the name of a column appears again is decoded a second time."""
+    if all(line.count(f'"{name}"'.encode()) <= 1 for name in record):
+        return None
+
+    def names_of(pairs: list[tuple[str, Any]]) -> Any:
+        return [name for name, _ in pairs]
+
+    names = json.loads(line, object_pairs_hook=names_of)
+    return next((name for number, name in enumerate(names) if name in names[:number]), None)
 
 
 def _seen(file: LinesFile, *, digest: str, num_rows: int) -> IndexedFile:

@@ -48,7 +48,7 @@ from kintsugi.page.schema import (
 from kintsugi.page.service_levels import service_levels
 from kintsugi.page.token_strips import token_strip
 from kintsugi.run_folder import reader
-from kintsugi.run_folder.comparison import read_origins
+from kintsugi.run_folder.creation import read_origins
 from kintsugi.run_folder.incidents import headline
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.reader import RunState

@@ -26,7 +26,7 @@ from kintsugi.protocol.membership import (
 )
 from kintsugi.protocol.messages import Body
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
-from kintsugi.runtime.counters import COUNTERS, IDLENESS
+from kintsugi.runtime.counters import COUNTERS, IDLENESS, SAVE_PROGRESS
 from kintsugi.runtime.peak_memory import PEAKS
 from kintsugi.runtime.waits import WAITS
 from kintsugi.telemetry.readings import HeartbeatReading, ReadingsLog
@@ -155,7 +155,7 @@ class Membership:
     def _beat(self) -> None:
         """Send a heartbeat to the master, if this process is registered, and record it in the run folder."""
         progress, waits = COUNTERS.snapshot(), WAITS.declared()
-        gauges = self.gauges | IDLENESS.gauges() | PEAKS.gauges()
+        gauges = self.gauges | IDLENESS.gauges() | PEAKS.gauges() | SAVE_PROGRESS.gauges()
         if self.registered:
             heartbeat = Heartbeat(progress, self.load, waits, self._endpoint.book_number, gauges)
             self._endpoint.send(self._master, heartbeat)

@@ -79,6 +79,8 @@ class Save(MessageBody, frozen=True):
     step: int
     stage: str
     folder: str
+    best_steps: tuple[int, ...] = ()
+    """Evaluated steps, the best first: of these, the first that has a checkpoint is kept beside the newest ones."""
 
 
 class Saved(MessageBody, frozen=True):

@@ -16,12 +16,14 @@ from kintsugi.config.recipe import fields_of, shown
 from kintsugi.config.stages import stages
 from kintsugi.errors import UserError
 from kintsugi.run_folder import reader
-from kintsugi.run_folder.layout import RunFolder
+from kintsugi.run_folder.creation import read_origins
 from kintsugi.telemetry.eval_stats import difference_interval, mcnemar, unpaired_interval
 from kintsugi.telemetry.step_metrics import EvalAnswerRecord
 
 METRICS = ("reward/mean", "loss", "eval/accuracy", "kl", "entropy", "completions/mean_length")
 """Metrics that are shown by default, if a run has them."""
+NO_KL = 1e-9
+"""Smaller divergences are rounding."""
 NOT_A_DIFFERENCE = frozenset({"run_dir", "name"})
 
 
@@ -145,14 +147,6 @@ def _differences(folders: Sequence[Path], statuses: Sequence[reader.RunStatus]) 
             yield Difference(field, values, tuple(origin.get(field, "") for origin in origins))
 
 
-def read_origins(folder: Path) -> dict[str, str]:
-    """Read the origins of a run's values; empty if it did not record them."""
-    try:
-        return msgspec.json.decode(RunFolder(folder).origins_file.read_bytes(), type=dict[str, str])
-    except (FileNotFoundError, msgspec.DecodeError):
-        return {}
-
-
 def _curves(
     folders: Sequence[Path], statuses: Sequence[reader.RunStatus], metrics: Sequence[str]
 ) -> Iterator[MetricCurve]:
@@ -167,6 +161,12 @@ def _curves(
             [(int(line["step"] or 0), line[metric]) for line in lines if line.get(metric) is not None]
             for lines in every
         ]
+        if (
+            metric == "kl"
+            and not metrics
+            and all(abs(value or 0.0) < NO_KL for run in points for _, value in run)
+        ):
+            continue  # Rounding: the run has no reference model.
         if any(points):
             yield MetricCurve(
                 metric,

@@ -8,7 +8,14 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kintsugi.config.recipe import Resolved, anchored, dump
+from kintsugi.config.recipe import (
+    Resolved,
+    anchored,
+    dump,
+    fields_of,
+    load_config,
+)
+from kintsugi.config.resolution import with_resolved_algorithm
 from kintsugi.config.schema import Config
 from kintsugi.errors import ConfigError, StorageError
 from kintsugi.run_folder.layout import REDACTED, RunFolder
@@ -24,6 +31,7 @@ def make_run_folder(resolved: Resolved, *, rewards: Path | None = None) -> tuple
     `rewards` is a file with captured reward functions (`source_capture.py`). If it exists, it is copied into the folder
     and the reward paths of the configuration refer to the copy.
     """
+    resolved = with_resolved_algorithm(resolved)
     config = resolved.config
     run_dir = Path(config.run_dir) if config.run_dir else next_run_dir(config.name)
     run = RunFolder(run_dir)
@@ -48,6 +56,34 @@ def make_run_folder(resolved: Resolved, *, rewards: Path | None = None) -> tuple
         remove_unused(run_dir)
         raise
     return config, run_dir
+
+
+def replace_config(run_dir: Path, config: Config, *, step: int) -> None:
+    """Continue a run with another configuration after `step`; the earlier one is kept beside it."""
+    run = RunFolder(run_dir)
+    before = load_config(run.config_file)
+    if config == before:
+        return
+    dump(before, run.earlier_config_file(step))
+    unfinished = run.config_file.with_suffix(".new")
+    dump(config, unfinished)
+    try:
+        unfinished.replace(run.config_file)
+    except OSError as error:
+        raise StorageError(f"could not write {run.config_file}: {error.strerror or error}") from error
+    old, origins = fields_of(before), read_origins(run_dir)
+    changed = {
+        name: f"resume at step {step}" for name, value in fields_of(config).items() if old.get(name) != value
+    }
+    _write(run.origins_file, msgspec.json.format(msgspec.json.encode(origins | changed), indent=1))
+
+
+def read_origins(run_dir: Path) -> dict[str, str]:
+    """Read the origins of a run's values; empty if it did not record them."""
+    try:
+        return msgspec.json.decode(RunFolder(run_dir).origins_file.read_bytes(), type=dict[str, str])
+    except (FileNotFoundError, msgspec.DecodeError):
+        return {}
 
 
 def _with_rewards_in(file: Path, config: Config, *, instead_of: Path | None) -> Config:

@@ -1,6 +1,7 @@
 """Layout of a run folder: the path of every file that a run writes, defined once.
 
     config.yaml             the configuration, as it runs
+    config.until-step-N.yaml  the configuration before a resume with overrides
     origins.json            source of each configuration value: recipe, override, default
     webhook                 address of the webhook, which may be a credential; readable by its owner only
     started.json            the configuration at the start, to find what was changed before a resume
@@ -10,6 +11,7 @@
     journal.N               earlier facts, which the journal has folded into its first record; 256 MiB at most
     inputs                  events that the master handled, for replay in the simulator
     summary.json            outcome of the run, written at its end
+    tags.json               tags of the run (`kintsugi tag`)
     launcher.json           process that runs this folder, while it runs
     processes.json          status, counters and waits of each process, refreshed by the master
     metrics.jsonl           metrics of each step and evaluation
@@ -61,6 +63,9 @@ class RunFolder:
     @property
     def config_file(self) -> Path:
         return self.path / "config.yaml"
+
+    def earlier_config_file(self, step: int) -> Path:
+        return self.path / f"config.until-step-{step}.yaml"
 
     @property
     def origins_file(self) -> Path:
@@ -141,6 +146,10 @@ class RunFolder:
     @property
     def devices_file(self) -> Path:
         return self.path / "devices.json"
+
+    @property
+    def tags_file(self) -> Path:
+        return self.path / "tags.json"
 
     @property
     def checkpoints_folder(self) -> Path:

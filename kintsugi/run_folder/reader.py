@@ -46,6 +46,8 @@ from kintsugi.types import Role, process_id
 MetricLine = dict[str, float | None]
 T = TypeVar("T")
 
+TRACEBACK = "Traceback (most recent call last):"
+LOG_END_BYTES = 1 << 16
 ELSEWHERE_S = 60.0
 """Time without a sign of life after which a run of another host may be taken over: a master that pauses for a full disk
 does not write either, but then its host can be asked."""
@@ -536,3 +538,36 @@ def chosen_checkpoint(folder: Path, *, step: int | None) -> Path:
         raise UserError(f"--step: expected a step with a checkpoint ({have}), got {chosen}")
     verify(checkpoints[chosen])
     return checkpoints[chosen]
+
+
+def best_step(folder: Path) -> int:
+    """Return the step of the checkpoint with the highest held-out accuracy; the latest one of equals."""
+    checkpoints = checkpoint_folders(folder)
+    measured = {
+        int(line["step"] or 0): line["eval/accuracy"] or 0.0
+        for line in read_status(folder).evaluations
+        if int(line["step"] or 0) in checkpoints
+    }
+    if not measured:
+        have = ", ".join(map(str, checkpoints)) or "none"
+        raise UserError(
+            f"--best: expected a checkpoint of a step that was evaluated, found none (checkpoints of steps: {have}); "
+            "`eval.every` as a multiple of `checkpoint.every` evaluates every checkpoint"
+        )
+    return max(measured, key=lambda step: (measured[step], step))
+
+
+def last_user_traceback(folder: Path) -> str | None:
+    """Return the last traceback of a reward, an environment or an agent in the logs of the rollout workers, with the
+    file; None if there is none."""
+    paths = sorted(
+        RunFolder(folder).logs_folder.glob(f"{Role.ROLLOUT}-*.log"), key=lambda path: path.stat().st_mtime
+    )
+    for path in reversed(paths):
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - LOG_END_BYTES))
+            text = file.read().decode(errors="replace")
+        start = text.rfind(TRACEBACK)
+        if start >= 0:
+            return f"{path}:\n{text[start:].rstrip()}"
+    return None

@@ -89,5 +89,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[FaultLine, ...] = ()
     """Faults of a failed run, the first cause first."""
     incidents: tuple[IncidentLine, ...] = ()
+    loss_first: float | None = None
+    """Loss of the first step of a main stage that samples nothing (SFT, DPO, a reward model); None for the others."""
+    loss_last: float | None = None
     incidents_open: int = 0
     """Number of incidents that were unresolved when the run ended."""

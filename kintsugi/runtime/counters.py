@@ -50,3 +50,31 @@ class Idleness:
 
 
 IDLENESS = Idleness()
+
+
+class SaveProgress:
+    """Bytes of the checkpoint that this process writes, for display; no gauges while none is written."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._done = self._total = 0.0
+
+    def begin(self, total: float) -> None:
+        with self._lock:
+            self._done, self._total = 0.0, total
+
+    def add(self, size: float) -> None:
+        with self._lock:
+            self._done = min(self._done + size, self._total)
+
+    def end(self) -> None:
+        self.begin(0.0)
+
+    def gauges(self) -> dict[str, float]:
+        with self._lock:
+            return {SAVED_BYTES: self._done, SAVE_BYTES: self._total} if self._total else {}
+
+
+SAVED_BYTES, SAVE_BYTES = "save_bytes_done", "save_bytes_total"
+"""Gauges of a rank that saves."""
+SAVE_PROGRESS = SaveProgress()

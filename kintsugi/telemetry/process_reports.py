@@ -35,6 +35,23 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     """Its declared waits; times are of its own monotonic clock."""
 
 
+class Activity(msgspec.Struct, frozen=True):
+    """Progress inside the current phase: `Activity(since=1794885580.2, done=300, total=1000, unit="groups")`."""
+
+    since: float
+    """Wall clock of its begin."""
+    done: int = 0
+    total: int = 0
+    """0 where nothing is counted."""
+    unit: str = ""
+    awaits: tuple[str, ...] = ()
+    """Processes whose answers are pending."""
+    is_stopping: bool = False
+    """Whether a stop was requested: the run ends after this step."""
+    saving_step: int = 0
+    """Step whose checkpoint is being written, in whatever phase; 0 if none is."""
+
+
 class ProcessReports(msgspec.Struct, frozen=True):
     """Contents of the file."""
 
@@ -45,6 +62,7 @@ class ProcessReports(msgspec.Struct, frozen=True):
     """Phase of the master."""
     recovery: str = ""
     """State of the recovery protocol."""
+    activity: Activity | None = None
 
 
 def write_processes(run_dir: Path, reports: ProcessReports) -> None:

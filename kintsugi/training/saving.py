@@ -26,7 +26,7 @@ from kintsugi.model.tensor_file import FileContent
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.training import Save, Saved
 from kintsugi.runtime.clock import SYSTEM_CLOCK
-from kintsugi.runtime.counters import COUNTERS
+from kintsugi.runtime.counters import COUNTERS, SAVE_PROGRESS
 from kintsugi.runtime.spans import SPANS
 from kintsugi.runtime.waits import join
 from kintsugi.telemetry.events import Alert, AlertEvent
@@ -115,6 +115,7 @@ class CheckpointSaver:
                 self._fatal = fault
         finally:
             held.hold.release()
+            SAVE_PROGRESS.end()
         error_name = None if fault is None else type(fault).__name__
         about = {**subject(request), "error": error_name, "stalled_s": round(held.hold.stalled_s, 3)}
         SPANS.add("save", about, since=since)
@@ -133,11 +134,13 @@ class CheckpointSaver:
         held.await_copy()
         read_at = since
         num_bytes = 0
+        SAVE_PROGRESS.begin(_expected_bytes(held))
 
         def on_bytes(size: int) -> None:
             nonlocal num_bytes
             num_bytes += size
             COUNTERS.add("bytes_saved", size)
+            SAVE_PROGRESS.add(size / 2)  # Every byte is written, then read back.
             held.hold.check()
 
         def on_read() -> None:
@@ -153,6 +156,7 @@ class CheckpointSaver:
             extra=msgspec.to_builtins(held.counters),
             model_files=self._model_files(held),
             keep=self._keep,
+            best_steps=request.best_steps,
             on_bytes=on_bytes,
             on_read=on_read,
             ahead_bytes=min(MOST_AHEAD_BYTES, int(AHEAD_SHARE * psutil.virtual_memory().available)),
@@ -174,3 +178,9 @@ class CheckpointSaver:
                 "written to the disk two steps later"
             )
             self._emit(Alert(message, {"step": held.counters.step, "stalled_s": stalled_s}))
+
+
+def _expected_bytes(held: HeldState) -> int:
+    """Size of the checkpoint: the trainer's state, and the weights as they are exported."""
+    state = sum(tensor.numel() * tensor.element_size() for tensor in held.tensors.values())
+    return state + sum(tensor.numel() * held.dtype.itemsize for tensor in held.weights.values())

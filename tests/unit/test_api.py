@@ -204,3 +204,43 @@ def test_a_run_that_has_not_ended_has_no_result(session: Callable[..., None], tm
     (folder / "summary.json").unlink()
     with pytest.raises(UserError, match="expected a run that has ended"):
         read_run(folder)
+
+
+def test_a_function_gets_the_metrics_of_every_step_and_evaluation_once(session: Callable[..., None]) -> None:
+    seen: list[dict[str, float | None]] = []
+    train(CONFIG, on_step=seen.append)
+    assert seen == [
+        {"step": 1, "reward/mean": 0.5},
+        {"step": 2, "reward/mean": 0.7, "kl": 0.1},
+        {"step": 2, "eval/accuracy": 0.9},
+    ]
+
+
+def test_an_exception_of_the_function_stops_the_run_and_is_raised(session: Callable[..., None]) -> None:
+    def refuse(metrics: dict[str, float | None]) -> None:
+        raise LookupError("enough")
+
+    with pytest.raises(LookupError, match="enough"):
+        train(CONFIG, on_step=refuse)
+
+
+def test_the_traceback_of_a_reward_is_a_note_of_the_failure(session: Callable[..., None]) -> None:
+    session(
+        'os.makedirs(f"{folder}/logs"); open(f"{folder}/journal", "w").close()\n'
+        'open(f"{folder}/logs/rollout-0.log", "w").write("old\\nTraceback (most recent call last):\\n  boom\\n")\n'
+        "sys.exit(1)"
+    )
+    with pytest.raises(RunFailed) as caught:
+        train(CONFIG)
+    (note,) = caught.value.__notes__
+    assert "rollout-0.log" in note and note.endswith("Traceback (most recent call last):\n  boom")
+
+
+def test_a_result_is_shown_with_its_curves_in_a_notebook(session: Callable[..., None]) -> None:
+    html = train(CONFIG)._repr_html_()
+    assert "<svg" in html and "reward: 0.5 → 0.7" in html and "held-out accuracy" in html
+
+
+def test_a_configuration_shows_what_is_no_default_and_is_copied_with_other_values() -> None:
+    assert repr(Config(name="a", seed=3)) == "Config(name='a', seed=3)"
+    assert Config(name="a").replace(seed=5).seed == 5

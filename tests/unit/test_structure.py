@@ -75,7 +75,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "protocol": frozenset({"types", "errors"}),
     "recovery": SHARED,
     "rollout": SHARED | {"data", "openai_api"},
-    "run_folder": SHARED | {"checkpoint.store", "data.manifest", "journal"},
+    "run_folder": SHARED | {"checkpoint.store", "config.resolution", "data.manifest", "journal"},
     "runtime": frozenset({"types", "errors"}),
     "samples": SHARED,
     "serving": SHARED | {"access", "generation", "cluster", "weights", "openai_api"},

@@ -8,6 +8,7 @@ a save that its predecessor requested: it asks again, and the rank answers when 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from kintsugi.config.schema import Config
 from kintsugi.control import due
@@ -16,7 +17,7 @@ from kintsugi.control.pending import PendingRequests, Purpose
 from kintsugi.control.phases.table import DONE, RUNNING, PhaseReport, PhaseResult
 from kintsugi.control.protocol import Raise
 from kintsugi.errors import DeadlineExceeded, Fault, RefusedError, StorageError, StorageFull
-from kintsugi.journal.facts import CheckpointFailed, CheckpointSaved
+from kintsugi.journal.facts import CheckpointFailed, CheckpointSaved, EvaluationDone
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.training import Save, Saved
 from kintsugi.telemetry.events import FaultHandled
@@ -27,6 +28,8 @@ _DISK_FAULTS = (StorageError.__name__, StorageFull.__name__, DeadlineExceeded.__
 RETRY_S, LONGEST_RETRY_S = 2.0, 60.0
 """Pause before the last save is repeated when the disk did not accept it, or when the rank was not ready; it doubles
 while the disk refuses for another reason than lack of space."""
+BEST_NAMED = 16
+"""Evaluated steps that a save names; the best of them with a checkpoint is kept."""
 MOST_REFUSALS = 5
 """Times that a rank may refuse to make the last save, before the ranks have to recover."""
 
@@ -41,7 +44,7 @@ class SavePhase:
         self._decision, self._pending = decision, pending
         self._writer = ""
         self._stage = ""
-        self._step = 0
+        self.step = 0
         """Step that was requested last."""
         self._is_awaited = False
         """The phase waits for the answer."""
@@ -63,8 +66,8 @@ class SavePhase:
         self._writer, self._stage = writer, stage
         self._retry_at = math.inf
         if not self.is_under_way:
-            self._step = state.step
-            body = Save(self._step, stage, self._folder)
+            self.step = state.step
+            body = Save(self.step, stage, self._folder, best_steps(state.evaluations))
             self._pending.ask_each(Purpose.SAVE, {writer: body}, now)
         self._is_awaited = self._is_last(state.step)
         return RUNNING if self._is_awaited else DONE
@@ -97,7 +100,7 @@ class SavePhase:
         a disk that accepts it (full, read-only, not permitted), with everything in the memory of the ranks, until the
         operator stops the run. A rank that refuses is asked again.
         """
-        state, is_last = self._decision.state, self._is_last(self._step)
+        state, is_last = self._decision.state, self._is_last(self.step)
         if fault.kind == RefusedError.__name__ and self._num_refusals < MOST_REFUSALS:
             self._num_refusals += self._is_awaited
             self._retry_at = now + RETRY_S if self._is_awaited else math.inf
@@ -107,8 +110,8 @@ class SavePhase:
         if is_last and state.stop_reason is None:
             self._wait_for_disk(fault, now)
             return RUNNING
-        self._decision.add_fact(CheckpointFailed(self._step, fault))
-        message = f"checkpoint of step {self._step} failed: {fault.message}"
+        self._decision.add_fact(CheckpointFailed(self.step, fault))
+        message = f"checkpoint of step {self.step} failed: {fault.message}"
         self._decision.add_effect(Raise.of(FaultHandled(message, of=fault.process, fault=fault.id)))
         return PhaseReport(PhaseResult.UNRECOVERABLE, fault=fault) if is_last else self._end()
 
@@ -117,7 +120,7 @@ class SavePhase:
         is_full = fault.kind == StorageFull.__name__
         if fault.message != self._alerted:
             what = "room" if is_full else "the disk"
-            message = f"checkpoint of step {self._step} waits for {what}: {fault.message}"
+            message = f"checkpoint of step {self.step} waits for {what}: {fault.message}"
             self._decision.add_effect(Raise.of(FaultHandled(message, of=fault.process, fault=fault.id)))
             self._alerted = fault.message
         doublings = 0 if is_full else min(self._num_attempts, 8)
@@ -134,3 +137,9 @@ class SavePhase:
         state = self._decision.state
         stopping = state.stop_reason is not None and step == state.step
         return stopping or due.is_last(self._config, step=step)
+
+
+def best_steps(evaluations: Iterable[EvaluationDone]) -> tuple[int, ...]:
+    """Evaluated steps by held-out accuracy, the best first, of equal ones the latest."""
+    ranked = sorted(evaluations, key=lambda done: (-done.metrics.get("eval/accuracy", 0.0), -done.step))
+    return tuple(done.step for done in ranked[:BEST_NAMED])

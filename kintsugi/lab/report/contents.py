@@ -244,7 +244,8 @@ def _description(run: RunRecord, *, scale: float) -> str:
     else:
         parts.append("The diagnosis names nothing: wrong.")
     ended = "completed" if run.recovered else "did not complete"
-    parts.append(f"The run {ended}, {run.steps_lost} committed steps lost.")
+    lost = f"{run.steps_lost} committed step{'' if run.steps_lost == 1 else 's'}"
+    parts.append(f"The run {ended}, {lost} lost.")
     return " ".join(filter(None, parts))
 
 

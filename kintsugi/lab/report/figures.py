@@ -25,6 +25,8 @@ TICKS = {
 }
 LEAST_S = 0.01
 """Smallest value on a logarithmic time axis."""
+LEGEND_IN = 0.42
+"""Distance of a legend from its axes: tick labels and the label of the axis are between."""
 LARGE = 1e4
 """Values from here on are labelled with a unit prefix: `20 k`."""
 SECONDS_BEFORE = 15.0
@@ -42,25 +44,27 @@ def has_series(run: RunRecord) -> bool:
 
 
 def anomalies(runs: Sequence[RunRecord], *, name: str) -> RenderedFigure:
-    """Draw, per run, the affected metric and its effect on the step, over the same time range."""
-    chosen = [metrics.chosen(run) for run in runs]
-    rows = max(map(len, chosen))
-    with canvas(0.7 + 1.65 * rows, panels=len(runs)) as figure:
-        grid = figure.subplots(rows, len(runs), squeeze=False, sharex="col")
-        for column, (run, names) in enumerate(zip(runs, chosen, strict=True)):
-            shown = _span(run, names)
-            for number in range(rows):
-                axes = grid[number][column]
-                if number >= len(names):
-                    axes.axis("off")
-                    continue
-                _draw_series(axes, run, names[number], shown=shown)
-                axes.set_xlim(shown)
-                if number == 0:
-                    axes.set_title(f"{profile_name(run)}\n", loc="left")
-                if number == len(names) - 1:
-                    axes.set_xlabel("seconds since the injection")
-                    axes.tick_params(labelbottom=True)
+    """Draw the affected metrics and their effect on the step, one row per metric and one column per run. Rows and
+    columns have common axes, so that runs can be compared."""
+    names = list(dict.fromkeys(name for run in runs for name in metrics.chosen(run)))[: metrics.MOST_METRICS]
+    spans = [_span(run, there) for run in runs if (there := [name for name in names if run.series.get(name)])]
+    shown = min(low for low, _ in spans), max(high for _, high in spans)
+    with canvas(0.7 + 1.65 * len(names), panels=len(runs)) as figure:
+        grid = figure.subplots(len(names), len(runs), squeeze=False, sharex=True, sharey="row")
+        for row, metric in zip(grid, names, strict=True):
+            levels = [
+                level
+                for axes, run in zip(row, runs, strict=True)
+                for level in _draw_series(axes, run, metric, shown=shown)
+            ]
+            if levels:
+                margin = 0.1 * (max(levels) - min(levels)) or 0.1 * abs(levels[0]) or 1.0
+                row[0].set_ylim(min(levels) - margin, max(levels) + margin)
+        for axes, run in zip(grid[0], runs, strict=True):
+            axes.set_title(f"{profile_name(run)}\n", loc="left")
+            axes.set_xlim(shown)
+        for axes in grid[-1]:
+            axes.set_xlabel("seconds since the injection")
         handles, labels = _legend(runs)
         figure.legend(handles, labels, loc="outside lower center", ncols=3)
         return drawn(figure, name)
@@ -74,11 +78,14 @@ def _span(run: RunRecord, names: Sequence[str]) -> tuple[float, float]:
     return max(min(times), -SECONDS_BEFORE), max(last, min(max(times), last + measures.SECONDS_AFTER)) + 0.3
 
 
-def _draw_series(axes: Axes, run: RunRecord, metric: str, *, shown: tuple[float, float]) -> None:
+def _draw_series(axes: Axes, run: RunRecord, metric: str, *, shown: tuple[float, float]) -> list[float]:
+    """Draw a metric of a run; return the values that its axis has to show."""
     from matplotlib.ticker import EngFormatter
 
     start = measures.start_of(run) or 0.0
-    points = [(t - start, value) for t, value in run.series[metric]]
+    points = [(t - start, value) for t, value in run.series.get(metric, ())]
+    if not points:
+        axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", fontsize=8)
     for fault in run.injected:
         end = shown[1] if fault.end is None else fault.end - start
         axes.axvspan(fault.start - start, end, color=COLOURS["fault"], alpha=0.25, lw=0)
@@ -100,9 +107,7 @@ def _draw_series(axes: Axes, run: RunRecord, metric: str, *, shown: tuple[float,
     if levels and max(map(abs, levels)) >= LARGE:
         axes.yaxis.set_major_formatter(EngFormatter())
     axes.text(0, 1.02, metrics.label_of(metric), transform=axes.transAxes, ha="left", va="bottom", fontsize=8)
-    if levels:
-        margin = 0.1 * (max(levels) - min(levels)) or 0.1 * abs(levels[0]) or 1.0
-        axes.set_ylim(min(levels) - margin, max(levels) + margin)
+    return levels
 
 
 def _draw_unfinished(axes: Axes, run: RunRecord) -> list[float]:
@@ -197,7 +202,16 @@ def _scenario_legend(axes: Axes) -> None:
         "diagnosis (filled: right)",
         "with unscaled time-outs",
     ]
-    axes.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=1)
+    _legend_below(axes, handles, labels)
+
+
+def _legend_below(axes: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """Place the legend under the label of the x axis: a distance in inches, however high the axes are."""
+    from matplotlib.transforms import ScaledTranslation
+
+    figure = axes.figure
+    below = axes.transAxes + ScaledTranslation(0, -LEGEND_IN, figure.dpi_scale_trans)
+    axes.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0.0), bbox_transform=below, ncols=1)
 
 
 def _draw_curves(axes: Axes, curves: Sequence[AccuracyCurve]) -> None:
@@ -214,4 +228,4 @@ def _draw_curves(axes: Axes, curves: Sequence[AccuracyCurve]) -> None:
     axes.set_xlabel("seconds since the fault began")
     axes.set_ylabel("faults named right [%]")
     axes.set_title(f"b  Campaign, {curves[0].cases} faults")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=1)
+    _legend_below(axes, *axes.get_legend_handles_labels())

@@ -45,8 +45,9 @@ def propagation(runs: Sequence[RunRecord], *, name: str) -> RenderedFigure:
     upper, lower = 0.9 + ROW_IN * rows, 0.1 + LINE_IN * lines
     with canvas(upper + lower + 0.3, panels=len(runs)) as figure:
         grid = figure.add_gridspec(2, len(runs), height_ratios=[upper, lower])
+        shown = _common_range(runs, stations)
         for column, (run, each, key) in enumerate(zip(runs, stations, keys, strict=True)):
-            _draw_panel(figure.add_subplot(grid[0, column]), run, each)
+            _draw_panel(figure.add_subplot(grid[0, column]), run, each, shown=shown)
             below = figure.add_subplot(grid[1, column])
             below.axis("off")
             below.text(0, 1, "\n".join(key), va="top", ha="left", fontsize=7.5, linespacing=1.35)
@@ -65,14 +66,26 @@ def _components(run: RunRecord, stations: Sequence[TimedEvent]) -> list[str]:
     return sorted(dict.fromkeys(named), key=place)
 
 
-def _draw_panel(axes: Axes, run: RunRecord, stations: Sequence[TimedEvent]) -> None:
+def _common_range(runs: Sequence[RunRecord], stations: Sequence[Sequence[TimedEvent]]) -> tuple[float, float]:
+    """Return the first and the last instant of all panels, with the whole of every fault that ended."""
+    instants = [0.0, 1.0]
+    for run, each in zip(runs, stations, strict=True):
+        start = measures.start_of(run) or 0.0
+        times = [fault.start for fault in run.injected]
+        times += [fault.end for fault in run.injected if fault.end is not None]
+        times += [moment.t for moment in each]
+        times += [found.t for found in (run.surfaced, run.diagnosed) if found is not None]
+        instants += [t - start for t in times]
+    return min(instants), max(instants)
+
+
+def _draw_panel(
+    axes: Axes, run: RunRecord, stations: Sequence[TimedEvent], *, shown: tuple[float, float]
+) -> None:
     start = measures.start_of(run) or 0.0
     components = _components(run, stations)
     row = {process: -number for number, process in enumerate(components)}
-    instants = [0.0, *(fault.start - start for fault in run.injected)]
-    instants += [moment.t - start for moment in stations]
-    instants += [each.t - start for each in (run.surfaced, run.diagnosed) if each is not None]
-    first, last = min(instants), max(*instants, 1.0)
+    first, last = shown
     width = last - first
     _draw_faults(axes, run, row, last=last + 0.08 * width)
     marks = marks_of(
@@ -179,22 +192,22 @@ def _key(run: RunRecord, stations: Sequence[TimedEvent]) -> list[str]:
         lines.extend(entry(f"{mark}\u2002{text}", when))
 
     for fault in run.injected:
-        add("▬", f"injected: {fault.kind.replace('_', ' ')} at {fault.target}", fault.start)
+        add("bar", f"injected: {fault.kind.replace('_', ' ')} at {fault.target}", fault.start)
     for number, moment in enumerate(stations, 1):
         add(str(number), f"{moment.process}: {measures.message_of(moment.what)}", moment.t)
     if run.surfaced is not None:
         seen = (run.surfaced.process, run.surfaced.message)
         is_listed = any((moment.process, moment.what) == seen for moment in stations)
         message = "" if is_listed else f": {measures.message_of(run.surfaced.message)}"
-        add("✖", f"visible error, in {run.surfaced.process}{message}", run.surfaced.t)
+        add("cross", f"visible error, in {run.surfaced.process}{message}", run.surfaced.t)
     else:
-        add("✖", "no visible error", None)
+        add("cross", "no visible error", None)
     if run.diagnosed is not None:
         right = "right" if run.correct else "wrong"
         kind = run.diagnosed.kind.replace("_", " ")
-        add("¦", f"named: {run.diagnosed.process}, {kind} ({right})", run.diagnosed.t)
+        add("dashes", f"named: {run.diagnosed.process}, {kind} ({right})", run.diagnosed.t)
     else:
-        add("¦", "no cause was named", None)
+        add("dashes", "no cause was named", None)
     return lines
 
 

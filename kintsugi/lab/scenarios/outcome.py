@@ -378,6 +378,6 @@ def format_record(record: RunRecord) -> str:
     problem = f"\n  problem: {record.problem}" if record.problem else ""
     return (
         f"  surfaced: {surfaced}\n  {by}: {said} ({'right' if record.correct else 'wrong'})\n"
-        f"  {ended}, {record.steps_lost} steps lost, {record.seconds:.0f} s"
+        f"  {ended}, {record.steps_lost} step{'' if record.steps_lost == 1 else 's'} lost, {record.seconds:.0f} s"
         f"{'' if record.as_expected else ': NOT as expected'}{problem}"
     )

@@ -17,7 +17,7 @@ import msgspec
 
 from kintsugi.config.schema import Config
 from kintsugi.errors import ConfigError, WorldError
-from kintsugi.rollout.user_code.failures import described, shortened
+from kintsugi.rollout.user_code.failures import TRACEBACKS, described, shortened
 from kintsugi.runtime.user_modules import IN_A_FILE, function_name, import_function
 
 RewardFunction = Callable[..., Any]
@@ -115,7 +115,8 @@ def arguments(prompt: str, completions: Sequence[str], columns: Mapping[str, Any
 
 
 def failure(name: str, error: BaseException) -> RewardFailed:
-    """Describe an exception of a reward function, with the line that raised it."""
+    """Describe an exception of a reward function, with the line that raised it; its traceback goes to the log."""
+    TRACEBACKS.write(error)
     return RewardFailed(f"reward '{name}' raised {described(error)}")
 
 

@@ -36,7 +36,7 @@ from kintsugi.rollout.environments.protocol import (
 )
 from kintsugi.rollout.rewards.spec import checked
 from kintsugi.rollout.trajectory import demonstrated_completion
-from kintsugi.rollout.user_code.failures import described
+from kintsugi.rollout.user_code.failures import TRACEBACKS, described
 from kintsugi.rollout.user_code.openai_endpoint import HOST, AgentSession, EndpointLimits, OpenAIEndpoint
 from kintsugi.rollout.user_code.token_capture import CapturedReply, TokenCapture
 from kintsugi.types import Completion, FinishReason, Row
@@ -120,6 +120,7 @@ class AgentRunner:
         if isinstance(raised, UserError):
             raise raised
         if raised is not None:
+            TRACEBACKS.write(raised)
             raise EpisodeFailed(
                 f"agent `{self._name}` raised {described(raised)}{_refused(session)}"
             ) from raised

@@ -40,7 +40,7 @@ from kintsugi.rollout.environments.protocol import (
 from kintsugi.rollout.environments.registry import EnvironmentMaker, find_environment
 from kintsugi.rollout.rewards.spec import finite_number
 from kintsugi.rollout.trajectory import demonstrated_completion
-from kintsugi.rollout.user_code.failures import described
+from kintsugi.rollout.user_code.failures import TRACEBACKS, described
 from kintsugi.rollout.user_code.observation_tokens import observation_tokens
 from kintsugi.types import Completion, FinishReason
 
@@ -136,6 +136,7 @@ class EnvironmentRunner:
 
 
 def _raised(what: str, error: BaseException) -> EpisodeFailed:
+    TRACEBACKS.write(error)
     return EpisodeFailed(f"`{what}` of the environment raised {described(error)}")
 
 

@@ -41,7 +41,15 @@ def model_files(step: int) -> Iterator[tuple[str, bytes]]:
     yield "model.safetensors", save({"w": torch.full((4,), step)})
 
 
-def save_step(step: int, *, disk: Disk, folder: Path = FOLDER, keep: int = 2, salt: int = 0) -> Checkpoint:
+def save_step(
+    step: int,
+    *,
+    disk: Disk,
+    folder: Path = FOLDER,
+    keep: int = 2,
+    salt: int = 0,
+    best_steps: tuple[int, ...] = (),
+) -> Checkpoint:
     return save_checkpoint(
         folder,
         step=step,
@@ -50,6 +58,7 @@ def save_step(step: int, *, disk: Disk, folder: Path = FOLDER, keep: int = 2, sa
         extra=EXTRA,
         model_files=model_files(step + salt),
         keep=keep,
+        best_steps=best_steps,
         disk=disk,
     )
 
@@ -381,3 +390,21 @@ def test_a_manifest_survives_its_own_encoding() -> None:
     path = save_step(3, disk=disk).path
     raw = msgspec.json.decode(disk.read(path / "manifest.json"))
     assert msgspec.convert(raw["contents"], Contents).step == 3
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    disk, folder = SystemDisk(), tmp_path / "checkpoints"
+    for step, best in ((1, ()), (2, (2, 1)), (3, (2, 1)), (4, (2, 1)), (5, (2, 4, 1)), (6, (9, 6, 2))):
+        save_step(step, disk=disk, folder=folder, keep=1, best_steps=best)
+        kept = [path.name for path in sorted(folder.glob("step-*"))]
+        assert (
+            kept
+            == {
+                1: ["step-000001"],
+                2: ["step-000002"],
+                3: ["step-000002", "step-000003"],
+                4: ["step-000002", "step-000004"],
+                5: ["step-000002", "step-000005"],
+                6: ["step-000006"],
+            }[step]
+        )

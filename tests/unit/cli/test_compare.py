@@ -111,8 +111,9 @@ def test_a_run_that_did_not_finish_is_said_to(tmp_path: Path) -> None:
 def test_curves_are_shown_on_one_scale_under_their_steps(tmp_path: Path) -> None:
     text = comparison_text(compare([a_run(tmp_path / "a"), a_run(tmp_path / "b")], metrics=["reward/mean"]))
     header, first, second = (line for line in text.splitlines() if "reward/mean" in line or "▁" in line)
-    assert header.split() == ["reward/mean", "2", "4", "5", "7", "9", "10"]
-    assert first.startswith("  A  ▁") and first.split()[2:] == ["0.15", "0.35", "0.5", "0.65", "0.85", "1"]
+    steps = [f"step {step}" for step in (1, 3, 5, 8, 10)]
+    assert header.split() == ["reward/mean", *" ".join(steps).split(), "mean"]
+    assert first.startswith("  A  ▁") and first.split()[2:] == ["0.1", "0.3", "0.5", "0.8", "1", "0.55"]
     assert first[3:] == second[3:]
 
 

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from kintsugi.cli import tables
-from kintsugi.cli.live import LiveView, print_closing
+from kintsugi.cli.closing import print_closing
+from kintsugi.cli.live import LiveView
 from kintsugi.cli.watch import RunFollower
 from kintsugi.errors import Fault
 from kintsugi.journal.facts import Fact, IncidentOpened, ProcessLost

@@ -25,6 +25,7 @@ from kintsugi.run_folder import reader
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.telemetry.events import Alert, EventLog, FaultSeen
 from kintsugi.telemetry.process_reports import write_processes
+from kintsugi.telemetry.step_metrics import SampleRecord
 from tests.unit.run_folder.test_incidents import OPENED
 from tests.unit.telemetry.test_process_reports import REPORTS
 
@@ -65,7 +66,13 @@ class FakeCluster:
         self.launched: list[tuple[Config, Path, bool]] = []
 
     def launch(
-        self, config: Config, *, run_dir: Path, on_tick: Callable[[], None], resume: bool = False
+        self,
+        config: Config,
+        *,
+        run_dir: Path,
+        on_tick: Callable[[], None],
+        resume: bool = False,
+        **options: object,
     ) -> int:
         self.launched.append((config, run_dir, resume))
         if self.error is not None:
@@ -157,7 +164,7 @@ def test_a_failed_run_exits_with_1_and_the_first_cause_first(
 def test_a_master_that_left_no_summary_is_quoted_from_its_log(
     kintsugi: Kintsugi, monkeypatch: pytest.MonkeyPatch, code: int, log: str, expected: str
 ) -> None:
-    def launch(config: Config, *, run_dir: Path, on_tick: Callable[[], None], resume: bool) -> int:
+    def launch(config: Config, *, run_dir: Path, **options: object) -> int:
         (run_dir / "logs").mkdir()
         (run_dir / "logs" / "master-0.log").write_text(log)
         return code
@@ -171,7 +178,7 @@ def test_a_master_that_left_no_summary_is_quoted_from_its_log(
 def test_a_mistake_that_the_master_found_is_one_sentence_and_exit_code_2(
     kintsugi: Kintsugi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def launch(config: Config, *, run_dir: Path, on_tick: Callable[[], None], resume: bool) -> int:
+    def launch(config: Config, *, run_dir: Path, **options: object) -> int:
         log = EventLog(RunFolder(run_dir).events_file("master-0"), process="master-0")
         log.emit(FaultSeen(Fault("f", "DataError", "master-0", "rows.jsonl: expected rows", time.time())))
         log.close()
@@ -225,7 +232,11 @@ def test_a_disk_without_room_for_the_launchers_name_leaves_no_folder(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(reader, "write_atomically", refuse)
-    monkeypatch.setattr(supervisor, "supervise", launcher.launch)  # In this process, where the disk is full.
+
+    def launch(config: Config, *, run_dir: Path, on_tick: Callable[[], None], **options: object) -> int:
+        return launcher.launch(config, run_dir=run_dir, on_tick=on_tick)
+
+    monkeypatch.setattr(supervisor, "supervise", launch)  # In this process, where the disk is full.
     result = kintsugi("train", GRPO)
     assert result.code == 1
     assert "launcher.json: No space left on device" in result.errors
@@ -245,7 +256,10 @@ def test_status_of_a_living_run_shows_what_every_process_does_and_the_last_alert
         log.emit(Alert(f"alert number {number}", {"ratio": 1.5}))
     log.close()
     output = kintsugi("status", "grpo_arithmetic-1").output
-    assert "model-0" in output and "steps 3" in output
+    assert "model-0" in output and "steps 3" not in output
+    assert "steps 3" in kintsugi("status", "grpo_arithmetic-1", "--all").output
+    told = json.loads(kintsugi("status", "grpo_arithmetic-1", "--json").output)
+    assert told["state"] == "running" and told["processes"]["processes"][0]["process"] == "model-0"
     assert "model-1: all_reduce (at most 30.0 s)" in output
     assert [number for number in range(7) if f"alert number {number} ratio=1.5" in output] == [2, 3, 4, 5, 6]
 
@@ -360,7 +374,9 @@ def test_status_and_runs_and_samples_tell_of_a_run(kintsugi: Kintsugi, cluster: 
     kintsugi("train", GRPO, "warmup.steps=100", "algorithm.steps=150")
     assert "1 of 250" in kintsugi("status", "grpo_arithmetic-1").output
     assert "finished" in kintsugi("runs").output
-    assert kintsugi("samples", "grpo_arithmetic-1").output == "no matching samples\n"
+    result = kintsugi("samples", "grpo_arithmetic-1")
+    assert (result.code, result.output) == (1, "")
+    assert "no samples yet; expected some after the first step" in result.errors
 
 
 def test_incidents_of_a_running_run_are_printed_as_text_and_as_json(
@@ -376,6 +392,89 @@ def test_incidents_of_a_running_run_are_printed_as_text_and_as_json(
     assert "open incident 1" in kintsugi("status", str(folder)).output
     told = json.loads(kintsugi("incidents", str(folder), "--json").output)
     assert told["incidents"][0]["faults"][0]["process"] == "model-1"
+
+
+def test_a_finished_run_is_extended_and_its_earlier_configuration_kept(
+    kintsugi: Kintsugi, cluster: FakeCluster
+) -> None:
+    kintsugi("train", GRPO, "warmup=null", "actor.warmup_steps=0", "algorithm.steps=1", "run_dir=mine")
+    result = kintsugi("resume", "mine", "algorithm.steps=3", "actor.learning_rate=0.001")
+    assert result.code == 0, result.errors
+    assert "algorithm.steps: 1 until step 1, then 3" in result.output
+    config, _, is_resumed = cluster.launched[-1]
+    assert (config.algorithm.steps, config.actor.learning_rate, is_resumed) == (3, 0.001, True)
+    assert load(Path("mine/config.yaml")).config == config
+    assert load(Path("mine/config.until-step-1.yaml")).config.algorithm.steps == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed=5", "`seed`: expected a field that a resume may change"),
+        (
+            "algorithm.steps=0",
+            "`algorithm.steps` (command line): expected at least 1, as mine has done 1 step in all",
+        ),
+        ("algorithm.stepz=5", "did you mean `algorithm.steps`?"),
+    ],
+)
+def test_a_resume_changes_nothing_that_belongs_to_the_past(
+    kintsugi: Kintsugi, cluster: FakeCluster, override: str, message: str
+) -> None:
+    kintsugi("train", GRPO, "warmup=null", "actor.warmup_steps=0", "algorithm.steps=1", "run_dir=mine")
+    result = kintsugi("resume", "mine", override)
+    assert (result.code, len(cluster.launched)) == (2, 1)
+    assert message in result.errors
+
+
+def test_runs_are_sorted_filtered_and_tagged(kintsugi: Kintsugi, cluster: FakeCluster) -> None:
+    kintsugi("train", GRPO, "run_dir=runs/b")
+    cluster.outcome = "stopped"
+    kintsugi("train", GRPO, "run_dir=runs/a")
+    assert kintsugi("tag", "b", "good", "paper").output == "runs/b: good, paper\n"
+    assert kintsugi("tag", "b", "--remove", "paper").output == "runs/b: good\n"
+
+    def names(*options: str) -> list[str]:
+        return [line["folder"] for line in json.loads(kintsugi("runs", "--json", *options).output)]
+
+    assert names("--sort", "name") == ["runs/a", "runs/b"]
+    assert names("--state", "stopped") == ["runs/a"]
+    assert names("--tag", "good") == names("--name", "b") == ["runs/b"]
+    assert "good" in kintsugi("runs").output
+    assert "expected one of started, name" in kintsugi("runs", "--sort", "size").errors
+    assert "no matching runs" in kintsugi("runs", "--tag", "none").output
+
+
+def test_samples_show_the_expected_answer_and_explain_the_reversed_digits(
+    kintsugi: Kintsugi, cluster: FakeCluster
+) -> None:
+    kintsugi("train", GRPO, "run_dir=mine")
+    record = SampleRecord(3, "grpo:0:0:0", 1, 2, "12+39=", "15", 1.0, {"exact_answer": 1.0}, "eos", 0.35)
+    Path("mine/samples.jsonl").write_bytes(msgspec.json.encode(record) + b"\n")
+    output = kintsugi("samples", "mine").output
+    assert "digits reversed" in output and "answer: " in output
+    assert "'12+39=' → '15'" in output and "reward 1 (exact_answer=1)" in output
+    (told,) = json.loads(kintsugi("samples", "mine", "--json").output)
+    assert "answer" in told["columns"]
+    result = kintsugi("samples", "mine", "--step", "99")
+    assert result.code == 1 and "expected a step with samples, from 1 to 3, got 99" in result.errors
+
+
+def test_the_version_and_a_short_help_option(kintsugi: Kintsugi) -> None:
+    assert kintsugi("--version").output.startswith("kintsugi ")
+    assert "Usage" in kintsugi("train", "-h").output
+
+
+def test_attach_to_an_ended_run_shows_its_results_and_of_an_interrupted_one_names_what_to_do(
+    kintsugi: Kintsugi, cluster: FakeCluster
+) -> None:
+    kintsugi("train", GRPO, "run_dir=mine")
+    result = kintsugi("attach", "mine")
+    assert result.code == 0 and "held-out accuracy after" in result.output
+    Path("mine/summary.json").unlink()
+    result = kintsugi("attach", "mine")
+    assert result.code == 2
+    assert "expected a run that is running, it was interrupted; try `kintsugi resume mine`" in result.errors
 
 
 @pytest.mark.parametrize("command", ["check", "train"])

@@ -98,7 +98,7 @@ def test_words_that_other_yaml_readers_take_for_booleans_stay_words(write: Write
         ("actor=3", ["`actor`", "a section", "3"]),
         ("warmup=3", ["`warmup`", "a section with fields or null", "3"]),
         ("algorithm.name=pppo", ["`algorithm.name`", "sft, reward_model, dpo", "'pppo'"]),
-        ("algorithm.reward=f", ["`algorithm.reward`", "a list", "'f'"]),
+        ("algorithm.reward=3", ["`algorithm.reward`", "a list", "3"]),
         ("algorithm.reward=[1]", ["`algorithm.reward[0]`", "text", "1"]),
         ("name=3", ["`name`", "text", "3"]),
         ("seed", ["command line", "`seed`", "like `actor.learning_rate=3e-4`"]),

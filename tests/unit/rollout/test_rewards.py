@@ -235,3 +235,21 @@ def test_a_row_that_can_not_judge_a_program_is_refused(columns: dict[str, Any], 
     with pytest.raises(DataError) as caught:
         program_output(["print(1)"], **columns)
     assert expected in str(caught.value)
+
+
+def test_the_traceback_of_an_error_is_logged_once_per_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from kintsugi.rollout.user_code.failures import TracebackLog
+
+    log = TracebackLog(most=1)
+    for message in ("first", "second"):
+        try:
+            raise ValueError(message)
+        except ValueError as error:
+            log.write(error)
+    try:
+        raise KeyError("a third kind is too many")
+    except KeyError as error:
+        log.write(error)
+    text = capsys.readouterr().err
+    assert text.count("Traceback (most recent call last):") == 1
+    assert "ValueError: first" in text and "second" not in text and "KeyError" not in text

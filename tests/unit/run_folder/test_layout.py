@@ -23,6 +23,7 @@ FILES = {
     "journal_file": "journal",
     "inputs_file": "inputs",
     "summary_file": "summary.json",
+    "tags_file": "tags.json",
     "launcher_file": "launcher.json",
     "processes_file": "processes.json",
     "metrics_file": "metrics.jsonl",
@@ -69,7 +70,8 @@ def test_the_names_in_a_run_folder_are_stable() -> None:
 
 def test_every_path_of_the_layout_is_in_these_tables_and_in_the_tree_of_its_docstring() -> None:
     named = {name for name in vars(RunFolder) if name.endswith(("_file", "_folder"))}
-    assert named == FILES.keys() | FILES_BY_NAME.keys()
+    assert named == FILES.keys() | FILES_BY_NAME.keys() | {"earlier_config_file"}
+    assert RunFolder("a").earlier_config_file(7) == Path("a/config.until-step-7.yaml")
     tree = layout.__doc__ or ""
     first_parts = {path.partition("/")[0] for path in (*FILES.values(), *FILES_BY_NAME.values())}
     assert [part for part in sorted(first_parts) if f"\n    {part}" not in tree] == []
