@@ -302,11 +302,13 @@ def main() -> int:
         undisturbed.finish()
         undisturbed.close()
         undisturbed_s = time.monotonic() - began
-        print(f"undisturbed: {undisturbed_s:.1f} s, {undisturbed.summary.weights_sha256}", flush=True)
+        expected = undisturbed.summary.weights_sha256
+        assert expected is not None, "a run that finishes has weights"
+        print(f"undisturbed: {undisturbed_s:.1f} s, {expected}", flush=True)
         for case in [name for name in CASES if any(part in name for part in options.only)]:
             chance = Chance(random.Random(f"{options.seed} {case}"), undisturbed_s)
             try:
-                result = play(case, folder, chance=chance, expected=undisturbed.summary.weights_sha256)
+                result = play(case, folder, chance=chance, expected=expected)
             except (AssertionError, subprocess.TimeoutExpired) as error:
                 result = Result(case, "", f"failed: {error}", False, 1, 0.0, "")
             results.append(result)

@@ -26,6 +26,7 @@ from kintsugi.run_folder.layout import RunFolder
 from kintsugi.telemetry.events import Alert, EventLog, FaultSeen
 from kintsugi.telemetry.process_reports import write_processes
 from kintsugi.telemetry.step_metrics import SampleRecord
+from kintsugi.types import FinishReason
 from tests.unit.run_folder.test_incidents import OPENED
 from tests.unit.telemetry.test_process_reports import REPORTS
 
@@ -449,7 +450,9 @@ def test_samples_show_the_expected_answer_and_explain_the_reversed_digits(
     kintsugi: Kintsugi, cluster: FakeCluster
 ) -> None:
     kintsugi("train", GRPO, "run_dir=mine")
-    record = SampleRecord(3, "grpo:0:0:0", 1, 2, "12+39=", "15", 1.0, {"exact_answer": 1.0}, "eos", 0.35)
+    record = SampleRecord(
+        3, "grpo:0:0:0", 1, 2, "12+39=", "15", 1.0, {"exact_answer": 1.0}, FinishReason.EOS, 0.35
+    )
     Path("mine/samples.jsonl").write_bytes(msgspec.json.encode(record) + b"\n")
     output = kintsugi("samples", "mine").output
     assert "digits reversed" in output and "answer: " in output

@@ -233,7 +233,8 @@ def test_pauses_double_with_every_start_that_fails_and_are_short_again_when_one_
 
 def test_a_process_that_the_host_starves_is_started_again_after_growing_pauses_and_for_long() -> None:
     team, decision = manager()
-    now, pauses = 0.0, []
+    now = 0.0
+    pauses: list[float] = []
     while not team.cannot_start(Role.MODEL):
         if len(pauses) % 2:
             team.order_again("model-0", NO_THREADS, now)

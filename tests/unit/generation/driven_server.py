@@ -31,6 +31,7 @@ class FakeShell:
     """Requests go in by `ask`; replies and errors are kept by the request's sequence number."""
 
     process = "server-0"
+    keys = (b"", b"")
 
     def __init__(self) -> None:
         self._requests: deque[Delivery] = deque()

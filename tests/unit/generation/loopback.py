@@ -14,6 +14,8 @@ from kintsugi.types import Peer
 class Loopback:
     """Receives when it is polled, and keeps outgoing messages until `flush`."""
 
+    keys = (b"", b"")
+
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self.process = endpoint.process

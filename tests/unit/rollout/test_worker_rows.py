@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from kintsugi.config.schema import AlgorithmSection, Config, DataSection
+from kintsugi.data.prefetch import PrefetchingReader
 from kintsugi.errors import RemoteError
 from kintsugi.protocol.rollout import Drop, EpisodesDone, FetchSamples, SamplesFetched
 from kintsugi.rollout import worker
@@ -41,11 +42,10 @@ def test_the_data_are_open_before_the_first_row_is_requested(
     world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
-    make = worker.PrefetchingReader
 
-    def noted(*arguments: Any, **keywords: Any) -> worker.PrefetchingReader:
+    def noted(*arguments: Any, **keywords: Any) -> PrefetchingReader:
         opened.append("data")
-        return make(*arguments, **keywords)
+        return PrefetchingReader(*arguments, **keywords)
 
     monkeypatch.setattr(worker, "PrefetchingReader", noted)
     here = world(config())
