@@ -310,8 +310,8 @@ class CaseScore:
 
     @property
     def is_right(self) -> bool:
-        """Whether a fault was named in time, as the first cause and as nothing else; a healthy run, whether not a word
-        was said."""
+        """Whether a fault was reported in time and is the first cause at the end of the window; of a healthy run,
+        whether nothing was reported."""
         if self.name not in FAULTS:
             return self.step is None
         fault = FAULTS[self.name]

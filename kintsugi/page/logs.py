@@ -134,8 +134,7 @@ def _with_logs(run_dir: Path) -> list[str]:
 def _files(run_dir: Path, process: str) -> Iterator[Path]:
     run = RunFolder(run_dir)
     yield from paths_of(run.events_file(process))
-    if run.log_file(process).exists():
-        yield run.log_file(process)
+    yield from paths_of(run.log_file(process))
 
 
 def _log_sizes(run_dir: Path) -> dict[str, int]:

@@ -166,6 +166,15 @@ def test_a_follower_gets_only_what_is_new(tmp_path: Path) -> None:
     assert reader.logs(LogFilter(follow=after.last)).lines == ()
 
 
+def test_a_log_that_was_put_aside_is_read_before_the_one_that_goes_on(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "logs").mkdir()
+    (run / "logs" / "model-0.1.log").write_text("2026-11-18 10:00:00 first\n")
+    (run / "logs" / "model-0.log").write_text("2026-11-18 10:00:01 second\n")
+    lines = RunReader(run).logs(LogFilter(process="model")).lines
+    assert [line.text.rpartition(" ")[2] for line in lines] == ["first", "second"]
+
+
 def test_an_empty_run_has_an_answer_to_everything(tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs" / "empty", steps=0)
     (run / "metrics.jsonl").unlink()
