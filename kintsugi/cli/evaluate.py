@@ -33,12 +33,18 @@ def evaluate_checkpoint(
     """
     check_owner(run_dir, deed="evaluate it")
     checkpoint = reader.chosen_checkpoint(run_dir, step=step).absolute()
-    own = _evaluation_only(load_config(RunFolder(run_dir).config_file), checkpoint)
-    config = _with_overrides(own, overrides)
+    of_run = load_config(RunFolder(run_dir).config_file)
+    config = own = _evaluation_only(of_run, checkpoint)
+    if overrides:
+        config = _with_overrides(own, overrides)
     if data is not None:
         config = _on_other_data(config, data)
     if config != own:
-        validate(config)
+        # An evaluation has no steps, which no recipe may have.
+        steps = of_run.algorithm.steps
+        validate(
+            msgspec.structs.replace(config, algorithm=msgspec.structs.replace(config.algorithm, steps=steps))
+        )
     folder = _new_folder(RunFolder(run_dir).evaluations_folder, checkpoint.name)
     dump(config, RunFolder(folder).config_file)
     pin_data(config, run_dir=folder, like=run_dir if config.data == own.data else None)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kintsugi.runtime.proc import process_start_time
+from kintsugi.runtime.shortages import EXIT_NO_DESCRIPTORS
 from kintsugi.telemetry.events import ProcessGone, read_events
 from kintsugi.types import Role
 from tests.cluster.tiny_runs import TinyRun, start_of, until
@@ -77,7 +78,8 @@ def test_an_agent_that_fails_comes_back_and_its_processes_keep_their_pids(run: T
     assert run.master() == master, "it does not notice"
     assert all(process_start_time(pid) for pid in started.values())
     gone = [record.event for record in read_events(run.run_dir, process="launcher-0")]
-    assert [(each.of, each.status) for each in gone if isinstance(each, ProcessGone)] == [(agent, 1)]
+    statuses = [(each.of, each.status) for each in gone if isinstance(each, ProcessGone)]
+    assert statuses == [(agent, EXIT_NO_DESCRIPTORS)]
     end(run)
 
 

@@ -127,7 +127,7 @@ def test_a_bound_that_a_new_master_has_forgotten_is_caught(monkeypatch: pytest.M
 def test_an_answer_that_is_refused_for_a_sample_that_was_set_aside_before_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    killed = PlannedSimFault(SimulatedFaultKind.KILL, "rollout-1", state="collecting", step=3, delay_s=0.06)
+    killed = PlannedSimFault(SimulatedFaultKind.KILL, "rollout-1", state="collecting", step=3, delay_s=0.05)
     outcome = simulate("ppo", killed)
     returned = {fact.ticket for fact in outcome.facts if isinstance(fact, TicketReturned)}
     aside = {ticket_of(fact.key) for fact in outcome.facts if isinstance(fact, SampleQuarantined)}
