@@ -208,40 +208,41 @@ class _AgentHandle:
         number = int(self._handover.bootstrap.incarnation) + self._num_starts
         own = msgspec.structs.replace(self._handover.bootstrap, incarnation=str(number))
         self.close()
-        gate, gate_write = os.pipe2(os.O_CLOEXEC)
-        handover = msgspec.structs.replace(
-            self._handover,
-            bootstrap=own,
-            report=self._report_write,
-            gate=gate,
-            stop_requested=stop_requested,
-        )
-        handed_over = in_memory(msgspec.msgpack.encode(handover))
-        try:
-            self._child = execute(
-                processes,
-                ["kintsugi.cluster.agent", self.process, str(handed_over)],
-                placement=Placement(),
-                pass_fds=(handed_over, *handover.descriptors),
-                before_exec=partial(enter, self._place.namespaces) if self._place.namespaces else None,
-            )
-        except (OSError, SubprocessError) as error:
-            os.close(gate_write)
-            phase = "executing the interpreter"
-            raise StartFailed(process=self.process, phase=phase, why=str(error)) from error
-        finally:
-            os.close(handed_over)
-            os.close(gate)
-        self._num_starts += 1
-        self.restart_at = math.inf
-        self.pid, self._start_time = self._child.pid, process_start_time(self._child.pid) or 0
-        self.ready = self.ended = self.is_ending = False
-        self.exit_code = None
-        self.start_deadline = deadline
-        record()
-        with contextlib.suppress(BrokenPipeError):  # It has died already.
+        with ExitStack() as stack:
+            try:
+                gate, gate_write = os.pipe2(os.O_CLOEXEC)
+                stack.callback(os.close, gate)
+                stack.callback(os.close, gate_write)
+                handover = msgspec.structs.replace(
+                    self._handover,
+                    bootstrap=own,
+                    report=self._report_write,
+                    gate=gate,
+                    stop_requested=stop_requested,
+                )
+                handed_over = in_memory(msgspec.msgpack.encode(handover))
+                stack.callback(os.close, handed_over)
+                self._child = execute(
+                    processes,
+                    ["kintsugi.cluster.agent", self.process, str(handed_over)],
+                    placement=Placement(),
+                    pass_fds=(handed_over, *handover.descriptors),
+                    before_exec=partial(enter, self._place.namespaces) if self._place.namespaces else None,
+                )
+            except (OSError, SubprocessError) as error:
+                phase = "executing the interpreter"
+                raise StartFailed(process=self.process, phase=phase, why=str(error)) from error
+            self._num_starts += 1
+            self.restart_at = math.inf
+            self.pid, self._start_time = self._child.pid, 0
+            # No descriptor is left to read it: a successor of this launcher that is the agent's parent needs none.
+            with contextlib.suppress(OSError):
+                self._start_time = process_start_time(self.pid) or 0
+            self.ready = self.ended = self.is_ending = False
+            self.exit_code = None
+            self.start_deadline = deadline
+            record()
             os.write(gate_write, b".")
-        os.close(gate_write)
 
     def exit_event(self) -> ProcessGone:
         """Event for the end of the current incarnation, which only the launcher observes."""
@@ -616,7 +617,6 @@ class _Launcher:
         agents = {each.pid for each in self._agents if not each.ended}
         others = self._known_pids() | agents | recorded
         kill_children(self._processes, but=others, timeout_s=END_DEADLINE_S, clock=self._clock)
-        agent.restart_at = math.inf
         try:
             self._start_agent(agent)
         except StartFailed as error:

@@ -141,8 +141,12 @@ def spawn(processes: Processes, start: StartOrder) -> Child:
 def in_memory(content: bytes) -> int:
     """Return a descriptor of anonymous memory that holds `content`, to be inherited; it has no path."""
     descriptor = os.memfd_create("kintsugi")
-    os.write(descriptor, content)
-    os.lseek(descriptor, 0, os.SEEK_SET)
+    try:
+        os.write(descriptor, content)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 
