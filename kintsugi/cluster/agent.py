@@ -54,7 +54,7 @@ from kintsugi.cluster.restart_policy import RestartLimit
 from kintsugi.cluster.shared_memory import SegmentServer
 from kintsugi.cluster.spawn import StartOrder, await_readable, own_session_and_log
 from kintsugi.cluster.weight_relay import WeightRelay
-from kintsugi.errors import RefusedError, StartFailed
+from kintsugi.errors import RefusedError, StartFailed, UserError
 from kintsugi.process.exit_codes import EXIT_ERROR, EXIT_ORPHANED
 from kintsugi.process.main import run_process
 from kintsugi.process.membership import HEARTBEAT_S, Membership, open_endpoint
@@ -519,7 +519,9 @@ class Agent:
     def _on_launcher_ended(self) -> None:
         """End everything. The master ends first: it would take the ends of its workers for faults."""
         self._endpoint.unwatch(self._own.lifeline)
-        self._record_lost_launcher()
+        # Only a record: whatever keeps it from being made, also a file of another user, must not keep the processes.
+        with contextlib.suppress(OSError, UserError):
+            self._record_lost_launcher()
         self._exit_code = 1
         for child in self._children.values():
             self._hold_descendants(child)

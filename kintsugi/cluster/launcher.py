@@ -58,6 +58,7 @@ from kintsugi.errors import (
     ProcessDied,
     StartFailed,
     StorageError,
+    UntrustedFile,
     UserError,
     fault_of,
 )
@@ -670,9 +671,10 @@ class _Launcher:
 
     def _attempt(self, action: Callable[[], object]) -> None:
         """Carry out one part of the clean-up. A process that the kernel does not end, as one that waits for a disk,
-        does not keep the others from being ended; it ends by its lifeline."""
+        or a table that others could have written, does not keep the others from being ended; those that are left end
+        by their lifeline."""
         try:
             action()
-        except (DeadlineExceeded, OSError) as error:
+        except (DeadlineExceeded, UntrustedFile, OSError) as error:
             own = process_id(Role.LAUNCHER, 0)
             self._log.emit(FaultSeen(fault_of(error, process=own, time=self._clock.wall())))

@@ -504,7 +504,12 @@ class MasterShell:
 
     def _pids(self) -> dict[str, list[int]]:
         """Return role → pids, including the launcher and this process, which do not register."""
-        launcher = living_launcher(self._run_dir)
+        try:
+            launcher = living_launcher(self._run_dir)
+        except (
+            UserError
+        ):  # Its file is another user's, or another host's: the end of a run does not fail for it.
+            launcher = None
         own = {"launcher": [launcher.pid] if launcher else [], "master": [os.getpid()]}
         return {**own, **self._processes}
 

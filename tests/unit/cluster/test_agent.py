@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import resource
 import select
@@ -345,3 +346,20 @@ def test_an_agent_without_a_descriptor_left_says_so_once_goes_on_and_looks_again
     (told,) = faults_of(host)
     assert "Too many open files" in told
     host.start("model-2")
+
+
+def test_an_agent_without_a_launcher_ends_in_order_whatever_became_of_the_launchers_file(
+    make_host: MakeHost,
+) -> None:
+    host = make_host(model="idle")
+    started = host.start("model-0")
+    launcher_file = RunFolder(host.run_dir).launcher_file
+    launcher_file.parent.mkdir(parents=True, exist_ok=True)
+    launcher_file.touch()
+    launcher_file.chmod(0o666)  # Others could have written it.
+    os.close(host.lifeline)
+    host.lifeline = os.open(os.devnull, os.O_RDONLY)
+    host.agent.wait_ended(whom="agent", timeout_s=20.0)
+    kinds = [json.loads(line)["type"] for line in os.read(host.report, 65536).splitlines()]
+    assert kinds[-2:] == ["Ending", "Ended"]
+    assert process_start_time(started.pid) is None
