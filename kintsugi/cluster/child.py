@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -279,17 +279,19 @@ def write_table(
 def end_orphans(path: Path, *, processes: Processes, timeout_s: float) -> None:
     """Kill the children of an agent that was killed, by its table, with their process groups. DeadlineExceeded if one
     does not end; the others have been killed then."""
-    alive = find_alive(path, processes=processes)
-    for _, handle in alive:
-        # It leads a group, unless it was forked a moment ago and is still in the fork server's.
-        with contextlib.suppress(ProcessLookupError):
-            if os.getpgid(handle.pid) == handle.pid:
-                os.killpg(handle.pid, signal.SIGKILL)
-        handle.send_signal(signal.SIGKILL)
-    for record, handle in alive:
-        handle.wait_ended(whom=record.process, timeout_s=timeout_s)
-        remove_counter_files(handle.pid)
-        handle.close()
+    with contextlib.ExitStack() as stack:
+        killed = []
+        for record, handle in _each_alive(path, processes=processes):
+            stack.callback(handle.close)
+            # It leads a group, unless it was forked a moment ago and is still in the fork server's.
+            with contextlib.suppress(ProcessLookupError):
+                if os.getpgid(handle.pid) == handle.pid:
+                    os.killpg(handle.pid, signal.SIGKILL)
+            handle.send_signal(signal.SIGKILL)
+            killed.append((record, handle))
+        for record, handle in killed:
+            handle.wait_ended(whom=record.process, timeout_s=timeout_s)
+            remove_counter_files(handle.pid)
     path.unlink(missing_ok=True)
 
 
@@ -304,16 +306,27 @@ def read_table(path: Path) -> ChildrenTable | None:
 
 
 def find_alive(path: Path, *, processes: Processes) -> list[tuple[ChildRecord, Child]]:
-    """Find the processes of a table that still run, each held by pidfd; a reused pid is recognised."""
-    table = read_table(path)
-    alive = []
-    for record in table.children if table is not None else ():
-        try:
-            handle = processes.adopt(record.pid)
-        except ProcessLookupError:
-            continue
-        if process_start_time(record.pid) == record.start_time:
+    """Find the processes of a table that still run, each held by pidfd; a reused pid is recognised. All or none are
+    held: OSError if a descriptor is missing for one of them."""
+    with contextlib.ExitStack() as stack:
+        alive = []
+        for record, handle in _each_alive(path, processes=processes):
+            stack.callback(handle.close)
             alive.append((record, handle))
-        else:
-            handle.close()
-    return alive
+        stack.pop_all()
+        return alive
+
+
+def _each_alive(path: Path, *, processes: Processes) -> Iterator[tuple[ChildRecord, Child]]:
+    table = read_table(path)
+    for record in table.children if table is not None else ():
+        with contextlib.ExitStack() as stack:
+            try:
+                handle = processes.adopt(record.pid)
+            except ProcessLookupError:
+                continue
+            stack.callback(handle.close)
+            if process_start_time(record.pid) != record.start_time:
+                continue
+            stack.pop_all()
+        yield record, handle

@@ -119,10 +119,13 @@ def kill_children(
     """Kill every child of this process except these, and every orphan that results, until there is none."""
     deadline = clock.monotonic() + timeout_s
     while others := [pid for pid in children_of(os.getpid()) if pid not in but]:
-        held = [processes.adopt(pid) for pid in others]
-        for other in held:
-            other.send_signal(signal.SIGKILL)
-        for pid, other in zip(others, held, strict=True):
-            other.wait_ended(whom=f"orphan {pid}", timeout_s=deadline - clock.monotonic())
-            remove_counter_files(pid)
-            other.close()
+        with contextlib.ExitStack() as stack:
+            held = []
+            for pid in others:
+                other = processes.adopt(pid)
+                stack.callback(other.close)
+                other.send_signal(signal.SIGKILL)  # At once: the next one may find no descriptor left.
+                held.append(other)
+            for other in held:
+                other.wait_ended(whom=f"orphan {other.pid}", timeout_s=deadline - clock.monotonic())
+                remove_counter_files(other.pid)

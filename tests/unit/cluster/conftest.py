@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -33,6 +34,24 @@ from kintsugi.types import Peer, Placement, Role, role_of
 
 T = TypeVar("T")
 FAKE_PROGRAMS = Path(__file__).parents[2] / "cluster" / "programs"
+
+
+def open_descriptors() -> set[str]:
+    """Those of this process."""
+    return set(os.listdir("/proc/self/fd"))
+
+
+class ShortOfDescriptors(SystemProcesses):
+    """A host that has a descriptor for a limited number of processes."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def adopt(self, pid: int) -> Child:
+        if self._number == 0:
+            raise OSError(errno.EMFILE, "Too many open files")
+        self._number -= 1
+        return super().adopt(pid)
 
 
 def bootstrap_of_an_agent(run_dir: Path) -> Bootstrap:

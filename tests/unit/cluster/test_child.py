@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from kintsugi.cluster.child import ChildRecord, ChildrenTable, end_orphans, find
 from kintsugi.cluster.orphans import children_of
 from kintsugi.runtime.proc import boot_id, process_start_time
 from kintsugi.runtime.processes import SystemProcesses
+from tests.unit.cluster.conftest import ShortOfDescriptors, open_descriptors
 
 
 @pytest.fixture
@@ -101,3 +103,31 @@ def test_an_orphan_in_the_group_of_another_does_not_take_that_group_along(
     assert os.getpgid(sleeper.pid) == os.getpgid(0), "it is in the group of this test"
     end_orphans(path, processes=SystemProcesses(), timeout_s=5.0)
     assert process_start_time(sleeper.pid) is None
+
+
+@pytest.fixture
+def table_of_two(sleeper: subprocess.Popen[bytes], tmp_path: Path) -> Iterator[Path]:
+    """The first child is `sleeper`."""
+    with subprocess.Popen(["sleep", "600"]) as second:
+        path = tmp_path / "agent-0.json"
+        table = ChildrenTable(boot_id(), (record_of(sleeper), record_of(second)))
+        path.write_bytes(msgspec.json.encode(table))
+        yield path
+        second.kill()
+
+
+def test_a_table_is_held_completely_or_not_at_all(table_of_two: Path) -> None:
+    before = open_descriptors()
+    with pytest.raises(OSError, match="Too many open files"):
+        find_alive(table_of_two, processes=ShortOfDescriptors(1))
+    assert open_descriptors() == before
+
+
+def test_orphans_are_killed_as_far_as_descriptors_go_and_their_table_stays(
+    sleeper: subprocess.Popen[bytes], table_of_two: Path
+) -> None:
+    before = open_descriptors()
+    with pytest.raises(OSError, match="Too many open files"):
+        end_orphans(table_of_two, processes=ShortOfDescriptors(1), timeout_s=20.0)
+    assert sleeper.wait() == -signal.SIGKILL
+    assert open_descriptors() == before and table_of_two.exists()

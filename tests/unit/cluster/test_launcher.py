@@ -14,11 +14,7 @@ from kintsugi.cluster.launcher import _AgentHandle
 from kintsugi.cluster.namespaces import HostNamespaces
 from kintsugi.errors import StartFailed
 from kintsugi.runtime.processes import SystemProcesses
-from tests.unit.cluster.conftest import bootstrap_of_an_agent
-
-
-def open_descriptors() -> set[str]:
-    return set(os.listdir("/proc/self/fd"))
+from tests.unit.cluster.conftest import bootstrap_of_an_agent, open_descriptors
 
 
 @contextmanager

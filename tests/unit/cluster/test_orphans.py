@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ import pytest
 from kintsugi.cluster import orphans
 from kintsugi.cluster.orphans import children_of, kill_children, reap_orphans, remove_counter_files
 from kintsugi.runtime.processes import SystemProcesses
+from tests.unit.cluster.conftest import ShortOfDescriptors, open_descriptors
 
 
 @pytest.fixture
@@ -72,3 +74,20 @@ def test_the_counter_files_of_a_process_that_runs_stay(shared_memory: Path) -> N
     own = counter_file(shared_memory, os.getpid())
     remove_counter_files(os.getpid())
     assert own.exists()
+
+
+def test_children_are_killed_as_far_as_descriptors_go_and_none_is_leaked() -> None:
+    others = children_of(os.getpid())
+    with (
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as first,
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as second,
+    ):
+        before = open_descriptors()
+        with pytest.raises(OSError, match="Too many open files"):
+            kill_children(ShortOfDescriptors(1), but=others, timeout_s=20.0)
+        assert open_descriptors() == before
+        killed = min(first, second, key=lambda each: each.pid)
+        assert killed.wait() == -signal.SIGKILL
+        assert (first if killed is second else second).poll() is None
+        kill_children(SystemProcesses(), but=others, timeout_s=20.0)
+        assert children_of(os.getpid()) == others
