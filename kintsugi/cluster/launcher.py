@@ -441,9 +441,9 @@ class _Launcher:
             try:
                 self._turn(TICK_S)
                 self._check_agents(self._clock.monotonic())
-                self._ensure_standby()
                 self._publish()
                 on_tick()
+                self._ensure_standby()  # The last, because it may fail for hours: the host has no process left.
             except (OSError, StorageError) as error:
                 self._check_failed(error)
         if self._failure is not None and self._num_stops == 0:

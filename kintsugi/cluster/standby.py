@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import traceback
+from contextlib import ExitStack
 
 import msgspec
 
@@ -99,32 +100,31 @@ class Standby:
     def ensure(self, state: LauncherState, *, signals: Signals, now: float) -> LostLauncher | None:
         """Fork a standby unless one runs. Returns None in the launcher, and in a standby when its launcher has died.
 
-        OSError if the fork fails.
+        OSError if the host has no descriptor, memory or process left for it: nothing has changed then.
         """
         if self._dismissed or self._is_running(now):
             return None
-        is_parent, self._is_first = self._is_first, False
+        is_parent = self._is_first
         if not is_parent and not self._limit.allows(now):
             return None
-        launchers_end, standbys_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        own = os.getpid(), os.pidfd_open(os.getpid())
-        try:
-            pid = os.fork()
-        except OSError:
+        with ExitStack() as stack:
             if not is_parent:
-                self._limit.withdraw()
-            os.close(own[1])
-            launchers_end.close()
-            standbys_end.close()
-            raise
+                stack.callback(self._limit.withdraw)
+            launchers_end, standbys_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stack.callback(launchers_end.close)
+            stack.callback(standbys_end.close)
+            own = os.getpid(), os.pidfd_open(os.getpid())
+            stack.callback(os.close, own[1])
+            pid = os.fork()
+            other = Child(pid=own[0], pidfd=own[1]) if pid == 0 else _hold_forked(pid)
+            stack.pop_all()
+        self._is_first = False
         if pid == 0:
             os.setsid()  # A signal to the process group of one does not reach the other.
             become_subreaper()
             signals.reopen()
-            other = Child(pid=own[0], pidfd=own[1])
         else:
             os.close(own[1])
-            other = Child(pid=pid, pidfd=os.pidfd_open(pid))
         is_standby = (pid > 0) if is_parent else (pid == 0)
         if is_standby:
             launchers_end.close()
@@ -204,6 +204,16 @@ class Standby:
         lost = LostLauncher(leader.pid, leader.status(), state)
         leader.close()
         return lost
+
+
+def _hold_forked(pid: int) -> Child:
+    """Hold a process that was just forked; one that can not be held is ended, because it would be a second standby."""
+    try:
+        return Child(pid=pid, pidfd=os.pidfd_open(pid))
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
 
 
 def _received(channel: socket.socket) -> LauncherState | None:

@@ -31,6 +31,41 @@ with ExitStack() as stack:
     standby.dismiss()
 """
 
+WITHOUT_DESCRIPTORS = """
+import errno, os, resource, signal
+from kintsugi.cluster.standby import LauncherState, Standby
+from kintsugi.runtime.signals import Signals
+
+def free(number):
+    probes = [os.dup(0) for _ in range(number + 1)]
+    for probe in probes:
+        os.close(probe)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (probes[-1], hard))
+
+signals = Signals(signal.SIGTERM)
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+standby, state = Standby(), LauncherState((), 0, (0, 0))
+if standby.ensure(state, signals=signals, now=0.0) is not None:
+    os._exit(0)  # The first standby, after the end of its launcher.
+while standby.pid:  # It has ended: another one is due, which is a child.
+    os.kill(standby.pid, signal.SIGKILL)
+    standby._is_running(0.0)
+before = os.listdir("/proc/self/fd")
+for attempt in range(20):
+    free(attempt % 4)
+    try:
+        standby.ensure(state, signals=signals, now=1.0)
+        os._exit(3)
+    except OSError as error:
+        assert error.errno == errno.EMFILE, error
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert os.listdir("/proc/self/fd") == before
+assert standby.ensure(state, signals=signals, now=1.0) is None
+assert standby.pid
+os.write(1, b"every attempt failed, none leaked, the last one made a standby ")
+standby.dismiss()
+"""
+
 
 def test_an_error_of_a_standby_ends_it_alone_and_never_by_the_clean_up_of_the_run() -> None:
     done = subprocess.run(
@@ -39,3 +74,11 @@ def test_an_error_of_a_standby_ends_it_alone_and_never_by_the_clean_up_of_the_ru
     assert done.returncode == 1
     assert "OSError: broken" in done.stderr
     assert done.stdout == "the launcher goes on clean-up of 0 "
+
+
+def test_a_standby_for_which_no_descriptor_is_left_leaks_none_and_does_not_count() -> None:
+    """The first standby is made, the second only when there are descriptors again."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_DESCRIPTORS], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stdout == "every attempt failed, none leaked, the last one made a standby ", done.stderr
