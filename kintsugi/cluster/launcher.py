@@ -446,6 +446,8 @@ class _Launcher:
                 self._ensure_standby()  # The last, because it may fail for hours: the host has no process left.
             except (OSError, StorageError) as error:
                 self._check_failed(error)
+            else:
+                self._checks_fail = False
         if self._failure is not None and self._num_stops == 0:
             raise self._failure
         status = self._agents[0].status
@@ -540,7 +542,8 @@ class _Launcher:
         reap_orphans(but=self._known_pids() | living.keys())
 
     def _check_failed(self, error: OSError | StorageError) -> None:
-        """Record once that a round fails, for lack of descriptors, memory or space; the next one tries again."""
+        """Record that rounds fail for lack of descriptors, memory or space, once until one succeeds. The next one tries
+        it again."""
         if not self._checks_fail:
             self._checks_fail = True
             own = process_id(Role.LAUNCHER, 0)
