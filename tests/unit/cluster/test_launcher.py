@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -15,20 +12,7 @@ from kintsugi.cluster.namespaces import HostNamespaces
 from kintsugi.errors import StartFailed
 from kintsugi.runtime.processes import SystemProcesses
 from tests.unit.cluster.conftest import bootstrap_of_an_agent, open_descriptors
-
-
-@contextmanager
-def free_descriptors(number: int) -> Iterator[None]:
-    """Let this process open no more than `number` descriptors."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    probes = [os.dup(0) for _ in range(number + 1)]
-    for probe in probes:
-        os.close(probe)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (probes[-1], before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+from tests.unit.transport.harness import free_descriptors
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
