@@ -52,8 +52,8 @@ class SavePhase:
         self._num_refusals = 0
         self._num_attempts = 0
         """Times that the disk has not accepted the last save."""
-        self._alerted = ""
-        """Reason of the last alert that the last save waits."""
+        self._alerted: set[str] = set()
+        """Kinds of faults of which the operator was told that the last save waits; messages name temporary files."""
 
     @property
     def is_under_way(self) -> bool:
@@ -116,20 +116,21 @@ class SavePhase:
         return PhaseReport(PhaseResult.UNRECOVERABLE, fault=fault) if is_last else self._end()
 
     def _wait_for_disk(self, fault: Fault, now: float) -> None:
-        """Repeat the last save after a pause; the operator is told each reason once."""
+        """Repeat the last save after a pause; the operator is alerted once per kind of fault, until the save ends."""
         is_full = fault.kind == StorageFull.__name__
-        if fault.message != self._alerted:
+        if fault.kind not in self._alerted:
             what = "room" if is_full else "the disk"
             message = f"checkpoint of step {self.step} waits for {what}: {fault.message}"
             self._decision.add_effect(Raise.of(FaultHandled(message, of=fault.process, fault=fault.id)))
-            self._alerted = fault.message
+            self._alerted.add(fault.kind)
         doublings = 0 if is_full else min(self._num_attempts, 8)
         self._num_attempts += 1
         self._retry_at = now + min(RETRY_S * 2.0**doublings, LONGEST_RETRY_S)
 
     def _end(self) -> PhaseReport:
         was_awaited, self._is_awaited = self._is_awaited, False
-        self._num_refusals = 0
+        self._num_refusals = self._num_attempts = 0
+        self._alerted.clear()
         return DONE if was_awaited else RUNNING
 
     def _is_last(self, step: int) -> bool:

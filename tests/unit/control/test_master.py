@@ -266,13 +266,13 @@ def test_a_last_save_that_the_disk_does_not_take_waits_for_it_and_the_run_finish
         effect.message
         for attempt in range(3)
         for decision in (
-            driven.fail(driven.asked(Save)[0], "refused", kind=kind),
+            driven.fail(driven.asked(Save)[0], f"refused {attempt}", kind=kind),
             driven.pass_time(RETRY_S * (1 if kind == "StorageFull" else 2**attempt)),
         )
         for effect in decision.effects
         if isinstance(effect, Raise)
     ]
-    assert told == [f"checkpoint of step 3 waits for {what}: refused"]
+    assert told == [f"checkpoint of step 3 waits for {what}: refused 0"], "once, although the messages differ"
     driven.until(Phase.ENDED)
     assert ended(driven).outcome == "finished"
     assert count(driven, CheckpointFailed) == 0
