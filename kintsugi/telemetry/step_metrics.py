@@ -510,8 +510,11 @@ class _InBackground:
                     call(tracker)
             except Exception as error:  # noqa: BLE001 - the thread's outermost boundary: raised by the next call.
                 self._error = str(error) or type(error).__name__
-        if tracker is not None:
-            tracker.close()
+        try:
+            if tracker is not None:
+                tracker.close()
+        except Exception as error:  # noqa: BLE001 - as above: raised by `close`.
+            self._error = str(error) or type(error).__name__
 
     def _next(self) -> Callable[[_Tracker], None] | None:
         """Wait for a call; None at `close`. The waits of this thread say nothing about the progress of the process, so

@@ -135,9 +135,8 @@ class StoreServer:
         os.close(self._wake_fd)
 
     def _serve(self) -> None:
-        waits = (
-            WaitTable()
-        )  # Not the process's: the store waits for requests all the time, and this says nothing.
+        # Not the process's: the store waits for requests all the time, and this says nothing.
+        waits = WaitTable()
         while not self._is_closing:
             with suppress(DeadlineExceeded):
                 wait(self._turn, whom="anyone", what="a request", timeout_s=IDLE_S, waits=waits)
@@ -237,12 +236,16 @@ class StoreClient:
     """A process's connection to a store. It may be used by several threads: each has a socket of its own."""
 
     def __init__(self, address: str, *, keys: tuple[bytes, bytes], timeout_s: float) -> None:
-        """Operations fail after `timeout_s`. The connection is made in the background."""
+        """Operations fail after `timeout_s`. The connection is made in the background. StoreUnavailable if no
+        descriptor is left for it."""
         host, port, key = split_address(address)
         self._peer = Peer("store", "", host, f"tcp://{host}:{port}", key)
         self._keys = keys
         self._timeout_s = timeout_s
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        except zmq.ZMQError as error:
+            raise StoreUnavailable(f"the store at {self._peer.address}: {error}") from error
         self._connections: dict[int, _Connection] = {}
         """Thread → its connection."""
 

@@ -266,6 +266,19 @@ def test_a_tracker_that_fails_keeps_nothing_from_the_file(tmp_path: Path, wandb:
     assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3]
 
 
+def test_a_tracker_that_cannot_be_closed_is_reported(
+    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: FakeRun) -> None:
+        raise FakeWandb.Error("not finished")
+
+    monkeypatch.setattr(FakeRun, "finish", broken)
+    writer = MetricsWriter(tmp_path, wandb_id="job1")
+    writer.write(1, {})
+    with pytest.raises(StorageError, match="W&B: not finished"):
+        writer.close()
+
+
 def test_a_wandb_that_cannot_be_reached_at_a_start_keeps_nothing_from_the_file(
     tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 from kintsugi.errors import DeadlineExceeded
 from kintsugi.transport import new_key_pair, store
 from kintsugi.transport.store import StoreClient, StoreServer, StoreUnavailable, split_address
+from tests.unit.transport.harness import free_descriptors
 
 KEYS, OTHER = new_key_pair(), new_key_pair()
 
@@ -88,6 +89,11 @@ def test_a_request_that_can_not_be_read_costs_only_itself(client: StoreClient, r
     client.set("a", b"1")
     client._connection().socket.send(request_bytes)
     assert client.get("a") == b"1"
+
+
+def test_a_client_for_which_no_descriptor_is_left_is_refused_as_torch_expects(server: StoreServer) -> None:
+    with free_descriptors(0), pytest.raises(StoreUnavailable, match="Too many open files"):
+        StoreClient(server.address, keys=KEYS, timeout_s=1.0)
 
 
 def test_a_store_that_is_gone_is_waited_for_only_so_long(server: StoreServer) -> None:
