@@ -123,7 +123,7 @@ class Endpoint:
         self.address: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         """Where peers reach this process."""
         self._connect_error = ""
-        """Why the last connection that failed could not be opened."""
+        """Why the last attempt to open a connection failed; empty if it did not, or if there was no address."""
         self._closing: Fault | None = None
         """Set by `close`."""
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -277,6 +277,7 @@ class Endpoint:
     def _connect(self, process: str) -> PeerConnection | None:
         """Return a connection; None if the process is unknown, or if this one has no descriptor or socket left."""
         peer = self._directory.peers.get(process)
+        self._connect_error = ""
         if peer is None or not peer.address:
             return None
         try:

@@ -115,6 +115,9 @@ def test_a_process_without_a_free_socket_still_reaches_the_peers_that_it_is_conn
     pending = master.request("model-1", Ping(), deadline_s=10.0)
     with pytest.raises(RefusedError, match="model-1 can not be reached by master-0: Too many open files"):
         pending.result()
+    master.admit(Peer("model-2", "a", "here", "", new_key_pair()[0]))
+    with pytest.raises(RefusedError, match="model-2 is not in the address book of master-0"):
+        master.request("model-2", Ping(), deadline_s=10.0).result()
     ask(master, known, Ping())
     master.forget("model-0", Fault("f1", "ProcessDied", "model-0", "killed", 0.0))
 
