@@ -31,7 +31,7 @@ def evaluate_checkpoint(
 
     The evaluation is a separate run in `<run>/evaluations/`, with its own journal and events; the run is not changed.
     """
-    check_owner(run_dir, deed="evaluate it")
+    check_owner(run_dir, action="evaluate it")
     checkpoint = reader.chosen_checkpoint(run_dir, step=step).absolute()
     of_run = load_config(RunFolder(run_dir).config_file)
     config = own = _evaluation_only(of_run, checkpoint)

@@ -27,7 +27,7 @@ RESUME_CHECK_S = 3.0
 
 def find_launcher(folder: Path) -> Child:
     """Return the launcher of a running run; UserError if it does not run, or belongs to another user."""
-    check_owner(folder, deed="stop it")
+    check_owner(folder, action="stop it")
     record = reader.living_launcher(folder)
     if record is None:
         raise UserError(
@@ -121,7 +121,7 @@ def check_resumable(
     from kintsugi.config.validation import validate
     from kintsugi.run_folder.started import changes_since_start
 
-    check_owner(folder, deed="resume it")
+    check_owner(folder, action="resume it")
     status = reader.read_status(folder)
     config = status.config if config is None else config
     if status.state is reader.RunState.RUNNING:

@@ -23,7 +23,7 @@ def scale_run(folder: Path, *, servers: int, timeout_s: float) -> None:
 
     Raises UserError with the reason if it refuses, ProcessDied if the run ends first, DeadlineExceeded without a reply.
     """
-    check_owner(folder, deed="scale it")
+    check_owner(folder, action="scale it")
     launcher = reader.living_launcher(folder)
     if launcher is None:
         raise UserError(

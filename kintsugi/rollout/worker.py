@@ -139,9 +139,8 @@ class RolloutWorker:
             self._reader.make_ready(within_s=MAKE_READY_S)
         elif self.membership.registered and not self._has_tried_data:
             self._has_tried_data = True
-            with contextlib.suppress(
-                KintsugiError
-            ):  # Raised again by the first request, which can report it.
+            # Raised again by the first request, which can report it.
+            with contextlib.suppress(KintsugiError):
                 self._open_reader()
 
     def _declare(self) -> None:

@@ -68,7 +68,7 @@ def check_folders(path: Path) -> None:
             )
 
 
-def check_owner(folder: Path, *, deed: str) -> None:
+def check_owner(folder: Path, *, action: str) -> None:
     """Refuse to act on a folder of another user, also as root: its files say which process is signalled, which code is
     imported, where files are written. UntrustedFile names the owner."""
     owner = folder.stat().st_uid
@@ -78,7 +78,7 @@ def check_owner(folder: Path, *, deed: str) -> None:
         name = pwd.getpwuid(owner).pw_name
     except KeyError:
         name = str(owner)
-    raise UntrustedFile(f"{folder} belongs to user {name}: expected a run of this user; {deed} as {name}")
+    raise UntrustedFile(f"{folder} belongs to user {name}: expected a run of this user; {action} as {name}")
 
 
 def problem_of(found: os.stat_result, *, secret: bool, owners: frozenset[int] = frozenset()) -> str | None:
@@ -91,9 +91,9 @@ def problem_of(found: os.stat_result, *, secret: bool, owners: frozenset[int] = 
     permissions = stat.S_IMODE(found.st_mode)
     if permissions & (_OPEN_TO_OTHERS if secret else _WRITABLE_BY_OTHERS) == 0:
         return None
-    deed = "write" if permissions & _WRITABLE_BY_OTHERS else "read"
+    action = "write" if permissions & _WRITABLE_BY_OTHERS else "read"
     wanted = 0o600 if secret else permissions & ~_WRITABLE_BY_OTHERS
-    return f"expected permissions {wanted:04o}, found {permissions:04o}: others can {deed} it (`chmod {wanted:04o}`)"
+    return f"expected permissions {wanted:04o}, found {permissions:04o}: others can {action} it (`chmod {wanted:04o}`)"
 
 
 def read_owned(path: Path, *, secret: bool = False, owners: frozenset[int] = frozenset()) -> bytes:

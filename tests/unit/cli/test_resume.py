@@ -177,7 +177,7 @@ def test_the_folder_of_another_user_is_not_resumed(run: RunFolder, monkeypatch: 
     own = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     with pytest.raises(UntrustedFile, match=r"mine belongs to user .*; resume it as"):
-        check_owner(run.path, deed="resume it")
+        check_owner(run.path, action="resume it")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a file of another user")
