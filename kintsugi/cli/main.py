@@ -256,9 +256,10 @@ def resume(
 ) -> None:
     """Resume a run that was stopped, failed or killed, from its last checkpoint.
 
-    Overrides may change what a run can change on its way: the number of steps, rates, evaluations, checkpoints, numbers
-    of servers. With more steps, a finished run is extended, with its optimizer.
+    Overrides may change the number of steps, learning rate and schedule, clipping, temperature, evaluations, time
+    limits, `checkpoint.every`, logging and monitoring. With more steps, a finished run is extended, with its optimizer.
     """
+    from kintsugi.cli.capacity import check_start
     from kintsugi.cli.run_actions import Finished, change_config, check_resumable
     from kintsugi.run_folder import reader
     from kintsugi.run_folder.creation import replace_config
@@ -271,6 +272,7 @@ def resume(
     except Finished as error:
         _print_error(str(error))
         raise typer.Exit(1) from error
+    check_start(config, run_dir=folder, resume=True)  # Refuses before anything of the run is changed.
     for change in changes:
         say(change)
     replace_config(folder, config, step=status.step)

@@ -127,9 +127,8 @@ def check_resumable(
     if status.state is reader.RunState.RUNNING:
         where = f"on host {status.host}" if status.host else f"process {status.pid}"
         raise UserError(f"{folder} is running ({where}); there is nothing to resume")
-    if take_over:
-        RunFolder(folder).launcher_file.unlink(missing_ok=True)
-    reader.living_launcher(folder)  # Refuses one of another host.
+    if not take_over:
+        reader.living_launcher(folder)  # Refuses one of another host.
     if status.state is reader.RunState.FINISHED and stages(config)[-1].last_step <= status.total_steps:
         more = f"`kintsugi resume {folder} algorithm.steps={2 * config.algorithm.steps}` trains it longer"
         raise Finished(f"{folder} is finished ({status.step} of {status.total_steps} steps); {more}")
@@ -141,6 +140,8 @@ def check_resumable(
             f"{folder} is not what it was when it started:\n{listed}\nits result would not be that of an "
             "uninterrupted run; undo the change, or accept it with `kintsugi resume --accept`"
         )
+    if take_over:
+        RunFolder(folder).launcher_file.unlink(missing_ok=True)
     return status
 
 

@@ -65,9 +65,8 @@ class EvidenceReader:
         self._run_dir = run_dir
         self._since = since
         self._tails: dict[Path, LineTail] = {}
-        self.bundle = EvidenceBundle(
-            run=str(run_dir), began=_first_recorded(RunFolder(run_dir).events_file(MASTER))
-        )
+        oldest = next(iter(paths_of(RunFolder(run_dir).events_file(MASTER))), None)
+        self.bundle = EvidenceBundle(run=str(run_dir), began=_first_recorded(oldest) if oldest else 0.0)
 
     def read(self, *, until: float = math.inf) -> EvidenceBundle:
         """Read all records up to a moment. A later call must not be for an earlier moment, since nothing is read

@@ -37,12 +37,15 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
 }
-COOKIE = "kintsugi_page"
+COOKIE = "kintsugi_page_{port}"
+"""Browsers share cookies between all ports of a host, so that the name has the port."""
 LOOPBACK_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
 JSON = "application/json"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 DECISION = web.RequestKey("decision", PageDecision)
+TOKEN = web.RequestKey("token", str)
+"""Token that a request was accepted with; empty if none."""
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +79,7 @@ class Guard:
         origin = request.headers.get("Origin")
         if origin is not None and urlsplit(origin).netloc != request.host:
             raise refused(403, f"expected a request of this page, got one of {origin[:200]}")
-        if not hmac.compare_digest(csrf.encode(errors="replace"), self.csrf(token_of(request)).encode()):
+        if not hmac.compare_digest(csrf.encode(errors="replace"), self.csrf(request[TOKEN] or None).encode()):
             raise refused(403, "the secret of this page is out of date; reload it and try again")
 
     def middleware(self) -> Middleware:
@@ -95,10 +98,14 @@ class Guard:
             if request.path == "/" and "token" in request.query:
                 return self._logged_in(request)
             run = request.match_info.get("run")
-            decision = self.access.decide(token_of(request), VIEW, run=run, origin=request.remote or "")
+            token, origin = token_of(request), request.remote or ""
+            decision = self.access.decide(token, VIEW, run=run, origin=origin)
+            if decision.status in (401, 429) and "Authorization" not in request.headers:
+                # The cookie may be of an earlier page at this address.
+                token, decision = None, self.access.decide(None, VIEW, run=run, origin=origin)
             if not decision.is_accepted:
                 raise refused(decision.status, decision.reason)
-            request[DECISION] = decision
+            request[DECISION], request[TOKEN] = decision, token or ""
             return await handler(request)
         except web.HTTPException as error:
             return _failure(error.status, error.text or error.reason, request)
@@ -121,7 +128,7 @@ class Guard:
         if not decision.is_accepted:
             return _failure(decision.status, decision.reason, request)
         response = web.Response(status=303, headers={"Location": "/"})
-        response.set_cookie(COOKIE, token, httponly=True, samesite="Strict", path="/")
+        response.set_cookie(cookie_name(request), token, httponly=True, samesite="Strict", path="/")
         return response
 
 
@@ -130,7 +137,11 @@ def token_of(request: web.Request) -> str | None:
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer" and token.strip():
         return token.strip()
-    return request.cookies.get(COOKIE) or None
+    return request.cookies.get(cookie_name(request)) or None
+
+
+def cookie_name(request: web.Request) -> str:
+    return COOKIE.format(port=request.url.port or 0)
 
 
 def refused(status: int, text: str) -> web.HTTPException:

@@ -21,7 +21,7 @@ import msgspec
 from aiohttp import web
 
 from kintsugi.errors import KintsugiError
-from kintsugi.page.access import ACTIONS, PageAccess
+from kintsugi.page.access import ACTIONS, VIEW, PageAccess
 from kintsugi.page.catalog import RunCatalog
 from kintsugi.page.feed import OverviewFeed, RunFeed, Viewer
 from kintsugi.page.logs import LogFilter
@@ -36,9 +36,10 @@ from kintsugi.page.schema import (
     LogPage,
     Order,
     PairedAnswer,
+    RunList,
     Session,
 )
-from kintsugi.page.security import DECISION, JSON, Guard, refused, set_headers, token_of
+from kintsugi.page.security import DECISION, JSON, TOKEN, Guard, refused, set_headers
 from kintsugi.run_folder.comparison import Comparison, compare
 from kintsugi.runtime.clock import SYSTEM_CLOCK
 from kintsugi.telemetry.store.search import SearchQuery
@@ -172,9 +173,12 @@ class PageServer:
 
         return handler
 
-    async def _answer(self, request: web.Request, read: Callable[[], Any]) -> web.Response:
-        """Answer with JSON; an equal request of the last moment is answered with the same bytes."""
-        loop, key = asyncio.get_running_loop(), request.path_qs
+    async def _answer(
+        self, request: web.Request, read: Callable[[], Any], *, viewer: str = ""
+    ) -> web.Response:
+        """Answer with JSON; an equal request of the last moment is answered with the same bytes. `viewer`: name of the
+        only one that this answer is for."""
+        loop, key = asyncio.get_running_loop(), f"{viewer} {request.path_qs}"
         known = self._shared.get(key)
         if known is None or loop.time() > known[0]:
             future = loop.run_in_executor(self._pool, lambda: _encoded(read()))
@@ -194,7 +198,7 @@ class PageServer:
         return web.FileResponse(path, headers={"Cache-Control": "no-cache"})
 
     async def _session(self, request: web.Request) -> web.Response:
-        decision, token = request[DECISION], token_of(request)
+        decision, token = request[DECISION], request[TOKEN] or None
         may = () if self._demo else tuple(each for each in ACTIONS if self._may(request, each))
         session = Session(
             role=decision.role,
@@ -207,17 +211,27 @@ class PageServer:
 
     def _may(self, request: web.Request, action: str) -> bool:
         run, origin = self._catalog.single, request.remote or ""
-        return self._access.decide(token_of(request), action, run=run, origin=origin).is_accepted
+        return self._access.decide(request[TOKEN] or None, action, run=run, origin=origin).is_accepted
+
+    def _sees(self, request: web.Request, run: str) -> bool:
+        """Whether the token of a request is for this run."""
+        decision = self._access.decide(request[TOKEN] or None, VIEW, run=run, origin=request.remote or "")
+        return decision.is_accepted
 
     async def _runs(self, request: web.Request) -> web.Response:
-        return await self._answer(request, self._catalog.list_runs)
+        def visible() -> RunList:
+            found = self._catalog.list_runs()
+            rows = tuple(row for row in found.runs if self._sees(request, row.id))
+            return msgspec.structs.replace(found, runs=rows)
+
+        return await self._answer(request, visible, viewer=request[DECISION].name)
 
     async def _compare(self, request: web.Request) -> web.Response:
         names = [name for name in request.query.get("runs", "").split(",") if name]
         readers = [self._catalog.reader(name) for name in names]
         for name, reader in zip(names, readers, strict=True):
-            if reader is None:
-                raise refused(404, f"there is no run {name!r} in {self._catalog.folder}")
+            if reader is None or not self._sees(request, name):
+                raise refused(404, f"there is no run {name!r} in {self._catalog.folder} for this viewer")
         folders = [reader.folder for reader in readers if reader is not None]
         return await self._answer(request, lambda: _compared(folders))
 
@@ -384,6 +398,7 @@ class PageServer:
             await _written(response, b": connected\n\n")
             while not self._closing.is_set():
                 what, runs, incidents = await viewer.attempt_take(BEAT_S)
+                runs = {run for run in runs if self._sees(request, run)}
                 pieces = [_event("incident", incident) for incident in incidents]
                 if what:
                     pieces.append(
@@ -400,7 +415,9 @@ class PageServer:
         reader = self._reader(request)
         if self._demo:
             raise refused(403, "the runs of the demonstration are recorded; there is nothing to act on")
-        decision = self._access.decide(token_of(request), action, run=reader.id, origin=request.remote or "")
+        decision = self._access.decide(
+            request[TOKEN] or None, action, run=reader.id, origin=request.remote or ""
+        )
         if not decision.is_accepted:
             raise refused(decision.status, decision.reason)
         try:

@@ -54,7 +54,11 @@ PARTS = (
         "telemetry",
         "spans, readings and recorded inputs",
         "`diagnose`, `trace` and the replay of this run; incidents and events stay",
-        _files(f"{RELATIVE.spans_file('*')}*", RELATIVE.readings_folder, RELATIVE.inputs_file),
+        _files(
+            f"{RELATIVE.spans_file('*').with_suffix('')}*",
+            RELATIVE.readings_folder,
+            f"{RELATIVE.inputs_file}*",
+        ),
     ),
     Part(
         "evaluations",

@@ -38,7 +38,7 @@ from kintsugi.runtime.disk import write_atomically
 from kintsugi.runtime.owned_files import read_owned
 from kintsugi.runtime.proc import boot_id, process_start_time
 from kintsugi.telemetry.events import Alert, FaultSeen, Record, records_in
-from kintsugi.telemetry.jsonl_log import lines_backwards, lines_between, paths_of
+from kintsugi.telemetry.jsonl_log import lines_backwards, lines_between, old_path, paths_of
 from kintsugi.telemetry.samples_index import SamplesIndex, WorstKey
 from kintsugi.telemetry.step_metrics import EvalAnswerRecord, SampleRecord
 from kintsugi.types import Role, process_id
@@ -423,8 +423,13 @@ def _latest_events(folder: Path) -> Iterator[Record]:
 def read_new_alerts(folder: Path, *, offset: int) -> tuple[list[Record], int]:
     """Read the master's alerts from a byte offset of its events on; returns the next offset too."""
     path = RunFolder(folder).events_file(process_id(Role.MASTER, 0))
-    lines, offset = _whole_lines(path, offset=offset)
-    return [record for record in records_in(lines) if isinstance(record.event, Alert)], offset
+    lines: list[bytes] = []
+    if path.exists() and path.stat().st_size < offset:
+        # The file was put aside for a new one: its end comes first.
+        lines, _ = _whole_lines(old_path(path, 1), offset=offset)
+        offset = 0
+    new, offset = _whole_lines(path, offset=offset)
+    return [record for record in records_in([*lines, *new]) if isinstance(record.event, Alert)], offset
 
 
 def write_launcher(folder: Path, *, pid: int, standby: int = 0) -> None:

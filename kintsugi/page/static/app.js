@@ -457,7 +457,7 @@ const ACTIONS = {
   resume: {
     label: "Resume",
     fits: () => run.state !== "running" && run.state !== "unreadable" && Boolean(run.end?.resume),
-    ask: "Resume this run from its last committed step?",
+    ask: "Resume this run from its last checkpoint?",
   },
 };
 

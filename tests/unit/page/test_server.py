@@ -72,11 +72,23 @@ def test_beyond_loopback_a_token_is_needed_for_everything(runs: Path) -> None:
         assert (await client.get("/?token=wrong")).status == 401
         response = await client.get("/?token=secret", allow_redirects=False)
         assert response.status == 303 and response.headers["Location"] == "/"
-        cookie = response.cookies[COOKIE]
+        (name,) = response.cookies
+        cookie = response.cookies[name]
+        assert name == COOKIE.format(port=client.port)
         assert cookie["httponly"] and cookie["samesite"] == "Strict"
-        assert (await client.get("/api/runs", headers={"Cookie": f"{COOKIE}=secret"})).status == 200
+        assert (await client.get("/api/runs", headers={"Cookie": f"{name}=secret"})).status == 200
 
     with_page(runs, use, access=SessionAccess(needs_token=True, may_act=False, viewer="secret"))
+
+
+def test_the_cookie_of_an_earlier_page_does_not_keep_a_viewer_out(runs: Path) -> None:
+    async def use(client: Client) -> None:
+        old = {"Cookie": f"{COOKIE.format(port=client.port)}=of-yesterday"}
+        answer = await client.get("/api/runs", headers=old)
+        assert answer.status == 200 and (await answer.json())["runs"]
+        assert (await client.get("/api/runs", headers={"Authorization": "Bearer of-yesterday"})).status == 401
+
+    with_page(runs, use)
 
 
 def test_a_viewer_from_elsewhere_is_refused_without_a_token() -> None:

@@ -10,7 +10,7 @@ from kintsugi.access.audit import verify_run
 from kintsugi.access.gate import Gate
 from kintsugi.access.tokens import TokenFile
 from kintsugi.page.token_access import TokenAccess
-from tests.unit.page.made_runs import Client, FakeActions, with_page
+from tests.unit.page.made_runs import Client, FakeActions, make_run, with_page
 
 
 def test_a_named_operator_acts_and_is_in_the_audit_log(
@@ -41,3 +41,24 @@ def test_a_named_operator_acts_and_is_in_the_audit_log(
         "stop",
         "accepted",
     )
+
+
+def test_a_token_of_other_runs_sees_neither_their_list_nor_their_comparison(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KINTSUGI_HOME", str(tmp_path / "home"))
+    tokens = TokenFile(tmp_path / "home" / "tokens.json")
+    some = {"Authorization": f"Bearer {tokens.add('eve', role='admin', runs=('mine-2*',))}"}
+    every = {"Authorization": f"Bearer {tokens.add('ada', role='viewer')}"}
+    make_run(runs / "mine-2")
+
+    async def use(client: Client) -> None:
+        whole = await (await client.get("/api/runs", headers=every)).json()
+        names = {row["id"] for row in whole["runs"]}
+        assert {"mine-1", "mine-2"} <= names
+        seen = await (await client.get("/api/runs", headers=some)).json()
+        assert {row["id"] for row in seen["runs"]} == {name for name in names if name.startswith("mine-2")}
+        assert (await client.get("/api/compare?runs=mine-1,mine-2", headers=every)).status == 200
+        assert (await client.get("/api/compare?runs=mine-1,mine-2", headers=some)).status == 404
+
+    with_page(runs, use, access=TokenAccess(Gate(tokens), needs_token=True, may_act=False))

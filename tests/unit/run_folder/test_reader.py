@@ -322,3 +322,22 @@ def test_alerts_are_read_from_where_the_last_reading_ended(folder: Path) -> None
     second, _ = reader.read_new_alerts(folder, offset=offset)
     assert [record.event for record in first] == [Alert("first")]
     assert [record.event for record in second] == [Alert("second")]
+
+
+def test_alerts_at_the_end_of_events_that_were_put_aside_are_read(tmp_path: Path) -> None:
+    path = RunFolder(tmp_path).events_file("master-0")
+
+    def emit(*messages: str) -> None:
+        log = EventLog(path, process="master-0")
+        for message in messages:
+            log.emit(Alert(message))
+        log.close()
+
+    emit("one", "one again")
+    _, offset = reader.read_new_alerts(tmp_path, offset=0)
+    emit("two")
+    path.rename(path.with_suffix(".1.jsonl"))
+    emit("three")
+    alerts, offset = reader.read_new_alerts(tmp_path, offset=offset)
+    assert [record.event for record in alerts] == [Alert("two"), Alert("three")]
+    assert reader.read_new_alerts(tmp_path, offset=offset) == ([], offset)
