@@ -68,7 +68,7 @@ from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.descriptors import raise_descriptor_limit
 from kintsugi.runtime.processes import Child, Processes, SystemProcesses
-from kintsugi.runtime.shortages import EXIT_UNFIT, SHORTAGES, describe_exit, is_shortage
+from kintsugi.runtime.shortages import EXIT_UNFIT, SHORTAGES, describe_exit
 from kintsugi.runtime.signals import Signals
 from kintsugi.telemetry.disk_budget import bound_log
 from kintsugi.telemetry.events import ProcessGone, fault_at_end
@@ -445,7 +445,7 @@ class Agent:
         announced = self._membership.shutdown_reason is not None
         stopped_by_us = child.stopping or (self._pending_stop.was_requested and status == -signal.SIGTERM)
         if not (announced or stopped_by_us or self._ending) and self._is_replaceable(child, status):
-            if self._replace_master(shortage=is_shortage(status)):
+            if self._replace_master(shortage=status in SHORTAGES):
                 return
             now = self._clock.monotonic()
             how = f"{describe_exit(status)}, {self._master_limit.explain(now)}"
@@ -462,7 +462,9 @@ class Agent:
         in the middle of the run. With its other exit codes a master has decided the end of the run."""
         if status is None or status < 0:
             return True
-        return is_shortage(status) or (self._run_has_begun() and (status == EXIT_UNFIT or not child.started))
+        return (status in SHORTAGES and status != EXIT_UNFIT) or (
+            self._run_has_begun() and (status == EXIT_UNFIT or not child.started)
+        )
 
     def _run_has_begun(self) -> bool:
         return self._has_begun or self._endpoint.term > 0

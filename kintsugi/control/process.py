@@ -569,8 +569,9 @@ def record_fault(log: EventLog, error: BaseException, *, process: str) -> None:
 
 
 def main(bootstrap: Bootstrap) -> int:
-    """Run the master. One that cannot begin because of the host, or for a reason that is not known, leaves with an exit
-    code that lets its agent start another one; a damaged journal or a mistake of the user would stay."""
+    """Run the master. One that cannot begin because of the host leaves with an exit code for which its agent waits and
+    starts another one. After any other error that is not ours to name the agent tries some times and then reports it; a
+    damaged journal or a mistake of the user would stay."""
     try:
         config = load_config(RunFolder(bootstrap.run_dir).config_file)
         shell = MasterShell(bootstrap, config)
@@ -583,5 +584,5 @@ def main(bootstrap: Bootstrap) -> int:
         record_fault(log, error, process=bootstrap.process)
         log.close()
         traceback.print_exception(error)
-        return EXIT_UNFIT if code is None else code
+        return EXIT_ERROR if code is None else code
     return shell.run()

@@ -54,12 +54,6 @@ def shortage_code(error: BaseException) -> int | None:
     return None
 
 
-def is_shortage(status: int | None) -> bool:
-    """Whether a process ended because something was missing. Not with `EXIT_UNFIT`: its error may be its own and come
-    back in each process in its place."""
-    return status in SHORTAGES and status != EXIT_UNFIT
-
-
 def start_shortage(error: OSError) -> str:
     """Return what the host lacks to start a process; empty if that is not the reason."""
     if error.errno == errno.EAGAIN:

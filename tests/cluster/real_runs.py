@@ -203,8 +203,13 @@ class Run:
         assert not set(os.listdir("/dev/shm")) - self._shared_memory
         inputs = self.run_dir / "inputs"
         began = [record.event for record in read_inputs(inputs)] if inputs.exists() else []
-        sockets = Path("/proc/net/unix").read_text()
-        assert not [e.job for e in began if isinstance(e, Began) and f"kintsugi-{e.job}" in sockets]
+        jobs = [e.job for e in began if isinstance(e, Began)]
+
+        def is_closed() -> bool:
+            sockets = Path("/proc/net/unix").read_text()
+            return not any(f"kintsugi-{job}" in sockets for job in jobs)
+
+        until(is_closed, "the end of its sockets", timeout_s=timeout_s)
         assert not [path for path in self.run_dir.rglob("*") if path.is_socket() or path.is_fifo()]
 
     def close(self) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kintsugi.config.recipe import anchored, load, load_config
-from kintsugi.config.schema import ClusterSection
+from kintsugi.config.schema import ClusterSection, resolved
 from kintsugi.journal.facts import ProcessJoined, VersionCurrent
 from kintsugi.run_folder.reader import read_samples
 from kintsugi.simulation.replay import replay
@@ -134,7 +135,9 @@ def test_tensorboard_and_logs_are_there(undisturbed: Run) -> None:
 def test_the_configuration_as_run_loads_back_to_the_same(undisturbed: Run) -> None:
     overrides = [f"run_dir={undisturbed.run_dir}"]
     as_run = load_config(undisturbed.run_dir / "config.yaml")
-    assert as_run == anchored(load(RECIPE, overrides).config)
+    config = anchored(load(RECIPE, overrides).config)
+    assert msgspec.structs.replace(as_run, algorithm=config.algorithm) == config
+    assert resolved(as_run.algorithm) == resolved(config.algorithm)
 
 
 # Equal bits.
@@ -209,7 +212,7 @@ def test_every_sample_is_trained_exactly_once(variant: Callable[[str], Run], nam
 def test_resume_of_a_finished_run_says_so(undisturbed: Run) -> None:
     code, output = undisturbed.ask("resume", str(undisturbed.run_dir))
     assert code == 1
-    assert "is finished (7 of 7 steps); there is nothing to resume" in output
+    assert "is finished (7 of 7 steps); `kintsugi resume " in output
 
 
 def test_stop_of_a_finished_run_says_so(undisturbed: Run) -> None:
@@ -231,13 +234,13 @@ def test_samples_are_found_by_step_text_and_lowest_reward(undisturbed: Run) -> N
     samples = read_samples(undisturbed.run_dir)
     code, output = undisturbed.ask("samples", str(undisturbed.run_dir), "--step", "5", "--worst", "3")
     assert code == 0
-    assert len(output.splitlines()) == 3
+    assert output.count("step 5  ") == 3
     text = samples[-1].prompt
     code, output = undisturbed.ask("samples", str(undisturbed.run_dir), "--grep", text)
     assert code == 0
-    assert all(text in line for line in output.splitlines())
+    assert output.count(text) >= output.count("reward ") > 0
     code, output = undisturbed.ask("samples", str(undisturbed.run_dir), "--grep", "no such text")
-    assert (code, output) == (0, "no matching samples\n")
+    assert code == 1 and "no such text" in output
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from kintsugi.config.schema import Config
 from kintsugi.errors import KintsugiError
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # Ignored if the tests run under `nohup`.
     run_dir = Path(sys.argv[1])
     config = msgspec.json.decode((run_dir / "config.json").read_bytes(), type=Config)
     programs = msgspec.json.decode((run_dir / "programs.json").read_bytes(), type=Programs)

@@ -24,7 +24,7 @@ def wait_at_gate(run_dir: Path) -> None:
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     step = json.loads(lines[-1])["step"] if lines else 0
     gates = run_dir.with_suffix(".gates")
-    passed = [gate for gate in gates.iterdir() if gate.name.isdecimal() and int(gate.name) <= step]
+    passed = [gate for gate in gates.glob("*") if gate.name.isdecimal() and int(gate.name) <= step]
     for gate in passed:
         gate.with_suffix(".reached").touch()
         while gate.exists():

@@ -16,7 +16,6 @@ from kintsugi.runtime.shortages import (
     EXIT_NO_THREADS,
     EXIT_UNFIT,
     describe_exit,
-    is_shortage,
     shortage_code,
     start_shortage,
 )
@@ -55,12 +54,6 @@ def test_a_file_that_is_too_large_is_a_shortage_of_the_process_only_at_its_own_l
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); sys.exit(shortage_code(OSError(errno.EFBIG, '')))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == EXIT_FILE_LIMIT
-
-
-def test_an_error_that_every_successor_may_meet_is_no_shortage() -> None:
-    shortages = [EXIT_NO_MEMORY, EXIT_NO_DESCRIPTORS, EXIT_FILE_LIMIT, EXIT_NO_THREADS]
-    assert all(is_shortage(code) for code in shortages)
-    assert not any(is_shortage(status) for status in (EXIT_UNFIT, 0, 1, -9, None))
 
 
 def test_an_exit_code_of_a_shortage_is_described() -> None:
