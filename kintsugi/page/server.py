@@ -401,6 +401,8 @@ class PageServer:
                 runs = {run for run in runs if self._sees(request, run)}
                 pieces = [_event("incident", incident) for incident in incidents]
                 if what:
+                    # An answer from before this change would be shown until the next one.
+                    self._shared.clear()
                     pieces.append(
                         _event("change", Change(what=tuple(sorted(what)), runs=tuple(sorted(runs))))
                     )

@@ -42,7 +42,8 @@ def test_every_view_is_accessible_in_light_and_dark_and_fits_a_phone(viewer: Vie
                     if each["impact"] in SERIOUS
                 ]
             else:
-                assert page.evaluate("document.documentElement.scrollWidth") <= width, route
+                # Charts are drawn again after a change of the width.
+                page.wait_for_function(f"document.documentElement.scrollWidth <= {width}", timeout=LONGEST_MS)
         assert page.locator("main .failed").count() == 0, f"{route}: {page.locator('main').inner_text()}"
     page.set_viewport_size({"width": 1440, "height": 900})
     viewer.assert_nothing_forbidden()
