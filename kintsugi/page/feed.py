@@ -169,7 +169,8 @@ class RunFeed:
         before, self._known = self._known, now
         fresh = [row for row in rows if before is not None and before.get(row.id) != now[row.id]]
         changed.discard("incidents")
-        if fresh:
+        if fresh or (before is None and rows):
+            # At the first look one may have begun after the viewer read them.
             changed.add("incidents")
         return changed, fresh
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from kintsugi.page.demo import FAULTS, SLOW
+from kintsugi.page.feed import RunFeed
 from kintsugi.page.logs import LogFilter
 from kintsugi.page.run_reader import RunReader
 from kintsugi.page.schema import LogLine
@@ -164,6 +166,16 @@ def test_a_follower_gets_only_what_is_new(tmp_path: Path) -> None:
     after = reader.logs(LogFilter(follow=before.last))
     assert [line.text for line in after.lines] == ["second"]
     assert reader.logs(LogFilter(follow=after.last)).lines == ()
+
+
+def test_the_first_look_reports_incidents_that_may_have_begun_after_the_page_was_read(
+    faults: RunReader,
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        feed = RunFeed(faults, pool=pool, on_samples=lambda _: None)
+        changed, fresh = feed._changes()
+        assert "incidents" in changed and fresh == []
+        assert "incidents" not in feed._changes()[0]
 
 
 def test_a_log_that_was_put_aside_is_read_before_the_one_that_goes_on(tmp_path: Path) -> None:
