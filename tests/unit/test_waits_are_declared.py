@@ -25,6 +25,7 @@ ALLOWED = {
     ("cluster/launcher.py", "os.read(self._stop_requests, 256)"): NON_BLOCKING_PIPE,
     ("cluster/agent.py", "os.read(gate, 1)"): "runtime.wait saw it readable",
     ("cluster/standby.py", "channel.recv(MOST_BYTES)"): "a non-blocking socket",
+    ("cluster/standby.py", "os.waitpid(pid, 0)"): "reaps a child that was just forked and killed",
     ("cli/supervisor.py", "os.read(result, 65536)"): "runtime.wait saw it readable",
     ("runtime/signals.py", "os.read(self._reader, 256)"): NON_BLOCKING_PIPE,
     ("rollout/sandbox/sandbox.py", "os.read(descriptor, _CHUNK)"): NON_BLOCKING_PIPE,
