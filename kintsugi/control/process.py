@@ -575,7 +575,7 @@ def main(bootstrap: Bootstrap) -> int:
     try:
         config = load_config(RunFolder(bootstrap.run_dir).config_file)
         shell = MasterShell(bootstrap, config)
-    except Exception as error:
+    except Exception as error:  # The process's outermost boundary: recorded below, or raised again.
         code = shortage_code(error)
         if code is None and isinstance(error, KintsugiError):
             raise
