@@ -76,7 +76,8 @@ class Watch(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
         self._began = time.perf_counter()
-        self._evaluate(0, keywords["model"])
+        if not self._arguments.trained_only:
+            self._evaluate(0, keywords["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
         seconds, self._last = self.train_s - self._last, self.train_s
@@ -204,6 +205,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=2e-6)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--trained-only", action="store_true", help="do not evaluate the model before training"
+    )
     parser.add_argument("--vllm", action="store_true", help="generate with vLLM in the same process")
     return parser.parse_args()
 

@@ -1,7 +1,8 @@
-"""Snapshots of a rank's latest steps in memory that outlives the process: two slots, held by the host's agent.
+"""Snapshots of a rank's latest steps in memory that outlives the process: slots, held by the host's agent.
 
     snapshot/model-0/0            | status | header | weights, moments, … |
     snapshot/model-0/1            | status | header | weights, moments, … |
+    snapshot/model-0/2            the same, added by the first save if the host has memory for it
     snapshot/model-0/reference-S  | status | header | the reference weights of stage S |
 
 One slot holds the committed step. The next step is prepared in the other slot, and a write of one byte commits it. At
@@ -11,7 +12,8 @@ that was being written is marked as such:
     EMPTY ──► WRITING ──► PREPARED ──► COMMITTED ──► WRITING (the step after the next)
 
 The status is a single byte, because a longer one could be half written. Everything else is written while the status is
-WRITING, and the header has a checksum. Without an agent, or if the agent has no memory left, the slots are private
+WRITING, and the header has a checksum. While a save reads the committed slot, a third slot lets the steps after it take
+turns in the other two. Without an agent, or if the agent has no memory left, the slots are private
 memory and end with the process.
 """
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
 from enum import IntEnum
 from typing import Protocol
 
@@ -30,6 +33,7 @@ from kintsugi.errors import RefusedError, WorldError
 HEADER_BYTES = 4096
 """Size of the header; the payload therefore begins on a page boundary."""
 NUM_SLOTS = 2
+"""Slots that every rank has. One more may be added."""
 _LENGTH_AT, _CHECKSUM_AT, _HEADER_AT = 4, 8, 16
 
 
@@ -123,12 +127,37 @@ class Snapshots:
         self._references: dict[str, SnapshotSlot] = {}
         self.why_private = "" if segments is not None else "this host has no segment service"
         """Why the slots end with the process; empty if an agent holds them."""
-        names = [f"{_folder(process)}/{index}" for index in range(NUM_SLOTS)]
+        self._size = size
+        names = [_slot_name(process, index) for index in range(NUM_SLOTS)]
         self.slots = tuple(self._slot(name, size=size) for name in names)
+        if self._holds_third():
+            self.add_slot()
 
     @property
     def next_serial(self) -> int:
         return 1 + max((header.serial for slot in self.slots if (header := slot.header)), default=0)
+
+    def add_slot(self) -> SnapshotSlot | None:
+        """Add a third slot, as durable as the others; None if the agent has no memory left for it."""
+        assert len(self.slots) == NUM_SLOTS, "one slot is added at most"
+        was_private = bool(self.why_private)
+        slot = self._slot(_slot_name(self._process, NUM_SLOTS), size=self._size)
+        if self.why_private and not was_private:
+            self.why_private = ""  # The other slots are still held by the agent.
+            return None
+        self.slots += (slot,)
+        return slot
+
+    def _holds_third(self) -> bool:
+        """Whether the previous incarnation left a third slot, which may hold the committed step."""
+        if self._segments is None or self.why_private:
+            return False
+        try:
+            descriptor = self._segments.open(_slot_name(self._process, NUM_SLOTS))
+        except WorldError:
+            return False
+        os.close(descriptor)
+        return True
 
     def expect(self, step: int, *, digest: str = "") -> SlotHeader:
         """Return the header of the slot that holds a step (see `find_slot`)."""
@@ -170,7 +199,9 @@ class HeldSnapshots:
     def __init__(self, process: str, *, segments: SnapshotSegments) -> None:
         self._process = process
         self._segments = segments
-        self.slots = tuple(self._open(f"{_folder(process)}/{index}") for index in range(NUM_SLOTS))
+        self.slots = tuple(self._open(_slot_name(process, index)) for index in range(NUM_SLOTS))
+        with suppress(RefusedError):  # Most processes have no third slot.
+            self.slots += (self._open(_slot_name(process, NUM_SLOTS)),)
 
     def expect(self, step: int, *, digest: str = "") -> SlotHeader:
         """Return the header of the slot that holds a step (see `find_slot`)."""
@@ -211,9 +242,9 @@ def _map(descriptor: int, *, size: int) -> memoryview:
         os.close(descriptor)
 
 
-def _folder(process: str) -> str:
-    return f"snapshot/{process}"
+def _slot_name(process: str, index: int) -> str:
+    return f"snapshot/{process}/{index}"
 
 
 def _reference_name(process: str, stage: str) -> str:
-    return f"{_folder(process)}/reference-{stage}"
+    return f"snapshot/{process}/reference-{stage}"

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from kintsugi.cluster.device_memory import read_devices
 from kintsugi.config.schema import Config
@@ -25,6 +24,7 @@ from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.descriptors import descriptor_limit, num_descriptors
 from kintsugi.runtime.disk import write_atomically
 from kintsugi.runtime.waits import wait
+from kintsugi.telemetry.collect.cgroups import available_memory_bytes
 from kintsugi.transport import most_peers
 from kintsugi.types import Role, role_of
 
@@ -53,7 +53,7 @@ def memory_lines(config: Config) -> Iterator[str]:
         on_device = gigabytes(each.device_bytes) if each.device else "–"
         yield f"  {role.value:8} {count:4} × {gigabytes(each.host_bytes):>12} {on_device:>12}  {_parts(each)}".rstrip()
     total = sum(memory.of_role(process.role).host_bytes for process in plan)
-    available = psutil.virtual_memory().available
+    available = available_memory_bytes()
     note = "" if total <= available else ": warning, not enough memory"
     yield f"  host     {gigabytes(total)} of {gigabytes(available)} available{note}"
     for index, device in enumerate(devices):
@@ -141,7 +141,7 @@ def check_more_servers(config: Config, *, servers: int, now: int) -> None:
         ),
         num_devices=len(devices),
     )
-    each, available = memory.of_role(Role.SERVER).host_bytes, psutil.virtual_memory().available
+    each, available = memory.of_role(Role.SERVER).host_bytes, available_memory_bytes()
     most = now + int(available // each)
     what = f"one more takes about {megabytes(each)}, {megabytes(available)} are available"
     if devices:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from kintsugi.checkpoint.store import save_checkpoint
 from kintsugi.errors import DeadlineExceeded, Unfit
@@ -29,6 +28,7 @@ from kintsugi.runtime.clock import SYSTEM_CLOCK
 from kintsugi.runtime.counters import COUNTERS, SAVE_PROGRESS
 from kintsugi.runtime.spans import SPANS
 from kintsugi.runtime.waits import join
+from kintsugi.telemetry.collect.cgroups import available_memory_bytes
 from kintsugi.telemetry.events import Alert, AlertEvent
 from kintsugi.training.snapshots import HeldState
 from kintsugi.transport import Delivery, subject
@@ -159,7 +159,7 @@ class CheckpointSaver:
             best_steps=request.best_steps,
             on_bytes=on_bytes,
             on_read=on_read,
-            ahead_bytes=min(MOST_AHEAD_BYTES, int(AHEAD_SHARE * psutil.virtual_memory().available)),
+            ahead_bytes=min(MOST_AHEAD_BYTES, int(AHEAD_SHARE * available_memory_bytes())),
         )
         ended = SYSTEM_CLOCK.monotonic()
         timing = {

@@ -5,10 +5,11 @@ does not hold the committed step, while the step is committed and the next one b
 waits for that thread first. A process killed during the copy leaves a snapshot of the previous step; the other ranks
 still have the new one.
 
-A thread that saves the committed step holds its slot (`SlotHold`). Training goes on: the next step is prepared in the
-other slot. The copy of the step after that waits, in its background thread, until the hold is released; training itself
-waits only if it is about to change the live state again before that, which takes a disk that needs more than two steps
-for the state. No further copy of the state is made, and the latest committed snapshot is never overwritten.
+A thread that saves the committed step holds its slot (`SlotHold`). Training goes on: the following steps are prepared
+in the other slot and in a third one, which the first save adds where the host has the memory. Without a third slot the
+copy of the step after the next waits, in its background thread, until the hold is released; training itself waits only
+if it is about to change the live state again before that, which takes a disk that needs more than two steps for the
+state. The latest committed snapshot is never overwritten.
 """
 
 from __future__ import annotations
@@ -25,15 +26,24 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import msgspec
+import psutil
 import torch
 from torch import Tensor
 
-from kintsugi.checkpoint.snapshot import HeldSnapshots, SlotHeader, Snapshots, SnapshotSlot, find_slot
+from kintsugi.checkpoint.snapshot import (
+    NUM_SLOTS,
+    HeldSnapshots,
+    SlotHeader,
+    Snapshots,
+    SnapshotSlot,
+    find_slot,
+)
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.model.tensor_file import TensorPlace
 from kintsugi.protocol.recovery import StateFetched
 from kintsugi.runtime.clock import SYSTEM_CLOCK
 from kintsugi.runtime.waits import join, wait
+from kintsugi.telemetry.collect.cgroups import available_memory_bytes
 from kintsugi.training.digests import digest as digest_bytes
 from kintsugi.types import WeightManifest
 
@@ -52,6 +62,8 @@ REVOKE_TIMEOUT_S = 30.0
 """Limit for a save to notice that its snapshot is taken away: it looks after every piece."""
 MOST_HOLDS = 8
 """Holds of a slot that are remembered. A save that has read its snapshot can still be given up."""
+THIRD_SLOT_RESERVE = 0.25
+"""Share of the host's memory that has to remain available if a third slot is added."""
 POLL_S = 0.02
 """Interval at which a wait for a save looks for requests that end it."""
 
@@ -190,15 +202,16 @@ class StateSnapshots:
     def __init__(self, live: Tensor, *, snapshots: Snapshots) -> None:
         self._live = live
         self._snapshots = snapshots
-        self._views = tuple(_view(slot, like=live) for slot in snapshots.slots)
+        self._views = [_view(slot, like=live) for slot in snapshots.slots]
         self._committed: int | None = None
         self._prepared: int | None = None
         self._copy: _Copy | None = None
-        self._holds: tuple[list[SlotHold], ...] = ([], [])
+        self._holds: list[list[SlotHold]] = [[] for _ in snapshots.slots]
         """Holds by slot; those that were released are dropped when the next one is taken."""
         if live.is_cuda:
-            # In the background, because it takes seconds for a large state. Nothing waits for it.
-            threading.Thread(target=self._pin, name="pin-snapshots", daemon=True).start()
+            # The one first that a repair would read.
+            newest_first = sorted(range(len(self._views)), key=self._serial, reverse=True)
+            self._pin([self._views[index] for index in newest_first])
 
     @property
     def committed(self) -> Tensor | None:
@@ -239,9 +252,25 @@ class StateSnapshots:
         completely written, and the hold."""
         if self._committed is None:
             raise RefusedError("nothing is committed on this rank that could be saved")
+        self._add_third_slot()
         hold = self._take_hold(self._committed, SlotHold(step, purpose="save", yields=False))
         copy = self._copy
         return self._views[self._committed], copy.finish if copy is not None else lambda: None, hold
+
+    def _add_third_slot(self) -> None:
+        """Add a slot for the steps that follow while one is saved, if the host has memory for it."""
+        if len(self._views) > NUM_SLOTS:
+            return
+        reserve = THIRD_SLOT_RESERVE * psutil.virtual_memory().total
+        if available_memory_bytes() - self._live.nbytes < reserve:
+            return
+        slot = self._snapshots.add_slot()
+        if slot is None:
+            return
+        self._views.append(_view(slot, like=self._live))
+        self._holds.append([])
+        if self._live.is_cuda:
+            self._pin(self._views[-1:])
 
     def _take_hold(self, index: int, hold: SlotHold) -> SlotHold:
         # Revoked ones are released only when their thread has noticed.
@@ -410,15 +439,16 @@ class StateSnapshots:
         if copy is not None:
             copy.finish()
 
-    def _pin(self) -> None:
-        """Register the slots as pinned memory, the one first that a repair would read or, without a snapshot, that is
-        written first. In pieces: the driver serves no other thread of the process meanwhile. If the device refuses,
-        copies are only slower."""
+    def _pin(self, views: Sequence[Tensor]) -> None:
+        """Register slots as pinned memory, in the background, because it takes seconds for a large state. Nothing waits
+        for it."""
+        threading.Thread(target=self._run_pin, args=(views,), name="pin-snapshots", daemon=True).start()
+
+    def _run_pin(self, views: Sequence[Tensor]) -> None:
+        """Pin in pieces: the driver serves no other thread of the process meanwhile. If the device refuses, copies are
+        only slower."""
         runtime: Any = torch.cuda.cudart()
-        first = self._spare()
-        if any(slot.header is not None for slot in self._snapshots.slots):
-            first = 1 - first
-        for view in (self._views[first], self._views[1 - first]):
+        for view in views:
             for start in range(0, view.nbytes, PINNED_BYTES):
                 address, size = view.data_ptr() + start, min(PINNED_BYTES, view.nbytes - start)
                 populate(address, size)
@@ -429,12 +459,20 @@ class StateSnapshots:
                     torch.zeros(1, device=self._live.device)
                 return
 
+    def _serial(self, index: int) -> int:
+        """Order in which the slots were written; -1 for one without a complete payload."""
+        header = self._snapshots.slots[index].header
+        return -1 if header is None else header.serial
+
     def _spare(self) -> int:
-        """Index of the slot to overwrite: not the committed one, else the older one."""
-        if self._committed is not None:
-            return 1 - self._committed
-        serials = [-1 if (header := slot.header) is None else header.serial for slot in self._snapshots.slots]
-        return serials.index(min(serials))
+        """Index of the slot to overwrite: not the committed one, one that no thread reads if there is such a one, the
+        third one only if the others are read, else the older one."""
+
+        def rank(index: int) -> tuple[bool, bool, int]:
+            is_held = any(not hold.released for hold in self._holds[index])
+            return is_held, index >= NUM_SLOTS, self._serial(index)
+
+        return min((index for index in range(len(self._views)) if index != self._committed), key=rank)
 
     def _revoke(self) -> None:
         """Take the slots away from every reader: the state is about to be replaced."""
@@ -443,10 +481,12 @@ class StateSnapshots:
             hold.await_release(timeout_s=REVOKE_TIMEOUT_S)
 
     def _keep(self, index: int, *, is_loaded: bool = False) -> None:
-        """Commit this slot, clear the other, and load the slot into the live state, unless it is there already."""
+        """Commit this slot, clear the others, and load the slot into the live state, unless it is there already."""
         slots = self._snapshots.slots
         slots[index].commit()
-        slots[1 - index].clear()
+        for other, slot in enumerate(slots):
+            if other != index:
+                slot.clear()
         self._committed, self._prepared = index, None
         if not is_loaded:
             copy_pieces(self._views[index], into=self._live)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import psutil
 
 UNLIMITED = 1 << 60
 """Version 1 writes "no limit" as the largest number of pages, which is above this."""
@@ -153,6 +154,20 @@ class ControlGroups:
         while folder is not None:
             yield folder
             folder = None if folder in roots or folder == folder.parent else folder.parent
+
+
+def available_memory_bytes() -> int:
+    """Return how much memory this process may still use: what the host has, and what its control group is allowed."""
+    available = int(psutil.virtual_memory().available)
+    groups = ControlGroups()
+    try:
+        allowance = groups.allowance(groups.of(os.getpid()))
+    except OSError:
+        return available
+    if allowance.memory_limit_bytes is None:
+        return available
+    left = allowance.memory_limit_bytes - (allowance.memory_used_bytes or 0.0)
+    return min(available, max(0, int(left)))
 
 
 def _used(folder: Path, unified: bool) -> float | None:

@@ -10,6 +10,7 @@ from kintsugi.telemetry.collect.cgroups import (
     ControlGroups,
     GroupAllowance,
     ProcessGroups,
+    available_memory_bytes,
     groups_of,
     mounts,
 )
@@ -130,3 +131,18 @@ def test_the_groups_of_this_process_can_be_read() -> None:
     control_groups = ControlGroups()
     groups = control_groups.of(os.getpid())
     assert control_groups.of(os.getpid()) is groups, "they are looked up once"
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"),
+    [(5000.0, 1000.0, 4000), (5000.0, 6000.0, 0), (1e15, 0.0, 10**12), (None, None, 10**12)],
+)
+def test_available_memory_is_what_host_and_group_both_allow(
+    limit: float | None, used: float | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Host:
+        available = 10**12
+
+    monkeypatch.setattr("psutil.virtual_memory", Host)
+    monkeypatch.setattr(ControlGroups, "allowance", lambda self, groups: GroupAllowance(limit, used))
+    assert available_memory_bytes() == expected

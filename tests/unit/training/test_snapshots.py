@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections.abc import Iterable
 
 import pytest
 import torch
 
-from kintsugi.checkpoint.snapshot import SlotHeader, SlotStatus, Snapshots
+from kintsugi.checkpoint.snapshot import HeldSnapshots, SlotHeader, SlotStatus, Snapshots
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.training import snapshots as module
 from kintsugi.training.snapshots import CopyCounters, StateSnapshots, digest_of, populate, reference_digest
@@ -177,6 +178,82 @@ def test_a_reader_that_yields_gives_its_slot_up_to_the_step_after_the_next() -> 
     assert snapshots.expect(3).serial == 3
 
 
+@pytest.fixture
+def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host without memory for a third slot."""
+    monkeypatch.setattr(module, "available_memory_bytes", lambda: 0)
+
+
+def train(live: torch.Tensor, copies: StateSnapshots, steps: Iterable[int]) -> dict[int, str]:
+    """Change, prepare and commit; return the digests by step."""
+    digests = {}
+    for step in steps:
+        copies.settle()
+        live.add_(1.0)
+        digests[step] = copies.prepare(CopyCounters(step))
+        copies.commit()
+    copies.settle()
+    return digests
+
+
+@pytest.mark.parametrize("numel", [8, LARGE])
+def test_training_goes_on_for_any_number_of_steps_while_one_is_saved(numel: int) -> None:
+    live, snapshots, copies = new_copies(numel)
+    train(live, copies, [1])
+    saved, await_copy, hold = copies.hold_committed(1)
+    await_copy()
+    before = saved.clone()
+    for step in range(2, 12):
+        digests = train(live, copies, [step])
+        assert snapshots.expect(step, digest=digests[step]).step == step
+    assert torch.equal(saved, before) and snapshots.expect(1).step == 1
+    assert hold.stalled_s == 0.0
+    hold.release()
+    train(live, copies, [12, 13])
+    rested = snapshots.slots[2].header
+    train(live, copies, [14, 15, 16])
+    assert rested is not None and snapshots.slots[2].header == rested, "without a save two slots take turns"
+
+
+def test_a_successor_finds_the_step_that_was_committed_in_the_third_slot() -> None:
+    live, segments = torch.zeros(3, 4), FakeSegments()
+    copies = StateSnapshots(live, snapshots=Snapshots("model-0", size=live.nbytes, segments=segments))
+    train(live, copies, [1])
+    copies.hold_committed(1)
+    digests = train(live, copies, [2, 3])
+    assert Snapshots("model-0", size=live.nbytes, segments=segments).slots[2].header is not None
+    for step, digest in digests.items():
+        held = HeldSnapshots("model-0", segments=segments)
+        assert held.expect(step, digest=digest).step == step
+        fresh = torch.zeros(3, 4)
+        successor = StateSnapshots(fresh, snapshots=Snapshots("model-0", size=live.nbytes, segments=segments))
+        if step == 3:
+            assert successor.adopt(step, digest=digest).step == 3
+            assert torch.equal(fresh, live)
+            slots = Snapshots("model-0", size=live.nbytes, segments=segments).slots
+            assert [slot.header.step for slot in slots if slot.header] == [3], (
+                "no other step is left to be mistaken"
+            )
+    segments.close()
+
+
+def test_without_memory_at_the_agent_there_is_no_third_slot_and_the_two_stay_durable() -> None:
+    class Full(FakeSegments):
+        def create(self, name: str, size: int) -> int:
+            if name.endswith("/2"):
+                raise RefusedError("segment snapshot/model-0/2 of 4144 bytes does not fit")
+            return super().create(name, size)
+
+    live, segments = torch.zeros(3, 4), Full()
+    snapshots = Snapshots("model-0", size=live.nbytes, segments=segments)
+    copies = StateSnapshots(live, snapshots=snapshots)
+    train(live, copies, [1])
+    copies.hold_committed(1)
+    assert len(snapshots.slots) == 2 and not snapshots.why_private
+    segments.close()
+
+
+@pytest.mark.usefixtures("short_of_memory")
 @pytest.mark.parametrize("numel", [8, LARGE])
 def test_a_held_slot_is_not_overwritten_and_training_goes_on_until_it_would_change_the_live_state(
     numel: int,
@@ -213,6 +290,7 @@ def test_a_held_slot_is_not_overwritten_and_training_goes_on_until_it_would_chan
     assert hold.stalled_s > 0.0
 
 
+@pytest.mark.usefixtures("short_of_memory")
 def test_a_prepared_copy_that_waits_for_a_save_is_dropped_without_waiting() -> None:
     live, _, copies = new_copies(LARGE)
     for step in (1, 2):
