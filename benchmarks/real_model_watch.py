@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kintsugi.run_folder.layout import RunFolder
+from kintsugi.run_folder.reader import read_status
 from kintsugi.telemetry.events import Tail, Transition
 from kintsugi.telemetry.process_reports import read_processes
 from kintsugi.telemetry.store.tracing import MASTER_PHASES
@@ -197,6 +198,8 @@ class Fault:
         return frozenset({"killed"} if self.number == signal.SIGKILL else {"stopped"})
 
 
+LAUNCHER = "launcher-0"
+
 FAULTS: dict[str, Fault | None] = {
     "none": None,
     "rank": Fault("model-0", "training"),
@@ -206,6 +209,7 @@ FAULTS: dict[str, Fault | None] = {
     "manager": Fault("manager-0", "collecting"),
     "rollout": Fault("rollout-0", "collecting"),
     "agent": Fault("agent-0", "training"),
+    "launcher": Fault(LAUNCHER, "training"),
     "rank-stop": Fault("model-0", "training", signal.SIGSTOP),
     "server-stop": Fault("server-0", "collecting", signal.SIGSTOP),
     "master-stop": Fault("master-0", "training", signal.SIGSTOP),
@@ -266,13 +270,9 @@ class Trigger:
                 return
 
     def _fire(self, detail: str = "") -> None:
-        reports = read_processes(self._run_dir)
-        found = [
-            each for each in (reports.processes if reports else ()) if each.process == self._fault.process
-        ]
-        if not found:
+        pid = _pid_of(self._fault.process, run_dir=self._run_dir)
+        if pid is None:
             return
-        pid = found[0].pid
         at = time.time()
         os.kill(pid, self._fault.number)
         self.fired = {
@@ -285,6 +285,14 @@ class Trigger:
             "into_phase_s": None if self._entered is None else round(at - self._entered, 3),
             "detail": detail,
         }
+
+
+def _pid_of(process: str, *, run_dir: Path) -> int | None:
+    if process == LAUNCHER:
+        return read_status(run_dir).pid
+    reports = read_processes(run_dir)
+    found = [each.pid for each in (reports.processes if reports else ()) if each.process == process]
+    return found[0] if found else None
 
 
 def peaks(readings: list[HostReading], what: str) -> dict[str, dict[str, float]]:
