@@ -96,6 +96,8 @@ LEAST_DELAY = 0.3
 """Seconds per second that a process waits for a CPU."""
 MOST_WAKING = 0.7
 """The same for a process that only wakes up now and then, on a busy host."""
+CROWDED = 2.0
+"""Slowdown of the others from which a host is crowded: there the scheduler lets one process wait for a second or two."""
 LEAST_WANTED, ALL_BUSY = 0.3, 0.95
 """CPU time a second that the others must want to be compared with, where this share of the host's CPUs is busy."""
 FREE_SHARE = 0.004
@@ -225,7 +227,8 @@ class _Detector:
             # A process that hardly runs needs more samples; one that wakes often for a moment often waits for a moment.
             hardly_runs = max(_mean(tracks["cpu"], time) for time, _ in group) < 3 * LEAST_RAN
             waited = max(_mean(tracks["run_delay"], time) for time, _ in group)
-            if len(group) < (4 if hardly_runs else 2) or (hardly_runs and waited < MOST_WAKING):
+            is_crowded = min(compared[time] for time, _ in group) >= CROWDED
+            if len(group) < (4 if hardly_runs or is_crowded else 2) or (hardly_runs and waited < MOST_WAKING):
                 continue
             slowdown = max(value for _, value in group)
             others = compared[next(time for time, value in group if value == slowdown)]

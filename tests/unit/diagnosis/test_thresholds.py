@@ -57,6 +57,15 @@ def test_when_everybody_waits_for_the_processor_it_is_the_load_and_nobodys_fault
     assert named(run.play(6)) == []
 
 
+def test_on_a_crowded_host_a_process_is_starved_only_after_several_seconds() -> None:
+    run = HealthyRun()
+    run.changes.update(dict.fromkeys(PROCESSES, lambda _, rates: rates.update(cpu_s=0.3, run_delay_s=0.4)))
+    run.play(30)
+    run.changes["rollout-0"] = lambda _, rates: rates.update(cpu_s=0.09, run_delay_s=0.9)
+    assert named(run.play(5)) == [], "on a host with free CPUs this is named after four seconds"
+    assert named(run.play(2)) == [("rollout-0", "cpu")]
+
+
 def test_a_container_whose_quota_throttles_all_of_its_processes_is_no_fault_of_one() -> None:
     run = HealthyRun().play(30)
     run.changes.update(dict.fromkeys(PROCESSES, throttle))
