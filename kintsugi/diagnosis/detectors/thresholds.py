@@ -97,7 +97,7 @@ LEAST_DELAY = 0.3
 MOST_WAKING = 0.7
 """The same for a process that only wakes up now and then, on a busy host."""
 CROWDED = 2.0
-"""Slowdown of the others from which a host is crowded: there the scheduler lets one process wait for a second or two."""
+"""Slowdown of the others from which a host is crowded: its scheduler lets one process wait for a second or two."""
 LEAST_WANTED, ALL_BUSY = 0.3, 0.95
 """CPU time a second that the others must want to be compared with, where this share of the host's CPUs is busy."""
 FREE_SHARE = 0.004
