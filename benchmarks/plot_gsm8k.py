@@ -3,7 +3,8 @@
     python benchmarks/plot_gsm8k.py --ours RUN [RUN …] --trl LOG [LOG …] [--out docs/gsm8k.svg]
 
 RUN is a run folder, LOG the log.jsonl of `gsm8k_trl.py`. Evaluation and saving are not counted as minutes of training.
-The shaded range is the 95 % confidence interval of each point. The points are printed too.
+The shaded range is the 95 % confidence interval of each point. The points are printed too. A series of TRL that was not
+evaluated before training begins at our first point: the weights are the same.
 """
 
 from __future__ import annotations
@@ -60,6 +61,13 @@ def trl_series(path: Path) -> Series:
     return Series(lines[0]["what"], TRL, points)
 
 
+def from_common_start(theirs: Series, ours: Series) -> Series:
+    """Begin at our evaluation before training, if a series has none of its own: the weights are the same."""
+    if theirs.points[0].step == 0 or ours.points[0].step != 0:
+        return theirs
+    return theirs._replace(points=[ours.points[0], *theirs.points])
+
+
 def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
@@ -108,7 +116,9 @@ def main() -> None:
     parser.add_argument("--trl", type=Path, nargs="*", default=[])
     parser.add_argument("--out", type=Path, default=Path("docs/gsm8k.svg"))
     arguments = parser.parse_args()
-    found = [*map(our_series, arguments.ours), *map(trl_series, arguments.trl)]
+    ours = list(map(our_series, arguments.ours))
+    theirs = list(map(trl_series, arguments.trl))
+    found = [*ours, *(from_common_start(each, ours[0]) if ours else each for each in theirs)]
     for series in found:
         for point in series.points:
             print(

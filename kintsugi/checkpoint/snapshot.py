@@ -65,7 +65,7 @@ class SlotHeader(msgspec.Struct, frozen=True):
     skipped: int
     digest: str
     serial: int
-    """Write counter of both slots. It orders two states of one step: starting a stage changes the state only."""
+    """Write counter of all slots. It orders two states of one step: starting a stage changes the state only."""
     reference: str = ""
     critic_updates: int = 0
     critic_skipped: int = 0
