@@ -1,4 +1,4 @@
-"""Figures of the samples of one step that its metrics do not have: answers in texts, signs of advantages, sources."""
+"""Figures of the samples of one step that its metrics do not have: answers in texts, signs of advantages."""
 
 from __future__ import annotations
 
@@ -13,15 +13,6 @@ from kintsugi.telemetry.step_metrics import SampleRecord
 MARK = "####"
 """Worked solutions have their final answer after this mark, as in GSM8K."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-
-class SourceFigures(msgspec.Struct, frozen=True):
-    """Rewards of one source of a mixture."""
-
-    samples: int
-    lowest: float
-    highest: float
-    total: float
 
 
 class SampleFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +38,6 @@ class SampleFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Mean over groups of the correlation of reward and advantage; None where no group has different ones."""
     garbled: int = 0
     """Completions with characters that could not be decoded."""
-    sources: dict[str, SourceFigures] = {}
 
 
 def final_answer(answer: str) -> str:
@@ -78,7 +68,6 @@ def figures_of(samples: Sequence[SampleRecord]) -> SampleFigures | None:
         prompts=len({each.prompt for each in scored}),
         agreement=_agreement(scored),
         garbled=sum(REPLACEMENT in each.completion for each in scored),
-        sources=_by_source(scored),
     )
 
 
@@ -111,14 +100,3 @@ def correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     if first_square == 0 or second_square == 0:
         return None
     return float(covariance / sqrt(first_square * second_square))
-
-
-def _by_source(scored: Sequence[SampleRecord]) -> dict[str, SourceFigures]:
-    rewards: dict[str, list[float]] = defaultdict(list)
-    for each in scored:
-        if each.source:
-            rewards[each.source].append(each.reward)
-    return {
-        source: SourceFigures(len(found), min(found), max(found), sum(found))
-        for source, found in rewards.items()
-    }

@@ -23,6 +23,8 @@ NEW_UPDATE_RATIO = 0.3
 """The same for a model that begins with random weights."""
 KL_NATS = 2.0
 """KL to the reference per token above which nothing of the reference is left."""
+STEP_KL_NATS = 0.2
+"""KL of the policy that sampled to the updated one, mean over the updates of a step; usual is below 0.02."""
 GRADIENT_GROWTH, LOSS_GROWTH = 30.0, 1.5
 SAMPLER_NATS = 0.05
 """Mean difference of log-probabilities of sampler and trainer; bfloat16 on both sides gives about 0.01."""
@@ -37,7 +39,9 @@ def collapsed_entropy(history: StageHistory) -> LearningFinding | None:
     steps = history.steps
     if not history.facts.samples_completions or len(steps) < EDGE + PATIENCE:
         return None
-    before = mean_of(steps[:PATIENCE], "entropy")
+    before = max(
+        each.get("entropy") for each in steps[:PATIENCE]
+    )  # A fast collapse is over by the third step.
     limit = min(COLLAPSED_SHARE * before, COLLAPSED_NATS)
     stretch = trailing(steps, lambda each: each.get("entropy") < limit)
     if len(stretch) < PATIENCE or _solved_share(history, stretch[-EDGE:]) >= UNSOLVED_SHARE:
@@ -54,7 +58,7 @@ def collapsed_entropy(history: StageHistory) -> LearningFinding | None:
             f"a mean reward of {reward:.3f}: the policy no longer explores"
         ),
         evidence=(
-            LearningEvidence(METRICS, steps[0].step, f"entropy {before:.3g}, mean of {PATIENCE} steps"),
+            LearningEvidence(METRICS, steps[0].step, f"entropy {before:.3g}, highest of {PATIENCE} steps"),
             LearningEvidence(METRICS, last.step, f"entropy {last.get('entropy'):.3g}"),
             LearningEvidence(
                 METRICS, last.step, f"frac_reward_zero_std {last.get('frac_reward_zero_std'):.2f}"
@@ -188,16 +192,20 @@ def _large_updates(history: StageHistory) -> LearningFinding | None:
 
 
 def _large_kl(history: StageHistory) -> LearningFinding | None:
-    if not history.facts.has_reference:
+    """Find a policy far from its reference; without one, a policy that its own updates move far within a step."""
+    facts = history.facts
+    if not facts.has_reference and not facts.is_on_policy:
         return None
-    stretch = trailing(history.steps, lambda each: abs(each.get("kl")) >= KL_NATS)
+    limit = KL_NATS if facts.has_reference else STEP_KL_NATS
+    stretch = trailing(history.steps, lambda each: abs(each.get("kl")) >= limit)
     if len(stretch) < PATIENCE:
         return None
     first, last = stretch[0], stretch[-1]
+    what = "to the reference" if facts.has_reference else "between the policy that sampled and its updates"
     return _divergence(
         history,
         first.step,
-        summary=f"the KL divergence to the reference is {last.get('kl'):.2f} nats per token since step {first.step}",
+        summary=f"the KL divergence {what} is {last.get('kl'):.2f} nats per token since step {first.step}",
         quote=f"kl {last.get('kl'):.3g}, ratio_mean {last.get('ratio_mean'):.3g}",
         at=last.step,
         confidence=0.85,
