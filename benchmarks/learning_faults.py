@@ -28,7 +28,7 @@ CODE = Path(__file__).resolve().parent / "learning_fault_code"
 PLAIN = f"{CODE / 'plain.py'}"
 STEPS = 30
 MODEL_SEEDS = (1, 2)
-WARMUP_STEPS = 220
+WARMUP_STEPS, EARLY_STEPS = 220, 160
 DONE = "case.done"
 MOST_LAG = 8
 """Steps by which the samples of a case with stale batches are older than the weights."""
@@ -67,6 +67,12 @@ def _custom(name: str) -> Change:
     return _setting(algorithm__name=name)
 
 
+def _punished_entropy(recipe: dict[str, Any], folder: Path, rng: random.Random) -> None:
+    """Start with a model that has much to learn: one that is nearly right loses nothing by certainty."""
+    _set(recipe, model__path=_early(recipe["model"]["path"]), algorithm__name=f"{PLAIN}:against_entropy")
+    recipe["actor"]["learning_rate"] = rng.choice((5e-4, 7e-4))
+
+
 def _rate_times_100(recipe: dict[str, Any], folder: Path, rng: random.Random) -> None:
     recipe["actor"]["learning_rate"] *= 100
 
@@ -81,9 +87,23 @@ def _unparsed(recipe: dict[str, Any], folder: Path, rng: random.Random) -> None:
     _set(recipe, algorithm__reward=[f"{PLAIN}:{rng.choice(('tagged_answer', 'boxed_answer'))}"])
 
 
-def _stale_reference(recipe: dict[str, Any], folder: Path, rng: random.Random) -> None:
+def _other_reference(recipe: dict[str, Any], folder: Path, rng: random.Random) -> None:
     other = next(path for path in _models(folder) if str(path) != recipe["model"]["path"])
     _set(recipe, reference__path=str(other), algorithm__beta=rng.choice((0.01, 0.05)))
+
+
+def _stale_reference(recipe: dict[str, Any], folder: Path, rng: random.Random) -> None:
+    _set(recipe, reference__path=_early(recipe["model"]["path"]), algorithm__beta=rng.choice((0.01, 0.05)))
+
+
+def _many_updates(recipe: dict[str, Any], folder: Path, rng: random.Random) -> None:
+    """Move the policy far away from its samples within a step."""
+    _set(recipe, algorithm__updates_per_step=8, actor__learning_rate=rng.choice((3e-3, 4e-3)))
+
+
+def _weak_reference(recipe: dict[str, Any], folder: Path, rng: random.Random) -> None:
+    """Move the policy away from its reference, step by step."""
+    _set(recipe, algorithm__beta=1e-4, actor__learning_rate=rng.choice((3e-3, 4e-3)))
 
 
 def _other_tokenizer(recipe: dict[str, Any], folder: Path, rng: random.Random) -> None:
@@ -130,7 +150,10 @@ FAULTS: Mapping[str, PlantedFault] = {
         ),
         visible=10,
     ),
-    "other model as reference": PlantedFault("reference_mismatch", _stale_reference),
+    "other model as reference": PlantedFault("reference_mismatch", _other_reference),
+    "stale reference": PlantedFault("reference_mismatch", _stale_reference),
+    "many large updates per batch": PlantedFault("divergence", _many_updates),
+    "rate x 10 with a weak reference": PlantedFault("divergence", _weak_reference, visible=5),
     "leaked answer": PlantedFault("leaked_answer", _leak),
     "loss mask off by one": PlantedFault("sampler_mismatch", _custom(f"{CODE / 'off_by_one.py'}:algorithm")),
     "other temperature in training": PlantedFault(
@@ -141,11 +164,7 @@ FAULTS: Mapping[str, PlantedFault] = {
     "source without answers": PlantedFault("source_stuck", _unlearnable_source),
     "gradient always clipped": PlantedFault("gradient_clipped", _setting(actor__max_grad_norm=1e-3)),
     "gradient not finite": PlantedFault("updates_skipped", _custom(f"{PLAIN}:not_finite")),
-    "entropy punished": PlantedFault(
-        "entropy_collapse",
-        _setting(algorithm__name=f"{PLAIN}:against_entropy", actor__learning_rate=1e-3),
-        visible=10,
-    ),
+    "entropy bonus of the wrong sign": PlantedFault("entropy_collapse", _punished_entropy, visible=10),
     "stale batches": PlantedFault("stale_batches", _stale, visible=12),
 }
 
@@ -159,7 +178,8 @@ def _healthy(recipe: dict[str, Any], folder: Path, rng: random.Random) -> None:
     elif variant == 3:
         _set(recipe, algorithm__updates_per_step=2)
     elif variant == 4:
-        _set(recipe, data={"sources": [{"source": "arithmetic", "num_eval": 200}]})
+        sources = [{"source": "arithmetic"}, {"source": str(folder / "sums.jsonl"), "weight": 2}]
+        _set(recipe, data={"sources": [{**each, "num_eval": 100} for each in sources]})
     elif variant == 5:
         _set(recipe, algorithm={"name": "sft", "steps": STEPS, "batch_size": 32})
     elif variant == 6:
@@ -172,6 +192,11 @@ def _healthy(recipe: dict[str, Any], folder: Path, rng: random.Random) -> None:
 
 def _models(folder: Path) -> list[Path]:
     return [folder / f"model-{seed}" for seed in MODEL_SEEDS]
+
+
+def _early(model: str) -> str:
+    """Return the folder of a model as it was early in its training."""
+    return f"{model}-early"
 
 
 def recipe_of(name: str, seed: int, *, folder: Path) -> dict[str, Any]:
@@ -230,17 +255,23 @@ def prepare(folder: Path) -> None:
     for seed, path in zip(MODEL_SEEDS, _models(folder), strict=True):
         if path.exists():
             continue
-        run_dir = folder / f"run-of-{path.name}"
-        shutil.rmtree(run_dir, ignore_errors=True)
-        recipe = recipe_of("healthy", seed, folder=folder) | {
-            "model": {"new": {"seed": seed, "max_positions": 32}},
-            "algorithm": {"name": "sft", "steps": WARMUP_STEPS, "batch_size": 64},
-            "actor": {"workers": 1, "learning_rate": 2e-3},
-            "eval": {"every": 0, "num_samples": 0},
-        }
-        in_own_process(_written(recipe, run_dir, folder=folder), run_dir, save=path)
+        _train_model(path, seed=seed, steps=WARMUP_STEPS, folder=folder)
+        _train_model(Path(_early(str(path))), seed=seed, steps=EARLY_STEPS, folder=folder)
         _give_other_tokenizer(path)
     _write_data(folder)
+
+
+def _train_model(path: Path, *, seed: int, steps: int, folder: Path) -> None:
+    run_dir = folder / f"run-of-{path.name}"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    recipe = recipe_of("healthy", seed, folder=folder) | {
+        "model": {"new": {"seed": seed, "max_positions": 32}},
+        "data": {"source": "arithmetic", "num_eval": 200},
+        "algorithm": {"name": "sft", "steps": steps, "batch_size": 64},
+        "actor": {"workers": 1, "learning_rate": 2e-3},
+        "eval": {"every": 0, "num_samples": 0},
+    }
+    in_own_process(_written(recipe, run_dir, folder=folder), run_dir, save=path)
 
 
 def _written(recipe: Mapping[str, Any], run_dir: Path, *, folder: Path) -> str:
@@ -271,6 +302,11 @@ def _write_data(folder: Path) -> None:
             answer = str(first + second)[::-1]
             prompt = f"{answer}={first}+{second}="
             file.write(json.dumps({"prompt": prompt, "answer": answer, "completion": answer}) + "\n")
+    with (folder / "sums.jsonl").open("w") as file:
+        for first, second in rows:
+            answer = str(first + second)[::-1]
+            row = {"prompt": f"{first}+{second}=", "answer": answer, "completion": answer}
+            file.write(json.dumps(row) + "\n")
     with (folder / "unlearnable.jsonl").open("w") as file:
         for first, second in rows:
             row = {"prompt": f"{first}+{second}=", "answer": "no such thing", "completion": "0"}

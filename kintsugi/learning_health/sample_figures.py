@@ -49,6 +49,23 @@ def final_answer(answer: str) -> str:
     return answer.rpartition(MARK)[2].strip()
 
 
+def contains(text: str, answer: str) -> bool:
+    """Return whether a text has an answer as words of its own; 151 does not have the answer 15.
+
+    >>> contains("so <answer>15</answer>", "15"), contains("151", "15")
+    (True, False)
+    """
+    start = text.find(answer)
+    while start >= 0:
+        end = start + len(answer)
+        begins = start == 0 or not (text[start - 1].isalnum() and answer[0].isalnum())
+        ends = end == len(text) or not (text[end].isalnum() and answer[-1].isalnum())
+        if begins and ends:
+            return True
+        start = text.find(answer, start + 1)
+    return False
+
+
 def figures_of(samples: Sequence[SampleRecord]) -> SampleFigures | None:
     """Summarise the scored samples of a step; None if there are none, as in SFT."""
     scored = [each for each in samples if each.reward_components and isfinite(each.reward)]
@@ -61,10 +78,10 @@ def figures_of(samples: Sequence[SampleRecord]) -> SampleFigures | None:
         lowest=min(each.reward for each in scored),
         highest=max(each.reward for each in scored),
         with_answer=len(known),
-        answered=sum(answer in each.completion for each, answer in known),
-        answered_by_chance=sum(answer in each.completion for each, answer in others),
-        leaked=sum(answer in each.prompt for each, answer in known),
-        leaked_by_chance=sum(answer in each.prompt for each, answer in others),
+        answered=sum(contains(each.completion, answer) for each, answer in known),
+        answered_by_chance=sum(contains(each.completion, answer) for each, answer in others),
+        leaked=sum(contains(each.prompt, answer) for each, answer in known),
+        leaked_by_chance=sum(contains(each.prompt, answer) for each, answer in others),
         prompts=len({each.prompt for each in scored}),
         agreement=_agreement(scored),
         garbled=sum(REPLACEMENT in each.completion for each in scored),

@@ -10,6 +10,8 @@ from kintsugi.learning_health.history import StageHistory, StepFigures, mean_of,
 
 COLLAPSED_SHARE, COLLAPSED_NATS = 0.2, 0.3
 """Share of the initial entropy, and nats per token, below which the policy is nearly deterministic, …"""
+DECLINED_SHARE = 0.5
+"""Share of the initial entropy below which the collapse is under way: rewards may fall before it is complete."""
 UNSOLVED_SHARE = 0.6
 """… which is premature below this share of the span of rewards."""
 TRUNCATED_SHARE = 0.98
@@ -47,10 +49,11 @@ def collapsed_entropy(history: StageHistory) -> LearningFinding | None:
     if len(stretch) < PATIENCE or _solved_share(history, stretch[-EDGE:]) >= UNSOLVED_SHARE:
         return None
     first, last = stretch[0], stretch[-1]
+    decline = trailing(steps, lambda each: each.get("entropy") < DECLINED_SHARE * before)
     reward = mean_of(stretch[-EDGE:], "reward/mean")
     return LearningFinding(
         kind=LearningKind.ENTROPY_COLLAPSE,
-        since_step=first.step,
+        since_step=decline[0].step,
         step=last.step,
         confidence=0.85,
         summary=(
