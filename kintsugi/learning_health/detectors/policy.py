@@ -17,7 +17,7 @@ UNSOLVED_SHARE = 0.6
 TRUNCATED_SHARE = 0.98
 GROWN_FACTOR, GROWN_TRUNCATED = 1.5, 0.3
 """Growth of mean length, and of the share of truncated completions, that counts as an explosion."""
-PAID_LENGTH = 0.8
+PAID_LENGTH = 0.6
 """Correlation of reward and length above which length itself is rewarded."""
 UPDATE_RATIO = 0.1
 """Change of the weights by one update, relative to their norm, that destroys a trained model."""
@@ -121,26 +121,28 @@ def grown_length(history: StageHistory) -> LearningFinding | None:
     start, end = steps[:EDGE], steps[-EDGE:]
     before, now = mean_of(start, "completions/mean_length"), mean_of(end, "completions/mean_length")
     cut_before, cut_now = (mean_of(part, "completions/clipped_ratio") for part in (start, end))
-    paid = mean_of(end, "reward_length_correlation")
-    if not (
-        now >= GROWN_FACTOR * before and (cut_now - cut_before >= GROWN_TRUNCATED or paid >= PAID_LENGTH)
-    ):
+    paid = [each for each in steps if each.get("reward_length_correlation") >= PAID_LENGTH]
+    is_paid = len(paid) >= EDGE  # Where all completions have grown to the limit, nothing correlates any more.
+    if not (now >= GROWN_FACTOR * before and (cut_now - cut_before >= GROWN_TRUNCATED or is_paid)):
         return None
     threshold = (before + now) / 2
-    since = trailing(steps, lambda each: each.get("completions/mean_length") > threshold)
+    grown = trailing(steps, lambda each: each.get("completions/mean_length") > threshold) or end
+    correlation = mean_of(paid if is_paid else end, "reward_length_correlation")
     return LearningFinding(
         kind=LearningKind.LENGTH,
-        since_step=since[0].step if since else end[0].step,
+        since_step=paid[0].step if is_paid else grown[0].step,
         step=end[-1].step,
         confidence=0.85,
         summary=(
             f"completions grow from {before:.1f} to {now:.1f} tokens, {cut_now:.0%} of them are truncated, and reward "
-            f"and length correlate with {paid:+.2f}"
+            f"and length correlate with {correlation:+.2f}"
         ),
         evidence=(
             LearningEvidence(METRICS, start[-1].step, f"completions/mean_length {before:.1f}"),
             LearningEvidence(METRICS, end[-1].step, f"completions/mean_length {now:.1f}"),
-            LearningEvidence(METRICS, end[-1].step, f"reward_length_correlation {paid:+.2f}"),
+            LearningEvidence(
+                METRICS, (paid if is_paid else end)[-1].step, f"reward_length_correlation {correlation:+.2f}"
+            ),
         ),
         advice=(
             "look whether the longest samples are better; punish overlong answers (`algorithm.overlong_buffer`), use a "
@@ -195,21 +197,25 @@ def _large_updates(history: StageHistory) -> LearningFinding | None:
 
 
 def _large_kl(history: StageHistory) -> LearningFinding | None:
-    """Find a policy far from its reference; without one, a policy that its own updates move far within a step."""
+    """Find a policy far from its reference; without one, a policy that its own updates moved far within a step."""
     facts = history.facts
-    if not facts.has_reference and not facts.is_on_policy:
+    if facts.has_reference:
+        limit, what = KL_NATS, "to the reference"
+        large = trailing(history.steps, lambda each: abs(each.get("kl")) >= limit)
+    else:
+        limit, what = STEP_KL_NATS, "between the policy that sampled and its own updates"
+        large = [each for each in history.steps if facts.is_on_policy and abs(each.get("kl")) >= limit]
+    if len(large) < PATIENCE:
         return None
-    limit = KL_NATS if facts.has_reference else STEP_KL_NATS
-    stretch = trailing(history.steps, lambda each: abs(each.get("kl")) >= limit)
-    if len(stretch) < PATIENCE:
-        return None
-    first, last = stretch[0], stretch[-1]
-    what = "to the reference" if facts.has_reference else "between the policy that sampled and its updates"
+    first, last = large[0], large[-1]
     return _divergence(
         history,
         first.step,
-        summary=f"the KL divergence {what} is {last.get('kl'):.2f} nats per token since step {first.step}",
-        quote=f"kl {last.get('kl'):.3g}, ratio_mean {last.get('ratio_mean'):.3g}",
+        summary=(
+            f"the KL divergence {what} is {last.get('kl'):.2f} nats per token at step {last.step}, and above {limit:g} "
+            f"since step {first.step}"
+        ),
+        quote=f"kl {last.get('kl'):.3g}, clip_ratio {last.get('clip_ratio'):.3g}",
         at=last.step,
         confidence=0.85,
     )
