@@ -2,6 +2,7 @@
 
     python benchmarks/learning_faults.py prepare DIR           two small models, data files (once)
     python benchmarks/learning_faults.py run DIR --seeds 1000  one run per kind and seed, those that are missing
+    python benchmarks/learning_faults.py recipes DIR           shipped recipes for a CPU, those that are missing
     python benchmarks/learning_faults.py score DIR             the table
 
 A case is drawn from its kind and seed: model, algorithm, batch, rate. The score replays what `kintsugi diagnose
@@ -16,6 +17,7 @@ import json
 import multiprocessing
 import random
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -34,6 +36,26 @@ MOST_LAG = 8
 """Steps by which the samples of a case with stale batches are older than the weights."""
 WINDOW = 20
 """Steps within which a fault is to be named after it has become visible."""
+RECIPE_STEPS = 60
+"""Most steps of a shipped recipe after its warm-up."""
+ALONE = ("actor.workers=1", "actor.logical_shards=1", "generation.servers=1", "rollout.workers=1")
+ONE_PROCESS = (
+    *("grpo_arithmetic", "dr_grpo_arithmetic", "rloo_arithmetic", "gspo_arithmetic", "ppo_arithmetic"),
+    *(
+        "reinforce_pp_arithmetic",
+        "sft_arithmetic",
+        "async_grpo_arithmetic",
+        "async_ppo_arithmetic",
+        "soak",
+        "soak_async",
+    ),
+)
+"""Shipped recipes that `learning_runner.py` can train."""
+CLUSTER = (
+    *("dapo_arithmetic", "dpo_arithmetic", "reward_model_arithmetic", "ppo_reward_model_arithmetic"),
+    *("multi_turn_tool", "reasoning_gym"),
+)
+"""Shipped recipes with resampling, pairs, a reward model or an environment: trained by a cluster, in this order."""
 EXACT = "kintsugi.rollout.rewards.exact_answer"
 
 Change = Callable[[dict[str, Any], Path, random.Random], None]
@@ -325,6 +347,37 @@ def run_case(name: str, seed: int, *, folder: Path) -> None:
         sys.stderr.write(f"{run_dir.name}\n")
 
 
+def run_recipe(name: str, *, folder: Path, steps: int) -> None:
+    """Train a shipped recipe with its own model, data and warm-up, and one process of each role."""
+    run_dir = folder / "shipped" / name
+    if (run_dir / DONE).exists():
+        return
+    shutil.rmtree(run_dir, ignore_errors=True)
+    from kintsugi.config.recipe import load
+
+    shipped = load(name).config
+    overrides = [*ALONE, f"algorithm.steps={min(steps, shipped.algorithm.steps)}"]
+    if name in CLUSTER:
+        if shipped.reward_model is not None:
+            model, trained = folder / "reward-model", folder / "shipped" / "reward_model_arithmetic"
+            shutil.rmtree(model, ignore_errors=True)
+            _command("export", str(trained), "--to", str(model))
+            overrides.append(f"reward_model.path={model}")
+        is_done = _command("train", name, f"run_dir={run_dir}", *overrides)
+    else:
+        lag = shipped.asynchrony.max_staleness
+        is_done = in_own_process(name, run_dir, lag=lag, overrides=overrides)
+    if is_done:
+        (run_dir / DONE).touch()
+        sys.stderr.write(f"{name}\n")
+
+
+def _command(*arguments: str) -> bool:
+    """Run a command of the package; return whether it succeeded."""
+    command = [sys.executable, "-m", "kintsugi", *arguments]
+    return subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode == 0
+
+
 def cases(names: list[str], seeds: list[int]) -> Iterator[tuple[str, int]]:
     for seed in seeds:
         for name in names or [*FAULTS, "healthy"]:
@@ -379,8 +432,8 @@ def score(folder: Path, seeds: list[int], *, healthy: list[Path]) -> int:
         for name, seed in cases([], seeds)
         if ((run_dir := case_folder(name, seed, folder=folder)) / DONE).exists()
     ]
-    found += [score_case("healthy", 0, path) for path in healthy]
-    for name in [*FAULTS, "healthy"]:
+    found += [score_case(path.name, 0, path) for path in healthy]
+    for name in dict.fromkeys([*FAULTS, "healthy", *(each.name for each in found)]):
         mine = [each for each in found if each.name == name]
         if mine:
             wrong = [
@@ -404,10 +457,11 @@ def score(folder: Path, seeds: list[int], *, healthy: list[Path]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=("prepare", "run", "score"))
+    parser.add_argument("action", choices=("prepare", "run", "recipes", "score"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seeds", type=int, nargs="*", default=[1000])
     parser.add_argument("--names", nargs="*", default=[])
+    parser.add_argument("--steps", type=int, default=RECIPE_STEPS, help="Most steps of a shipped recipe.")
     parser.add_argument("--healthy", type=Path, nargs="*", default=[], help="Further healthy runs to score.")
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
@@ -415,7 +469,12 @@ def main() -> int:
         prepare(folder)
         return 0
     if arguments.action == "score":
-        return score(folder, arguments.seeds, healthy=arguments.healthy)
+        shipped = [done.parent for done in sorted((folder / "shipped").glob(f"*/{DONE}"))]
+        return score(folder, arguments.seeds, healthy=[*shipped, *arguments.healthy])
+    if arguments.action == "recipes":
+        for name in arguments.names or (*ONE_PROCESS, *CLUSTER):
+            run_recipe(name, folder=folder, steps=arguments.steps)
+        return 0
     for name, seed in cases(arguments.names, arguments.seeds):
         run_case(name, seed, folder=folder)
     return 0

@@ -161,9 +161,11 @@ class TinyRun:
         self._metrics.write(step, evaluation.metrics())
 
 
-def run(recipe: str, run_dir: Path, *, lag: int = 0, save: Path | None = None) -> None:
+def run(
+    recipe: str, run_dir: Path, *, lag: int = 0, save: Path | None = None, overrides: Sequence[str] = ()
+) -> None:
     """Train a recipe in this process, into a new run folder."""
-    config = load(recipe).config
+    config = load(recipe, list(overrides)).config
     run_dir.mkdir(parents=True)
     dump(config, RunFolder(run_dir).config_file)
     tiny = TinyRun(msgspec.structs.replace(config, run_dir=str(run_dir)), run_dir, lag=lag)
