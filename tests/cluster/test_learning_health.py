@@ -4,6 +4,7 @@ that differs in its reward only is silent."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,7 @@ from kintsugi.config.recipe import load_config
 from kintsugi.learning_health import LearningKind, recorded_findings
 from kintsugi.page.run_reader import RunReader
 from kintsugi.telemetry.events import Alert, read_events
-from tests.cluster.real_runs import Run, until
+from tests.cluster.real_runs import RECIPE, Run, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -99,3 +100,11 @@ def test_a_healthy_twin_is_silent_everywhere(undisturbed: Run) -> None:
     code, status = undisturbed.ask("status", str(folder))
     assert code == 0 and "learning:" not in status
     assert RunReader(folder).learning().findings == ()
+
+
+def test_samples_before_training_are_shown_with_what_they_earn(undisturbed: Run) -> None:
+    code, said = undisturbed.ask("check", str(RECIPE), "--samples", "4", "warmup=null")
+    assert code == 0, said
+    assert "samples before training, 4 with the initial weights" in said
+    assert len(re.findall(r"^  reward [0-9.]+: '[0-9+=]+' → ", said, re.MULTILINE)) == 4
+    assert "the weights are random" in said
