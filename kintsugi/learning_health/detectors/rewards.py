@@ -55,7 +55,7 @@ def equal_rewards(history: StageHistory) -> LearningFinding | None:
             LearningEvidence(
                 METRICS, last.step, f"frac_reward_zero_std 1, reward_std 0, reward/mean {reward:g}"
             ),
-            *(_span_evidence(each) for each in stretch[-1:]),
+            *(_span_evidence(each) for each in stretch[-1:] if each.samples is not None),
         ),
         advice=(
             "look at `kintsugi samples RUN`: if right and wrong answers earn the same, the reward function is at "

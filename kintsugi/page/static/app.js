@@ -415,7 +415,7 @@ function facts() {
     fact("Algorithm", run.algorithm || "–"),
     fact("Model", visible(run.model || "–")),
     incident && fact("Last incident", h("a", { href: href(`/run/${encodeURIComponent(run.id)}/incidents`, { incident: incident.id }), title: incident.title }, visible(incident.title)), null, null, "wide"),
-    run.learning.length > 0 && fact("Learning", h("a", { class: "warn", href: href(`/run/${encodeURIComponent(run.id)}/learning`), title: run.learning.join("\n") }, visible(run.learning[0])), null, null, "wide"),
+    run.learning.length > 0 && fact("Learning", h("a", { class: "warn", href: href(`/run/${encodeURIComponent(run.id)}/learning`), title: run.learning.join("\n") }, visible(run.learning[0].split(":")[0])), null, null, "wide"),
   ];
 }
 

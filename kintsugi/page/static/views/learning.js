@@ -292,6 +292,11 @@ export async function render(root, context) {
   }
 }
 
+/** Text with what is between backticks as code. */
+function withCode(text) {
+  return text.split("`").map((part, index) => (index % 2 ? h("code", visible(part)) : visible(part)));
+}
+
 /** One finding: what, since when, what to do; the figures that show it are folded. */
 function finding(found, cursor) {
   const step = (at, label) => h("button", { class: "link", type: "button", title: "Set the step of the whole page", onclick: () => cursor.set(at) }, label);
@@ -300,7 +305,7 @@ function finding(found, cursor) {
     { class: "notice finding", dataset: { kind: found.kind } },
     h("h2", icon("alert"), h("span", found.kind.replaceAll("_", " ")), h("small", "since ", step(found.since_step, `step ${count(found.since_step)}`), `, ${percent(found.certainty, 0)} sure`)),
     h("p", visible(found.summary)),
-    h("p", { class: "muted" }, h("b", "What to do: "), visible(found.advice)),
+    h("p", { class: "muted" }, h("b", "What to do: "), withCode(found.advice)),
     h(
       "details",
       h("summary", `Evidence: ${plural(found.evidence.length, "figure")}`),
