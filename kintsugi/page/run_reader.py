@@ -29,8 +29,6 @@ from kintsugi.page.record_search import RecordSearch
 from kintsugi.page.samples import SampleFilter, SampleIndex
 from kintsugi.page.schema import (
     Filtered,
-    Finding,
-    FindingEvidence,
     Health,
     IncidentDetail,
     IncidentList,
@@ -330,24 +328,7 @@ class RunReader:
     def learning(self) -> LearningHealth:
         """Return the findings about learning that the watcher of the run recorded last."""
         report = recorded_findings(self.folder)
-        return LearningHealth(
-            findings=tuple(
-                Finding(
-                    kind=each.kind.value,
-                    since_step=each.since_step,
-                    step=each.step,
-                    certainty=each.confidence,
-                    summary=each.summary,
-                    evidence=tuple(
-                        FindingEvidence(source=shown.source, step=shown.step, text=shown.quote)
-                        for shown in each.evidence
-                    ),
-                    advice=each.advice,
-                    leads_to=tuple(kind.value for kind in each.leads_to),
-                )
-                for each in (report.findings if report is not None else ())
-            )
-        )
+        return LearningHealth(findings=() if report is None else report.findings)
 
     # Samples.
 

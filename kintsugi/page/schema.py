@@ -29,6 +29,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kintsugi.learning_health import LearningFinding
+
 
 class _Answer(msgspec.Struct, frozen=True, kw_only=True):
     pass
@@ -203,35 +205,15 @@ class Metrics(_Answer, frozen=True, kw_only=True):
     problems: tuple[str, ...] = ()
 
 
-class FindingEvidence(_Answer, frozen=True, kw_only=True):
-    """{"source": "metrics.jsonl", "step": 8, "text": "frac_reward_zero_std 1, reward_std 0, reward/mean 0.7"}"""
+class LearningHealth(_Answer, frozen=True, kw_only=True):
+    """Findings about learning, the cause of others first; none where nothing is unusual.
 
-    source: str
-    step: int
-    text: str
-
-
-class Finding(_Answer, frozen=True, kw_only=True):
-    """A finding about learning.
-
-    {"kind": "equal_rewards", "since_step": 3, "step": 8, "certainty": 0.95, "summary": "no group has different …",
-     "evidence": [FindingEvidence, …], "advice": "look at …", "leads_to": ["entropy_collapse"]}
+    {"findings": [{"kind": "equal_rewards", "since_step": 3, "step": 8, "confidence": 0.95, "summary": "no group has …",
+     "evidence": [{"source": "metrics.jsonl", "step": 8, "quote": "frac_reward_zero_std 1, …"}], "advice": "look at …",
+     "leads_to": []}]}
     """
 
-    kind: str
-    since_step: int
-    step: int
-    certainty: float
-    summary: str
-    evidence: tuple[FindingEvidence, ...]
-    advice: str
-    leads_to: tuple[str, ...]
-
-
-class LearningHealth(_Answer, frozen=True, kw_only=True):
-    """{"findings": [Finding, …the cause of others first]}; no finding where nothing is unusual."""
-
-    findings: tuple[Finding, ...]
+    findings: tuple[LearningFinding, ...]
 
 
 class SampleRow(_Answer, frozen=True, kw_only=True):

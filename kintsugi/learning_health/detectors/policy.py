@@ -41,9 +41,8 @@ def collapsed_entropy(history: StageHistory) -> LearningFinding | None:
     steps = history.steps
     if not history.facts.samples_completions or len(steps) < EDGE + PATIENCE:
         return None
-    before = max(
-        each.get("entropy") for each in steps[:PATIENCE]
-    )  # A fast collapse is over by the third step.
+    # A fast collapse is over by the third step, so the mean of the first steps would be too low.
+    before = max(each.get("entropy") for each in steps[:PATIENCE])
     limit = min(COLLAPSED_SHARE * before, COLLAPSED_NATS)
     stretch = trailing(steps, lambda each: each.get("entropy") < limit)
     if len(stretch) < PATIENCE or _solved_share(history, stretch[-EDGE:]) >= UNSOLVED_SHARE:
@@ -212,8 +211,8 @@ def _large_kl(history: StageHistory) -> LearningFinding | None:
         history,
         first.step,
         summary=(
-            f"the KL divergence {what} is {last.get('kl'):.2f} nats per token at step {last.step}, and above {limit:g} "
-            f"since step {first.step}"
+            f"the KL divergence {what} is {last.get('kl'):.2f} nats per token at step {last.step}; it was above {limit:g} "
+            f"in {len(large)} steps, first at step {first.step}"
         ),
         quote=f"kl {last.get('kl'):.3g}, clip_ratio {last.get('clip_ratio'):.3g}",
         at=last.step,

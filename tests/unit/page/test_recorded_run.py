@@ -232,7 +232,7 @@ def test_findings_about_learning_are_those_that_the_watcher_recorded_last(runs: 
     (reader.folder / "learning.jsonl").write_bytes(msgspec.json.encode(report) + b"\n")
     (shown,) = reader.learning().findings
     assert (shown.kind, shown.since_step, shown.leads_to) == ("reward_format", 2, ("equal_rewards",))
-    assert shown.evidence[0].text == "the answer is in 12 of 64 completions"
+    assert shown.evidence[0].quote == "the answer is in 12 of 64 completions"
     assert reader.header().learning[0].startswith("reward_format since step 2: ")
     with (reader.folder / "learning.jsonl").open("ab") as file:
         file.write(msgspec.json.encode(msgspec.structs.replace(report, findings=())) + b"\n")

@@ -303,13 +303,13 @@ function finding(found, cursor) {
   return h(
     "article",
     { class: "notice finding", dataset: { kind: found.kind } },
-    h("h2", icon("alert"), h("span", found.kind.replaceAll("_", " ")), h("small", "since ", step(found.since_step, `step ${count(found.since_step)}`), `, ${percent(found.certainty, 0)} sure`)),
+    h("h2", icon("alert"), h("span", found.kind.replaceAll("_", " ")), h("small", "since ", step(found.since_step, `step ${count(found.since_step)}`), `, ${percent(found.confidence, 0)} sure`)),
     h("p", visible(found.summary)),
     h("p", { class: "muted" }, h("b", "What to do: "), withCode(found.advice)),
     h(
       "details",
       h("summary", `Evidence: ${plural(found.evidence.length, "figure")}`),
-      h("ul", found.evidence.map((each) => h("li", step(each.step, `step ${count(each.step)}`), " ", h("span", { class: "mono" }, visible(each.text)), h("small", ` ${each.source}`)))),
+      h("ul", found.evidence.map((each) => h("li", step(each.step, `step ${count(each.step)}`), " ", h("span", { class: "mono" }, visible(each.quote)), h("small", ` ${each.source}`)))),
       found.leads_to.length > 0 && h("p", { class: "muted" }, `It leads to ${found.leads_to.map((kind) => kind.replaceAll("_", " ")).join(", ")}.`),
     ),
   );
