@@ -211,8 +211,8 @@ def _large_kl(history: StageHistory) -> LearningFinding | None:
         history,
         first.step,
         summary=(
-            f"the KL divergence {what} is {last.get('kl'):.2f} nats per token at step {last.step}; it was above {limit:g} "
-            f"in {len(large)} steps, first at step {first.step}"
+            f"the KL divergence {what} is {last.get('kl'):.2f} nats per token at step {last.step}, above {limit:g} in "
+            f"{len(large)} steps since step {first.step}"
         ),
         quote=f"kl {last.get('kl'):.3g}, clip_ratio {last.get('clip_ratio'):.3g}",
         at=last.step,
