@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import isfinite, log
 
-from kintsugi.learning_health.detectors.rewards import CONFIG, EDGE, METRICS, PATIENCE, SAMPLES
+from kintsugi.learning_health.detectors.rewards import CONFIG, EDGE, METRICS, PATIENCE, SAMPLES, SOLVED_SHARE
 from kintsugi.learning_health.finding import LearningEvidence, LearningFinding, LearningKind
 from kintsugi.learning_health.history import StageHistory, StepFigures, mean_of, median_of, trailing
 
@@ -83,9 +83,9 @@ def _solved_share(history: StageHistory, steps: list[StepFigures]) -> float:
 
 
 def truncated(history: StageHistory) -> LearningFinding | None:
-    """Find completions that all end at the length limit."""
+    """Find completions that all end at the length limit, unless they earn all that there is to earn."""
     stretch = trailing(history.steps, lambda each: each.get("completions/clipped_ratio") >= TRUNCATED_SHARE)
-    if len(stretch) < PATIENCE:
+    if len(stretch) < PATIENCE or _solved_share(history, stretch[-EDGE:]) >= SOLVED_SHARE:
         return None
     first, last = stretch[0], stretch[-1]
     share, length = last.get("completions/clipped_ratio"), last.get("completions/mean_length")

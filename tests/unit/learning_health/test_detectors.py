@@ -214,6 +214,8 @@ def test_entropy_that_collapses_within_three_steps_is_found() -> None:
 def test_completions_that_are_all_truncated_are_found() -> None:
     history = history_of(lambda step: metrics(step, **{"completions/clipped_ratio": 1.0}))
     expect(policy.truncated(history), LearningKind.LENGTH, since=1)
+    solved = history_of(lambda step: metrics(step, **{"completions/clipped_ratio": 1.0, "reward/mean": 0.99}))
+    assert policy.truncated(solved) is None
 
 
 def test_completions_that_grow_into_the_limit_are_found_and_longer_ones_are_not() -> None:
