@@ -200,8 +200,8 @@ def _healthy(recipe: dict[str, Any], folder: Path, rng: random.Random) -> None:
     elif variant == 3:
         _set(recipe, algorithm__updates_per_step=2)
     elif variant == 4:
-        sources = [{"source": "arithmetic"}, {"source": str(folder / "sums.jsonl"), "weight": 2}]
-        _set(recipe, data={"sources": [{**each, "num_eval": 100} for each in sources]})
+        second = {"source": str(folder / "sums.jsonl"), "num_eval": 100, "weight": 2}
+        _set(recipe, data={"sources": [{"source": "arithmetic", "num_eval": 100}, second]})
     elif variant == 5:
         _set(recipe, algorithm={"name": "sft", "steps": STEPS, "batch_size": 32})
     elif variant == 6:
