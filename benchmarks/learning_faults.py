@@ -2,6 +2,7 @@
 
     python benchmarks/learning_faults.py prepare DIR           two small models, data files (once)
     python benchmarks/learning_faults.py run DIR --seeds 1000  one run per kind and seed, those that are missing
+    python benchmarks/learning_faults.py recipes DIR           shipped recipes for a CPU, those that are missing
     python benchmarks/learning_faults.py score DIR             the table
 
 A case is drawn from its kind and seed: model, algorithm, batch, rate. The score replays what `kintsugi diagnose
@@ -16,6 +17,7 @@ import json
 import multiprocessing
 import random
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,12 +30,32 @@ CODE = Path(__file__).resolve().parent / "learning_fault_code"
 PLAIN = f"{CODE / 'plain.py'}"
 STEPS = 30
 MODEL_SEEDS = (1, 2)
-WARMUP_STEPS = 220
+WARMUP_STEPS, EARLY_STEPS = 220, 160
 DONE = "case.done"
 MOST_LAG = 8
 """Steps by which the samples of a case with stale batches are older than the weights."""
 WINDOW = 20
 """Steps within which a fault is to be named after it has become visible."""
+RECIPE_STEPS = 60
+"""Most steps of a shipped recipe after its warm-up."""
+ALONE = ("actor.workers=1", "actor.logical_shards=1", "generation.servers=1", "rollout.workers=1")
+ONE_PROCESS = (
+    *("grpo_arithmetic", "dr_grpo_arithmetic", "rloo_arithmetic", "gspo_arithmetic", "ppo_arithmetic"),
+    *(
+        "reinforce_pp_arithmetic",
+        "sft_arithmetic",
+        "async_grpo_arithmetic",
+        "async_ppo_arithmetic",
+        "soak",
+        "soak_async",
+    ),
+)
+"""Shipped recipes that `learning_runner.py` can train."""
+CLUSTER = (
+    *("dapo_arithmetic", "dpo_arithmetic", "reward_model_arithmetic", "ppo_reward_model_arithmetic"),
+    *("multi_turn_tool", "reasoning_gym"),
+)
+"""Shipped recipes with resampling, pairs, a reward model or an environment: trained by a cluster, in this order."""
 EXACT = "kintsugi.rollout.rewards.exact_answer"
 
 Change = Callable[[dict[str, Any], Path, random.Random], None]
@@ -67,6 +89,12 @@ def _custom(name: str) -> Change:
     return _setting(algorithm__name=name)
 
 
+def _punished_entropy(recipe: dict[str, Any], folder: Path, rng: random.Random) -> None:
+    """Start with a model that has much to learn: one that is nearly right loses nothing by certainty."""
+    _set(recipe, model__path=_early(recipe["model"]["path"]), algorithm__name=f"{PLAIN}:against_entropy")
+    recipe["actor"]["learning_rate"] = rng.choice((5e-4, 7e-4))
+
+
 def _rate_times_100(recipe: dict[str, Any], folder: Path, rng: random.Random) -> None:
     recipe["actor"]["learning_rate"] *= 100
 
@@ -81,9 +109,23 @@ def _unparsed(recipe: dict[str, Any], folder: Path, rng: random.Random) -> None:
     _set(recipe, algorithm__reward=[f"{PLAIN}:{rng.choice(('tagged_answer', 'boxed_answer'))}"])
 
 
-def _stale_reference(recipe: dict[str, Any], folder: Path, rng: random.Random) -> None:
+def _other_reference(recipe: dict[str, Any], folder: Path, rng: random.Random) -> None:
     other = next(path for path in _models(folder) if str(path) != recipe["model"]["path"])
     _set(recipe, reference__path=str(other), algorithm__beta=rng.choice((0.01, 0.05)))
+
+
+def _stale_reference(recipe: dict[str, Any], folder: Path, rng: random.Random) -> None:
+    _set(recipe, reference__path=_early(recipe["model"]["path"]), algorithm__beta=rng.choice((0.01, 0.05)))
+
+
+def _many_updates(recipe: dict[str, Any], folder: Path, rng: random.Random) -> None:
+    """Move the policy far away from its samples within a step."""
+    _set(recipe, algorithm__updates_per_step=8, actor__learning_rate=rng.choice((3e-3, 4e-3)))
+
+
+def _weak_reference(recipe: dict[str, Any], folder: Path, rng: random.Random) -> None:
+    """Move the policy away from its reference, step by step."""
+    _set(recipe, algorithm__beta=1e-4, actor__learning_rate=rng.choice((3e-3, 4e-3)))
 
 
 def _other_tokenizer(recipe: dict[str, Any], folder: Path, rng: random.Random) -> None:
@@ -130,7 +172,10 @@ FAULTS: Mapping[str, PlantedFault] = {
         ),
         visible=10,
     ),
-    "other model as reference": PlantedFault("reference_mismatch", _stale_reference),
+    "other model as reference": PlantedFault("reference_mismatch", _other_reference),
+    "stale reference": PlantedFault("reference_mismatch", _stale_reference),
+    "many large updates per batch": PlantedFault("divergence", _many_updates),
+    "rate x 10 with a weak reference": PlantedFault("divergence", _weak_reference, visible=5),
     "leaked answer": PlantedFault("leaked_answer", _leak),
     "loss mask off by one": PlantedFault("sampler_mismatch", _custom(f"{CODE / 'off_by_one.py'}:algorithm")),
     "other temperature in training": PlantedFault(
@@ -141,11 +186,7 @@ FAULTS: Mapping[str, PlantedFault] = {
     "source without answers": PlantedFault("source_stuck", _unlearnable_source),
     "gradient always clipped": PlantedFault("gradient_clipped", _setting(actor__max_grad_norm=1e-3)),
     "gradient not finite": PlantedFault("updates_skipped", _custom(f"{PLAIN}:not_finite")),
-    "entropy punished": PlantedFault(
-        "entropy_collapse",
-        _setting(algorithm__name=f"{PLAIN}:against_entropy", actor__learning_rate=1e-3),
-        visible=10,
-    ),
+    "entropy bonus of the wrong sign": PlantedFault("entropy_collapse", _punished_entropy, visible=10),
     "stale batches": PlantedFault("stale_batches", _stale, visible=12),
 }
 
@@ -159,7 +200,8 @@ def _healthy(recipe: dict[str, Any], folder: Path, rng: random.Random) -> None:
     elif variant == 3:
         _set(recipe, algorithm__updates_per_step=2)
     elif variant == 4:
-        _set(recipe, data={"sources": [{"source": "arithmetic", "num_eval": 200}]})
+        second = {"source": str(folder / "sums.jsonl"), "num_eval": 100, "weight": 2}
+        _set(recipe, data={"sources": [{"source": "arithmetic", "num_eval": 100}, second]})
     elif variant == 5:
         _set(recipe, algorithm={"name": "sft", "steps": STEPS, "batch_size": 32})
     elif variant == 6:
@@ -172,6 +214,11 @@ def _healthy(recipe: dict[str, Any], folder: Path, rng: random.Random) -> None:
 
 def _models(folder: Path) -> list[Path]:
     return [folder / f"model-{seed}" for seed in MODEL_SEEDS]
+
+
+def _early(model: str) -> str:
+    """Return the folder of a model as it was early in its training."""
+    return f"{model}-early"
 
 
 def recipe_of(name: str, seed: int, *, folder: Path) -> dict[str, Any]:
@@ -230,17 +277,23 @@ def prepare(folder: Path) -> None:
     for seed, path in zip(MODEL_SEEDS, _models(folder), strict=True):
         if path.exists():
             continue
-        run_dir = folder / f"run-of-{path.name}"
-        shutil.rmtree(run_dir, ignore_errors=True)
-        recipe = recipe_of("healthy", seed, folder=folder) | {
-            "model": {"new": {"seed": seed, "max_positions": 32}},
-            "algorithm": {"name": "sft", "steps": WARMUP_STEPS, "batch_size": 64},
-            "actor": {"workers": 1, "learning_rate": 2e-3},
-            "eval": {"every": 0, "num_samples": 0},
-        }
-        in_own_process(_written(recipe, run_dir, folder=folder), run_dir, save=path)
+        _train_model(path, seed=seed, steps=WARMUP_STEPS, folder=folder)
+        _train_model(Path(_early(str(path))), seed=seed, steps=EARLY_STEPS, folder=folder)
         _give_other_tokenizer(path)
     _write_data(folder)
+
+
+def _train_model(path: Path, *, seed: int, steps: int, folder: Path) -> None:
+    run_dir = folder / f"run-of-{path.name}"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    recipe = recipe_of("healthy", seed, folder=folder) | {
+        "model": {"new": {"seed": seed, "max_positions": 32}},
+        "data": {"source": "arithmetic", "num_eval": 200},
+        "algorithm": {"name": "sft", "steps": steps, "batch_size": 64},
+        "actor": {"workers": 1, "learning_rate": 2e-3},
+        "eval": {"every": 0, "num_samples": 0},
+    }
+    in_own_process(_written(recipe, run_dir, folder=folder), run_dir, save=path)
 
 
 def _written(recipe: Mapping[str, Any], run_dir: Path, *, folder: Path) -> str:
@@ -271,6 +324,11 @@ def _write_data(folder: Path) -> None:
             answer = str(first + second)[::-1]
             prompt = f"{answer}={first}+{second}="
             file.write(json.dumps({"prompt": prompt, "answer": answer, "completion": answer}) + "\n")
+    with (folder / "sums.jsonl").open("w") as file:
+        for first, second in rows:
+            answer = str(first + second)[::-1]
+            row = {"prompt": f"{first}+{second}=", "answer": answer, "completion": answer}
+            file.write(json.dumps(row) + "\n")
     with (folder / "unlearnable.jsonl").open("w") as file:
         for first, second in rows:
             row = {"prompt": f"{first}+{second}=", "answer": "no such thing", "completion": "0"}
@@ -287,6 +345,37 @@ def run_case(name: str, seed: int, *, folder: Path) -> None:
     if in_own_process(_written(recipe, run_dir, folder=folder), run_dir, lag=lag):
         (run_dir / DONE).touch()
         sys.stderr.write(f"{run_dir.name}\n")
+
+
+def run_recipe(name: str, *, folder: Path, steps: int) -> None:
+    """Train a shipped recipe with its own model, data and warm-up, and one process of each role."""
+    run_dir = folder / "shipped" / name
+    if (run_dir / DONE).exists():
+        return
+    shutil.rmtree(run_dir, ignore_errors=True)
+    from kintsugi.config.recipe import load
+
+    shipped = load(name).config
+    overrides = [*ALONE, f"algorithm.steps={min(steps, shipped.algorithm.steps)}"]
+    if name in CLUSTER:
+        if shipped.reward_model is not None:
+            model, trained = folder / "reward-model", folder / "shipped" / "reward_model_arithmetic"
+            shutil.rmtree(model, ignore_errors=True)
+            _command("export", str(trained), "--to", str(model))
+            overrides.append(f"reward_model.path={model}")
+        is_done = _command("train", name, f"run_dir={run_dir}", *overrides)
+    else:
+        lag = shipped.asynchrony.max_staleness
+        is_done = in_own_process(name, run_dir, lag=lag, overrides=overrides)
+    if is_done:
+        (run_dir / DONE).touch()
+        sys.stderr.write(f"{name}\n")
+
+
+def _command(*arguments: str) -> bool:
+    """Run a command of the package; return whether it succeeded."""
+    command = [sys.executable, "-m", "kintsugi", *arguments]
+    return subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode == 0
 
 
 def cases(names: list[str], seeds: list[int]) -> Iterator[tuple[str, int]]:
@@ -343,8 +432,8 @@ def score(folder: Path, seeds: list[int], *, healthy: list[Path]) -> int:
         for name, seed in cases([], seeds)
         if ((run_dir := case_folder(name, seed, folder=folder)) / DONE).exists()
     ]
-    found += [score_case("healthy", 0, path) for path in healthy]
-    for name in [*FAULTS, "healthy"]:
+    found += [score_case(path.name, 0, path) for path in healthy]
+    for name in dict.fromkeys([*FAULTS, "healthy", *(each.name for each in found)]):
         mine = [each for each in found if each.name == name]
         if mine:
             wrong = [
@@ -368,10 +457,11 @@ def score(folder: Path, seeds: list[int], *, healthy: list[Path]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=("prepare", "run", "score"))
+    parser.add_argument("action", choices=("prepare", "run", "recipes", "score"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seeds", type=int, nargs="*", default=[1000])
     parser.add_argument("--names", nargs="*", default=[])
+    parser.add_argument("--steps", type=int, default=RECIPE_STEPS, help="Most steps of a shipped recipe.")
     parser.add_argument("--healthy", type=Path, nargs="*", default=[], help="Further healthy runs to score.")
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
@@ -379,7 +469,12 @@ def main() -> int:
         prepare(folder)
         return 0
     if arguments.action == "score":
-        return score(folder, arguments.seeds, healthy=arguments.healthy)
+        shipped = [done.parent for done in sorted((folder / "shipped").glob(f"*/{DONE}"))]
+        return score(folder, arguments.seeds, healthy=[*shipped, *arguments.healthy])
+    if arguments.action == "recipes":
+        for name in arguments.names or (*ONE_PROCESS, *CLUSTER):
+            run_recipe(name, folder=folder, steps=arguments.steps)
+        return 0
     for name, seed in cases(arguments.names, arguments.seeds):
         run_case(name, seed, folder=folder)
     return 0

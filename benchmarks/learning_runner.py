@@ -30,7 +30,7 @@ from kintsugi.model.plan import plan_model
 from kintsugi.protocol.rollout import EpisodesDone
 from kintsugi.rollout.group import sample_text
 from kintsugi.run_folder.layout import RunFolder
-from kintsugi.telemetry.step_metrics import MetricsWriter, SamplesWriter, step_metrics
+from kintsugi.telemetry.step_metrics import MetricsWriter, SamplesWriter, source_metrics, step_metrics
 from kintsugi.types import FinishReason, SampleText, Ticket, ticket_id
 
 RANK = "model-0"
@@ -118,6 +118,7 @@ class TinyRun:
         }
         metrics = {**walk.metrics, **staleness_metrics(batch.metas, version=step - 1)}
         values = step_metrics(metas, advantages=advantages, call_metrics=metrics, timing={"step": 1.0})
+        values |= source_metrics(metas, texts=texts)
         self._metrics.write(step, values)
         self._samples.write(step, metas, texts=texts, advantages=advantages)
 
@@ -160,9 +161,11 @@ class TinyRun:
         self._metrics.write(step, evaluation.metrics())
 
 
-def run(recipe: str, run_dir: Path, *, lag: int = 0, save: Path | None = None) -> None:
+def run(
+    recipe: str, run_dir: Path, *, lag: int = 0, save: Path | None = None, overrides: Sequence[str] = ()
+) -> None:
     """Train a recipe in this process, into a new run folder."""
-    config = load(recipe).config
+    config = load(recipe, list(overrides)).config
     run_dir.mkdir(parents=True)
     dump(config, RunFolder(run_dir).config_file)
     tiny = TinyRun(msgspec.structs.replace(config, run_dir=str(run_dir)), run_dir, lag=lag)

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from kintsugi.config.schema import Algorithm
     from kintsugi.training.objectives import PolicyTokens
 
+ENTROPY_WEIGHT = 0.3
+"""Weight of the entropy in the loss, where a bonus would have been subtracted; the advantages are about 1."""
+
 
 def constant(completions: list[str], **columns: Any) -> list[float]:
     """The same reward for every completion."""
@@ -61,7 +64,7 @@ def _loss_of_opposite_sign(tokens: PolicyTokens, settings: Algorithm) -> Tensor:
 
 def _loss_against_entropy(tokens: PolicyTokens, settings: Algorithm) -> Tensor:
     ratio = (tokens.logprobs - tokens.sampler_logprobs).exp()
-    return 3.0 * tokens.entropy - ratio * tokens.advantages
+    return ENTROPY_WEIGHT * tokens.entropy - ratio * tokens.advantages
 
 
 def _loss_with_division_by_zero(tokens: PolicyTokens, settings: Algorithm) -> Tensor:

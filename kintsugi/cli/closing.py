@@ -14,6 +14,7 @@ from rich.text import Text
 from kintsugi.cli.progress import duration, seconds_text
 from kintsugi.config.schema import Config
 from kintsugi.config.stages import has_servers, stages
+from kintsugi.learning_health.follower import learning_lines
 from kintsugi.run_folder import reader
 from kintsugi.run_folder.layout import RELATIVE
 from kintsugi.run_folder.summary import Summary
@@ -35,6 +36,9 @@ def print_closing(console: Console, summary: Summary, *, config: Config, folder:
     if summary.incidents:
         see = f"{program()} incidents {folder}"
         text = printable(f"incidents: {incidents_text(summary)}; details: {see}")
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    for line in learning_lines(folder):
+        text = printable(f"learning: {line}; details: {program()} diagnose {folder} --learning")
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     console.print("try next:", highlight=False)
     for command in suggestions(summary, config=config, folder=folder):

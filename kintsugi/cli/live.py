@@ -16,6 +16,7 @@ from kintsugi.cli.closing import cell
 from kintsugi.cli.output import console as new_console
 from kintsugi.cli.progress import RunProgress, alert_text, duration
 from kintsugi.config.schema import Config
+from kintsugi.learning_health.follower import learning_lines
 from kintsugi.run_folder import reader
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.printable import printable
@@ -33,6 +34,7 @@ MOST_WIDTH = 100
 
 RUNNING, STOPPING, RECOVERING, FINISHED = "cyan", "yellow", "magenta", "green"
 """Colours of the bar by the state of the run."""
+UNUSUAL = "yellow"
 
 
 class LiveView:
@@ -53,6 +55,8 @@ class LiveView:
         self._looked_at = self._shown_at = clock.monotonic()
         self._shown = ("", -1, "")
         self._shown_steps = -1
+        self._findings: list[str] = []
+        """Findings about learning that were printed as lines of their own."""
 
     def __enter__(self) -> Self:
         title = Text("run folder ").append(printable(str(self._run_dir)), style="bold")
@@ -115,6 +119,18 @@ class LiveView:
         _, alerts = self._progress.read()
         for alert in alerts:
             self._print_alert(alert)
+        self._print_findings()
+
+    def _print_findings(self) -> None:
+        """Print new findings about learning, where no block shows them, and their end."""
+        if self._live is not None:
+            return
+        before, self._findings = self._findings, learning_lines(self._run_dir)
+        if before and not self._findings:
+            self.say(f"{duration(self._progress.elapsed_s):>6}  learning: nothing unusual any more")
+        for line in self._findings:
+            if line not in before:
+                self.say(f"{duration(self._progress.elapsed_s):>6}  learning: {line}")
 
     def _print_alert(self, alert: Record) -> None:
         """Print an alert of the master on one line: a process was lost, or the run has recovered."""
@@ -131,7 +147,7 @@ class LiveView:
     def _print_line(self, *, is_over: bool = False) -> None:
         self._shown, self._shown_steps = self._state(), self._progress.steps.step
         progress = self._progress
-        rows = {name: value for name, value in progress.rows() if name not in ("elapsed", "now")}
+        rows = {name: value for name, value in progress.rows() if name not in ("elapsed", "now", "learning")}
         eta = progress.steps.eta_s()
         parts = [
             f"{duration(progress.elapsed_s):>6}",
@@ -155,7 +171,10 @@ class LiveView:
             if is_over and name in ("now", "stopping"):
                 continue
             glued = value.replace(" %", "\u00a0%") if name != "time" else _glued(value)
-            table.add_row(Text(name, style="dim"), cell(glued))
+            shown = cell(glued)
+            if name == "learning":
+                shown.stylize(UNUSUAL)
+            table.add_row(Text(name, style="dim"), shown)
         colour = self._colour()
         bar = ProgressBar(
             total=max(1, steps.total),

@@ -48,11 +48,19 @@ def sample_before_training(resolved: Resolved, *, count: int) -> str:
                 f"no completion could be sampled and scored: {'; '.join(faults) or 'no cause was recorded'}"
             )
             raise UserError(message) if code == EXIT_USER_ERROR else WorldError(message)
-    warmup = resolved.config.warmup
-    before = (
-        [] if warmup is None else [f"  before the warm-up of {warmup.steps} steps, which is not made here"]
-    )
-    return "\n".join([*_lines(records), *before])
+    return "\n".join([*_lines(records), *(_caveat(resolved.config) or _remarks(records))])
+
+
+def _caveat(config: Config) -> list[str]:
+    """Say why the samples are not those that training would begin with, if so: nothing follows from their rewards."""
+    if config.warmup is not None:
+        warmup = f"{config.warmup.steps} steps of warm-up, which are not made here"
+        return [
+            f"  these weights still lack {warmup}: the samples show that the reward works, not what is earned"
+        ]
+    if config.model.path is None:
+        return ["  the weights are random: the samples show that the reward works, not what a model earns"]
+    return []
 
 
 def _sampling_only(resolved: Resolved, *, count: int) -> Config:
@@ -91,7 +99,6 @@ def _lines(records: Sequence[SampleRecord]) -> Iterator[str]:
             parts[name].append(value)
     for name, values in parts.items():
         yield f"  {name}: {sum(values) / len(values):.3f} on average"
-    yield from _remarks(records)
 
 
 def _remarks(records: Sequence[SampleRecord]) -> Iterator[str]:

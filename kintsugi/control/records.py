@@ -42,6 +42,7 @@ from kintsugi.telemetry.step_metrics import (
     EvalAnswersWriter,
     MetricsWriter,
     SamplesWriter,
+    source_metrics,
     step_metrics,
 )
 from kintsugi.types import Role, Wait, process_id
@@ -163,6 +164,7 @@ class Records:
         values = step_metrics(
             record.metas, advantages=advantages, call_metrics=record.call_metrics, timing=timing
         )
+        values |= source_metrics(record.metas, texts=record.texts)
         self.attempt("metrics", lambda: self._metrics.write(record.step, values, stage=record.stage))
         self.attempt(
             "completions of the trackers",

@@ -183,12 +183,10 @@ def assess_learning(run_dir: str | Path) -> LearningReport:
 
 def recorded_findings(run_dir: Path) -> LearningReport | None:
     """Return the latest report that the watcher recorded; None if there is none: always healthy."""
-    path = RunFolder(run_dir).learning_file
-    if not path.exists():
-        return None
-    for _, line in lines_backwards(path):
-        with suppress(msgspec.MsgspecError, UnicodeDecodeError):
-            return msgspec.json.decode(line, type=LearningReport)
+    with suppress(OSError):  # No file, as of a run that was always healthy, or one that may not be read.
+        for _, line in lines_backwards(RunFolder(run_dir).learning_file):
+            with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                return msgspec.json.decode(line, type=LearningReport)
     return None
 
 

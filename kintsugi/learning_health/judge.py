@@ -78,11 +78,10 @@ def judge(history: StageHistory, *, earlier: Sequence[LearningFinding] = ()) -> 
     for detector in DETECTORS:
         finding = detector(history)
         if finding is not None:
-            found.setdefault(finding.kind, finding)
+            found[finding.kind] = _since_the_first(found.get(finding.kind, finding), finding)
     for before in earlier:
         if (now := found.get(before.kind)) is not None:
-            since_step = min(before.since_step, now.since_step)
-            found[before.kind] = msgspec.structs.replace(now, since_step=since_step)
+            found[before.kind] = _since_the_first(now, before)
     kept = {
         each.kind: each
         for each in earlier
@@ -99,6 +98,11 @@ def judge(history: StageHistory, *, earlier: Sequence[LearningFinding] = ()) -> 
         for each in candidates
         if each.kind not in explained
     )
+
+
+def _since_the_first(finding: LearningFinding, other: LearningFinding) -> LearningFinding:
+    """Return a finding with the earlier first step of two of its kind."""
+    return msgspec.structs.replace(finding, since_step=min(finding.since_step, other.since_step))
 
 
 def _explains(cause: LearningFinding, other: LearningFinding, candidates: Sequence[LearningFinding]) -> bool:

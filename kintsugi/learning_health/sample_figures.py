@@ -1,4 +1,4 @@
-"""Figures of the samples of one step that its metrics do not have: answers in texts, signs of advantages, sources."""
+"""Figures of the samples of one step that its metrics do not have: answers in texts, signs of advantages."""
 
 from __future__ import annotations
 
@@ -13,15 +13,6 @@ from kintsugi.telemetry.step_metrics import SampleRecord
 MARK = "####"
 """Worked solutions have their final answer after this mark, as in GSM8K."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-
-class SourceFigures(msgspec.Struct, frozen=True):
-    """Rewards of one source of a mixture."""
-
-    samples: int
-    lowest: float
-    highest: float
-    total: float
 
 
 class SampleFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +38,6 @@ class SampleFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Mean over groups of the correlation of reward and advantage; None where no group has different ones."""
     garbled: int = 0
     """Completions with characters that could not be decoded."""
-    sources: dict[str, SourceFigures] = {}
 
 
 def final_answer(answer: str) -> str:
@@ -57,6 +47,23 @@ def final_answer(answer: str) -> str:
     '4'
     """
     return answer.rpartition(MARK)[2].strip()
+
+
+def contains(text: str, answer: str) -> bool:
+    """Return whether a text has an answer as words of its own; 151 does not have the answer 15.
+
+    >>> contains("so <answer>15</answer>", "15"), contains("151", "15")
+    (True, False)
+    """
+    start = text.find(answer)
+    while start >= 0:
+        end = start + len(answer)
+        begins = start == 0 or not (text[start - 1].isalnum() and answer[0].isalnum())
+        ends = end == len(text) or not (text[end].isalnum() and answer[-1].isalnum())
+        if begins and ends:
+            return True
+        start = text.find(answer, start + 1)
+    return False
 
 
 def figures_of(samples: Sequence[SampleRecord]) -> SampleFigures | None:
@@ -71,14 +78,13 @@ def figures_of(samples: Sequence[SampleRecord]) -> SampleFigures | None:
         lowest=min(each.reward for each in scored),
         highest=max(each.reward for each in scored),
         with_answer=len(known),
-        answered=sum(answer in each.completion for each, answer in known),
-        answered_by_chance=sum(answer in each.completion for each, answer in others),
-        leaked=sum(answer in each.prompt for each, answer in known),
-        leaked_by_chance=sum(answer in each.prompt for each, answer in others),
+        answered=sum(contains(each.completion, answer) for each, answer in known),
+        answered_by_chance=sum(contains(each.completion, answer) for each, answer in others),
+        leaked=sum(contains(each.prompt, answer) for each, answer in known),
+        leaked_by_chance=sum(contains(each.prompt, answer) for each, answer in others),
         prompts=len({each.prompt for each in scored}),
         agreement=_agreement(scored),
         garbled=sum(REPLACEMENT in each.completion for each in scored),
-        sources=_by_source(scored),
     )
 
 
@@ -111,14 +117,3 @@ def correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     if first_square == 0 or second_square == 0:
         return None
     return float(covariance / sqrt(first_square * second_square))
-
-
-def _by_source(scored: Sequence[SampleRecord]) -> dict[str, SourceFigures]:
-    rewards: dict[str, list[float]] = defaultdict(list)
-    for each in scored:
-        if each.source:
-            rewards[each.source].append(each.reward)
-    return {
-        source: SourceFigures(len(found), min(found), max(found), sum(found))
-        for source, found in rewards.items()
-    }

@@ -31,6 +31,7 @@ class ChangeDetector:
             "samples": _state(run.samples_file),
             "state": (_state(run.launcher_file), _state(run.summary_file), _state(run.config_file)),
             "incidents": (journal, _state(run.diagnoses_file)),
+            "learning": _state(run.learning_file),
             "health": (_state(run.processes_file), _state(run.launcher_file)),
             "timeline": _states(run.events_folder),
             "logs": (_states(run.events_folder, without=".spans."), _states(run.logs_folder)),

@@ -17,6 +17,7 @@ from kintsugi.config.stages import next_stage, stages
 from kintsugi.diagnosis.diagnose import diagnose
 from kintsugi.diagnosis.verdict import Cause
 from kintsugi.errors import KintsugiError, UserError
+from kintsugi.learning_health import learning_lines, recorded_findings
 from kintsugi.page import samples as sample_pages
 from kintsugi.page import timeline as lanes_over_time
 from kintsugi.page.health import health
@@ -32,6 +33,7 @@ from kintsugi.page.schema import (
     IncidentDetail,
     IncidentList,
     IncidentRow,
+    LearningHealth,
     LogPage,
     Mark,
     Metrics,
@@ -188,6 +190,7 @@ class RunReader:
             model=model_name(config) if config else "",
             last_incident=self._last_incident(summary, is_running=state == RunState.RUNNING),
             curve=self._curve(),
+            learning=tuple(learning_lines(self.folder)),
             problems=tuple(filter(None, found)),
         )
 
@@ -321,6 +324,11 @@ class RunReader:
         return found + [
             Mark(step=step, time=None, kind="checkpoint", text=f"checkpoint of step {step}") for step in saved
         ]
+
+    def learning(self) -> LearningHealth:
+        """Return the findings about learning that the watcher of the run recorded last."""
+        report = recorded_findings(self.folder)
+        return LearningHealth(findings=() if report is None else report.findings)
 
     # Samples.
 

@@ -7,6 +7,7 @@ Every answer that reads files has `problems`: sentences about what could not be 
     GET  /api/runs                               RunList
     GET  /api/runs/ID                            RunHeader
     GET  /api/runs/ID/metrics                    Metrics          ?keys=a,b&points=2000
+    GET  /api/runs/ID/learning                   LearningHealth
     GET  /api/runs/ID/samples                    SamplePage       ?step=&group=&sort=order|worst|longest|surprising
                                                                    &text=&min=&max=&outcome=&cursor=&limit=
     GET  /api/runs/ID/samples/N                  SampleDetail
@@ -27,6 +28,8 @@ An error is `{"error": "sentence"}` with status 400, 401, 403, 404, 409 or 500.
 from __future__ import annotations
 
 import msgspec
+
+from kintsugi.learning_health import LearningFinding
 
 
 class _Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +70,7 @@ class RunRow(_Answer, frozen=True, kw_only=True):
     {"id": "sums-1", "name": "sums", "state": "running", "step": 12, "steps": 100, "reward": 0.41,
      "accuracy": 0.55, "accuracy_low": 0.42, "accuracy_high": 0.67, "tokens_per_s": 3484.5, "age_s": 93.0,
      "started": 1794984263.4, "algorithm": "grpo", "model": "new llama, 2 layers", "last_incident": {…} or null,
-     "curve": [0.1, 0.25, 0.41], "problems": []}
+     "curve": [0.1, 0.25, 0.41], "learning": ["equal_rewards since step 3: …"], "problems": []}
     """
 
     id: str
@@ -91,6 +94,8 @@ class RunRow(_Answer, frozen=True, kw_only=True):
     last_incident: IncidentRow | None = None
     curve: tuple[float | None, ...] = ()
     """Mean reward over the steps that have one, thinned to few points."""
+    learning: tuple[str, ...] = ()
+    """Current findings about learning, a line each; empty where nothing is unusual."""
     problems: tuple[str, ...] = ()
 
 
@@ -198,6 +203,17 @@ class Metrics(_Answer, frozen=True, kw_only=True):
     thinned: int = 1
     """Steps that a place stands for."""
     problems: tuple[str, ...] = ()
+
+
+class LearningHealth(_Answer, frozen=True, kw_only=True):
+    """Findings about learning, the cause of others first; none where nothing is unusual.
+
+    {"findings": [{"kind": "equal_rewards", "since_step": 3, "step": 8, "confidence": 0.95, "summary": "no group has …",
+     "evidence": [{"source": "metrics.jsonl", "step": 8, "quote": "frac_reward_zero_std 1, …"}], "advice": "look at …",
+     "leads_to": []}]}
+    """
+
+    findings: tuple[LearningFinding, ...]
 
 
 class SampleRow(_Answer, frozen=True, kw_only=True):
@@ -727,7 +743,8 @@ class CompareAnswer(_Answer, frozen=True, kw_only=True):
 
 
 class Change(_Answer, frozen=True, kw_only=True):
-    """Data of `event: change`: {"what": ["metrics", "samples", "incidents", "health", "logs", "state", "timeline"]}.
+    """Data of `event: change`: {"what": ["metrics", "samples", "incidents", "health", "learning", "logs", "state",
+    "timeline"]}.
 
     `/api/events` (all runs, for the overview) sends {"what": ["runs"], "runs": ["sums-1"]}.
     """

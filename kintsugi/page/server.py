@@ -108,6 +108,7 @@ class PageServer:
         get("/api/compare", self._compare)
         get(run, self._of_run(lambda reader, _: reader.header()))
         get(f"{run}/metrics", self._of_run(_metrics, part="metrics"))
+        get(f"{run}/learning", self._of_run(lambda reader, _: reader.learning()))
         get(f"{run}/samples", self._samples)
         get(f"{run}/samples/{{number}}", self._of_run(_sample))
         get(f"{run}/timeline", self._of_run(_timeline, part="timeline"))

@@ -36,6 +36,8 @@ from kintsugi.types import FinishReason, SampleMeta, SampleText
 _BLOCK_SIZE = 1 << 16
 DEMONSTRATIONS = frozenset({"warmup", "sft"})
 """Stages that learn from rows of the data."""
+SOURCE = "source/"
+"""Begin of the names of metrics of one source of a mixture: `source/gsm8k.jsonl/reward`."""
 TABLE_EVERY, TABLE_ROWS, CELL_LENGTH = 10, 8, 1000
 """Steps between tables of completions in the trackers, rows of a table, characters of a cell: they bound the files."""
 MOST_CALLS = 1024
@@ -128,6 +130,17 @@ def _reward_metrics(metas: Sequence[SampleMeta], *, lengths: Sequence[float]) ->
         "frac_reward_zero_std": _mean([float(deviation == 0.0) for deviation in deviations]),
         "reward_length_correlation": _correlation(rewards, lengths),
     }
+
+
+def source_metrics(metas: Sequence[SampleMeta], *, texts: Mapping[str, SampleText]) -> dict[str, float]:
+    """Return mean reward and number of samples of every source of a mixture; nothing where there is one source."""
+    rewards: dict[str, list[float]] = {}
+    for meta in metas:
+        text = texts.get(meta.key)
+        if text is not None and text.source and meta.reward_components:
+            rewards.setdefault(text.source, []).append(meta.reward)
+    means = {f"{SOURCE}{source}/reward": _mean(values) for source, values in rewards.items()}
+    return means | {f"{SOURCE}{source}/samples": float(len(values)) for source, values in rewards.items()}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -6,9 +6,12 @@ import json
 import shutil
 from pathlib import Path
 
+from kintsugi.diagnosis.learning_watch import LearningWatch
 from kintsugi.page.demo import FAULTS, SLOW, unpack
+from kintsugi.telemetry.events import EventLog
 
 DEAD, EMPTY, HOSTILE, DAMAGED, WIDE = "dead", "empty", "hostile", "damaged", "wide"
+CONSTANT = "constant-reward"
 TEXTS = (
     "<script>window.owned = 1</script><img src=x onerror='window.owned = 1'>",
     "\x1b[31mred\x1b[0m \x07 \x9b2J",
@@ -45,8 +48,26 @@ def make(folder: Path) -> Path:
         for kind in ("jsonl", "spans.jsonl"):
             events = folder / WIDE / "events"
             shutil.copy(events / f"server-{number % 2}.{kind}", events / f"server-{number}.{kind}")
+    _make_constant_reward(folder)
     (folder / "no_run").mkdir()
     return folder
 
 
-__all__ = ["DAMAGED", "DEAD", "EMPTY", "FAULTS", "HOSTILE", "SLOW", "TEXTS", "WIDE", "make"]
+def _make_constant_reward(folder: Path) -> None:
+    """Copy a run with metrics as of a reward function that returns a constant; the watcher has read them."""
+    run = folder / CONSTANT
+    shutil.copytree(folder / SLOW, run)
+    metrics = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        if "reward/mean" in line:
+            line |= {"reward/mean": 0.7, "reward_std": 0.0, "frac_reward_zero_std": 1.0}
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    log = EventLog(run / "events" / "watcher-0.jsonl", process="watcher-0")
+    watch = LearningWatch(run, log=log)
+    watch.look()
+    watch.close()
+    log.close()
+
+
+__all__ = ["CONSTANT", "DAMAGED", "DEAD", "EMPTY", "FAULTS", "HOSTILE", "SLOW", "TEXTS", "WIDE", "make"]

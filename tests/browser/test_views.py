@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.browser.conftest import LONGEST_MS, Viewer
-from tests.browser.recorded_runs import DAMAGED, DEAD, EMPTY, FAULTS, HOSTILE, SLOW, WIDE
+from tests.browser.recorded_runs import CONSTANT, DAMAGED, DEAD, EMPTY, FAULTS, HOSTILE, SLOW, WIDE
 
 VIEWS = ("learning", "rollouts", "time", "health", "incidents", "logs", "levels")
 SERIOUS = ("serious", "critical")
@@ -34,7 +34,12 @@ def test_every_view_is_accessible_in_light_and_dark_and_fits_a_phone(viewer: Vie
     axe = (files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
     page = viewer.page
     found: list[str] = []
-    for route in ("/", f"/compare?runs={FAULTS},{SLOW}", *(f"/run/{FAULTS}/{view}" for view in VIEWS)):
+    for route in (
+        "/",
+        f"/compare?runs={FAULTS},{SLOW}",
+        *(f"/run/{FAULTS}/{view}" for view in VIEWS),
+        f"/run/{CONSTANT}/learning",
+    ):
         viewer.open(route)
         page.evaluate(axe)
         name = re.sub(r"\W+", "-", route).strip("-") or "overview"
@@ -78,6 +83,32 @@ def test_the_overview_lists_every_run_and_says_what_is_wrong_with_one(viewer: Vi
     page.locator(".run-head .problems summary").click()
     expect(page.locator(".run-head .problems")).to_contain_text("another version of kintsugi")
     expect(page.locator(".run-head .problems")).to_contain_text("metrics.jsonl, line 6")
+
+
+def test_what_keeps_a_run_from_learning_is_shown_and_a_healthy_run_has_no_such_panel(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    page = viewer.open(f"/run/{CONSTANT}/learning")
+    found = page.locator(".finding")
+    expect(found).to_have_count(1)
+    expect(found).to_contain_text("equal rewards")
+    expect(found).to_contain_text("no group has different rewards")
+    found.locator("summary").click()
+    expect(found.locator("details")).to_contain_text("frac_reward_zero_std 1")
+    for theme in ("light", "dark"):
+        page.emulate_media(color_scheme="dark" if theme == "dark" else "light")
+        page.screenshot(path=tmp_path / f"finding-{theme}.png")
+    since = found.get_by_role("button", name="step").first
+    step = since.inner_text().removeprefix("step ")
+    since.click()
+    expect(page.locator(".step-number b")).to_have_text(step)
+    expect(page.locator(".run-head")).to_contain_text("equal_rewards since step")
+    viewer.open("/")
+    expect(page.locator(f'tr[data-run="{CONSTANT}"]')).to_contain_text("learning: equal_rewards")
+    assert page.locator(".learning-note").count() == 1
+    viewer.open(f"/run/{SLOW}/learning")
+    assert page.locator(".finding").count() == 0
+    viewer.assert_nothing_forbidden()
 
 
 def test_an_incident_is_told_in_order_with_its_cause(viewer: Viewer) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from math import isfinite, log
 
-from kintsugi.learning_health.detectors.rewards import CONFIG, EDGE, METRICS, PATIENCE, SAMPLES
+from kintsugi.learning_health.detectors.rewards import CONFIG, EDGE, METRICS, PATIENCE, SAMPLES, SOLVED_SHARE
 from kintsugi.learning_health.finding import LearningEvidence, LearningFinding, LearningKind
 from kintsugi.learning_health.history import StageHistory, StepFigures, mean_of, median_of, trailing
 
 COLLAPSED_SHARE, COLLAPSED_NATS = 0.2, 0.3
 """Share of the initial entropy, and nats per token, below which the policy is nearly deterministic, …"""
+DECLINED_SHARE = 0.5
+"""Share of the initial entropy below which the collapse is under way: rewards may fall before it is complete."""
 UNSOLVED_SHARE = 0.6
 """… which is premature below this share of the span of rewards."""
 TRUNCATED_SHARE = 0.98
 GROWN_FACTOR, GROWN_TRUNCATED = 1.5, 0.3
 """Growth of mean length, and of the share of truncated completions, that counts as an explosion."""
-PAID_LENGTH = 0.8
+PAID_LENGTH = 0.6
 """Correlation of reward and length above which length itself is rewarded."""
 UPDATE_RATIO = 0.1
 """Change of the weights by one update, relative to their norm, that destroys a trained model."""
@@ -23,6 +25,8 @@ NEW_UPDATE_RATIO = 0.3
 """The same for a model that begins with random weights."""
 KL_NATS = 2.0
 """KL to the reference per token above which nothing of the reference is left."""
+STEP_KL_NATS = 0.2
+"""KL of the policy that sampled to the updated one, mean over the updates of a step; usual is below 0.02."""
 GRADIENT_GROWTH, LOSS_GROWTH = 30.0, 1.5
 SAMPLER_NATS = 0.05
 """Mean difference of log-probabilities of sampler and trainer; bfloat16 on both sides gives about 0.01."""
@@ -37,16 +41,18 @@ def collapsed_entropy(history: StageHistory) -> LearningFinding | None:
     steps = history.steps
     if not history.facts.samples_completions or len(steps) < EDGE + PATIENCE:
         return None
-    before = mean_of(steps[:PATIENCE], "entropy")
+    # A fast collapse is over by the third step, so the mean of the first steps would be too low.
+    before = max(each.get("entropy") for each in steps[:PATIENCE])
     limit = min(COLLAPSED_SHARE * before, COLLAPSED_NATS)
     stretch = trailing(steps, lambda each: each.get("entropy") < limit)
     if len(stretch) < PATIENCE or _solved_share(history, stretch[-EDGE:]) >= UNSOLVED_SHARE:
         return None
     first, last = stretch[0], stretch[-1]
+    decline = trailing(steps, lambda each: each.get("entropy") < DECLINED_SHARE * before)
     reward = mean_of(stretch[-EDGE:], "reward/mean")
     return LearningFinding(
         kind=LearningKind.ENTROPY_COLLAPSE,
-        since_step=first.step,
+        since_step=decline[0].step,
         step=last.step,
         confidence=0.85,
         summary=(
@@ -54,7 +60,7 @@ def collapsed_entropy(history: StageHistory) -> LearningFinding | None:
             f"a mean reward of {reward:.3f}: the policy no longer explores"
         ),
         evidence=(
-            LearningEvidence(METRICS, steps[0].step, f"entropy {before:.3g}, mean of {PATIENCE} steps"),
+            LearningEvidence(METRICS, steps[0].step, f"entropy {before:.3g}, highest of {PATIENCE} steps"),
             LearningEvidence(METRICS, last.step, f"entropy {last.get('entropy'):.3g}"),
             LearningEvidence(
                 METRICS, last.step, f"frac_reward_zero_std {last.get('frac_reward_zero_std'):.2f}"
@@ -77,9 +83,9 @@ def _solved_share(history: StageHistory, steps: list[StepFigures]) -> float:
 
 
 def truncated(history: StageHistory) -> LearningFinding | None:
-    """Find completions that all end at the length limit."""
+    """Find completions that all end at the length limit, unless they earn all that there is to earn."""
     stretch = trailing(history.steps, lambda each: each.get("completions/clipped_ratio") >= TRUNCATED_SHARE)
-    if len(stretch) < PATIENCE:
+    if len(stretch) < PATIENCE or _solved_share(history, stretch[-EDGE:]) >= SOLVED_SHARE:
         return None
     first, last = stretch[0], stretch[-1]
     share, length = last.get("completions/clipped_ratio"), last.get("completions/mean_length")
@@ -114,26 +120,28 @@ def grown_length(history: StageHistory) -> LearningFinding | None:
     start, end = steps[:EDGE], steps[-EDGE:]
     before, now = mean_of(start, "completions/mean_length"), mean_of(end, "completions/mean_length")
     cut_before, cut_now = (mean_of(part, "completions/clipped_ratio") for part in (start, end))
-    paid = mean_of(end, "reward_length_correlation")
-    if not (
-        now >= GROWN_FACTOR * before and (cut_now - cut_before >= GROWN_TRUNCATED or paid >= PAID_LENGTH)
-    ):
+    paid = [each for each in steps if each.get("reward_length_correlation") >= PAID_LENGTH]
+    is_paid = len(paid) >= EDGE  # Where all completions have grown to the limit, nothing correlates any more.
+    if not (now >= GROWN_FACTOR * before and (cut_now - cut_before >= GROWN_TRUNCATED or is_paid)):
         return None
     threshold = (before + now) / 2
-    since = trailing(steps, lambda each: each.get("completions/mean_length") > threshold)
+    grown = trailing(steps, lambda each: each.get("completions/mean_length") > threshold) or end
+    correlation = mean_of(paid if is_paid else end, "reward_length_correlation")
     return LearningFinding(
         kind=LearningKind.LENGTH,
-        since_step=since[0].step if since else end[0].step,
+        since_step=paid[0].step if is_paid else grown[0].step,
         step=end[-1].step,
         confidence=0.85,
         summary=(
             f"completions grow from {before:.1f} to {now:.1f} tokens, {cut_now:.0%} of them are truncated, and reward "
-            f"and length correlate with {paid:+.2f}"
+            f"and length correlate with {correlation:+.2f}"
         ),
         evidence=(
             LearningEvidence(METRICS, start[-1].step, f"completions/mean_length {before:.1f}"),
             LearningEvidence(METRICS, end[-1].step, f"completions/mean_length {now:.1f}"),
-            LearningEvidence(METRICS, end[-1].step, f"reward_length_correlation {paid:+.2f}"),
+            LearningEvidence(
+                METRICS, (paid if is_paid else end)[-1].step, f"reward_length_correlation {correlation:+.2f}"
+            ),
         ),
         advice=(
             "look whether the longest samples are better; punish overlong answers (`algorithm.overlong_buffer`), use a "
@@ -188,17 +196,25 @@ def _large_updates(history: StageHistory) -> LearningFinding | None:
 
 
 def _large_kl(history: StageHistory) -> LearningFinding | None:
-    if not history.facts.has_reference:
+    """Find a policy far from its reference; without one, a policy that its own updates moved far within a step."""
+    facts = history.facts
+    if facts.has_reference:
+        limit, what = KL_NATS, "to the reference"
+        large = trailing(history.steps, lambda each: abs(each.get("kl")) >= limit)
+    else:
+        limit, what = STEP_KL_NATS, "between the policy that sampled and its own updates"
+        large = [each for each in history.steps if facts.is_on_policy and abs(each.get("kl")) >= limit]
+    if len(large) < PATIENCE:
         return None
-    stretch = trailing(history.steps, lambda each: abs(each.get("kl")) >= KL_NATS)
-    if len(stretch) < PATIENCE:
-        return None
-    first, last = stretch[0], stretch[-1]
+    first, last = large[0], large[-1]
     return _divergence(
         history,
         first.step,
-        summary=f"the KL divergence to the reference is {last.get('kl'):.2f} nats per token since step {first.step}",
-        quote=f"kl {last.get('kl'):.3g}, ratio_mean {last.get('ratio_mean'):.3g}",
+        summary=(
+            f"the KL divergence {what} is {last.get('kl'):.2f} nats per token at step {last.step}, above {limit:g} in "
+            f"{len(large)} steps since step {first.step}"
+        ),
+        quote=f"kl {last.get('kl'):.3g}, clip_ratio {last.get('clip_ratio'):.3g}",
         at=last.step,
         confidence=0.85,
     )

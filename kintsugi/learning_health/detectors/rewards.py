@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 
 from kintsugi.learning_health.finding import LearningEvidence, LearningFinding, LearningKind
 from kintsugi.learning_health.history import StageHistory, StepFigures, mean_of, standard_error, trailing
-from kintsugi.learning_health.sample_figures import SampleFigures, SourceFigures
+from kintsugi.learning_health.sample_figures import SampleFigures
 from kintsugi.run_folder.layout import RELATIVE
+from kintsugi.telemetry.step_metrics import SOURCE
 
 METRICS, SAMPLES = str(RELATIVE.metrics_file), str(RELATIVE.samples_file)
 CONFIG = str(RELATIVE.config_file)
@@ -29,7 +31,8 @@ FALL_ADVICE = (
     "`actor.learning_rate` and look at the samples that changed"
 )
 LEAK_SHARE, LEAK_BY_CHANCE, LEAST_PROMPTS = 0.9, 0.5, 16
-SOURCE_STEPS, SOURCE_SAMPLES = 5, 48
+SOURCE_STEPS, SOURCE_SAMPLES, SAME_REWARD = 5, 48, 1e-6
+"""Steps and samples of a source that show that it is stuck, and the difference of means that is only rounding."""
 
 
 def equal_rewards(history: StageHistory) -> LearningFinding | None:
@@ -52,7 +55,7 @@ def equal_rewards(history: StageHistory) -> LearningFinding | None:
             LearningEvidence(
                 METRICS, last.step, f"frac_reward_zero_std 1, reward_std 0, reward/mean {reward:g}"
             ),
-            *(_span_evidence(each) for each in stretch[-1:]),
+            *(_span_evidence(each) for each in stretch[-1:] if each.samples is not None),
         ),
         advice=(
             "look at `kintsugi samples RUN`: if right and wrong answers earn the same, the reward function is at "
@@ -305,55 +308,59 @@ def leaked_answer(history: StageHistory) -> LearningFinding | None:
 
 
 def stuck_source(history: StageHistory) -> LearningFinding | None:
-    """Find a source of a mixture whose samples all earn the lowest reward while others learn."""
-    shown = [each for each in history.steps if each.samples is not None and len(each.samples.sources) > 0]
-    if not history.facts.is_mixture or len(shown) < SOURCE_STEPS:
+    """Find a source of a mixture that earns the same in every step while others earn more."""
+    if not history.facts.is_mixture:
         return None
-    totals: dict[str, SourceFigures] = {}
-    for each in shown:
-        assert each.samples is not None
-        for source, found in each.samples.sources.items():
-            totals[source] = _sum(totals.get(source), found)
-    for source, total in totals.items():
-        others = [each for name, each in totals.items() if name != source]
-        is_stuck = total.samples >= SOURCE_SAMPLES and total.lowest == total.highest
-        if is_stuck and any(each.highest > total.highest and each.lowest < each.highest for each in others):
-            return _stuck_finding(source, total, others=others, shown=shown)
+    rewards = {source: _rewards_of(history, source) for source in _sources(history)}
+    for source, earned in rewards.items():
+        samples = sum(each.get(f"{SOURCE}{source}/samples") for each in earned)
+        if len(earned) < SOURCE_STEPS or samples < SOURCE_SAMPLES:
+            continue
+        means = [each.get(f"{SOURCE}{source}/reward") for each in earned]
+        others = [
+            each.get(f"{SOURCE}{other}/reward")
+            for other, steps in rewards.items()
+            if other != source
+            for each in steps
+        ]
+        if max(means) - min(means) <= SAME_REWARD and others and max(others) > max(means) + SAME_REWARD:
+            return _stuck_finding(source, earned, samples=int(samples), others=others)
     return None
 
 
+def _sources(history: StageHistory) -> list[str]:
+    """Return the names of the sources, in order."""
+    names = {name for each in history.steps for name in each.values if name.startswith(SOURCE)}
+    return sorted({name.removeprefix(SOURCE).rpartition("/")[0] for name in names})
+
+
+def _rewards_of(history: StageHistory, source: str) -> list[StepFigures]:
+    """Return the steps with samples of a source."""
+    return [each for each in history.steps if isfinite(each.get(f"{SOURCE}{source}/reward"))]
+
+
 def _stuck_finding(
-    source: str, total: SourceFigures, *, others: Sequence[SourceFigures], shown: Sequence[StepFigures]
+    source: str, earned: Sequence[StepFigures], *, samples: int, others: Sequence[float]
 ) -> LearningFinding:
-    mean = sum(each.total for each in others) / sum(each.samples for each in others)
+    first, last, mean = earned[0], earned[-1], sum(others) / len(others)
+    reward = last.get(f"{SOURCE}{source}/reward")
     return LearningFinding(
         kind=LearningKind.SOURCE_STUCK,
-        since_step=shown[0].step,
-        step=shown[-1].step,
+        since_step=first.step,
+        step=last.step,
         confidence=0.9,
         summary=(
-            f"source {source} teaches nothing: each of its {total.samples} samples since step {shown[0].step} earned "
-            f"{total.lowest:g}, while the other sources earn {mean:.3f} on average"
+            f"source {source} teaches nothing: its {samples} samples since step {first.step} earned {reward:g} in "
+            f"every step, while the other sources earn {mean:.3f} on average"
         ),
         evidence=(
             LearningEvidence(
-                SAMPLES, shown[-1].step, f"{source}: {total.samples} rewards, all {total.lowest:g}"
+                METRICS, last.step, f"{SOURCE}{source}/reward {reward:g} in each of {len(earned)} steps"
             ),
-            LearningEvidence(SAMPLES, shown[-1].step, f"other sources: mean reward {mean:.3f}"),
+            LearningEvidence(METRICS, last.step, f"other sources: mean reward {mean:.3f}"),
         ),
         advice=(
             f"look at `kintsugi samples RUN` of {source}: its answers may have a format that the reward does not "
             "recognise, or be too hard; lower its weight or remove it"
         ),
-    )
-
-
-def _sum(first: SourceFigures | None, second: SourceFigures) -> SourceFigures:
-    if first is None:
-        return second
-    return SourceFigures(
-        first.samples + second.samples,
-        min(first.lowest, second.lowest),
-        max(first.highest, second.highest),
-        first.total + second.total,
     )

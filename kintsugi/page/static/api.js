@@ -48,6 +48,7 @@ export const api = {
   run: (id, options) => api.get(of(id), {}, options),
   metrics: (id, { keys, points = 1200 } = {}, options) =>
     api.get(`${of(id)}/metrics`, { keys: keys?.join(","), points }, options),
+  learning: (id, options) => api.get(`${of(id)}/learning`, {}, options),
   samples: (id, filter, options) => api.get(`${of(id)}/samples`, filter, options),
   sample: (id, index, options) => api.get(`${of(id)}/samples/${index}`, {}, options),
   timeline: (id, range, options) => api.get(`${of(id)}/timeline`, range, options),
@@ -62,7 +63,7 @@ export const api = {
   events,
 };
 
-const EVERYTHING = ["runs", "state", "metrics", "samples", "timeline", "health", "incidents", "logs"];
+const EVERYTHING = ["runs", "state", "metrics", "samples", "timeline", "health", "incidents", "learning", "logs"];
 const FIRST_RETRY_MS = 500;
 const LONGEST_RETRY_MS = 8000;
 

@@ -229,7 +229,7 @@ function followRun(id) {
       drawBar();
     },
     onChange(what, runs) {
-      const isNews = what.includes("state") || what.includes("incidents");
+      const isNews = ["state", "incidents", "learning"].some((each) => what.includes(each));
       if (id !== null) refreshSoon(id, isNews ? NEWS_REFRESH_MS : STATE_REFRESH_MS);
       current?.view?.update?.(what, runs);
       for (const listener of [...(current?.listeners ?? [])]) listener(what, runs);
@@ -415,6 +415,7 @@ function facts() {
     fact("Algorithm", run.algorithm || "–"),
     fact("Model", visible(run.model || "–")),
     incident && fact("Last incident", h("a", { href: href(`/run/${encodeURIComponent(run.id)}/incidents`, { incident: incident.id }), title: incident.title }, visible(incident.title)), null, null, "wide"),
+    run.learning.length > 0 && fact("Learning", h("a", { class: "warn", href: href(`/run/${encodeURIComponent(run.id)}/learning`), title: run.learning.join("\n") }, visible(run.learning[0].split(":")[0])), null, null, "wide"),
   ];
 }
 

@@ -30,6 +30,7 @@ STEP_HELP: Mapping[str, str] = {
     "reissued_groups": "Groups replaced by the next prompt because they could not be trained.",
     "reward/mean": "Mean total reward of the batch.",
     "reward": "Mean of one reward function over the batch, before its weight.",
+    "source": "Mean reward and number of the batch's samples of one source of a mixture.",
     "reward_std": "Mean over groups of the standard deviation of the group's rewards (n - 1).",
     "frac_reward_zero_std": "Share of groups in which all rewards are equal.",
     "equal_reward_groups": "Groups of the batch in which all rewards are equal.",

@@ -35,3 +35,9 @@ def begins_odd(completions: list[str], **columns: Any) -> list[float]:
     """1 for an odd first digit, else 0: whole groups often earn the same."""
     wait_at_gate(Path(os.environ["KINTSUGI_TEST_RUN"]))
     return [float(text[:1] in set("13579")) for text in completions]
+
+
+def constant(completions: list[str], **columns: Any) -> list[float]:
+    """The same for every completion: nothing can be learned from it."""
+    wait_at_gate(Path(os.environ["KINTSUGI_TEST_RUN"]))
+    return [0.7] * len(completions)

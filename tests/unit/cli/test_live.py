@@ -15,6 +15,7 @@ from kintsugi.cli.live import LiveView
 from kintsugi.cli.output import console
 from kintsugi.cli.progress import RunProgress, StepProgress, duration, seconds_text
 from kintsugi.config.schema import AlgorithmSection, Config, WarmupSection
+from kintsugi.learning_health import LearningFinding, LearningKind, LearningReport
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.summary import IncidentLine, Summary
 from kintsugi.runtime.counters import SAVE_BYTES, SAVED_BYTES
@@ -282,6 +283,47 @@ def test_a_loss_and_its_recovery_are_printed_immediately_and_old_ones_are_not(
     text = output.getvalue()
     assert text.count("recovered in 250 ms: model-1 was lost") == 1
     assert "earlier session" not in text and "nothing to look at" not in text
+
+
+def write_findings(folder: Path, *kinds: LearningKind) -> None:
+    """Append a report with these findings, as the watcher does when they change."""
+    found = tuple(
+        LearningFinding(
+            kind=kind,
+            since_step=3,
+            step=5,
+            confidence=0.9,
+            summary="no group has different rewards",
+            evidence=(),
+            advice="",
+        )
+        for kind in kinds
+    )
+    report = LearningReport(run=str(folder), step=5, time=0.0, findings=found)
+    with RunFolder(folder).learning_file.open("ab") as file:
+        file.write(msgspec.json.encode(report) + b"\n")
+
+
+def test_a_finding_about_learning_is_printed_once_in_plain_output_and_its_end_too(tmp_path: Path) -> None:
+    clock, output = VirtualClock(), io.StringIO()
+    screen = Console(file=output, force_terminal=False, width=80)
+    with LiveView(CONFIG, run_dir=tmp_path, console=screen, clock=clock) as display:
+        write_findings(tmp_path, LearningKind.EQUAL_REWARDS)
+        for _ in range(40):
+            clock.advance(0.3)
+            display.tick()
+        write_findings(tmp_path)
+        clock.advance(0.3)
+        display.tick()
+    text = output.getvalue()
+    assert text.count("learning: equal_rewards since step 3: no group has different rewards") == 1
+    assert text.count("learning:") == 2 and "learning: nothing unusual any more" in text
+
+
+def test_a_finding_about_learning_is_a_row_of_the_block(tmp_path: Path) -> None:
+    assert "equal_rewards" not in shown(80, terminal=True, folder=tmp_path)
+    write_findings(tmp_path, LearningKind.EQUAL_REWARDS)
+    assert "equal_rewards since step 3" in shown(80, terminal=True, folder=tmp_path)
 
 
 def printed(summary: Summary, *, config: Config = CONFIG) -> str:

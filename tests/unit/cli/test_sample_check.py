@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kintsugi.cli.sample_check import _lines, _sampling_only
+from kintsugi.cli.sample_check import _caveat, _lines, _remarks, _sampling_only
 from kintsugi.config.recipe import load
 from kintsugi.errors import UserError
 from kintsugi.telemetry.step_metrics import SampleRecord
@@ -32,11 +32,19 @@ def test_samples_are_shown_with_reward_and_expected_answer() -> None:
     text = "\n".join(_lines([record(1.0), record(0.0, completion="7")]))
     assert "reward 0: '12+39=' → '7', expected '15'" in text
     assert "reward: 0.500 on average, from 0 to 1" in text
-    assert "equal rewards" not in text
+    assert list(_remarks([record(1.0), record(0.0, completion="7")])) == []
 
 
 def test_a_reward_that_overlooks_the_answer_and_truncation_are_remarked() -> None:
-    text = "\n".join(_lines([record(0.0, finish=FinishReason.LENGTH)] * 2))
+    text = "\n".join(_remarks([record(0.0, finish=FinishReason.LENGTH)] * 2))
     assert "all of them are truncated" in text
     assert "all of them earn 0" in text
     assert "2 of them contain the expected answer" in text
+
+
+def test_nothing_is_concluded_from_samples_of_random_weights_or_before_a_warm_up() -> None:
+    (said,) = _caveat(load("grpo_arithmetic").config)
+    assert "still lack 155 steps of warm-up" in said
+    (said,) = _caveat(load("grpo_arithmetic", ["warmup=null"]).config)
+    assert "the weights are random" in said
+    assert _caveat(load("grpo_qwen_gsm8k").config) == []

@@ -12,7 +12,7 @@ from kintsugi.learning_health.detectors import policy, rewards, updates
 from kintsugi.learning_health.finding import LearningFinding, LearningKind
 from kintsugi.learning_health.history import StageFacts, StageHistory, StepFigures
 from kintsugi.learning_health.judge import judge
-from kintsugi.learning_health.sample_figures import SampleFigures, SourceFigures
+from kintsugi.learning_health.sample_figures import SampleFigures
 
 FACTS = StageFacts(name="grpo", algorithm="grpo", first_step=1)
 Figures = Callable[[int], dict[str, float]]
@@ -176,13 +176,20 @@ def test_prompts_with_their_own_answers_are_leaks_and_choices_that_all_prompts_h
 
 
 def test_a_source_that_never_earns_is_named() -> None:
-    def of(highest: float) -> SampleFigures:
-        easy, hard = SourceFigures(48, 0.0, 1.0, 20.0), SourceFigures(16, 0.0, highest, 0.0)
-        return samples(sources={"easy": easy, "hard": hard})
+    def mixture(hard: Callable[[int], float]) -> StageHistory:
+        return history_of(
+            lambda step: metrics(
+                step,
+                **{"source/easy/reward": 0.3 + 0.01 * step, "source/easy/samples": 48.0},
+                **{"source/hard/reward": hard(step), "source/hard/samples": 16.0},
+            ),
+            is_mixture=True,
+        )
 
-    found = rewards.stuck_source(history_of(of_samples=lambda step: of(0.0), is_mixture=True))
-    assert "source hard" in expect(found, LearningKind.SOURCE_STUCK).summary
-    assert rewards.stuck_source(history_of(of_samples=lambda step: of(1.0), is_mixture=True)) is None
+    found = expect(rewards.stuck_source(mixture(lambda step: 0.0)), LearningKind.SOURCE_STUCK, since=1)
+    assert "source hard" in found.summary and "384 samples" in found.summary
+    assert rewards.stuck_source(mixture(lambda step: 0.01 * (step % 3))) is None
+    assert rewards.stuck_source(mixture(lambda step: 1.0)) is None  # A source that is solved.
 
 
 def test_entropy_that_collapses_before_the_task_is_solved_is_found() -> None:
@@ -197,9 +204,18 @@ def test_entropy_that_collapses_before_the_task_is_solved_is_found() -> None:
     assert policy.collapsed_entropy(history_of(solved)) is None
 
 
+def test_entropy_that_collapses_within_three_steps_is_found() -> None:
+    def collapsing(step: int) -> dict[str, float]:
+        return metrics(step, entropy=0.9 * 0.1 ** (step - 1))
+
+    expect(policy.collapsed_entropy(history_of(collapsing)), LearningKind.ENTROPY_COLLAPSE, since=2)
+
+
 def test_completions_that_are_all_truncated_are_found() -> None:
     history = history_of(lambda step: metrics(step, **{"completions/clipped_ratio": 1.0}))
     expect(policy.truncated(history), LearningKind.LENGTH, since=1)
+    solved = history_of(lambda step: metrics(step, **{"completions/clipped_ratio": 1.0, "reward/mean": 0.99}))
+    assert policy.truncated(solved) is None
 
 
 def test_completions_that_grow_into_the_limit_are_found_and_longer_ones_are_not() -> None:
@@ -222,13 +238,14 @@ def test_completions_that_grow_into_the_limit_are_found_and_longer_ones_are_not(
     [
         (lambda step: metrics(step, update_ratio=0.4), {"is_pretrained": True}),
         (lambda step: metrics(step, kl=0.3 * step), {"has_reference": True}),
+        (lambda step: metrics(step, kl=0.5), {}),
         (lambda step: metrics(step, grad_norm=0.5 * 2.0 ** min(step, 12)), {}),
         (
             lambda step: metrics(step, loss=1.0 + 0.2 * step),
             {"samples_completions": False, "algorithm": "sft"},
         ),
     ],
-    ids=["update", "kl", "gradient", "loss"],
+    ids=["update", "kl", "kl within a step", "gradient", "loss"],
 )
 def test_what_changes_far_too_fast_diverges(figures: Figures, facts: dict[str, Any]) -> None:
     expect(policy.divergence(history_of(figures, **facts)), LearningKind.DIVERGENCE)

@@ -149,9 +149,7 @@ def test_the_watcher_records_and_reports_a_finding_once_and_its_end(run: Recorde
     assert [alert.values["since_step"] for alert in alerts] == [2.0]
 
 
-def record(
-    ticket: str, reward: float, *, completion: str, advantage: float, source: str = ""
-) -> SampleRecord:
+def record(ticket: str, reward: float, *, completion: str, advantage: float) -> SampleRecord:
     return SampleRecord(
         1,
         ticket,
@@ -164,20 +162,18 @@ def record(
         FinishReason.EOS,
         advantage,
         f"#### {ticket}",
-        source,
     )
 
 
 def test_figures_of_samples_tell_answers_from_chance_and_signs_of_advantages() -> None:
     found = figures_of(
         [
-            record("17", 1.0, completion="it is 17", advantage=-1.0, source="a"),
-            record("17", 0.0, completion="23", advantage=1.0, source="a"),
-            record("23", 0.0, completion="\N{REPLACEMENT CHARACTER}", advantage=0.0, source="b"),
+            record("17", 1.0, completion="it is 17", advantage=-1.0),
+            record("17", 0.0, completion="23", advantage=1.0),
+            record("23", 0.0, completion="\N{REPLACEMENT CHARACTER}", advantage=0.0),
         ]
     )
     assert found is not None
     assert (found.with_answer, found.answered, found.answered_by_chance) == (3, 1, 1)
     assert (found.leaked, found.leaked_by_chance, found.garbled) == (3, 0, 1)
     assert found.agreement == pytest.approx(-1.0)
-    assert found.sources["a"].highest == 1.0 and found.sources["b"].samples == 1

@@ -8,8 +8,10 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from kintsugi.learning_health import LearningEvidence, LearningFinding, LearningKind, LearningReport
 from kintsugi.page.demo import FAULTS, SLOW
 from kintsugi.page.feed import RunFeed
 from kintsugi.page.logs import LogFilter
@@ -211,6 +213,30 @@ def test_a_dead_run_says_how_it_ended_and_how_to_resume(tmp_path: Path) -> None:
     assert killed["end"]["outcome"] == "interrupted" and "killed" in killed["end"]["cause"]
     assert killed["end"]["resume"] == f"kintsugi resume {runs / 'killed'}"
     assert failure["end"]["cause"] == "model-0: exited with code 1 (KeyError)"
+
+
+def test_findings_about_learning_are_those_that_the_watcher_recorded_last(runs: Path) -> None:
+    reader = RunReader(runs / "mine-1")
+    assert reader.learning().findings == () and reader.row().learning == ()
+    found = LearningFinding(
+        kind=LearningKind.REWARD_FORMAT,
+        since_step=2,
+        step=4,
+        confidence=0.9,
+        summary="12 of 64 completions contain the expected answer, and every one earns 0",
+        evidence=(LearningEvidence("samples.jsonl", 4, "the answer is in 12 of 64 completions"),),
+        advice="call the reward function by hand",
+        leads_to=(LearningKind.EQUAL_REWARDS,),
+    )
+    report = LearningReport(run="mine-1", step=4, time=1004.0, findings=(found,))
+    (reader.folder / "learning.jsonl").write_bytes(msgspec.json.encode(report) + b"\n")
+    (shown,) = reader.learning().findings
+    assert (shown.kind, shown.since_step, shown.leads_to) == ("reward_format", 2, ("equal_rewards",))
+    assert shown.evidence[0].quote == "the answer is in 12 of 64 completions"
+    assert reader.header().learning[0].startswith("reward_format since step 2: ")
+    with (reader.folder / "learning.jsonl").open("ab") as file:
+        file.write(msgspec.json.encode(msgspec.structs.replace(report, findings=())) + b"\n")
+    assert reader.learning().findings == () and reader.row().learning == ()
 
 
 def test_runs_are_compared_as_by_the_command(recorded: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from kintsugi.errors import StorageError
 from kintsugi.simulation.virtual_clock import VirtualClock
-from kintsugi.telemetry.step_metrics import MetricsWriter, SamplesWriter, step_metrics
+from kintsugi.telemetry.step_metrics import MetricsWriter, SamplesWriter, source_metrics, step_metrics
 from kintsugi.types import FinishReason, SampleMeta, SampleText, sample_key
 
 
@@ -78,6 +78,19 @@ def test_what_shows_reward_hacking_is_there() -> None:
     assert values["repetition"] == 0.125
     # Rewards 1 0 1 0, lengths 10 2 6 2: covariance 2, deviations √⅓ and √(44/3).
     assert values["reward_length_correlation"] == pytest.approx(2 / (1 / 3 * 44 / 3) ** 0.5)
+
+
+def test_a_mixture_has_the_mean_reward_of_each_source() -> None:
+    metas = [meta("a", 0, reward=1), meta("a", 1, reward=0), meta("b", 0, reward=0)]
+    sources = {"a/0": "sums", "a/1": "sums", "b/0": "riddles.jsonl"}
+    texts = {key: SampleText("", "", "", source) for key, source in sources.items()}
+    assert source_metrics(metas, texts=texts) == {
+        "source/sums/reward": 0.5,
+        "source/sums/samples": 2.0,
+        "source/riddles.jsonl/reward": 0.0,
+        "source/riddles.jsonl/samples": 1.0,
+    }
+    assert source_metrics(metas, texts={key: SampleText("", "") for key in sources}) == {}
 
 
 def test_a_reward_that_never_varies_has_no_correlation() -> None:

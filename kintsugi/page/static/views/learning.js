@@ -1,8 +1,8 @@
-/** Learning: the curves of a run, with incidents and evaluations as marks on each of them. */
+/** Learning: what keeps a run from learning, and its curves, with incidents and evaluations as marks on each of them. */
 
 import { chartGroup, lineChart, share } from "../charts.js";
-import { empty, failure, h, icon, loading, problems, replace } from "../dom.js";
-import { compact, count, duration, plural } from "../format.js";
+import { empty, failure, h, icon, loading, problems, redraw, replace, visible } from "../dom.js";
+import { compact, count, duration, percent, plural } from "../format.js";
 
 const seconds = (value) => duration(value);
 
@@ -14,6 +14,7 @@ const SECTIONS = [
       { title: "Reward", hint: "Mean over the batch; the band is one mean deviation of a group to both sides", build: rewardSeries },
       { title: "Held-out accuracy", hint: "Greedy answers, with Wilson's interval at 95 %", build: accuracySeries, format: share, range: [0, 0] },
       { title: "Reward by component", keys: (key) => /^reward\/(?!mean$)/.test(key), short: /^reward\// },
+      { title: "Reward by source", hint: "Mean over the samples of each source of a mixture", keys: (key) => /^source\/.*\/reward$/.test(key), short: /^source\/|\/reward$/g },
       { title: "Spread of rewards", hint: "Mean deviation within a group, and the share of groups without any", keys: ["reward_std", "frac_reward_zero_std"], labels: ["deviation in a group", "groups all equal"] },
       { title: "Held-out, sampled", keys: (key) => /^eval\/(mean|pass)@\d+$/.test(key), short: /^eval\//, format: share, interval: true },
     ],
@@ -62,6 +63,7 @@ export async function render(root, context) {
   const search = h("input", { type: "search", placeholder: "Find a metric", "aria-label": "Find a metric", value: params.get("find") ?? "" });
   const group = chartGroup({ cursor, onZoom: showZoom });
   const notes = h("div");
+  const health = h("div", { class: "findings" });
   const warmup = toggle("warmup", "Warm-up");
   let data = null;
   let placed = "";
@@ -72,13 +74,14 @@ export async function render(root, context) {
     setParams({ find: search.value.trim() });
     layout();
   });
-  replace(root, toolbar(), notes, body);
+  replace(root, health, toolbar(), notes, body);
   zoomFromAddress();
-  await read();
+  await Promise.all([readHealth(), read()]);
 
   return {
     update(what) {
       if (what.some((each) => ["metrics", "incidents"].includes(each))) readSoon();
+      if (what.includes("learning")) readHealth();
     },
     close() {
       closed = true;
@@ -96,6 +99,16 @@ export async function render(root, context) {
     } catch (error) {
       if (error.name === "AbortError" || closed) return;
       if (data === null) replace(body, failure(error, read));
+    }
+  }
+
+  /** The findings; a healthy run has none, and nothing is drawn. */
+  async function readHealth() {
+    try {
+      const { findings } = await api.learning(run.id, { signal });
+      redraw(health, findings.map((each) => finding(each, cursor)));
+    } catch (error) {
+      if (error.name !== "AbortError" && !closed) replace(health, failure(error, readHealth));
     }
   }
 
@@ -277,6 +290,29 @@ export async function render(root, context) {
   function onMark(mark) {
     if (mark.incident !== null) navigate(`/run/${encodeURIComponent(run.id)}/incidents`, { incident: mark.incident });
   }
+}
+
+/** Text with what is between backticks as code. */
+function withCode(text) {
+  return text.split("`").map((part, index) => (index % 2 ? h("code", visible(part)) : visible(part)));
+}
+
+/** One finding: what, since when, what to do; the figures that show it are folded. */
+function finding(found, cursor) {
+  const step = (at, label) => h("button", { class: "link", type: "button", title: "Set the step of the whole page", onclick: () => cursor.set(at) }, label);
+  return h(
+    "article",
+    { class: "notice finding", dataset: { kind: found.kind } },
+    h("h2", icon("alert"), h("span", found.kind.replaceAll("_", " ")), h("small", "since ", step(found.since_step, `step ${count(found.since_step)}`), `, ${percent(found.confidence, 0)} sure`)),
+    h("p", visible(found.summary)),
+    h("p", { class: "muted" }, h("b", "What to do: "), withCode(found.advice)),
+    h(
+      "details",
+      h("summary", `Evidence: ${plural(found.evidence.length, "figure")}`),
+      h("ul", found.evidence.map((each) => h("li", step(each.step, `step ${count(each.step)}`), " ", h("span", { class: "mono" }, visible(each.quote)), h("small", ` ${each.source}`)))),
+      found.leads_to.length > 0 && h("p", { class: "muted" }, `It leads to ${found.leads_to.map((kind) => kind.replaceAll("_", " ")).join(", ")}.`),
+    ),
+  );
 }
 
 /** The first step with a reward where steps without one come before it; null otherwise. */

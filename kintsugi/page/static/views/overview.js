@@ -51,7 +51,7 @@ export async function render(root, { api, signal, params, setParams, navigate, h
 
   return {
     update(what) {
-      if (what.some((each) => ["runs", "state", "metrics", "incidents"].includes(each)) && timer === null) {
+      if (what.some((each) => ["runs", "state", "metrics", "incidents", "learning"].includes(each)) && timer === null) {
         timer = setTimeout(() => {
           timer = null;
           read();
@@ -201,7 +201,8 @@ function nameCell(run, href) {
   const link = h("a", { class: "run-link", href: href(`/run/${encodeURIComponent(run.id)}/learning`) }, visible(run.id));
   const detail = run.name && run.name !== run.id && h("small", visible(run.name));
   const trouble = run.problems?.length > 0 && h("small", { class: "warn", title: run.problems.join("\n") }, run.state === "unreadable" ? visible(run.problems[0]) : plural(run.problems.length, "problem"));
-  return h("div", { class: "run-name" }, link, detail, trouble);
+  const learning = run.learning?.length > 0 && h("small", { class: "warn learning-note", title: run.learning.join("\n") }, `learning: ${run.learning[0].split(":")[0]}`);
+  return h("div", { class: "run-name" }, link, detail, learning, trouble);
 }
 
 function stepCell(run) {
