@@ -60,7 +60,7 @@ class Records:
         self._figures = ReadingsLog(run_dir, process=MASTER)
         self._inputs = InputRecorder(RunFolder(run_dir).inputs_file)
         self._metrics = MetricsWriter(run_dir, wandb_id=job if config.logging.wandb else None)
-        self._samples = SamplesWriter(run_dir)
+        self._samples = SamplesWriter(run_dir, most_size=int(config.logging.samples_gib * (1 << 30)))
         self._verdicts = EvalAnswersWriter(run_dir)
         self._problems = ""
         """Digest of the held-out problems; computed when it is first needed."""

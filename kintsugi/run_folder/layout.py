@@ -17,6 +17,7 @@
     metrics.jsonl           metrics of each step and evaluation
     samples.jsonl           trained samples: prompt, completion, rewards
     samples.index           place and worst samples of each step in samples.jsonl
+    samples.N.jsonl, .index  earlier samples, from byte N on; the oldest are removed (`logging.samples_gib`)
     verdicts.jsonl          held-out problems of each evaluation, answered right or wrong
     diagnoses.jsonl         diagnoses of the watcher process
     learning.jsonl          findings about learning, a line whenever they change (`learning_health/`)
