@@ -30,7 +30,7 @@ from kintsugi.journal.facts import (
     ServersScaled,
     StateFolded,
 )
-from kintsugi.run_folder.incidents import IncidentHistory, IncidentIndex, IncidentReport
+from kintsugi.run_folder.incidents import EarlierIncidents, IncidentHistory, IncidentIndex, IncidentReport
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.summary import FaultLine, Summary
 from kintsugi.runtime.clock import SYSTEM_CLOCK
@@ -176,7 +176,21 @@ def read_incidents(folder: Path) -> IncidentReport:
     """Read the incidents so far; none if there is no journal yet."""
     index = IncidentIndex()
     _fold_journal(folder, index.take)
-    return index.report()
+    report = index.report()
+    if not report.earlier.count:
+        return report
+    # A master that was killed may not have written what it dropped last, and its successor writes that again.
+    earlier = {each.incident: each for each in (*_recorded_incidents(folder), *index.take_dropped())}
+    kept = {each.incident: each for each in report.incidents}
+    incidents = tuple(each for _, each in sorted({**earlier, **kept}.items()))
+    return msgspec.structs.replace(report, incidents=incidents, earlier=EarlierIncidents())
+
+
+def _recorded_incidents(folder: Path) -> Iterator[IncidentHistory]:
+    """Yield the incidents that the master's state does not keep."""
+    decoder = msgspec.json.Decoder(IncidentHistory)
+    for path in paths_of(RunFolder(folder).incidents_file):
+        yield from _decoded(decoder, (line for _, line in lines_between(path)))
 
 
 def _fold_journal(folder: Path, take: Callable[[Fact], None]) -> None:
