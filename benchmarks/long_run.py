@@ -8,8 +8,9 @@
 measures processes from their start: a master that takes the run over, up to its first decision in the journal, and
 commands. `memory` folds the facts of as many steps of 8 samples into the state of a master that journals and
 compacts them, with checkpoints or without (0), and prints its memory on the way. `simulation` runs a whole simulated
-cluster for as many steps, and prints the size of everything that its master refers to: the simulator itself keeps all
-facts, to check them, so the memory of the process says nothing.
+cluster for as many steps, and prints the size of everything that its master refers to, and the memory of the process.
+The simulator keeps all facts, to check them against a later takeover; here there is none, so facts of old steps are
+dropped once they are checked.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.simulation.campaign import simulated_config
 from kintsugi.simulation.cluster import SimulatedCluster
+from kintsugi.simulation.master import JOURNAL
 from kintsugi.telemetry.step_metrics import MetricsWriter, SamplesWriter, step_metrics
 from kintsugi.transport import new_key_pair
 from kintsugi.types import FinishReason, Peer, Role, SampleMeta, SampleText, Ticket, ticket_id
@@ -66,6 +68,8 @@ from kintsugi.types import FinishReason, Peer, Role, SampleMeta, SampleText, Tic
 GROUP_SIZE = 8
 RECIPE = "grpo_arithmetic"
 AGENT = Peer("agent-0", "1", "host-0", "tcp://127.0.0.1:9", b"a" * 40)
+FACTS_KEPT, STEPS_KEPT = 20_000, 20
+"""Facts and steps of a simulated run that are kept to check others."""
 CALL_METRICS = {"kl": 0.01, "entropy": 1.2, "grad_norm": 0.4, "clip_ratio": 0.02, "loss": 0.1}
 
 
@@ -259,7 +263,12 @@ class MeasuredMaster(Master):
         before = self.state.step
         decision = super().decide(event, now)
         if self.state.step > before and self.state.step % self.every == 0:
-            sizes = {"step": self.state.step, "master_kb": round(_deep_size(self) / 1e3, 1)}
+            sizes = {
+                "step": self.state.step,
+                "master_kb": round(_deep_size(self) / 1e3, 1),
+                "resident_mb": round(_resident() / 1e6, 1),
+                "cpu_s": round(time.process_time(), 1),
+            }
             sys.stdout.write(json.dumps(sizes) + "\n")
             sys.stdout.flush()
         return decision
@@ -292,8 +301,29 @@ def simulate(*, steps: int, checkpoint_every: int) -> None:
     MeasuredMaster.every = max(1, steps // 10)
     cluster = SimulatedCluster(config, seed=0, new_master=MeasuredMaster)
     cluster.injector.last_at = float("inf")  # The run takes longer than one of a campaign.
+    cluster.invariants.follow(lambda _: _forget(cluster))
     outcome = cluster.run()
     assert outcome.outcome == "finished" and not outcome.violations, outcome.violations
+
+
+def _forget(cluster: SimulatedCluster) -> None:
+    """Drop what the simulator has checked of old steps."""
+    seen, disk = cluster.invariants, cluster.disk
+    if len(seen.facts) < FACTS_KEPT:
+        return
+    last = seen.step - STEPS_KEPT
+    seen.facts.clear()
+    seen.found.batches = {step: batch for step, batch in seen.found.batches.items() if step > last}
+    seen.found.digests = {step: digest for step, digest in seen.found.digests.items() if step > last}
+    seen._versions = {
+        ticket: version
+        for ticket, version in seen._versions.items()
+        if seen._trained.get(ticket, seen.step) > last
+    }
+    seen._trained = {ticket: step for ticket, step in seen._trained.items() if step > last}
+    disk.operations.clear()
+    for name in [name for name in disk.list(JOURNAL.parent) if name != JOURNAL.name]:
+        disk.remove(JOURNAL.parent / name)
 
 
 def _resident() -> int:
