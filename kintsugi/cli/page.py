@@ -299,7 +299,7 @@ class PageBesideRun:
 
 
 def main(arguments: list[str]) -> None:
-    """Serve the page beside a run: `python -m kintsugi.cli.page RUN_DIR SOCKET LIFELINE`. Its token is in the lifeline."""
+    """Serve the page beside a run: `python -m kintsugi.cli.page RUN_DIR SOCKET LIFELINE`, its token in the pipe."""
     from kintsugi.page.access import SessionAccess
     from kintsugi.page.catalog import RunCatalog
 

@@ -57,7 +57,8 @@ class SessionAccess:
     """Two tokens that exist as long as the page: one reads, one acts too."""
 
     def __init__(self, *, needs_token: bool, may_act: bool, viewer: str = "", operator: str = "") -> None:
-        """`needs_token`: viewers on this machine need one too. `may_act`: there is a token that may stop, scale and resume."""
+        """`needs_token`: viewers on this machine need one too. `may_act`: there is a token that may stop, scale and
+        resume."""
         self.viewer_token = (viewer or secrets.token_urlsafe(32)) if needs_token else ""
         self.operator_token = (operator or secrets.token_urlsafe(32)) if may_act else ""
 
@@ -70,12 +71,8 @@ class SessionAccess:
                 "the token is not known; open the address that `kintsugi page` or `train --page` printed",
             )
         if not role and (self.viewer_token or not _is_loopback(origin)):
-            return PageDecision(
-                401,
-                "",
-                "a token is needed; open the address that `kintsugi page` or `train --page` printed",
-                origin=origin,
-            )
+            reason = "a token is needed; open the address that `kintsugi page` or `train --page` printed"
+            return PageDecision(401, "", reason, origin=origin)
         role = role or "viewer"
         if action != VIEW and _RANK[role] < _RANK["operator"]:
             reason = f"{action} needs the role operator, this page has the role {role}: start `kintsugi page --operate`"
