@@ -9,7 +9,7 @@ FIRST_SHORTAGE_PAUSE_S, LONGEST_SHORTAGE_PAUSE_S, SHORTAGE_OVER_S = 0.5, 30.0, 3
 """Pauses before a process is started again that the host did not give what it needs; after such a time without another
 one they begin from the first."""
 SHORTAGES_PER_FAILURE = 5
-"""What the host lacks may come back, so only every fifth such end counts as a failure of the process."""
+"""Ends for a shortage that count as one failure of the process: a shortage may pass."""
 
 
 def growing_pause(number: int, *, first_s: float, longest_s: float = inf) -> float:
