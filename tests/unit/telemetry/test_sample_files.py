@@ -94,7 +94,8 @@ def assert_page_walks(folder: Path, expected: list[SampleRecord]) -> None:
     """The page walks from the first sample to the last one and back."""
     with SampleFiles(folder) as files:
         offset: int | None = files.start
-    walked, places = [], []
+    walked: list[SampleRecord] = []
+    places: list[int] = []
     while offset is not None:
         found = sample_pages.sample_at(folder, offset)
         assert found is not None and found.previous == (places[-1] if places else None)
