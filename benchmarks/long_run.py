@@ -3,13 +3,16 @@
     python benchmarks/long_run.py journal [--samples 10000000] [--folder FOLDER]
     python benchmarks/long_run.py memory [--steps 200000] [--checkpoint-every 10]
     python benchmarks/long_run.py simulation [--steps 200000] [--checkpoint-every 10]
+    python benchmarks/long_run.py book [--processes 900 10000]
 
 `journal` writes the run folder of a run in progress, with the writers and the compaction that the master uses, and then
 measures processes from their start: a master that takes the run over, up to its first decision in the journal, and
 commands. `memory` folds the facts of as many steps of 8 samples into the state of a master that journals and
 compacts them, with checkpoints or without (0), and prints its memory on the way. `simulation` runs a whole simulated
-cluster for as many steps, and prints the size of everything that its master refers to: the simulator itself keeps all
-facts, to check them, so the memory of the process says nothing.
+cluster for as many steps, and prints the size of everything that its master refers to, and the memory of the process.
+The simulator keeps all facts, to check them against a later takeover; here there is none, so facts of old steps are
+dropped once they are checked. `book` prints the bytes of the address book in encoded messages to all processes
+together: of a loss, of a join, and of all joins at the start.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ import msgspec
 
 from kintsugi.config.recipe import dump, load
 from kintsugi.config.schema import Config
+from kintsugi.control.book_sharing import SHARE_S, BookSharing
 from kintsugi.control.master import Master
+from kintsugi.control.membership import WorkerRegistry
 from kintsugi.control.process import (
     COMPACTED_AFTER,
     COMPACTION_SIZE,
@@ -41,11 +46,14 @@ from kintsugi.control.process import (
 )
 from kintsugi.control.protocol import Decision, Event
 from kintsugi.control.state import MasterState
+from kintsugi.errors import Fault
 from kintsugi.journal.facts import (
     BatchFormed,
     CheckpointSaved,
     Fact,
     ProcessJoined,
+    ProcessLost,
+    ProcessRequested,
     RunStarted,
     SamplesScored,
     StageStarted,
@@ -55,10 +63,13 @@ from kintsugi.journal.facts import (
     TicketsIssued,
 )
 from kintsugi.journal.journal import Journal
+from kintsugi.protocol import wire
 from kintsugi.protocol.bootstrap import Bootstrap
+from kintsugi.protocol.wire import Envelope, MessageKind
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.simulation.campaign import simulated_config
 from kintsugi.simulation.cluster import SimulatedCluster
+from kintsugi.simulation.master import JOURNAL
 from kintsugi.telemetry.step_metrics import MetricsWriter, SamplesWriter, step_metrics
 from kintsugi.transport import new_key_pair
 from kintsugi.types import FinishReason, Peer, Role, SampleMeta, SampleText, Ticket, ticket_id
@@ -66,6 +77,8 @@ from kintsugi.types import FinishReason, Peer, Role, SampleMeta, SampleText, Tic
 GROUP_SIZE = 8
 RECIPE = "grpo_arithmetic"
 AGENT = Peer("agent-0", "1", "host-0", "tcp://127.0.0.1:9", b"a" * 40)
+FACTS_KEPT, STEPS_KEPT = 20_000, 20
+"""Facts and steps of a simulated run that are kept to check others."""
 CALL_METRICS = {"kl": 0.01, "entropy": 1.2, "grad_norm": 0.4, "clip_ratio": 0.02, "loss": 0.1}
 
 
@@ -259,7 +272,12 @@ class MeasuredMaster(Master):
         before = self.state.step
         decision = super().decide(event, now)
         if self.state.step > before and self.state.step % self.every == 0:
-            sizes = {"step": self.state.step, "master_kb": round(_deep_size(self) / 1e3, 1)}
+            sizes = {
+                "step": self.state.step,
+                "master_kb": round(_deep_size(self) / 1e3, 1),
+                "resident_mb": round(_resident() / 1e6, 1),
+                "cpu_s": round(time.process_time(), 1),
+            }
             sys.stdout.write(json.dumps(sizes) + "\n")
             sys.stdout.flush()
         return decision
@@ -292,8 +310,73 @@ def simulate(*, steps: int, checkpoint_every: int) -> None:
     MeasuredMaster.every = max(1, steps // 10)
     cluster = SimulatedCluster(config, seed=0, new_master=MeasuredMaster)
     cluster.injector.last_at = float("inf")  # The run takes longer than one of a campaign.
+    cluster.invariants.follow(lambda _: _forget(cluster))
     outcome = cluster.run()
     assert outcome.outcome == "finished" and not outcome.violations, outcome.violations
+
+
+def _forget(cluster: SimulatedCluster) -> None:
+    """Drop what the simulator has checked of old steps."""
+    seen, disk = cluster.invariants, cluster.disk
+    if len(seen.facts) < FACTS_KEPT:
+        return
+    last = seen.step - STEPS_KEPT
+    seen.facts.clear()
+    seen.found.batches = {step: batch for step, batch in seen.found.batches.items() if step > last}
+    seen.found.digests = {step: digest for step, digest in seen.found.digests.items() if step > last}
+    seen._versions = {
+        ticket: version
+        for ticket, version in seen._versions.items()
+        if seen._trained.get(ticket, seen.step) > last
+    }
+    seen._trained = {ticket: step for ticket, step in seen._trained.items() if step > last}
+    disk.operations.clear()
+    for name in [name for name in disk.list(JOURNAL.parent) if name != JOURNAL.name]:
+        disk.remove(JOURNAL.parent / name)
+
+
+def measure_book(num_processes: int) -> dict[str, float]:
+    """Join so many processes, 100 in each turn of the master, then lose one and take its replacement in."""
+    members, master = WorkerRegistry(), Peer("master-0", "a", "host-0", "tcp://10.0.0.1:40000", b"m" * 40)
+    members.begin_term(1)
+    sharing, now = BookSharing(members, master=master), 0.0
+
+    def join(number: int, incarnation: str) -> None:
+        process = f"model-{number}"
+        members.apply(ProcessRequested(process, Role.MODEL, "host-0", incarnation))
+        address = f"tcp://10.{number // 65536}.{number // 256 % 256}.2:{30_000 + number % 9_000}"
+        peer = Peer(process, incarnation, "host-0", address, f"{number:040}".encode())
+        members.apply(ProcessJoined(peer, Role.MODEL, number))
+        sharing.changed()
+
+    def shared_bytes() -> int:
+        """Bytes of what is sent in a turn; the next heartbeat of each process shows that it has it."""
+        nonlocal now
+        now += 2 * SHARE_S
+        envelope = Envelope("job", 1, "master-0", "a1b2c3d4", 1, MessageKind.ONE_WAY)
+        sent = 0
+        for book, processes in sharing.due(now):
+            sent += len(wire.encode(envelope, wire.encode_body(book))) * len(processes)
+            for process in processes:
+                sharing.after_heartbeat(process, book.number, now)
+        return sent
+
+    started = 0
+    for first in range(0, num_processes, 100):
+        for number in range(first, min(first + 100, num_processes)):
+            join(number, "1.1")
+        started += shared_bytes()
+    fault = Fault("f", "ProcessDied", "model-7", "killed", 0.0)
+    members.apply(ProcessLost("model-7", "1.1", fault))
+    sharing.changed()
+    loss = shared_bytes()
+    join(7, "1.2")
+    return {
+        "processes": num_processes,
+        "loss_mb": round(loss / 1e6, 3),
+        "join_mb": round(shared_bytes() / 1e6, 3),
+        "start_mb": round(started / 1e6, 1),
+    }
 
 
 def _resident() -> int:
@@ -312,6 +395,8 @@ def main() -> None:
         steps = commands.add_parser(name)
         steps.add_argument("--steps", type=int, default=200_000)
         steps.add_argument("--checkpoint-every", type=int, default=10)
+    book = commands.add_parser("book")
+    book.add_argument("--processes", type=int, nargs="+", default=[900, 10_000])
     commands.add_parser("take-over").add_argument("run", type=Path)
     options = parser.parse_args()
     if options.command == "take-over":
@@ -320,6 +405,9 @@ def main() -> None:
         for line in measure_memory(steps=options.steps, checkpoint_every=options.checkpoint_every):
             sys.stdout.write(json.dumps(line) + "\n")
             sys.stdout.flush()
+    elif options.command == "book":
+        for num_processes in options.processes:
+            sys.stdout.write(json.dumps(measure_book(num_processes)) + "\n")
     elif options.command == "simulation":
         simulate(steps=options.steps, checkpoint_every=options.checkpoint_every)
     else:

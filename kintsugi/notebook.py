@@ -23,7 +23,10 @@ import msgspec
 from kintsugi.config.schema import Config
 from kintsugi.errors import KintsugiError, UserError
 from kintsugi.run_folder import reader
-from kintsugi.run_folder.layout import RunFolder
+from kintsugi.run_folder.layout import RELATIVE, RunFolder
+from kintsugi.telemetry.jsonl_log import lines_between
+from kintsugi.telemetry.sample_files import SampleFiles
+from kintsugi.telemetry.samples_index import SamplesIndex
 from kintsugi.telemetry.step_metrics import SampleRecord
 
 SHOWN_ROWS = 10
@@ -129,12 +132,15 @@ class RecordedRun:
 
     def samples(self, *, step: int | None = None) -> Table:
         """Trained samples, of one step or of all, with a column for each component of the reward."""
-        return Table.of_rows(
-            {**{name: value for name, value in record.items() if name != "reward_components"}}
-            | {f"reward/{name}": value for name, value in record["reward_components"].items()}
-            for record in self._lines(RunFolder(self.folder).samples_file, SampleRecord)
-            if step is None or record["step"] == step
-        )
+        with SampleFiles(self.folder) as files:
+            parts = [(files.start, files.end)] if step is None else SamplesIndex(files).of_step(step)
+            lines = (line for begin, end in parts for line in files.lines_between(begin, end))
+            return Table.of_rows(
+                {**{name: value for name, value in record.items() if name != "reward_components"}}
+                | {f"reward/{name}": value for name, value in record["reward_components"].items()}
+                for record in self._decoded(RELATIVE.samples_file, lines, SampleRecord)
+                if step is None or record["step"] == step
+            )
 
     @property
     def incidents(self) -> Table:
@@ -183,25 +189,20 @@ class RecordedRun:
         return figure
 
     def _metric_lines(self) -> Iterator[reader.MetricLine]:
-        yield from self._lines(RunFolder(self.folder).metrics_file, reader.MetricLine)
+        path = RunFolder(self.folder).metrics_file
+        if path.exists():
+            yield from self._decoded(RELATIVE.metrics_file, lines_between(path), reader.MetricLine)
 
-    def _lines(self, path: Path, kind: Any) -> Iterator[dict[str, Any]]:
-        """Yield the complete lines of a file; a damaged one becomes a problem."""
+    def _decoded(self, name: Path, lines: Iterable[tuple[int, bytes]], kind: Any) -> Iterator[dict[str, Any]]:
+        """Decode (offset, line) of a file; a damaged line becomes a problem."""
         decoder = msgspec.json.Decoder(kind)
-        try:
-            content = path.open("rb")
-        except FileNotFoundError:
-            return
-        with content as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.endswith(b"\n"):
-                    return
-                try:
-                    yield msgspec.to_builtins(decoder.decode(line))
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    problem = f"{path.name}, line {number}: {error}"
-                    if problem not in self.problems:
-                        self.problems.append(problem)
+        for offset, line in lines:
+            try:
+                yield msgspec.to_builtins(decoder.decode(line))
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                problem = f"{name}, line at byte {offset}: {error}"
+                if problem not in self.problems:
+                    self.problems.append(problem)
 
     def __repr__(self) -> str:
         try:

@@ -126,8 +126,8 @@ def _measured(summary: Summary, config: Config, *, index: int) -> str:
 
 def incidents_text(summary: Summary) -> str:
     """`2 recovered, 1 unresolved, 1.3 s lost`."""
-    recovered = len(summary.incidents) - summary.incidents_open
-    lost_s = sum(incident.seconds or 0.0 for incident in summary.incidents)
+    recovered = len(summary.incidents) + summary.incidents_earlier - summary.incidents_open
+    lost_s = sum((each.seconds or 0.0 for each in summary.incidents), summary.incidents_earlier_s)
     unresolved = f", {summary.incidents_open} unresolved" if summary.incidents_open else ""
     return f"{recovered} recovered{unresolved}, {seconds_text(lost_s)} lost"
 

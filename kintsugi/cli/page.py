@@ -7,6 +7,7 @@ known at once, and holds the write end of its lifeline; the run depends on neith
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -27,8 +28,8 @@ app = typer.Typer()
 
 PORT = 8420
 """Port of `kintsugi page`, if it is free and none is given."""
-LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 BACKLOG = 128
+TOKEN_BYTES, LONGEST_TOKEN = 32, 256
 NICENESS = 10
 END_S = 3.0
 SHUTDOWN_S = 1.0
@@ -47,8 +48,12 @@ def page(
         typer.Option(min=0, max=65535, help="Port; 0: any free port. Default: 8420, or any if it is in use."),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; beyond this machine, a token is needed.")
+        str, typer.Option(help="Address to listen on; 0.0.0.0 makes the page reachable from other machines.")
     ] = "127.0.0.1",
+    no_token: Annotated[
+        bool,
+        typer.Option("--no-token", help="Let every user of this machine see the runs, without a token."),
+    ] = False,
     browse: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     operate: Annotated[
         bool,
@@ -60,6 +65,7 @@ def page(
     from contextlib import ExitStack
 
     from kintsugi.access.gate import Gate
+    from kintsugi.access.hosts import is_loopback
     from kintsugi.access.tokens import TokenFile, default_token_file
     from kintsugi.errors import UserError
     from kintsugi.page.catalog import RunCatalog
@@ -67,6 +73,8 @@ def page(
 
     if demo and (run is not None or operate):
         raise UserError("--demo shows runs of the package: expected no run and no --operate with it")
+    if no_token and not is_loopback(host):
+        raise UserError(f"--no-token: expected an address of this machine only, got --host {host}")
     with ExitStack() as stack:
         if demo:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kintsugi-demo-"))
@@ -75,22 +83,23 @@ def page(
             catalog = RunCatalog.of(run if run is not None else "runs")
         listener = stack.enter_context(_listening(host, port))
         gate = Gate(TokenFile(default_token_file()))
-        access = TokenAccess(gate, needs_token=host not in LOOPBACK, may_act=operate)
+        needs_token = not (no_token or (demo and is_loopback(host)))  # The demo has nothing of this machine.
+        access = TokenAccess(gate, needs_token=needs_token, may_act=operate)
         address = address_of(listener, host=host)
         for line in _greeting(catalog, access, address=address):
             say(line)
         if browse:
             token = access.operator_token or access.viewer_token
-            _open_browser(f"{address}?token={token}" if token else address)
+            _open_browser(with_token(address, token))
         _serve(catalog, access, listener=listener, host=host, demo=demo)
 
 
 def _greeting(catalog: RunCatalog, access: SessionAccess, *, address: str) -> list[str]:
     shown = catalog.folder / catalog.single if catalog.single else catalog.folder
-    viewer = f"{address}?token={access.viewer_token}" if access.viewer_token else address
-    lines = [f"page: {viewer}"]
+    lines = [f"page: {with_token(address, access.viewer_token)}"]
     if access.operator_token:
-        lines.append(f"with the right to stop, scale and resume: {address}?token={access.operator_token}")
+        acting = with_token(address, access.operator_token)
+        lines.append(f"with the right to stop, scale and resume: {acting}")
     return [*lines, f"shows {shown}; Ctrl-C ends it, and no run"]
 
 
@@ -137,6 +146,11 @@ def address_of(listener: socket.socket, *, host: str) -> str:
     """Return the URL of the page: `http://127.0.0.1:8420/`."""
     name = socket.gethostname() if host in ("0.0.0.0", "::", "") else host
     return f"http://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}/"
+
+
+def with_token(address: str, token: str) -> str:
+    """`with_token("http://127.0.0.1:8420/", "abc") == "http://127.0.0.1:8420/?token=abc"`."""
+    return f"{address}?token={token}" if token else address
 
 
 def _open_browser(address: str) -> None:
@@ -200,6 +214,7 @@ class PageBesideRun:
         self._lifeline = -1
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the page
         self.address = ""
+        """URL of the page with its token; empty if it could not be started."""
         try:
             self._start(port)
         except OSError as error:
@@ -218,7 +233,10 @@ class PageBesideRun:
 
         with listening_socket("127.0.0.1", port) as listener:
             read, self._lifeline = os.pipe2(os.O_CLOEXEC)
+            # The token comes through the lifeline: other users can read arguments.
+            token = secrets.token_urlsafe(TOKEN_BYTES)
             try:
+                os.write(self._lifeline, token.encode())
                 self._child = SystemProcesses().spawn(
                     [
                         sys.executable,
@@ -236,7 +254,7 @@ class PageBesideRun:
                 )
             finally:
                 os.close(read)
-            self.address = address_of(listener, host="127.0.0.1")
+            self.address = with_token(address_of(listener, host="127.0.0.1"), token)
 
     def check(self) -> None:
         """Report once that the page has ended."""
@@ -281,16 +299,17 @@ class PageBesideRun:
 
 
 def main(arguments: list[str]) -> None:
-    """Serve the page beside a run: `python -m kintsugi.cli.page RUN_DIR SOCKET LIFELINE`."""
+    """Serve the page beside a run: `python -m kintsugi.cli.page RUN_DIR SOCKET LIFELINE`, its token in the pipe."""
     from kintsugi.page.access import SessionAccess
     from kintsugi.page.catalog import RunCatalog
 
     folder, descriptor, lifeline = arguments
+    token = os.read(int(lifeline), LONGEST_TOKEN).decode()  # It was written before this process was started.
     os.nice(NICENESS)
     with socket.socket(fileno=int(descriptor)) as listener:
         run_dir = Path(folder)
         catalog = RunCatalog(run_dir.parent, single=run_dir.name)
-        access = SessionAccess(needs_token=False, may_act=False)
+        access = SessionAccess(needs_token=True, may_act=False, viewer=token)
         _serve(catalog, access, listener=listener, host="127.0.0.1", lifeline=int(lifeline))
 
 

@@ -6,6 +6,7 @@ The data set maps tickets to rows. If it can no longer be read, `samples.jsonl` 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from kintsugi.config.stages import stages
 from kintsugi.data.dataset import DataSet, open_data
 from kintsugi.errors import KintsugiError, UserError
 from kintsugi.run_folder.layout import RunFolder
-from kintsugi.run_folder.reader import read_samples
+from kintsugi.run_folder.reader import each_sample
 from kintsugi.telemetry.format import ids_in
 from kintsugi.telemetry.store.index import RunStore
 from kintsugi.telemetry.store.tracing import issued_tickets
@@ -78,12 +79,16 @@ class RunRows:
         self.problem = ""
         """Reason why the data can not be read; empty if it can."""
         self._data: DataSet | None = None
-        self._texts: dict[str, str] = {}
+        self._run_dir = run_dir
         try:
             self._data = open_data(self._config, run_dir=run_dir)
         except KintsugiError as error:
             self.problem = str(error)
-            self._texts = {sample.ticket: sample.prompt for sample in read_samples(run_dir)}
+
+    @cached_property
+    def _texts(self) -> dict[str, str]:
+        """Prompts by ticket, for a run whose data cannot be read."""
+        return {sample.ticket: sample.prompt for sample in each_sample(self._run_dir)}
 
     def index(self, ticket: Ticket) -> int | None:
         """Row number, from 0, among the training rows of its source."""

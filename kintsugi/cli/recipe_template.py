@@ -346,6 +346,7 @@ cluster:
 
 logging:
   wandb: false                 # metrics.jsonl and TensorBoard files are always written
+  samples_gib: 16              # disk space of the trained samples; the oldest are removed
 
 monitoring:
   port: 0                      # port of the Prometheus endpoint; 0: none

@@ -283,9 +283,11 @@ def end_orphans(path: Path, *, processes: Processes, timeout_s: float) -> None:
         killed = []
         for record, handle in _each_alive(path, processes=processes):
             stack.callback(handle.close)
-            # It leads a group, unless it was forked a moment ago and is still in the fork server's.
+            # A stopped process does not end by itself: its number stays its own until the group is killed. It leads a
+            # group, unless it was forked a moment ago and is still in the fork server's.
+            handle.send_signal(signal.SIGSTOP)
             with contextlib.suppress(ProcessLookupError):
-                if os.getpgid(handle.pid) == handle.pid:
+                if not handle.ended() and os.getpgid(handle.pid) == handle.pid:
                     os.killpg(handle.pid, signal.SIGKILL)
             handle.send_signal(signal.SIGKILL)
             killed.append((record, handle))

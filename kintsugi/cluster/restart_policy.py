@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from kintsugi.runtime.backoff import ShortagePauses, growing_pause
 from kintsugi.runtime.proc import ProcessStat, process_stat
 
 STOPPED_S = 1.0
@@ -17,7 +18,6 @@ DAY_S = 24 * 3600.0
 QUICK_RESTARTS = 4
 """Restarts within `WITHIN_S` that are made without a pause."""
 FIRST_PAUSE_S = 0.1
-FIRST_SHORTAGE_PAUSE_S, LONGEST_SHORTAGE_PAUSE_S = 0.5, 30.0
 
 
 class RestartLimit:
@@ -30,14 +30,16 @@ class RestartLimit:
 
     def __init__(self) -> None:
         self._times: deque[float] = deque()
-        self._num_shortages = 0
-        """Ends for lack of something, one after the other."""
+        self._shortages = ShortagePauses()
 
     def allows(self, now: float, *, shortage: bool = False) -> bool:
         """Whether one more is within the limit; if so, it is counted."""
         while self._times and now - self._times[0] > DAY_S:
             self._times.popleft()
-        self._num_shortages = self._num_shortages + 1 if shortage else 0
+        if shortage:
+            self._shortages.count(now)
+        else:
+            self._shortages.reset()
         too_often = self._num_recent(now) >= MOST_RESTARTS and not shortage
         if too_often or len(self._times) >= MOST_PER_DAY:
             return False
@@ -50,11 +52,10 @@ class RestartLimit:
 
     def pause_s(self, now: float) -> float:
         """Pause before the restart that was allowed last."""
-        if self._num_shortages:
-            pause_s = FIRST_SHORTAGE_PAUSE_S * 2.0 ** min(self._num_shortages - 1, 16)
-            return min(pause_s, LONGEST_SHORTAGE_PAUSE_S)
+        if self._shortages.number:
+            return self._shortages.pause_s
         excess = self._num_recent(now) - QUICK_RESTARTS
-        return FIRST_PAUSE_S * 2.0 ** (excess - 1) if excess > 0 else 0.0
+        return growing_pause(excess, first_s=FIRST_PAUSE_S) if excess > 0 else 0.0
 
     def explain(self, now: float) -> str:
         """Describe the limit that was reached: `more than 10 times in 30 s`."""

@@ -120,9 +120,7 @@ class Standby:
             stack.pop_all()
         self._is_first = False
         if pid == 0:
-            os.setsid()  # A signal to the process group of one does not reach the other.
-            become_subreaper()
-            signals.reopen()
+            _set_up_forked(signals)
         else:
             os.close(own[1])
         is_standby = (pid > 0) if is_parent else (pid == 0)
@@ -204,6 +202,18 @@ class Standby:
         lost = LostLauncher(leader.pid, leader.status(), state)
         leader.close()
         return lost
+
+
+def _set_up_forked(signals: Signals) -> None:
+    """Separate a process from the one that it was forked from. A host without descriptors ends this process, and the
+    other one goes on alone: by the caller it would be a second launcher."""
+    try:
+        os.setsid()  # A signal to the process group of one does not reach the other.
+        become_subreaper()
+        signals.reopen()
+    except BaseException as error:  # noqa: BLE001 - the boundary of a process that has just begun: printed.
+        traceback.print_exception(error)
+        os._exit(EXIT_ERROR)
 
 
 def _hold_forked(pid: int) -> Child:

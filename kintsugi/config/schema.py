@@ -467,10 +467,13 @@ class ClusterSection(_Section, frozen=True):
 
 
 class LoggingSection(_Section, frozen=True):
-    """Additional metric trackers. `metrics.jsonl` and TensorBoard files are always written."""
+    """Metric trackers and recorded samples. `metrics.jsonl` and TensorBoard files are always written."""
 
     wandb: bool = False
     """Also log to Weights & Biases (needs the extra `wandb`)."""
+    samples_gib: float = 16.0
+    """Disk space of the trained samples (`samples.jsonl` and the parts that it is kept in), in GiB. The oldest part is
+    removed when it is exceeded."""
 
 
 class MonitoringSection(_Section, frozen=True):

@@ -141,6 +141,7 @@ _RULES: dict[str, Rule] = {
     "cluster.hosts": _POSITIVE,
     "cluster.port": _PORT,
     "cluster.start_timeout_s": _POSITIVE,
+    "logging.samples_gib": _POSITIVE,
     "monitoring.port": _PORT,
     "cluster.spares": _NOT_NEGATIVE,
     "cluster.bandwidth.samples": _POSITIVE,

@@ -324,6 +324,8 @@ class MasterShell:
         self._write_or_pause(lambda: self._journal.append(facts))
         if any(isinstance(fact, DURABLE) for fact in facts):
             self._write_or_pause(self._journal.sync)
+        # Before the journal is compacted: then its facts say nothing of them any more.
+        self._records.old_incidents(self._master.state.incidents.take_dropped())
         if any(isinstance(fact, COMPACTED_AFTER) for fact in facts):
             self._compact()
 

@@ -15,6 +15,7 @@ from kintsugi.errors import EndedByError, Fault, FaultDetail, is_shortage
 from kintsugi.journal.facts import ProcessJoined, ProcessLost, ProcessRequested, ProcessRetired
 from kintsugi.protocol.agents import ProcessStarted, StartProcess, StopProcess
 from kintsugi.protocol.generation import Retire
+from kintsugi.runtime.backoff import ShortagePauses, growing_pause
 from kintsugi.runtime.shortages import SHORTAGES, describe_exit
 from kintsugi.types import Peer, Role
 
@@ -32,10 +33,6 @@ ASK_AGAIN_S = 5.0
 """Time after which a start is requested again; longer than most starts take."""
 COMPUTE = (Role.MODEL, Role.SERVER)
 """Roles that need an accelerator where the host has any."""
-FIRST_SHORTAGE_S, LONGEST_SHORTAGE_S, SHORTAGE_OVER_S = 0.5, 30.0, 300.0
-"""Pauses before a process is started again that the host did not give what it needs; after such a time without another
-one they begin from the first."""
-SHORTAGES_PER_FAILURE = 5
 QUICK_RETRIES = 3
 """Starts of one process that may fail before others stop waiting for it; further attempts follow at long intervals."""
 
@@ -74,8 +71,8 @@ class ProcessManager:
         """Process that could not be stopped → when to try again."""
         self._terminating: dict[str, Fault] = {}
         """Incarnation → fault for which the master terminates it."""
-        self._shortages: dict[str, tuple[int, float]] = {}
-        """Process → number of ends for a shortage of the host, one soon after the other, and time of the last."""
+        self._shortages: dict[str, ShortagePauses] = {}
+        """Process → its ends for a shortage of the host."""
         self._excluded_hosts: set[str] = set()
         """Hosts without a working accelerator."""
 
@@ -273,12 +270,12 @@ class ProcessManager:
         """Start a process again after a pause that grows with every failed start. A shortage of the host may pass: only
         every fifth one counts as a failed start."""
         if is_shortage(fault):
-            number = self._order_after_shortage(process, now)
-            self._failed_starts[process] += number % SHORTAGES_PER_FAILURE == 0
+            self._failed_starts[process] += self._order_after_shortage(process, now).is_failure
             return
         self._failed_starts[process] += 1
-        pause_s = FIRST_RETRY_S * 2.0 ** min(self._failed_starts[process] - 1, 8)
-        self._order_at[process] = now + min(pause_s, LONGEST_RETRY_S)
+        self._order_at[process] = now + growing_pause(
+            self._failed_starts[process], first_s=FIRST_RETRY_S, longest_s=LONGEST_RETRY_S
+        )
 
     def order_again(self, process: str, fault: Fault, now: float) -> None:
         """Start a lost process again: immediately, or after a growing pause if the host did not give it what it
@@ -288,13 +285,12 @@ class ProcessManager:
         else:
             self.order(process, now)
 
-    def _order_after_shortage(self, process: str, now: float) -> int:
-        """Start a process again after a pause; return how often that was done in a row."""
-        number, last = self._shortages.get(process, (0, now))
-        number = number if now - last < SHORTAGE_OVER_S else 0
-        self._shortages[process] = (number + 1, now)
-        self._order_at[process] = now + min(FIRST_SHORTAGE_S * 2.0 ** min(number, 8), LONGEST_SHORTAGE_S)
-        return number + 1
+    def _order_after_shortage(self, process: str, now: float) -> ShortagePauses:
+        """Start a process again after a pause; return its shortages so far."""
+        shortages = self._shortages.setdefault(process, ShortagePauses())
+        shortages.count(now)
+        self._order_at[process] = now + shortages.pause_s
+        return shortages
 
     def tick(self, now: float) -> None:
         """Request the starts and stops that are due."""

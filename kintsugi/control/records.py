@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import msgspec
 
 from kintsugi.config.schema import Config
 from kintsugi.control.membership import WorkerRecord, WorkerStatus
@@ -29,12 +31,14 @@ from kintsugi.journal.facts import (
 )
 from kintsugi.journal.inputs import InputRecorder
 from kintsugi.protocol.bootstrap import Bootstrap
+from kintsugi.run_folder.incidents import IncidentHistory
 from kintsugi.run_folder.layout import RELATIVE, RunFolder
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.disk import write_atomically
 from kintsugi.runtime.waits import WAITS
 from kintsugi.telemetry.eval_stats import problems_digest
 from kintsugi.telemetry.events import EventLog, FaultSeen, Note, OperationFailed, Span, StateCommitted
+from kintsugi.telemetry.jsonl_log import LineFile
 from kintsugi.telemetry.process_reports import ProcessReport, ProcessReports, write_processes
 from kintsugi.telemetry.readings import HeartbeatReading, ReadingsLog
 from kintsugi.telemetry.step_metrics import (
@@ -49,6 +53,8 @@ from kintsugi.types import Role, Wait, process_id
 
 MASTER = process_id(Role.MASTER, 0)
 MOST_TOLD = 256
+LARGEST_INCIDENTS = 16 << 20
+"""Size at which `incidents.jsonl` is put aside, some ten thousand incidents; three such files are kept."""
 STEP_PARTS = ("data", "generate", "reward", "train", "commit", "weights")
 """Parts of the time of a step; evaluations and saves are not included."""
 
@@ -61,8 +67,11 @@ class Records:
         self._figures = ReadingsLog(run_dir, process=MASTER)
         self._inputs = InputRecorder(RunFolder(run_dir).inputs_file)
         self._metrics = MetricsWriter(run_dir, wandb_id=job if config.logging.wandb else None)
-        self._samples = SamplesWriter(run_dir)
+        self._samples = SamplesWriter(run_dir, most_size=int(config.logging.samples_gib * (1 << 30)))
         self._verdicts = EvalAnswersWriter(run_dir)
+        self._incidents = LineFile(
+            RunFolder(run_dir).incidents_file, largest_size=LARGEST_INCIDENTS, reserved_size=0
+        )
         self._problems = ""
         """Digest of the held-out problems; computed when it is first needed."""
         self._told: dict[str, None] = {}
@@ -108,6 +117,12 @@ class Records:
             "incidents of the trackers",
             lambda: self._metrics.write_incident(step, incident=incident, text=text),
         )
+
+    def old_incidents(self, incidents: Sequence[IncidentHistory]) -> None:
+        """Write incidents that the state of the master does not keep any more."""
+        if incidents:
+            lines = b"".join(msgspec.json.encode(incident) + b"\n" for incident in incidents)
+            self.attempt(str(RELATIVE.incidents_file), lambda: self._incidents.append(lines))
 
     def lost(self, fault: Fault) -> None:
         """Report the end of a process: its fault, or its retirement."""
@@ -203,6 +218,7 @@ class Records:
         self.attempt(f"the end of {RELATIVE.samples_file}", self._samples.close)
         self.attempt(f"the end of {RELATIVE.eval_answers_file}", self._verdicts.close)
         self.attempt("the end of inputs", self._inputs.close)
+        self._incidents.close()
         self._figures.close()
 
 

@@ -42,6 +42,8 @@ from kintsugi.samples.ledger import Ledger
 PAUSES_KEPT = 10_000
 EVALUATIONS_KEPT = 1_000
 """Evaluations that are kept: the first, and the latest ones. `metrics.jsonl` has all of them."""
+ANSWERS_KEPT = 1_000
+"""Answers to requests of users that are kept, the latest: a user reads the answer within seconds."""
 SAMPLES_KEPT = 100_000
 """Samples that are kept one by one, about 100 MB of them. A run that saves rarely, or whose saves fail, keeps a
 `ReturnPoint` for each step that it can go back to, instead of all samples since."""
@@ -189,9 +191,7 @@ class MasterState:
                 self.members.apply(fact)
                 self.num_incarnations += isinstance(fact, ProcessRequested)
             case ServersScaled() | ScaleRefused():
-                self.answered[fact.request] = fact.reason if isinstance(fact, ScaleRefused) else ""
-                if isinstance(fact, ServersScaled):
-                    self.num_servers = fact.servers
+                self._answer(fact)
             case StepCommitted():
                 self._commit(fact)
             case RolledBack():
@@ -214,6 +214,13 @@ class MasterState:
                 self.open_incident = 0
             case _ if not isinstance(fact, LedgerFact | FaultNoted | StrategyChosen | CauseDiagnosed):
                 self._apply_to_run(fact)
+
+    def _answer(self, fact: ServersScaled | ScaleRefused) -> None:
+        self.answered[fact.request] = fact.reason if isinstance(fact, ScaleRefused) else ""
+        if len(self.answered) > ANSWERS_KEPT:
+            del self.answered[next(iter(self.answered))]
+        if isinstance(fact, ServersScaled):
+            self.num_servers = fact.servers
 
     def fold(self) -> StateFolded:
         """Return the whole state as one fact, which a new state can begin with instead of all facts so far."""

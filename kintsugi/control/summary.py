@@ -81,7 +81,8 @@ def summarize_run(
     sums, counts = rewarded.totals() if rewarded is not None else ({}, {})
     accuracy = [done.metrics["eval/accuracy"] for done in state.evaluations]
     agreement = "logprob_abs_diff_mean"
-    incidents = state.incidents.report().incidents
+    report = state.incidents.report()
+    incidents, earlier = report.incidents, report.earlier
     return {
         "name": config.name,
         "algorithm": main.algorithm.custom or main.algorithm.name,
@@ -120,7 +121,10 @@ def summarize_run(
         "logprob_abs_diff_mean": sums[agreement] / counts[agreement] if agreement in counts else None,
         "faults": [{"kind": f.kind, "process": f.process, "message": f.message} for f in faults],
         "incidents": [_incident_line(incident) for incident in incidents],
-        "incidents_open": sum(incident.mended_step is None for incident in incidents),
+        "incidents_open": sum(incident.mended_step is None for incident in incidents)
+        + (earlier.count - earlier.recovered),
+        "incidents_earlier": earlier.count,
+        "incidents_earlier_s": round(earlier.seconds, 4),
     }
 
 

@@ -7,7 +7,7 @@ step some samples, of each stage its first steps and the latest ones.
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from contextlib import closing, suppress
 from math import nan
 from pathlib import Path
 
@@ -23,7 +23,8 @@ from kintsugi.learning_health.history import FIRST_KEPT, LAST_KEPT, StageHistory
 from kintsugi.learning_health.judge import judge
 from kintsugi.learning_health.sample_figures import SampleFigures, figures_of
 from kintsugi.run_folder.layout import RunFolder
-from kintsugi.telemetry.jsonl_log import lines_backwards
+from kintsugi.telemetry.jsonl_log import LineTail, lines_backwards
+from kintsugi.telemetry.sample_files import SampleFiles, numbered_parts, numbered_path
 from kintsugi.telemetry.samples_index import SamplesOfStep
 from kintsugi.telemetry.saved_rollouts import is_rollouts
 from kintsugi.telemetry.step_metrics import SampleRecord
@@ -53,8 +54,11 @@ class LearningFollower:
             StageHistory(facts_of(config, stage, vocabulary=vocabulary, replays=replays))
             for stage in stages(config)
         ]
-        self._metrics = _LineReader(self._folder.metrics_file)
-        self._index = _LineReader(self._folder.samples_index_file)
+        self._metrics = LineTail(self._folder.metrics_file, most_read=MOST_METRICS)
+        index = self._folder.samples_index_file
+        paths = [*(numbered_path(index, start) for start in numbered_parts(index)), index]
+        self._indexes = [LineTail(path, most_read=MOST_METRICS) for path in paths]
+        """Parts of the index that were put aside and not read yet, and the one that is written."""
         self._places: dict[int, SamplesOfStep] = {}
         self._waiting: dict[str, float | None] | None = None
         """Metrics of the latest step, while its samples are not written yet."""
@@ -88,10 +92,7 @@ class LearningFollower:
     def _read(self, *, is_over: bool) -> bool:
         """Read a part of the files; whether there may be more."""
         lines = self._metrics.lines()
-        for line in self._index.lines():
-            with suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                place = msgspec.json.decode(line, type=SamplesOfStep)
-                self._places[place.step] = place
+        self._read_places(until=_last_step(lines, or_of=self._waiting))
         if self._waiting is not None and (lines or is_over or self._waiting["step"] in self._places):
             waiting, self._waiting = self._waiting, None
             self._take_step(waiting, is_recent=True)
@@ -110,6 +111,23 @@ class LearningFollower:
             else:
                 self._take_step(values, is_recent=len(lines) - number < LAST_KEPT)
         return bool(lines) and self._waiting is None
+
+    def _read_places(self, *, until: int) -> None:
+        """Read the places of samples up to a step, as far as they are written."""
+        while until and until not in self._places:
+            lines = self._indexes[0].lines()
+            for line in lines:
+                with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                    place = msgspec.json.decode(line, type=SamplesOfStep)
+                    self._places[place.step] = place
+            if not lines:
+                if len(self._indexes) == 1:
+                    return
+                self._indexes.pop(0).close()
+
+    def close(self) -> None:
+        for tail in (self._metrics, *self._indexes):
+            tail.close()
 
     def _take_step(self, values: dict[str, float | None], *, is_recent: bool) -> None:
         step = int(values["step"] or 0)
@@ -139,9 +157,8 @@ class LearningFollower:
         if place is None or place.num_scored == 0:
             return None
         try:
-            with self._folder.samples_file.open("rb") as file:
-                file.seek(place.offset)
-                content = file.read(min(place.end - place.offset, MOST_SAMPLES))
+            with SampleFiles(self._run_dir) as files:
+                content = files.bytes_at(place.offset, min(place.end, place.offset + MOST_SAMPLES))
         except OSError:
             return None
         records = []
@@ -156,29 +173,10 @@ class LearningFollower:
         return begun[-1]
 
 
-class _LineReader:
-    """Reads complete lines that were added to a file; from its start again where it became shorter."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
-
-    def lines(self) -> list[bytes]:
-        try:
-            with self._path.open("rb") as file:
-                if self._offset > file.seek(0, 2):
-                    self._offset = 0
-                file.seek(self._offset)
-                content = file.read(MOST_METRICS)
-        except OSError:
-            return []
-        whole = content[: content.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return whole.splitlines()
-
-
 def assess_learning(run_dir: str | Path) -> LearningReport:
     """Judge the learning of a run, running or ended, from its folder alone. Raises UserError if there is no run."""
-    return LearningFollower(Path(run_dir)).look(is_over=True)
+    with closing(LearningFollower(Path(run_dir))) as follower:
+        return follower.look(is_over=True)
 
 
 def recorded_findings(run_dir: Path) -> LearningReport | None:
@@ -194,6 +192,14 @@ def learning_lines(run_dir: Path) -> list[str]:
     """Return one line per finding that stands, for a live view; none of a healthy run."""
     report = recorded_findings(run_dir)
     return [] if report is None else [finding_line(finding) for finding in report.findings]
+
+
+def _last_step(lines: list[bytes], *, or_of: dict[str, float | None] | None) -> int:
+    """Return the step of the last line of metrics that can be decoded, or that of these metrics; 0 without any."""
+    for line in reversed(lines):
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError, KeyError):
+            return int(msgspec.json.decode(line, type=dict[str, float | None])["step"] or 0)
+    return int(or_of["step"] or 0) if or_of is not None else 0
 
 
 def _numbers(values: dict[str, float | None]) -> dict[str, float]:

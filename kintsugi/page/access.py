@@ -1,9 +1,9 @@
 """Rights of readers: the decision about a request, as the page needs it.
 
 `PageAccess` is the seam: the page asks `decide` for every request and calls `record` for every action. `SessionAccess`
-is complete by itself: viewers on this machine need no token, others need the one that was printed when the page was
-started; a second token may act. Tokens with names, scopes and an audit log are another implementation of the same
-protocol (a file of tokens, `Gate.decide`, `audit.record`).
+is complete by itself: viewers need the token that was printed when the page was started, unless it was started without
+one for this machine; a second token may act. Tokens with names, scopes and an audit log are another implementation of
+the same protocol (a file of tokens, `Gate.decide`, `audit.record`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class SessionAccess:
     """Two tokens that exist as long as the page: one reads, one acts too."""
 
     def __init__(self, *, needs_token: bool, may_act: bool, viewer: str = "", operator: str = "") -> None:
-        """`needs_token`: also viewers need one. `may_act`: there is a token that may stop, scale and resume."""
+        """`needs_token`: viewers on this machine need one too. `may_act`: there is a token that may stop, scale and
+        resume."""
         self.viewer_token = (viewer or secrets.token_urlsafe(32)) if needs_token else ""
         self.operator_token = (operator or secrets.token_urlsafe(32)) if may_act else ""
 
@@ -65,12 +66,13 @@ class SessionAccess:
         role = self._role(token)
         if token and not role:
             return PageDecision(
-                401, "", "the token is not known; take the address that `kintsugi page` printed"
+                401,
+                "",
+                "the token is not known; open the address that `kintsugi page` or `train --page` printed",
             )
         if not role and (self.viewer_token or not _is_loopback(origin)):
-            return PageDecision(
-                401, "", "a token is needed; open the address that `kintsugi page` printed", origin=origin
-            )
+            reason = "a token is needed; open the address that `kintsugi page` or `train --page` printed"
+            return PageDecision(401, "", reason, origin=origin)
         role = role or "viewer"
         if action != VIEW and _RANK[role] < _RANK["operator"]:
             reason = f"{action} needs the role operator, this page has the role {role}: start `kintsugi page --operate`"

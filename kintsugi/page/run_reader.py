@@ -347,14 +347,14 @@ class RunReader:
             filtered=tuple(Filtered(reason=reason, count=count) for reason, count in dropped),
             groups=tuple(found.groups),
             outcomes=found.outcomes,
-            steps=sample_pages.step_range(index.path),
+            steps=sample_pages.step_range(self.folder),
             indexed=1.0 if is_whole else index.share,
             searched=found.searched,
             problems=index.problems(),
         )
 
     def sample(self, number: int) -> SampleDetail | None:
-        found = sample_pages.sample_at(self.sample_index.path, number)
+        found = sample_pages.sample_at(self.folder, number)
         if found is None:
             return None
         record = found.record

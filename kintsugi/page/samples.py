@@ -2,16 +2,15 @@
 
     samples.jsonl ─► SampleIndex (offset, reward, length, …, 29 bytes a sample) ─► page of rows, read by offset
 
-The number of a sample is the byte offset of its line, so a single sample, and the samples of a step (which are in
-order), are found without the index.
+The number of a sample is the byte offset of its line (`telemetry/sample_files.py`), so a single sample, and the samples
+of a step (which are in order), are found without the index.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,8 @@ import numpy as np
 
 from kintsugi.page.line_files import line_at, line_before, lines_from, offset_where
 from kintsugi.page.schema import GroupRow, Histogram, SampleRow
-from kintsugi.run_folder.layout import RELATIVE, RunFolder
+from kintsugi.run_folder.layout import RELATIVE
+from kintsugi.telemetry.sample_files import SampleFiles, SamplePart
 from kintsugi.telemetry.step_metrics import SampleRecord
 
 PIECE_BYTES = 4 << 20
@@ -82,6 +82,11 @@ class _Column:
     def part(self) -> np.ndarray:
         return self._values[: self._count]
 
+    def forget(self, count: int) -> None:
+        """Remove the first values."""
+        self._values = self._values[count:].copy()
+        self._count -= count
+
 
 def _group(ticket: str) -> int:
     """Return a number for a group; few groups share one, so the ticket itself is compared when a sample is read."""
@@ -116,18 +121,28 @@ class SampleIndex:
     """Index of the samples of one run. One thread at a time calls `extend`; readers take the part that exists."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.path = RunFolder(run_dir).samples_file
+        self.run_dir = run_dir
         self._lock = threading.Lock()
         self._reset()
 
     def _reset(self) -> None:
         self._inode, self._end, self._size = 0, 0, 0
+        """Inode of the file that was read last, the end of what was read of it, and the end of the samples."""
+        self._begin = 0
         self._offsets = _Column(np.int64)
         self._groups = _Column(np.int32)
         self._lengths = _Column(np.int32)
         self._rewards = _Column(np.float64)
         self._advantages = _Column(np.float32)
         self._outcomes = _Column(np.uint8)
+        self._columns = (
+            self._offsets,
+            self._groups,
+            self._lengths,
+            self._rewards,
+            self._advantages,
+            self._outcomes,
+        )
         self._outcome_names: list[str] = []
         self.num_damaged = 0
         self.first_damaged = ""
@@ -135,8 +150,9 @@ class SampleIndex:
 
     @property
     def share(self) -> float:
-        """Indexed part of the file."""
-        return min(1.0, self._end / self._size) if self._size else 1.0
+        """Indexed part of the samples that are kept."""
+        size = self._size - self._begin
+        return min(1.0, max(0, self._end - self._begin) / size) if size > 0 else 1.0
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -154,25 +170,45 @@ class SampleIndex:
         return tuple(found)
 
     def extend(self) -> bool:
-        """Index the next piece of the file; return whether there is more."""
+        """Index the next piece of the samples; return whether there is more."""
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            files = SampleFiles(self.run_dir)
         except OSError:
+            files = None
+        if files is None or not files.parts:
             with self._lock:
                 self._reset()
             return False
-        try:
-            status = os.fstat(descriptor)
-            if status.st_ino != self._inode or status.st_size < self._end:
+        with files:
+            if not self._is_continued(files):
                 with self._lock:
                     self._reset()
-                    self._inode = status.st_ino
-            self._size = status.st_size
-            if self._end >= status.st_size or self.is_full:
+            self._forget_before(files.start)
+            self._begin, self._size = files.start, files.end
+            part = files.part_at(max(self._end, files.start))
+            if part is None or self.is_full:
                 return False
-            return self._take(list(lines_from(descriptor, self._end, most_bytes=PIECE_BYTES)))
-        finally:
-            os.close(descriptor)
+            begin = max(self._end, part.start)
+            lines = lines_from(part.descriptor, begin - part.start, most_bytes=PIECE_BYTES)
+            self._inode = os.fstat(part.descriptor).st_ino
+            return self._take([(part.start + offset, line) for offset, line in lines])
+
+    def _is_continued(self, files: SampleFiles) -> bool:
+        """Return whether what was read is still there, or was removed because it was old: whether the file that was
+        read last is one of these, under whatever name, and has not been cut."""
+        if self._end <= files.start or not self._inode:
+            return self._end <= files.end
+        last = files.part_at(self._end - 1)
+        return last is not None and os.fstat(last.descriptor).st_ino == self._inode
+
+    def _forget_before(self, offset: int) -> None:
+        """Remove samples from the index that are no longer kept."""
+        with self._lock:
+            count = int(np.searchsorted(self._offsets.part(), offset))
+            if count:
+                for column in self._columns:
+                    column.forget(count)
+                self.is_full = False
 
     def _take(self, lines: list[tuple[int, bytes]]) -> bool:
         """Index these lines."""
@@ -234,14 +270,14 @@ class Columns(NamedTuple):
 
 def find(index: SampleIndex, wanted: SampleFilter) -> FoundSamples:
     """Return a page of samples. The samples of one step are read from the file, others by the index."""
-    if not index.path.exists():
-        return FoundSamples([], None, 0, histogram(np.empty(0)), [], {}, 1.0)
-    with _opened(index.path) as descriptor:
-        columns = _columns_of_step(descriptor, wanted.step) if wanted.step is not None else index.columns()
+    with SampleFiles(index.run_dir) as files:
+        if not files.parts:
+            return FoundSamples([], None, 0, histogram(np.empty(0)), [], {}, 1.0)
+        columns = _columns_of_step(files, wanted.step) if wanted.step is not None else index.columns()
         chosen = _chosen(columns, wanted)
         scored = columns.rewards[_chosen(columns, msgspec.structs.replace(wanted, min=None, max=None))]
-        items, following, searched = _page(descriptor, columns, chosen, wanted)
-        groups = _groups(descriptor, columns) if wanted.step is not None else []
+        items, following, searched = _page(files, columns, chosen, wanted)
+        groups = _groups(files, columns) if wanted.step is not None else []
     numbers, counts = np.unique(columns.outcomes, return_counts=True)
     outcomes = {
         columns.outcome_names[number]: count
@@ -251,28 +287,29 @@ def find(index: SampleIndex, wanted: SampleFilter) -> FoundSamples:
     return FoundSamples(items, following, len(chosen), histogram(scored), groups, outcomes, searched)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def _line_at(files: SampleFiles, offset: int) -> bytes:
+    """Return the complete line that begins at an offset; empty where there is none, or none any more."""
+    part = files.part_at(offset)
+    return b"" if part is None else line_at(part.descriptor, offset - part.start)
 
 
-def _columns_of_step(descriptor: int, step: int) -> Columns:
-    """Read the samples of one step, which are one part of the file: steps are written in order."""
+def _columns_of_step(files: SampleFiles, step: int) -> Columns:
+    """Read the samples of one step, which are together in one part: steps are written in order."""
 
     def is_before(line: bytes) -> bool:
-        try:
-            return _step_decoder.decode(line).step < step
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            return False
+        found = _step_in(line)
+        return found is not None and found < step
 
+    part = files.parts[0]
+    for each in files.parts[1:]:
+        first = _step_in(line_at(each.descriptor, 0))
+        if first is not None and first > step:
+            break
+        part = each
     names: list[str] = []
     rows: list[tuple[int, _Indexed]] = []
-    begin = offset_where(descriptor, is_before)
-    for start, line in lines_from(descriptor, begin, most_bytes=STEP_BYTES):
+    begin = offset_where(part.descriptor, is_before)
+    for start, line in lines_from(part.descriptor, begin, most_bytes=STEP_BYTES):
         try:
             row = _indexed_decoder.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -280,7 +317,7 @@ def _columns_of_step(descriptor: int, step: int) -> Columns:
         if row.step > step:
             break
         if row.step == step:
-            rows.append((start, row))
+            rows.append((part.start + start, row))
             if row.finish not in names:
                 names.append(row.finish)
     return Columns(
@@ -292,6 +329,13 @@ def _columns_of_step(descriptor: int, step: int) -> Columns:
         np.array([names.index(row.finish) for _, row in rows], dtype=np.int64),
         names,
     )
+
+
+def _step_in(line: bytes) -> int | None:
+    try:
+        return _step_decoder.decode(line).step
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
 
 
 def _chosen(columns: Columns, wanted: SampleFilter) -> np.ndarray:
@@ -326,7 +370,7 @@ def _sort_keys(columns: Columns, chosen: np.ndarray, sort: str) -> np.ndarray:
 
 
 def _page(
-    descriptor: int, columns: Columns, chosen: np.ndarray, wanted: SampleFilter
+    files: SampleFiles, columns: Columns, chosen: np.ndarray, wanted: SampleFilter
 ) -> tuple[list[SampleRow], str | None, float]:
     """Return the rows from the cursor on, the next cursor, and the part that was searched for words."""
     first = int(wanted.cursor) if wanted.cursor and wanted.cursor.isdecimal() else 0
@@ -340,7 +384,7 @@ def _page(
     read, num_bytes = min(first, total), 0
     for row in chosen[first : first + window].tolist():
         offset = int(columns.offsets[row])
-        line = line_at(descriptor, offset)
+        line = _line_at(files, offset)
         read += 1
         num_bytes += len(line)
         if (found := accepts(offset, line)) is not None:
@@ -407,7 +451,7 @@ def row_of(record: SampleRecord, offset: int) -> SampleRow:
     )
 
 
-def _groups(descriptor: int, columns: Columns) -> list[GroupRow]:
+def _groups(files: SampleFiles, columns: Columns) -> list[GroupRow]:
     """Return the groups of a step, in the order of the file."""
     order: dict[int, list[int]] = {}
     for row, group in enumerate(columns.groups.tolist()):
@@ -415,7 +459,7 @@ def _groups(descriptor: int, columns: Columns) -> list[GroupRow]:
     groups = []
     for rows in order.values():
         offset = int(columns.offsets[rows[0]])
-        record = decoded(line_at(descriptor, offset))
+        record = decoded(_line_at(files, offset))
         rewards = columns.rewards[rows]
         if record is not None:
             groups.append(
@@ -456,36 +500,49 @@ class SampleAt(NamedTuple):
     next: int | None
 
 
-def sample_at(path: Path, offset: int) -> SampleAt | None:
+def sample_at(run_dir: Path, offset: int) -> SampleAt | None:
     """Return the sample at a byte offset; None where no line begins or the line is damaged."""
     try:
-        with _opened(path) as descriptor:
-            if offset < 0 or (offset and os.pread(descriptor, 1, offset - 1) != b"\n"):
+        with SampleFiles(run_dir) as files:
+            part = files.part_at(offset)
+            if part is None or not _begins_line(part, offset):
                 return None
-            line = line_at(descriptor, offset)
+            line = line_at(part.descriptor, offset - part.start)
             record = decoded(line) if line else None
             if record is None:
                 return None
             following = offset + len(line)
-            has_next = bool(line_at(descriptor, following))
-            return SampleAt(record, line_before(descriptor, offset), following if has_next else None)
+            has_next = bool(_line_at(files, following))
+            return SampleAt(record, _line_before(files, offset), following if has_next else None)
     except OSError:
         return None
 
 
-def step_range(path: Path) -> tuple[int, ...]:
+def _begins_line(part: SamplePart, offset: int) -> bool:
+    place = offset - part.start
+    return place == 0 or os.pread(part.descriptor, 1, place - 1) == b"\n"
+
+
+def _line_before(files: SampleFiles, offset: int) -> int | None:
+    """Return the start of the line that ends at an offset; None for the first line that is kept."""
+    part = files.part_at(offset - 1)
+    if part is None:
+        return None
+    start = line_before(part.descriptor, offset - part.start)
+    return None if start is None else part.start + start
+
+
+def step_range(run_dir: Path) -> tuple[int, ...]:
     """Return the first and last step that has samples; empty if there are none."""
     try:
-        with _opened(path) as descriptor:
-            size = os.fstat(descriptor).st_size
-            first = line_at(descriptor, 0)
-            end = size
-            last = b""
+        with SampleFiles(run_dir) as files:
+            first = _line_at(files, files.start)
+            end, last = files.end, b""
             for _ in range(4):
-                start = line_before(descriptor, end)
+                start = _line_before(files, end)
                 if start is None:
                     break
-                last = line_at(descriptor, start)
+                last = _line_at(files, start)
                 if last:
                     break
                 end = start

@@ -1,18 +1,16 @@
 """Protection of the page: Host header, tokens in a cookie, headers of every answer, origin and secret of every action.
 
-A page on loopback can be reached by every site that the browser has open. Reading is kept from them by the Host header
-(a name that a foreign server resolves to this machine is refused) and by the same-origin policy; acting needs a secret
-(`csrf`) that only this page can read.
+A page on loopback can be reached by every user of the machine, and by every site that the browser has open. Reading
+needs a token, and is kept from other sites by the Host header (a name that a foreign server resolves to this machine is
+refused) and by the same-origin policy; acting needs a secret (`csrf`) that only this page can read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import logging
 import secrets
-import socket
 from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
@@ -20,6 +18,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from kintsugi.access.hosts import is_known_host
 from kintsugi.errors import KintsugiError, StorageError, UserError
 from kintsugi.page.access import VIEW, PageAccess, PageDecision
 from kintsugi.page.schema import Failure
@@ -39,7 +38,6 @@ HEADERS = {
 }
 COOKIE = "kintsugi_page_{port}"
 """Browsers share cookies between all ports of a host, so that the name has the port."""
-LOOPBACK_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
 JSON = "application/json"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -57,20 +55,11 @@ class Guard:
         """`host`: address that the server listens on; its name is accepted in the Host header."""
         self.access = access
         self._secret = secrets.token_bytes(32)
-        self._names = LOOPBACK_NAMES | {host.lower(), socket.gethostname().lower()}
+        self._host = host
 
     def csrf(self, token: str | None) -> str:
         """Return the secret of the actions of this session."""
         return hmac.new(self._secret, (token or "").encode(), hashlib.sha256).hexdigest()
-
-    def is_own_name(self, host: str) -> bool:
-        """Return whether a Host header names this machine: by address, or by a name that is known to be its own."""
-        name = urlsplit(f"//{host}").hostname or ""
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return name in self._names
-        return True
 
     def check_order(self, request: web.Request, csrf: str) -> None:
         """Raise for an action that did not come from this page."""
@@ -91,7 +80,7 @@ class Guard:
 
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if not self.is_own_name(request.host):
+            if not is_known_host(request.headers.get("Host"), allowed=(self._host,)):
                 raise refused(
                     403, f"expected the name or an address of this machine, got {request.host[:200]!r}"
                 )

@@ -12,6 +12,7 @@ from kintsugi.page.journal_tail import JournalTail
 from kintsugi.page.line_files import last_lines
 from kintsugi.page.metrics import MetricsTable
 from kintsugi.page.schema import IncidentLoss, ServiceLevels, Target
+from kintsugi.run_folder.incidents import IncidentReport
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.summary import Summary
 from kintsugi.telemetry.readings import HostReading, samples_in
@@ -37,27 +38,28 @@ def service_levels(
     While the journal is being read, what follows from incidents is not known: a part of them would look like a run that
     lost less.
     """
-    incidents = journal.report().incidents if journal.is_current else ()
+    report = journal.report() if journal.is_current else IncidentReport((), ())
+    incidents, earlier = report.incidents, report.earlier
     losses = [
         IncidentLoss(incident=each.incident, title=title(each), seconds=each.seconds)
         for each in incidents
         if each.seconds is not None
     ]
     losses.sort(key=lambda each: -each.seconds)
-    lost_s = math.fsum(each.seconds for each in losses)
+    lost_s = math.fsum(each.seconds for each in losses) + earlier.seconds
     recovered = [each for each in incidents if each.mended_step is not None]
+    num_recovered = len(recovered) + earlier.recovered
     success = _success(summary, journal, metrics)
     ratio = max(0.0, 1.0 - lost_s / wall_s) if wall_s and journal.is_current else None
-    recovery_s = math.fsum(each.seconds or 0.0 for each in recovered) / len(recovered) if recovered else None
+    recovery_s = math.fsum(each.seconds or 0.0 for each in recovered) + earlier.seconds
+    mean_s = recovery_s / num_recovered if num_recovered else None
     processors, accelerators = _hardware(run_dir)
     tokens = _total(metrics, "loss_tokens")
     samples = float(summary.samples_trained) if summary is not None else None
     targets = (
         _target("effective_ratio", "Effective training time", EFFECTIVE_TARGET, ratio, unit="share"),
         _target("success_rate", "Samples that were scored", SUCCESS_TARGET, success, unit="share"),
-        _target(
-            "mean_recovery_s", "Mean recovery time", RECOVERY_TARGET_S, recovery_s, unit="s", at_least=False
-        ),
+        _target("mean_recovery_s", "Mean recovery time", RECOVERY_TARGET_S, mean_s, unit="s", at_least=False),
     )
     return ServiceLevels(
         throughput=tokens / wall_s if tokens is not None and wall_s else None,
@@ -69,10 +71,10 @@ def service_levels(
         training_s=_total(metrics, "timing/step"),
         lost_s=lost_s if journal.is_current else None,
         effective_ratio=ratio,
-        incidents=len(incidents) if journal.is_current else None,
-        recovered=len(recovered),
-        mean_recovery_s=recovery_s,
-        steps_undone=sum(each.steps_undone for each in incidents),
+        incidents=len(incidents) + earlier.count if journal.is_current else None,
+        recovered=num_recovered,
+        mean_recovery_s=mean_s,
+        steps_undone=sum(each.steps_undone for each in incidents) + earlier.steps_undone,
         losses=tuple(losses[:MOST_LOSSES]),
         targets=targets,
         problems=(*metrics.all_problems(), *journal.all_problems()),

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from kintsugi.errors import Fault, is_shortage
 from kintsugi.recovery.states import RecoveryState
 from kintsugi.recovery.strategy import MAX_FAULTS, FaultSituation, Strategy
+from kintsugi.runtime.backoff import SHORTAGES_PER_FAILURE
 from kintsugi.types import Role, role_of
 
 _S = RecoveryState
-SHORTAGES_PER_DEATH = 5
 
 
 class Incident:
@@ -102,7 +102,7 @@ class IncidentLog:
         if not is_shortage(fault):
             return 1
         current.shortages[lost] += 1
-        return int(current.shortages[lost] % SHORTAGES_PER_DEATH == 0)
+        return int(current.shortages[lost] % SHORTAGES_PER_FAILURE == 0)
 
     def all_live(self, now: float) -> None:
         """Record the time at which the last missing process is back."""

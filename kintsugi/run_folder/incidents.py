@@ -1,10 +1,12 @@
 """Incidents of a run, reconstructed from the facts of its journal: cause, losses, recovery and cost. Pure.
 
-The state of the master contains the same index, so `summary.json` and `kintsugi incidents` agree.
+The state of the master contains the same index, so `summary.json` and `kintsugi incidents` agree. It has the newest
+incidents; of the others it has sums, and the master writes each to `incidents.jsonl` when it drops it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from enum import StrEnum
 
@@ -41,6 +43,10 @@ LAST_INCIDENTS = 3
 """Number of latest incidents that a diagnosis may belong to."""
 MOST_DIAGNOSES = 64
 """Maximum number of diagnoses without an incident that are kept."""
+MOST_INCIDENTS = 200
+"""Incidents that are kept one by one."""
+MOST_FAULTS, MOST_LOSSES = 256, 2048
+"""First faults, and first losses, of one incident that are kept; `events/` has all of them."""
 
 
 class FaultRelation(StrEnum):
@@ -124,14 +130,33 @@ class IncidentHistory(msgspec.Struct, frozen=True, kw_only=True):
         return self.mended_step is None and not self.run_ended
 
 
+class EarlierIncidents(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Sums over the incidents that are no longer kept one by one."""
+
+    count: int = 0
+    recovered: int = 0
+    seconds: float = 0.0
+    steps_undone: int = 0
+
+    def plus(self, incident: IncidentHistory) -> EarlierIncidents:
+        return EarlierIncidents(
+            self.count + 1,
+            self.recovered + (incident.mended_step is not None),
+            self.seconds + (incident.seconds or 0.0),
+            self.steps_undone + incident.steps_undone,
+        )
+
+
 class IncidentReport(msgspec.Struct, frozen=True):
-    """All incidents of a run."""
+    """Incidents of a run."""
 
     incidents: tuple[IncidentHistory, ...]
+    """All of them, or the newest ones; then `earlier` has the sums of the others."""
     other_losses: tuple[ProcessLoss, ...]
     """Processes, such as agents, that were lost and replaced without affecting training."""
     other_diagnoses: tuple[CauseDiagnosed, ...] = ()
     """Diagnosed slowdowns without a failure."""
+    earlier: EarlierIncidents = EarlierIncidents()
 
 
 class _IncidentRecord(msgspec.Struct, omit_defaults=True):
@@ -157,6 +182,15 @@ class _IncidentRecord(msgspec.Struct, omit_defaults=True):
             last.alternatives = others
         else:
             self.choices.append(ChosenStrategy(fact.strategy, reason, others))
+            del self.choices[1 : -MOST_FAULTS + 1]
+
+    def add_fault(self, fault: Fault) -> None:
+        if len(self.faults) < MOST_FAULTS:
+            self.faults.append(fault)
+
+    def add_loss(self, loss: ProcessLoss) -> None:
+        if len(self.losses) < MOST_LOSSES:
+            self.losses.append(loss)
 
     def history(self) -> IncidentHistory:
         times = [fault.time for fault in root_first(self.faults) if fault.time]
@@ -213,6 +247,7 @@ class _FoldedIndex(msgspec.Struct, omit_defaults=True):
     other_losses: list[ProcessLoss]
     other_diagnoses: list[CauseDiagnosed]
     step: int
+    earlier: EarlierIncidents = EarlierIncidents()
 
 
 class IncidentIndex:
@@ -229,6 +264,15 @@ class IncidentIndex:
         self._other_losses: list[ProcessLoss] = []
         self._other_diagnoses: list[CauseDiagnosed] = []
         self._step = 0
+        self._earlier = EarlierIncidents()
+        self._dropped: deque[IncidentHistory] = deque(maxlen=MOST_INCIDENTS)
+        """Incidents that were dropped since `take_dropped`."""
+
+    def take_dropped(self) -> list[IncidentHistory]:
+        """Return the incidents that are not kept any more, once."""
+        dropped = list(self._dropped)
+        self._dropped.clear()
+        return dropped
 
     def report(self) -> IncidentReport:
         recent = (loss for _, loss in self._recent)
@@ -236,6 +280,7 @@ class IncidentIndex:
             tuple(record.history() for record in self._records),
             (*self._other_losses, *recent),
             tuple(self._other_diagnoses),
+            self._earlier,
         )
 
     def fold(self) -> bytes:
@@ -249,6 +294,7 @@ class IncidentIndex:
                 other_losses=self._other_losses,
                 other_diagnoses=self._other_diagnoses,
                 step=self._step,
+                earlier=self._earlier,
             )
         )
 
@@ -258,6 +304,8 @@ class IncidentIndex:
         self._open = found.records[-1] if found.is_open else None
         self._alive, self._recent, self._step = found.alive, found.recent, found.step
         self._other_losses, self._other_diagnoses = found.other_losses, found.other_diagnoses
+        self._earlier = found.earlier
+        self._drop_oldest()
 
     def unfinished(self) -> tuple[list[Fault], list[str]]:
         """Faults and lost processes of the open incident, for a master that takes over."""
@@ -300,17 +348,24 @@ class IncidentIndex:
         if isinstance(fact, IncidentOpened):
             self._open = _IncidentRecord(fact)
             self._records.append(self._open)
+            self._drop_oldest()
             self._open.faults = [fault for fault, _ in self._recent if fault is not None] + [fact.fault]
             self._open.losses = [loss for _, loss in self._recent]
             self._recent.clear()
         elif self._open is not None:
             match fact:
                 case FaultNoted(fault=fault):
-                    self._open.faults.append(fault)
+                    self._open.add_fault(fault)
                 case StrategyChosen():
                     self._open.choose(fact)
                 case IncidentClosed():
                     self._open.closed, self._open = fact, None
+
+    def _drop_oldest(self) -> None:
+        while len(self._records) > MOST_INCIDENTS:
+            history = self._records.pop(0).history()
+            self._earlier = self._earlier.plus(history)
+            self._dropped.append(history)
 
     def _diagnosed(self, fact: CauseDiagnosed) -> None:
         """Assign a diagnosis to the latest incident that it explains, which may be over already."""
@@ -337,13 +392,15 @@ class IncidentIndex:
 
     def _lose(self, loss: ProcessLoss, fault: Fault | None) -> None:
         if self._open is not None:
-            self._open.losses.append(loss)
-            self._open.faults += [fault] if fault is not None else []
-        else:
+            self._open.add_loss(loss)
+            if fault is not None:
+                self._open.add_fault(fault)
+        elif len(self._recent) < MOST_LOSSES:
             self._recent.append((fault, loss))
 
     def _settle(self) -> None:
         self._other_losses += [loss for _, loss in self._recent]
+        del self._other_losses[:-MOST_LOSSES]
         self._recent.clear()
 
     def _begin_term(self, fact: TermStarted) -> None:

@@ -17,8 +17,10 @@
     metrics.jsonl           metrics of each step and evaluation
     samples.jsonl           trained samples: prompt, completion, rewards
     samples.index           place and worst samples of each step in samples.jsonl
+    samples.N.jsonl, .index  earlier samples, from byte N on; the oldest are removed (`logging.samples_gib`)
     verdicts.jsonl          held-out problems of each evaluation, answered right or wrong
     diagnoses.jsonl         diagnoses of the watcher process
+    incidents.jsonl         incidents that the master's state does not keep: all but the newest 200
     learning.jsonl          findings about learning, a line whenever they change (`learning_health/`)
     store.db                search index over events, logs and journal (built by `kintsugi logs`)
     audit.jsonl             actions on this run: time, caller, origin, answer; each line has the hash of the last
@@ -126,6 +128,10 @@ class RunFolder:
     @property
     def diagnoses_file(self) -> Path:
         return self.path / "diagnoses.jsonl"
+
+    @property
+    def incidents_file(self) -> Path:
+        return self.path / "incidents.jsonl"
 
     @property
     def learning_file(self) -> Path:

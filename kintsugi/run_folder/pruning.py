@@ -76,7 +76,10 @@ PARTS = (
         "samples",
         "trained samples",
         "`kintsugi samples`",
-        _files(RELATIVE.samples_file, RELATIVE.samples_index_file, RELATIVE.rollouts_folder),
+        _files(
+            *(f"{path.stem}*{path.suffix}" for path in (RELATIVE.samples_file, RELATIVE.samples_index_file)),
+            RELATIVE.rollouts_folder,
+        ),
     ),
 )
 """Parts that can be removed, the least missed first."""

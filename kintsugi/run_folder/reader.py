@@ -30,7 +30,7 @@ from kintsugi.journal.facts import (
     ServersScaled,
     StateFolded,
 )
-from kintsugi.run_folder.incidents import IncidentHistory, IncidentIndex, IncidentReport
+from kintsugi.run_folder.incidents import EarlierIncidents, IncidentHistory, IncidentIndex, IncidentReport
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.summary import FaultLine, Summary
 from kintsugi.runtime.clock import SYSTEM_CLOCK
@@ -39,6 +39,7 @@ from kintsugi.runtime.owned_files import read_owned
 from kintsugi.runtime.proc import boot_id, process_start_time
 from kintsugi.telemetry.events import Alert, FaultSeen, Record, records_in
 from kintsugi.telemetry.jsonl_log import lines_backwards, lines_between, old_path, paths_of
+from kintsugi.telemetry.sample_files import SampleFiles
 from kintsugi.telemetry.samples_index import SamplesIndex, WorstKey
 from kintsugi.telemetry.step_metrics import EvalAnswerRecord, SampleRecord
 from kintsugi.types import Role, process_id
@@ -175,7 +176,21 @@ def read_incidents(folder: Path) -> IncidentReport:
     """Read the incidents so far; none if there is no journal yet."""
     index = IncidentIndex()
     _fold_journal(folder, index.take)
-    return index.report()
+    report = index.report()
+    if not report.earlier.count:
+        return report
+    # A master that was killed may not have written what it dropped last, and its successor writes that again.
+    earlier = {each.incident: each for each in (*_recorded_incidents(folder), *index.take_dropped())}
+    kept = {each.incident: each for each in report.incidents}
+    incidents = tuple(each for _, each in sorted({**earlier, **kept}.items()))
+    return msgspec.structs.replace(report, incidents=incidents, earlier=EarlierIncidents())
+
+
+def _recorded_incidents(folder: Path) -> Iterator[IncidentHistory]:
+    """Yield the incidents that the master's state does not keep."""
+    decoder = msgspec.json.Decoder(IncidentHistory)
+    for path in paths_of(RunFolder(folder).incidents_file):
+        yield from _decoded(decoder, (line for _, line in lines_between(path)))
 
 
 def _fold_journal(folder: Path, take: Callable[[Fact], None]) -> None:
@@ -288,61 +303,54 @@ def read_samples(
     grep: str | None = None,
     last: int | None = None,
 ) -> list[SampleRecord]:
-    """Read trained samples, filtered, in their order; `last` selects that many of the latest, `worst` that many scored
-    ones, by lowest reward, then latest step. Only what is returned is kept in memory."""
-    path = RunFolder(folder).samples_file
-    if not path.exists():
-        return []
-    if worst is not None and step is None and grep is None:
-        return _worst_samples(folder, worst)
+    """Read trained samples that are kept, filtered, in their order; `last` selects that many of the latest, `worst`
+    that many scored ones, by lowest reward, then latest step. Only what is returned is kept in memory."""
 
     def is_wanted(record: SampleRecord) -> bool:
         return (step is None or record.step == step) and (
             grep is None or grep in record.prompt or grep in record.completion
         )
 
-    if last is not None and step is None:
-        found = (record for _, record in _decoded_samples(lines_backwards(path)) if is_wanted(record))
-        return list(islice(found, last))[::-1]
-    parts = [(0, None)] if step is None else _samples_index(folder).of_step(step)
-    chosen = (
-        record
-        for offset, end in parts
-        for _, record in _decoded_samples(lines_between(path, offset=offset, end=end))
-        if is_wanted(record)
-    )
-    if worst is not None:
-        scored = (record for record in chosen if record.reward_components)
-        return heapq.nsmallest(worst, scored, key=lambda record: (record.reward, -record.step))
-    return list(chosen if last is None else deque(chosen, maxlen=last))
+    with SampleFiles(folder) as files:
+        if worst is not None and step is None and grep is None:
+            return _worst_samples(files, worst)
+        if last is not None and step is None:
+            found = (record for _, record in _decoded_samples(files.lines_backwards()) if is_wanted(record))
+            return list(islice(found, last))[::-1]
+        parts = [(files.start, files.end)] if step is None else SamplesIndex(files).of_step(step)
+        chosen = (
+            record
+            for offset, end in parts
+            for _, record in _decoded_samples(files.lines_between(offset, end))
+            if is_wanted(record)
+        )
+        if worst is not None:
+            scored = (record for record in chosen if record.reward_components)
+            return heapq.nsmallest(worst, scored, key=lambda record: (record.reward, -record.step))
+        return list(chosen if last is None else deque(chosen, maxlen=last))
 
 
-def _samples_index(folder: Path) -> SamplesIndex:
-    run = RunFolder(folder)
-    return SamplesIndex(run.samples_index_file, samples=run.samples_file)
+def each_sample(folder: Path) -> Iterator[SampleRecord]:
+    """Yield the trained samples that are kept, in their order."""
+    with SampleFiles(folder) as files:
+        yield from (record for _, record in _decoded_samples(files.lines_between()))
 
 
-def _worst_samples(folder: Path, count: int) -> list[SampleRecord]:
+def _worst_samples(files: SampleFiles, count: int) -> list[SampleRecord]:
     """Return the samples with the lowest rewards by the index, and by reading what it does not describe."""
-    path, index = RunFolder(folder).samples_file, _samples_index(folder)
+    index = SamplesIndex(files)
 
     def keys_in(parts: Iterable[tuple[int, int]]) -> Iterator[WorstKey]:
         for begin, end in parts:
-            for (offset, line), record in _decoded_samples(lines_between(path, offset=begin, end=end)):
+            for (offset, line), record in _decoded_samples(files.lines_between(begin, end)):
                 if record.reward_components:
                     yield record.reward, -record.step, offset, offset + len(line)
 
     keys, hidden = index.worst(count, keys_in(index.rest))
     if hidden:
         keys = heapq.nsmallest(count, set(keys).union(keys_in(hidden)))
-    lines = ((offset, _bytes_at(path, offset, end)) for _, _, offset, end in keys)
+    lines = ((offset, files.bytes_at(offset, end)) for _, _, offset, end in keys)
     return [record for _, record in _decoded_samples(lines)]
-
-
-def _bytes_at(path: Path, offset: int, end: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(offset)
-        return file.read(end - offset)
 
 
 def _decoded_samples(

@@ -92,5 +92,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     loss_first: float | None = None
     """Loss of the first step of a main stage that samples nothing (SFT, DPO, a reward model); None for the others."""
     loss_last: float | None = None
+    incidents_earlier: int = 0
+    """Number of incidents before those that are listed …"""
+    incidents_earlier_s: float = 0.0
+    """… and their durations together."""
     incidents_open: int = 0
     """Number of incidents that were unresolved when the run ended."""

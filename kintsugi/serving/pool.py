@@ -32,6 +32,7 @@ from kintsugi.errors import KintsugiError, ProcessDied, StartFailed, UserError, 
 from kintsugi.process.exit_codes import EXIT_USER_ERROR
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.protocol.membership import AddressBook, Heartbeat, Register, Registered
+from kintsugi.runtime.backoff import growing_pause
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.processes import Processes, describe_status
 from kintsugi.transport import Delivery, Endpoint, new_key_pair
@@ -313,7 +314,7 @@ class ServerPool:
                 error = UserError if give_up else ProcessDied
                 self.fatal = error(f"no generation server can be had: {slot.process} {reason}")
             return
-        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (slot.num_failures - 2))
+        pause_s = growing_pause(slot.num_failures - 1, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
         slot.start_at = now if slot.num_failures < 2 else now + pause_s
         self._set(slot, PoolSlotState.WAITING)
         self._note(f"{slot.process} {reason}; another one takes its place")

@@ -241,27 +241,32 @@ def lines_in(content: bytes) -> list[bytes]:
 class LineTail:
     """Follows a line file: each call of `lines` returns lines that were added since; an incomplete line waits.
 
-    When the file was put aside for a new one, its end is read first and then the new one.
+    When the file was put aside for a new one, its end is read first and then the new one. A file that became shorter is
+    read from its start.
     """
 
-    def __init__(self, path: Path, *, offset: int = 0) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, offset: int = 0, most_read: int = MOST_READ) -> None:
+        """`most_read`: bytes that one call reads."""
+        self._path, self._most_read = path, most_read
         self._descriptor = -1
         self.offset = offset
         """Byte offset of the next line."""
 
     def lines(self) -> list[bytes]:
-        """Return up to a megabyte of new lines; call until there are none."""
+        """Return some new lines; call until there are none."""
         if self._descriptor < 0:
             try:
                 self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
                 return []
-        content = os.pread(self._descriptor, MOST_READ, self.offset)
-        while len(content) == MOST_READ and b"\n" not in content:
+        content = os.pread(self._descriptor, self._most_read, self.offset)
+        if not content and os.fstat(self._descriptor).st_size < self.offset:
+            self.offset = 0
+            content = os.pread(self._descriptor, self._most_read, 0)
+        while len(content) == self._most_read and b"\n" not in content:
             # The line is too long to be read; its rest is yielded as a torn line.
             self.offset += len(content)
-            content = os.pread(self._descriptor, MOST_READ, self.offset)
+            content = os.pread(self._descriptor, self._most_read, self.offset)
         lines = lines_in(content)
         if not lines and self._was_put_aside():
             self.close()

@@ -1,19 +1,17 @@
-"""`samples.index`: where the samples of each step are in `samples.jsonl`, and the worst of them.
+"""`samples.index`: where the samples of each step are (`sample_files.py`), and the worst of them.
 
-A line per step. Nothing depends on it: readers look through those parts of `samples.jsonl` that it does not describe,
-as of a run that an earlier version began, and through all of it where the two do not agree.
+A line per step. Nothing depends on it: readers look through those parts of the samples that it does not describe, as of
+a run that an earlier version began, and through all of them where the two do not agree.
 """
 
 from __future__ import annotations
 
 import heapq
-import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import msgspec
 
-from kintsugi.telemetry.jsonl_log import lines_between
+from kintsugi.telemetry.sample_files import SampleFiles
 
 NUM_WORST = 10
 """Samples with the lowest rewards that are listed for each step."""
@@ -41,18 +39,18 @@ class SamplesOfStep(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SamplesIndex:
-    """The index of one `samples.jsonl`, as it is now."""
+    """The index of the samples of a run, as it is now."""
 
-    def __init__(self, path: Path, *, samples: Path) -> None:
-        """`samples`: the file that it describes."""
-        self._path, self._samples = path, samples
+    def __init__(self, files: SampleFiles) -> None:
+        """`files`: what it describes."""
+        self._files = files
         self._decoder = msgspec.json.Decoder(SamplesOfStep)
-        self._agrees = path.is_file()
+        self._agrees = True
         self.rest: list[tuple[int, int]] = self._find_rest()
-        """Parts of `samples.jsonl` that the index does not describe: (offset, end), in order."""
+        """Parts of the samples that the index does not describe: (offset, end), in order."""
 
     def _find_rest(self) -> list[tuple[int, int]]:
-        rest, position, size = [], 0, self._samples.stat().st_size
+        rest, position, size = [], self._files.start, self._files.end
         entry = None
         for entry in self._entries():
             self._agrees = self._agrees and position <= entry.offset <= entry.end <= size
@@ -63,24 +61,27 @@ class SamplesIndex:
             # An edited file has its lines elsewhere.
             self._agrees = self._agrees and all(map(self._begins_line, (entry.offset, entry.end)))
         if not self._agrees:
-            return [(0, size)]
+            return [(self._files.start, size)]
         return [*rest, (position, size)] if position < size else rest
 
     def _begins_line(self, offset: int) -> bool:
-        with self._samples.open("rb") as file:
-            return offset == 0 or os.pread(file.fileno(), 1, offset - 1) == b"\n"
+        is_first = any(part.start == offset for part in self._files.parts)
+        return is_first or self._files.bytes_at(offset - 1, offset) == b"\n"
 
     def _entries(self) -> Iterator[SamplesOfStep]:
+        """Yield the entries of samples that are still kept."""
         if not self._agrees:
             return
-        for _, line in lines_between(self._path):
+        for line in self._files.index_lines():
             try:
-                yield self._decoder.decode(line)
+                entry = self._decoder.decode(line)
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 continue
+            if entry.end > self._files.start or entry.offset >= self._files.start:
+                yield entry
 
     def of_step(self, step: int) -> list[tuple[int, int]]:
-        """Return the parts of `samples.jsonl` that may have samples of this step."""
+        """Return the parts of the samples that may have samples of this step."""
         found = [(entry.offset, entry.end) for entry in self._entries() if entry.step == step]
         return sorted([*found, *self.rest])
 

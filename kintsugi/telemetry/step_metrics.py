@@ -2,7 +2,8 @@
 explains each name.
 
 `metrics.jsonl` has one object a line: `{"step": 12, "time": 1.7e9, "reward/mean": 0.4, …}`; an evaluation is a line of
-its own. `samples.jsonl` has one line per trained sample. Both are cut back, in place, when a run resumes or rolls back.
+its own. `samples.jsonl` has one line per trained sample; it is put aside when it is large, and the oldest samples are
+removed (`sample_files.py`). Both are cut back, in place, when a run resumes or rolls back.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from kintsugi.runtime.clock import Clock, SystemClock
 from kintsugi.runtime.disk import append_whole
 from kintsugi.runtime.waits import WaitTable, join, wait
 from kintsugi.telemetry.jsonl_log import lines_backwards
+from kintsugi.telemetry.sample_files import numbered_parts, numbered_path, start_of_newest
 from kintsugi.telemetry.samples_index import NUM_WORST, SamplesOfStep
 from kintsugi.types import FinishReason, SampleMeta, SampleText
 
@@ -47,6 +49,11 @@ REOPEN_S = 60.0
 FINISH_S = 30.0
 """Time for the last calls of a tracker in the background."""
 IDLE_S = 3600.0
+SAMPLES_SIZE = 16 << 30
+"""Disk space of the samples of a run: those of five days with a million samples of three kilobytes a day."""
+NUM_PARTS, LARGEST_PART = 16, 256 << 20
+"""The samples are kept in so many parts at least, none of which is larger (but for the step that exceeds it): the
+oldest of them is removed at once."""
 
 _Result = TypeVar("_Result")
 
@@ -183,6 +190,19 @@ class _Lines:
             self._opened = self._path.open("ab", buffering=0)
         return self._opened
 
+    def size(self) -> int:
+        return self._guarded(lambda: os.fstat(self._file.fileno()).st_size)
+
+    def put_aside(self, path: Path) -> None:
+        """Rename the file; the next write begins a new one."""
+        self._guarded(lambda: self._path.replace(path))
+        self.close()
+
+    def take_back(self, path: Path) -> None:
+        """Continue the file that was put aside there, in the place of this one."""
+        self._guarded(lambda: path.replace(self._path))
+        self.close()
+
     def append(self, records: Sequence[Any]) -> list[int]:
         """Append all lines or none: half a line would make the rest of the file unreadable. Return the offset of each
         line, and that of the end."""
@@ -198,19 +218,10 @@ class _Lines:
     def truncate_after(self, step: int) -> None:
         """Cut off the lines of later steps, in place: they are the last ones. A line that cannot be decoded has no
         step, and is cut off with those that follow it."""
-        decoder = msgspec.json.Decoder(_Stepped)
 
         def cut() -> None:
-            size = end = os.fstat(self._file.fileno()).st_size
-            for offset, line in lines_backwards(self._path):
-                try:
-                    is_kept = decoder.decode(line).step <= step
-                except (msgspec.MsgspecError, UnicodeDecodeError):
-                    continue
-                if is_kept:
-                    break
-                end = offset
-            if end < size:
+            size, end = os.fstat(self._file.fileno()).st_size, _end_of(step, self._path)
+            if end is not None and end < size:
                 os.ftruncate(self._file.fileno(), end)
 
         self._guarded(cut)
@@ -218,6 +229,7 @@ class _Lines:
     def close(self) -> None:
         if self._opened is not None:
             self._opened.close()
+            self._opened = None
 
     def _repair(self) -> None:
         """Cut off what follows the last complete line, searched from the back."""
@@ -245,6 +257,23 @@ class _Lines:
 
 class _Stepped(msgspec.Struct):
     step: int
+
+
+_step_decoder = msgspec.json.Decoder(_Stepped)
+
+
+def _end_of(step: int, path: Path) -> int | None:
+    """Return where the lines of later steps begin in a file, which is searched from its end; None if it has none."""
+    end = None
+    for offset, line in lines_backwards(path):
+        try:
+            is_kept = _step_decoder.decode(line).step <= step
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            continue
+        if is_kept:
+            break
+        end = offset
+    return end
 
 
 def tracker_tag(name: str, *, stage: str = "") -> str:
@@ -349,11 +378,21 @@ def _try_all(*actions: Callable[[], object]) -> None:
 
 
 class SamplesWriter:
-    """Writes every trained sample to `samples.jsonl`, and the place of each step to `samples.index`."""
+    """Writes every trained sample to `samples.jsonl`, and the place of each step to `samples.index`.
 
-    def __init__(self, run_dir: Path) -> None:
-        self._lines = _Lines(RunFolder(run_dir).samples_file)
-        self._index = _Lines(RunFolder(run_dir).samples_index_file)
+    Both are put aside when the samples have the size of a part, between two steps. A process that is killed at any
+    moment of that leaves files that readers and the next writer understand: offsets in an index do not depend on the
+    name of the file that they lead to, nor on that of the index.
+    """
+
+    def __init__(self, run_dir: Path, *, most_size: int = SAMPLES_SIZE) -> None:
+        """`most_size`: bytes of all parts, with their indexes, beyond which the oldest part is removed."""
+        run = RunFolder(run_dir)
+        self._samples_path, self._index_path = run.samples_file, run.samples_index_file
+        self._lines, self._index = _Lines(self._samples_path), _Lines(self._index_path)
+        self._most_size, self._part_size = most_size, min(LARGEST_PART, most_size // NUM_PARTS)
+        self._start: int | None = None
+        """Offset of the first byte of `samples.jsonl`; None if it has to be found."""
 
     def write(
         self,
@@ -381,7 +420,11 @@ class SamplesWriter:
             )
             for meta in metas
         ]
-        offsets = self._lines.append(records)
+        _try_all(self._put_aside_if_large, lambda: self._append(step, records))
+
+    def _append(self, step: int, records: Sequence[SampleRecord]) -> None:
+        start = self._find_start()
+        offsets = [start + offset for offset in self._lines.append(records)]
         scored = [
             (record.reward, offset, end)
             for record, (offset, end) in zip(records, pairwise(offsets), strict=True)
@@ -390,8 +433,61 @@ class SamplesWriter:
         worst = tuple(nsmallest(NUM_WORST, scored))
         self._index.append([SamplesOfStep(step, offsets[0], offsets[-1], len(scored), worst)])
 
+    def _find_start(self) -> int:
+        if self._start is None:
+            try:
+                self._start = start_of_newest(self._samples_path)
+            except OSError as error:
+                raise StorageError(f"{self._samples_path}: {error.strerror or error}") from error
+        return self._start
+
+    def _put_aside_if_large(self) -> None:
+        """Continue in new files, and remove the oldest ones that exceed the budget."""
+        if self._lines.size() < self._part_size:
+            return
+        start, self._start = self._find_start(), None
+        self._lines.put_aside(numbered_path(self._samples_path, start))
+        self._index.put_aside(numbered_path(self._index_path, start))
+        try:
+            self._remove_oldest()
+        except OSError as error:
+            raise StorageError(f"{error.filename}: {error.strerror or error}") from error
+
+    def _remove_oldest(self) -> None:
+        """Keep the newest part at least: its end is where the next one begins."""
+        *older, newest = numbered_parts(self._samples_path)
+        kept_from, total = newest, self._part_size + self._size_of_part(newest)
+        for start in reversed(older):
+            total += self._size_of_part(start)
+            if total > self._most_size:
+                break
+            kept_from = start
+        # The index goes last: without its samples it is ignored, but samples without an index are searched.
+        for path in (self._samples_path, self._index_path):
+            for start in numbered_parts(path):
+                if start < kept_from:
+                    numbered_path(path, start).unlink()
+
+    def _size_of_part(self, start: int) -> int:
+        paths = (numbered_path(path, start) for path in (self._samples_path, self._index_path))
+        return sum(path.stat().st_size for path in paths if path.exists())
+
     def truncate_after(self, step: int) -> None:
-        _try_all(lambda: self._lines.truncate_after(step), lambda: self._index.truncate_after(step))
+        """Cut off the samples of later steps. Parts that have none of them are not touched."""
+        _try_all(lambda: self._index.truncate_after(step), lambda: self._lines.truncate_after(step))
+        while self._lines.size() == 0 and (starts := numbered_parts(self._samples_path)):
+            samples, index = (
+                numbered_path(path, starts[-1]) for path in (self._samples_path, self._index_path)
+            )
+            if _end_of(step, samples) is None:
+                return
+            self._start = None
+            if index.exists():
+                # The index comes first: entries of a later step must not be left where no cut would find them.
+                self._index.take_back(index)
+                self._index.truncate_after(step)
+            self._lines.take_back(samples)
+            self._lines.truncate_after(step)
 
     def close(self) -> None:
         self._lines.close()

@@ -169,6 +169,8 @@ class StepSamples:
             self.trajectories |= stream.trajectories
             self._transfers.append(stream.transfer())
             encoded |= stream.encoded
+            if stream.damage:
+                self._emit(BytesDamaged(f"{stream.damage}; it was fetched again", origin=stream.holder))
         return encoded
 
     def _await(self, streams: Mapping[str, SampleStream]) -> None:
@@ -253,7 +255,7 @@ class StepSamples:
             try:
                 relayed = answer.result().expect(Relayed)
                 asked_s = time.perf_counter() - start
-                size = self._read(relayed, items)
+                size = self._read(relayed, items, rank=rank)
             except (WorldError, OSError, ValueError) as error:
                 self._was_not_relayed(rank, error)
                 continue
@@ -266,8 +268,9 @@ class StepSamples:
         damage = damage_of(error)
         self._emit(Note(message) if damage is None else BytesDamaged(message, origin=damage.origin))
 
-    def _read(self, relayed: Relayed, items: Sequence[ShardItem]) -> int:
-        """Read and verify samples in shared memory, leaving out damaged ones; return the number of bytes read."""
+    def _read(self, relayed: Relayed, items: Sequence[ShardItem], *, rank: str) -> int:
+        """Read and verify samples that a rank laid out in shared memory, leaving out damaged ones; return the number of
+        bytes read."""
         if self._segments is None:
             raise RefusedError("this process has no memory that its host shares")
         descriptor = self._segments.open(relayed.segment)
@@ -282,7 +285,8 @@ class StepSamples:
                 self.trajectories[key] = _decoder.decode(content)
             else:
                 COUNTERS.add("samples_damaged")
-                self._emit(BytesDamaged(f"sample {key} was damaged on its way through {relayed.segment}"))
+                message = f"sample {key} was damaged on its way through {relayed.segment}"
+                self._emit(BytesDamaged(message, origin=rank))
         return sum(len(content) for content in contents.values())
 
 
@@ -295,7 +299,7 @@ class SampleStream:
     def __init__(
         self, holder: str, items: Sequence[ShardItem], *, submit: Submit, start: float, routes: Routes
     ) -> None:
-        self._holder = holder
+        self.holder = holder
         self._submit = submit
         self._start = start
         self._batches: deque[tuple[Sequence[ShardItem], int]] = deque(
@@ -304,6 +308,8 @@ class SampleStream:
         self._rate_limit = RateLimit(routes.limits.get(holder))
         self._in_flight: list[tuple[ReplyHandle, Sequence[ShardItem], int]] = []
         self._requests = self._repeated = 0
+        self.damage = ""
+        """Description of the first sample that arrived with other bytes than its holder announced."""
         self._first_s = self._last_s = 0.0
         self.trajectories: dict[str, Trajectory] = {}
         self.encoded: dict[str, bytes] = {}
@@ -327,7 +333,7 @@ class SampleStream:
             body = FetchSamples(tuple(item.key for item in batch))
             self._requests += 1
             self._in_flight.append(
-                (self._submit(self._holder, body, deadline_s=FETCH_TIMEOUT_S), batch, attempt)
+                (self._submit(self.holder, body, deadline_s=FETCH_TIMEOUT_S), batch, attempt)
             )
         answered = [each for each in self._in_flight if each[0].done]
         self._in_flight = [each for each in self._in_flight if not any(each is other for other in answered)]
@@ -341,14 +347,15 @@ class SampleStream:
         wrong: dict[str, str] = {}
         for item in batch:
             if item.key not in by_key:
-                wrong[item.key] = f"{self._holder} answered without sample {item.key}"
+                wrong[item.key] = f"{self.holder} answered without sample {item.key}"
                 continue
             encoded = msgspec.msgpack.encode(by_key[item.key])
             found = xxhash.xxh3_64_hexdigest(encoded)
             if found != item.digest:
                 wrong[item.key] = (
-                    f"sample {item.key} from {self._holder}: expected xxh3 {item.digest}, got {found}"
+                    f"sample {item.key} from {self.holder}: expected xxh3 {item.digest}, got {found}"
                 )
+                self.damage = self.damage or wrong[item.key]
                 continue
             self.trajectories[item.key] = by_key[item.key]
             self.encoded[item.key] = encoded
@@ -358,11 +365,11 @@ class SampleStream:
         if wrong:
             COUNTERS.add("samples_damaged", len(wrong))
             if attempt >= ATTEMPTS:
-                raise IntegrityError(next(iter(wrong.values())), detail=DataDamaged(self._holder))
+                raise IntegrityError(next(iter(wrong.values())), detail=DataDamaged(self.holder))
             self._repeated += len(wrong)
             self._batches.append(([item for item in batch if item.key in wrong], attempt + 1))
 
     def transfer(self) -> Transfer:
         """Measurements of this stream."""
         size = sum(len(content) for content in self.encoded.values())
-        return Transfer(self._holder, self._requests, size, self._first_s, self._last_s, self._repeated)
+        return Transfer(self.holder, self._requests, size, self._first_s, self._last_s, self._repeated)

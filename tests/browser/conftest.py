@@ -46,7 +46,9 @@ class Viewer:
     """A page of the browser that notes what must not happen."""
 
     def __init__(self, page: Page, address: str) -> None:
-        self.page, self.address = page, address
+        """`address`: as it was printed, with a token or without one."""
+        self.page, self._first = page, address
+        self.address = address.partition("?")[0]
         self.foreign: list[str] = []
         self.errors: list[str] = []
         page.set_default_timeout(LONGEST_MS)
@@ -63,7 +65,7 @@ class Viewer:
         if self.page.url.startswith(self.address):
             self.page.evaluate(GO, f"#{route}")
         else:
-            self.page.goto(f"{self.address}#{route}")
+            self.page.goto(f"{self._first}#{route}")
         self.page.wait_for_function(DRAWN)
         return self.page
 

@@ -64,10 +64,8 @@ def test_a_run_is_watched_while_a_rank_is_killed_and_stopped_from_the_page(
 
 def stop_from(address: str, browser: Browser, run: Run) -> None:
     """Press the button, answer its question, and see the run end."""
-    viewer = Viewer(browser.new_page(), address.partition("?")[0])
-    page = viewer.page
-    page.goto(address)
-    viewer.open("/run/live/health")
+    viewer = Viewer(browser.new_page(), address)
+    page = viewer.open("/run/live/health")
     expect(page.locator(".health tr[data-process]").first).to_be_visible(timeout=LONGEST_MS)
     page.screenshot(path=run.run_dir.parent / "health.png")
     page.locator("[data-action=stop]").click()

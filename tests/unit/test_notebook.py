@@ -56,7 +56,7 @@ def test_a_damaged_line_costs_that_line_and_is_named(folder: Path, tmp_path: Pat
     run = kintsugi.load(tmp_path)
     assert run.metrics["a"] == [2.0, 4.0]
     (problem,) = run.problems
-    assert problem.startswith("metrics.jsonl, line 2: ")
+    assert problem.startswith("metrics.jsonl, line at byte 20: ")
     assert len(run.samples()) == 0 and len(run.incidents) == 0
 
 

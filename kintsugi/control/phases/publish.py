@@ -19,6 +19,7 @@ from kintsugi.control.suspicion import CHIP
 from kintsugi.errors import DeadlineExceeded, Fault, IntegrityError, ProcessDied, root_first
 from kintsugi.journal.facts import VersionCurrent
 from kintsugi.protocol.weights import LoadWeights, Published, WeightsLoaded
+from kintsugi.runtime.backoff import growing_pause
 from kintsugi.types import Role
 from kintsugi.weights.selection import NO_CHIP, ProcessLocation, join, plan
 
@@ -193,7 +194,7 @@ class PublishPhase:
             culprit = managers[0] if managers and self._failures % MAX_FAILURES == 0 else ""
         if self._decision.state.members.is_live(culprit):
             self._processes.terminate(culprit, fault, now)
-        self._load_at = now + FIRST_PAUSE_S * 2.0 ** (self._failures - 1)
+        self._load_at = now + growing_pause(self._failures, first_s=FIRST_PAUSE_S)
         if self._failures < 2 * MAX_FAILURES:
             return RUNNING
         return PhaseReport(PhaseResult.UNRECOVERABLE, fault=fault)

@@ -46,6 +46,7 @@ from kintsugi.recovery.strategy import (
     plan,
     unrecoverable_reason,
 )
+from kintsugi.runtime.backoff import growing_pause
 from kintsugi.telemetry.events import FaultHandled
 from kintsugi.types import Role
 
@@ -295,7 +296,7 @@ class RecoveryCoordinator:
         if incident.attempts > 1 and not self.unrecoverable():
             # A fault that repeats immediately may need time: for example, an agent is restarting.
             self._pending.withdraw_all(Purpose.OPERATION)
-            self._begin_at = now + FIRST_PAUSE_S * 2.0 ** (incident.attempts - 2)
+            self._begin_at = now + growing_pause(incident.attempts - 1, first_s=FIRST_PAUSE_S)
             return RUNNING
         return self.begin(now)
 

@@ -20,6 +20,7 @@ from kintsugi.errors import DeadlineExceeded, Fault, RefusedError, StorageError,
 from kintsugi.journal.facts import CheckpointFailed, CheckpointSaved, EvaluationDone
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.training import Save, Saved
+from kintsugi.runtime.backoff import growing_pause
 from kintsugi.telemetry.events import FaultHandled
 
 _DISK_FAULTS = (StorageError.__name__, StorageFull.__name__, DeadlineExceeded.__name__)
@@ -123,9 +124,9 @@ class SavePhase:
             message = f"checkpoint of step {self.step} waits for {what}: {fault.message}"
             self._decision.add_effect(Raise.of(FaultHandled(message, of=fault.process, fault=fault.id)))
             self._alerted.add(fault.kind)
-        doublings = 0 if is_full else min(self._num_attempts, 8)
         self._num_attempts += 1
-        self._retry_at = now + min(RETRY_S * 2.0**doublings, LONGEST_RETRY_S)
+        number = 1 if is_full else self._num_attempts
+        self._retry_at = now + growing_pause(number, first_s=RETRY_S, longest_s=LONGEST_RETRY_S)
 
     def _end(self) -> PhaseReport:
         was_awaited, self._is_awaited = self._is_awaited, False

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kintsugi.errors import DeadlineExceeded
+from kintsugi.runtime.backoff import growing_pause
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.waits import WaitTable, join, wait
 
@@ -171,7 +172,7 @@ class Webhook:
         reason = ""
         for attempt in range(ATTEMPTS):
             if attempt:
-                self._pause(self._first_pause_s * 2 ** (attempt - 1))
+                self._pause(growing_pause(attempt, first_s=self._first_pause_s))
             try:
                 self._post(self._url, body)
             except NotificationRefused as error:

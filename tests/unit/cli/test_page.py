@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,9 +25,23 @@ from tests.unit.page.made_runs import make_run
 LONGEST_S = 60.0
 
 
-def get(address: str) -> bytes:
-    with urllib.request.urlopen(address, timeout=LONGEST_S) as response:
+def get(address: str, path: str = "", *, token: str | None = None) -> bytes:
+    """Read a path of the page at a printed address, with the token of that address or another."""
+    base, _, printed = address.partition("?token=")
+    request = urllib.request.Request(base + path)
+    given = printed if token is None else token
+    if given:
+        request.add_header("Authorization", f"Bearer {given}")
+    with urllib.request.urlopen(request, timeout=LONGEST_S) as response:
         return bytes(response.read())
+
+
+def refusal(address: str, path: str, *, token: str = "") -> int:
+    """Return the status of an answer that is refused."""
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        get(address, path, token=token)
+    refused.value.close()
+    return refused.value.code
 
 
 @contextmanager
@@ -48,11 +63,25 @@ def test_the_command_serves_the_runs_and_ends_on_ctrl_c(tmp_path: Path) -> None:
     with started("--port", "0", folder=tmp_path) as (process, first):
         address = first.removeprefix("page: ")
         assert address.startswith("http://127.0.0.1:")
-        runs = msgspec.json.decode(get(f"{address}api/runs"))
+        runs = msgspec.json.decode(get(address, "api/runs"))
+        assert refusal(address, "api/runs") == refusal(address, "api/runs", token="wrong") == 401
         assert [run["id"] for run in runs["runs"]] == ["mine-1"]
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=LONGEST_S)
         assert (process.returncode, errors) == (0, "")
+
+
+@pytest.mark.slow
+def test_without_a_token_only_on_this_machine_and_only_when_told(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "mine-1")
+    with started("--port", "0", "--no-token", folder=tmp_path) as (_, first):
+        address = first.removeprefix("page: ")
+        assert "token" not in address
+        assert [run["id"] for run in msgspec.json.decode(get(address, "api/runs"))["runs"]] == ["mine-1"]
+    with started("--port", "0", "--no-token", "--host", "0.0.0.0", folder=tmp_path) as (process, _):
+        _, errors = process.communicate(timeout=LONGEST_S)
+    assert process.returncode == 2
+    assert "--no-token" in errors and "Traceback" not in errors
 
 
 @pytest.mark.slow
@@ -89,8 +118,11 @@ def test_the_page_beside_a_run_shows_it_and_ends_with_it(tmp_path: Path) -> None
     warnings: list[str] = []
     page = PageBesideRun(run, port=0, warn=warnings.append)
     try:
-        header = msgspec.json.decode(get(f"{page.address}api/runs/mine-1"))
+        header = msgspec.json.decode(get(page.address, "api/runs/mine-1"))
         assert header["name"] == "mine"
+        assert refusal(page.address, "api/runs/mine-1") == 401
+        token = page.address.partition("?token=")[2]
+        assert token and token.encode() not in Path(f"/proc/{page.pid}/cmdline").read_bytes()
         page.check()
     finally:
         page.close()
@@ -105,7 +137,7 @@ def test_a_page_that_dies_is_reported_once(tmp_path: Path) -> None:
     warnings: list[str] = []
     page = PageBesideRun(run, port=0, warn=warnings.append)
     try:
-        get(page.address + "api/session")
+        get(page.address, "api/session")
         assert page.pid is not None
         os.kill(page.pid, signal.SIGKILL)
 

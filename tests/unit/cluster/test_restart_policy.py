@@ -4,7 +4,6 @@ import pytest
 
 from kintsugi.cluster.restart_policy import (
     DAY_S,
-    LONGEST_SHORTAGE_PAUSE_S,
     MOST_PER_DAY,
     MOST_RESTARTS,
     QUICK_RESTARTS,
@@ -12,6 +11,7 @@ from kintsugi.cluster.restart_policy import (
     RestartLimit,
     StoppedProcessDetector,
 )
+from kintsugi.runtime.backoff import LONGEST_SHORTAGE_PAUSE_S
 from kintsugi.runtime.proc import ProcessStat
 
 

@@ -67,6 +67,56 @@ standby.dismiss()
 """
 
 
+NO_PIPE_AFTER_THE_FORK = """
+import os, signal
+from kintsugi.cluster.standby import LauncherState, Standby
+from kintsugi.runtime.signals import Signals
+
+class Refusing(Signals):
+    refuses = 1
+    def reopen(self):
+        if self.refuses:
+            raise OSError(23, "Too many open files in system")
+        super().reopen()
+
+signals = Refusing(signal.SIGTERM)
+first = os.getpid()
+standby, state = Standby(), LauncherState((), 0, (0, 0))
+
+def ensure(now):
+    try:
+        return standby.ensure(state, signals=signals, now=now)
+    except OSError:  # The launcher tries again later, and goes on.
+        if os.getpid() != first:
+            os.write(1, b"a second launcher goes on ")
+            os._exit(0)
+        raise
+
+lost = ensure(0.0)
+assert os.getpid() == first and lost is not None, "the forked process has ended, this one is the launcher"
+for attempt in range(3):
+    assert ensure(100.0 * attempt) is None
+    while standby.pid and standby._is_running(0.0):
+        pass
+signals.refuses = 0
+assert ensure(1000.0) is None and standby.pid
+os.write(1, b"one launcher, and a standby in the end ")
+standby.dismiss()
+"""
+
+
+def test_a_forked_process_that_gets_no_descriptor_ends_and_is_no_second_launcher() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NO_PIPE_AFTER_THE_FORK],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.stdout == "one launcher, and a standby in the end ", done.stderr
+    assert done.stderr.count("Too many open files in system") == 4
+
+
 def test_an_error_of_a_standby_ends_it_alone_and_never_by_the_clean_up_of_the_run() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=60

@@ -125,6 +125,7 @@ def test_the_recipes_of_the_project_are_valid(recipe: str) -> None:
         ("actor.warmup_steps=151", ["`actor.warmup_steps`", "150 optimizer updates"]),
         ("cluster.hosts=7", ["`cluster.hosts`", "at most 6", "got 7"]),
         ("cluster.port=70000", ["`cluster.port`", "65535"]),
+        ("logging.samples_gib=0", ["`logging.samples_gib`", "positive", "got 0"]),
         ("monitoring.port=-1", ["`monitoring.port`", "65535", "got -1"]),
         ("monitoring.webhook=ftp://a/b", ["`monitoring.webhook`", "http or https", "its scheme is 'ftp'"]),
         ("cluster.bandwidth.samples=0", ["`cluster.bandwidth.samples`", "positive", "got 0"]),

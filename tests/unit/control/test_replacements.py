@@ -12,8 +12,6 @@ from kintsugi.control.placement import ProcessPlan
 from kintsugi.control.processes import (
     ASK_AGAIN_S,
     FIRST_RETRY_S,
-    FIRST_SHORTAGE_S,
-    LONGEST_SHORTAGE_S,
     QUICK_RETRIES,
     STOP_AGAIN_S,
     Arrival,
@@ -26,6 +24,7 @@ from kintsugi.protocol.agents import ProcessStarted, StartProcess, StopProcess
 from kintsugi.protocol.messages import Body
 from kintsugi.recovery.states import RecoveryState
 from kintsugi.recovery.strategy import Strategy
+from kintsugi.runtime.backoff import FIRST_SHORTAGE_PAUSE_S, LONGEST_SHORTAGE_PAUSE_S
 from kintsugi.types import Peer, Role, role_of
 from tests.unit.control.driven import CONFIG, Driven, new_state
 
@@ -248,7 +247,11 @@ def test_a_process_that_the_host_starves_is_started_again_after_growing_pauses_a
         pauses.append(now - began)
         lost(team, f"0.{len(pauses)}")
         decision.take()
-    assert pauses == sorted(pauses) and pauses[0] == FIRST_SHORTAGE_S and pauses[-1] == LONGEST_SHORTAGE_S
+    assert (
+        pauses == sorted(pauses)
+        and pauses[0] == FIRST_SHORTAGE_PAUSE_S
+        and pauses[-1] == LONGEST_SHORTAGE_PAUSE_S
+    )
     assert sum(pauses) > 200.0
 
 

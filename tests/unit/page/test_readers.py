@@ -117,7 +117,7 @@ def test_samples_of_a_step_are_found_without_an_index(tmp_path: Path) -> None:
         assert [row.step for row in found.items] == [step] * 16
         assert [group.samples for group in found.groups] == [8, 8]
     assert samples.find(index, SampleFilter(step=301)).total == 0
-    assert samples.step_range(index.path) == (1, 300)
+    assert samples.step_range(run) == (1, 300)
 
 
 def test_filters_of_reward_outcome_group_and_words_hold_together(tmp_path: Path) -> None:
@@ -154,13 +154,13 @@ def test_a_damaged_sample_is_counted_and_the_others_are_there(tmp_path: Path) ->
 
 def test_a_sample_has_its_neighbours(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=1, per_step=3)
-    first = samples.sample_at(run / "samples.jsonl", 0)
+    first = samples.sample_at(run, 0)
     assert first is not None and first.previous is None and first.next is not None
-    second = samples.sample_at(run / "samples.jsonl", first.next)
+    second = samples.sample_at(run, first.next)
     assert second is not None and second.previous == 0
     assert second.record.sample == 1
-    assert samples.sample_at(run / "samples.jsonl", 1) is None
-    assert samples.sample_at(run / "samples.jsonl", 1 << 40) is None
+    assert samples.sample_at(run, 1) is None
+    assert samples.sample_at(run, 1 << 40) is None
 
 
 def test_the_index_grows_with_the_file_and_starts_again_where_it_was_cut(tmp_path: Path) -> None:

@@ -12,12 +12,24 @@ from kintsugi.journal.facts import (
     ProcessLost,
     RolledBack,
     RunEnded,
+    StateFolded,
     StepCommitted,
     StrategyChosen,
     TermStarted,
     TicketReturned,
 )
-from kintsugi.run_folder.incidents import FaultRelation, IncidentHistory, ProcessLoss, headline, report_of
+from kintsugi.run_folder.incidents import (
+    MOST_FAULTS,
+    MOST_INCIDENTS,
+    MOST_LOSSES,
+    EarlierIncidents,
+    FaultRelation,
+    IncidentHistory,
+    IncidentIndex,
+    ProcessLoss,
+    headline,
+    report_of,
+)
 from kintsugi.types import Peer, role_of
 
 OTHERS = ("retry: not possible, model-1 lost", "recover: about 2.1 s", "elastic: about 0.2 s")
@@ -201,3 +213,67 @@ def test_a_replacement_that_did_not_start_is_a_fault_but_no_loss() -> None:
 )
 def test_of_a_processs_last_words_the_line_that_says_what_it_died_of_is_kept(message: str, line: str) -> None:
     assert headline(message) == line
+
+
+def many_incidents(count: int) -> list[Fact]:
+    facts: list[Fact] = [TermStarted(1, "a")]
+    for number in range(1, count + 1):
+        facts += [
+            IncidentOpened(number, number, "train", fault("model-0", time=float(number))),
+            IncidentClosed(number, "recover", number + 1, ("model-0",), {"total": 2.0}),
+            StepCommitted(number + 1, "digest"),
+        ]
+    return facts
+
+
+def test_the_state_keeps_the_newest_incidents_and_sums_of_the_others() -> None:
+    index = IncidentIndex()
+    sizes = []
+    for number, fact in enumerate(many_incidents(5 * MOST_INCIDENTS)):
+        index.take(fact)
+        if number % 100 == 0:
+            sizes.append(len(index.fold()))
+    report = index.report()
+    assert [each.incident for each in report.incidents] == list(
+        range(4 * MOST_INCIDENTS + 1, 5 * MOST_INCIDENTS + 1)
+    )
+    assert report.earlier == EarlierIncidents(4 * MOST_INCIDENTS, 4 * MOST_INCIDENTS, 8.0 * MOST_INCIDENTS)
+    assert max(sizes) < 1.1 * max(sizes[: len(sizes) // 2])
+    restored = IncidentIndex()
+    restored.take(folded(index))
+    assert restored.report() == report
+
+
+def test_every_incident_that_is_not_kept_is_handed_out_once() -> None:
+    facts = many_incidents(MOST_INCIDENTS + 30)
+    index = IncidentIndex()
+    dropped = []
+    for fact in facts:
+        index.take(fact)
+        dropped += index.take_dropped()
+    assert [each.incident for each in dropped] == list(range(1, 31))
+    assert index.take_dropped() == []
+
+
+def test_faults_and_losses_of_one_incident_have_a_bound() -> None:
+    index = IncidentIndex()
+    index.take(IncidentOpened(1, 1, "train", fault("model-0")))
+    for number in range(3 * MOST_LOSSES):
+        index.take(FaultNoted(1, fault("model-0", kind=f"kind {number}")))
+        index.take(joined("model-0", str(number), 1))
+        index.take(lost("model-0", str(number)))
+    (incident,) = index.report().incidents
+    assert len(incident.faults) <= MOST_FAULTS and len(incident.losses) == MOST_LOSSES
+
+
+def folded(index: IncidentIndex) -> StateFolded:
+    return StateFolded(
+        term=1,
+        job="",
+        step=1,
+        processes={},
+        saved_steps=(),
+        servers=None,
+        answers={},
+        parts={"incidents": index.fold()},
+    )

@@ -32,6 +32,7 @@ FILES = {
     "eval_answers_file": "verdicts.jsonl",
     "diagnoses_file": "diagnoses.jsonl",
     "learning_file": "learning.jsonl",
+    "incidents_file": "incidents.jsonl",
     "audit_file": "audit.jsonl",
     "index_file": "store.db",
     "decode_step_file": "steps",

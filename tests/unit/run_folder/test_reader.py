@@ -14,19 +14,20 @@ import pytest
 from kintsugi.cli.export import export_checkpoint
 from kintsugi.config.recipe import dump
 from kintsugi.config.schema import AlgorithmSection, Config, WarmupSection
+from kintsugi.control.records import Records
 from kintsugi.errors import Fault, KintsugiError, StorageError, UserError
-from kintsugi.journal.facts import CheckpointSaved, ProcessJoined, ProcessLost, RunEnded
+from kintsugi.journal.facts import CheckpointSaved, Fact, ProcessJoined, ProcessLost, RunEnded
 from kintsugi.journal.journal import Journal
 from kintsugi.run_folder import reader
 from kintsugi.run_folder.creation import remove_unused
-from kintsugi.run_folder.incidents import report_of
+from kintsugi.run_folder.incidents import MOST_INCIDENTS, IncidentHistory, IncidentIndex, report_of
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.reader import RunState
 from kintsugi.run_folder.summary import FaultLine
 from kintsugi.simulation.virtual_clock import VirtualClock
 from kintsugi.telemetry.events import Alert, EventLog, FaultSeen
 from kintsugi.types import Peer, Role
-from tests.unit.run_folder.test_incidents import OPENED, RECOVERED
+from tests.unit.run_folder.test_incidents import OPENED, RECOVERED, folded, many_incidents
 
 CONFIG = Config(name="mine", warmup=WarmupSection(steps=2), algorithm=AlgorithmSection(steps=3))
 
@@ -311,6 +312,38 @@ def test_an_incident_that_is_not_over_is_part_of_the_status() -> None:
 
 def test_a_run_without_a_journal_had_no_incident(folder: Path) -> None:
     assert reader.read_incidents(folder).incidents == ()
+
+
+@pytest.mark.parametrize("last_written", [True, False])
+def test_all_incidents_are_read_though_the_state_keeps_the_newest(folder: Path, last_written: bool) -> None:
+    index = IncidentIndex()
+    records = Records(
+        folder, EventLog(folder / "events.jsonl", process="master-0"), config=Config(name="a"), job="a"
+    )
+    facts = many_incidents(2 * MOST_INCIDENTS)
+    half = len(facts) // 4 * 3
+    with Journal.create(RunFolder(folder).journal_file, owner="test") as journal:
+        for fact in facts[:half]:
+            index.take(fact)
+            records.old_incidents(index.take_dropped())
+        journal.append([folded(index)])
+        for fact in facts[half:]:
+            index.take(fact)
+            journal.append([fact])
+            if last_written:  # A killed master leaves this to its successor.
+                records.old_incidents(index.take_dropped())
+    records.close()
+    incidents = reader.read_incidents(folder).incidents
+    assert [each.incident for each in incidents] == list(range(1, 2 * MOST_INCIDENTS + 1))
+    assert incidents == tuple(_histories(facts))
+
+
+def _histories(facts: list[Fact]) -> list[IncidentHistory]:
+    index, found = IncidentIndex(), []
+    for fact in facts:
+        index.take(fact)
+        found += index.take_dropped()
+    return [*found, *index.report().incidents]
 
 
 def test_alerts_are_read_from_where_the_last_reading_ended(folder: Path) -> None:

@@ -14,7 +14,7 @@ from kintsugi.process.shell import ReplyHandle
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.rollout import FetchSamples, SamplesFetched
 from kintsugi.protocol.sample_transfer import FetchRelayed, Routes
-from kintsugi.telemetry.events import Note
+from kintsugi.telemetry.events import BytesDamaged, Note
 from kintsugi.training import sample_fetch as samples_module
 from kintsugi.training.sample_fetch import StepSamples
 from kintsugi.transport import Reply
@@ -124,6 +124,13 @@ def test_a_sample_with_wrong_bytes_is_asked_for_again_alone(pair: Pair) -> None:
     assert pair.holder.asked == [tuple(KEYS[:2]), (KEYS[1],)]
     assert pair.leader.take_transfers()[0].repeated == 1
     assert pair.leader.trajectories[KEYS[1]] == BATCH.trajectories[KEYS[1]]
+    (said,) = pair.notes
+    assert isinstance(said, BytesDamaged) and said.origin == "rollout-0" and KEYS[1] in said.message
+
+
+def test_samples_with_the_right_bytes_are_no_news(pair: Pair) -> None:
+    pair.leader.of_shards([NEAR, FAR])
+    assert pair.notes == []
 
 
 def test_a_sample_that_stays_wrong_is_refused_by_name(pair: Pair) -> None:
@@ -196,6 +203,8 @@ def test_what_the_relay_does_not_have_right_is_fetched_from_the_holder(
     assert pair.neighbour.trajectories == {key: BATCH.trajectories[key] for key in KEYS[2:]}
     assert pair.holder.asked and KEYS[2] in pair.holder.asked[0]
     assert pair.notes
+    origins = {said.origin for said in pair.notes if isinstance(said, BytesDamaged)}
+    assert origins == ({"model-0"} if break_it is damage_memory else set())
 
 
 class Silent:
