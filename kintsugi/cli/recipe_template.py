@@ -346,6 +346,8 @@ cluster:
 
 logging:
   wandb: false                 # metrics.jsonl and TensorBoard files are always written
+  mlflow: false                # each of the three needs its extra: pip install 'kintsugi[mlflow]'
+  trackio: false
 
 monitoring:
   port: 0                      # port of the Prometheus endpoint; 0: none

@@ -471,6 +471,10 @@ class LoggingSection(_Section, frozen=True):
 
     wandb: bool = False
     """Also log to Weights & Biases (needs the extra `wandb`)."""
+    mlflow: bool = False
+    """Also log to MLflow, at `MLFLOW_TRACKING_URI` (needs the extra `mlflow`)."""
+    trackio: bool = False
+    """Also log to Trackio, in its local folder (needs the extra `trackio`)."""
 
 
 class MonitoringSection(_Section, frozen=True):
