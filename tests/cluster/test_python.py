@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.rollout.rewards import exact_answer
 from kintsugi.run_folder.reader import checkpoint_folders, read_summary
 from kintsugi.telemetry.saved_rollouts import read_groups
 from tests.cluster.real_runs import RECIPE, Run, until
@@ -131,10 +130,9 @@ def test_rollouts_are_kept_once_each_though_a_rank_is_killed(tmp_path: Path) -> 
     assert kept["disturbed"] == kept["quiet"]
     groups = read_groups(tmp_path / "quiet" / "rollouts")
     assert len(groups) == 4 * 8 and {len(group) for group in groups} == {4}
-    kept_samples = [sample for group in groups for sample in group]
-    answers = [sample.columns["answer"] for sample in kept_samples]
-    scored_again = exact_answer([sample.completion for sample in kept_samples], answer=answers)
-    assert scored_again == [sample.reward for sample in kept_samples]
+    for sample in (sample for group in groups for sample in group):
+        first, second = sample.prompt.rstrip("=").split("+")
+        assert sample.columns["answer"] == str(int(first) + int(second))[::-1], sample
 
 
 def test_saved_rollouts_are_trained_on_without_generating(tmp_path: Path) -> None:
