@@ -20,7 +20,7 @@ import msgspec
 
 from kintsugi.cli.local_models import with_local_models
 from kintsugi.cli.notebook_view import NotebookView, curve_html, in_notebook, table_html
-from kintsugi.cli.session import NOTE
+from kintsugi.cli.session import NOTE, WARNING
 from kintsugi.config.recipe import PYTHON, Resolved, given, load, load_config
 from kintsugi.config.schema import Config
 from kintsugi.config.validation import validate
@@ -353,10 +353,10 @@ def _wait_and_relay(session: Child, relay: _Relay) -> None:
 
 
 def _relay_notes(errors: IO[bytes]) -> str:
-    """Print the notes of the session and return the rest of its error output."""
+    """Print the notes and warnings of the session and return the rest of its error output."""
     errors.seek(0)
     lines = errors.read().decode(errors="replace").splitlines()
-    notes = [line for line in lines if line.startswith(NOTE)]
+    notes = [line for line in lines if line.startswith((NOTE, WARNING))]
     sys.stderr.writelines(f"{note}\n" for note in notes)
     return "\n".join(line for line in lines if line not in notes).strip().removeprefix("error: ")
 

@@ -80,7 +80,7 @@ def hang_up(run: Run) -> None:
 
 
 def detach(run: Run) -> None:
-    """Start without staying, close the terminal, look twice from other terminals, and leave the first look by Ctrl-C."""
+    """Start without staying, close the terminal, look twice from other ones, and leave the first look by Ctrl-C."""
     terminal, run.output = pty.openpty()
     command = run.start("--detach", gates=(4,))
     os.close(run.output)
