@@ -56,9 +56,10 @@ class MlflowRun:
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def write_table(self, name: str, step: int, table: TrackerTable, *, time: float) -> None:
-        """Write an artifact of its own: MLflow would read and write all rows again to append to one."""
-        columns = {column: [row[number] for row in table.rows] for number, column in enumerate(table.columns)}
-        self._client.log_table(self._run_id, columns, f"{name}/step-{step:06}-{int(time * 1000)}.json")
+        """Write an artifact of its own, in the format of MLflow's tables. `log_table` names each in one tag of the run,
+        whose length is limited, and would read all rows again to append to one."""
+        content = {"columns": list(table.columns), "data": [list(row) for row in table.rows]}
+        self._client.log_dict(self._run_id, content, f"{name}/step-{step:06}-{int(time * 1000)}.json")
 
     def truncate_after(self, step: int, *, time: float) -> None:
         """MLflow keeps its history; a repeated step has two values."""

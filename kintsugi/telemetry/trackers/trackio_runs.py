@@ -10,7 +10,10 @@ from kintsugi.telemetry.trackers.tracker import PROJECT, TrackedRun, TrackerTabl
 class TrackioRun:
     def __init__(self, run: TrackedRun) -> None:
         import trackio
+        from trackio.utils import TRACKIO_DIR
 
+        # Its own thread would only warn that nothing can be written.
+        TRACKIO_DIR.mkdir(parents=True, exist_ok=True)
         self._table = trackio.Table
         self._run = trackio.init(
             project=PROJECT,
@@ -18,6 +21,9 @@ class TrackioRun:
             config=run.flat_parameters,
             resume="allow",
             embed=False,
+            # The system metrics of all hosts come from the agents.
+            auto_log_gpu=False,
+            auto_log_cpu=False,
         )
 
     def write(self, step: int, values: Mapping[str, float], *, time: float) -> None:

@@ -13,7 +13,13 @@ class WeightsAndBiases:
 
         self._table = wandb.Table
         self._run = wandb.init(
-            project=PROJECT, id=run.id, name=run.run_dir.name, dir=str(run.run_dir), resume="allow"
+            project=PROJECT,
+            id=run.id,
+            name=run.run_dir.name,
+            dir=str(run.run_dir),
+            resume="allow",
+            # What the master prints is in the run folder.
+            settings=wandb.Settings(console="off", silent=True),
         )
         # A resumed run may have other steps or rates than its beginning.
         self._run.config.update(dict(run.parameters), allow_val_change=True)

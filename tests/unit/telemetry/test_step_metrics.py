@@ -224,6 +224,10 @@ class FakeWandb(ModuleType):
     class Error(Exception):
         pass
 
+    class Settings(NamedTuple):
+        console: str
+        silent: bool
+
     class Table(NamedTuple):
         columns: list[str]
         data: list[list[Any]]
@@ -232,7 +236,7 @@ class FakeWandb(ModuleType):
         super().__init__("wandb")
         self.runs: dict[str, FakeRun] = {}
 
-    def init(self, *, id: str, resume: str, **options: str) -> FakeRun:
+    def init(self, *, id: str, resume: str, **options: object) -> FakeRun:
         assert resume == "allow"
         return self.runs.setdefault(id, FakeRun())
 
@@ -292,7 +296,7 @@ def test_a_tracker_that_cannot_be_closed_is_reported(
 def test_a_wandb_that_cannot_be_reached_at_a_start_keeps_nothing_from_the_file(
     tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreachable(**options: str) -> FakeRun:
+    def unreachable(**options: object) -> FakeRun:
         raise FakeWandb.Error("no route to host")
 
     monkeypatch.setattr(wandb, "init", unreachable)
@@ -308,7 +312,7 @@ def test_a_wandb_that_does_not_answer_delays_no_step(
 ) -> None:
     answers = threading.Event()
 
-    def slow(**options: str) -> FakeRun:
+    def slow(**options: object) -> FakeRun:
         answers.wait()
         return wandb.runs.setdefault("job1", FakeRun())
 
