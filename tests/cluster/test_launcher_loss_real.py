@@ -19,7 +19,7 @@ from kintsugi.journal.facts import StopAccepted
 from kintsugi.run_folder.reader import read_status
 from kintsugi.telemetry.events import Alert, ProcessBegan, ProcessGone, read_events
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
-from tests.cluster.real_runs import LAST_STEP, PROGRAMS, RECIPE, Run, finished, play, until
+from tests.cluster.real_runs import LAST_STEP, PROGRAMS, RECIPE, Run, play_selected, until
 
 pytestmark = pytest.mark.cluster
 
@@ -216,8 +216,6 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
     "launchers": lose_launchers,
     "command": lose_command,
     "terminal": hang_up,
-    "detached": detach,
-    "terminal-to-stop": hang_up_to_stop,
     "pipe": close_the_pipe,
     "full-output": fill_the_output,
 }
@@ -227,28 +225,30 @@ LONG: dict[str, Callable[[Run], None]] = {
     "file-limit": limit_files_of_master,
     "trackers": lose_master_without_trackers,
 }
+LEFT: dict[str, Callable[[Run], None]] = {"detached": detach, "terminal-to-stop": hang_up_to_stop}
 if os.geteuid() == 0:
     LONG["read-only"] = save_to_a_read_only_disk
 
 
 @pytest.fixture(scope="module")
-def lost(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    played = play(SCENARIOS, tmp_path_factory.mktemp("lost"))
-    return lambda name: finished(played[name])
-
-
-@pytest.fixture(scope="module")
-def long(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    played = play(LONG, tmp_path_factory.mktemp("long"))
-    return lambda name: finished(played[name])
+def lost(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    return play_selected(LONG | LEFT | SCENARIOS, request, tmp_path_factory.mktemp("lost"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LONG)
 def test_a_run_survives_the_loss_of_everything_but_its_launcher_and_what_a_host_refuses(
-    undisturbed: Run, long: Callable[[str], Run], name: str
+    undisturbed: Run, lost: Callable[[str], Run], name: str
 ) -> None:
-    assert_as_undisturbed(long(name), undisturbed)
+    assert_as_undisturbed(lost(name), undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEFT)
+def test_a_run_that_is_left_alone_or_stopped_by_a_hang_up_ends_as_if_nothing_had_happened(
+    undisturbed: Run, lost: Callable[[str], Run], name: str
+) -> None:
+    assert_as_undisturbed(lost(name), undisturbed)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
