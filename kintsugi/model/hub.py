@@ -18,8 +18,8 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a path reads like `owner/name`, or `owner/name@revision`, and neither it nor its first folder exists: what
-    is missing below `runs` is a path."""
+    """Whether a path reads like `owner/name`, or `owner/name@revision`, and its first folder does not exist: what is
+    missing below `runs` is a path."""
     return _NAME.fullmatch(path) is not None and not Path(path).parent.exists()
 
 

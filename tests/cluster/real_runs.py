@@ -251,8 +251,8 @@ def play_selected(
     at_once: int = 3,
 ) -> Callable[[str], Run]:
     """Play those scenarios together that the selected tests of a module have as their parameter `name`: two groups, one
-    after the other, would both wait for their slowest run. Others are played when they are asked for. Returns a function
-    that gives the run of a scenario, or raises its error."""
+    after the other, would both wait for their slowest run. Others are played when they are asked for. Returns what
+    gives the run of a scenario, or raises its error."""
 
     items = [item for item in request.session.items if item.path == request.path]
     named = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}

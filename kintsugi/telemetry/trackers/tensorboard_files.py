@@ -87,7 +87,8 @@ def _hyperparameters(run: TrackedRun, *, time: float) -> list[Any]:
         time_created_secs=time,
     )
     data = plugin_data_pb2.HParamsPluginData(experiment=experiment)
-    described = type(started := summary_v2.hparams_pb(values, trial_id=run.id, start_time_secs=time))()
+    name = f"{run.run_dir.name} {run.id[:4]}".rstrip()
+    described = type(started := summary_v2.hparams_pb(values, trial_id=name, start_time_secs=time))()
     described.value.add(
         tag=metadata.EXPERIMENT_TAG,
         metadata=metadata.create_summary_metadata(data),
