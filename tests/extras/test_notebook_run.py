@@ -23,6 +23,7 @@ result = train(
     "grpo_arithmetic",
     "warmup.steps=3",
     "algorithm.steps=4",
+    "actor.warmup_steps=0",
     "data.num_eval=20",
     "eval.num_samples=0",
     on_step=lambda metrics: seen.append(metrics["step"]),
@@ -35,7 +36,7 @@ result = train(
 def broken(completions, **columns):
     return [float(word) for word in completions]
 
-train("grpo_arithmetic", "warmup=null", "algorithm.steps=1", "data.num_eval=20", reward=broken)
+train("grpo_arithmetic", "warmup=null", "algorithm.steps=1", "actor.warmup_steps=0", "data.num_eval=20", reward=broken)
 """,
 )
 
