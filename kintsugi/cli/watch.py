@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from kintsugi.cli.progress import alert_text
 from kintsugi.diagnosis.learning_watch import notification_of_finding
 from kintsugi.diagnosis.notifications import CauseKey, cause_key, notification, notification_of
 from kintsugi.diagnosis.verdict import Cause, Diagnosis, FaultKind
@@ -132,9 +133,15 @@ class RunFollower:
             return
         message = notification(str(self._run_dir), time, process, event)
         if message is not None and self._losses.is_news(event, time):
-            text = f"alert: {format_event(event)}" if isinstance(event, Alert) else message.text
-            self._print(time, process, text)
+            self._print(time, process, self._text(record, message))
             self._post(message)
+
+    @staticmethod
+    def _text(record: Record, message: Notification) -> str:
+        """The text of a notification; of the response to a fault one short sentence, as the live view has it."""
+        if isinstance(record.event, FaultHandled):
+            return alert_text(record)
+        return f"alert: {format_event(record.event)}" if isinstance(record.event, Alert) else message.text
 
     def _take_diagnosis(self, line: bytes) -> None:
         """Report causes that were not in the last diagnosis: a line is written whenever the causes change."""

@@ -115,12 +115,14 @@ def test_a_kill_that_agent_master_and_diagnosis_record_is_told_once_and_so_is_it
     watched.run.say("master-0", FaultSeen(lost), at=8.01)
     watched.run.say("master-0", FaultHandled("training stops", of="model-1", fault=lost.id), at=8.02)
     watched.run.say(
-        "master-0", FaultHandled("recovered", {"total": 1.5}, of="model-1", fault=lost.id), at=9.0
+        "master-0",
+        FaultHandled("recovered by recover: lost", {"total": 1.5}, of="model-1", fault=lost.id),
+        at=9.0,
     )
     watched.diagnoses.write_text(diagnosis(cause("model-1", "killed")))
     assert [line.partition(" ")[2] for line in watched.told()] == [
         "agent-0    model-1 1.3 (pid 9) is gone: killed by SIGKILL",
-        "master-0   alert: recovered (total=1.5)",
+        "master-0   recovered in 1.5 s: lost",
     ]
 
 
