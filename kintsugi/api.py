@@ -25,7 +25,7 @@ from kintsugi.config.recipe import PYTHON, Resolved, given, load, load_config
 from kintsugi.config.schema import Config
 from kintsugi.config.validation import validate
 from kintsugi.errors import KintsugiError, RunFailed, UserError
-from kintsugi.notebook import CURVES
+from kintsugi.notebook import CURVES, is_rounding
 from kintsugi.notebook import load as load_run
 from kintsugi.process.exit_codes import EXIT_USER_ERROR
 from kintsugi.run_folder import reader
@@ -88,8 +88,11 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
             ("run folder", str(self.folder)),
         ]
         curves = [
-            curve_html(title, [(step, value) for step, value in self._points(name) if value is not None])
+            curve_html(title, points)
             for name, title in CURVES
+            if not is_rounding(
+                points := [(at, value) for at, value in self._points(name) if value is not None]
+            )
         ]
         return f"{table_html(rows)}{''.join(curves)}"
 

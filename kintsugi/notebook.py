@@ -37,7 +37,14 @@ CURVES = (
     ("grad_norm", "gradient norm"),
 )
 """Metric and title of the plots; those that a run does not have are left out."""
+ROUNDING = 1e-9
 CURVE_COLOUR, MARK_COLOUR = "#0072b2", "#d55e00"
+
+
+def is_rounding(points: Iterable[tuple[float, float | None]]) -> bool:
+    """Whether a curve has nothing but rounding errors, as the KL of a run without a reference model."""
+    values = [abs(value) for _, value in points if value]
+    return bool(values) and max(values) < ROUNDING
 
 
 class Table:
@@ -160,7 +167,11 @@ class RecordedRun:
     def plot(self) -> Any:
         """Return a matplotlib figure of the learning curves, with incidents as dashed lines; needs `plots`."""
         metrics, evaluations, incidents = self.metrics, self.evaluations, self.incidents
-        curves = [(name, title) for name, title in CURVES if name in metrics or name in evaluations]
+        curves = [
+            (name, title)
+            for name, title in CURVES
+            if name in evaluations or (name in metrics and not is_rounding(enumerate(metrics[name])))
+        ]
         if not curves:
             raise UserError(f"{self.folder}: expected a run with at least one step, it has none yet")
         figure = _new_figure((9, 2.2 * len(curves)))
