@@ -5,6 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SETUP := .venv/.setup
 SETUP_TEST := .venv/.setup-test
+SETUP_EXTRAS := .venv-extras/.setup
 PEER_RAY := .venv-ray/.setup
 PEER_TRL := .venv-trl/.setup
 PEER_VLLM := .venv-vllm/.setup
@@ -17,7 +18,7 @@ TINY := tests/cluster/test_cleanup.py tests/cluster/test_restarts.py
 # A worker per core; one that has finished takes tests from the others. The longest, the pages of docs/, come first.
 PARALLEL := --numprocesses auto --dist worksteal tests/docs $(TINY) tests/unit tests/simulation
 # Real clusters want the machine to themselves: they count processes and descriptors, and have deadlines.
-ALONE := tests/cluster tests/browser $(TINY:%=--ignore %)
+ALONE := tests/cluster tests/browser tests/extras $(TINY:%=--ignore %)
 # Programs of the system that the fault laboratory calls, and the browser of tests/browser; what is missing is said, and
 # its tests are skipped.
 SYSTEM_TOOLS := ip tc nft iptables strace mkfs.ext4 mount unshare nsenter chromium
@@ -26,12 +27,13 @@ SYSTEM_PACKAGES := iproute2 nftables iptables strace e2fsprogs mount util-linux 
 unexport PYTHONDONTWRITEBYTECODE
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq
 
-.PHONY: help setup setup-test system-packages demo test test-fast lint docs wheel bench trl-losses clean
+.PHONY: help setup setup-test system-packages demo test test-fast test-extras lint docs wheel bench trl-losses clean
 
 help:
 	@echo "make demo       set up, then train a small model by GRPO and show what it learned"
 	@echo "make test       set up, then linters, type checker and the whole test suite, 15 minutes"
 	@echo "make test-fast  the tests without the slow ones, 3 minutes"
+	@echo "make test-extras  trackers and notebooks with their real libraries, in an environment of their own, 3 minutes"
 	@echo "make docs       the documentation site, into site/"
 	@echo "make wheel      the wheel, into dist/"
 	@echo "make bench      benchmarks, ours and the peers' in one run"
@@ -84,6 +86,16 @@ test-fast: system-packages $(SETUP_TEST)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu"
 	$(BIN)/python -m pytest $(ALONE) -m "not slow and not gpu"
 
+# Libraries that are too many for the environment of the tests; without them tests/extras is skipped by name.
+test-extras: $(SETUP_EXTRAS)
+	.venv-extras/bin/python -m pytest $(SLOWEST) tests/extras
+
+$(SETUP_EXTRAS): pyproject.toml constraints.txt benchmarks/constraints-extras.txt
+	$(PYTHON) -m venv .venv-extras
+	.venv-extras/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt torch==2.13.0 setuptools
+	.venv-extras/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt -c benchmarks/constraints-extras.txt --no-build-isolation -e '.[notebook,wandb,mlflow,trackio,test]' nbconvert ipykernel
+	@touch $@
+
 lint: $(SETUP_TEST)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -134,5 +146,5 @@ trl-losses: $(PEER_TRL)
 	.venv-trl/bin/python benchmarks/trl_losses.py
 
 clean:
-	rm -rf .venv .venv-ray .venv-trl .venv-vllm .venv-llama build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-extras .venv-ray .venv-trl .venv-vllm .venv-llama build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kintsugi tests -name __pycache__ -type d -prune -exec rm -rf {} +

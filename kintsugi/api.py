@@ -20,12 +20,12 @@ import msgspec
 
 from kintsugi.cli.local_models import with_local_models
 from kintsugi.cli.notebook_view import NotebookView, curve_html, in_notebook, table_html
-from kintsugi.cli.session import NOTE
+from kintsugi.cli.session import NOTE, WARNING
 from kintsugi.config.recipe import PYTHON, Resolved, given, load, load_config
 from kintsugi.config.schema import Config
 from kintsugi.config.validation import validate
 from kintsugi.errors import KintsugiError, RunFailed, UserError
-from kintsugi.notebook import CURVES
+from kintsugi.notebook import CURVES, is_rounding
 from kintsugi.notebook import load as load_run
 from kintsugi.process.exit_codes import EXIT_USER_ERROR
 from kintsugi.run_folder import reader
@@ -88,8 +88,11 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
             ("run folder", str(self.folder)),
         ]
         curves = [
-            curve_html(title, [(step, value) for step, value in self._points(name) if value is not None])
+            curve_html(title, points)
             for name, title in CURVES
+            if not is_rounding(
+                points := [(at, value) for at, value in self._points(name) if value is not None]
+            )
         ]
         return f"{table_html(rows)}{''.join(curves)}"
 
@@ -353,10 +356,10 @@ def _wait_and_relay(session: Child, relay: _Relay) -> None:
 
 
 def _relay_notes(errors: IO[bytes]) -> str:
-    """Print the notes of the session and return the rest of its error output."""
+    """Print the notes and warnings of the session and return the rest of its error output."""
     errors.seek(0)
     lines = errors.read().decode(errors="replace").splitlines()
-    notes = [line for line in lines if line.startswith(NOTE)]
+    notes = [line for line in lines if line.startswith((NOTE, WARNING))]
     sys.stderr.writelines(f"{note}\n" for note in notes)
     return "\n".join(line for line in lines if line not in notes).strip().removeprefix("error: ")
 

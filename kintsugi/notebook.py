@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,14 @@ CURVES = (
     ("grad_norm", "gradient norm"),
 )
 """Metric and title of the plots; those that a run does not have are left out."""
+ROUNDING = 1e-9
 CURVE_COLOUR, MARK_COLOUR = "#0072b2", "#d55e00"
+
+
+def is_rounding(points: Iterable[tuple[float, float | None]]) -> bool:
+    """Whether a curve has nothing but rounding errors, as the KL of a run without a reference model."""
+    values = [abs(value) for _, value in points if value]
+    return bool(values) and max(values) < ROUNDING
 
 
 class Table:
@@ -164,15 +172,15 @@ class RecordedRun:
 
     def plot(self) -> Any:
         """Return a matplotlib figure of the learning curves, with incidents as dashed lines; needs `plots`."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise UserError("plot needs matplotlib: `pip install 'kintsugi[plots]'`") from error
         metrics, evaluations, incidents = self.metrics, self.evaluations, self.incidents
-        curves = [(name, title) for name, title in CURVES if name in metrics or name in evaluations]
+        curves = [
+            (name, title)
+            for name, title in CURVES
+            if name in evaluations or (name in metrics and not is_rounding(enumerate(metrics[name])))
+        ]
         if not curves:
             raise UserError(f"{self.folder}: expected a run with at least one step, it has none yet")
-        figure = Figure(figsize=(9, 2.2 * len(curves)), layout="constrained")
+        figure = _new_figure((9, 2.2 * len(curves)))
         axes = figure.subplots(len(curves), sharex=True, squeeze=False)[:, 0]
         for axis, (name, title) in zip(axes, curves, strict=True):
             table = metrics if name in metrics else evaluations
@@ -221,3 +229,19 @@ def _numbers(values: Sequence[float | None]) -> list[float]:
 def load(folder: str | os.PathLike[str]) -> RecordedRun:
     """Open a run by its folder, or by its name in `runs/`; UserError if there is none."""
     return RecordedRun(reader.find_run(os.fspath(folder)).resolve())
+
+
+def _new_figure(size: tuple[float, float]) -> Any:
+    """Return a figure that a notebook shows also where pyplot was not imported."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("plot needs matplotlib: `pip install 'kintsugi[plots]'`") from error
+
+    class ShownFigure(Figure):
+        def _repr_png_(self) -> bytes:
+            image = BytesIO()
+            self.savefig(image, format="png", dpi=100)
+            return image.getvalue()
+
+    return ShownFigure(figsize=size, layout="constrained")

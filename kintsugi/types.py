@@ -115,6 +115,12 @@ def ticket_id(stage: str, *, epoch: int, position: int, round: int = 0) -> str:
     return f"{stage}:{epoch}:{position}:{round}"
 
 
+def place_of_ticket(ticket: str) -> tuple[str, int, int]:
+    """Stage, epoch and position: `place_of_ticket("grpo:0:17:0") == ("grpo", 0, 17)`. ValueError for another text."""
+    stage, epoch, position, _ = ticket.split(":")
+    return stage, int(epoch), int(position)
+
+
 def sample_key(ticket: str, index: int) -> str:
     """Name of one sample: `sample_key("grpo:0:17:0", 3) == "grpo:0:17:0/3"`."""
     return f"{ticket}/{index}"

@@ -64,8 +64,20 @@ def _curve_lines(curve: MetricCurve, comparison: Comparison) -> Iterator[str]:
         means = _means(points, every_step, count=min(SPARK_WIDTH, len(every_step)))
         bars = sparkline(means, low=min(values), high=max(values))
         shown = [*(points.get(step) for step in at), fmean(own) if own else None]
-        numbers = "".join(f"{'' if value is None else f'{value:.3g}':>{COLUMN}}" for value in shown)
+        numbers = "".join(f"{_number(value):>{COLUMN}}" for value in shown)
         yield f"  {run.label}  {bars:{SPARK_WIDTH}}{numbers}".rstrip()
+
+
+def _number(value: float | None) -> str:
+    """A number that leaves a space in its column; nothing for None.
+
+    >>> _number(0.5), _number(-0.000189123), _number(None)
+    ('0.5', '-1.9e-04', '')
+    """
+    if value is None:
+        return ""
+    text = f"{value:.3g}"
+    return text if len(text) < COLUMN else f"{value:.1e}"
 
 
 def _means(points: Mapping[int, float], steps: Sequence[int], *, count: int) -> list[float | None]:

@@ -31,6 +31,8 @@ LIVE_INTERVAL_S = 0.2
 LABEL_WIDTH = 10
 MOST_WIDTH = 100
 """Width of the block on a wider terminal."""
+ECHO_WIDTH = len("^C")
+"""Room that the table leaves at the right: what a terminal echoes there must not begin another line."""
 
 RUNNING, STOPPING, RECOVERING, FINISHED = "cyan", "yellow", "magenta", "green"
 """Colours of the bar by the state of the run."""
@@ -166,7 +168,7 @@ class LiveView:
         title.append(f"  {steps.stage}  {printable(self._name)}", style="dim")
         table = Table.grid(padding=(0, 1))
         table.add_column(width=LABEL_WIDTH, no_wrap=True)
-        table.add_column(max_width=width - LABEL_WIDTH - 1)
+        table.add_column(max_width=width - LABEL_WIDTH - 1 - ECHO_WIDTH)
         for name, value in progress.rows():
             if is_over and name in ("now", "stopping"):
                 continue

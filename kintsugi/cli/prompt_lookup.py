@@ -22,7 +22,7 @@ from kintsugi.run_folder.reader import each_sample
 from kintsugi.telemetry.format import ids_in
 from kintsugi.telemetry.store.index import RunStore
 from kintsugi.telemetry.store.tracing import issued_tickets
-from kintsugi.types import Ticket
+from kintsugi.types import Ticket, place_of_ticket
 
 MOST_NAMED = 8
 REVERSED = (
@@ -117,16 +117,15 @@ class RunRows:
 
     def columns(self, ticket_id: str) -> dict[str, Any]:
         """Columns of the row of a ticket, as rewards get them; empty if the data cannot be read."""
-        stage, _, rest = ticket_id.partition(":")
-        numbers = rest.split(":")
-        if self._data is None or len(numbers) < 2 or not all(map(str.isdecimal, numbers[:2])):
+        try:
+            stage, epoch, position = place_of_ticket(ticket_id)
+        except ValueError:
+            return {}
+        if self._data is None:
             return {}
         try:
             row = self._data.training_row(
-                stage=stage,
-                seed=self._seeds.get(stage, 0),
-                epoch=int(numbers[0]),
-                position=int(numbers[1]),
+                stage=stage, seed=self._seeds.get(stage, 0), epoch=epoch, position=position
             )
         except KintsugiError as error:
             self.problem = str(error)

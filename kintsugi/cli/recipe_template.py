@@ -346,6 +346,8 @@ cluster:
 
 logging:
   wandb: false                 # metrics.jsonl and TensorBoard files are always written
+  mlflow: false                # each of the three needs its extra: pip install 'kintsugi[mlflow]'
+  trackio: false
   samples_gib: 16              # disk space of the trained samples; the oldest are removed
 
 monitoring:

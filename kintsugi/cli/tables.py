@@ -157,12 +157,18 @@ _PARTS = ("start", "lock", "rebuild", "repair", "replay", "total")
 def incidents_text(report: IncidentReport, *, run: str, running: bool, end: RunEnd | None = None) -> str:
     """Format the incidents of a run, one block each, the newest last, and what ended it if it did not finish."""
     blocks = [incident_text(incident, running=running) for incident in report.incidents]
-    if report.other_losses:
+    lost = {loss.process for loss in report.other_losses}
+    if lost:
         rows = [_row("lost", _loss_text(loss)) for loss in report.other_losses]
+        rows += [
+            _row("diagnosed", _diagnosed_text(each))
+            for each in report.other_diagnoses
+            if each.process in lost
+        ]
         blocks.append("\n".join(["processes replaced without affecting training", *rows]))
-    if report.other_diagnoses:
-        rows = [_row("diagnosed", _diagnosed_text(found)) for found in report.other_diagnoses]
-        blocks.append("\n".join(["slowdowns without a failure", *rows]))
+    if others := [each for each in report.other_diagnoses if each.process not in lost]:
+        rows = [_row("diagnosed", _diagnosed_text(found)) for found in others]
+        blocks.append("\n".join(["diagnosed without an incident", *rows]))
     if end is not None:
         blocks.append(textwrap.fill(f"{run}: {end_text(end, run=run)}", WIDTH, break_on_hyphens=False))
     return "\n\n".join(blocks) or f"{run}: no incidents"

@@ -7,18 +7,77 @@ from pathlib import Path
 
 import msgspec
 
+from kintsugi.cli.progress import alert_text
 from kintsugi.diagnosis.learning_watch import notification_of_finding
 from kintsugi.diagnosis.notifications import CauseKey, cause_key, notification, notification_of
-from kintsugi.diagnosis.verdict import Diagnosis
+from kintsugi.diagnosis.verdict import Cause, Diagnosis, FaultKind
+from kintsugi.errors import ProcessDied
 from kintsugi.learning_health import LearningKind, LearningReport
 from kintsugi.learning_health.format import finding_line
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.printable import printable_line
-from kintsugi.telemetry.events import Alert, Record, Span, Tail
+from kintsugi.telemetry.events import Alert, Event, FaultHandled, FaultSeen, ProcessGone, Record, Span, Tail
 from kintsugi.telemetry.export.webhooks import Notification, Webhook
 from kintsugi.telemetry.format import clock_text, format_event
 from kintsugi.telemetry.jsonl_log import LineTail
+from kintsugi.telemetry.step_metrics import FIGURES
 from kintsugi.telemetry.verdict_files import WATCHER
+from kintsugi.types import Role, process_id
+
+MASTER = process_id(Role.MASTER, 0)
+SAME_LOSS_S = 5.0
+"""Longest time between the recorded end of a process and the onset of its diagnosis."""
+MOST_LOSSES = 256
+
+
+class ToldLosses:
+    """Ends of processes that were reported. The agent, the master and the diagnosis record each of them, in any order;
+    only the first record is news."""
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[str, str], float] = {}
+        """(process, incarnation) → time, the latest last."""
+        self._masters = 0
+        """Masters whose end only their agent has reported so far: the next master knows their term, not their
+        incarnation."""
+
+    def is_news(self, event: Event, time: float) -> bool:
+        """Whether an event says something that was not reported."""
+        match event:
+            case ProcessGone(of=process, incarnation=incarnation):
+                if process == MASTER:
+                    self._masters += 1
+                return self._add(process, incarnation, time)
+            case FaultSeen(fault=fault) if fault.kind == ProcessDied.__name__:
+                if fault.process == MASTER and self._masters:
+                    self._masters -= 1
+                    self._add(*_incarnation_of(fault.id), time)
+                    return False
+                return self._add(*_incarnation_of(fault.id), time)
+            case FaultHandled(values=timing, fault=fault_id) if not timing:
+                return _incarnation_of(fault_id) not in self._told
+            case _:
+                return True
+
+    def is_new_cause(self, cause: Cause) -> bool:
+        """Whether a diagnosis says more than that a process was killed, if that was reported."""
+        return cause.kind is not FaultKind.KILLED or not any(
+            process == cause.process and abs(cause.onset - time) <= SAME_LOSS_S
+            for (process, _), time in self._told.items()
+        )
+
+    def _add(self, process: str, incarnation: str, time: float) -> bool:
+        is_new = (process, incarnation) not in self._told
+        self._told.setdefault((process, incarnation), time)
+        while len(self._told) > MOST_LOSSES:
+            del self._told[next(iter(self._told))]
+        return is_new
+
+
+def _incarnation_of(fault_id: str) -> tuple[str, str]:
+    """Process and incarnation of the fault of a loss: `model-1@1.3`."""
+    process, _, incarnation = fault_id.partition("@")
+    return process, incarnation
 
 
 class RunFollower:
@@ -33,6 +92,7 @@ class RunFollower:
         self._learning = LineTail(RunFolder(run_dir).learning_file)
         self._findings: set[LearningKind] = set()
         """Findings of the last report about learning; they are not reported again."""
+        self._losses = ToldLosses()
         self._is_first = True
         self.look()
         self._is_first = False
@@ -66,13 +126,22 @@ class RunFollower:
         if isinstance(event, Span):
             if event.name == "step":
                 step = event.attributes.get("step", "?")
-                self._print(time, process, f"step {step} took {event.duration_s:.2f} s")
+                figures = (
+                    f", {name} {event.attributes[name]}" for name in FIGURES if name in event.attributes
+                )
+                self._print(time, process, f"step {step} took {event.duration_s:.2f} s{''.join(figures)}")
             return
         message = notification(str(self._run_dir), time, process, event)
-        if message is not None:
-            text = f"alert: {format_event(event)}" if isinstance(event, Alert) else message.text
-            self._print(time, process, text)
+        if message is not None and self._losses.is_news(event, time):
+            self._print(time, process, self._text(record, message))
             self._post(message)
+
+    @staticmethod
+    def _text(record: Record, message: Notification) -> str:
+        """The text of a notification; of the response to a fault one short sentence, as the live view has it."""
+        if isinstance(record.event, FaultHandled):
+            return alert_text(record)
+        return f"alert: {format_event(record.event)}" if isinstance(record.event, Alert) else message.text
 
     def _take_diagnosis(self, line: bytes) -> None:
         """Report causes that were not in the last diagnosis: a line is written whenever the causes change."""
@@ -81,7 +150,8 @@ class RunFollower:
         except (msgspec.MsgspecError, UnicodeDecodeError):  # Partial line of a killed process.
             return
         for cause in diagnosis.causes:
-            if not self._is_first and cause_key(cause) not in self._causes:
+            is_told = cause_key(cause) in self._causes or not self._losses.is_new_cause(cause)
+            if not self._is_first and not is_told:
                 text = f"diagnosis: {cause.summary} ({cause.confidence:.0%} sure)"
                 self._print(diagnosis.at, cause.process, text)
                 self._post(notification_of(cause, run=str(self._run_dir), time=diagnosis.at))

@@ -471,6 +471,10 @@ class LoggingSection(_Section, frozen=True):
 
     wandb: bool = False
     """Also log to Weights & Biases (needs the extra `wandb`)."""
+    mlflow: bool = False
+    """Also log to MLflow, at `MLFLOW_TRACKING_URI` (needs the extra `mlflow`)."""
+    trackio: bool = False
+    """Also log to Trackio, in its local folder (needs the extra `trackio`)."""
     samples_gib: float = 16.0
     """Disk space of the trained samples (`samples.jsonl` and the parts that it is kept in), in GiB. The oldest part is
     removed when it is exceeded."""

@@ -17,7 +17,7 @@ import msgspec
 from kintsugi.config.algorithm_rules import algorithm_problems
 from kintsugi.config.data_rules import Lengths, data_problems
 from kintsugi.config.recipe import DEFAULT, fields_of, named_origin, shown
-from kintsugi.config.schema import LEARN_PAIRS, Config
+from kintsugi.config.schema import LEARN_PAIRS, Config, LoggingSection
 from kintsugi.config.stages import Stage, has_servers, stages
 from kintsugi.control.placement import most_servers, num_spread_processes
 from kintsugi.data.dataset import open_data
@@ -314,8 +314,11 @@ def _check_run_folder(run: _Candidate) -> None:
 
 
 def _check_logging(run: _Candidate) -> None:
-    if run.config.logging.wandb and importlib.util.find_spec("wandb") is None:
-        raise run.error("logging.wandb", "false, or the extra installed: `pip install 'kintsugi[wandb]'`")
+    for name in LoggingSection.__struct_fields__:
+        if getattr(run.config.logging, name) and importlib.util.find_spec(name) is None:
+            raise run.error(
+                f"logging.{name}", f"false, or the extra installed: `pip install 'kintsugi[{name}]'`"
+            )
 
 
 def _check_model(run: _Candidate) -> None:

@@ -42,6 +42,7 @@ from kintsugi.telemetry.jsonl_log import LineFile
 from kintsugi.telemetry.process_reports import ProcessReport, ProcessReports, write_processes
 from kintsugi.telemetry.readings import HeartbeatReading, ReadingsLog
 from kintsugi.telemetry.step_metrics import (
+    FIGURES,
     EvalAnswerRecord,
     EvalAnswersWriter,
     MetricsWriter,
@@ -49,6 +50,7 @@ from kintsugi.telemetry.step_metrics import (
     source_metrics,
     step_metrics,
 )
+from kintsugi.telemetry.trackers.tracker import parameters_of
 from kintsugi.types import Role, Wait, process_id
 
 MASTER = process_id(Role.MASTER, 0)
@@ -66,7 +68,9 @@ class Records:
         self._run_dir, self._log, self._config = run_dir, log, config
         self._figures = ReadingsLog(run_dir, process=MASTER)
         self._inputs = InputRecorder(RunFolder(run_dir).inputs_file)
-        self._metrics = MetricsWriter(run_dir, wandb_id=job if config.logging.wandb else None)
+        self._metrics = MetricsWriter(
+            run_dir, run_id=job, parameters=parameters_of(config), also=config.logging
+        )
         self._samples = SamplesWriter(run_dir, most_size=int(config.logging.samples_gib * (1 << 30)))
         self._verdicts = EvalAnswersWriter(run_dir)
         self._incidents = LineFile(
@@ -181,6 +185,7 @@ class Records:
         )
         values |= source_metrics(record.metas, texts=record.texts)
         self.attempt("metrics", lambda: self._metrics.write(record.step, values, stage=record.stage))
+        self.attempt("system metrics of the trackers", lambda: self._metrics.write_system(record.step))
         self.attempt(
             "completions of the trackers",
             lambda: self._metrics.write_completions(record.step, record.metas, texts=record.texts),
@@ -190,7 +195,8 @@ class Records:
             lambda: self._samples.write(record.step, record.metas, texts=record.texts, advantages=advantages),
         )
         attributes = {"step": str(record.step), "stage": record.stage}
-        self._log.emit(Span("step", now - timing["step"], timing["step"], attributes))
+        figures = {name: f"{values[metric]:.4g}" for name, metric in FIGURES.items() if metric in values}
+        self._log.emit(Span("step", now - timing["step"], timing["step"], {**attributes, **figures}))
         for span in record.spans:
             workers = ",".join(span.workers)
             self._log.emit(Span(span.call, span.start, span.duration_s, {**attributes, "workers": workers}))

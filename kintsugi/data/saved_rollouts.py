@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kintsugi.errors import DataError
 from kintsugi.telemetry.saved_rollouts import SavedSample, read_groups
@@ -31,7 +31,7 @@ class SavedRollouts:
 
     def row(self, index: int) -> Row:
         group = self._groups[index]
-        return Row(prompt=group[0].prompt, columns={SAVED: group})
+        return Row(prompt=group[0].prompt, columns={**group[0].columns, SAVED: group})
 
     @property
     def largest_group(self) -> int:
@@ -62,6 +62,13 @@ def _reads_the_same(sample: SavedSample, tokenizer: Tokenizer) -> bool:
     written = [token for token, learned in zip(sample.tokens, sample.loss_mask, strict=True) if learned]
     ended = sample.finish is FinishReason.EOS
     return tokenizer.text_of_completion(written, ended=ended) == sample.completion
+
+
+def plain_columns(row: Row) -> dict[str, Any]:
+    """Columns of a row as its source has them, without the samples that were saved with it."""
+    return {
+        name: value for name, value in row.columns.items() if name != SAVED or not isinstance(value, tuple)
+    }
 
 
 def saved_samples(row: Row) -> tuple[SavedSample, ...]:

@@ -16,9 +16,10 @@ CauseKey = tuple[str, str, float]
 
 
 def notification(run: str, time: float, process: str, event: Event) -> Notification | None:
-    """Return the notification of an event; None for events without one, as an end that the run ordered."""
+    """Return the notification of an event; None for events without one, as an end that the run ordered. An end of which
+    the agent knows no status, because it was not the parent, is reported by the master if it was a loss."""
     match event:
-        case ProcessGone(ordered=False) if event.status != 0:
+        case ProcessGone(ordered=False) if event.status:
             return _notification(
                 run, time, event.of, "fault", format_event(event), msgspec.to_builtins(event)
             )

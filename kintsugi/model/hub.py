@@ -18,8 +18,9 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a path that does not exist reads like `owner/name`, or `owner/name@revision`."""
-    return _NAME.fullmatch(path) is not None and not Path(path).exists()
+    """Whether a path reads like `owner/name`, or `owner/name@revision`, and its first folder does not exist: what is
+    missing below `runs` is a path."""
+    return _NAME.fullmatch(path) is not None and not Path(path).parent.exists()
 
 
 def local_folder(

@@ -151,7 +151,8 @@ class Tokenizer:
                 {character for character in text if self._backend.token_to_id(character) is None}
             )
             where = text if len(text) <= LONG_TEXT else f"{text[:40]}…"
-            raise DataError(f"the tokenizer has no token for {unknown} in {where!r}: {error}") from error
+            why = "" if unknown else f": {error}"
+            raise DataError(f"the tokenizer has no token for {unknown} in {where!r}{why}") from error
 
     def encode_conversation(
         self, messages: Sequence[Mapping[str, Any]], *, variables: Mapping[str, Any] | None = None

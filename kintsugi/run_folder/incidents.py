@@ -155,7 +155,7 @@ class IncidentReport(msgspec.Struct, frozen=True):
     other_losses: tuple[ProcessLoss, ...]
     """Processes, such as agents, that were lost and replaced without affecting training."""
     other_diagnoses: tuple[CauseDiagnosed, ...] = ()
-    """Diagnosed slowdowns without a failure."""
+    """Causes that belong to no incident: slowdowns, and losses that did not affect training."""
     earlier: EarlierIncidents = EarlierIncidents()
 
 

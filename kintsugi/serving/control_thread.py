@@ -101,7 +101,11 @@ class ServerSnapshot:
 
     @property
     def why_not(self) -> str:
-        return ", ".join(f"{each.process} is {each.state} and {each.health}" for each in self.servers)
+        """`server-0 is starting, server-1 is running (suspect)`."""
+        return ", ".join(
+            f"{each.process} is {each.state}{'' if each.health is ServerHealth.DEAD else f' ({each.health})'}"
+            for each in self.servers
+        )
 
 
 class ControlThread:

@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from kintsugi.cluster.handover import Programs
-from kintsugi.errors import KintsugiError, ModelError, UserError
+from kintsugi.errors import DataError, KintsugiError, ModelError, UserError
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.folder import load_config
 from kintsugi.model.tokenizer import Tokenizer
@@ -34,6 +34,8 @@ from kintsugi.serving.options import ServerOptions, described, make_options, wri
 from kintsugi.types import FolderSource, Role
 from kintsugi.weights.transports.disk import folder_manifest
 
+EXAMPLES = ("Hello", "1+1=")
+"""Prompts of the example that is printed; the first that the model has tokens for."""
 DRAIN_S = 30.0
 """Time to finish requests in flight when the gateway is asked to end."""
 BACKLOG = 1024
@@ -98,6 +100,7 @@ class ServeSession:
         self._server_options = server_options
         self._config = config
         self._print_line = print_line
+        self._tokenizer = tokenizer
         self._run_dir = run_dir
         self._name = options.model.resolve().name
         self._control = ControlThread(run_dir=run_dir, programs=PROGRAMS, strategy=server_options.strategy)
@@ -115,6 +118,8 @@ class ServeSession:
         self._ended = loop.create_future()
         async with AsyncExitStack() as stack:
             stack.push_async_callback(asyncio.to_thread, self._control.close)
+            count = self._options.num_servers
+            self._print_line(f"starting {count} server{'s' * (count != 1)} with {self._options.model}")
             weights = await asyncio.to_thread(self._weights, self._options.model, 0)
             self._control.start(
                 self._options.num_servers,
@@ -189,7 +194,8 @@ class ServeSession:
         host = f"[{options.host}]" if ":" in options.host else options.host
         address = f"http://{host}:{self._port}"
         key = ' -H "Authorization: Bearer $KINTSUGI_API_KEY"' if options.credentials.has_keys else ""
-        asked = {"model": self._name, "prompt": "Hello", "max_tokens": 16}
+        prompt = next(filter(self._can_be_asked, EXAMPLES), EXAMPLES[0])
+        asked = {"model": self._name, "prompt": prompt, "max_tokens": 16}
         body = msgspec.json.encode(asked).decode()
         count = f"{len(servers)} server{'s' * (len(servers) != 1)}"
         most = f"{self._server_options.max_length} tokens at most"
@@ -197,6 +203,12 @@ class ServeSession:
             f"{self._name} is served at {address}/v1 by {count}, {most}; logs in {self._run_dir}",
             f"try: curl {address}/v1/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}",
         ]
+
+    def _can_be_asked(self, prompt: str) -> bool:
+        try:
+            return bool(self._tokenizer.encode(prompt))
+        except DataError:  # A tokenizer of single characters may have no letters.
+            return False
 
     # Administration.
 

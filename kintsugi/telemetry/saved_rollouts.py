@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -43,6 +44,8 @@ class SavedSample(msgspec.Struct, frozen=True):
     """Log-probabilities of the sampling policy; 0 where the mask is 0."""
     versions: list[int]
     """Weight version that sampled the token; -1 where the mask is 0."""
+    columns: dict[str, Any] = {}
+    """The other columns of the row, as reward functions get them: `{"answer": "46"}`."""
 
 
 def write_shard(

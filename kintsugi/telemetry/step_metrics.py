@@ -9,46 +9,44 @@ removed (`sample_files.py`). Both are cut back, in place, when a run resumes or 
 from __future__ import annotations
 
 import os
-import queue
-import socket
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from heapq import nsmallest
-from io import BytesIO, FileIO
+from io import FileIO
 from itertools import accumulate, pairwise
-from math import inf, isfinite, sqrt
+from math import isfinite, sqrt
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
-from kintsugi.errors import DeadlineExceeded, StorageError
+from kintsugi.config.schema import LoggingSection
+from kintsugi.errors import StorageError
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import Clock, SystemClock
 from kintsugi.runtime.disk import append_whole
-from kintsugi.runtime.waits import WaitTable, join, wait
 from kintsugi.telemetry.jsonl_log import lines_backwards
 from kintsugi.telemetry.sample_files import numbered_parts, numbered_path, start_of_newest
 from kintsugi.telemetry.samples_index import NUM_WORST, SamplesOfStep
+from kintsugi.telemetry.trackers.mlflow_runs import MlflowRun
+from kintsugi.telemetry.trackers.opening import InBackground, OpenedLate
+from kintsugi.telemetry.trackers.system_metrics import SystemMetrics
+from kintsugi.telemetry.trackers.tensorboard_files import TensorBoardFiles
+from kintsugi.telemetry.trackers.tracker import TrackedRun, Tracker, TrackerTable, tracker_tag
+from kintsugi.telemetry.trackers.trackio_runs import TrackioRun
+from kintsugi.telemetry.trackers.weights_and_biases import WeightsAndBiases
 from kintsugi.types import FinishReason, SampleMeta, SampleText
 
 _BLOCK_SIZE = 1 << 16
-DEMONSTRATIONS = frozenset({"warmup", "sft"})
-"""Stages that learn from rows of the data."""
 SOURCE = "source/"
 """Begin of the names of metrics of one source of a mixture: `source/gsm8k.jsonl/reward`."""
 TABLE_EVERY, TABLE_ROWS, CELL_LENGTH = 10, 8, 1000
 """Steps between tables of completions in the trackers, rows of a table, characters of a cell: they bound the files."""
-MOST_CALLS = 1024
-"""Longest queue for a tracker in the background; later calls are dropped."""
-REOPEN_S = 60.0
-"""Pause after a failure to open a tracker in the background: W&B itself waits for its server for longer."""
-FINISH_S = 30.0
-"""Time for the last calls of a tracker in the background."""
-IDLE_S = 3600.0
+FIGURES = {"reward": "reward/mean", "loss": "loss"}
+"""Figures of the span of a step, which `kintsugi watch` prints: name → metric."""
+NOT_ALSO = LoggingSection()
 SAMPLES_SIZE = 16 << 30
 """Disk space of the samples of a run: those of five days with a million samples of three kilobytes a day."""
 NUM_PARTS, LARGEST_PART = 16, 256 << 20
@@ -276,38 +274,29 @@ def _end_of(step: int, path: Path) -> int | None:
     return end
 
 
-def tracker_tag(name: str, *, stage: str = "") -> str:
-    """Return the tag of a metric in the trackers, which group by what is before the first slash. Figures of
-    demonstrations are apart from those of RL: their losses and lengths are not comparable.
-
-    >>> tracker_tag("loss", stage="grpo"), tracker_tag("reward/mean", stage="grpo"), tracker_tag("loss", stage="warmup")
-    ('train/loss', 'reward/mean', 'sft/loss')
-    """
-    if stage in DEMONSTRATIONS:
-        return f"sft/{name}"
-    return name if "/" in name else f"train/{name}"
-
-
 class MetricsWriter:
-    """Writes the metrics of a step to `metrics.jsonl`, TensorBoard and, if configured, W&B.
+    """Writes the metrics of a step to `metrics.jsonl`, TensorBoard and the other trackers that are configured.
 
     A failure of one does not keep the metrics from the others; StorageError then names those that failed. Trackers are
-    opened when they are first written to, and again after a failure; W&B is called in a thread of its own.
+    opened when they are first written to, and again after a failure; all but TensorBoard are called in threads of their
+    own.
     """
 
-    def __init__(self, run_dir: Path, *, wandb_id: str | None = None, clock: Clock | None = None) -> None:
-        """`wandb_id` names the run at W&B, where a resumed run continues under the same name; None disables W&B."""
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        run_id: str = "",
+        parameters: Mapping[str, Any] = {},
+        also: LoggingSection = NOT_ALSO,
+        clock: Clock | None = None,
+    ) -> None:
+        """`run_id` and `parameters` are what the trackers know the run by; `also` names those besides TensorBoard."""
         self._clock = clock or SystemClock()
         self._lines = _Lines(RunFolder(run_dir).metrics_file)
-        folder = RunFolder(run_dir).tensorboard_folder
-        self._trackers: list[_Tracker] = [
-            _OpenedLate("TensorBoard", lambda: _TensorBoard(folder, time=self._clock.wall()))
-        ]
+        self._system = SystemMetrics(run_dir)
+        self._trackers = _trackers(TrackedRun(run_dir, run_id, parameters), also=also, clock=self._clock)
         self._has_table = False
-        if wandb_id is not None:
-            self._trackers.append(
-                _InBackground("W&B", lambda: _WeightsAndBiases(run_dir, run_id=wandb_id), clock=self._clock)
-            )
 
     def write(self, step: int, values: Mapping[str, float], *, stage: str = "") -> None:
         """Write one line; a value that is not finite becomes null. The trackers show it under tags (`tracker_tag`)."""
@@ -317,6 +306,12 @@ class MetricsWriter:
             lambda: self._lines.append([{"step": step, "time": time, **values}]),
             *(partial(tracker.write, step, finite, time=time) for tracker in self._trackers),
         )
+
+    def write_system(self, step: int) -> None:
+        """Give the trackers the figures of hosts and accelerators, if they are due."""
+        time = self._clock.wall()
+        if figures := self._system.due(time):
+            _try_all(*(partial(tracker.write, step, figures, time=time) for tracker in self._trackers))
 
     def write_completions(
         self, step: int, metas: Sequence[SampleMeta], *, texts: Mapping[str, SampleText]
@@ -363,6 +358,19 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _trackers(run: TrackedRun, *, also: LoggingSection, clock: Clock) -> list[Tracker]:
+    folder = RunFolder(run.run_dir).tensorboard_folder
+    wanted: list[tuple[bool, str, Callable[[], Tracker]]] = [
+        (also.wandb, "W&B", lambda: WeightsAndBiases(run)),
+        (also.mlflow, "MLflow", lambda: MlflowRun(run)),
+        (also.trackio, "Trackio", lambda: TrackioRun(run)),
+    ]
+    return [
+        OpenedLate("TensorBoard", lambda: TensorBoardFiles(folder, run=run, time=clock.wall())),
+        *(InBackground(name, open_run, clock=clock) for is_wanted, name, open_run in wanted if is_wanted),
+    ]
 
 
 def _try_all(*actions: Callable[[], object]) -> None:
@@ -508,211 +516,3 @@ class EvalAnswersWriter:
 
     def close(self) -> None:
         self._lines.close()
-
-
-class TrackerTable(NamedTuple):
-    """`TrackerTable(("prompt", "reward"), [("1+1=", 1.0)])`."""
-
-    columns: tuple[str, ...]
-    rows: Sequence[tuple[Any, ...]]
-
-    def markdown(self) -> str:
-        """The table as TensorBoard shows it; text of a model cannot end a cell or begin a tag."""
-        lines = [self.columns, tuple("---" for _ in self.columns), *self.rows]
-        return "\n".join(f"| {' | '.join(_cell(value) for value in line)} |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in str(value))
-    for mark in "&<>|`*_[]":
-        shown = shown.replace(mark, f"&#{ord(mark)};")
-    return shown
-
-
-class _Tracker(Protocol):
-    def write(self, step: int, values: Mapping[str, float], *, time: float) -> None: ...
-
-    def write_table(self, name: str, step: int, table: TrackerTable, *, time: float) -> None: ...
-
-    def truncate_after(self, step: int, *, time: float) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _OpenedLate:
-    """A tracker that is opened by the first call, and by the next one if that failed."""
-
-    def __init__(self, name: str, open_tracker: Callable[[], _Tracker]) -> None:
-        self._name, self._open = name, open_tracker
-        self._tracker: _Tracker | None = None
-
-    def _opened(self) -> _Tracker:
-        if self._tracker is None:
-            try:
-                self._tracker = self._open()
-            except ImportError as error:
-                raise StorageError(f"{self._name}: {error}") from error
-        return self._tracker
-
-    def write(self, step: int, values: Mapping[str, float], *, time: float) -> None:
-        self._opened().write(step, values, time=time)
-
-    def write_table(self, name: str, step: int, table: TrackerTable, *, time: float) -> None:
-        self._opened().write_table(name, step, table, time=time)
-
-    def truncate_after(self, step: int, *, time: float) -> None:
-        self._opened().truncate_after(step, time=time)
-
-    def close(self) -> None:
-        if self._tracker is not None:
-            self._tracker.close()
-
-
-class _InBackground:
-    """Calls a tracker in a thread of its own, in order: one that does not answer, as over a network, delays nothing.
-
-    The thread consumes a bounded queue of calls, opens the tracker for the first one, and ends at `close`. After a
-    failure to open it, calls are dropped for `REOPEN_S`. An error is raised by the next call, or by `close`.
-    """
-
-    def __init__(self, name: str, open_tracker: Callable[[], _Tracker], *, clock: Clock) -> None:
-        self._name, self._open, self._clock = name, open_tracker, clock
-        self._calls: queue.Queue[Callable[[_Tracker], None] | None] = queue.Queue(maxsize=MOST_CALLS)
-        self._thread: threading.Thread | None = None
-        self._error = ""
-
-    def write(self, step: int, values: Mapping[str, float], *, time: float) -> None:
-        self._put(lambda tracker: tracker.write(step, values, time=time))
-
-    def write_table(self, name: str, step: int, table: TrackerTable, *, time: float) -> None:
-        self._put(lambda tracker: tracker.write_table(name, step, table, time=time))
-
-    def truncate_after(self, step: int, *, time: float) -> None:
-        self._put(lambda tracker: tracker.truncate_after(step, time=time))
-
-    def _put(self, call: Callable[[_Tracker], None]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        try:
-            self._calls.put_nowait(call)
-        except queue.Full:
-            raise StorageError(f"{self._name}: {MOST_CALLS} calls wait for it") from None
-        self._raise_error()
-
-    def _raise_error(self) -> None:
-        error, self._error = self._error, ""
-        if error:
-            raise StorageError(f"{self._name}: {error}")
-
-    def _run(self) -> None:
-        tracker: _Tracker | None = None
-        reopen_at = -inf
-        while (call := self._next()) is not None:
-            try:
-                if tracker is None and self._clock.monotonic() >= reopen_at:
-                    reopen_at = self._clock.monotonic() + REOPEN_S
-                    tracker = self._open()
-                if tracker is not None:
-                    call(tracker)
-            except Exception as error:  # noqa: BLE001 - the thread's outermost boundary: raised by the next call.
-                self._error = str(error) or type(error).__name__
-        try:
-            if tracker is not None:
-                tracker.close()
-        except Exception as error:  # noqa: BLE001 - as above: raised by `close`.
-            self._error = str(error) or type(error).__name__
-
-    def _next(self) -> Callable[[_Tracker], None] | None:
-        """Wait for a call; None at `close`. The waits of this thread say nothing about the progress of the process, so
-        they are not declared."""
-
-        def attempt(remaining_s: float) -> tuple[Callable[[_Tracker], None] | None] | None:
-            try:
-                return (self._calls.get(timeout=remaining_s),)
-            except queue.Empty:
-                return None
-
-        while True:
-            with suppress(DeadlineExceeded):
-                return wait(attempt, whom="itself", what="a call", timeout_s=IDLE_S, waits=WaitTable())[0]
-
-    def close(self) -> None:
-        """Make the calls that wait, for a bounded time."""
-        if self._thread is None:
-            return
-        with suppress(queue.Full, DeadlineExceeded):
-            self._calls.put_nowait(None)
-            join(self._thread, whom=self._name, timeout_s=FINISH_S)
-        self._raise_error()
-
-
-class _TensorBoard:
-    """Event files, written without torch or TensorFlow; imported late because that takes a while.
-
-    TensorBoard's own writer has a thread that ends for good at its first error; a record a step needs none.
-    """
-
-    def __init__(self, folder: Path, *, time: float) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2, types_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event, self._summary, self._session = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
-        self._record_writer, self._string_type = RecordWriter, types_pb2.DT_STRING
-        folder.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{time:010.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = (folder / name).open("ab", buffering=0)
-        self._add(self._event(wall_time=time, file_version="brain.Event:2"))
-
-    def _add(self, event: Any) -> None:
-        record = BytesIO()
-        self._record_writer(record).write(event.SerializeToString())
-        append_whole(self._file, record.getvalue())
-
-    def write(self, step: int, values: Mapping[str, float], *, time: float) -> None:
-        summary = self._summary(
-            value=[self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        )
-        self._add(self._event(step=step, wall_time=time, summary=summary))
-
-    def write_table(self, name: str, step: int, table: TrackerTable, *, time: float) -> None:
-        """Write the table as text of TensorBoard's text plugin."""
-        value = self._summary.Value(tag=name)
-        value.metadata.plugin_data.plugin_name = "text"
-        value.tensor.dtype = self._string_type
-        value.tensor.tensor_shape.dim.add(size=1)
-        value.tensor.string_val.append(table.markdown().encode())
-        self._add(self._event(step=step, wall_time=time, summary=self._summary(value=[value])))
-
-    def truncate_after(self, step: int, *, time: float) -> None:
-        """A start mark makes TensorBoard drop what an earlier file says of this step and later ones."""
-        started = self._session(status=self._session.START)
-        self._add(self._event(step=step + 1, wall_time=time, session_log=started))
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class _WeightsAndBiases:
-    def __init__(self, run_dir: Path, *, run_id: str) -> None:
-        import wandb
-
-        self._table = wandb.Table
-        self._run = wandb.init(
-            project="kintsugi", id=run_id, name=run_dir.name, dir=str(run_dir), resume="allow"
-        )
-
-    def write(self, step: int, values: Mapping[str, float], *, time: float) -> None:
-        self._run.log(dict(values), step=step)
-
-    def write_table(self, name: str, step: int, table: TrackerTable, *, time: float) -> None:
-        rows = [list(row) for row in table.rows]
-        self._run.log({name: self._table(columns=list(table.columns), data=rows)}, step=step)
-
-    def truncate_after(self, step: int, *, time: float) -> None:
-        """W&B keeps its history; repeated steps are ignored there."""
-
-    def close(self) -> None:
-        self._run.finish()

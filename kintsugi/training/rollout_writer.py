@@ -7,25 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from kintsugi.config.schema import Config
+from kintsugi.config.stages import stages
+from kintsugi.data.dataset import DataSet, open_data
+from kintsugi.data.saved_rollouts import plain_columns
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.protocol.training import RunCall
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.telemetry.saved_rollouts import SavedSample, write_shard
-from kintsugi.types import FinishReason, ShardItem, Trajectory
+from kintsugi.types import FinishReason, ShardItem, Trajectory, place_of_ticket
 
 COMPONENT = "reward/"
 """Prefix of the reward components among the scalars of a sample."""
 
 
 class RolloutStore:
-    """Writes this rank's shards of a step into the run folder."""
+    """Writes this rank's shards of a step into the run folder; the data are opened for the first one."""
 
-    def __init__(self, run_dir: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+    def __init__(self, config: Config, *, tokenizer: Callable[[], Tokenizer], run_dir: Path) -> None:
+        self._config, self._run_dir = config, run_dir
         self._folder = RunFolder(run_dir).rollouts_folder
         self._tokenizer = tokenizer
+        self._seeds = {stage.name: stage.seed for stage in stages(config)}
+        self._data: DataSet | None = None
 
     def write(self, call: RunCall, trajectories: Mapping[str, Trajectory]) -> None:
         for shard in call.shards:
@@ -33,6 +41,13 @@ class RolloutStore:
             write_shard(
                 self._folder, step=call.step, shard=shard.index, num_shards=call.num_shards, samples=samples
             )
+
+    def _columns(self, ticket: str) -> dict[str, Any]:
+        if self._data is None:
+            self._data = open_data(self._config, run_dir=self._run_dir)
+        stage, epoch, position = place_of_ticket(ticket)
+        row = self._data.training_row(stage=stage, seed=self._seeds[stage], epoch=epoch, position=position)
+        return plain_columns(row)
 
     def _sample(self, step: int, item: ShardItem, trajectory: Trajectory) -> SavedSample:
         ticket, _, number = item.key.rpartition("/")
@@ -57,4 +72,5 @@ class RolloutStore:
             loss_mask=list(trajectory.loss_mask),
             logprobs=np.frombuffer(trajectory.logprobs, dtype="<f4").tolist(),
             versions=np.frombuffer(trajectory.versions, dtype="<i4").tolist(),
+            columns=self._columns(ticket),
         )

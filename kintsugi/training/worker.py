@@ -163,7 +163,7 @@ class ModelWorker:
         self._samples = StepSamples(
             shell.submit, check=self._check, process=shell.process, segments=segments, emit=emit
         )
-        rollouts = RolloutStore(run_dir, tokenizer)
+        rollouts = RolloutStore(config, tokenizer=tokenizer, run_dir=run_dir)
         self._calls = ModelCalls(
             state,
             deterministic=config.deterministic,

@@ -16,6 +16,7 @@ from typing import IO, Any
 from uuid import uuid4
 
 import msgspec
+import pytest
 
 from kintsugi.control.protocol import Began
 from kintsugi.journal.facts import Fact, ProcessJoined
@@ -223,8 +224,10 @@ class Run:
                 process.wait(timeout=LONGEST_S)
 
 
-def play(scenarios: Mapping[str, Callable[[Run], None]], folder: Path) -> dict[str, Run | BaseException]:
-    """Play each scenario on a run of its own, three at a time since they often wait; a failed one gives its error."""
+def play(
+    scenarios: Mapping[str, Callable[[Run], None]], folder: Path, *, at_once: int = 3
+) -> dict[str, Run | BaseException]:
+    """Play each scenario on a run of its own, several at a time since they often wait; a failed one gives its error."""
 
     def one(name: str) -> Run | BaseException:
         run = Run(folder / name.replace(" ", "-"))
@@ -236,8 +239,32 @@ def play(scenarios: Mapping[str, Callable[[Run], None]], folder: Path) -> dict[s
             run.close()
         return run
 
-    with ThreadPoolExecutor(max_workers=3) as pool:
+    with ThreadPoolExecutor(max_workers=at_once) as pool:
         return dict(zip(scenarios, pool.map(one, scenarios), strict=True))
+
+
+def play_selected(
+    scenarios: Mapping[str, Callable[[Run], None]],
+    request: pytest.FixtureRequest,
+    folder: Path,
+    *,
+    at_once: int = 3,
+) -> Callable[[str], Run]:
+    """Play those scenarios together that the selected tests of a module have as their parameter `name`: two groups, one
+    after the other, would both wait for their slowest run. Others are played when they are asked for. Returns what
+    gives the run of a scenario, or raises its error."""
+
+    items = [item for item in request.session.items if item.path == request.path]
+    named = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}
+    chosen = {name: scenario for name, scenario in scenarios.items() if name in named}
+    played = play(chosen, folder, at_once=at_once)
+
+    def run_of(name: str) -> Run:
+        if name not in played:
+            played.update(play({name: scenarios[name]}, folder))
+        return finished(played[name])
+
+    return run_of
 
 
 def finished(run: Run | BaseException) -> Run:

@@ -11,7 +11,7 @@ import pytest
 from kintsugi.journal.facts import ProcessLost
 from kintsugi.telemetry.events import ProcessBusy, read_events
 from kintsugi.telemetry.readings import HeartbeatReading, figures_in
-from tests.cluster.real_runs import Run, finished, play
+from tests.cluster.real_runs import Run, play_selected
 
 pytestmark = pytest.mark.cluster
 
@@ -43,17 +43,10 @@ LONG: dict[str, tuple[str, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    scenarios = {name: partial(keep, kept=kept) for name, kept in QUICK.items()}
-    played = play(scenarios, tmp_path_factory.mktemp("kept"))
-    return lambda name: finished(played[name])
-
-
-@pytest.fixture(scope="module")
-def long(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    scenarios = {name: partial(keep, kept=kept) for name, kept in LONG.items()}
-    played = play(scenarios, tmp_path_factory.mktemp("kept_long"))
-    return lambda name: finished(played[name])
+def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """All at once: most of their time is sleep."""
+    scenarios = {name: partial(keep, kept=kept) for name, kept in (LONG | QUICK).items()}
+    return play_selected(scenarios, request, tmp_path_factory.mktemp("kept"), at_once=len(scenarios))
 
 
 def longest_silence_s(run: Run, process: str) -> float:
@@ -81,23 +74,23 @@ def assert_kept_and_not_replaced(run: Run, undisturbed: Run, *kept: str) -> None
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_process_that_sleeps_in_one_call_for_eight_seconds_is_not_replaced(
-    undisturbed: Run, quick: Callable[[str], Run], name: str
+    undisturbed: Run, played: Callable[[str], Run], name: str
 ) -> None:
-    assert_kept_and_not_replaced(quick(name), undisturbed, *QUICK[name])
+    assert_kept_and_not_replaced(played(name), undisturbed, *QUICK[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LONG)
 def test_a_process_that_one_call_keeps_for_half_a_minute_is_not_replaced(
-    undisturbed: Run, long: Callable[[str], Run], name: str
+    undisturbed: Run, played: Callable[[str], Run], name: str
 ) -> None:
-    assert_kept_and_not_replaced(long(name), undisturbed, *LONG[name])
+    assert_kept_and_not_replaced(played(name), undisturbed, *LONG[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LONG)
-def test_the_operator_is_told_which_process_one_call_keeps(long: Callable[[str], Run], name: str) -> None:
-    events = [record.event for record in read_events(long(name).run_dir, process="master-0")]
+def test_the_operator_is_told_which_process_one_call_keeps(played: Callable[[str], Run], name: str) -> None:
+    events = [record.event for record in read_events(played(name).run_dir, process="master-0")]
     busy = [event for event in events if isinstance(event, ProcessBusy)]
     process, _, _, how, *_ = LONG[name][0].split(":")
     assert [(event.of, event.computes) for event in busy] == [(process, how == "compute")]

@@ -20,7 +20,7 @@ from kintsugi.journal.journal import kept_files, read_records
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.telemetry.events import ProcessBegan, read_events
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
-from tests.cluster.real_runs import PROGRAMS, Run, finished, play, until
+from tests.cluster.real_runs import PROGRAMS, Run, play_selected, until
 
 pytestmark = pytest.mark.cluster
 
@@ -133,15 +133,8 @@ LONG: dict[str, Callable[[Run], None]] = {
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    played = play(QUICK, tmp_path_factory.mktemp("killed"))
-    return lambda name: finished(played[name])
-
-
-@pytest.fixture(scope="module")
-def long(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    played = play(LONG, tmp_path_factory.mktemp("struck"))
-    return lambda name: finished(played[name])
+def struck(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    return play_selected(LONG | QUICK, request, tmp_path_factory.mktemp("struck"))
 
 
 def assert_as_if_nothing_had_happened(run: Run, undisturbed: Run) -> None:
@@ -153,22 +146,22 @@ def assert_as_if_nothing_had_happened(run: Run, undisturbed: Run) -> None:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_run_ends_as_if_nothing_had_happened_whoever_is_killed(
-    undisturbed: Run, quick: Callable[[str], Run], name: str
+    undisturbed: Run, struck: Callable[[str], Run], name: str
 ) -> None:
-    assert_as_if_nothing_had_happened(quick(name), undisturbed)
+    assert_as_if_nothing_had_happened(struck(name), undisturbed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LONG)
 def test_a_run_ends_as_if_nothing_had_happened_whoever_is_stopped(
-    undisturbed: Run, long: Callable[[str], Run], name: str
+    undisturbed: Run, struck: Callable[[str], Run], name: str
 ) -> None:
-    assert_as_if_nothing_had_happened(long(name), undisturbed)
+    assert_as_if_nothing_had_happened(struck(name), undisturbed)
 
 
 @pytest.mark.parametrize("name", KILLED)
-def test_only_those_who_were_killed_are_replaced(quick: Callable[[str], Run], name: str) -> None:
-    run, killed = quick(name), {process for group in KILLED[name] for process in group}
+def test_only_those_who_were_killed_are_replaced(struck: Callable[[str], Run], name: str) -> None:
+    run, killed = struck(name), {process for group in KILLED[name] for process in group}
     assert {process: len(pids_of(run, process)) for process in EVERYBODY} == {
         process: 2 if process in killed else 1 for process in EVERYBODY
     }
@@ -176,30 +169,30 @@ def test_only_those_who_were_killed_are_replaced(quick: Callable[[str], Run], na
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STOPPED)
-def test_only_those_who_were_stopped_are_replaced(long: Callable[[str], Run], name: str) -> None:
-    run, stopped = long(name), {process for group in STOPPED[name] for process in group}
+def test_only_those_who_were_stopped_are_replaced(struck: Callable[[str], Run], name: str) -> None:
+    run, stopped = struck(name), {process for group in STOPPED[name] for process in group}
     assert {process: len(pids_of(run, process)) for process in EVERYBODY} == {
         process: 2 if process in stopped else 1 for process in EVERYBODY
     }
 
 
-def test_the_other_host_does_not_notice_the_loss_of_one(quick: Callable[[str], Run]) -> None:
-    run = quick("host")
+def test_the_other_host_does_not_notice_the_loss_of_one(struck: Callable[[str], Run]) -> None:
+    run = struck("host")
     replaced = {process for process in EVERYBODY | {"agent-1"} if len(pids_of(run, process)) > 1}
     hosts = {peer.process: peer.host for peer in run.peers_joined()}
     assert {hosts[process] for process in replaced} == {"host-1"}
 
 
-def test_an_incident_is_written_up_with_what_it_cost(quick: Callable[[str], Run]) -> None:
-    closed = [fact for fact in quick("workers").facts if isinstance(fact, IncidentClosed)]
+def test_an_incident_is_written_up_with_what_it_cost(struck: Callable[[str], Run]) -> None:
+    closed = [fact for fact in struck("workers").facts if isinstance(fact, IncidentClosed)]
     assert {process for fact in closed for process in fact.processes} >= {"model-0", "model-1"}
     assert all(fact.timing for fact in closed)
 
 
 def test_a_compacted_journal_and_the_files_that_it_replaced_have_all_facts_of_the_run(
-    undisturbed: Run, quick: Callable[[str], Run]
+    undisturbed: Run, struck: Callable[[str], Run]
 ) -> None:
-    run = quick("compacted-journal")
+    run = struck("compacted-journal")
     assert len(kept_files(run.run_dir / "journal")) >= len(GATES)
     assert not any(isinstance(fact, StateFolded) for fact in run.facts)
     committed = [fact for fact in run.facts if isinstance(fact, StepCommitted)]

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import pty
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kintsugi.journal.facts import StopAccepted
 from kintsugi.run_folder.reader import read_status
 from kintsugi.telemetry.events import Alert, ProcessBegan, ProcessGone, read_events
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
-from tests.cluster.real_runs import LAST_STEP, PROGRAMS, Run, finished, play, until
+from tests.cluster.real_runs import LAST_STEP, PROGRAMS, RECIPE, Run, play_selected, until
 
 pytestmark = pytest.mark.cluster
 
@@ -74,6 +77,46 @@ def hang_up(run: Run) -> None:
     command.wait(60)
     until((run.run_dir / "summary.json").exists, "the end of the run")
     run.assert_nothing_left(timeout_s=20.0)
+
+
+def detach(run: Run) -> None:
+    """Start without staying, close the terminal, look twice from other ones, and leave the first look by Ctrl-C."""
+    terminal, run.output = pty.openpty()
+    command = run.start("--detach", gates=(4,))
+    os.close(run.output)
+    assert command.wait(60) == 0
+    os.close(terminal)
+    until((run.gates / "4.reached").exists, "step 4 of the detached run")
+    run.output = subprocess.PIPE
+    first, second = (run.command("attach", str(run.run_dir)) for _ in range(2))
+    assert first.stdout is not None and first.stdout.readline()
+    first.send_signal(signal.SIGINT)
+    told, errors = first.communicate(timeout=60)
+    assert first.returncode == 0 and "detached; the run goes on" in told, told + errors
+    run.let_through(4)
+    told, errors = second.communicate(timeout=60)
+    assert second.returncode == 0 and "held-out accuracy" in told, told + errors
+    run.assert_nothing_left(timeout_s=20.0)
+
+
+def hang_up_to_stop(run: Run) -> None:
+    """Close the terminal that a command controls, which was told to stop then; resume what it left."""
+    (run.gates / "4").touch()
+    terminal, run.output = pty.openpty()
+    train = ["-m", "kintsugi", "train", str(RECIPE), f"run_dir={run.run_dir}", "--on-hangup", "stop"]
+    taken = "import fcntl, os, sys, termios; fcntl.ioctl(1, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    run.launcher = run.shell(f"exec {shlex.join([sys.executable, '-c', taken, sys.executable, *train])}")
+    os.close(run.output)
+    run.wait_at(4)
+    os.close(terminal)
+    until(lambda: any(isinstance(fact, StopAccepted) for fact in run.facts), "the stop")
+    run.let_through(4)
+    run.launcher.communicate(timeout=60)
+    assert run.summary.outcome == "stopped" and run.summary.steps < LAST_STEP
+    run.assert_nothing_left(timeout_s=20.0)
+    run.output = subprocess.PIPE
+    code, errors = run.resume()
+    assert code == 0, errors
 
 
 def close_the_pipe(run: Run) -> None:
@@ -182,28 +225,30 @@ LONG: dict[str, Callable[[Run], None]] = {
     "file-limit": limit_files_of_master,
     "trackers": lose_master_without_trackers,
 }
+LEFT: dict[str, Callable[[Run], None]] = {"detached": detach, "terminal-to-stop": hang_up_to_stop}
 if os.geteuid() == 0:
     LONG["read-only"] = save_to_a_read_only_disk
 
 
 @pytest.fixture(scope="module")
-def lost(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    played = play(SCENARIOS, tmp_path_factory.mktemp("lost"))
-    return lambda name: finished(played[name])
-
-
-@pytest.fixture(scope="module")
-def long(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    played = play(LONG, tmp_path_factory.mktemp("long"))
-    return lambda name: finished(played[name])
+def lost(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    return play_selected(LONG | LEFT | SCENARIOS, request, tmp_path_factory.mktemp("lost"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LONG)
 def test_a_run_survives_the_loss_of_everything_but_its_launcher_and_what_a_host_refuses(
-    undisturbed: Run, long: Callable[[str], Run], name: str
+    undisturbed: Run, lost: Callable[[str], Run], name: str
 ) -> None:
-    assert_as_undisturbed(long(name), undisturbed)
+    assert_as_undisturbed(lost(name), undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEFT)
+def test_a_run_that_is_left_alone_or_stopped_by_a_hang_up_ends_as_if_nothing_had_happened(
+    undisturbed: Run, lost: Callable[[str], Run], name: str
+) -> None:
+    assert_as_undisturbed(lost(name), undisturbed)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

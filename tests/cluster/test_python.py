@@ -130,6 +130,9 @@ def test_rollouts_are_kept_once_each_though_a_rank_is_killed(tmp_path: Path) -> 
     assert kept["disturbed"] == kept["quiet"]
     groups = read_groups(tmp_path / "quiet" / "rollouts")
     assert len(groups) == 4 * 8 and {len(group) for group in groups} == {4}
+    for sample in (sample for group in groups for sample in group):
+        first, second = sample.prompt.rstrip("=").split("+")
+        assert sample.columns["answer"] == str(int(first) + int(second))[::-1], sample
 
 
 def test_saved_rollouts_are_trained_on_without_generating(tmp_path: Path) -> None:

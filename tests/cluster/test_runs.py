@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -14,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kintsugi.config.recipe import anchored, load, load_config
 from kintsugi.config.schema import ClusterSection, resolved
+from kintsugi.data.dataset import open_data
 from kintsugi.journal.facts import ProcessJoined, VersionCurrent
-from kintsugi.run_folder.reader import read_samples
+from kintsugi.run_folder.reader import read_samples, read_verdicts
 from kintsugi.simulation.replay import replay
 from kintsugi.telemetry.events import ProcessBegan, ProcessEnded, read_events
 from kintsugi.types import SegmentSource, StreamSource
@@ -251,6 +253,26 @@ def test_eval_gives_what_the_run_measured_and_leaves_the_run_as_it_was(undisturb
     measured = undisturbed.summary.eval_accuracy_after
     assert f"{measured:.1%}" in output
     assert (undisturbed.run_dir / "summary.json").read_bytes() == before
+    undisturbed.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_eval_on_other_data_measures_all_of_its_rows_and_only_those(undisturbed: Run, tmp_path: Path) -> None:
+    run_dir = undisturbed.run_dir
+    before = (run_dir / "summary.json").read_bytes()
+    held_out = open_data(load_config(run_dir / "config.yaml"), run_dir=run_dir)
+    chosen = [5, 4, 3, 2, 1, 0]
+    rows = [held_out.held_out_row(number) for number in chosen]
+    lines = [json.dumps({"prompt": row.prompt, "answer": row.columns["answer"]}) for row in rows]
+    (data := tmp_path / "other.jsonl").write_text("\n".join(lines))
+    code, output = undisturbed.ask("eval", str(run_dir), "--data", str(data))
+    assert code == 0, output
+    in_the_run = read_verdicts(run_dir)[-1].right
+    expected = tuple(in_the_run[number] for number in chosen)
+    newest = max((run_dir / "evaluations").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    assert read_verdicts(newest)[-1].right == expected
+    assert f"{sum(expected) / len(expected):.1%}" in output
+    assert (run_dir / "summary.json").read_bytes() == before
     undisturbed.assert_nothing_left()
 
 

@@ -42,6 +42,7 @@ def test_incidents_name_the_process_that_broke_and_the_cost(folder: Path) -> Non
 def test_the_plot_has_a_mark_for_every_incident(folder: Path) -> None:
     run = kintsugi.load(folder)
     figure = run.plot()
+    assert figure._repr_png_().startswith(b"\x89PNG")
     titles = [axis.get_title(loc="left") for axis in figure.axes]
     assert titles[:2] == ["reward", "held-out accuracy"]
     dashed = [line for line in figure.axes[0].get_lines() if line.get_linestyle() == "--"]

@@ -19,7 +19,7 @@ def abstract_of(results: Results) -> tuple[Block, ...]:
         misled = sum(not run.correct for run in fragile)
         items.append(
             f"Faults were injected into a conventional (fragile) RL system in {len(fragile)} "
-            "scenarios. The last error in its controller's log pointed to a wrong cause in "
+            f"scenario{'s' * (len(fragile) != 1)}. The last error in its controller's log pointed to a wrong cause in "
             f"**{misled} of {len(fragile)}**."
         )
     if ours:

@@ -17,7 +17,7 @@ from kintsugi.config.schema import (
 )
 from kintsugi.config.validation import validate
 from kintsugi.data.dataset import open_data
-from kintsugi.data.saved_rollouts import SavedRollouts, saved_samples
+from kintsugi.data.saved_rollouts import SavedRollouts, plain_columns, saved_samples
 from kintsugi.errors import ConfigError, DataError
 from kintsugi.telemetry.saved_rollouts import write_shard
 from kintsugi.types import Row
@@ -49,6 +49,15 @@ def test_a_row_is_a_prompt_with_its_answers(folder: Path) -> None:
     assert (len(rollouts), rollouts.largest_group, rollouts.longest) == (4, 2, 4)
     assert [sample.sample for sample in saved_samples(rollouts.row(1))] == [0, 1]
     assert saved_samples(Row(prompt="1+1=")) == ()
+
+
+def test_the_columns_that_were_saved_are_those_of_the_row(tmp_path: Path) -> None:
+    sample = msgspec.structs.replace(saved("rollout:0:0:0", 0), columns={"answer": "2", "saved": ["mine"]})
+    write_shard(tmp_path, step=1, shard=0, num_shards=1, samples=[sample])
+    row = SavedRollouts(tmp_path).row(0)
+    assert row.columns["answer"] == "2" and saved_samples(row) == (sample,)
+    assert plain_columns(row) == {"answer": "2"}
+    assert plain_columns(Row(prompt="1+1=", columns={"saved": ["mine"]})) == {"saved": ["mine"]}
 
 
 def test_a_folder_of_rollouts_is_a_source_beside_held_out_rows(folder: Path) -> None:

@@ -36,7 +36,7 @@ def test_a_folder_that_exists_is_no_name(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     assert is_hub_name("models/mine") and not is_hub_name("mine") and not is_hub_name("/a/b")
     Path("models/mine").mkdir(parents=True)
-    assert not is_hub_name("models/mine")
+    assert not is_hub_name("models/mine") and not is_hub_name("models/misspelt")
     assert local_folder("models/mine", field="model.path") == "models/mine"
 
 

@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kintsugi.config.schema import LoggingSection
 from kintsugi.errors import StorageError
 from kintsugi.simulation.virtual_clock import VirtualClock
 from kintsugi.telemetry.step_metrics import MetricsWriter, SamplesWriter, source_metrics, step_metrics
 from kintsugi.types import FinishReason, SampleMeta, SampleText, sample_key
+
+WITH_WANDB = LoggingSection(wandb=True)
 
 
 def meta(
@@ -204,10 +207,17 @@ def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert steps_in(path) == [1, 3]
 
 
+class FakeConfig(dict[str, Any]):
+    def update(self, values: dict[str, Any], *, allow_val_change: bool) -> None:  # type: ignore[override]
+        assert allow_val_change
+        super().update(values)
+
+
 class FakeRun:
     """A run of the fake `wandb`; takes two lines."""
 
     def __init__(self) -> None:
+        self.config = FakeConfig()
         self.logged: list[int] = []
         self.values: dict[str, Any] = {}
 
@@ -227,6 +237,10 @@ class FakeWandb(ModuleType):
     class Error(Exception):
         pass
 
+    class Settings(NamedTuple):
+        console: str
+        silent: bool
+
     class Table(NamedTuple):
         columns: list[str]
         data: list[list[Any]]
@@ -235,7 +249,7 @@ class FakeWandb(ModuleType):
         super().__init__("wandb")
         self.runs: dict[str, FakeRun] = {}
 
-    def init(self, *, id: str, resume: str, **options: str) -> FakeRun:
+    def init(self, *, id: str, resume: str, **options: object) -> FakeRun:
         assert resume == "allow"
         return self.runs.setdefault(id, FakeRun())
 
@@ -249,7 +263,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
 
 def test_a_resumed_run_is_the_same_run_at_weights_and_biases(tmp_path: Path, wandb: FakeWandb) -> None:
     for step in (1, 2):
-        with MetricsWriter(tmp_path, wandb_id="job1") as writer:
+        with MetricsWriter(tmp_path, run_id="job1", also=WITH_WANDB) as writer:
             writer.write(step, {"loss": 1.0})
     assert {name: run.logged for name, run in wandb.runs.items()} == {"job1": [1, 2]}
 
@@ -257,7 +271,7 @@ def test_a_resumed_run_is_the_same_run_at_weights_and_biases(tmp_path: Path, wan
 def test_trackers_show_demonstrations_apart_and_group_what_has_no_group(
     tmp_path: Path, wandb: FakeWandb
 ) -> None:
-    with MetricsWriter(tmp_path, wandb_id="job1") as writer:
+    with MetricsWriter(tmp_path, run_id="job1", also=WITH_WANDB) as writer:
         writer.write(1, {"loss": 1.0, "timing/step": 2.0}, stage="warmup")
         writer.write(2, {"loss": 0.5, "reward/mean": 0.1}, stage="grpo")
     assert wandb.runs["job1"].values == {
@@ -271,7 +285,7 @@ def test_trackers_show_demonstrations_apart_and_group_what_has_no_group(
 
 
 def test_a_tracker_that_fails_keeps_nothing_from_the_file(tmp_path: Path, wandb: FakeWandb) -> None:
-    writer = MetricsWriter(tmp_path, wandb_id="job1")
+    writer = MetricsWriter(tmp_path, run_id="job1", also=WITH_WANDB)
     for step in (1, 2, 3):
         writer.write(step, {})
     with pytest.raises(StorageError, match="W&B: no connection"):
@@ -286,7 +300,7 @@ def test_a_tracker_that_cannot_be_closed_is_reported(
         raise FakeWandb.Error("not finished")
 
     monkeypatch.setattr(FakeRun, "finish", broken)
-    writer = MetricsWriter(tmp_path, wandb_id="job1")
+    writer = MetricsWriter(tmp_path, run_id="job1", also=WITH_WANDB)
     writer.write(1, {})
     with pytest.raises(StorageError, match="W&B: not finished"):
         writer.close()
@@ -295,11 +309,11 @@ def test_a_tracker_that_cannot_be_closed_is_reported(
 def test_a_wandb_that_cannot_be_reached_at_a_start_keeps_nothing_from_the_file(
     tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreachable(**options: str) -> FakeRun:
+    def unreachable(**options: object) -> FakeRun:
         raise FakeWandb.Error("no route to host")
 
     monkeypatch.setattr(wandb, "init", unreachable)
-    writer = MetricsWriter(tmp_path, wandb_id="job1")
+    writer = MetricsWriter(tmp_path, run_id="job1", also=WITH_WANDB)
     writer.write(1, {})
     with pytest.raises(StorageError, match="W&B: no route to host"):
         writer.close()
@@ -311,12 +325,12 @@ def test_a_wandb_that_does_not_answer_delays_no_step(
 ) -> None:
     answers = threading.Event()
 
-    def slow(**options: str) -> FakeRun:
+    def slow(**options: object) -> FakeRun:
         answers.wait()
         return wandb.runs.setdefault("job1", FakeRun())
 
     monkeypatch.setattr(wandb, "init", slow)
-    with MetricsWriter(tmp_path, wandb_id="job1") as writer:
+    with MetricsWriter(tmp_path, run_id="job1", also=WITH_WANDB) as writer:
         for step in (1, 2):
             writer.write(step, {"loss": 1.0})
         assert steps_in(tmp_path / "metrics.jsonl") == [1, 2]
@@ -377,7 +391,7 @@ def test_trackers_get_a_bounded_table_of_completions_and_the_incidents(
 ) -> None:
     metas = [meta("a", number, reward=float(number)) for number in range(20)]
     texts = {each.key: SampleText("1|1=", "<b>2") for each in metas}
-    with MetricsWriter(tmp_path, wandb_id="job1") as writer:
+    with MetricsWriter(tmp_path, run_id="job1", also=WITH_WANDB) as writer:
         writer.write_completions(53, metas, texts=texts)
         writer.write_completions(54, metas, texts=texts)
         writer.write_incident(54, incident=1, text="model-0 was lost")

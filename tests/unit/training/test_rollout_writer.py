@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from kintsugi.config.schema import AlgorithmSection, Config, DataSection
+from kintsugi.data.dataset import open_data
 from kintsugi.model.tokenizer import character_tokenizer
 from kintsugi.protocol.training import RunCall
 from kintsugi.telemetry.saved_rollouts import read_groups
@@ -35,10 +37,17 @@ def test_a_sample_is_kept_with_its_texts_tokens_and_rewards(tmp_path: Path) -> N
         totals={},
         generation=0,
     )
-    RolloutStore(tmp_path, lambda: tokenizer).write(call, {trajectory.key: trajectory})
+    config = Config(
+        name="kept", data=DataSection(max_digits=1, num_eval=5), algorithm=AlgorithmSection(name="rollout")
+    )
+    RolloutStore(config, tokenizer=lambda: tokenizer, run_dir=tmp_path).write(
+        call, {trajectory.key: trajectory}
+    )
     ((kept,),) = read_groups(tmp_path / "rollouts")
     assert (kept.step, kept.ticket, kept.sample) == (5, "rollout:0:3:0", 1)
     assert (kept.prompt, kept.completion, kept.finish) == ("1+1=", "2", FinishReason.EOS)
     assert (kept.reward, kept.rewards) == (0.6, {"right": 1.0, "brevity": -4.0})
     assert kept.tokens == [*prompt, *answer] and kept.loss_mask == [0] * num_prompt + [1, 1]
+    row = open_data(config).training_row(stage="rollout", seed=config.seed, epoch=0, position=3)
+    assert kept.columns == row.columns and kept.columns["answer"]
     assert kept.logprobs[-2:] == pytest.approx([-0.5, -0.1]) and kept.versions[-1] == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-Table = dict
+Table = Settings = dict
 
 
 def init(**options: Any) -> Any:

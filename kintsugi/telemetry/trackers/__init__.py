@@ -1,0 +1,1 @@
+"""Programs that show the metrics of runs: TensorBoard, W&B, MLflow, Trackio. No run depends on one of them."""
