@@ -77,8 +77,8 @@ class FileExport:
         reading: Callable[[], AbstractContextManager[object]] = nullcontext,
         is_whole: bool = False,
     ) -> None:
-        """`places`: index → offset and size in the buffer. `descriptor` is a file with the same bytes, which stays open as
-        long as the export is offered."""
+        """`places`: index → offset and size in the buffer. `descriptor` is a file with the same bytes; the owner keeps
+        it open as long as the export is offered."""
         self._places = dict(places)
         self._buffer = buffer
         self._descriptor = descriptor

@@ -107,9 +107,9 @@ class Pull:
         arrived: Callable[[BulkRange], object] = lambda part: None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`pieces` by their indices in the offers; `what` names them: "version 3". `into` returns the place of a piece, of
-        exactly its size. `check` is called by the waiting thread, and raises to give up. `arrived` is called for every
-        slice, before its piece is verified."""
+        """`pieces` by their indices in the offers; `what` names them: "version 3". `into` returns the place of a piece,
+        of exactly its size. `check` is called by the waiting thread, and raises to give up. `arrived` is called for
+        every slice, before its piece is verified."""
         self._pieces = pieces
         self._into = into
         self._locate = locate

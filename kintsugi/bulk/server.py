@@ -51,6 +51,8 @@ PART_TIMEOUT_S = 60.0
 """Longest wait for a part that is still arriving from elsewhere."""
 CHECK_S = 1.0
 """Interval at which unproven connections are checked while there are some."""
+RECHECK_S = 0.1
+"""Interval at which a thread that waits for a part checks whether the export was withdrawn."""
 IDLE_S = 60.0
 WITHDRAW_S = 5.0
 CLOSE_S = 5.0
@@ -331,9 +333,14 @@ class BulkServer:
             exports.idle.notify_all()
 
     def _region(self, export: Export, part: BulkRange, name: str) -> Region:
+        def attempt(remaining_s: float) -> Region | None:
+            if self._exports.by_name.get(name) is not export:
+                raise RefusedError(f"{name} was withdrawn")
+            return export.attempt_region(part, min(remaining_s, RECHECK_S))
+
         try:
             return wait(
-                lambda remaining_s: export.attempt_region(part, remaining_s),
+                attempt,
                 whom="its source",
                 what=f"piece {part.index} of {name}",
                 timeout_s=PART_TIMEOUT_S,

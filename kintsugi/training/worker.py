@@ -147,7 +147,7 @@ class ModelWorker:
     ) -> None:
         """`bulk` offers and fetches states. `emit` records events, from any thread. `renew` offers the snapshots to a
         new agent. `segments` is the shared memory through which samples are relayed to other ranks of this host.
-        `is_blank`: the initial weights are not loaded, because a repair is expected; they are loaded where none comes."""
+        `is_blank`: the initial weights are not loaded, because a repair is expected; they are where none comes."""
         self._shell = shell
         self._state = state
         self._config = config

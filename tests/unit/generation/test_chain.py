@@ -105,8 +105,7 @@ class _Run:
             self._as_master(delivery)
         for delivery in self.model.poll(0):
             assert isinstance(delivery.body, FetchWeights)
-            fetched, blobs = self._publisher.answer(delivery.body)
-            self.model.reply(delivery, fetched, blobs=blobs)
+            self.model.reply(delivery, self._publisher.answer(delivery.body))
         self.rollout.turn(0)
 
     def _as_master(self, delivery: Delivery) -> None:
