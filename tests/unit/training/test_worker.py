@@ -255,7 +255,7 @@ def test_weights_are_served_while_a_call_runs() -> None:
     rank = Rank().start()
     rank.ask(Publish(2, 2))
     rank.shell.replies.clear()
-    rank.ask(grpo_call(), FetchWeights(2, (0,)))
+    rank.ask(grpo_call(), FetchWeights(2))
     assert [type(body) for body in rank.shell.replies] == [WeightsFetched, CallDone]
 
 
