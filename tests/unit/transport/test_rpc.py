@@ -38,7 +38,7 @@ class Idle:
 
 def asked(body: Body, *, ago_s: float) -> PendingReply:
     since = SYSTEM_CLOCK.monotonic() - ago_s
-    return PendingReply(Idle(), "model-0", body, (), None, None, since, since + 60.0, 1.0)
+    return PendingReply(Idle(), "model-0", body, None, None, since, since + 60.0, 1.0)
 
 
 def test_a_request_that_took_long_is_worth_a_span_that_says_what_it_was_about(spans: Recorded) -> None:
