@@ -68,7 +68,13 @@ class BulkClient:
                 return
             channel = self._connect(offer.process)
             self._fetch(channel, offer, request, targets, watch, is_idle=False)
-        except OSError as error:
+        except RefusedError:
+            raise
+        except (OSError, WorldError) as error:
+            # The session may be over, which the other side does not say: the next connection has a new one.
+            self._sessions.pop(offer.process, None)
+            if isinstance(error, WorldError):
+                raise
             reason = error.strerror or str(error) or type(error).__name__
             raise WorldError(f"bulk connection to {offer.process}: {reason}") from error
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from functools import cache
 
 from kintsugi.bulk.client import OPEN_TIMEOUT_S, BulkClient
 from kintsugi.bulk.credentials import Credentials
@@ -35,8 +35,14 @@ class BulkEndpoint:
         emit: Callable[[NoteEvent], object] = lambda event: None,
     ) -> None:
         """`peer_of` returns the entry of a process in the address book; like `call`, it may be used by any thread."""
-        # Made when first needed: most processes of a run on one host never open a bulk connection.
-        credentials = cache(lambda: Credentials.create(process))
+        made, lock = list[Credentials](), threading.Lock()
+
+        def credentials() -> Credentials:
+            """Create the certificate when it is first needed: few processes of a run on one host ever need it."""
+            with lock:
+                if not made:
+                    made.append(Credentials.create(process))
+            return made[0]
 
         def is_current(other: str, incarnation: str) -> bool:
             peer = peer_of(other)

@@ -75,6 +75,8 @@ class _Version:
     """Number of pieces, once a manifest has told it."""
     waiting: list[Delivery] = field(default_factory=list)
 
+    failure: Exception | None = None
+    """Error of an upload: the version will not be whole here."""
     num_pulls: int = 0
     """Threads that may still write to the memory."""
 
@@ -165,6 +167,7 @@ class WeightHolder:
         assert isinstance(upload, UploadWeights)
         if error is not None:
             self._replies.fail(delivery, error)
+            self._fail_waiting(version, error)
             return
         version.missing -= upload.pieces.keys()
         self._replies.reply(delivery, Ok())
@@ -207,6 +210,8 @@ class WeightHolder:
                 self._pull_from_others(version, manifest, source)
             self._finish_if_whole(version)
         if request.is_awaited and not version.is_whole:
+            if version.failure is not None:
+                raise version.failure
             if len(version.waiting) >= MAX_WAITING:
                 raise RefusedError(f"{MAX_WAITING} requests wait for version {manifest.version} already")
             version.waiting.append(delivery)
@@ -227,9 +232,7 @@ class WeightHolder:
             version.missing.clear()
             self._finish_if_whole(version)
             return
-        waiting, version.waiting = version.waiting, []
-        for delivery in waiting:
-            self._replies.fail(delivery, error)
+        self._fail_waiting(version, error)
         if self._versions.get(version.number) is version:
             self._drop(version.number, f"it could not be fetched: {error}")
 
@@ -302,6 +305,13 @@ class WeightHolder:
         waiting, version.waiting = version.waiting, []
         for delivery in waiting:
             self._replies.reply(delivery, WeightsHeld(version.number, version.segment, version.offer))
+
+    def _fail_waiting(self, version: _Version, error: Exception) -> None:
+        """Answer those that wait for a version that will not be whole here: they fetch for themselves."""
+        version.failure = error
+        waiting, version.waiting = version.waiting, []
+        for delivery in waiting:
+            self._replies.fail(delivery, error)
 
     def _begin_pull(
         self,
