@@ -147,9 +147,7 @@ class Process:
 
 class AgentProcess(Process):
     def begin(self) -> Told:
-        server = SegmentServer(
-            self.endpoint, job=self.setup.job, host=self.setup.host, capacity=CAPACITY
-        )
+        server = SegmentServer(self.endpoint, job=self.setup.job, host=self.setup.host, capacity=CAPACITY)
         self._holder = WeightHolder(
             self.endpoint,
             self.bulk,
@@ -190,9 +188,7 @@ class RankProcess(Process):
         os.ftruncate(self._memory, self.setup.megabytes * 1_000_000)
         threading.Thread(target=self._send_raw, daemon=True).start()
         told = super().begin()
-        return Told(
-            told.peers, raw=f"{self.setup.address}:{self._raw.getsockname()[1]}", state=self._state
-        )
+        return Told(told.peers, raw=f"{self.setup.address}:{self._raw.getsockname()[1]}", state=self._state)
 
     def _send_raw(self) -> None:
         while True:
@@ -277,7 +273,9 @@ class ServerProcess(Process):
         since, filled = time.perf_counter(), 0
         with socket.create_connection((host, int(port))) as connection:
             while filled < len(self._target):
-                filled += connection.recv_into(self._target[filled : filled + (1 << 20)], 0, socket.MSG_WAITALL)
+                filled += connection.recv_into(
+                    self._target[filled : filled + (1 << 20)], 0, socket.MSG_WAITALL
+                )
         return time.perf_counter() - since
 
     def _fetch_state(self, state: StateFetched) -> float:

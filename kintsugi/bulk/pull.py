@@ -307,5 +307,5 @@ def _requests(pieces: Iterable[tuple[int, Piece]]) -> Iterator[tuple[BulkRange, 
 
 
 def num_connections() -> int:
-    """Connections per share: one core at each end moves a few gigabytes per second on one of them."""
-    return max(1, min(MAX_CONNECTIONS, (os.cpu_count() or 1) // 4))
+    """Connections per share: at least two, so that one is verified while the other receives; more on large hosts."""
+    return max(2, min(MAX_CONNECTIONS, (os.cpu_count() or 1) // 4))
