@@ -1,4 +1,4 @@
-"""New weights, and a state, between hosts: the bulk channel against raw TCP in the same run. Called by `weight_sync.py`.
+"""New weights, and a state, between hosts: the bulk channel against raw TCP in the same run.
 
     python benchmarks/weight_sync.py --between-hosts [--megabytes 256] [--rounds 7] [--chain 4] [--json FILE]
 
@@ -6,13 +6,13 @@ Hosts are network namespaces joined by a switch (root). On the first are a rank 
 other one an agent and a server. Every round measures, one after the other:
 
     tcp            plain TCP, sendfile to recv_into, one connection, as many bytes
-    encrypted      a version of the weights by TLS 1.3: fetched by the server's agent into its host's memory, and verified
+    encrypted      a version of the weights by TLS 1.3: fetched by the server's agent into its host's memory, verified
     authenticated  the same with a code per chunk
     end to end     publish, fetch, verify, swap into the model's parameters
     state          a training state of as many bytes from the rank's memory into another process's, verified
 
-`--chain N`: N hosts fetch one version, each from the one before, against one host alone; links are limited to `LINK`, so
-that not the CPU, which all hosts share here, is measured.
+`--chain N`: N hosts fetch one version, each from the one before, against one host alone. Links are limited to `LINK`,
+so that not the CPU, which all hosts share here, is measured.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from kintsugi.weights.transports.relay import RelayTransport
 from kintsugi.weights.transports.stream import StreamFetch
 
 LINK = "1gbit"
+TC = ("tc", "qdisc", "add", "dev", "eth0", "root", "tbf")
 WARM_ROUNDS = 2
 CAPACITY = 64 << 30
 MODES: tuple[BulkMode, ...] = ("encrypted", "authenticated")
@@ -434,7 +435,7 @@ def run(*, megabytes: int, rounds: int, chain: int) -> dict[str, Any]:
     size = megabytes * 1_000_000 // 64 * 64
     with tempfile.TemporaryDirectory(prefix="weight_sync-") as folder, ExitStack() as resources:
         hosts = resources.enter_context(closing(Hosts(chain + 1, folder=Path(folder))))
-        found = {"bytes": size, "rounds": rounds, "load_before": os.getloadavg()[0]}
+        found: dict[str, Any] = {"bytes": size, "rounds": rounds, "load_before": os.getloadavg()[0]}
         modes = {
             mode: resources.enter_context(closing(Between(hosts.places[:2], megabytes=megabytes, mode=mode)))
             for mode in MODES
@@ -471,8 +472,7 @@ def run_chain(places: Sequence[HostNamespaces], *, chain: int, megabytes: int = 
     for place in places:
         network = next(path for path in place.namespaces if path.endswith("/net"))
         subprocess.run(
-            ["nsenter", f"--net={network}", "tc", "qdisc", "add", "dev", "eth0", "root", "tbf"]
-            + ["rate", LINK, "burst", "256kb", "latency", "50ms"],
+            ["nsenter", f"--net={network}", *TC, "rate", LINK, "burst", "256kb", "latency", "50ms"],
             check=True,
         )
     with closing(Between(places, megabytes=megabytes, mode="authenticated")) as between:
@@ -492,8 +492,8 @@ def show(found: Mapping[str, Any]) -> None:
     if chain := found.get("chain"):
         ratio = chain["chain_s"] / chain["one_s"]
         print(
-            f"  {chain['bytes'] / 1e6:.0f} MB over links of {chain['link']}: one host {chain['one_s']:.2f} s, a chain of "
-            f"{chain['hosts']} {chain['chain_s']:.2f} s ({ratio:.2f} ×)"
+            f"  {chain['bytes'] / 1e6:.0f} MB over links of {chain['link']}: one host {chain['one_s']:.2f} s, "
+            f"a chain of {chain['hosts']} {chain['chain_s']:.2f} s ({ratio:.2f} ×)"
         )
 
 

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
@@ -58,16 +59,18 @@ class BulkClient:
         targets: Sequence[memoryview],
         *,
         watch: Callable[[Channel], object] = lambda channel: None,
+        arrived: Callable[[BulkRange], object] = lambda part: None,
     ) -> None:
-        """Fetch parts into their places. `watch` receives the connection, whose progress it may observe and which it
-        may interrupt. Contents of the places are undefined after an error."""
+        """Fetch parts into their places. `watch` receives the connection, which it may interrupt. `arrived` is called
+        for every part that is in its place. Contents of the places are undefined after an error."""
         request = BulkRequest(offer.export, tuple(ranges))
+        fill = partial(_attempt_fill, places=tuple(zip(ranges, targets, strict=True)), arrived=arrived)
         try:
             channel = self._take_idle(offer.process)
-            if channel is not None and self._fetch(channel, offer, request, targets, watch, is_idle=True):
+            if channel is not None and self._fetch(channel, offer, request, fill, watch, is_idle=True):
                 return
             channel = self._connect(offer.process)
-            self._fetch(channel, offer, request, targets, watch, is_idle=False)
+            self._fetch(channel, offer, request, fill, watch, is_idle=False)
         except RefusedError:
             raise
         except (OSError, WorldError) as error:
@@ -89,7 +92,7 @@ class BulkClient:
         channel: Channel,
         offer: BulkOffer,
         request: BulkRequest,
-        targets: Sequence[memoryview],
+        fill: Callable[[Channel], bool],
         watch: Callable[[Channel], object],
         *,
         is_idle: bool,
@@ -105,9 +108,9 @@ class BulkClient:
                 channel.close()
                 return False
             if not header.refusal:
-                _check_sizes(header, request, targets, process=offer.process)
+                _check_sizes(header, request, process=offer.process)
                 wait(
-                    lambda _: _attempt_fill(channel, targets),
+                    lambda _: fill(channel),
                     whom=offer.process,
                     what=f"bytes of {offer.export}",
                     timeout_s=FETCH_TIMEOUT_S,
@@ -185,17 +188,21 @@ def _attempt_header(channel: Channel) -> BulkHeader:
         raise IntegrityError(f"a bulk connection: malformed header: {error}") from error
 
 
-def _attempt_fill(channel: Channel, targets: Sequence[memoryview]) -> bool:
-    for target in targets:
+def _attempt_fill(
+    channel: Channel,
+    *,
+    places: Sequence[tuple[BulkRange, memoryview]],
+    arrived: Callable[[BulkRange], object],
+) -> bool:
+    for part, target in places:
+        assert target.nbytes == part.size, "places do not fit the request"
         channel.attempt_fill(target)
+        arrived(part)
     return True
 
 
-def _check_sizes(
-    header: BulkHeader, request: BulkRequest, targets: Sequence[memoryview], *, process: str
-) -> None:
-    """Check the announced sizes against the places before any byte is received."""
-    expected = tuple(target.nbytes for target in targets)
-    assert expected == tuple(part.size for part in request.ranges), "places do not fit the request"
+def _check_sizes(header: BulkHeader, request: BulkRequest, *, process: str) -> None:
+    """Check the announced sizes before any byte is received."""
+    expected = tuple(part.size for part in request.ranges)
     if header.sizes != expected:
         raise IntegrityError(f"{process} announced parts of {header.sizes} bytes, expected {expected}")

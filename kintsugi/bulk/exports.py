@@ -15,8 +15,9 @@ from typing import Protocol
 from kintsugi.errors import RefusedError
 from kintsugi.protocol.bulk import BulkRange
 
-SLICE_BYTES = 8 << 20
-"""Unit in which an arriving piece becomes available, and the largest part that one range names."""
+SLICE_BYTES = 2 << 20
+"""Unit in which an arriving piece becomes available, and the largest part that one range names. Every host of a chain
+is one unit behind the host before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ def slices(index: int, size: int) -> list[BulkRange]:
     """Ranges of one piece; an empty piece has one, so that it is asked for too.
 
     >>> [part.size for part in slices(0, SLICE_BYTES + 1)], slices(3, 0)
-    ([8388608, 1], [BulkRange(index=3, offset=0, size=0)])
+    ([2097152, 1], [BulkRange(index=3, offset=0, size=0)])
     """
     starts = range(0, max(1, size), SLICE_BYTES)
     return [BulkRange(index, start, min(SLICE_BYTES, size - start)) for start in starts]

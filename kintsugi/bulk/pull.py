@@ -24,7 +24,7 @@ from kintsugi.runtime.waits import join, wait
 from kintsugi.telemetry.events import Alert, AlertEvent, BytesDamaged, NoteEvent
 from kintsugi.types import Piece
 
-REQUEST_BYTES = 2 * SLICE_BYTES
+REQUEST_BYTES = 8 * SLICE_BYTES
 """Approximate size of one request: a source that is gone around costs little."""
 PATIENCE_S = 5.0
 """Longest time for one request to a source that is not the last."""
@@ -187,7 +187,13 @@ class Pull:
         try:
             offer = self._offers.get(request.process) or self._locate(request.process)
             self._offers[request.process] = offer
-            self._client.fetch(offer, parts, self._places(parts), watch=lambda each: _watch(request, each))
+            self._client.fetch(
+                offer,
+                parts,
+                self._places(parts),
+                watch=lambda channel: _watch(request, channel),
+                arrived=self._arrived,
+            )
             self._take(parts, process=request.process)
         except WorldError as error:
             self._go_around(request, parts, error)
@@ -206,8 +212,6 @@ class Pull:
                 self._outcome.missing[part.index] -= 1
                 if not self._outcome.missing[part.index]:
                     whole.append(part.index)
-        for part in parts:
-            self._arrived(part)
         for index in whole:
             piece = self._pieces[index]
             found = piece_digest(self._into(index))

@@ -186,7 +186,7 @@ def test_a_session_ends_with_the_incarnation_that_opened_it(both: Processes) -> 
     assert fetched(client, offer) == CONTENT
     both.book["server-0"] = Peer("server-0", "b", "host-0", "", b"")
     old = both.endpoints["model-0"].server
-    client._open_session = lambda process, request: old.open_session(  # type: ignore[method-assign]
+    client._open_session = lambda process, request: old.open_session(
         Peer("server-0", "a", "host-0", "", b""), request.certificate
     )
     with pytest.raises(WorldError):

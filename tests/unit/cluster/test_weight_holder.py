@@ -74,7 +74,7 @@ class Hosts:
             name = f"agent-{index}"
             loop = self.loops[name] = Loop()
             self.segments[name] = MemorySegments()
-            calls: Any = _Calls(loop, lambda process, body, s, own=name: self.call(own, process, body))
+            calls: Any = _Calls(loop, self._caller(name))
             self.holders[name] = WeightHolder(
                 calls,
                 made.add(name),
@@ -102,6 +102,9 @@ class Hosts:
         if number in loop.errors:
             raise loop.errors[number]
         return Reply(loop.replies[number])
+
+    def _caller(self, sender: str) -> Callable[[str, Body, float], Reply]:
+        return lambda process, body, s: self.call(sender, process, body)
 
     def rank(self, process: str, *, agent: str = META, shared: bool = True) -> Publisher:
         transport = RelayTransport(
