@@ -287,7 +287,7 @@ class Proxy:
             each.close()
 
 
-@pytest.mark.parametrize("at", [10, 5_000, 4_000_000])
+@pytest.mark.parametrize("at", [10, 5_000, 1_500_000])
 def test_a_bit_that_flips_on_the_wire_is_never_taken_for_data(both: Processes, at: int) -> None:
     offer, own = offered(both), Credentials.create("server-0")
     proxies: list[Proxy] = []
