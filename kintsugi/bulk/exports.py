@@ -111,6 +111,19 @@ class FileExport:
             self._is_whole = True
             self._changed.notify_all()
 
+    def move(
+        self,
+        buffer: memoryview,
+        *,
+        descriptor: int,
+        reading: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        """Serve the same pieces, all of them, from other memory from now on."""
+        with self._changed:
+            self._buffer, self._descriptor, self._reading = buffer, descriptor, reading
+            self._is_whole = True
+            self._changed.notify_all()
+
     def end(self, reason: str) -> None:
         """Refuse what has not been sent yet."""
         with self._changed:
@@ -123,8 +136,8 @@ class FileExport:
                 self._changed.wait(remaining_s)
             if not self._is_available(part):
                 return None
-        start = self._places[part.index][0] + part.offset
-        return Region(self._buffer[start : start + part.size], self._descriptor, start)
+            start = self._places[part.index][0] + part.offset
+            return Region(self._buffer[start : start + part.size], self._descriptor, start)
 
     def _is_available(self, part: BulkRange) -> bool:
         if self._ended:

@@ -80,6 +80,10 @@ class _Version:
     num_pulls: int = 0
     """Threads that may still write to the memory."""
 
+    def fits(self, pieces: Mapping[int, Piece]) -> bool:
+        """Whether these are pieces of this version, and not of one that a rollback has undone."""
+        return all(self.pieces.get(index, piece).digest == piece.digest for index, piece in pieces.items())
+
     def has(self, pieces: Mapping[int, Piece]) -> bool:
         return all(index in self.pieces and index not in self.missing for index in pieces)
 
@@ -174,26 +178,33 @@ class WeightHolder:
         self._finish_if_whole(version)
 
     def _adopt(self, upload: UploadWeights) -> None:
-        """Offer a version where a rank of this host has published it."""
+        """Offer a version where a rank of this host has published it. Processes that asked for it before keep their
+        offer, which moves there."""
         held = self._segments.open(upload.segment)
         try:
             descriptor = reopened(held)
         finally:
             os.close(held)
-        waiting = (
-            self._drop(upload.version, "it was published again") if upload.version in self._versions else []
-        )
-        self._make_room(upload.version)
         buffer = memoryview(mmap.mmap(descriptor, upload.size, prot=mmap.PROT_READ))
-        export = FileExport(
-            _places(upload.pieces),
-            buffer,
-            descriptor=descriptor,
-            reading=partial(_read_lock, descriptor, upload.segment),
-            is_whole=True,
-        )
-        version = self._offer(upload.version, upload.segment, descriptor, export, buffer, is_own=False)
-        version.pieces, version.expected, version.waiting = dict(upload.pieces), len(upload.pieces), waiting
+        reading = partial(_read_lock, descriptor, upload.segment)
+        version = self._versions.get(upload.version)
+        if version is not None and (not version.fits(upload.pieces) or not version.is_own):
+            for delivery in self._drop(upload.version, "it was published again"):
+                self._replies.fail(delivery, RefusedError(f"version {upload.version} was published again"))
+            version = None
+        if version is None:
+            self._make_room(upload.version)
+            export = FileExport(
+                _places(upload.pieces), buffer, descriptor=descriptor, reading=reading, is_whole=True
+            )
+            version = self._offer(upload.version, upload.segment, descriptor, export, buffer, is_own=False)
+        else:
+            version.export.move(buffer, descriptor=descriptor, reading=reading)
+            unlock(version.descriptor)
+            version.segment, version.descriptor, version.buffer = upload.segment, descriptor, buffer
+            version.is_own = False
+        version.pieces, version.expected = dict(upload.pieces), len(upload.pieces)
+        version.missing.clear()
         self._answer_waiting(version)
 
     # Requests of servers and of other agents.

@@ -261,6 +261,25 @@ def test_one_version_after_the_other_uses_the_same_memory(hosts: Hosts) -> None:
     assert hosts.segments["agent-1"].num_created == 2
 
 
+def test_a_host_that_asks_before_the_rank_has_announced_its_version_keeps_its_offer(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, late = hosts.holders[META]._take_upload, []
+    monkeypatch.setattr(hosts.holders[META], "_take_upload", lambda *given: late.append(given))
+    published = published_whole(hosts, chain=("agent-1",))
+    hosts.pump(lambda: bool(late))
+    real = hosts.holders[META]._hold
+
+    def hold(*given: Any) -> None:
+        real(*given)
+        take(*late.pop())
+
+    monkeypatch.setattr(hosts.holders[META], "_hold", hold)
+    found = hosts.fetch(published, ("server-1", "agent-1"))
+    assert_same(found["server-1"], weights())
+    assert not hosts.said and not late
+
+
 def test_an_agent_of_the_chain_that_does_not_answer_is_gone_around(hosts: Hosts) -> None:
     published = published_whole(hosts, chain=("agent-1", "agent-2"))
     hosts.kill_agent("agent-1")
