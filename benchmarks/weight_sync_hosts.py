@@ -467,7 +467,7 @@ def run(*, megabytes: int, rounds: int, chain: int) -> dict[str, Any]:
     return found
 
 
-def run_chain(places: Sequence[HostNamespaces], *, chain: int, megabytes: int = 64) -> dict[str, Any]:
+def run_chain(places: Sequence[HostNamespaces], *, chain: int, megabytes: int = 192) -> dict[str, Any]:
     """Seconds for one host and for a chain of them, over links of a limited rate."""
     for place in places:
         network = next(path for path in place.namespaces if path.endswith("/net"))
