@@ -133,7 +133,8 @@ class BulkServer:
         """Open a session for this process; it replaces the one that an earlier incarnation had."""
         if self._is_closing:
             raise RefusedError(f"{self._process} is ending")
-        listener = self._listener or self._listen()
+        with self._lock:
+            listener = self._listener or self._listen()
         session = Session(peer.process, peer.incarnation, secrets.token_bytes(KEY_BYTES), certificate)
         name = secrets.token_bytes(SESSION_BYTES)
         with self._lock:
